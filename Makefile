@@ -1,0 +1,45 @@
+# `make demo` and `make test` set up all they need in .venv; PY=... uses an interpreter that is already set up instead.
+PY ?= .venv/bin/python
+ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
+SYSTEM_PYTHON ?= python3
+TEST_TRITONS := 3.6.0 3.9.0
+
+.PHONY: env demo test test-compiles gpu-test lint clean
+
+env: $(ENV)
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(SYSTEM_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fused-softmax needs Python 3.11 or newer" >&2; exit 1; }
+	test -x .venv/bin/python || $(SYSTEM_PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(ENV)
+	PYTHONPATH=src $(PY) -m fused_softmax.cli bench --quick --out demo/results.json --plot demo/plot.png
+
+# One process cannot both interpret and compile kernels, so the suite runs as two.
+test: $(ENV)
+	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m pytest -m "not gpu and not compiles" -n auto
+	PYTHONPATH=src $(PY) -m pytest -m "compiles and not gpu" -n auto
+
+# The kernels compiled by the oldest and the newest Triton supported, each beside the environment's own packages.
+test-compiles: $(TEST_TRITONS:%=.triton-%/.ready)
+	for version in $(TEST_TRITONS); do \
+	  PYTHONPATH=.triton-$$version:src $(PY) -m pytest -m "compiles and not gpu" -n auto || exit 1; \
+	done
+
+.triton-%/.ready: $(ENV)
+	$(PY) -m pip install --quiet --no-deps --target .triton-$* triton==$*
+	@touch $@
+
+gpu-test: $(ENV)
+	PYTHONPATH=src $(PY) -m pytest -m "not compiles"
+
+lint: $(ENV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf .venv .triton-* build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
