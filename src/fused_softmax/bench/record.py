@@ -1,0 +1,195 @@
+"""What a run leaves behind: one JSON file with its environment, its command and a point for every shape and provider.
+
+No host name, user name or path is written. Files are replaced whole: a reader never sees half a run, and a run that
+stops early leaves the earlier file alone and its own points in NAME.partial.json.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEMA = 1
+Status = Literal["ok", "wrong", "refused", "absent", "untimed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A time for one call, and the operation's floor bytes over its median."""
+
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The fastest plain copy of the same bytes in the same rounds."""
+
+    name: str
+    p50_us: float
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One provider at one shape.
+
+    kernel: time on the GPU over rotating buffers; call: eager wall time. They are different experiments.
+    method: "graph" for graph replay, "events" where the provider could not be captured.
+    buffers, rotated_bytes: distinct input and output pairs in rotation, and their bytes (cold when above 4 x L2).
+    host_us: time to enqueue one call. error, row_sum_error: largest distance from float64, and of a row's sum from 1.
+    """
+
+    n_rows: int
+    n_cols: int
+    dtype: str
+    provider: str
+    status: Status
+    message: str = ""
+    kernel: Figure | None = None
+    call: Figure | None = None
+    host_us: float | None = None
+    ratio: float | None = None
+    ceiling: Ceiling | None = None
+    method: Literal["graph", "events"] | None = None
+    buffers: int | None = None
+    rotated_bytes: int | None = None
+    error: float | None = None
+    error_allowed: float | None = None
+    row_sum_error: float | None = None
+    plan: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A kernel run under Triton's interpreter and compared, never timed."""
+
+    kernel: str
+    n_rows: int
+    n_cols: int
+    dtype: str
+    status: Literal["ok", "wrong", "failed", "not run"]
+    error: float | None = None
+    message: str = ""
+
+
+@dataclass
+class Run:
+    environment: dict[str, Any]
+    command: str
+    points: list[Point] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    complete: bool = False
+    schema: int = SCHEMA
+
+
+def save(run: Run, path: Path) -> None:
+    """Write beside the target, then rename over it."""
+    text = json.dumps(dataclasses.asdict(run), indent=1) + "\n"
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as temporary:
+        temporary.write(text)
+    try:
+        os.chmod(temporary.name, 0o644)
+        os.replace(temporary.name, path)
+    except OSError:
+        os.unlink(temporary.name)
+        raise
+
+
+def load(path: Path) -> Run:
+    data = json.loads(path.read_text())
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{path.name} has schema {data.get('schema')!r}; this version reads {SCHEMA}")
+    points = [_point(point) for point in data.pop("points")]
+    checks = [Check(**check) for check in data.pop("checks")]
+    return Run(points=points, checks=checks, **data)
+
+
+def _point(data: dict[str, Any]) -> Point:
+    parts = {"kernel": Figure, "call": Figure, "ceiling": Ceiling}
+    return Point(**{k: parts[k](**v) if k in parts and v is not None else v for k, v in data.items()})
+
+
+def partial_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.partial.json")
+
+
+def require_writable(path: Path) -> None:
+    """Raise OSError now rather than after the measurement."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} is not writable")
+    tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def one_line(error: BaseException | str) -> str:
+    """The first line of a message, with directories taken off its paths."""
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else ""
+    line = re.sub(r"(?<![\w.])[~/][^\s'\":,()]*/", "", line)
+    name = "" if isinstance(error, str) else type(error).__name__
+    return ": ".join(filter(None, (name, line)))[:240]
+
+
+def command_line(arguments: list[str]) -> str:
+    return " ".join(["fused-softmax", *(re.sub(r"[^=]*/", "", argument) for argument in arguments)])
+
+
+def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) -> dict[str, Any]:
+    """Versions, and of the GPU what the caller knows plus what nvidia-smi reads. Nothing is changed."""
+    found: dict[str, Any] = {name.replace("-", "_"): _version(name) for name in ("fused-softmax", "torch", "triton")}
+    found["python"] = platform.python_version()
+    found["platform"] = f"{platform.system()} {platform.machine()}"
+    found["commit"] = _commit()
+    found["gpu"] = gpu and gpu | _nvidia_smi(gpu_uuid)
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution)
+    if distribution == "fused-softmax":
+        source = Path(__file__).parents[1] / "__init__.py"
+        match = re.search(r'__version__ = "(.+)"', source.read_text())
+        return match and match[1]
+    return None
+
+
+def _commit() -> str | None:
+    """The commit this package was read from, with a plus when files differ from it."""
+    here = Path(__file__).parents[1]
+    if _output("git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(here), "status", "--porcelain", "--", ".")
+    return commit and commit + ("+" if changed else "")
+
+
+def _nvidia_smi(uuid: str | None) -> dict[str, Any]:
+    fields = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+    table = _output("nvidia-smi", f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits")
+    for row in (table or "").splitlines():
+        key, *values = (cell.strip() for cell in row.split(","))
+        if uuid is None or key.removeprefix("GPU-") == uuid.removeprefix("GPU-"):
+            return dict(zip((name.replace(".", "_") for name in fields), values, strict=False))
+    return {}
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

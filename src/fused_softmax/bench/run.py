@@ -1,0 +1,134 @@
+"""A run from its options to its files: the loop over cases, progress on stderr, the table on stdout."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fused_softmax.bench import cases, measure, record, report
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.providers import OWN, PROVIDERS
+from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.verify import verify
+
+# Elements of a tensor in the standing sets on a CPU; shapes asked for by name are measured as they are.
+CPU_ELEMENTS = 2**20
+INTERRUPTED = "interrupted"
+
+
+def bench(
+    command: str,
+    console: Console,
+    progress: Console,
+    *,
+    shapes: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+    cols: Sequence[int],
+    elements: int | None,
+    dtypes: Sequence[str],
+    names: Sequence[str],
+    quick: bool,
+    verify_only: bool,
+    reps: int | None,
+    seed: int,
+    out: Path | None,
+    plot: Path | None,
+) -> int:
+    """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted."""
+    gpu = measure.on_gpu()
+    chosen = cases.build(shapes, rows, cols, dtypes, elements, quick)
+    if not gpu and not (shapes or rows or cols or elements):
+        chosen = cases.cut(chosen, CPU_ELEMENTS)
+    effort = measure.Effort(reps or (2 if quick else 3), 12 if quick else 25, seed, not verify_only, bool(names))
+    names = names or list(PROVIDERS)
+    run = Run(record.environment(*gpu_facts()), command)
+    report.print_head(run, console)
+    stopped = run_cases(run, chosen, names, effort, out, progress)
+    if not gpu and not stopped:
+        stopped = check_kernels(run, progress)
+    run.complete = not stopped
+    written = save(run, out)
+    report.print_run(run, console)
+    if plot and any(point.status == "ok" for point in run.points):
+        from fused_softmax.bench.plot import plot as draw
+
+        draw(run, plot)
+    report.print_end(run, console, stopped, [path for path in (written, plot) if path])
+    return exit_code(run, stopped)
+
+
+def run_cases(
+    run: Run, chosen: Sequence[Case], names: Sequence[str], effort: measure.Effort, out: Path | None, console: Console
+) -> str:
+    """Measure into `run`. Why it ended early, or "". The partial file holds the points so far at any time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(chosen))
+        for number, case in enumerate(chosen, 1):
+            progress.update(task, description=str(case))
+            try:
+                points = measure.measure(case, names, effort)
+            except KeyboardInterrupt:
+                return INTERRUPTED
+            except measure.ContextLost as error:
+                lost = (case.n_rows, case.n_cols, case.dtype)
+                run.points += [Point(*lost, name, "skipped", str(error)) for name in names]
+                return str(error)
+            run.points += points
+            if out:
+                record.save(run, record.partial_path(out))
+            progress.advance(task)
+            if not console.is_terminal:
+                line = ", ".join(f"{point.provider} {report.cell(point)}" for point in points)
+                console.print(f"{number}/{len(chosen)} {case}: {line}", highlight=False, soft_wrap=True)
+    return ""
+
+
+def check_kernels(run: Run, console: Console) -> str:
+    try:
+        with console.status("kernels under Triton's interpreter"):
+            for check in verify():
+                run.checks.append(check)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return ""
+
+
+def save(run: Run, out: Path | None) -> Path | None:
+    """A finished run goes to its file; one that stopped early stays beside it, and the earlier file stays."""
+    if out is None:
+        return None
+    partial = record.partial_path(out)
+    if not run.complete:
+        record.save(run, partial)
+        return partial
+    record.save(run, out)
+    partial.unlink(missing_ok=True)
+    return out
+
+
+def exit_code(run: Run, stopped: str) -> int:
+    if stopped:
+        return 130 if stopped == INTERRUPTED else 1
+    wrong = any(p.status == "wrong" or (p.provider == OWN and p.status == "refused") for p in run.points)
+    return int(wrong or any(check.status in ("wrong", "failed") for check in run.checks))
+
+
+def gpu_facts() -> tuple[dict[str, Any] | None, str | None]:
+    """What torch knows of the GPU, and the id under which nvidia-smi knows it (not recorded)."""
+    if not torch.cuda.is_available():
+        return None, None
+    properties = torch.cuda.get_device_properties(0)
+    facts = {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sm_count": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+    }
+    return facts, str(getattr(properties, "uuid", "")) or None

@@ -1,0 +1,110 @@
+"""The command line. It only wires the parts of `bench` together; nothing is computed here."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+try:
+    import click
+    from rich.console import Console
+except ImportError as error:
+    sys.exit(f"{error.name} is missing: pip install 'fused-softmax[cli]'")
+
+from fused_softmax.bench import cases, providers, record
+
+
+class _Keeping(click.Command):
+    """Keeps its arguments as they were typed, for the record."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["typed"] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def _each(parse: Callable[[str], Any]) -> Callable[..., list[Any]]:
+    """A click callback for a repeatable option: parse every value, and say of a bad one what is wrong with it."""
+
+    def callback(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[Any]:
+        parsed: list[Any] = []
+        for value in values:
+            try:
+                item = parse(value)
+            except ValueError as error:
+                raise click.BadParameter(str(error), ctx, param) from None
+            parsed += item if isinstance(item, list) else [item]
+        return list(dict.fromkeys(parsed))
+
+    return callback
+
+
+def _one(parse: Callable[[str], Any]) -> Callable[..., Any]:
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+        return None if value is None else _each(parse)(ctx, param, (value,))[0]
+
+    return callback
+
+
+def _dtypes(text: str) -> list[str]:
+    return [cases.parse_dtype(part) for part in text.split(",")]
+
+
+def _providers(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in providers.PROVIDERS:
+            raise ValueError(f"unknown provider {name!r}; known: {', '.join(providers.PROVIDERS)}")
+    return names
+
+
+def _output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """Found out before anything is measured."""
+    try:
+        if path:
+            record.require_writable(path)
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {path}: {error.strerror or error}", ctx, param) from None
+    return path
+
+
+_file = click.Path(path_type=Path, dir_okay=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="fused-softmax")
+def main() -> None:
+    """Softmax kernels at the speed of the memory: measure them, and see how a shape is planned."""
+
+
+@main.command(cls=_Keeping)
+@click.option("--shape", "shapes", multiple=True, callback=_each(cases.parse_shapes), help="ROWSxCOLS.")
+@click.option("--rows", multiple=True, callback=_each(cases.parse_sizes), help="Rows; with --cols, every pair.")
+@click.option("--cols", multiple=True, callback=_each(cases.parse_sizes), help="Columns, or start:stop:step.")
+@click.option("--elements", callback=_one(cases.parse_size), help="Instead of --rows: elements a tensor, e.g. 128Mi.")
+@click.option("--dtype", "dtypes", multiple=True, callback=_each(_dtypes), help="float32 unless told.")
+@click.option("--provider", "names", multiple=True, callback=_each(_providers), help="All that are there unless told.")
+@click.option("--quick", is_flag=True, help="A short representative set.")
+@click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
+@click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which providers take turns.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--out", type=_file, callback=_output, help="Results as JSON.")
+@click.option("--plot", type=_file, callback=_output, help="GB/s over columns as PNG.")
+@click.pass_context
+def bench(ctx: click.Context, /, **options: Any) -> None:
+    """Check every provider against float64, then time it: GB/s, and the ratio to a copy of the same bytes.
+
+    Without shapes: the tutorial's sweep, 4096 rows by 256, 384, ... 12672 columns, float32.
+    Values may be repeated or stand between commas.
+    """
+    from fused_softmax.bench import run
+
+    if options["elements"] and options["rows"]:
+        raise click.UsageError("--elements takes the place of --rows: give one of them")
+    arguments = record.command_line(["bench", *ctx.meta["typed"]])
+    # A table in a file or a pipe is not folded to the width of a terminal that is not there.
+    console = Console(width=None if sys.stdout.isatty() else 1000)
+    ctx.exit(run.bench(arguments, console, Console(stderr=True), **options))
+
+
+if __name__ == "__main__":
+    main(prog_name="fused-softmax")
