@@ -1,5 +1,6 @@
 """The command line. It only wires the parts of `bench` together; nothing is computed here."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ _file = click.Path(path_type=Path, dir_okay=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="fused-softmax")
+@click.version_option(record.version())
 def main() -> None:
     """Softmax kernels at the speed of the memory: measure them, and see how a shape is planned."""
 
@@ -104,6 +105,47 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     # A table in a file or a pipe is not folded to the width of a terminal that is not there.
     console = Console(width=None if sys.stdout.isatty() else 1000)
     ctx.exit(run.bench(arguments, console, Console(stderr=True), **options))
+
+
+@main.command()
+@click.argument("n_rows", metavar="ROWS", callback=_one(cases.parse_size))
+@click.argument("n_cols", metavar="COLS", callback=_one(cases.parse_size))
+@click.option("--dtype", default="float32", show_default=True, callback=_one(cases.parse_dtype))
+@click.option("--json", "as_json", is_flag=True)
+def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
+    """The plan for contiguous ROWS x COLS on this GPU: its traffic, and the time no kernel can beat."""
+    import torch
+
+    from fused_softmax.bench import report
+    from fused_softmax.plan import H200
+
+    device = H200
+    if torch.cuda.is_available():
+        from fused_softmax.device import device_of
+
+        device = device_of(0)
+    elif not as_json:
+        click.echo(f"no GPU: planned for the built-in {device.name}")
+    chosen = providers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype])
+    _print(report.plan_facts(chosen, device), as_json)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True)
+def env(as_json: bool) -> None:
+    """The environment that results are recorded with."""
+    from fused_softmax.bench import run
+
+    _print(record.environment(*run.gpu_facts()), as_json)
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    from fused_softmax.bench import report
+
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+    else:
+        report.print_facts(facts, Console())
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class Case:
 
 TUTORIAL_ROWS = 4096
 TUTORIAL_COLS = tuple(128 * i for i in range(2, 100))
+ELEMENTS = 128 * 2**20
 QUICK = (
     Case(65536, 256, "float32"),
     Case(4096, 12672, "float32"),
@@ -52,15 +53,17 @@ def build(
 ) -> list[Case]:
     """The cases in the order asked, without repeats: a shape list, rows by columns, or one of the two standing sets.
 
-    With columns and no rows, rows are as many as hold `elements` elements.
+    With columns and no rows, a tensor has as many rows as hold `elements` elements.
     """
     if quick and not (shapes or rows or cols):
         return unique(Case(case.n_rows, case.n_cols, dtype) for case in QUICK for dtype in dtypes or (case.dtype,))
     chosen = list(shapes)
-    if elements is not None:
-        chosen += [(-(-elements // n_cols), n_cols) for n_cols in cols or TUTORIAL_COLS]
-    elif rows or cols or not shapes:
-        chosen += [(n_rows, n_cols) for n_rows in rows or (TUTORIAL_ROWS,) for n_cols in cols or TUTORIAL_COLS]
+    if rows:
+        chosen += [(n_rows, n_cols) for n_rows in rows for n_cols in cols or TUTORIAL_COLS]
+    elif cols or elements:
+        chosen += [(-(-(elements or ELEMENTS) // n_cols), n_cols) for n_cols in cols or TUTORIAL_COLS]
+    elif not shapes:
+        chosen += [(TUTORIAL_ROWS, n_cols) for n_cols in TUTORIAL_COLS]
     return unique(Case(n_rows, n_cols, dtype) for dtype in dtypes or ("float32",) for n_rows, n_cols in chosen)
 
 

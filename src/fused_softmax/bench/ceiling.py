@@ -4,7 +4,6 @@ Flat over contiguous elements, so an odd row length does not matter: every acces
 are left out; sizes stay divisible by 16, without which Triton would load scalars.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,7 @@ class Copy:
         return y
 
 
-def copies() -> list[Callable[[Tensor], Tensor]]:
+def copies() -> list[Copy]:
     shapes = [(1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8)]
     plain = [Copy(block, warps, streaming) for block, warps in shapes for streaming in (False, True)]
     return [*plain, Copy(2048, 4, waves=16), Copy(4096, 8, waves=8), Copy(8192, 8, True, waves=8)]

@@ -7,7 +7,9 @@ Providers and copy kernels share the inputs, write the same output addresses (on
 rounds, so that clocks and addresses favour no one.
 """
 
+import gc
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +28,7 @@ from fused_softmax.bench.verify import interpreting
 Softmax = Callable[[Tensor], Tensor]
 MAX_BUFFERS = 256
 MAX_CALLS = 256
+WALL_BATCHES = 7
 ROTATION_BYTES = 3 * 2**30
 GRAPH_SECONDS = 2e-3
 # Host time says something only where the GPU does not keep the queue full anyway.
@@ -76,19 +79,22 @@ class ContextLost(RuntimeError):
 def _measure_gpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     buffers = rotation(case, l2_bytes)
+    gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    need = (2 * buffers + 3) * case.tensor_bytes + 6 * 8 * min(check.CHUNK + case.n_cols, case.n_rows * case.n_cols)
-    if need > free:
-        message = f"needs {need / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} GiB are free"
-        return [_point(case, name, "skipped", message) for name in names]
+    if refusal := _too_large(case, 2 * buffers + 3, free):
+        return [_point(case, name, "skipped", refusal) for name in names]
     xs = check.inputs(case, buffers, "cuda", effort.seed)
     points, entrants = _check_all(case, names, xs[0], effort)
     if effort.time and entrants:
-        timer = _GraphTimer(case, xs, effort)
-        points |= timer.run(points, entrants)
-    for name in points:
-        points[name] = replace(points[name], plan=plan_of(xs[0]) if name == OWN else None)
+        try:
+            points |= _GraphTimer(case, xs, effort).run(points, entrants)
+        except Exception as error:
+            _require_context("timing", xs[0])
+            message = f"when timed: {one_line(error)}"
+            points |= {name: replace(points[name], status="refused", message=message) for name in entrants}
+    if OWN in points:
+        points[OWN] = replace(points[OWN], plan=plan_of(xs[0]))
     return [points[name] for name in names]
 
 
@@ -96,6 +102,11 @@ def rotation(case: Case, l2_bytes: int) -> int:
     """How many distinct input and output pairs: more than four times L2, two at least, within the caps."""
     cold = 4 * l2_bytes // case.floor_bytes + 1
     return max(2, min(cold, MAX_BUFFERS, ROTATION_BYTES // case.floor_bytes))
+
+
+def _too_large(case: Case, tensors: int, free: int) -> str:
+    need = tensors * case.tensor_bytes + 6 * 8 * min(check.CHUNK + case.n_cols, case.n_rows * case.n_cols)
+    return f"needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if need > free else ""
 
 
 def _point(case: Case, name: str, status: str, message: str = "", **figures) -> Point:
@@ -170,6 +181,7 @@ class _GraphTimer:
         best = min(ceilings, key=lambda copy: statistics.median(copy.samples))
         top = figure(self.case, best.samples)
         ceiling = Ceiling(best.name, top.p50_us, top.gb_per_s)
+        calls = walls(self.case, timed, self.xs, self.effort.budget_ms)
         for entrant in timed:
             kernel = figure(self.case, entrant.samples)
             done[entrant.name] = replace(
@@ -177,7 +189,7 @@ class _GraphTimer:
                 status="ok",
                 message=entrant.note,
                 kernel=kernel,
-                call=wall(self.case, entrant.softmax, self.xs, self.effort.budget_ms),
+                call=calls[entrant.name],
                 host_us=host(entrant.softmax, self.xs) if kernel.p50_us < SMALL_CALL_US else None,
                 ratio=kernel.gb_per_s / ceiling.gb_per_s,
                 ceiling=ceiling,
@@ -265,11 +277,11 @@ def sample(entrant: _Entrant, count: int) -> None:
         entrant.samples.append(start.elapsed_time(end) * 1e-3 / entrant.calls)
 
 
-def wall(case: Case, softmax: Softmax, xs: Sequence[Tensor], budget_ms: float, batches: int = 7) -> Figure:
-    """Eager wall time: batches of back-to-back calls, the device idle before and after each batch."""
+def walls(case: Case, entrants: Sequence[_Entrant], xs: Sequence[Tensor], budget_ms: float) -> dict[str, Figure]:
+    """Eager wall time of each: batches of back-to-back calls, in turns, the device idle before and after a batch."""
     idle = torch.cuda.synchronize if xs[0].is_cuda else lambda: None
 
-    def seconds(calls: int) -> float:
+    def seconds(softmax: Softmax, calls: int) -> float:
         arguments = list(itertools.islice(itertools.cycle(xs), calls))
         idle()
         start = time.perf_counter()
@@ -278,9 +290,16 @@ def wall(case: Case, softmax: Softmax, xs: Sequence[Tensor], budget_ms: float, b
         idle()
         return (time.perf_counter() - start) / calls
 
-    seconds(2)
-    calls = max(1, min(1000, int(budget_ms * 1e-3 / batches / seconds(2))))
-    return figure(case, [seconds(calls) for _ in range(batches)])
+    counts = {}
+    for entrant in entrants:
+        seconds(entrant.softmax, 2)
+        one = seconds(entrant.softmax, 2)
+        counts[entrant.name] = max(1, min(1000, int(budget_ms * 1e-3 / WALL_BATCHES / one)))
+    samples: dict[str, list[float]] = {entrant.name: [] for entrant in entrants}
+    for _ in range(WALL_BATCHES):
+        for entrant in entrants:
+            samples[entrant.name].append(seconds(entrant.softmax, counts[entrant.name]))
+    return {name: figure(case, values) for name, values in samples.items()}
 
 
 def host(softmax: Softmax, xs: Sequence[Tensor], calls: int = 64, batches: int = 9) -> float:
@@ -308,11 +327,12 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def _measure_cpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
+    if refusal := _too_large(case, 6, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        return [_point(case, name, "skipped", refusal) for name in names]
     left_out = {name: reason for name in names if (reason := _not_on_cpu(name, effort))}
     x = check.inputs(case, 1, "cpu", effort.seed)[0]
     points, entrants = _check_all(case, [name for name in names if name not in left_out], x, effort)
-    for name in entrants if effort.time else ():
-        call = wall(case, entrants[name].softmax, [x], 8 * effort.budget_ms)
+    for name, call in walls(case, [*entrants.values()], [x], 8 * effort.budget_ms).items() if effort.time else ():
         points[name] = replace(points[name], status="ok", call=call)
     for name, reason in left_out.items():
         points[name] = _point(case, name, *_absent_or(name, reason))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fused_softmax.bench.record import Point, Run
 
-# Order and colours stand for providers, so that two plots read alike. Okabe and Ito's colours, apart without colour vision.
+# Order and colours stand for providers, so that two plots read alike.
+# Okabe and Ito's colours: apart without colour vision.
 STYLES = {
     "fused_softmax": ("#D55E00", "o"),
     "torch": ("#0072B2", "s"),
@@ -36,9 +37,6 @@ def plot(run: Run, path: Path) -> None:
     panels = drawing.subplots(1, len(dtypes), squeeze=False, sharey=True)[0]
     for panel, dtype in zip(panels, dtypes, strict=True):
         draw_panel(panel, [point for point in points if point.dtype == dtype], on_gpu)
-        panel.set_title(
-            f"softmax forward, {dtype}, {rows_of(point.n_rows for point in points if point.dtype == dtype)}"
-        )
     gpu = run.environment["gpu"]
     where = gpu["name"] if gpu else "CPU"
     panels[0].set_ylabel("GB/s of one read and one write" + ("" if on_gpu else ", eager wall time"))
@@ -56,6 +54,7 @@ def draw_panel(panel, points: list[Point], on_gpu: bool) -> None:
     ceilings = sorted({(p.n_cols, p.ceiling.gb_per_s) for p in points if p.ceiling})
     if ceilings:
         panel.plot(*zip(*ceilings, strict=True), color="black", linestyle="--", linewidth=1.2, label="best copy kernel")
+    panel.set_title(f"softmax forward, {points[0].dtype}, {rows_of(point.n_rows for point in points)}")
     widths = [point.n_cols for point in points]
     if max(widths) > 16 * min(widths):
         panel.set_xscale("log", base=2)

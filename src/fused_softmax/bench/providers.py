@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fused_softmax.plan import H200, Device, RowPlan
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -87,20 +89,25 @@ def forced(strategy: str, x: "Tensor") -> "Softmax":
     """fused_softmax by one strategy, whatever the planner would choose for a tensor like x."""
     from fused_softmax.device import device_of
     from fused_softmax.ops.softmax import softmax_forward
-    from fused_softmax.plan import H200, candidate
+    from fused_softmax.plan import candidate
 
     device = device_of(x) if x.is_cuda else H200
     plan = candidate(strategy, *x.shape, x.element_size(), device)
     return lambda x: softmax_forward(x, plan=plan)
 
 
+def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int) -> RowPlan:
+    """The plan fused_softmax follows on a device for contiguous rows."""
+    from fused_softmax.plan import plan_rows
+
+    return plan_rows(n_rows, n_cols, itemsize, device, alignment="shifted" if n_cols * itemsize % 16 else "even")
+
+
 def plan_of(x: "Tensor") -> dict[str, Any] | None:
-    """The plan fused_softmax follows for x, as a dict; None on a CPU, which takes ATen."""
+    """The same for a tensor, as a dict; None on a CPU, which takes ATen."""
     if not x.is_cuda:
         return None
     from fused_softmax.device import device_of
-    from fused_softmax.plan import plan_rows
 
     n_rows, n_cols = x.shape
-    alignment = "shifted" if n_cols * x.element_size() % 16 else "even"
-    return dataclasses.asdict(plan_rows(n_rows, n_cols, x.element_size(), device_of(x), alignment=alignment))
+    return dataclasses.asdict(plan_on(device_of(x), n_rows, n_cols, x.element_size()))

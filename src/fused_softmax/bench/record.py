@@ -149,7 +149,7 @@ def command_line(arguments: list[str]) -> str:
 
 def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) -> dict[str, Any]:
     """Versions, and of the GPU what the caller knows plus what nvidia-smi reads. Nothing is changed."""
-    found: dict[str, Any] = {name.replace("-", "_"): _version(name) for name in ("fused-softmax", "torch", "triton")}
+    found: dict[str, Any] = {name.replace("-", "_"): version(name) for name in ("fused-softmax", "torch", "triton")}
     found["python"] = platform.python_version()
     found["platform"] = f"{platform.system()} {platform.machine()}"
     found["commit"] = _commit()
@@ -157,7 +157,7 @@ def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) 
     return found
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str = "fused-softmax") -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
     if distribution == "fused-softmax":

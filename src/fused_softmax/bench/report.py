@@ -1,20 +1,27 @@
 """What a run prints: a row for every shape, then everything that has no figure and why."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fused_softmax.bench.record import Point, Run
+from fused_softmax.plan import Device, RowPlan
+
+# What stands in a column of its own even without a figure; the rest is named beneath the table.
+SHOWN = ("ok", "wrong", "refused", "skipped")
 
 
-def print_head(run: Run, console: Console) -> None:
+def print_head(run: Run, console: Console, gpu: bool) -> None:
     env = run.environment
-    gpu = env["gpu"]
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "python"))
-    say(console, f"{gpu['name'] if gpu else 'CPU, no GPU'}; {versions}")
+    say(console, f"{env['gpu']['name'] if env['gpu'] else 'no GPU'}; {versions}")
+    if not gpu:
+        say(console, "The CPU path is timed. Kernels are compared under Triton's interpreter and not timed.")
 
 
 def print_run(run: Run, console: Console) -> None:
@@ -24,20 +31,19 @@ def print_run(run: Run, console: Console) -> None:
         print_table(run, console, "call: us of eager wall time, and us to enqueue it where the shape is small", call)
     elif any(point.call for point in run.points):
         print_table(run, console, "call: GB/s over eager wall time on the CPU, and its us", call_speed)
+    elif run.points:
+        print_table(run, console, "largest error against float64, and what is allowed", error)
     for check in run.checks:
-        error = "" if check.error is None else f", largest error {check.error:.1e}"
+        detail = check.message or f"largest error {check.error:.1e}"
         shape = f"{check.n_rows} x {check.n_cols} {check.dtype}"
-        detail = f": {check.message}" if check.message else error
-        say(console, f"interpreter, {shape}, {check.kernel}: {check.status}{detail}")
-    if run.checks:
-        say(console, "No GPU: the kernels above were run in Triton's interpreter and compared, and not timed.")
+        say(console, f"interpreter, {shape}, {check.kernel}: {check.status}, {detail}")
     print_without_figure(run, console)
 
 
 def print_table(
     run: Run, console: Console, title: str, text: Callable[[Point], str], with_ceiling: bool = False
 ) -> None:
-    shown = [name for name in providers(run) if any(p.provider == name and p.status != "absent" for p in run.points)]
+    shown = list(dict.fromkeys(p.provider for p in run.points if p.error is not None or p.status in SHOWN))
     plain = not console.is_terminal
     say(console, title)
     table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
@@ -70,6 +76,10 @@ def call(point: Point) -> str:
     if point.call is None:
         return point.status
     return f"{point.call.p50_us:.1f}" + (f" ({point.host_us:.1f})" if point.host_us is not None else "")
+
+
+def error(point: Point) -> str:
+    return point.status if point.error is None else f"{point.error:.1e} {point.error_allowed:.1e}"
 
 
 def call_speed(point: Point) -> str:
@@ -105,9 +115,32 @@ def print_end(run: Run, console: Console, stopped: str, written: Sequence[Path])
         say(console, f"wrote {path}")
 
 
-def providers(run: Run) -> list[str]:
-    return list(dict.fromkeys(point.provider for point in run.points))
-
-
 def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
+    """The plan, what it moves, and the time that the operation's floor takes at the device's copy speed."""
+    moved = (plan.reads + plan.writes) * plan.itemsize
+    floor = 2 * plan.n_rows * plan.n_cols * plan.itemsize
+    speed = device.copy_bytes_per_second
+    return {
+        "device": device.name,
+        **dataclasses.asdict(plan),
+        "programs": plan.programs,
+        "traffic_bytes": moved,
+        "floor_bytes": floor,
+        "traffic_over_floor": moved / floor,
+        "floor_us": floor / speed * 1e6 if speed else None,
+    }
+
+
+def print_facts(facts: dict[str, Any], console: Console) -> None:
+    """Names and values, one to a line; what is nested is indented."""
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            say(console, name)
+            print_facts({f"  {key}": inner for key, inner in value.items()}, console)
+        else:
+            text = f"{value:,}" if name.endswith("_bytes") else f"{value:.4g}" if isinstance(value, float) else value
+            say(console, f"{name:20} {'unknown' if text is None else text}")

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fused_softmax.bench import cases, measure, record, report
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.plot import plot as draw
 from fused_softmax.bench.providers import OWN, PROVIDERS
 from fused_softmax.bench.record import Point, Run
 from fused_softmax.bench.verify import verify
@@ -40,12 +41,14 @@ def bench(
     """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted."""
     gpu = measure.on_gpu()
     chosen = cases.build(shapes, rows, cols, dtypes, elements, quick)
-    if not gpu and not (shapes or rows or cols or elements):
-        chosen = cases.cut(chosen, CPU_ELEMENTS)
     effort = measure.Effort(reps or (2 if quick else 3), 12 if quick else 25, seed, not verify_only, bool(names))
     names = names or list(PROVIDERS)
     run = Run(record.environment(*gpu_facts()), command)
-    report.print_head(run, console)
+    report.print_head(run, console, gpu)
+    if not gpu and not (shapes or rows or elements):
+        chosen = cases.cut(chosen, CPU_ELEMENTS)
+        note = f"No GPU: rows are cut to {CPU_ELEMENTS // 2**20} Mi elements a tensor; --shape or --rows sets them."
+        report.say(console, note)
     stopped = run_cases(run, chosen, names, effort, out, progress)
     if not gpu and not stopped:
         stopped = check_kernels(run, progress)
@@ -53,9 +56,10 @@ def bench(
     written = save(run, out)
     report.print_run(run, console)
     if plot and any(point.status == "ok" for point in run.points):
-        from fused_softmax.bench.plot import plot as draw
-
         draw(run, plot)
+    elif plot:
+        plot = None
+        report.say(console, "no plot: there is no figure to draw")
     report.print_end(run, console, stopped, [path for path in (written, plot) if path])
     return exit_code(run, stopped)
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -31,28 +32,34 @@ def verify(seconds: float = 60) -> Iterator[Check]:
     """The checks as they come; those not reached in time are "not run"."""
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "fused_softmax.bench.verify"],
-        env=os.environ | {SWITCH: "1", "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    timer = threading.Timer(seconds, child.kill)
-    timer.start()
+    command = [sys.executable, "-m", "fused_softmax.bench.verify"]
+    environment = os.environ | {SWITCH: "1", "PYTHONPATH": paths}
     left = dict.fromkeys(kernels())
-    try:
-        assert child.stdout
-        for line in child.stdout:
-            check = Check(**json.loads(line))
-            left.pop(check.kernel, None)
-            yield check
-    finally:
-        timer.cancel()
-        child.kill()
-        child.wait()
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True) as child,
+    ):
+        timer = threading.Timer(seconds, child.kill)
+        timer.start()
+        try:
+            assert child.stdout
+            for line in filter(complete, child.stdout):
+                check = Check(**json.loads(line))
+                left.pop(check.kernel, None)
+                yield check
+        finally:
+            timer.cancel()
+            child.kill()
+        said.seek(0)
+        last = (said.read().strip().splitlines() or [""])[-1]
+    why = f"not reached in {seconds:.0f} s" if child.returncode < 0 else last
     for kernel in left:
-        yield Check(kernel, *SHAPE, "float32", "not run", message=f"not reached in {seconds:.0f} s")
+        yield Check(kernel, *SHAPE, "float32", "not run" if child.returncode < 0 else "failed", message=one_line(why))
+
+
+def complete(line: str) -> bool:
+    """A killed process can leave half a line."""
+    return line.endswith("\n")
 
 
 def kernels() -> list[str]:
@@ -73,7 +80,7 @@ def check_kernel(kernel: str) -> Check:
         wrong, found = check.complaint(check.poisoned(softmax, x), x, limits)
     except Exception as error:
         return replace(result, status="failed", message=one_line(error))
-    return replace(result, status="wrong" if wrong else "ok", error=found and found.largest, message=wrong)
+    return replace(result, status="wrong" if wrong else "ok", error=found.largest if found else None, message=wrong)
 
 
 if __name__ == "__main__":
