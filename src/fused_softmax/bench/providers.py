@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fused_softmax.plan import H200, Device, RowPlan
+from fused_softmax.plan import Alignment, Device, RowPlan, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,14 +85,15 @@ OWN = "fused_softmax"
 NEEDS_GPU = frozenset({"persistent", "hybrid", "online", "liger", "quack"})
 
 
-def forced(strategy: str, x: "Tensor") -> "Softmax":
+def forced(strategy: Strategy, x: "Tensor") -> "Softmax":
     """fused_softmax by one strategy, whatever the planner would choose for a tensor like x."""
     from fused_softmax.device import device_of
     from fused_softmax.ops.softmax import softmax_forward
     from fused_softmax.plan import candidate
 
-    device = device_of(x) if x.is_cuda else H200
-    plan = candidate(strategy, *x.shape, x.element_size(), device)
+    n_rows, n_cols = x.shape
+    itemsize, device = x.element_size(), device_of(x.get_device())
+    plan = candidate(strategy, n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize))
     return lambda x: softmax_forward(x, plan=plan)
 
 
@@ -100,7 +101,7 @@ def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int) -> RowPlan:
     """The plan fused_softmax follows on a device for contiguous rows."""
     from fused_softmax.plan import plan_rows
 
-    return plan_rows(n_rows, n_cols, itemsize, device, alignment="shifted" if n_cols * itemsize % 16 else "even")
+    return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize))
 
 
 def plan_of(x: "Tensor") -> dict[str, Any] | None:
@@ -110,4 +111,11 @@ def plan_of(x: "Tensor") -> dict[str, Any] | None:
     from fused_softmax.device import device_of
 
     n_rows, n_cols = x.shape
-    return dataclasses.asdict(plan_on(device_of(x), n_rows, n_cols, x.element_size()))
+    return dataclasses.asdict(plan_on(device_of(x.get_device()), n_rows, n_cols, x.element_size()))
+
+
+def alignment(n_cols: int, itemsize: int) -> Alignment:
+    """How contiguous rows lie in fresh tensors, which start on 16 bytes: as the operator finds it for such tensors."""
+    if n_cols * itemsize % 16 == 0:
+        return "even"
+    return "shifted" if n_cols * itemsize >= 32 else "scalar"

@@ -1,6 +1,7 @@
 """What a run prints: a row for every shape, then everything that has no figure and why."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,12 @@ def print_without_figure(run: Run, console: Console) -> None:
     reasons: dict[tuple[str, str, str], list[Point]] = {}
     for point in run.points:
         if point.message:
-            reasons.setdefault((point.provider, point.status, point.message), []).append(point)
-    for (provider, status, message), points in reasons.items():
+            alike = re.sub(r"[\d.e+-]+", "0", point.message)
+            reasons.setdefault((point.provider, point.status, alike), []).append(point)
+    for (provider, status, _), points in reasons.items():
         first = f"{points[0].n_rows} x {points[0].n_cols} {points[0].dtype}"
         where = "" if status == "absent" else f" at {first}" + (f" and {len(points) - 1} more" if points[1:] else "")
-        say(console, f"{provider}: {status}{where}: {message}")
+        say(console, f"{provider}: {status}{where}: {points[0].message}")
     buffers = sorted({point.buffers for point in run.points if point.buffers})
     if buffers:
         span = f"{buffers[0]} to {buffers[-1]}" if buffers[1:] else str(buffers[0])

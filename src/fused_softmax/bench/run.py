@@ -13,6 +13,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.plot import plot as draw
 from fused_softmax.bench.providers import OWN, PROVIDERS
 from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.timing import ContextLost
 from fused_softmax.bench.verify import verify
 
 # Elements of a tensor in the standing sets on a CPU; shapes asked for by name are measured as they are.
@@ -78,7 +79,7 @@ def run_cases(
                 points = measure.measure(case, names, effort)
             except KeyboardInterrupt:
                 return INTERRUPTED
-            except measure.ContextLost as error:
+            except ContextLost as error:
                 lost = (case.n_rows, case.n_cols, case.dtype)
                 run.points += [Point(*lost, name, "skipped", str(error)) for name in names]
                 return str(error)

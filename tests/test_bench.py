@@ -1,0 +1,294 @@
+"""The instruments: cases, the comparison before every figure, the record, and timing over a stand-in for the GPU."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fused_softmax.bench import cases, ceiling, check, measure, plot, providers, record, timing, verify
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.record import Ceiling, Figure, Point, Run
+
+needs_gpu = pytest.mark.skipif(not measure.on_gpu(), reason="needs a CUDA GPU")
+
+
+def run_of(*points):
+    environment = {"torch": "2", "triton": "3", "python": "3", "gpu": {"name": "GPU", "l2_bytes": 2**20}}
+    return Run(environment, "fused-softmax bench", list(points), complete=True)
+
+
+def point(n_cols=256, provider="fused_softmax", gb_per_s=3000.0, **more):
+    kernel, best = Figure(1.0, 2.0, 3.0, gb_per_s), Ceiling("copy 2048 w4", 1.9, 3700.0)
+    return Point(64, n_cols, "float32", provider, "ok", kernel=kernel, ceiling=best, ratio=gb_per_s / 3700, **more)
+
+
+def test_what_needs_no_torch_imports_none():
+    source = Path(cases.__file__).parents[1]
+    script = (
+        "import sys, types\n"
+        "package = types.ModuleType('fused_softmax')\n"
+        f"package.__path__ = [{str(source)!r}]\n"
+        "sys.modules |= {'fused_softmax': package, 'torch': None, 'triton': None}\n"
+        "import fused_softmax.bench.cases, fused_softmax.bench.plot, fused_softmax.bench.record\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_default_sweep_is_the_tutorials():
+    sweep = cases.build()
+    assert len(sweep) == 98
+    assert sweep[0] == Case(4096, 256, "float32")
+    assert sweep[-1] == Case(4096, 12672, "float32")
+
+
+def test_cases_from_rows_columns_shapes_and_elements():
+    assert cases.build(rows=[2, 3], cols=[5], dtypes=["float16"]) == [Case(2, 5, "float16"), Case(3, 5, "float16")]
+    assert cases.build(shapes=[(7, 8)]) == [Case(7, 8)]
+    assert cases.build(cols=[300], elements=1000) == [Case(4, 300)]
+    assert cases.build(cols=[2**20]) == [Case(128, 2**20)]
+    assert cases.build(quick=True, dtypes=["float16"])[0].dtype == "float16"
+    assert cases.cut([Case(4096, 256), Case(4, 10**6)], 2**10) == [Case(4, 256), Case(1, 10**6)]
+
+
+def test_sizes_and_ranges():
+    assert cases.parse_sizes("3,256:1024:256,2Ki") == [3, 256, 512, 768, 2048]
+    assert cases.parse_shapes("4096x32768,1X7") == [(4096, 32768), (1, 7)]
+    assert cases.parse_dtype("bf16") == cases.parse_dtype("torch.bfloat16") == "bfloat16"
+
+
+@pytest.mark.parametrize("text", ["0", "-4", "x", "", "8:4", "1:2:3:4", "1:8:0", "1.5"])
+def test_malformed_sizes_are_refused(text):
+    with pytest.raises(ValueError, match=r"is not|is empty"):
+        cases.parse_sizes(text)
+
+
+def test_inputs_are_peaked_and_differ():
+    first, second = check.inputs(Case(64, 1000), 2, "cpu", seed=3)
+    assert not first.equal(second)
+    assert torch.softmax(first, -1).amax() > 0.5
+    assert first.equal(check.inputs(Case(64, 1000), 1, "cpu", seed=3)[0])
+
+
+@pytest.mark.parametrize(
+    ("softmax", "complaint"),
+    [
+        (lambda x: torch.softmax(x, -1), ""),
+        (lambda x: torch.softmax(x, -1).mul(1.001), "largest error"),
+        (lambda x: torch.softmax(x, -1).index_fill(0, torch.tensor(3), float("nan")), "NaN in 1 of 16 rows"),
+        (lambda x: torch.softmax(x, -1)[:, :-1], "returned"),
+        (lambda x: torch.softmax(x, -1).double(), "returned"),
+        (lambda x: torch.where(x < x.mean(), 0, torch.softmax(x, -1)), "a row sums to"),
+    ],
+)
+def test_a_wrong_result_is_found(softmax, complaint):
+    x = torch.zeros(16, 50000) + torch.linspace(0, 1e-3, 50000)
+    limits = check.allowed(check.errors(torch.softmax(x, -1), x), x.dtype, own=True)
+    limits = (max(limits[0], 1e-4), limits[1]) if complaint.startswith("a row") else limits
+    assert check.complaint(softmax(x), x, limits)[0].startswith(complaint)
+    assert bool(check.complaint(softmax(x), x, limits)[0]) == bool(complaint)
+
+
+def test_a_provider_that_writes_its_input_spoils_nobody_elses(monkeypatch):
+    def careless(x):
+        y = torch.softmax(x, -1)
+        x.zero_()
+        return y
+
+    monkeypatch.setitem(providers.PROVIDERS, "careless", lambda: careless)
+    found = measure.measure(Case(8, 100), ["careless", "torch"], measure.Effort(time=False))
+    assert [p.status for p in found] == ["wrong", "untimed"]
+    assert found[1].error is not None
+
+
+def test_figures_are_quantiles_over_floor_bytes():
+    figure = timing.figure(Case(1000, 1000), [5e-6, 1e-6, 2e-6, 4e-6, 3e-6])
+    assert (figure.p20_us, figure.p50_us, figure.p80_us) == pytest.approx((2, 3, 4))
+    assert figure.gb_per_s == pytest.approx(8e6 / 3e-6 * 1e-9)
+
+
+def test_rotation_is_colder_than_l2_or_says_so():
+    l2 = 60 * 2**20
+    for case in (Case(4096, 4096), Case(65536, 256), Case(8, 32000)):
+        assert timing.rotation(case, l2) * case.floor_bytes > 4 * l2
+    assert timing.rotation(Case(2**16, 2**18), l2) == 2
+    assert timing.rotation(Case(1, 4096), l2) == timing.MAX_BUFFERS
+
+
+def test_records_round_trip_and_replace_the_file_whole(tmp_path):
+    path = tmp_path / "results.json"
+    run = run_of(point(plan={"strategy": "row"}), Point(1, 2, "float32", "quack", "absent", "no module"))
+    run.checks.append(record.Check("tile", 3, 5, "float32", "ok", 1e-7))
+    record.save(run, path)
+    assert record.load(path) == run
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_an_unknown_schema_is_refused(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"schema": 99}))
+    with pytest.raises(ValueError, match="schema 99"):
+        record.load(path)
+
+
+def test_a_record_holds_no_paths():
+    assert (
+        record.one_line(RuntimeError("cannot open /some/where/file.py:3\nmore"))
+        == "RuntimeError: cannot open file.py:3"
+    )
+    assert record.one_line("12/34 rows at 3 GB/s") == "12/34 rows at 3 GB/s"
+    assert record.command_line(["bench", "--out=/some/where/r.json"]) == "fused-softmax bench --out=r.json"
+
+
+@pytest.mark.parametrize("cols", [(256, 384, 512), (128, 131072)])
+def test_a_plot_has_every_provider_and_the_ceiling(tmp_path, cols):
+    run = run_of(*(point(n, name) for n in cols for name in ("fused_softmax", "torch", "mine")))
+    plot.plot(run, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for looks in zip(*plot.STYLES.values(), strict=True):
+        assert len(set(looks)) == len(looks)
+    assert set(plot.STYLES) == set(providers.PROVIDERS)
+
+
+def test_interpreter_checks_not_reached_are_named():
+    assert {c.kernel: c.status for c in verify.verify(seconds=0.01)} == dict.fromkeys(verify.kernels(), "not run")
+
+
+@pytest.mark.skipif(not verify.interpreting(), reason="runs where kernels are interpreted")
+@pytest.mark.parametrize("kernel", verify.kernels())
+def test_every_kernel_passes_under_the_interpreter(monkeypatch, kernel):
+    monkeypatch.setattr(verify, "SHAPE", (3, 781))
+    assert verify.check_kernel(kernel).status == "ok"
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A torch.cuda whose graphs run their calls again when replayed, on the CPU."""
+    calls = []
+    state = SimpleNamespace(replaying=False)
+
+    class Graph:
+        def replay(self):
+            state.replaying = True
+            for call in self.calls:
+                call()
+
+    @contextlib.contextmanager
+    def graph(graph, **_):
+        calls.clear()
+        yield
+        graph.calls = list(calls)
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+
+    def captured(work):
+        """A provider writing into an output that stays, as a captured kernel does."""
+
+        def softmax(x):
+            y = torch.empty_like(x)
+            calls.append(lambda: work(x, y))
+            work(x, y)
+            return y
+
+        return softmax
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    facts = SimpleNamespace(L2_cache_size=2**16)
+    stubs = {
+        "CUDAGraph": Graph, "graph": graph, "Event": Event, "Stream": lambda: stream, "graph_pool_handle": object,
+        "current_stream": lambda: stream, "set_stream": lambda s: None, "stream": contextlib.nullcontext,
+        "synchronize": lambda: None, "empty_cache": lambda: None, "mem_get_info": lambda: (2**40, 2**40),
+        "get_device_properties": lambda index: facts,
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(timing, "_streams", [])
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    inputs = check.inputs
+    monkeypatch.setattr(check, "inputs", lambda case, count, device, seed: inputs(case, count, "cpu", seed))
+    copy = captured(lambda x, y: y.copy_(x))
+    named = [type("Copy", (), {"name": f"copy {i}", "__call__": lambda self, x: copy(x)})() for i in range(4)]
+    monkeypatch.setattr(ceiling, "copies", lambda: named)
+
+    def add(name, work):
+        monkeypatch.setitem(providers.PROVIDERS, name, lambda: captured(work))
+
+    state.add = add
+    return state
+
+
+def softmax_into(x, y):
+    torch.softmax(x, -1, out=y)
+
+
+EFFORT = measure.Effort(rounds=2, budget_ms=1)
+
+
+def test_graph_timing_gives_both_figures_and_the_ceiling(stand_in):
+    stand_in.add("good", softmax_into)
+    (found,) = measure.measure(Case(8, 100), ["good"], EFFORT)
+    assert (found.status, found.method, found.message) == ("ok", "graph", "")
+    assert found.kernel.p20_us <= found.kernel.p50_us <= found.kernel.p80_us
+    assert found.ratio == pytest.approx(found.kernel.gb_per_s / found.ceiling.gb_per_s)
+    assert found.call.p50_us > 0
+    assert found.rotated_bytes == found.buffers * 2 * 8 * 100 * 4 > 4 * 2**16
+
+
+def test_a_provider_wrong_only_on_replay_gets_no_speed(stand_in):
+    stand_in.add("once", lambda x, y: None if stand_in.replaying else softmax_into(x, y))
+    (found,) = measure.measure(Case(8, 100), ["once"], EFFORT)
+    assert (found.status, found.kernel, found.call) == ("wrong", None, None)
+    assert found.message.startswith("on replay: NaN")
+
+
+def test_a_provider_that_cannot_be_captured_is_timed_by_events_and_marked(stand_in, monkeypatch):
+    @contextlib.contextmanager
+    def refusing(graph, **options):
+        raise RuntimeError("operation not permitted")
+        yield
+
+    stand_in.add("good", softmax_into)
+    monkeypatch.setattr(torch.cuda, "graph", refusing)
+    (found,) = measure.measure(Case(8, 100), ["good"], EFFORT)
+    assert (found.status, found.method) == ("ok", "events")
+    assert "not captured: RuntimeError: operation not permitted" in found.message
+
+
+def test_a_shape_that_does_not_fit_is_skipped_before_it_is_allocated(stand_in, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**40))
+    (found,) = measure.measure(Case(2**20, 2**10), ["torch"], EFFORT)
+    assert (found.status, found.kernel) == ("skipped", None)
+    assert "GiB are free" in found.message
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copy_kernels_copy(dtype):
+    x = torch.randn(33, 8192, device="cuda").to(getattr(torch, dtype))
+    for copy in ceiling.copies():
+        assert copy(x).equal(x), copy.name
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_real_figures():
+    names = ["fused_softmax", "torch"]
+    for found in measure.measure(Case(4096, 4096, "float32"), names, measure.Effort(2, 5)):
+        assert (found.status, found.method) == ("ok", "graph"), found.message
+        assert 0.1 < found.ratio < 1.2
+        assert found.rotated_bytes > 4 * torch.cuda.get_device_properties(0).L2_cache_size
+        assert (found.plan is not None) == (found.provider == "fused_softmax")
