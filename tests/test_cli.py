@@ -96,20 +96,23 @@ def test_an_interrupted_run_keeps_its_points_and_the_earlier_file(monkeypatch, t
         return real(case, names, effort)
 
     monkeypatch.setattr(measure, "measure", interrupted)
-    result = bench("--shape", "4x50", "--provider", "torch", "--out", out)
+    image = tmp_path / "plot.png"
+    result = bench("--shape", "4x50", "--provider", "torch", "--out", out, "--plot", image)
     assert result.exit_code == 130
     assert out.read_text() == "earlier"
     partial = record.load(tmp_path / "results.partial.json")
     assert [p.n_rows for p in partial.points] == [8]
     assert not partial.complete
     assert "interrupted" in result.output
+    assert not image.exists()
 
 
 @pytest.mark.parametrize("option", ["--out", "--plot"])
 def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, option):
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").write_text("kept")
-    for path in (tmp_path / "file" / "r.json", tmp_path):
+    (tmp_path / "directory.png").mkdir()
+    for path in (tmp_path / "file" / "r.png", tmp_path / "directory.png"):
         result = bench(option, path)
         assert result.exit_code == 2
         assert "cannot write" in result.output
@@ -126,6 +129,7 @@ def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, opt
         (["--cols", "1:2:3:4"], "is not a range"),
         (["--shape", "4096"], "is not a shape"),
         (["--rows", "4", "--elements", "8"], "give one of them"),
+        (["--plot", "figure.txt"], "must end in .png"),
         (["--reps", "0"], "0 is not in the range"),
     ],
 )

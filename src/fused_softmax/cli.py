@@ -1,5 +1,6 @@
 """The command line. It only wires the parts of `bench` together; nothing is computed here."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -68,7 +69,15 @@ def _output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Pa
     return path
 
 
-_file = click.Path(path_type=Path, dir_okay=True)
+def _image(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    if path and path.suffix not in (".png", ".svg", ".pdf"):
+        raise click.BadParameter(f"cannot draw {path.name}: its name must end in .png, .svg or .pdf", ctx, param)
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise click.BadParameter("matplotlib is missing: pip install 'fused-softmax[cli]'", ctx, param)
+    return _output(ctx, param, path)
+
+
+_file = click.Path(path_type=Path)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,18 +87,28 @@ def main() -> None:
 
 
 @main.command(cls=_Keeping)
-@click.option("--shape", "shapes", multiple=True, callback=_each(cases.parse_shapes), help="ROWSxCOLS.")
-@click.option("--rows", multiple=True, callback=_each(cases.parse_sizes), help="Rows; with --cols, every pair.")
-@click.option("--cols", multiple=True, callback=_each(cases.parse_sizes), help="Columns, or start:stop:step.")
-@click.option("--elements", callback=_one(cases.parse_size), help="Instead of --rows: elements a tensor, e.g. 128Mi.")
-@click.option("--dtype", "dtypes", multiple=True, callback=_each(_dtypes), help="float32 unless told.")
-@click.option("--provider", "names", multiple=True, callback=_each(_providers), help="All that are there unless told.")
+@click.option(
+    "--shape", "shapes", metavar="ROWSxCOLS", multiple=True, callback=_each(cases.parse_shapes), help="One shape."
+)
+@click.option("--rows", metavar="N", multiple=True, callback=_each(cases.parse_sizes), help="With --cols, every pair.")
+@click.option(
+    "--cols",
+    metavar="N|START:STOP:STEP",
+    multiple=True,
+    callback=_each(cases.parse_sizes),
+    help="Columns; STOP is not included. Without --rows, as many rows as hold --elements.",
+)
+@click.option("--elements", metavar="N", callback=_one(cases.parse_size), help="Elements a tensor; 128Mi unless told.")
+@click.option("--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="float32 unless told.")
+@click.option(
+    "--provider", "names", metavar="NAME", multiple=True, callback=_each(_providers), help="All of them unless told."
+)
 @click.option("--quick", is_flag=True, help="A short representative set.")
 @click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
 @click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which providers take turns.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--out", type=_file, callback=_output, help="Results as JSON.")
-@click.option("--plot", type=_file, callback=_output, help="GB/s over columns as PNG.")
+@click.option("--plot", type=_file, callback=_image, help="GB/s over columns, as .png, .svg or .pdf.")
 @click.pass_context
 def bench(ctx: click.Context, /, **options: Any) -> None:
     """Check every provider against float64, then time it: GB/s, and the ratio to a copy of the same bytes.

@@ -112,7 +112,7 @@ def print_without_figure(run: Run, console: Console) -> None:
 
 def print_end(run: Run, console: Console, stopped: str, written: Sequence[Path]) -> None:
     if stopped:
-        say(console, f"Stopped early: {stopped}. What was measured until then is kept; an earlier file is unchanged.")
+        say(console, f"Stopped early: {stopped}. Earlier files are unchanged.")
     for path in written:
         say(console, f"wrote {path}")
 

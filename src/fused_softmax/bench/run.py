@@ -56,11 +56,11 @@ def bench(
     run.complete = not stopped
     written = save(run, out)
     report.print_run(run, console)
-    if plot and any(point.status == "ok" for point in run.points):
-        draw(run, plot)
-    elif plot:
+    if plot and (stopped or not any(point.status == "ok" for point in run.points)):
         plot = None
-        report.say(console, "no plot: there is no figure to draw")
+        report.say(console, "no plot: the run stopped early" if stopped else "no plot: nothing was timed")
+    elif plot:
+        draw(run, plot)
     report.print_end(run, console, stopped, [path for path in (written, plot) if path])
     return exit_code(run, stopped)
 
