@@ -6,7 +6,7 @@ import os
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from fused_softmax.ops.softmax import softmax  # noqa: E402
+from fused_softmax.ops.softmax import softmax
 
 __all__ = ["softmax"]
 __version__ = "0.1.0"
