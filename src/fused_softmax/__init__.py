@@ -2,7 +2,7 @@
 
 import os
 
-# Triton reads its variable when it is first imported, so ours has to speak before anything below imports it.
+# Triton reads its flag when a kernel is decorated, so this stands before the first import that reaches one.
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
