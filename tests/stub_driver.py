@@ -19,8 +19,11 @@ def environment(folder):
     """Build the stub in `folder` and return the environment of a process that finds it in place of a driver."""
     library = Path(folder, "libcuda.so.1")
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, SOURCE], check=True)
-    places = {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": str(folder)}
-    return os.environ | places | {"TRITON_CACHE_DIR": str(Path(folder, "triton"))}
+    return os.environ | {
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")])),
+        "TRITON_CACHE_DIR": str(Path(folder, "triton")),
+    }
 
 
 class Recorded(NamedTuple):
