@@ -84,27 +84,26 @@ class RowPlan:
         return self.n_rows * self.n_cols
 
 
-# (row bytes up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy kernel.
-_ROW_WARPS = (
-    (4 * 1024, 1),  # bf16 1024 1.00, fp32 1024 1.00
-    (32 * 1024, 8),  # bf16 4096 0.98, 12672 0.98, 16384 0.98
-    (64 * 1024, 16),  # bf16 20000 0.98, 32768 0.98, fp32 12672 1.00, 16384 1.00
-    (128 * 1024, 32),  # fp32 20000 0.99, 32768 0.99
-)
-# (row bytes up to, part bytes, warps): how a row is split when there are rows enough to fill the chip.
-_SPLIT_PARTS = {
-    2: ((192 * 1024, 16 * 1024, 4), (2**62, 32 * 1024, 4)),  # bf16 65536 0.975, 131072 0.96, 1 Mi 0.92
-    4: ((1024 * 1024, 32 * 1024, 4), (2**62, 64 * 1024, 4)),  # fp32 131072 0.99, 262144 0.99, 1 Mi 0.98
+# itemsize: (columns up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy kernel.
+_ROW_WARPS = {
+    2: ((1024, 1), (2048, 2), (3072, 4), (16384, 8), (32768, 16)),  # 1024 1.00, 2048 1.01, 4096 0.99, 16384 0.99
+    4: ((512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32)),  # 1024 1.01, 4096 1.00, 32768 0.99
+    8: ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32)),  # unmeasured: what fits the registers
 }
-# (part elements, warps) for few rows, smallest first; 1 x 32768: 2.5 us, 8 x 32000: 3.3 us, 32 x 128256 bf16: 7.8 us.
+# itemsize: (columns up to, part columns, warps): how a row is split when there are rows enough to fill the chip.
+_SPLIT_PARTS = {
+    2: ((262144, 8192, 4), (2**62, 16384, 4)),  # 65536 0.96, 131072 0.95, 1 Mi 0.92
+    4: ((262144, 8192, 4), (2**62, 16384, 4)),  # 131072 0.98, 262144 0.98, 1 Mi 0.96
+}
+# (part columns, warps) for few rows, smallest first. 1 x 32768: 2.5 us, 8 x 32000: 3.3 us, 32 x 128256 bf16: 7.8 us.
 _FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 8))
-_FEW_ROWS_BYTES = 16 * 1024  # rows shorter than this are not worth an exchange
+_FEW_ROWS_COLS = 16384  # rows no longer than this are not worth an exchange
 
 _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
 _TILE_COLS = 512  # rows longer than this get programs of their own
-_PREFETCH_BYTES = {"tile": 8 << 20, "row": 8 << 20, "split": 10 << 20}
+# (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
+_PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
 _READERS_PER_COPY = 4  # programs that poll one copy of a row's slots
-_ROW_REGISTERS = {2: 160, 4: 104}  # of a thread, at most, as compiled: what bounds the parts that are resident at once
 
 
 def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even") -> RowPlan:
@@ -113,21 +112,15 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
     >>> plan_rows(4096, 131072, 2, H200).strategy
     'split'
     """
-    row_bytes = n_cols * itemsize
     if n_cols <= _TILE_COLS:
         return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment)
-    fits = row_bytes <= (_ROW_WARPS[-1][0] if itemsize != 2 else 64 * 1024)
-    splits = itemsize in _SPLIT_PARTS
-    few = splits and row_bytes > _FEW_ROWS_BYTES and n_rows <= device.sm_count
-    if fits and not few:
-        return candidate("row", n_rows, n_cols, itemsize, device, alignment=alignment)
-    if splits:
+    fits = n_cols <= _ROW_WARPS[itemsize][-1][0]
+    few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
+    if itemsize in _SPLIT_PARTS and (few or not fits):
         plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment)
         if 1 < plan.parts <= most_parts(plan, device):
             return plan
-    if fits:
-        return candidate("row", n_rows, n_cols, itemsize, device, alignment=alignment)
-    return candidate("stream", n_rows, n_cols, itemsize, device, alignment=alignment)
+    return candidate("row" if fits else "stream", n_rows, n_cols, itemsize, device, alignment=alignment)
 
 
 def most_parts(plan: RowPlan, device: Device) -> int:
@@ -152,17 +145,19 @@ def candidate(
     `choices` overrule the ladders: part_cols, block_rows, block_cols, num_warps, copies, prefetch. Tests, the tuner and
     the bench use it; a plan with impossible choices raises ValueError.
     """
+    if alignment == "shifted" and n_cols < 2 * VECTOR_BYTES // itemsize:
+        alignment = "scalar"
     vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
-    edges = 2 * vector if alignment == "shifted" else 0
-    block_rows, parts, part_cols = 1, 1, n_cols
+    body = n_cols // vector * vector  # the longest that the aligned part of a row can be
+    block_rows, parts, part_cols = 1, 1, body
     if strategy == "tile":
         num_warps = choices.get("num_warps", 1)
-        block_cols = choices.get("block_cols", min(_power_of_two(n_cols), 128))
-        padded = -(-n_cols // block_cols) * block_cols
+        block_cols = choices.get("block_cols", min(_power_of_two(body), 128))
+        padded = -(-body // block_cols) * block_cols
         block_rows = choices.get("block_rows", max(1, _power_of_two(_TILE_BYTES // itemsize // padded + 1) // 2))
     elif strategy == "row":
-        num_warps = choices.get("num_warps", _rung(_ROW_WARPS, n_cols * itemsize)[1])
-        block_cols = choices.get("block_cols", 32 * num_warps * max(vector, VECTOR_BYTES // itemsize))
+        num_warps = choices.get("num_warps", _rung(_ROW_WARPS[itemsize], n_cols)[1])
+        block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
     elif strategy == "split":
         if itemsize not in _SPLIT_PARTS:
             raise ValueError(f"split exchanges fp32 states; itemsize is {itemsize}")
@@ -170,24 +165,25 @@ def candidate(
         wanted, num_warps = choices.get("part_cols", wanted), choices.get("num_warps", num_warps)
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
         # Parts of equal length, whole cache lines, so that all but the last piece of a part need no mask.
-        part_cols = -(-n_cols // -(-n_cols // wanted) // 64) * 64
-        parts = -(-n_cols // part_cols)
+        part_cols = -(-body // -(-body // wanted) // 64) * 64
+        parts = -(-body // part_cols)
     else:
         num_warps = choices.get("num_warps", 8)
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
         step = 4 * block_cols
         wanted = choices.get("part_cols", max(step, n_cols * n_rows // (8 * device.sm_count), n_cols // 1024))
         part_cols = -(-wanted // step) * step
-        parts = -(-n_cols // part_cols)
+        parts = -(-body // part_cols)
     if block_cols != _power_of_two(block_cols) or block_rows != _power_of_two(block_rows):
         raise ValueError(f"blocks are powers of two; got {block_rows} rows, {block_cols} columns")
 
     pieces = 4 if strategy == "stream" else -(-part_cols // block_cols)
-    shortest = min(part_cols, n_cols - edges - (parts - 1) * part_cols)
+    least_body = body - (vector if alignment == "shifted" else 0)
+    shortest = min(part_cols, least_body - (parts - 1) * part_cols)
     full_pieces = 0 if strategy == "stream" else max(0, min(pieces, shortest // block_cols))
     program_bytes = block_rows * part_cols * itemsize
-    prefetch = choices.get("prefetch", _PREFETCH_BYTES.get(strategy, 0) // program_bytes)
-    if alignment == "scalar" or prefetch >= -(-n_rows // block_rows) * parts:
+    prefetch = choices.get("prefetch", _rung(_PREFETCH_BYTES, n_cols * itemsize)[1] // program_bytes)
+    if strategy == "stream" or alignment == "scalar" or prefetch >= -(-n_rows // block_rows) * parts:
         prefetch = 0
     return RowPlan(
         strategy=strategy,
@@ -210,8 +206,7 @@ def candidate(
 
 def _split(n_rows: int, n_cols: int, itemsize: int, device: Device) -> tuple[int, int]:
     """Columns of a part and warps of a program: large parts for many rows, for few rows as many parts as fill the chip."""
-    _, part_bytes, num_warps = _rung(_SPLIT_PARTS[itemsize], n_cols * itemsize)
-    largest = part_bytes // itemsize
+    _, largest, num_warps = _rung(_SPLIT_PARTS[itemsize], n_cols)
     for part_cols, warps in _FEW_ROWS_PARTS:
         parts = -(-n_cols // part_cols)
         if part_cols < largest and parts <= 128 and n_rows * parts <= 8 * device.sm_count:

@@ -5,11 +5,13 @@ are read twice (stream, 3MN).
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fused_softmax import launch, workspace
 from fused_softmax.device import device_of
@@ -33,6 +35,17 @@ from fused_softmax.rowwise import (
 )
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_CALLS = 4096  # shapes whose launches are kept
+_calls: dict[tuple, Callable] = {}
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_autocast = torch.is_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+_empty_like = torch.empty_like
+
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 
 
@@ -52,20 +65,54 @@ def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, o
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[0.0900, 0.2447, 0.6652]], device='cuda:0')
     """
+    # A call seen before, on a plain tensor with nothing listening, costs what torch's own does: one lookup, one launch.
+    if (
+        type(input) is Tensor
+        and dtype is None
+        and out is None
+        and not _is_compiling()
+        and not _functorch_active()
+        and not _dispatch_modes()
+        and not _function_modes()
+        and not _autocast()
+        and not (input.requires_grad and _grad_enabled())
+    ):
+        try:
+            run = _calls.get((input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim))
+        except (RuntimeError, TypeError):  # no strides (sparse, nested), or a dim of another type: errors for _check
+            run = None
+        if run is not None and not input.is_neg() and forward_ad._current_level < 0:
+            result = _empty_like(input)
+            run(input, result)
+            return result
+    return _softmax(input, dim, dtype, out)
+
+
+def _softmax(input, dim, dtype, out):
     result_dtype = _check(input, dim, dtype, out)
     if not _runs_here(input, result_dtype, out):
         return torch.softmax(input, dim, dtype=dtype, out=out)
+    if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
+        result_dtype = torch.float32  # where autocast is on, torch's softmax gives fp32
     if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
         input = input.to(result_dtype)
     if out is not None and out.numel() == 0 and input.numel() != 0:
         out.resize_(input.shape)  # as torch: an empty out takes the shape of the result
 
-    rows = input if input.ndim == 0 else input.movedim(dim, -1)
-    if out is not None and input.ndim and _is_rows(out.movedim(dim, -1)) and not _overlap(input, out):
-        softmax_forward(rows, out.movedim(dim, -1))
+    last = input if input.ndim == 0 else input.movedim(dim, -1)
+    if out is None and input.is_contiguous() and result_dtype == input.dtype and last.is_contiguous() and input.numel():
+        result = _empty_like(input)
+        run = _prepare_forward(last, result)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run
+        run(last, result)
+        return result
+    if out is not None and not _overlap(input, out) and _is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
+        softmax_forward(last, out if out.ndim == 0 else out.movedim(dim, -1))
         return out
-    result = torch.empty(rows.shape, dtype=result_dtype, device=input.device)
-    softmax_forward(rows, result)
+    result = torch.empty(last.shape, dtype=result_dtype, device=input.device)
+    softmax_forward(last, result)
     if input.ndim:
         result = result.movedim(-1, dim)
     return result.contiguous() if out is None else out.copy_(result)
@@ -78,15 +125,19 @@ def softmax_forward(x: Tensor, y: Tensor | None = None, plan: RowPlan | None = N
     """
     if y is None:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return y
-    x_rows, y_rows = _as_rows(x), _as_rows(y)
-    (n_rows, n_cols), device = x_rows.shape, x.get_device()
-    if plan is None:
-        alignment = _alignment(x_rows, y_rows)
-        plan = plan_rows(n_rows, n_cols, x.element_size(), device_of(device), alignment=alignment)
-    prepare(x_rows, y_rows, plan)()
+    if x.numel():
+        x, y_rows = _as_rows(x), _as_rows(y)
+        _prepare_forward(x, y_rows, plan)(x, y_rows)
     return y
+
+
+def _prepare_forward(x: Tensor, y: Tensor, plan: RowPlan | None = None):
+    """What runs softmax from any tensor like x into any like y, alignment included: `run(x, y)`."""
+    x_rows, y_rows = _as_rows(x), _as_rows(y)
+    if plan is None:
+        gpu = device_of(x.get_device())
+        plan = plan_rows(*x_rows.shape, x.element_size(), gpu, alignment=_alignment(x_rows, y_rows))
+    return prepare(x_rows, y_rows, plan)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -143,10 +194,12 @@ def _runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> 
         and (input.is_cuda or INTERPRET and input.device.type == "cpu")
         and result_dtype in _DTYPES
         and not (torch.is_grad_enabled() and (input.requires_grad or out is not None and out.requires_grad))
+        and not input.is_neg()
+        and forward_ad._current_level < 0
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
+        and not _functorch_active()
+        and not _dispatch_modes()
+        and not _function_modes()
     )
 
 
@@ -189,7 +242,7 @@ def _shape(x: Tensor) -> str:
 
 
 def prepare(x: Tensor, y: Tensor, plan: RowPlan):
-    """What launches `plan` on x and y [n_rows, n_cols], columns contiguous: a callable that may be called again."""
+    """What launches `plan` on x and y [n_rows, n_cols], columns contiguous: `run(x, y)`, for any tensors like these."""
     device = x.get_device()
     gpu = device_of(device)
     interpreted = device < 0
@@ -203,17 +256,15 @@ def prepare(x: Tensor, y: Tensor, plan: RowPlan):
 
     if plan.strategy == "tile":
         sizes = (plan.n_rows, plan.n_cols, phase, plan.prefetch)
-        run = launch.prepare(
+        return launch.prepare(
             _tile_forward, plan.programs, (x, y), (*strides, *sizes),
             {"BLOCK_ROWS": plan.block_rows} | blocks | layout | ahead, **options,
         )  # fmt: skip
-        return lambda: run(x, y)
     if plan.strategy == "row":
         sizes = (plan.n_cols, plan.programs, phase, plan.prefetch)
-        run = launch.prepare(
+        return launch.prepare(
             _row_forward, plan.programs, (x, y), (*strides, *sizes), blocks | layout | ahead, **options
         )  # fmt: skip
-        return lambda: run(x, y)
     if plan.strategy == "split":
         return _prepare_split(x, y, plan, strides, phase, blocks | layout | ahead, options)
     return _prepare_stream(x, y, plan, strides, phase, blocks | layout | {"PTX": ptx}, options)
@@ -233,15 +284,16 @@ def _prepare_split(x, y, plan, strides, phase, constexprs, options):
     if device < 0:
         slots = torch.zeros(plan.n_rows * slots_per_row, dtype=torch.int64)
         publish, collect = launcher(slots, True, False), launcher(slots, False, True)
-        return lambda: (publish(x, y, slots), collect(x, y, slots))
-    run = launcher(workspace.slots(device, plan.n_rows, slots_per_row), True, True)
-    return lambda: run(x, y, workspace.slots(device, plan.n_rows, slots_per_row))
+        return lambda x, y: (publish(x, y, slots), collect(x, y, slots))
+    both, n_rows = launcher(workspace.slots(device, plan.n_rows, slots_per_row), True, True), plan.n_rows
+    return lambda x, y: both(x, y, workspace.slots(device, n_rows, slots_per_row))
 
 
 def _prepare_stream(x, y, plan, strides, phase, constexprs, options):
     sizes = (plan.n_cols, plan.parts, plan.part_cols, phase)
     state_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    states = torch.empty(2, plan.n_rows, plan.parts, dtype=state_dtype, device=x.device)
+    shape = (2, plan.n_rows, -(-plan.parts // 4) * 4)  # rows of states on 16 bytes, so that m and s are aligned alike
+    states = torch.empty(shape, dtype=state_dtype, device=x.device)
     first = launch.prepare(
         _stream_state, plan.programs, (x, states[0], states[1]), (strides[0], *sizes), constexprs, **options
     )
@@ -250,8 +302,8 @@ def _prepare_stream(x, y, plan, strides, phase, constexprs, options):
         constexprs | {"LANES": plan.lanes}, **options,
     )  # fmt: skip
 
-    def run():
-        states = torch.empty(2, plan.n_rows, plan.parts, dtype=state_dtype, device=x.device)
+    def run(x, y):
+        states = torch.empty(shape, dtype=state_dtype, device=x.device)
         first(x, states[0], states[1])
         second(x, y, states[0], states[1])
 
