@@ -5,15 +5,17 @@ Allocation, launch, tests, the bench and `fused-softmax plan` all read the one r
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Strategy = Literal["tile", "row", "split", "stream"]
 Alignment = Literal["even", "shifted", "scalar"]
 
+VECTOR_BYTES = 16  # the widest access of one thread
+
 
 @dataclass(frozen=True)
 class Device:
-    """What the planner needs to know of a GPU. `registers` and `shared_bytes` are per multiprocessor."""
+    """What the planner needs to know of a GPU. `registers` (32-bit) and `shared_bytes` are per multiprocessor."""
 
     name: str
     backend: Literal["cuda", "hip"]
@@ -25,38 +27,51 @@ class Device:
     copy_bytes_per_second: float | None = None
 
 
-H200 = Device("NVIDIA H200", "cuda", (9, 0), 132, l2_bytes=60 * 2**20, copy_bytes_per_second=3.72e12)
+H200 = Device("NVIDIA H200", "cuda", (9, 0), 132, l2_bytes=60 * 2**20, copy_bytes_per_second=4.2e12)
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """One decision. A program covers `block_rows` rows by `chunk_cols` columns, as `pieces` pieces of `block_cols`.
+    """One decision: a program covers `block_rows` rows by `part_cols` columns, in `pieces` pieces of `block_cols`.
 
-    full_pieces: how many leading pieces need no mask in any program.
-    chunks: programs that share one row (1 except in split and stream).
+    full_pieces: how many leading pieces of a part need no mask, in any part of any row.
+    parts: programs that share one row; 1 in tile and row.
+    copies: copies of a row's slots that programs poll (split).
     prefetch: how many programs ahead, in launch order, a program asks L2 to fetch; 0 is none.
-    alignment: "even", every row starts and ends on 16 bytes; "shifted", an aligned body with guarded edges;
-        "scalar", rows of input and output are not aligned alike.
+    vector: elements of one access; 1 where rows of input and output are not aligned alike ("scalar").
+    alignment: "even", every row starts and ends on 16 bytes; "shifted", an aligned body with guarded edges.
     """
 
     strategy: Strategy
     n_rows: int
     n_cols: int
     itemsize: int
+    alignment: Alignment
+    vector: int
     block_rows: int
     block_cols: int
     pieces: int
     full_pieces: int
-    chunks: int
-    chunk_cols: int
+    parts: int
+    part_cols: int
+    copies: int
     num_warps: int
     prefetch: int
-    alignment: Alignment
 
     @property
     def programs(self) -> int:
         """Programs in the grid."""
-        return -(-self.n_rows // self.block_rows) * self.chunks
+        return -(-self.n_rows // self.block_rows) * self.parts
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that poll a row's slots: one a part, and no fewer than the program has threads."""
+        return max(32 * self.num_warps, _power_of_two(self.parts))
+
+    @property
+    def slots_per_row(self) -> int:
+        """64-bit messages that the programs of one row exchange."""
+        return self.parts * self.copies if self.strategy == "split" else 0
 
     @property
     def reads(self) -> int:
@@ -67,3 +82,142 @@ class RowPlan:
     def writes(self) -> int:
         """Elements written to memory."""
         return self.n_rows * self.n_cols
+
+
+# itemsize: (columns up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy kernel.
+_ROW_WARPS = {
+    2: ((1024, 1), (2048, 2), (3072, 4), (16384, 8), (32768, 16)),  # 1024 1.00, 2048 1.01, 4096 0.99, 16384 0.99
+    4: ((512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32)),  # 1024 1.01, 4096 1.00, 32768 0.99
+    8: ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32)),  # unmeasured: what fits the registers
+}
+# itemsize: (columns up to, part columns, warps): how a row is split when there are rows enough to fill the chip.
+_SPLIT_PARTS = {
+    2: ((262144, 8192, 4), (2**62, 16384, 4)),  # 65536 0.96, 131072 0.95, 1 Mi 0.92
+    4: ((262144, 8192, 4), (2**62, 16384, 4)),  # 131072 0.98, 262144 0.98, 1 Mi 0.96
+}
+# (part columns, warps) for few rows, smallest first. 1 x 32768: 2.5 us, 8 x 32000: 3.3 us, 32 x 128256 bf16: 7.8 us.
+_FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 8))
+_FEW_ROWS_COLS = 16384  # rows no longer than this are not worth an exchange
+
+_TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
+_TILE_COLS = 512  # rows longer than this get programs of their own
+# (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
+_PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
+_READERS_PER_COPY = 4  # programs that poll one copy of a row's slots
+
+
+def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even") -> RowPlan:
+    """The plan for softmax over rows of n_cols elements of `itemsize` bytes; n_rows and n_cols are at least 1.
+
+    >>> plan_rows(4096, 131072, 2, H200).strategy
+    'split'
+    """
+    if n_cols <= _TILE_COLS:
+        return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment)
+    fits = n_cols <= _ROW_WARPS[itemsize][-1][0]
+    few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
+    if itemsize in _SPLIT_PARTS and (few or not fits):
+        plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment)
+        if 1 < plan.parts <= most_parts(plan, device):
+            return plan
+    return candidate("row" if fits else "stream", n_rows, n_cols, itemsize, device, alignment=alignment)
+
+
+def most_parts(plan: RowPlan, device: Device) -> int:
+    """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can both wait."""
+    data = plan.part_cols * plan.itemsize // (4 * 32 * plan.num_warps)
+    resident = device.registers // (32 * plan.num_warps * min(255, data + 48))
+    return device.sm_count * max(1, resident) // 2
+
+
+def candidate(
+    strategy: Strategy,
+    n_rows: int,
+    n_cols: int,
+    itemsize: int,
+    device: Device,
+    *,
+    alignment: Alignment = "even",
+    **choices: Any,
+) -> RowPlan:
+    """The plan of one strategy, whether or not `plan_rows` would choose it.
+
+    `choices` overrule the ladders: part_cols, block_rows, block_cols, num_warps, copies, prefetch. Tests, the tuner and
+    the bench use it; a plan with impossible choices raises ValueError.
+    """
+    if alignment == "shifted" and n_cols < 2 * VECTOR_BYTES // itemsize:
+        alignment = "scalar"
+    vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
+    body = n_cols // vector * vector  # the longest that the aligned part of a row can be
+    block_rows, parts, part_cols = 1, 1, body
+    if strategy == "tile":
+        num_warps = choices.get("num_warps", 1)
+        block_cols = choices.get("block_cols", min(_power_of_two(body), 128))
+        padded = -(-body // block_cols) * block_cols
+        block_rows = choices.get("block_rows", max(1, _power_of_two(_TILE_BYTES // itemsize // padded + 1) // 2))
+    elif strategy == "row":
+        num_warps = choices.get("num_warps", _rung(_ROW_WARPS[itemsize], n_cols)[1])
+        block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
+    elif strategy == "split":
+        if itemsize not in _SPLIT_PARTS:
+            raise ValueError(f"split exchanges fp32 states; itemsize is {itemsize}")
+        wanted, num_warps = _split(n_rows, n_cols, itemsize, device)
+        wanted, num_warps = choices.get("part_cols", wanted), choices.get("num_warps", num_warps)
+        block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
+        # Parts of equal length, whole cache lines, so that all but the last piece of a part need no mask.
+        part_cols = -(-body // -(-body // wanted) // 64) * 64
+        parts = -(-body // part_cols)
+    else:
+        num_warps = choices.get("num_warps", 8)
+        block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
+        step = 4 * block_cols
+        wanted = choices.get("part_cols", max(step, n_cols * n_rows // (8 * device.sm_count), n_cols // 1024))
+        part_cols = -(-wanted // step) * step
+        parts = -(-body // part_cols)
+    if block_cols != _power_of_two(block_cols) or block_rows != _power_of_two(block_rows):
+        raise ValueError(f"blocks are powers of two; got {block_rows} rows, {block_cols} columns")
+
+    pieces = 4 if strategy == "stream" else -(-part_cols // block_cols)
+    least_body = body - (vector if alignment == "shifted" else 0)
+    shortest = min(part_cols, least_body - (parts - 1) * part_cols)
+    full_pieces = 0 if strategy == "stream" else max(0, min(pieces, shortest // block_cols))
+    program_bytes = block_rows * part_cols * itemsize
+    prefetch = choices.get("prefetch", _rung(_PREFETCH_BYTES, n_cols * itemsize)[1] // program_bytes)
+    if strategy == "stream" or alignment == "scalar" or prefetch >= -(-n_rows // block_rows) * parts:
+        prefetch = 0
+    return RowPlan(
+        strategy=strategy,
+        n_rows=n_rows,
+        n_cols=n_cols,
+        itemsize=itemsize,
+        alignment=alignment,
+        vector=vector,
+        block_rows=block_rows,
+        block_cols=block_cols,
+        pieces=pieces,
+        full_pieces=full_pieces,
+        parts=parts,
+        part_cols=part_cols,
+        copies=choices.get("copies", max(1, min(32, parts // _READERS_PER_COPY))) if strategy == "split" else 1,
+        num_warps=num_warps,
+        prefetch=prefetch,
+    )
+
+
+def _split(n_rows: int, n_cols: int, itemsize: int, device: Device) -> tuple[int, int]:
+    """Columns of a part and warps of a program: large parts for many rows, for few rows as many parts as fill the chip."""
+    _, largest, num_warps = _rung(_SPLIT_PARTS[itemsize], n_cols)
+    for part_cols, warps in _FEW_ROWS_PARTS:
+        parts = -(-n_cols // part_cols)
+        if part_cols < largest and parts <= 128 and n_rows * parts <= 8 * device.sm_count:
+            return part_cols, warps
+    return largest, num_warps
+
+
+def _rung(ladder, size):
+    return next((rung for rung in ladder if size <= rung[0]), ladder[-1])
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()

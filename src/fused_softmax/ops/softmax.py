@@ -1,8 +1,510 @@
-"""softmax over one dim.  y = exp(x - m) / s,  m = max x,  s = sum exp(x - m)."""
+"""softmax over one dim.  y = exp(x - m) / s,  m = max x,  s = sum exp(x - m).
+
+Traffic: every element is read once and written once (2MN), however long the row; only rows that the chip cannot hold
+are read twice (stream, 3MN).
+"""
+
+import os
+from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from fused_softmax import launch, workspace
+from fused_softmax.device import device_of
+from fused_softmax.plan import Alignment, RowPlan, plan_rows
+from fused_softmax.rowwise import (
+    NEG_INF,
+    body_of,
+    edges_of,
+    exchange,
+    exp_from,
+    head_of,
+    hold_all,
+    load_pieces,
+    max_of,
+    merge,
+    origin_of,
+    prefetch_l2,
+    sum_exp_of,
+    tag_of,
+    widen,
+)
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_CALLS = 4096  # shapes whose launches are kept
+_calls: dict[tuple, Callable] = {}
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_autocast = torch.is_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+_empty_like = torch.empty_like
+
+INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 
 
 def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    return torch.softmax(input, dim, dtype=dtype, out=out)
+    """softmax of `input` along `dim`, as torch.softmax: same results, NaN and infinities included.
+
+    input: any shape; float32, float16, bfloat16 or float64. CUDA tensors run on this package's kernels, read once and
+        written once whatever the length of `dim`; CPU tensors, tensors that require grad, and calls under
+        torch.compile, functorch or dispatch modes take torch's own path.
+    dim: the dimension that sums to 1. The last one is read in place, at any row stride; others through a copy.
+    dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for integer inputs.
+    out: where to write; of the input's shape, the result's dtype, the input's device.
+
+    Raises TypeError for what is not a tensor; IndexError for a dim out of range; NotImplementedError for an integer or
+    boolean input without dtype; RuntimeError for a sparse or nested input, or an out of another shape, dtype or device.
+
+    >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
+    tensor([[0.0900, 0.2447, 0.6652]], device='cuda:0')
+    """
+    # A call seen before, on a plain tensor with nothing listening, costs what torch's own does: one lookup, one launch.
+    if (
+        type(input) is Tensor
+        and dtype is None
+        and out is None
+        and not _is_compiling()
+        and not _functorch_active()
+        and not _dispatch_modes()
+        and not _function_modes()
+        and not _autocast()
+        and not (input.requires_grad and _grad_enabled())
+    ):
+        try:
+            run = _calls.get((input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim))
+        except (RuntimeError, TypeError):  # no strides (sparse, nested), or a dim of another type: errors for _check
+            run = None
+        if run is not None and not input.is_neg() and forward_ad._current_level < 0:
+            result = _empty_like(input)
+            run(input, result)
+            return result
+    return _softmax(input, dim, dtype, out)
+
+
+def _softmax(input, dim, dtype, out):
+    result_dtype = _check(input, dim, dtype, out)
+    if not _runs_here(input, result_dtype, out):
+        return torch.softmax(input, dim, dtype=dtype, out=out)
+    if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
+        result_dtype = torch.float32  # where autocast is on, torch's softmax gives fp32
+    if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
+        input = input.to(result_dtype)
+    if out is not None and out.numel() == 0 and input.numel() != 0:
+        out.resize_(input.shape)  # as torch: an empty out takes the shape of the result
+
+    last = input if input.ndim == 0 else input.movedim(dim, -1)
+    if out is None and input.is_contiguous() and result_dtype == input.dtype and last.is_contiguous() and input.numel():
+        result = _empty_like(input)
+        run = _prepare_forward(last, result)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run
+        run(last, result)
+        return result
+    if out is not None and not _overlap(input, out) and _is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
+        softmax_forward(last, out if out.ndim == 0 else out.movedim(dim, -1))
+        return out
+    result = torch.empty(last.shape, dtype=result_dtype, device=input.device)
+    softmax_forward(last, result)
+    if input.ndim:
+        result = result.movedim(-1, dim)
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+def softmax_forward(x: Tensor, y: Tensor | None = None, plan: RowPlan | None = None) -> Tensor:
+    """softmax over the last dim of x [..., n_cols] into y, by `plan` or the planner's; any leading dims.
+
+    y: same shape, its rows contiguous; a new contiguous tensor of x's dtype if None. `plan` is for the whole of x.
+    """
+    if y is None:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        x, y_rows = _as_rows(x), _as_rows(y)
+        _prepare_forward(x, y_rows, plan)(x, y_rows)
+    return y
+
+
+def _prepare_forward(x: Tensor, y: Tensor, plan: RowPlan | None = None):
+    """What runs softmax from any tensor like x into any like y, alignment included: `run(x, y)`."""
+    x_rows, y_rows = _as_rows(x), _as_rows(y)
+    if plan is None:
+        gpu = device_of(x.get_device())
+        plan = plan_rows(*x_rows.shape, x.element_size(), gpu, alignment=_alignment(x_rows, y_rows))
+    return prepare(x_rows, y_rows, plan)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """x as [n_rows, n_cols] with contiguous columns; a copy only where no single row stride describes it."""
+    if x.ndim == 0:
+        return x.reshape(1, 1)
+    rows = _flatten(x)
+    return rows if rows is not None else x.contiguous().view(-1, x.shape[-1])
+
+
+def _flatten(x: Tensor) -> Tensor | None:
+    n_cols = x.shape[-1]
+    if n_cols > 1 and x.stride(-1) != 1:
+        return None
+    n_rows, row_stride = 1, n_cols
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if n_rows == 1:
+            row_stride = stride
+        elif stride != n_rows * row_stride:
+            return None
+        n_rows *= size
+    return x.as_strided((n_rows, n_cols), (row_stride, 1))
+
+
+def _is_rows(x: Tensor) -> bool:
+    rows = _flatten(x)
+    return rows is not None and (rows.shape[0] == 1 or rows.stride(0) >= rows.shape[1])
+
+
+def _alignment(x: Tensor, y: Tensor) -> Alignment:
+    """How the rows of x and y lie against 16-byte boundaries, counted in elements of x."""
+    vector = 16 // x.element_size()
+    many = x.shape[0] > 1
+    x_phase, y_phase = (t.data_ptr() // t.element_size() % vector for t in (x, y))
+    x_step, y_step = (t.stride(0) % vector if many else 0 for t in (x, y))
+    if not (x_phase or y_phase or x_step or y_step or x.shape[1] % vector):
+        return "even"
+    if x_phase == y_phase and x_step == y_step and x.shape[1] >= 2 * vector:
+        return "shifted"
+    return "scalar"
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> bool:
+    """Whether these kernels take the call; torch's own path takes the rest."""
+    return (
+        type(input) is Tensor
+        and (out is None or type(out) is Tensor)
+        and (input.is_cuda or INTERPRET and input.device.type == "cpu")
+        and result_dtype in _DTYPES
+        and not (torch.is_grad_enabled() and (input.requires_grad or out is not None and out.requires_grad))
+        and not input.is_neg()
+        and forward_ad._current_level < 0
+        and not torch.compiler.is_compiling()
+        and not _functorch_active()
+        and not _dispatch_modes()
+        and not _function_modes()
+    )
+
+
+def _check(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    """The dtype of the result, or an error for a call that torch refuses too."""
+    if not isinstance(input, Tensor):
+        raise TypeError(f"softmax: input must be a Tensor, not {type(input).__name__}")
+    if input.is_nested or input.layout != torch.strided:
+        kind = "nested" if input.is_nested else str(input.layout)
+        raise RuntimeError(f"softmax: input must be a dense strided tensor, got a {kind} one of shape {_shape(input)}")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"softmax: dim must be an int, not {type(dim).__name__} ({dim!r})")
+    bound = max(1, input.ndim)
+    if not -bound <= dim < bound:
+        raise IndexError(f"softmax: dim {dim} is out of range [{-bound}, {bound - 1}] for input of shape {_shape(input)}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"softmax: dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
+    result_dtype = dtype or input.dtype
+    if not result_dtype.is_floating_point and not result_dtype.is_complex:
+        what = f"dtype={dtype}" if dtype is not None else f"input of dtype {input.dtype} without dtype="
+        raise NotImplementedError(f"softmax: not implemented for {what}; give a floating dtype")
+    if out is not None:
+        _check_out(input, result_dtype, out)
+    return result_dtype
+
+
+def _check_out(input: Tensor, result_dtype: torch.dtype, out: Tensor) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"softmax: out must be a Tensor, not {type(out).__name__}")
+    if out.dtype != result_dtype:
+        raise RuntimeError(f"softmax: out must have dtype {result_dtype}, got {out.dtype}")
+    if out.device != input.device:
+        raise RuntimeError(f"softmax: out must be on the input's device {input.device}, got {out.device}")
+    if out.shape != input.shape and out.numel() > 0:
+        raise RuntimeError(f"softmax: out must have the input's shape {_shape(input)}, got {_shape(out)}")
+
+
+def _shape(x: Tensor) -> str:
+    return "(nested)" if x.is_nested else str(tuple(x.shape))
+
+
+def prepare(x: Tensor, y: Tensor, plan: RowPlan):
+    """What launches `plan` on x and y [n_rows, n_cols], columns contiguous: `run(x, y)`, for any tensors like these."""
+    device = x.get_device()
+    gpu = device_of(device)
+    interpreted = device < 0
+    ptx = gpu.backend == "cuda" and not interpreted
+    strides = (x.stride(0), y.stride(0))
+    phase = x.data_ptr() // x.element_size() % plan.vector
+    blocks = {"BLOCK_COLS": plan.block_cols, "PIECES": plan.pieces, "FULL_PIECES": plan.full_pieces}
+    layout = {"VECTOR": plan.vector, "SHIFTED": plan.alignment == "shifted", "CAST": _TL_DTYPES[y.dtype]}
+    ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0), "PTX": ptx}
+    options = {"device": device, "num_warps": plan.num_warps}
+
+    if plan.strategy == "tile":
+        sizes = (plan.n_rows, plan.n_cols, phase, plan.prefetch)
+        return launch.prepare(
+            _tile_forward, plan.programs, (x, y), (*strides, *sizes),
+            {"BLOCK_ROWS": plan.block_rows} | blocks | layout | ahead, **options,
+        )  # fmt: skip
+    if plan.strategy == "row":
+        sizes = (plan.n_cols, plan.programs, phase, plan.prefetch)
+        return launch.prepare(
+            _row_forward, plan.programs, (x, y), (*strides, *sizes), blocks | layout | ahead, **options
+        )  # fmt: skip
+    if plan.strategy == "split":
+        return _prepare_split(x, y, plan, strides, phase, blocks | layout | ahead, options)
+    return _prepare_stream(x, y, plan, strides, phase, blocks | layout | {"PTX": ptx}, options)
+
+
+def _prepare_split(x, y, plan, strides, phase, constexprs, options):
+    device, slots_per_row = x.get_device(), plan.slots_per_row
+    sizes = (plan.n_cols, plan.parts, plan.part_cols, plan.programs, phase, plan.prefetch)
+    constexprs = constexprs | {"LANES": plan.lanes, "COPIES": plan.copies}
+
+    def launcher(slots, publish, collect):
+        return launch.prepare(
+            _split_forward, plan.programs, (x, y, slots), (*strides, *sizes),
+            constexprs | {"PUBLISH": publish, "COLLECT": collect}, **options,
+        )  # fmt: skip
+
+    if device < 0:
+        slots = torch.zeros(plan.n_rows * slots_per_row, dtype=torch.int64)
+        publish, collect = launcher(slots, True, False), launcher(slots, False, True)
+        return lambda x, y: (publish(x, y, slots), collect(x, y, slots))
+    both, n_rows = launcher(workspace.slots(device, plan.n_rows, slots_per_row), True, True), plan.n_rows
+    return lambda x, y: both(x, y, workspace.slots(device, n_rows, slots_per_row))
+
+
+def _prepare_stream(x, y, plan, strides, phase, constexprs, options):
+    sizes = (plan.n_cols, plan.parts, plan.part_cols, phase)
+    state_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    shape = (2, plan.n_rows, -(-plan.parts // 4) * 4)  # rows of states on 16 bytes, so that m and s are aligned alike
+    states = torch.empty(shape, dtype=state_dtype, device=x.device)
+    first = launch.prepare(
+        _stream_state, plan.programs, (x, states[0], states[1]), (strides[0], *sizes), constexprs, **options
+    )
+    second = launch.prepare(
+        _stream_forward, plan.programs, (x, y, states[0], states[1]), (*strides, *sizes),
+        constexprs | {"LANES": plan.lanes}, **options,
+    )  # fmt: skip
+
+    def run(x, y):
+        states = torch.empty(shape, dtype=state_dtype, device=x.device)
+        first(x, states[0], states[1])
+        second(x, y, states[0], states[1])
+
+    return run
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "phase", "ahead"])
+def _tile_forward(
+    x_ptr, y_ptr, x_row_stride, y_row_stride, n_rows, n_cols, phase, ahead,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
+    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Several short rows a program."""
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    # Rows past the end repeat the last one: the same values to the same place.
+    row = tl.minimum(first_row + tl.arange(0, BLOCK_ROWS), n_rows - 1)[:, None]
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
+    body = (n_cols - head) // VECTOR * VECTOR
+    x = load_pieces(body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES)
+    m = max_of(x, CAST)[:, None]
+    if SHIFTED:
+        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
+        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
+        m = tl.maximum(m, tl.max(edge, axis=1)[:, None])
+    if PREFETCH:
+        first = first_row + ahead.to(tl.int64) * BLOCK_ROWS
+        n_ahead = tl.minimum(BLOCK_ROWS * x_row_stride, (n_rows - 1 - first) * x_row_stride + n_cols)
+        prefetch_l2(x_ptr, phase, first * x_row_stride, n_ahead)
+    x = hold_all(x, PTX)
+    s = sum_exp_of(x, m, CAST)[:, None]
+    if SHIFTED:
+        s += tl.sum(exp_from(edge, m), axis=1)[:, None]
+    y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
+    _store_pieces(y_body, x, m, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+    if SHIFTED:
+        y = exp_from(edge, m) * (1.0 / s)
+        tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_programs", "phase", "ahead"])
+def _row_forward(
+    x_ptr, y_ptr, x_row_stride, y_row_stride, n_cols, n_programs, phase, ahead,
+    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
+    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS)
+    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
+    body = (n_cols - head) // VECTOR * VECTOR
+    x = load_pieces(body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES)
+    m = max_of(x, CAST)
+    if SHIFTED:
+        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
+        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
+        m = tl.maximum(m, tl.max(edge, axis=0))
+    if PREFETCH:
+        prefetch_l2(x_ptr, phase, (row + ahead) * x_row_stride, tl.where(row + ahead < n_programs, n_cols, 0))
+    x = hold_all(x, PTX)
+    s = sum_exp_of(x, m, CAST)
+    if SHIFTED:
+        s += tl.sum(exp_from(edge, m), axis=0)
+    y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
+    _store_pieces(y_body, x, m, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+    if SHIFTED:
+        y = exp_from(edge, m) * (1.0 / s)
+        tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "n_programs", "phase", "ahead"])
+def _split_forward(
+    x_ptr, y_ptr, slots_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols, n_programs, phase, ahead,
+    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
+    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
+    LANES: tl.constexpr, COPIES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+):  # fmt: skip
+    """One part of a row a program. The parts of a row start in order, and all of them fit the chip at once (the plan)."""
+    program = tl.program_id(0)
+    row = (program // n_parts).to(tl.int64)
+    part = program % n_parts
+    slots_ptr += row * n_parts * COPIES
+    tag = tag_of(tl.load(slots_ptr + part, volatile=True))
+    if PUBLISH:
+        tag = 1 - tag
+    start = part * (part_cols // VECTOR * VECTOR)
+    cols = tl.arange(0, BLOCK_COLS)
+    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
+    body = (n_cols - head) // VECTOR * VECTOR
+    size = tl.minimum(part_cols // VECTOR * VECTOR, body - start)
+    x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED) + start
+    x = load_pieces(x_body, cols, size, BLOCK_COLS, PIECES, FULL_PIECES)
+    m = max_of(x, CAST)
+    if SHIFTED:
+        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
+        on_edge = on_edge & (part == 0)
+        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
+        m = tl.maximum(m, tl.max(edge, axis=0))
+    x = hold_all(x, PTX)
+    origin = origin_of(m)
+    s = sum_exp_of(x, origin, CAST)
+    if SHIFTED:
+        s += tl.sum(exp_from(edge, origin), axis=0)
+    if PREFETCH:
+        later = program + ahead
+        later_start = (later % n_parts) * part_cols
+        n_ahead = tl.where(later < n_programs, tl.minimum(part_cols, n_cols - later_start), 0)
+        prefetch_l2(x_ptr, phase, (later // n_parts).to(tl.int64) * x_row_stride + later_start, n_ahead)
+    m, s = exchange(m, s, slots_ptr, part, n_parts, tag, LANES, COPIES, PUBLISH, COLLECT)
+    if COLLECT:
+        y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED) + start
+        _store_pieces(y_body, x, m, 1.0 / s, cols, size, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+        if SHIFTED:
+            y = exp_from(edge, m) * (1.0 / s)
+            tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
+
+
+@triton.jit
+def _store_pieces(
+    y_ptr, x, m, inv_s, cols, size, BLOCK_COLS: tl.constexpr, FULL_PIECES: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr
+):
+    x = hold_all(x, PTX)
+    for p in tl.static_range(len(x)):
+        y = (exp_from(widen(x[p], CAST), m) * inv_s).to(CAST)
+        if p < FULL_PIECES:
+            tl.store(y_ptr + (p * BLOCK_COLS + cols), y, cache_modifier=".cs")
+        else:
+            tl.store(y_ptr + (p * BLOCK_COLS + cols), y, mask=p * BLOCK_COLS + cols < size, cache_modifier=".cs")
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "phase"])
+def _stream_state(
+    x_ptr, m_ptr, s_ptr, x_row_stride, n_cols, n_parts, part_cols, phase,
+    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
+    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """(m, s) of one part of a row, online: each lane keeps its own state, merged once at the end."""
+    program = tl.program_id(0)
+    row = (program // n_parts).to(tl.int64)
+    part = program % n_parts
+    start = part.to(tl.int64) * (part_cols // VECTOR * VECTOR)
+    cols = tl.arange(0, BLOCK_COLS)
+    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
+    body = (n_cols - head) // VECTOR * VECTOR
+    x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
+    m = tl.full([BLOCK_COLS], NEG_INF, widen(tl.full([1], 0, CAST), CAST).dtype)
+    s = tl.zeros([BLOCK_COLS], m.dtype)
+    for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
+        x = load_pieces(x_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES)
+        top = m
+        for p in tl.static_range(PIECES):
+            top = tl.maximum(top, widen(x[p], CAST))
+        origin = origin_of(top)
+        s *= exp_from(m, origin)
+        for p in tl.static_range(PIECES):
+            s += exp_from(widen(x[p], CAST), origin)
+        m = top
+    m_part = tl.max(m, axis=0)
+    s_part = tl.sum(s * exp_from(m, origin_of(m_part)), axis=0)
+    if SHIFTED:
+        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
+        on_edge = on_edge & (part == 0)
+        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
+        m_edge = tl.max(edge, axis=0)
+        s_edge = tl.sum(exp_from(edge, origin_of(m_edge)), axis=0)
+        m_part, s_part = merge(m_part, s_part, m_edge, s_edge)
+    tl.store(m_ptr + program, m_part)
+    tl.store(s_ptr + program, s_part)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "phase"])
+def _stream_forward(
+    x_ptr, y_ptr, m_ptr, s_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols, phase,
+    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
+    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The second read of one part of a row, with the states of all its parts."""
+    program = tl.program_id(0)
+    row = (program // n_parts).to(tl.int64)
+    part = program % n_parts
+    j = tl.arange(0, LANES)
+    m_parts = tl.load(m_ptr + row * n_parts + j, mask=j < n_parts, other=NEG_INF)
+    s_parts = tl.load(s_ptr + row * n_parts + j, mask=j < n_parts, other=0.0)
+    m = tl.max(m_parts, axis=0)
+    inv_s = 1.0 / tl.sum(s_parts * exp_from(m_parts, m), axis=0)
+    start = part.to(tl.int64) * (part_cols // VECTOR * VECTOR)
+    cols = tl.arange(0, BLOCK_COLS)
+    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
+    body = (n_cols - head) // VECTOR * VECTOR
+    x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
+    y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
+    for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
+        x = load_pieces(x_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES)
+        _store_pieces(y_body + at, x, m, inv_s, cols, body - at, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+    if SHIFTED:
+        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
+        on_edge = on_edge & (part == 0)
+        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
+        tl.store(y_ptr + row * y_row_stride + edge_cols, (exp_from(edge, m) * inv_s).to(CAST), mask=on_edge)
+
+
+_TL_DTYPES = {
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
+}  # fmt: skip

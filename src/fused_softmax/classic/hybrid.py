@@ -1,0 +1,99 @@
+"""softmax over the last dim, a program a row, two paths in one kernel.  y = exp(x - m) / s
+
+Traffic: a row that fits one block is read once and written once (2MN elements). A longer one goes tile by tile in three
+passes, maximum, sum, output: reads 3MN, writes MN, of which a cache may serve the later reads.
+"""
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_softmax.classic.rows import MAX_BLOCK, block_warps, kernel_rows, value_bytes, value_dtype
+
+# Bytes of values that one program holds in registers: 32 warps of 47 to 64 registers a thread on sm_90, none spilled.
+# Twice as many bytes spill.
+BLOCK_BYTES = 128 * 1024
+# A tile keeps nothing from one pass to the next, so it need not fill the registers: 8 warps, several programs at once.
+TILE_BYTES = 32 * 1024
+
+
+def hybrid_softmax(
+    x: Tensor, *, block_cap: int | None = None, accumulate: Literal["float32", "float64"] = "float32"
+) -> Tensor:
+    """softmax over the last dim of x [n_rows, n_cols].
+
+    block_cap: the longest row, a power of two, that goes in one block, and the tile for rows that are longer. Where it
+        is not given: what the registers of a program hold, and a tile of a quarter of that.
+    accumulate: what s is summed in, on both paths. The terms are float32 either way (float64 for a float64 x), so
+        "float64" takes away the rounding of the additions, and nothing else.
+    """
+    x = kernel_rows(x)
+    value = value_dtype(x)
+    if accumulate not in ("float32", "float64"):
+        raise ValueError(f"accumulate must be 'float32' or 'float64', got {accumulate!r}")
+    if block_cap is None:
+        block_cap, tile_cols = BLOCK_BYTES // value_bytes(x), TILE_BYTES // value_bytes(x)
+    elif 1 <= block_cap <= MAX_BLOCK and block_cap & (block_cap - 1) == 0:
+        tile_cols = block_cap
+    else:
+        raise ValueError(f"block_cap must be a power of two from 1 to {MAX_BLOCK}, got {block_cap}")
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return y
+    n_rows, n_cols = x.shape
+    one_block = n_cols <= block_cap
+    block_cols = triton.next_power_of_2(n_cols) if one_block else tile_cols
+    with torch.cuda.device_of(x):
+        _forward[(n_rows,)](
+            *(x, y, x.stride(0), y.stride(0), n_cols),
+            VALUE=value,
+            SUM=tl.float64 if accumulate == "float64" else value,
+            ONE_BLOCK=one_block,
+            BLOCK_COLS=block_cols,
+            num_warps=block_warps(block_cols * value_bytes(x)),
+            enable_fp_fusion=True,
+        )
+    return y
+
+
+@triton.jit
+def _forward(
+    x_ptr,
+    y_ptr,
+    x_row_stride,
+    y_row_stride,
+    n_cols,
+    VALUE: tl.constexpr,
+    SUM: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_row, y_row = x_ptr + row * x_row_stride, y_ptr + row * y_row_stride
+    cols = tl.arange(0, BLOCK_COLS)
+
+    if ONE_BLOCK:
+        in_row = cols < n_cols
+        x = tl.load(x_row + cols, mask=in_row, other=float("-inf")).to(VALUE)
+        e = tl.exp(x - tl.max(x, axis=0))
+        s = tl.sum(e.to(SUM), axis=0).to(VALUE)
+        tl.store(y_row + cols, e / s, mask=in_row)
+    else:
+        m = tl.full((), float("-inf"), VALUE)
+        for start in range(0, n_cols, BLOCK_COLS):
+            x = tl.load(x_row + start + cols, mask=start + cols < n_cols, other=float("-inf")).to(VALUE)
+            m = tl.maximum(m, tl.max(x, axis=0))
+
+        total = tl.zeros((), SUM)
+        for start in range(0, n_cols, BLOCK_COLS):
+            x = tl.load(x_row + start + cols, mask=start + cols < n_cols, other=float("-inf")).to(VALUE)
+            total += tl.sum(tl.exp(x - m).to(SUM), axis=0)
+        s = total.to(VALUE)
+
+        for start in range(0, n_cols, BLOCK_COLS):
+            in_row = start + cols < n_cols
+            x = tl.load(x_row + start + cols, mask=in_row, other=float("-inf")).to(VALUE)
+            tl.store(y_row + start + cols, tl.exp(x - m) / s, mask=in_row)

@@ -1,0 +1,63 @@
+"""What the classic kernels share on the host: what they ask of their argument, what they compute in, how many warps."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Columns are 32-bit numbers in the kernels, and a tile may reach past the end of its row.
+MAX_COLS = 2**30
+# The grid's first dimension, on every CUDA device.
+MAX_ROWS = 2**31 - 1
+# The most elements Triton gives one tensor.
+MAX_BLOCK = 2**20
+# A program has at most 1024 threads, and AMD's data-centre GPUs have 64 of them in a warp.
+MAX_WARPS = 16 if torch.version.hip else 32
+
+
+def check_rows(x: Tensor) -> None:
+    """Raises unless x is a 2-D tensor of one of DTYPES."""
+    if x.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"x must be one of {names}, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"x must be 2-D, [n_rows, n_cols], got shape {tuple(x.shape)}")
+
+
+def kernel_rows(x: Tensor, *, max_cols: int = MAX_COLS, why: str = "columns are indexed in 32 bits") -> Tensor:
+    """x with unit column stride, copied only if it has to be; raises what a kernel could not do with it."""
+    check_rows(x)
+    n_rows, n_cols = x.shape
+    if n_cols > max_cols:
+        raise ValueError(f"x has rows of {n_cols} elements, more than {max_cols}: {why}")
+    if n_rows > MAX_ROWS:
+        raise ValueError(f"x has {n_rows} rows, more than {MAX_ROWS}")
+    if not x.is_cuda and not interpreted():
+        raise ValueError(
+            f"x is on {x.device}: Triton kernels take CUDA tensors, or CPU tensors where FUSED_SOFTMAX_INTERPRET=1 was "
+            "set before fused_softmax was imported"
+        )
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def value_dtype(x: Tensor) -> tl.dtype:
+    """What a kernel computes in."""
+    return tl.float64 if x.dtype is torch.float64 else tl.float32
+
+
+def value_bytes(x: Tensor) -> int:
+    """Bytes of one value in what a kernel computes in."""
+    return 8 if x.dtype is torch.float64 else 4
+
+
+def block_warps(block_bytes: int, max_warps: int = MAX_WARPS) -> int:
+    """Warps for a block of this many bytes of values: 8 to 32 registers of them a thread, up to 128 KiB."""
+    kib = block_bytes // 1024
+    return min(4 if kib <= 8 else 8 if kib <= 32 else 16 if kib <= 64 else 32, max_warps)

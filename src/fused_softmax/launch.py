@@ -1,0 +1,152 @@
+"""Launch a Triton kernel at the cost of the launch itself.
+
+`kernel[grid](...)` spends about 8 us of host time on every call to find out what it knew the call before: the types,
+the specialisation, the compiled kernel. `prepare` finds these once, and the `Launch` it returns hands plain integers to
+the compiled kernel's own launcher. That calling convention is undocumented, though Inductor emits the same; so it is
+known to this file only, probed before it is used, and replaced by the public `kernel[grid](...)` wherever anything
+about it is untested, or somebody listens to Triton's launch hooks.
+"""
+
+import inspect
+import os
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+
+_PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
+_TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
+
+_loaded: dict[tuple, tuple[Any, Any]] = {}  # the compiled kernel, and what binds a grid and scalars to it
+_loading = Lock()
+
+
+def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
+    """Compile `kernel` for these arguments and return the `Launch` that runs it; nothing runs yet.
+
+    The kernel's parameters are, in order: the `tensors`, the `scalars` (ints or floats), the `constexprs` (by name).
+    Scalars, constexprs and grid (an int, or up to three) stay with the Launch; tensors are given again at each launch,
+    of the same dtypes and with the same 16-byte alignment. `device` is `tensor.get_device()`: an index, or -1 for CPU
+    tensors under the interpreter. `options` are Triton's: `num_warps`, `num_ctas`, `maxnreg` and the like.
+
+        launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
+        launch(x, y)
+
+    Another grid, or a scalar of the same kind (`_kind`), costs microseconds: it compiles and loads nothing.
+    """
+    grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    if grid[0] * grid[1] * grid[2] >= 2**31:
+        raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
+    options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
+    launch_public = _public(kernel, grid, scalars, constexprs, device, options)
+    if not isinstance(kernel, triton.JITFunction):
+        return Launch(launch_public, None)
+
+    key = (
+        id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
+        device,
+        *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
+        *[_kind(scalar) for scalar in scalars],
+        *constexprs.items(),
+        *options.items(),
+    )
+    compiled, bind = _loaded.get(key, (None, None))
+    if compiled is None:
+        # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
+        with _loading, torch.cuda.device(device):
+            compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
+            if not isinstance(compiled, triton.compiler.CompiledKernel):  # a compile hook took it, or it is in a queue
+                return Launch(launch_public, None)
+            compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
+            bind = _binder(compiled, device)
+        if bind is None:
+            return Launch(launch_public, compiled)
+        _loaded[key] = compiled, bind
+    # The launcher skips constexprs by their place and never reads their values.
+    n_constexprs = len(kernel.arg_names) - len(tensors) - len(scalars)
+    return Launch(bind(grid, (*scalars, *[None] * n_constexprs), launch_public), compiled)
+
+
+class Launch:
+    """A loaded kernel with its grid and scalars: call it with the tensors, to run on their device's current stream."""
+
+    # A closure in the slot of `__call__` is called with no Python method in between: 0.1 us of 1.8.
+    __slots__ = ("__call__", "_compiled")
+
+    def __init__(self, call, compiled):
+        self.__call__ = call
+        self._compiled = compiled
+
+    @property
+    def resources(self) -> "Resources | None":
+        """What the kernel takes of the chip, None where nothing was compiled (the interpreter)."""
+        if self._compiled is None:
+            return None
+        return Resources(self._compiled.n_regs, self._compiled.n_spills, self._compiled.metadata.shared)
+
+
+class Resources(NamedTuple):
+    n_regs: int  # of a thread
+    n_spills: int  # of a thread, in 32-bit words
+    shared: int  # of a program, in bytes
+
+
+def _binder(compiled, device):
+    """What makes launches of a loaded kernel, or None where only the public way is known to work."""
+    hooks: list[Any] = [getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook")]
+    if (
+        _PUBLIC_ONLY
+        or ".".join(triton.__version__.split(".")[:2]) not in _TESTED_TRITONS
+        or compiled.metadata.target.backend != "cuda"
+        or getattr(compiled.metadata, "instrumentation_mode", "")  # a profiler or sanitizer adds arguments of its own
+        or not all(isinstance(getattr(hook, "calls", None), list) for hook in hooks)
+        or list(inspect.signature(compiled.run).parameters)[:5] != ["gridX", "gridY", "gridZ", "stream", "function"]
+    ):
+        return None
+
+    enter, leave = hooks
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    driver = triton.runtime.driver.active
+    stream_of, current_device = driver.get_current_stream, driver.get_current_device
+    if current_device is torch.cuda.current_device:
+        current_device = torch._C._cuda_getDevice  # the same less a check that CUDA is up, which a tensor on it proves
+    data_ptr = torch.Tensor.data_ptr
+
+    def bind(grid, values, launch_public):
+        grid_x, grid_y, grid_z = grid
+
+        def launch(*tensors):
+            now = knobs.runtime
+            if enter.calls or leave.calls or now.launch_enter_hook is not enter or now.launch_exit_hook is not leave:
+                launch_public(*tensors)
+            elif current_device() != device:
+                # A kernel runs in the context it was loaded in, and a null stream is that of the current context.
+                with torch.cuda.device(device):
+                    launch(*tensors)
+            else:
+                run(
+                    grid_x, grid_y, grid_z, stream_of(device), function, metadata, None, None, None,
+                    *map(data_ptr, tensors), *values,
+                )  # fmt: skip
+
+        return launch
+
+    return bind
+
+
+def _public(kernel, grid, scalars, constexprs, device, options):
+    def launch(*tensors):
+        with torch.cuda.device(device) if device >= 0 else nullcontext():
+            kernel[grid](*tensors, *scalars, **constexprs, **options)
+
+    return launch
+
+
+def _kind(scalar):
+    """All of a scalar that Triton may compile in: its type, and of an int also 1, a multiple of 16, the width."""
+    if type(scalar) is not int:
+        return type(scalar)
+    return scalar == 1, scalar % 16 == 0, -(2**31) <= scalar < 2**31, scalar < 2**63

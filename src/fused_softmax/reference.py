@@ -1,0 +1,120 @@
+"""What softmax is, twice: torch in float64, and the kernels' recurrences in plain Python, block by block.
+
+y = exp(x - m) / s,  m = max x,  s = sum exp(x - m).  Tests hold kernels to the first; the second shows what a kernel's
+state is after each block, for the page and for readers.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> Tensor:
+    """torch.softmax computed in float64, in the dtype that torch.softmax returns: one rounding from the truth."""
+    result = input.dtype if dtype is None else dtype
+    if not result.is_floating_point:
+        raise TypeError(f"softmax has no result of dtype {result}; give a floating-point dtype")
+    return softmax_fp64(input.to(result), dim).to(result)
+
+
+def softmax_fp64(input: Tensor, dim: int = -1) -> Tensor:
+    """torch.softmax computed in float64 and left there: the truth that errors are measured against."""
+    return torch.softmax(input.double(), dim)
+
+
+@dataclass(frozen=True)
+class OnlineStep:
+    """What one block, columns start to stop, does to the state (m, s) of its row.
+
+    s_after = s_before * rescale + block_sum, where block_sum is sum exp(x - m_after) over the block.
+    """
+
+    start: int
+    stop: int
+    block_max: float
+    m_before: float
+    m_after: float
+    rescale: float
+    block_sum: float
+    s_before: float
+    s_after: float
+
+
+def online_steps(row: Sequence[float], block: int) -> Iterator[OnlineStep]:
+    """The online recurrence over a row, one step for each block of columns; the last step's (m, s) is the row's."""
+    m, s = -math.inf, 0.0
+    for start, stop in _blocks(row, block):
+        values = row[start:stop]
+        block_max = _maximum(values)
+        m_after = max(m, block_max)
+        # exp(-inf - -inf) is NaN; until a finite value is seen any finite origin gives the exp(-inf) = 0 that is meant.
+        origin = 0.0 if m_after == -math.inf else m_after
+        rescale = math.exp(m - origin)
+        block_sum = _exp_sum(values, origin)
+        s_after = s * rescale + block_sum
+        yield OnlineStep(start, stop, block_max, m, m_after, rescale, block_sum, s, s_after)
+        m, s = m_after, s_after
+
+
+@dataclass(frozen=True)
+class MaxStep:
+    """First pass: a block's maximum, and the row's so far."""
+
+    start: int
+    stop: int
+    block_max: float
+    m: float
+
+
+@dataclass(frozen=True)
+class SumStep:
+    """Second pass: a block's sum exp(x - m) with the row's final m, and the row's so far."""
+
+    start: int
+    stop: int
+    block_sum: float
+    s: float
+
+
+@dataclass(frozen=True)
+class WriteStep:
+    """Third pass: a block's outputs."""
+
+    start: int
+    stop: int
+    y: tuple[float, ...]
+
+
+def three_pass_steps(row: Sequence[float], block: int) -> Iterator[MaxStep | SumStep | WriteStep]:
+    """The tiled softmax that reads a row three times: all its MaxSteps, then its SumSteps, then its WriteSteps."""
+    m = -math.inf
+    for start, stop in _blocks(row, block):
+        block_max = _maximum(row[start:stop])
+        m = max(m, block_max)
+        yield MaxStep(start, stop, block_max, m)
+    s = 0.0
+    for start, stop in _blocks(row, block):
+        block_sum = _exp_sum(row[start:stop], m)
+        s += block_sum
+        yield SumStep(start, stop, block_sum, s)
+    for start, stop in _blocks(row, block):
+        # A row of nothing but -inf makes every term NaN, as in torch, so s is 0 nowhere.
+        yield WriteStep(start, stop, tuple(math.exp(x - m) / s for x in row[start:stop]))
+
+
+def _blocks(row: Sequence[float], block: int) -> Iterator[tuple[int, int]]:
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    return ((start, min(start + block, len(row))) for start in range(0, len(row), block))
+
+
+def _maximum(values: Sequence[float]) -> float:
+    """The greatest value; NaN is passed over here, as on the GPU, and reaches the result through the sum."""
+    return max((x for x in values if not math.isnan(x)), default=-math.inf)
+
+
+def _exp_sum(values: Sequence[float], origin: float) -> float:
+    return math.fsum(math.exp(x - origin) for x in values)

@@ -1,0 +1,223 @@
+"""What `launch` hands to the driver, and what that costs; run by test_launch over the stub driver.
+
+With FUSED_SOFTMAX_PUBLIC_LAUNCH=1 the same must hold of the fallback, save what only the direct way promises.
+"""
+
+import os
+import struct
+import timeit
+from threading import Barrier, Thread
+
+import pytest
+import stub_driver
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+from fused_softmax import launch
+from fused_softmax.launch import prepare
+
+stub = stub_driver.activate()
+X = torch.zeros(64, 1024)
+Y = torch.zeros_like(X)
+direct_only = pytest.mark.skipif(os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1", reason="of the direct way")
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _scale(x_ptr, y_ptr, x_row_stride, n_rows, n_cols, scale, BLOCK_COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS)
+    mask = (cols < n_cols) & (row < n_rows)
+    tl.store(y_ptr + row * n_cols + cols, tl.load(x_ptr + row * x_row_stride + cols, mask=mask) * scale, mask=mask)
+
+
+def prepare_scale(tensors=(X, Y), grid=64, stride=1024, n_rows=64, block_cols=1024, device=0, num_warps=4):
+    scalars = (stride, n_rows, 1000, 1.5)
+    return prepare(_scale, grid, tensors, scalars, {"BLOCK_COLS": block_cols}, device=device, num_warps=num_warps)
+
+
+def function_of(launch, *tensors):
+    return stub.record(lambda: launch(*tensors or (X, Y))).function
+
+
+def test_the_driver_gets_the_grid_and_the_arguments():
+    launch = prepare_scale(grid=(64, 3, 2))
+    got = stub.record(lambda: launch(X, Y), n_arguments=6)
+    assert (got.grid, got.block, got.stream, got.context) == ((64, 3, 2), (128, 1, 1), 7000, 1)
+    assert got.arguments[:2] == (X.data_ptr(), Y.data_ptr())
+    assert [argument & 0xFFFFFFFF for argument in got.arguments[2:5]] == [1024, 64, 1000]
+    assert struct.unpack("f", struct.pack("I", got.arguments[5] & 0xFFFFFFFF)) == (1.5,)
+
+
+def test_it_launches_what_kernel_grid_launches():
+    launch = prepare_scale(grid=(64, 3))
+    ours = stub.record(lambda: launch(X, Y), n_arguments=6)
+    options = {"BLOCK_COLS": 1024, "num_warps": 4, "enable_fp_fusion": True}
+    public = stub.record(lambda: _scale[(64, 3)](X, Y, 1024, 64, 1000, 1.5, **options), n_arguments=6)
+    assert ours[:-1] == public[:-1]
+    assert ours.arguments[:2] == public.arguments[:2]
+    assert all((a ^ b) & 0xFFFFFFFF == 0 for a, b in zip(ours.arguments[2:], public.arguments[2:], strict=True))
+
+
+def test_each_call_takes_its_own_tensors():
+    launch = prepare_scale()
+    other = torch.zeros_like(X)
+    got = stub.record(lambda: launch(other, X), n_arguments=2)
+    assert got.arguments == (other.data_ptr(), X.data_ptr())
+
+
+def test_preparing_launches_nothing_and_loads_all():
+    before = stub.launches
+    launch = prepare_scale(block_cols=2048)
+    assert stub.launches == before
+    modules = stub.modules
+    launch(X, Y)
+    assert stub.modules == modules
+    assert (launch.resources.n_regs, launch.resources.n_spills) == (40, 0)  # as the stub says
+    assert launch._compiled.metadata.enable_fp_fusion
+
+
+def test_another_row_count_compiles_nothing():
+    launch, modules = prepare_scale(), stub.modules
+    for n_rows in (1, 16, 65, 2**31 - 1):
+        again = prepare_scale(grid=n_rows, n_rows=n_rows)
+        got = stub.record(lambda again=again: again(X, Y), n_arguments=4)
+        assert (got.grid[0], got.arguments[3] & 0xFFFFFFFF) == (n_rows, n_rows)
+        assert got.function == function_of(launch)
+    assert stub.modules == modules
+
+
+def test_what_triton_specialises_gets_a_kernel_of_its_own():
+    half, unaligned = X.half(), X.view(-1)[1:]
+    functions = [
+        function_of(prepare_scale()),
+        function_of(prepare_scale((half, Y)), half, Y),
+        function_of(prepare_scale((unaligned, Y)), unaligned, Y),
+        function_of(prepare_scale(stride=1)),
+        function_of(prepare_scale(stride=1000)),
+        function_of(prepare_scale(n_rows=2**40)),
+        function_of(prepare_scale(n_rows=2**63)),
+        function_of(prepare_scale(n_rows=1.0)),
+        function_of(prepare_scale(block_cols=512)),
+        function_of(prepare_scale(num_warps=8)),
+        function_of(prepare_scale(device=1)),
+    ]
+    assert len(set(functions)) == len(functions)
+
+
+def test_a_wide_scalar_arrives_whole():
+    launch = prepare_scale(n_rows=2**40 + 1)
+    assert stub.record(lambda: launch(X, Y), n_arguments=4).arguments[3] == 2**40 + 1
+
+
+def test_the_edge_of_32_bits_is_no_kernel_of_64():
+    narrow, wide = prepare_scale(n_rows=-(2**31)), prepare_scale(n_rows=-(2**31) - 16)
+    assert function_of(narrow) != function_of(wide)
+
+
+def test_the_tensors_device_need_not_be_current():
+    launch = prepare_scale(device=1)
+    got = stub.record(lambda: launch(X, Y))
+    assert (got.stream, got.context, stub.device) == (7001, 2, 0)
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_launch_hooks_are_called(hook):
+    launch = prepare_scale()
+    chain, called = getattr(knobs.runtime, hook), []
+
+    def note(metadata):
+        called.append(metadata.get()["name"])
+
+    chain.add(note)
+    try:
+        function_of(launch)
+        assert called == ["_scale"]
+    finally:
+        chain.remove(note)
+    function_of(launch)
+    assert called == ["_scale"]
+
+    setattr(knobs.runtime, hook, note)  # instead of adding to the chain, as older code does
+    try:
+        function_of(launch)
+        assert called == ["_scale"] * 2
+    finally:
+        delattr(knobs.runtime, hook)
+
+
+def test_a_kernel_taken_by_a_compile_hook_launches_once_it_is_gone():
+    knobs.runtime.jit_cache_hook = lambda **_: True
+    try:
+        launch = prepare_scale(block_cols=256)
+        assert launch.resources is None
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    function_of(launch)
+    assert prepare_scale(block_cols=256).resources is not None
+
+
+@direct_only
+@pytest.mark.parametrize("surprise", ["version", "backend", "convention", "hooks", "instrumented"])
+def test_what_is_untested_is_launched_the_public_way(surprise, monkeypatch):
+    compiled = prepare_scale()._compiled
+    assert launch._binder(compiled, 0) is not None
+    metadata = compiled.metadata
+    if surprise == "version":
+        monkeypatch.setattr(triton, "__version__", "3.10.0")
+    elif surprise == "backend":
+        monkeypatch.setattr(compiled, "metadata", metadata._replace(target=GPUTarget("hip", "gfx942", 64)))
+    elif surprise == "convention":
+        monkeypatch.setattr(compiled, "_run", lambda grid, stream, function, *arguments: None)
+    elif surprise == "hooks":
+        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    elif surprise == "instrumented":
+        monkeypatch.setattr(compiled, "metadata", metadata._replace(instrumentation_mode="consan"))
+    assert launch._binder(compiled, 0) is None
+
+
+def test_a_grid_the_launcher_would_drop_is_an_error():
+    with pytest.raises(ValueError, match=r"\(65536, 32768, 1\)"):
+        prepare_scale(grid=(65536, 32768))
+
+
+def test_threads_share_one_kernel():
+    n_threads, n_calls = 8, 200
+    start, errors, modules, launches = Barrier(n_threads), [], stub.modules, stub.launches
+
+    def work(thread):
+        try:
+            start.wait()
+            launch = prepare_scale(n_rows=100 + thread, num_warps=2)
+            for _ in range(n_calls):
+                launch(X, Y)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [Thread(target=work, args=(thread,)) for thread in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert stub.launches == launches + n_threads * n_calls
+    assert stub.modules == modules + 1
+
+
+@direct_only
+def test_a_launch_costs_the_host_little():
+    launch = prepare_scale()
+    options = {"BLOCK_COLS": 1024, "num_warps": 4, "enable_fp_fusion": True}
+    costs = {
+        "launch(x, y)": lambda: launch(X, Y),
+        "kernel[grid](...)": lambda: _scale[(64,)](X, Y, 1024, 64, 1000, 1.5, **options),
+        "prepare, another row count": lambda: prepare_scale(grid=65, n_rows=65),
+        "kernel.warmup": lambda: _scale.warmup(X, Y, 1024, 65, 1000, 1.5, grid=(65,), **options),
+    }
+    costs = {name: min(timeit.repeat(call, number=2000, repeat=15)) / 2000 * 1e6 for name, call in costs.items()}
+    print(f"\nhost time in us, Triton {triton.__version__}, over a driver that does nothing")
+    for name, cost in costs.items():
+        print(f"  {name:28}{cost:6.2f}")
+    assert costs["launch(x, y)"] * 2.5 < costs["kernel[grid](...)"]

@@ -1,0 +1,76 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stub_driver
+import torch
+import triton
+import triton.language as tl
+
+from fused_softmax.launch import prepare
+
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no GPU and no interpreter")
+
+
+@triton.jit
+def _double(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + cols, tl.load(x_ptr + cols, mask=cols < n) * 2, mask=cols < n)
+
+
+def prepare_double(x, y):
+    n = x.numel()
+    return prepare(_double, triton.cdiv(n, 64), (x, y), (n,), {"BLOCK": 64}, device=x.get_device(), num_warps=1)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("way", ["direct", "public"])
+def test_over_the_stub_driver(way, tmp_path):
+    environment = stub_driver.environment(tmp_path) | {"FUSED_SOFTMAX_PUBLIC_LAUNCH": "01"[way == "public"]}
+    checks = Path(__file__).with_name("over_stub_launch.py")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rP", str(checks)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+
+
+@on_device
+def test_it_runs_the_kernel_on_the_tensors_of_each_call():
+    x = torch.arange(200.0, device="cpu" if INTERPRETED else "cuda")
+    y = torch.zeros_like(x)
+    launch = prepare_double(x, y)
+    assert not y.any()
+    launch(x, y)
+    assert torch.equal(y, 2 * x)
+    launch(y, x)
+    assert torch.equal(x, 2 * y)
+    assert (launch.resources is None) == INTERPRETED
+
+
+@pytest.mark.gpu
+def test_it_runs_on_the_current_stream_and_is_captured():
+    x = torch.arange(200.0, device="cuda")
+    y = torch.zeros_like(x)
+    launch = prepare_double(x, y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(x, y)
+    assert not y.any()
+    graph.replay()
+    assert torch.equal(y, 2 * x)
+    x += 1
+    graph.replay()
+    assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_it_runs_on_the_device_of_the_tensors():
+    x = torch.arange(200.0, device="cuda:1")
+    y = torch.zeros_like(x)
+    prepare_double(x, y)(x, y)
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(y, 2 * x)
