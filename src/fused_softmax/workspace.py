@@ -6,6 +6,7 @@ process, for nobody tells when a graph is gone. They are small: 8 bytes a part o
 """
 
 import ctypes
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 _slots: dict[tuple[int, int, int, int], Tensor] = {}
+_outgrown: list[Tensor] = []  # launches already captured go on using what they were captured with
 _lock = Lock()
 
 
@@ -22,27 +24,27 @@ def slots(device: int, n_rows: int, slots_per_row: int) -> Tensor:
     Slots belong to one slots_per_row: all of a row's are written by every launch that uses the row, or by none.
     """
     stream = torch._C._cuda_getCurrentRawStream(device)
-    capture = _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
-    if capture is None:
-        return torch.zeros(n_rows * slots_per_row, dtype=torch.int64, device=f"cuda:{device}")  # again by each replay
+    capture = _capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = (device, stream, capture, slots_per_row)
     kept = _slots.get(key)
     if kept is None or kept.numel() < n_rows * slots_per_row:
         # A quarter more than asked, so that slowly growing batches do not allocate each time.
         size = (n_rows + n_rows // 4) * slots_per_row
         with _lock:
-            if capture:
-                _replaced.append(kept)  # launches already captured go on using what they were captured with
-                # On a stream outside the capture: zeroed now, not by each replay, and not from the graph's own pool.
-                with torch.cuda.stream(_aside(device)):
-                    kept = torch.zeros(size, dtype=torch.int64, device=f"cuda:{device}")
+            if not capture:
+                _slots[key] = _zeros(size, device)
             else:
-                kept = torch.zeros(size, dtype=torch.int64, device=f"cuda:{device}")
-            _slots[key] = kept
+                if kept is not None:
+                    _outgrown.append(kept)
+                # Beside the capture: zeroed now and not by each replay, and not of the graph's own pool.
+                with _uncaptured(), torch.cuda.stream(_aside(device)):
+                    _slots[key] = _zeros(size, device)
+            kept = _slots[key]
     return kept
 
 
-_replaced: list[Tensor | None] = []
+def _zeros(size: int, device: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int64, device=f"cuda:{device}")
 
 
 @cache
@@ -50,12 +52,27 @@ def _aside(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture_id(stream: int) -> int | None:
-    """The driver's number of the capture in progress on a stream, which no other capture of the process shares."""
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _capture_of(stream: int) -> int:
+    """The driver's number of the capture in progress on a stream; no other capture of the process has it."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
+    ask = _driver().cuStreamGetCaptureInfo_v2
+    if ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None):
+        raise RuntimeError("softmax: the CUDA driver does not say which graph this stream is captured into")
+    return number.value
+
+
+@contextmanager
+def _uncaptured():
+    """Lets this thread allocate on other streams while one is being captured (CU_STREAM_CAPTURE_MODE_RELAXED)."""
+    mode = ctypes.c_int(2)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
     try:
-        ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-        failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
-    except (OSError, AttributeError):
-        return None
-    return number.value if not failed and number.value else None
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
