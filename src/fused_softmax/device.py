@@ -1,6 +1,7 @@
 """The one module that asks hardware questions."""
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ def device_of(index: int) -> Device:
     """The GPU with this index, as the planner sees it; for -1, CPU tensors under the interpreter, an H200 stands in."""
     if index < 0:
         return H200
-    found = torch.cuda.get_device_properties(index)
+    found: Any = torch.cuda.get_device_properties(index)
     return Device(
         name=found.name,
         backend="hip" if torch.version.hip else "cuda",

@@ -55,6 +55,8 @@ class RowPlan:
     parts: int
     part_cols: int
     copies: int
+    lanes: int
+    patient: bool
     num_warps: int
     prefetch: int
 
@@ -62,11 +64,6 @@ class RowPlan:
     def programs(self) -> int:
         """Programs in the grid."""
         return -(-self.n_rows // self.block_rows) * self.parts
-
-    @property
-    def lanes(self) -> int:
-        """Lanes that poll a row's slots: one a part, and no fewer than the program has threads."""
-        return max(32 * self.num_warps, _power_of_two(self.parts))
 
     @property
     def slots_per_row(self) -> int:
@@ -107,6 +104,7 @@ _SHIFTED_TILE = ((259, 1, 1), (1024, 4, 4))  # (columns up to, warps, times the 
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
 _READERS_PER_COPY = 4  # programs that poll one copy of a row's slots
+_PATIENT_PARTS = 32
 
 
 def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even") -> RowPlan:
@@ -127,7 +125,7 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
 
 
 def most_parts(plan: RowPlan, device: Device) -> int:
-    """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can both wait."""
+    """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can."""
     data = plan.part_cols * plan.itemsize // (4 * 32 * plan.num_warps)
     resident = device.registers // (32 * plan.num_warps * min(255, data + 48))
     return device.sm_count * max(1, resident) // 2
@@ -158,7 +156,9 @@ def candidate(
         num_warps = choices.get("num_warps", num_warps)
         block_cols = choices.get("block_cols", min(_power_of_two(body), 128))
         padded = -(-body // block_cols) * block_cols
-        block_rows = choices.get("block_rows", max(1, _power_of_two(times * _TILE_BYTES // itemsize // padded + 1) // 2))
+        block_rows = choices.get(
+            "block_rows", max(1, _power_of_two(times * _TILE_BYTES // itemsize // padded + 1) // 2)
+        )
     elif strategy == "row":
         num_warps = choices.get("num_warps", _rung(_ROW_WARPS[itemsize], n_cols)[1])
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
@@ -203,13 +203,15 @@ def candidate(
         parts=parts,
         part_cols=part_cols,
         copies=choices.get("copies", max(1, min(32, parts // _READERS_PER_COPY))) if strategy == "split" else 1,
+        lanes=choices.get("lanes", max(32 * num_warps, _power_of_two(parts))),
+        patient=choices.get("patient", parts >= _PATIENT_PARTS and prefetch > 0),
         num_warps=num_warps,
         prefetch=prefetch,
     )
 
 
 def _split(n_rows: int, n_cols: int, itemsize: int, device: Device) -> tuple[int, int]:
-    """Columns of a part and warps of a program: large parts for many rows, for few rows as many parts as fill the chip."""
+    """Columns of a part and warps of a program: for many rows large parts, for few as many parts as fill the chip."""
     _, largest, num_warps = _rung(_SPLIT_PARTS[itemsize], n_cols)
     for part_cols, warps in _FEW_ROWS_PARTS:
         parts = -(-n_cols // part_cols)

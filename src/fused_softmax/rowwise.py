@@ -15,7 +15,7 @@ POLL_LIMIT = tl.constexpr(1 << 24)  # about ten seconds: a row whose other progr
 @triton.jit
 def widen(x, CAST: tl.constexpr):
     """x rounded to the dtype CAST, in the dtype of the arithmetic: fp64 for fp64, fp32 for all else."""
-    if CAST == tl.float64:
+    if CAST.is_fp64():
         return x.to(tl.float64)
     else:
         return x.to(CAST).to(tl.float32)
@@ -23,7 +23,7 @@ def widen(x, CAST: tl.constexpr):
 
 @triton.jit
 def exp_from(x, m):
-    """exp(x - m), fp32 or fp64. The subtraction comes first: folded into the exponent's scale, a huge m would not cancel."""
+    """exp(x - m), fp32 or fp64. The subtraction comes first: folded into the scaling, a huge m would not cancel."""
     if x.dtype == tl.float64:
         return tl.exp(x - m)
     else:
@@ -63,7 +63,7 @@ def hold_all(pieces, PTX: tl.constexpr):
 
 @triton.jit
 def head_of(row, row_stride, phase, VECTOR: tl.constexpr, SHIFTED: tl.constexpr):
-    """How many elements of a row come before its first 16-byte boundary; `phase` is the tensor's own offset from one."""
+    """Elements of a row before its first 16-byte boundary; `phase` is the tensor's own offset from one."""
     if SHIFTED:
         return ((VECTOR - (row * row_stride + phase) % VECTOR) % VECTOR).to(tl.int32)
     else:
@@ -89,7 +89,7 @@ def edges_of(lane, head, body, n_cols, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_pieces(ptr, cols, size, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr):
-    """PIECES tiles side by side from ptr, as a tuple; columns from `size` on are -inf. The first FULL_PIECES end before."""
+    """PIECES tiles side by side from ptr, as a tuple; columns from `size` on are -inf; FULL_PIECES end before it."""
     pieces = ()
     for p in tl.static_range(PIECES):
         if p < FULL_PIECES:
@@ -120,7 +120,7 @@ def sum_exp_of(pieces, origin, CAST: tl.constexpr):
 
 @triton.jit
 def prefetch_l2(ptr, phase, start, n):
-    """One thread asks L2 for the n elements from ptr + start on, less what shares 16 bytes with others. sm_90 and later."""
+    """One thread asks L2 for n elements from ptr + start on, less what shares 16 bytes with others. From sm_90 on."""
     itemsize: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     vector: tl.constexpr = 16 // itemsize
     begin = (start + phase + vector - 1) // vector * vector
@@ -138,7 +138,7 @@ def prefetch_l2(ptr, phase, start, n):
 
 @triton.jit
 def pack_state(m, s, tag):
-    """(m, s) in fp32 and one bit as a 64-bit message. It is written whole, so it needs no flag and no fence; s has no sign."""
+    """(m, s) in fp32 and one bit in 64: a message written whole needs no flag and no fence, and s has no sign."""
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
     return high | low | (tag << 31)
@@ -171,17 +171,18 @@ def wait_for(slots_ptr, message, wanted, tag):
 
 @triton.jit
 def exchange(
-    m, s, slots_ptr, part, n_parts, tag, LANES: tl.constexpr, COPIES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr
-):
+    m, s, slots_ptr, part, n_parts, tag,
+    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+):  # fmt: skip
     """Publish the state of this part of a row, wait for the other parts', return the state of the row.
 
     Every launch flips the tag of every slot of a row, so what a slot held before never passes for a new message, and
     nothing is reset between launches (a sense-reversing barrier). `tag` is this launch's.
     The slots stand in COPIES copies, each read by its own share of the programs: L2 serves one reader of a sector at a
-    time, and readers queue ahead of the writers they wait for. For the same reason the last part, which starts last, is
-    awaited first and alone.
-    PUBLISH and COLLECT are both true on a GPU; the interpreter runs programs one after another, and so runs them in two
-    launches, all publishing before any collects.
+    time, and readers queue ahead of the writers they wait for. For the same reason PATIENT programs, of which many
+    wait, await the last part first and alone: it starts last.
+    PUBLISH and COLLECT are both true on a GPU. The interpreter runs programs one after another, and so runs them in
+    two launches: all publish before any collects.
     """
     j = tl.arange(0, LANES)
     peer = j < n_parts
@@ -191,8 +192,9 @@ def exchange(
     if COLLECT:
         slots_ptr += (part % COPIES) * n_parts
         message = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
-        message = wait_for(slots_ptr, message, j == n_parts - 1, tag)
-        message = tl.load(slots_ptr + j, mask=j < n_parts - 1, other=message, volatile=True)
+        if PATIENT:
+            message = wait_for(slots_ptr, message, j == n_parts - 1, tag)
+        message = tl.load(slots_ptr + j, mask=peer & (tag_of(message) != tag), other=message, volatile=True)
         message = wait_for(slots_ptr, message, peer, tag)
         m_parts, s_parts = unpack_state(message)
         m_parts = tl.where(peer, m_parts, NEG_INF)

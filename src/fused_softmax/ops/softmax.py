@@ -136,7 +136,8 @@ def _prepare_forward(x: Tensor, y: Tensor, plan: RowPlan | None = None):
     x_rows, y_rows = _as_rows(x), _as_rows(y)
     if plan is None:
         gpu = device_of(x.get_device())
-        plan = plan_rows(*x_rows.shape, x.element_size(), gpu, alignment=_alignment(x_rows, y_rows))
+        n_rows, n_cols = x_rows.shape
+        plan = plan_rows(n_rows, n_cols, x.element_size(), gpu, alignment=_alignment(x_rows, y_rows))
     return prepare(x_rows, y_rows, plan)
 
 
@@ -191,9 +192,9 @@ def _runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> 
     return (
         type(input) is Tensor
         and (out is None or type(out) is Tensor)
-        and (input.is_cuda or INTERPRET and input.device.type == "cpu")
+        and (input.is_cuda or (INTERPRET and input.device.type == "cpu"))
         and result_dtype in _DTYPES
-        and not (torch.is_grad_enabled() and (input.requires_grad or out is not None and out.requires_grad))
+        and not (torch.is_grad_enabled() and (input.requires_grad or (out is not None and out.requires_grad)))
         and not input.is_neg()
         and forward_ad._current_level < 0
         and not torch.compiler.is_compiling()
@@ -214,7 +215,9 @@ def _check(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | Non
         raise TypeError(f"softmax: dim must be an int, not {type(dim).__name__} ({dim!r})")
     bound = max(1, input.ndim)
     if not -bound <= dim < bound:
-        raise IndexError(f"softmax: dim {dim} is out of range [{-bound}, {bound - 1}] for input of shape {_shape(input)}")
+        raise IndexError(
+            f"softmax: dim {dim} is out of range [{-bound}, {bound - 1}] for input of shape {_shape(input)}"
+        )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"softmax: dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
     result_dtype = dtype or input.dtype
@@ -273,7 +276,7 @@ def prepare(x: Tensor, y: Tensor, plan: RowPlan):
 def _prepare_split(x, y, plan, strides, phase, constexprs, options):
     device, slots_per_row = x.get_device(), plan.slots_per_row
     sizes = (plan.n_cols, plan.parts, plan.part_cols, plan.programs, phase, plan.prefetch)
-    constexprs = constexprs | {"LANES": plan.lanes, "COPIES": plan.copies}
+    constexprs = constexprs | {"LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.patient}
 
     def launcher(slots, publish, collect):
         return launch.prepare(
@@ -323,7 +326,9 @@ def _tile_forward(
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
     body = (n_cols - head) // VECTOR * VECTOR
-    x = load_pieces(body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES)
+    x = load_pieces(
+        body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES
+    )
     m = max_of(x, CAST)[:, None]
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
@@ -355,7 +360,9 @@ def _row_forward(
     cols = tl.arange(0, BLOCK_COLS)
     head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
     body = (n_cols - head) // VECTOR * VECTOR
-    x = load_pieces(body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES)
+    x = load_pieces(
+        body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES
+    )
     m = max_of(x, CAST)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
@@ -379,9 +386,9 @@ def _split_forward(
     x_ptr, y_ptr, slots_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols, n_programs, phase, ahead,
     BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
     VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
-    LANES: tl.constexpr, COPIES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row a program. The parts of a row start in order, and all of them fit the chip at once (the plan)."""
+    """One part of a row a program. The parts of a row start in order, and the plan lets all fit the chip at once."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = program % n_parts
@@ -412,7 +419,7 @@ def _split_forward(
         later_start = (later % n_parts) * part_cols
         n_ahead = tl.where(later < n_programs, tl.minimum(part_cols, n_cols - later_start), 0)
         prefetch_l2(x_ptr, phase, (later // n_parts).to(tl.int64) * x_row_stride + later_start, n_ahead)
-    m, s = exchange(m, s, slots_ptr, part, n_parts, tag, LANES, COPIES, PUBLISH, COLLECT)
+    m, s = exchange(m, s, slots_ptr, part, n_parts, tag, LANES, COPIES, PATIENT, PUBLISH, COLLECT)
     if COLLECT:
         y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED) + start
         _store_pieces(y_body, x, m, 1.0 / s, cols, size, BLOCK_COLS, FULL_PIECES, CAST, PTX)
@@ -423,7 +430,16 @@ def _split_forward(
 
 @triton.jit
 def _store_pieces(
-    y_ptr, x, m, inv_s, cols, size, BLOCK_COLS: tl.constexpr, FULL_PIECES: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr
+    y_ptr,
+    x,
+    m,
+    inv_s,
+    cols,
+    size,
+    BLOCK_COLS: tl.constexpr,
+    FULL_PIECES: tl.constexpr,
+    CAST: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     x = hold_all(x, PTX)
     for p in tl.static_range(len(x)):
