@@ -36,7 +36,9 @@ class RowPlan:
 
     full_pieces: how many leading pieces of a part need no mask, in any part of any row.
     parts: programs that share one row; 1 in tile and row.
-    copies: copies of a row's slots that programs poll (split).
+    copies: copies of a row's slots, each polled by its share of the row's programs (split).
+    lanes: lanes that poll a row's slots, one a part; 32 are polled by every warp, more by each warp its own.
+    patient: whether programs await the last part of their row before they poll the others.
     prefetch: how many programs ahead, in launch order, a program asks L2 to fetch; 0 is none.
     vector: elements of one access; 1 where rows of input and output are not aligned alike ("scalar").
     alignment: "even", every row starts and ends on 16 bytes; "shifted", an aligned body with guarded edges.
@@ -89,12 +91,17 @@ _ROW_WARPS = {
 }
 # itemsize: (columns up to, part columns, warps): how a row is split when there are rows enough to fill the chip.
 _SPLIT_PARTS = {
-    2: ((262144, 8192, 4), (2**62, 16384, 4)),  # 65536 0.96, 131072 0.95, 1 Mi 0.92
-    4: ((262144, 8192, 4), (2**62, 16384, 4)),  # 131072 0.98, 262144 0.98, 1 Mi 0.96
+    2: ((131072, 8192, 4), (2**62, 16384, 4)),  # 65536 0.98, 131072 0.97; 262144 0.97, 1 Mi 0.94
+    4: ((262144, 8192, 4), (2**62, 16384, 4)),  # 65536 1.00, 262144 0.98; 524288 0.98, 1 Mi 0.96
 }
-# (part columns, warps) for few rows, smallest first. 1 x 32768: 2.5 us, 8 x 32000: 3.3 us, 32 x 128256 bf16: 7.8 us.
-_FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 8))
-_FEW_ROWS_COLS = 16384  # rows no longer than this are not worth an exchange
+_SHIFTED_SPLIT_PARTS = {  # the edges are the first part's work, and long parts hide it: bf16 50257 0.95, with 8192 0.91
+    2: ((2**62, 16384, 4),),
+    4: _SPLIT_PARTS[4],
+}
+# (part columns, warps) for few rows, smallest first. 1 x 32768: 2.5 us, 1 x 1 Mi fp32: 6.0 us, 132 x 32768: 11.3 us.
+_FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 4))
+_FEW_ROWS_MOST_PARTS = 256
+_FEW_ROWS_COLS = 8192  # rows no longer than this are not worth an exchange: 1 x 16384 bf16 row 2.9 us, split 2.3
 
 _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
 _TILE_COLS = 512  # rows longer than this get programs of their own
@@ -103,8 +110,10 @@ _SHIFTED_TILE_COLS = 1024
 _SHIFTED_TILE = ((259, 1, 1), (1024, 4, 4))  # (columns up to, warps, times the tile); bf16 131 0.84, 259 0.92, 387 0.93
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
-_READERS_PER_COPY = 4  # programs that poll one copy of a row's slots
-_PATIENT_PARTS = 32
+_READERS_PER_COPY = (
+    4  # programs that poll one copy of a row's slots: 16 copies of 64 slots, bf16 1 Mi 0.92, 1 copy 0.89
+)
+_PATIENT_PARTS = 32  # parts from which programs await the last part first: bf16 1 Mi 0.92, without 0.90
 
 
 def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even") -> RowPlan:
@@ -150,7 +159,7 @@ def candidate(
         alignment = "scalar"
     vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
     body = n_cols // vector * vector  # the longest that the aligned part of a row can be
-    block_rows, parts, part_cols = 1, 1, body
+    block_rows, parts, part_cols, few = 1, 1, body, False
     if strategy == "tile":
         _, num_warps, times = _rung(_SHIFTED_TILE, n_cols) if alignment == "shifted" else (0, 1, 1)
         num_warps = choices.get("num_warps", num_warps)
@@ -165,7 +174,7 @@ def candidate(
     elif strategy == "split":
         if itemsize not in _SPLIT_PARTS:
             raise ValueError(f"split exchanges fp32 states; itemsize is {itemsize}")
-        wanted, num_warps = _split(n_rows, n_cols, itemsize, device)
+        wanted, num_warps, few = _split(n_rows, n_cols, itemsize, device, alignment)
         wanted, num_warps = choices.get("part_cols", wanted), choices.get("num_warps", num_warps)
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
         # Parts of equal length, whole cache lines, so that all but the last piece of a part need no mask.
@@ -203,21 +212,22 @@ def candidate(
         parts=parts,
         part_cols=part_cols,
         copies=choices.get("copies", max(1, min(32, parts // _READERS_PER_COPY))) if strategy == "split" else 1,
-        lanes=choices.get("lanes", max(32 * num_warps, _power_of_two(parts))),
-        patient=choices.get("patient", parts >= _PATIENT_PARTS and prefetch > 0),
+        lanes=choices.get("lanes", max(32 if few else 32 * num_warps, _power_of_two(parts))),
+        patient=choices.get("patient", parts >= _PATIENT_PARTS and not few),
         num_warps=num_warps,
         prefetch=prefetch,
     )
 
 
-def _split(n_rows: int, n_cols: int, itemsize: int, device: Device) -> tuple[int, int]:
-    """Columns of a part and warps of a program: for many rows large parts, for few as many parts as fill the chip."""
-    _, largest, num_warps = _rung(_SPLIT_PARTS[itemsize], n_cols)
+def _split(n_rows: int, n_cols: int, itemsize: int, device: Device, alignment: Alignment) -> tuple[int, int, bool]:
+    """Columns of a part, warps of a program, and whether rows are few: then as many parts as fill the chip."""
+    ladder = _SHIFTED_SPLIT_PARTS if alignment == "shifted" else _SPLIT_PARTS
+    _, largest, num_warps = _rung(ladder[itemsize], n_cols)
     for part_cols, warps in _FEW_ROWS_PARTS:
         parts = -(-n_cols // part_cols)
-        if part_cols < largest and parts <= 128 and n_rows * parts <= 8 * device.sm_count:
-            return part_cols, warps
-    return largest, num_warps
+        if part_cols < largest and parts <= _FEW_ROWS_MOST_PARTS and n_rows * parts <= 8 * device.sm_count:
+            return part_cols, warps, True
+    return largest, num_warps, False
 
 
 def _least_shifted(itemsize: int) -> int:

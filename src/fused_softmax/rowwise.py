@@ -22,26 +22,56 @@ def widen(x, CAST: tl.constexpr):
 
 
 @triton.jit
-def exp_from(x, m):
-    """exp(x - m), fp32 or fp64. The subtraction comes first: folded into the scaling, a huge m would not cancel."""
-    if x.dtype == tl.float64:
-        return tl.exp(x - m)
+def origin_of(m, PTX: tl.constexpr):
+    """(scale, base) with exp(x - m) = 2 ** (x * scale - base), but for a factor all x share; base 0 if all was -inf.
+
+    exp(-inf - -inf) is NaN, while any finite base gives the exact zeros.
+    On NVIDIA the exponent is one fused multiply-add, and `base` is m * scale rounded: the row's s shares that error, so
+    it cancels. It must not overflow though: from 2 ** 30 on, where fp32 is 128 apart and exp is 0 or 1, scale is 1 and
+    m * scale exact. Elsewhere the subtraction comes first, so base is m.
+    """
+    finite = tl.where(m == NEG_INF, 0.0, m)
+    if PTX and m.dtype == tl.float32:
+        scale = tl.where(tl.abs(finite) < 1073741824.0, LOG2E, 1.0)
+        # Opaque: folded into a later subtraction, the product would not be the one that s was summed with.
+        base = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [finite, scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return scale, base
     else:
-        return tl.exp2((x - m) * LOG2E)
+        return finite, finite  # scale is not used
 
 
 @triton.jit
-def origin_of(m):
-    """m, or 0 where all was -inf: exp(-inf - -inf) is NaN, while any finite origin gives the exact zeros."""
-    return tl.where(m == NEG_INF, 0.0, m)
+def exp_at(x, scale, base, PTX: tl.constexpr):
+    """exp(x - m) by the (scale, base) of m; fp32 or fp64."""
+    if x.dtype == tl.float64:
+        return tl.exp(x - base)
+    elif PTX:
+        return tl.exp2(tl.fma(x, scale, -base))
+    else:
+        return tl.exp2((x - base) * LOG2E)
 
 
 @triton.jit
-def merge(m_a, s_a, m_b, s_b):
+def weight_of(m_part, m, PTX: tl.constexpr):
+    """exp(m_part - m), for m_part <= m: what the s of a part counts in the whole. NaN where m is -inf, +inf or NaN."""
+    if PTX and m.dtype == tl.float32:
+        scale_part, base_part = origin_of(m_part, PTX)
+        scale, base = origin_of(m, PTX)
+        weight = tl.where((scale_part == scale) & (m_part != NEG_INF), tl.exp2(base_part - base), 0.0)
+        return tl.where(tl.abs(m) == float("inf"), float("nan"), weight)
+    else:
+        return exp_at(m_part, m, m, False)
+
+
+@triton.jit
+def merge(m_a, s_a, m_b, s_b, PTX: tl.constexpr):
     """The state of two parts of a row together. A NaN travels in s, so m may be taken without it."""
     m = tl.maximum(m_a, m_b)
-    origin = origin_of(m)
-    return m, s_a * exp_from(m_a, origin) + s_b * exp_from(m_b, origin)
+    empty = m == NEG_INF
+    s = s_a * weight_of(m_a, m, PTX) + s_b * weight_of(m_b, m, PTX)
+    return m, tl.where(empty, 0.0, s)
 
 
 @triton.jit
@@ -110,11 +140,11 @@ def max_of(pieces, CAST: tl.constexpr):
 
 
 @triton.jit
-def sum_exp_of(pieces, origin, CAST: tl.constexpr):
-    """sum exp(x - origin) over the last axis of all pieces; origin broadcasts against a piece."""
-    total = exp_from(widen(pieces[0], CAST), origin)
+def sum_exp_of(pieces, scale, base, CAST: tl.constexpr, PTX: tl.constexpr):
+    """sum exp(x - m) over the last axis of all pieces, by the (scale, base) of m, which broadcasts against a piece."""
+    total = exp_at(widen(pieces[0], CAST), scale, base, PTX)
     for p in tl.static_range(1, len(pieces)):
-        total += exp_from(widen(pieces[p], CAST), origin)
+        total += exp_at(widen(pieces[p], CAST), scale, base, PTX)
     return tl.sum(total, axis=len(total.shape) - 1)
 
 
@@ -172,9 +202,9 @@ def wait_for(slots_ptr, message, wanted, tag):
 @triton.jit
 def exchange(
     m, s, slots_ptr, part, n_parts, tag,
-    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Publish the state of this part of a row, wait for the other parts', return the state of the row.
+    """Publish the state of this part of a row, wait for the others', return the state of the row.
 
     Every launch flips the tag of every slot of a row, so what a slot held before never passes for a new message, and
     nothing is reset between launches (a sense-reversing barrier). `tag` is this launch's.
@@ -200,5 +230,5 @@ def exchange(
         m_parts = tl.where(peer, m_parts, NEG_INF)
         s_parts = tl.where(peer, tl.where(tag_of(message) == tag, s_parts, float("nan")), 0.0)
         m = tl.max(m_parts, axis=0)
-        s = tl.sum(s_parts * exp_from(m_parts, m), axis=0)
+        s = tl.sum(s_parts * weight_of(m_parts, m, PTX), axis=0)
     return m, s

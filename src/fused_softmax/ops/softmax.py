@@ -21,7 +21,7 @@ from fused_softmax.rowwise import (
     body_of,
     edges_of,
     exchange,
-    exp_from,
+    exp_at,
     head_of,
     hold_all,
     load_pieces,
@@ -31,6 +31,7 @@ from fused_softmax.rowwise import (
     prefetch_l2,
     sum_exp_of,
     tag_of,
+    weight_of,
     widen,
 )
 
@@ -339,13 +340,14 @@ def _tile_forward(
         n_ahead = tl.minimum(BLOCK_ROWS * x_row_stride, (n_rows - 1 - first) * x_row_stride + n_cols)
         prefetch_l2(x_ptr, phase, first * x_row_stride, n_ahead)
     x = hold_all(x, PTX)
-    s = sum_exp_of(x, m, CAST)[:, None]
+    scale, base = origin_of(m, PTX)
+    s = sum_exp_of(x, scale, base, CAST, PTX)[:, None]
     if SHIFTED:
-        s += tl.sum(exp_from(edge, m), axis=1)[:, None]
+        s += tl.sum(exp_at(edge, scale, base, PTX), axis=1)[:, None]
     y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
-    _store_pieces(y_body, x, m, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+    _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
     if SHIFTED:
-        y = exp_from(edge, m) * (1.0 / s)
+        y = exp_at(edge, scale, base, PTX) * (1.0 / s)
         tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
 
 
@@ -371,13 +373,14 @@ def _row_forward(
     if PREFETCH:
         prefetch_l2(x_ptr, phase, (row + ahead) * x_row_stride, tl.where(row + ahead < n_programs, n_cols, 0))
     x = hold_all(x, PTX)
-    s = sum_exp_of(x, m, CAST)
+    scale, base = origin_of(m, PTX)
+    s = sum_exp_of(x, scale, base, CAST, PTX)
     if SHIFTED:
-        s += tl.sum(exp_from(edge, m), axis=0)
+        s += tl.sum(exp_at(edge, scale, base, PTX), axis=0)
     y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
-    _store_pieces(y_body, x, m, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+    _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
     if SHIFTED:
-        y = exp_from(edge, m) * (1.0 / s)
+        y = exp_at(edge, scale, base, PTX) * (1.0 / s)
         tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
 
 
@@ -410,21 +413,22 @@ def _split_forward(
         edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
         m = tl.maximum(m, tl.max(edge, axis=0))
     x = hold_all(x, PTX)
-    origin = origin_of(m)
-    s = sum_exp_of(x, origin, CAST)
+    scale, base = origin_of(m, PTX)
+    s = sum_exp_of(x, scale, base, CAST, PTX)
     if SHIFTED:
-        s += tl.sum(exp_from(edge, origin), axis=0)
+        s += tl.sum(exp_at(edge, scale, base, PTX), axis=0)
     if PREFETCH:
         later = program + ahead
         later_start = (later % n_parts) * part_cols
         n_ahead = tl.where(later < n_programs, tl.minimum(part_cols, n_cols - later_start), 0)
         prefetch_l2(x_ptr, phase, (later // n_parts).to(tl.int64) * x_row_stride + later_start, n_ahead)
-    m, s = exchange(m, s, slots_ptr, part, n_parts, tag, LANES, COPIES, PATIENT, PUBLISH, COLLECT)
+    m, s = exchange(m, s, slots_ptr, part, n_parts, tag, LANES, COPIES, PATIENT, PUBLISH, COLLECT, PTX)
     if COLLECT:
+        scale, base = origin_of(m, PTX)
         y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED) + start
-        _store_pieces(y_body, x, m, 1.0 / s, cols, size, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+        _store_pieces(y_body, x, scale, base, 1.0 / s, cols, size, BLOCK_COLS, FULL_PIECES, CAST, PTX)
         if SHIFTED:
-            y = exp_from(edge, m) * (1.0 / s)
+            y = exp_at(edge, scale, base, PTX) * (1.0 / s)
             tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
 
 
@@ -432,7 +436,8 @@ def _split_forward(
 def _store_pieces(
     y_ptr,
     x,
-    m,
+    scale,
+    base,
     inv_s,
     cols,
     size,
@@ -443,7 +448,7 @@ def _store_pieces(
 ):
     x = hold_all(x, PTX)
     for p in tl.static_range(len(x)):
-        y = (exp_from(widen(x[p], CAST), m) * inv_s).to(CAST)
+        y = (exp_at(widen(x[p], CAST), scale, base, PTX) * inv_s).to(CAST)
         if p < FULL_PIECES:
             tl.store(y_ptr + (p * BLOCK_COLS + cols), y, cache_modifier=".cs")
         else:
@@ -472,20 +477,20 @@ def _stream_state(
         top = m
         for p in tl.static_range(PIECES):
             top = tl.maximum(top, widen(x[p], CAST))
-        origin = origin_of(top)
-        s *= exp_from(m, origin)
+        m, s = merge(m, s, top, tl.zeros([BLOCK_COLS], m.dtype), PTX)
+        scale, base = origin_of(m, PTX)
         for p in tl.static_range(PIECES):
-            s += exp_from(widen(x[p], CAST), origin)
-        m = top
+            s += exp_at(widen(x[p], CAST), scale, base, PTX)
     m_part = tl.max(m, axis=0)
-    s_part = tl.sum(s * exp_from(m, origin_of(m_part)), axis=0)
+    s_part = tl.sum(tl.where(m == NEG_INF, 0.0, s * weight_of(m, m_part, PTX)), axis=0)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
         on_edge = on_edge & (part == 0)
         edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
         m_edge = tl.max(edge, axis=0)
-        s_edge = tl.sum(exp_from(edge, origin_of(m_edge)), axis=0)
-        m_part, s_part = merge(m_part, s_part, m_edge, s_edge)
+        scale, base = origin_of(m_edge, PTX)
+        s_edge = tl.sum(exp_at(edge, scale, base, PTX), axis=0)
+        m_part, s_part = merge(m_part, s_part, m_edge, s_edge, PTX)
     tl.store(m_ptr + program, m_part)
     tl.store(s_ptr + program, s_part)
 
@@ -504,7 +509,8 @@ def _stream_forward(
     m_parts = tl.load(m_ptr + row * n_parts + j, mask=j < n_parts, other=NEG_INF)
     s_parts = tl.load(s_ptr + row * n_parts + j, mask=j < n_parts, other=0.0)
     m = tl.max(m_parts, axis=0)
-    inv_s = 1.0 / tl.sum(s_parts * exp_from(m_parts, m), axis=0)
+    inv_s = 1.0 / tl.sum(s_parts * weight_of(m_parts, m, PTX), axis=0)
+    scale, base = origin_of(m, PTX)
     start = part.to(tl.int64) * (part_cols // VECTOR * VECTOR)
     cols = tl.arange(0, BLOCK_COLS)
     head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
@@ -513,12 +519,14 @@ def _stream_forward(
     y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
     for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
         x = load_pieces(x_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES)
-        _store_pieces(y_body + at, x, m, inv_s, cols, body - at, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+        _store_pieces(y_body + at, x, scale, base, inv_s, cols, body - at, BLOCK_COLS, FULL_PIECES, CAST, PTX)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
         on_edge = on_edge & (part == 0)
         edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
-        tl.store(y_ptr + row * y_row_stride + edge_cols, (exp_from(edge, m) * inv_s).to(CAST), mask=on_edge)
+        tl.store(
+            y_ptr + row * y_row_stride + edge_cols, (exp_at(edge, scale, base, PTX) * inv_s).to(CAST), mask=on_edge
+        )
 
 
 _TL_DTYPES = {
