@@ -202,7 +202,8 @@ def wait_for(slots_ptr, message, wanted, tag):
 @triton.jit
 def exchange(
     m, s, slots_ptr, part, n_parts, tag,
-    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr, PTX: tl.constexpr,
+    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr,
+    PUBLISH: tl.constexpr, COLLECT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Publish the state of this part of a row, wait for the others', return the state of the row.
 
