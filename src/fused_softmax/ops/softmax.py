@@ -37,7 +37,7 @@ from fused_softmax.rowwise import (
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_CALLS = 4096  # shapes whose launches are kept
-_calls: dict[tuple, Callable] = {}
+_calls: dict[tuple, tuple[Callable, tuple[int, ...] | None]] = {}
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -46,6 +46,8 @@ _function_modes = torch._C._len_torch_function_stack
 _autocast = torch.is_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 _empty_like = torch.empty_like
+# Inductor's allocator, at half of empty_like's cost; it allocates on the current device, so one device alone uses it.
+_empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 
@@ -79,11 +81,13 @@ def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, o
         and not (input.requires_grad and _grad_enabled())
     ):
         try:
-            run = _calls.get((input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim))
+            stride, kind = input.stride(), input.dtype
+            call = _calls.get((input.shape, stride, kind, input.get_device(), input.data_ptr() & 15, dim))
         except (RuntimeError, TypeError):  # no strides (sparse, nested), or a dim of another type: errors for _check
-            run = None
-        if run is not None and not input.is_neg() and forward_ad._current_level < 0:
-            result = _empty_like(input)
+            call = None
+        if call is not None and not input.is_neg() and forward_ad._current_level < 0:
+            run, shape = call
+            result = _empty_like(input) if shape is None else _empty_strided(shape, stride, kind)
             run(input, result)
             return result
     return _softmax(input, dim, dtype, out)
@@ -106,7 +110,8 @@ def _softmax(input, dim, dtype, out):
         run = _prepare_forward(last, result)
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
-        _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run
+        shape = tuple(input.shape) if input.is_cuda and _empty_strided and torch.cuda.device_count() == 1 else None
+        _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run, shape
         run(last, result)
         return result
     if out is not None and not _overlap(input, out) and _is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
