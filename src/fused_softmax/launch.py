@@ -150,7 +150,8 @@ def _binder(compiled, device):
 def _calling_convention(launcher, known):
     """The call, as source, and what it calls: Triton's C launcher where nothing else is needed, else the Python one."""
     direct = getattr(launcher, "launch", None)
-    if direct is None or getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
+    sizes = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if direct is None or sizes != [0, 0]:
         return "run({grid}, stream_of({device}), function, metadata, None, None, None, {arguments})", launcher
     known |= {"cooperative": launcher.launch_cooperative_grid, "dependent": launcher.launch_pdl}
     start = "run({grid}, stream_of({device}), function, cooperative, dependent, "

@@ -85,7 +85,7 @@ class RowPlan:
 
 # itemsize: (columns up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy kernel.
 _ROW_WARPS = {
-    2: ((1024, 1), (2048, 2), (3072, 4), (16384, 8), (32768, 16)),  # 1024 1.00, 2048 1.01, 4096 0.99, 16384 0.99
+    2: ((1024, 1), (2048, 2), (3072, 4), (32768, 8)),  # 1024 1.01, 4096 1.00, 16384 1.00, 32000 0.98
     4: ((512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32)),  # 1024 1.01, 4096 1.00, 32768 0.99
     8: ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32)),  # unmeasured: what fits the registers
 }
@@ -102,6 +102,9 @@ _SHIFTED_SPLIT_PARTS = {  # the edges are the first part's work, and long parts 
 _FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 4))
 _FEW_ROWS_MOST_PARTS = 256
 _FEW_ROWS_COLS = 8192  # rows no longer than this are not worth an exchange: 1 x 16384 bf16 row 2.9 us, split 2.3
+
+# (registers of values held by a thread up to, registers of a thread at most, as compiled): what bounds residency.
+_SPLIT_REGISTERS = ((32, 72), (64, 112), (128, 176), (2**62, 255))
 
 _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
 _TILE_COLS = 512  # rows longer than this get programs of their own
@@ -135,8 +138,8 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
 
 def most_parts(plan: RowPlan, device: Device) -> int:
     """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can."""
-    data = plan.part_cols * plan.itemsize // (4 * 32 * plan.num_warps)
-    resident = device.registers // (32 * plan.num_warps * min(255, data + 48))
+    held = -(-plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
+    resident = device.registers // (32 * plan.num_warps * _rung(_SPLIT_REGISTERS, held)[1])
     return device.sm_count * max(1, resident) // 2
 
 

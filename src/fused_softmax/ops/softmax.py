@@ -6,6 +6,7 @@ are read twice (stream, 3MN).
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -47,7 +48,7 @@ _autocast = torch.is_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 _empty_like = torch.empty_like
 # Inductor's allocator, at half of empty_like's cost; it allocates on the current device, so one device alone uses it.
-_empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 
@@ -383,7 +384,9 @@ def _row_forward(
     if SHIFTED:
         s += tl.sum(exp_at(edge, scale, base, PTX), axis=0)
     y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
-    _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+    # Runs once, which the compiler does not know: it would start this pass early, on twice the registers.
+    for _ in range(tl.minimum(n_cols, 1)):
+        _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
     if SHIFTED:
         y = exp_at(edge, scale, base, PTX) * (1.0 / s)
         tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
