@@ -108,8 +108,8 @@ _SPLIT_REGISTERS = ((32, 72), (64, 112), (128, 176), (2**62, 255))
 
 _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
 _TILE_COLS = 512  # rows longer than this get programs of their own
-# Rows whose edges are guarded one by one share programs longer, and more of them: bf16 515 0.97, 781 0.99.
-_SHIFTED_TILE_COLS = 1024
+# Rows whose edges are guarded one by one share programs longer, and more of them: bf16 515 0.97, 781 0.98.
+_SHIFTED_TILE_COLS = {1: 1024, 2: 1024, 4: _TILE_COLS, 8: _TILE_COLS}
 _SHIFTED_TILE = ((259, 1, 1), (1024, 4, 4))  # (columns up to, warps, times the tile); bf16 131 0.84, 259 0.92, 387 0.93
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
@@ -125,7 +125,7 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
     >>> plan_rows(4096, 131072, 2, H200).strategy
     'split'
     """
-    if n_cols <= (_SHIFTED_TILE_COLS if alignment == "shifted" else _TILE_COLS):
+    if n_cols <= (_SHIFTED_TILE_COLS[itemsize] if alignment == "shifted" else _TILE_COLS):
         return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment)
     fits = n_cols <= _ROW_WARPS[itemsize][-1][0]
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
@@ -164,7 +164,7 @@ def candidate(
     body = n_cols // vector * vector  # the longest that the aligned part of a row can be
     block_rows, parts, part_cols, few = 1, 1, body, False
     if strategy == "tile":
-        _, num_warps, times = _rung(_SHIFTED_TILE, n_cols) if alignment == "shifted" else (0, 1, 1)
+        _, num_warps, times = _rung(_SHIFTED_TILE, n_cols) if alignment == "shifted" and itemsize < 4 else (0, 1, 1)
         num_warps = choices.get("num_warps", num_warps)
         block_cols = choices.get("block_cols", min(_power_of_two(body), 128))
         padded = -(-body // block_cols) * block_cols

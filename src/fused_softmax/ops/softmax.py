@@ -469,7 +469,7 @@ def _stream_state(
     BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
     VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(m, s) of one part of a row, online: each lane keeps its own state, merged once at the end."""
+    """(m, s) of one part of a row, online: tile by tile, each merged into what came before."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = program % n_parts
@@ -478,19 +478,13 @@ def _stream_state(
     head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
     body = (n_cols - head) // VECTOR * VECTOR
     x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
-    m = tl.full([BLOCK_COLS], NEG_INF, widen(tl.full([1], 0, CAST), CAST).dtype)
-    s = tl.zeros([BLOCK_COLS], m.dtype)
+    m = tl.full([], NEG_INF, tl.float64 if CAST.is_fp64() else tl.float32)
+    s = tl.zeros([], m.dtype)
     for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
         x = load_pieces(x_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES)
-        top = m
-        for p in tl.static_range(PIECES):
-            top = tl.maximum(top, widen(x[p], CAST))
-        m, s = merge(m, s, top, tl.zeros([BLOCK_COLS], m.dtype), PTX)
-        scale, base = origin_of(m, PTX)
-        for p in tl.static_range(PIECES):
-            s += exp_at(widen(x[p], CAST), scale, base, PTX)
-    m_part = tl.max(m, axis=0)
-    s_part = tl.sum(tl.where(m == NEG_INF, 0.0, s * weight_of(m, m_part, PTX)), axis=0)
+        m_tile = max_of(x, CAST)
+        scale, base = origin_of(m_tile, PTX)
+        m, s = merge(m, s, m_tile, sum_exp_of(hold_all(x, PTX), scale, base, CAST, PTX), PTX)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
         on_edge = on_edge & (part == 0)
@@ -498,9 +492,9 @@ def _stream_state(
         m_edge = tl.max(edge, axis=0)
         scale, base = origin_of(m_edge, PTX)
         s_edge = tl.sum(exp_at(edge, scale, base, PTX), axis=0)
-        m_part, s_part = merge(m_part, s_part, m_edge, s_edge, PTX)
-    tl.store(m_ptr + program, m_part)
-    tl.store(s_ptr + program, s_part)
+        m, s = merge(m, s, m_edge, s_edge, PTX)
+    tl.store(m_ptr + program, m)
+    tl.store(s_ptr + program, s)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "phase"])
