@@ -48,7 +48,7 @@ def assert_accurate(y, x, roundings=1):
     error = (y.double() - truth).abs().max()
     torch_error = (torch.softmax(x, dim=1).double() - truth).abs().max()
     if x.dtype in (torch.float32, torch.float64):
-        roundings = max(roundings, 4)
+        roundings = max(roundings, 8)  # truth is rounded as well, and its sums are in another order
     allowed = torch_error + roundings * torch.finfo(x.dtype).eps * truth.max()
     assert y.dtype == x.dtype
     assert y.shape == x.shape

@@ -108,33 +108,57 @@ def _binder(compiled, device):
         return None
 
     enter, leave = hooks
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     driver = triton.runtime.driver.active
-    stream_of, current_device = driver.get_current_stream, driver.get_current_device
+    current_device = driver.get_current_device
     if current_device is torch.cuda.current_device:
         current_device = torch._C._cuda_getDevice  # the same less a check that CUDA is up, which a tensor on it proves
-    data_ptr = torch.Tensor.data_ptr
+    known = {
+        "function": compiled.function, "metadata": compiled.packed_metadata, "runtime": knobs.runtime,
+        "enter": enter, "leave": leave, "entered": enter.calls, "left": leave.calls,
+        "stream_of": driver.get_current_stream, "current_device": current_device,
+    }  # fmt: skip
+    run, known["run"] = _calling_convention(compiled.run, known)
+    # One device is always the current one. Otherwise a kernel runs in the context it was loaded in, and a null stream
+    # is that of the current context.
+    here = "" if torch.cuda.device_count() == 1 else f" or current_device() != {device}"
 
     def bind(grid, values, launch_public):
-        grid_x, grid_y, grid_z = grid
+        def elsewhere(*tensors):
+            if current_device() == device:
+                return launch_public(*tensors)
+            with torch.cuda.device(device):
+                return launch(*tensors)
 
-        def launch(*tensors):
-            now = knobs.runtime
-            if enter.calls or leave.calls or now.launch_enter_hook is not enter or now.launch_exit_hook is not leave:
-                launch_public(*tensors)
-            elif current_device() != device:
-                # A kernel runs in the context it was loaded in, and a null stream is that of the current context.
-                with torch.cuda.device(device):
-                    launch(*tensors)
-            else:
-                run(
-                    grid_x, grid_y, grid_z, stream_of(device), function, metadata, None, None, None,
-                    *map(data_ptr, tensors), *values,
-                )  # fmt: skip
+        def launch_of(n_tensors):
+            # As source, like Inductor's own: literals and names in one call cost half of unpacking tuples into it.
+            tensors = [f"t{i}" for i in range(n_tensors)]
+            arguments = ", ".join([f"{tensor}.data_ptr()" for tensor in tensors] + [repr(value) for value in values])
+            return eval(
+                f"lambda {', '.join(tensors)}: elsewhere({', '.join(tensors)})"
+                " if entered or left or runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave"
+                f"{here} else {run.format(grid=', '.join(map(str, grid)), device=device, arguments=arguments)}",
+                {**known, "elsewhere": elsewhere},
+            )
 
+        n_tensors = len(compiled.src.signature) - len(values)
+        launch = launch_of(n_tensors)
         return launch
 
     return bind
+
+
+def _calling_convention(launcher, known):
+    """The call, as source, and what it calls: Triton's C launcher where nothing else is needed, else the Python one."""
+    direct = getattr(launcher, "launch", None)
+    sizes = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if direct is None or sizes != [0, 0]:
+        return "run({grid}, stream_of({device}), function, metadata, None, None, None, {arguments})", launcher
+    known |= {"cooperative": launcher.launch_cooperative_grid, "dependent": launcher.launch_pdl}
+    start = "run({grid}, stream_of({device}), function, cooperative, dependent, "
+    if hasattr(launcher, "kernel_signature"):  # from Triton 3.7 on
+        known |= {"annotations": launcher.arg_annotations, "signature": launcher.kernel_signature}
+        return start + "metadata, None, None, None, None, None, annotations, signature, ({arguments},))", direct
+    return start + "None, None, metadata, None, None, None, {arguments})", direct
 
 
 def _public(kernel, grid, scalars, constexprs, device, options):

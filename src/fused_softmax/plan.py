@@ -85,7 +85,7 @@ class RowPlan:
 
 # itemsize: (columns up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy kernel.
 _ROW_WARPS = {
-    2: ((1024, 1), (2048, 2), (3072, 4), (16384, 8), (32768, 16)),  # 1024 1.00, 2048 1.01, 4096 0.99, 16384 0.99
+    2: ((1024, 1), (2048, 2), (3072, 4), (32768, 8)),  # 1024 1.01, 4096 1.00, 16384 1.00, 32000 0.98
     4: ((512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32)),  # 1024 1.01, 4096 1.00, 32768 0.99
     8: ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32)),  # unmeasured: what fits the registers
 }
@@ -103,10 +103,13 @@ _FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 4))
 _FEW_ROWS_MOST_PARTS = 256
 _FEW_ROWS_COLS = 8192  # rows no longer than this are not worth an exchange: 1 x 16384 bf16 row 2.9 us, split 2.3
 
+# (registers of values held by a thread up to, registers of a thread at most, as compiled): what bounds residency.
+_SPLIT_REGISTERS = ((32, 72), (64, 112), (128, 176), (2**62, 255))
+
 _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
 _TILE_COLS = 512  # rows longer than this get programs of their own
-# Rows whose edges are guarded one by one share programs longer, and more of them: bf16 515 0.97, 781 0.99.
-_SHIFTED_TILE_COLS = 1024
+# Rows whose edges are guarded one by one share programs longer, and more of them: bf16 515 0.97, 781 0.98.
+_SHIFTED_TILE_COLS = {1: 1024, 2: 1024, 4: _TILE_COLS, 8: _TILE_COLS}
 _SHIFTED_TILE = ((259, 1, 1), (1024, 4, 4))  # (columns up to, warps, times the tile); bf16 131 0.84, 259 0.92, 387 0.93
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
@@ -122,7 +125,7 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
     >>> plan_rows(4096, 131072, 2, H200).strategy
     'split'
     """
-    if n_cols <= (_SHIFTED_TILE_COLS if alignment == "shifted" else _TILE_COLS):
+    if n_cols <= (_SHIFTED_TILE_COLS[itemsize] if alignment == "shifted" else _TILE_COLS):
         return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment)
     fits = n_cols <= _ROW_WARPS[itemsize][-1][0]
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
@@ -135,8 +138,8 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
 
 def most_parts(plan: RowPlan, device: Device) -> int:
     """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can."""
-    data = plan.part_cols * plan.itemsize // (4 * 32 * plan.num_warps)
-    resident = device.registers // (32 * plan.num_warps * min(255, data + 48))
+    held = -(-plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
+    resident = device.registers // (32 * plan.num_warps * _rung(_SPLIT_REGISTERS, held)[1])
     return device.sm_count * max(1, resident) // 2
 
 
@@ -161,7 +164,7 @@ def candidate(
     body = n_cols // vector * vector  # the longest that the aligned part of a row can be
     block_rows, parts, part_cols, few = 1, 1, body, False
     if strategy == "tile":
-        _, num_warps, times = _rung(_SHIFTED_TILE, n_cols) if alignment == "shifted" else (0, 1, 1)
+        _, num_warps, times = _rung(_SHIFTED_TILE, n_cols) if alignment == "shifted" and itemsize < 4 else (0, 1, 1)
         num_warps = choices.get("num_warps", num_warps)
         block_cols = choices.get("block_cols", min(_power_of_two(body), 128))
         padded = -(-body // block_cols) * block_cols

@@ -6,6 +6,7 @@ are read twice (stream, 3MN).
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +38,7 @@ from fused_softmax.rowwise import (
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_CALLS = 4096  # shapes whose launches are kept
-_calls: dict[tuple, Callable] = {}
+_calls: dict[tuple, tuple[Callable, tuple[int, ...] | None]] = {}
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -46,6 +47,8 @@ _function_modes = torch._C._len_torch_function_stack
 _autocast = torch.is_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 _empty_like = torch.empty_like
+# Inductor's allocator, at half of empty_like's cost; it allocates on the current device, so one device alone uses it.
+_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 
@@ -79,11 +82,13 @@ def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, o
         and not (input.requires_grad and _grad_enabled())
     ):
         try:
-            run = _calls.get((input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim))
+            stride, kind = input.stride(), input.dtype
+            call = _calls.get((input.shape, stride, kind, input.get_device(), input.data_ptr() & 15, dim))
         except (RuntimeError, TypeError):  # no strides (sparse, nested), or a dim of another type: errors for _check
-            run = None
-        if run is not None and not input.is_neg() and forward_ad._current_level < 0:
-            result = _empty_like(input)
+            call = None
+        if call is not None and not input.is_neg() and forward_ad._current_level < 0:
+            run, shape = call
+            result = _empty_like(input) if shape is None else _empty_strided(shape, stride, kind)
             run(input, result)
             return result
     return _softmax(input, dim, dtype, out)
@@ -106,7 +111,8 @@ def _softmax(input, dim, dtype, out):
         run = _prepare_forward(last, result)
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
-        _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run
+        shape = tuple(input.shape) if input.is_cuda and _empty_strided and torch.cuda.device_count() == 1 else None
+        _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run, shape
         run(last, result)
         return result
     if out is not None and not _overlap(input, out) and _is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
@@ -378,7 +384,9 @@ def _row_forward(
     if SHIFTED:
         s += tl.sum(exp_at(edge, scale, base, PTX), axis=0)
     y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
-    _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
+    # Runs once, which the compiler does not know: it would start this pass early, on twice the registers.
+    for _ in range(tl.minimum(n_cols, 1)):
+        _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
     if SHIFTED:
         y = exp_at(edge, scale, base, PTX) * (1.0 / s)
         tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
@@ -461,7 +469,7 @@ def _stream_state(
     BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
     VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(m, s) of one part of a row, online: each lane keeps its own state, merged once at the end."""
+    """(m, s) of one part of a row, online: tile by tile, each merged into what came before."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = program % n_parts
@@ -470,19 +478,13 @@ def _stream_state(
     head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
     body = (n_cols - head) // VECTOR * VECTOR
     x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
-    m = tl.full([BLOCK_COLS], NEG_INF, widen(tl.full([1], 0, CAST), CAST).dtype)
-    s = tl.zeros([BLOCK_COLS], m.dtype)
+    m = tl.full([], NEG_INF, tl.float64 if CAST.is_fp64() else tl.float32)
+    s = tl.zeros([], m.dtype)
     for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
         x = load_pieces(x_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES)
-        top = m
-        for p in tl.static_range(PIECES):
-            top = tl.maximum(top, widen(x[p], CAST))
-        m, s = merge(m, s, top, tl.zeros([BLOCK_COLS], m.dtype), PTX)
-        scale, base = origin_of(m, PTX)
-        for p in tl.static_range(PIECES):
-            s += exp_at(widen(x[p], CAST), scale, base, PTX)
-    m_part = tl.max(m, axis=0)
-    s_part = tl.sum(tl.where(m == NEG_INF, 0.0, s * weight_of(m, m_part, PTX)), axis=0)
+        m_tile = max_of(x, CAST)
+        scale, base = origin_of(m_tile, PTX)
+        m, s = merge(m, s, m_tile, sum_exp_of(hold_all(x, PTX), scale, base, CAST, PTX), PTX)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
         on_edge = on_edge & (part == 0)
@@ -490,9 +492,9 @@ def _stream_state(
         m_edge = tl.max(edge, axis=0)
         scale, base = origin_of(m_edge, PTX)
         s_edge = tl.sum(exp_at(edge, scale, base, PTX), axis=0)
-        m_part, s_part = merge(m_part, s_part, m_edge, s_edge, PTX)
-    tl.store(m_ptr + program, m_part)
-    tl.store(s_ptr + program, s_part)
+        m, s = merge(m, s, m_edge, s_edge, PTX)
+    tl.store(m_ptr + program, m)
+    tl.store(s_ptr + program, s)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "phase"])

@@ -1,0 +1,118 @@
+"""The README's table of results, from a file that `fused-softmax bench --out` wrote.
+
+    python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json README.md [--check]
+
+Rewrites what stands between the two markers, and nothing else. With --check it writes nothing, and exits with 1 where
+the README and the file disagree. Standard library only.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fused_softmax.bench import record
+from fused_softmax.bench.record import Point, Run
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+OWN = "fused_softmax"
+
+
+def render(run: Run) -> str:
+    """The Markdown between the markers: what was measured and how, a row for every shape, who was absent."""
+    timed = {(point.n_rows, point.n_cols, point.dtype) for point in run.points if point.kernel}
+    if not run.complete or not timed:
+        raise ValueError("not a finished run on a GPU: it stopped early" if timed else "it has no kernel figures")
+    cases: dict[tuple[int, int, str], dict[str, Point]] = {}
+    for point in run.points:
+        cases.setdefault((point.n_rows, point.n_cols, point.dtype), {})[point.provider] = point
+    names = list(dict.fromkeys(p.provider for p in run.points if p.status != "absent" and p.provider != OWN))
+    head = ["rows x cols", "dtype", OWN, "ratio", *names]
+    lines = [_row(head), _row(["---", "---", *["---:"] * (len(head) - 2)])]
+    for (n_rows, n_cols, dtype), points in cases.items():
+        own = points.get(OWN)
+        ratio = f"{own.ratio:.3f}" if own and own.ratio is not None else ""
+        lines.append(_row([f"{n_rows} x {n_cols}", dtype, _cell(own), ratio, *(_cell(points.get(n)) for n in names)]))
+    return "\n".join([_about(run), "", *lines, *_notes(run)])
+
+
+def _about(run: Run) -> str:
+    env = run.environment
+    gpu = env["gpu"] or {}
+    where = ", ".join(
+        filter(
+            None,
+            (
+                gpu.get("name"),
+                gpu.get("driver_version") and f"driver {gpu['driver_version']}",
+                f"torch {env['torch']}, Triton {env['triton']}",
+            ),
+        )
+    )
+    return (
+        "GB/s of one read and one write, kernel time; the ratio is to the best copy kernel on the same buffers in the "
+        f"same run. {where}. Made by\n`{run.command}`."
+    )
+
+
+def _notes(run: Run) -> list[str]:
+    absent = list(dict.fromkeys(point.provider for point in run.points if point.status == "absent"))
+    notes = []
+    if any(point.method == "events" for point in run.points):
+        notes.append("\\* could not be captured in a CUDA graph: timed by events around eager calls.")
+    if absent:
+        notes.append(f"Not installed there: {', '.join(absent)}.")
+    return [line for note in notes for line in ("", note)]
+
+
+def _cell(point: Point | None) -> str:
+    """GB/s, or why there is none."""
+    if point is None:
+        return ""
+    if point.kernel is None:
+        return point.status
+    return f"{point.kernel.gb_per_s:.0f}" + ("\\*" if point.method == "events" else "")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def replace(text: str, table: str) -> str:
+    """`text` with `table` between the markers, each of which must stand in it once, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"needs {BEGIN} and, after it, {END}, once each")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m fused_softmax.bench.readme", description="Fill the table of results.")
+    parser.add_argument("results", type=Path, help="JSON that `fused-softmax bench --out` wrote")
+    parser.add_argument("readme", type=Path, help="Markdown file with the two markers")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they disagree")
+    options = parser.parse_args(arguments)
+    path = options.results
+    try:
+        table = render(record.load(path))
+        path = options.readme
+        old = path.read_text()
+        new = replace(old, table)
+        if new == old:
+            return 0
+        if options.check:
+            print(f"{path} does not show {options.results}: run this again without --check", file=sys.stderr)
+            return 1
+        path.write_text(new)
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror or error}")
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
+        parser.error(f"{path} is not what `fused-softmax bench --out` writes")
+    except ValueError as error:
+        parser.error(f"{path}: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The README's table of results: what it shows, what it refuses, and that it touches nothing else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fused_softmax.bench import readme, record
+from fused_softmax.bench.record import Ceiling, Figure, Point, Run
+
+ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "gpu": {"name": "NVIDIA H200", "driver_version": "580.159"}}
+COMMAND = "fused-softmax bench --quick --out h200_softmax.json"
+EMPTY = f"# Title\n\n{readme.BEGIN}\n{readme.END}\n\nafter\n"
+ROOT = Path(__file__).parents[1]
+
+
+def timed(n_cols, provider, gb_per_s, **more):
+    kernel, ceiling = Figure(1.0, 2.0, 3.0, gb_per_s), Ceiling("copy 1024 w4", 1.9, 4000.0)
+    return Point(64, n_cols, "bfloat16", provider, "ok", kernel=kernel, ratio=gb_per_s / 4000, ceiling=ceiling, **more)
+
+
+def run_of(*points, complete=True):
+    return Run(ENVIRONMENT, COMMAND, list(points), complete=complete)
+
+
+def files(tmp_path, run, text=EMPTY):
+    results, page = tmp_path / "results.json", tmp_path / "README.md"
+    record.save(run, results)
+    page.write_text(text)
+    return [str(results), str(page)], page
+
+
+def test_a_row_for_every_shape_and_a_column_for_every_provider():
+    table = readme.render(
+        run_of(
+            timed(256, "torch", 2000.4),
+            timed(256, "fused_softmax", 3940.0),
+            Point(64, 256, "bfloat16", "liger", "absent", "ModuleNotFoundError"),
+            timed(512, "fused_softmax", 3800.0),
+            Point(64, 512, "bfloat16", "torch", "refused", "RuntimeError"),
+            timed(512, "quack", 1000.0, method="events"),
+        )
+    )
+    assert "| rows x cols | dtype | fused_softmax | ratio | torch | quack |" in table
+    assert "| 64 x 256 | bfloat16 | 3940 | 0.985 | 2000 |  |" in table
+    assert "| 64 x 512 | bfloat16 | 3800 | 0.950 | refused | 1000\\* |" in table
+    assert "NVIDIA H200, driver 580.159, torch 2.11.0, Triton 3.6.0" in table
+    assert f"`{COMMAND}`" in table
+    assert "Not installed there: liger." in table
+    assert "timed by events" in table
+
+
+def test_written_once_then_in_agreement_until_the_file_changes(tmp_path):
+    arguments, page = files(tmp_path, run_of(timed(256, "fused_softmax", 3940.0)))
+    assert readme.main([*arguments, "--check"]) == 1
+    assert page.read_text() == EMPTY
+    assert readme.main(arguments) == 0
+    written = page.read_text()
+    assert written.startswith("# Title\n\n")
+    assert written.endswith("\n\nafter\n")
+    assert readme.main([*arguments, "--check"]) == 0
+    assert readme.main(arguments) == 0
+    assert page.read_text() == written
+    record.save(run_of(timed(256, "fused_softmax", 3000.0)), Path(arguments[0]))
+    assert readme.main([*arguments, "--check"]) == 1
+    assert readme.main(arguments) == 0
+    assert "3940" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("run", "complaint"),
+    [
+        (run_of(timed(256, "fused_softmax", 1.0), complete=False), "stopped early"),
+        (run_of(Point(64, 256, "bfloat16", "fused_softmax", "untimed")), "no kernel figures"),
+        (run_of(), "no kernel figures"),
+    ],
+)
+def test_runs_without_kernel_figures_are_refused(tmp_path, capsys, run, complaint):
+    arguments, page = files(tmp_path, run)
+    with pytest.raises(SystemExit, match="2"):
+        readme.main(arguments)
+    assert complaint in capsys.readouterr().err
+    assert page.read_text() == EMPTY
+
+
+@pytest.mark.parametrize("text", ["", readme.BEGIN, f"{readme.END}\n{readme.BEGIN}", EMPTY + EMPTY])
+def test_markers_stand_once_and_in_order(tmp_path, capsys, text):
+    arguments, page = files(tmp_path, run_of(timed(256, "fused_softmax", 1.0)), text)
+    with pytest.raises(SystemExit, match="2"):
+        readme.main(arguments)
+    assert "once each" in capsys.readouterr().err
+    assert page.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 99}', None])
+def test_files_of_another_kind_are_refused(tmp_path, capsys, text):
+    arguments, page = files(tmp_path, run_of())
+    results = Path(arguments[0])
+    results.unlink() if text is None else results.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        readme.main(arguments)
+    assert "results.json" in capsys.readouterr().err
+    assert page.read_text() == EMPTY
+
+
+def test_the_projects_readme_shows_the_committed_results():
+    readme.replace((ROOT / "README.md").read_text(), "")  # raises where the markers are not in place
+    results = ROOT / "benchmarks/results/h200_softmax.json"
+    if not results.exists():
+        pytest.skip("no results are committed")
+    assert readme.main([str(results), str(ROOT / "README.md"), "--check"]) == 0
+
+
+def test_it_needs_no_torch():
+    script = (
+        "import sys, types\n"
+        "package = types.ModuleType('fused_softmax')\n"
+        f"package.__path__ = [{str(ROOT / 'src/fused_softmax')!r}]\n"
+        "sys.modules |= {'fused_softmax': package, 'torch': None, 'triton': None}\n"
+        "import fused_softmax.bench.readme\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
