@@ -110,13 +110,13 @@ _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.
 _TILE_COLS = 512  # rows longer than this get programs of their own
 # itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.
 _LEAST_SHIFTED = {1: 256, 2: 128, 4: 12, 8: 4}
-# itemsize: (columns up to, rows, columns of a block, warps), for short rows whose edges are guarded one by one: they
+# itemsize: (columns up to, rows or 0 for _TILE_BYTES of them, columns of a block, warps), for short rows whose edges are guarded one by one: they
 # share programs longer, and more of them. bf16 131 0.84, 195 0.88, 387 0.93, 515 0.97, 781 0.98; fp32 781 1.00.
 _SHIFTED_TILES = {
     1: ((1024, 4, 128, 4),),
     2: ((160, 8, 128, 1), (224, 8, 64, 1), (448, 16, 128, 4), (1024, 4, 128, 4)),
-    4: ((160, 4, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4)),
-    8: ((512, 2, 128, 1),),
+    4: ((160, 0, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4)),
+    8: ((512, 0, 128, 1),),
 }
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
@@ -174,8 +174,8 @@ def candidate(
         block_cols = min(_power_of_two(body), 128)
         block_rows, num_warps = max(1, _TILE_BYTES // itemsize // (-(-body // block_cols) * block_cols)), 1
         if alignment == "shifted":
-            _, block_rows, block_cols, num_warps = _rung(_SHIFTED_TILES[itemsize], n_cols)
-            block_cols = min(_power_of_two(body), block_cols)
+            _, wanted, block_cols, num_warps = _rung(_SHIFTED_TILES[itemsize], n_cols)
+            block_rows, block_cols = wanted or block_rows, min(_power_of_two(body), block_cols)
         num_warps = choices.get("num_warps", num_warps)
         block_cols = choices.get("block_cols", block_cols)
         block_rows = choices.get("block_rows", _power_of_two(block_rows + 1) // 2)
