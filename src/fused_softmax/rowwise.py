@@ -67,9 +67,9 @@ def weight_of(m_part, m, PTX: tl.constexpr):
 def merge(m_a, s_a, m_b, s_b, PTX: tl.constexpr):
     """The state of two parts of a row together. A NaN travels in s, so m may be taken without it."""
     m = tl.maximum(m_a, m_b)
-    empty = m == NEG_INF
+    empty = m == NEG_INF  # and then s is 0, or NaN where a NaN stands among the -inf
     s = s_a * weight_of(m_a, m, PTX) + s_b * weight_of(m_b, m, PTX)
-    return m, tl.where(empty, 0.0, s)
+    return m, tl.where(empty, s_a + s_b, s)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ are read twice (stream, 3MN).
 
 import os
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.overrides import has_torch_function_unary
 
 from fused_softmax import launch, workspace
 from fused_softmax.device import device_of
@@ -72,6 +75,7 @@ def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, o
     # A call seen before, on a plain tensor with nothing listening, costs what torch's own does: one lookup, one launch.
     if (
         type(input) is Tensor
+        and type(dim) is int  # True and 1.0 equal 1, and would find what was kept for it
         and dtype is None
         and out is None
         and not _is_compiling()
@@ -95,6 +99,10 @@ def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, o
 
 
 def _softmax(input, dim, dtype, out):
+    if not isinstance(input, Tensor) and has_torch_function_unary(input):  # a proxy of torch.fx, for one
+        return torch.softmax(input, dim, dtype=dtype, out=out)
+    if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
+        dim = int(dim)
     result_dtype = _check(input, dim, dtype, out)
     if not _runs_here(input, result_dtype, out):
         return torch.softmax(input, dim, dtype=dtype, out=out)
@@ -102,13 +110,13 @@ def _softmax(input, dim, dtype, out):
         result_dtype = torch.float32  # where autocast is on, torch's softmax gives fp32
     if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
         input = input.to(result_dtype)
-    if out is not None and out.numel() == 0 and input.numel() != 0:
+    if out is not None and out.numel() == 0 and out.shape != input.shape:
         out.resize_(input.shape)  # as torch: an empty out takes the shape of the result
 
     last = input if input.ndim == 0 else input.movedim(dim, -1)
     if out is None and input.is_contiguous() and result_dtype == input.dtype and last.is_contiguous() and input.numel():
         result = _empty_like(input)
-        run = _prepare_forward(last, result)
+        run = _prepare_forward(last, result if input.ndim == 0 else result.movedim(dim, -1))
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         shape = tuple(input.shape) if input.is_cuda and _empty_strided and torch.cuda.device_count() == 1 else None
@@ -117,6 +125,8 @@ def _softmax(input, dim, dtype, out):
         return result
     if out is not None and not _overlap(input, out) and _is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
         softmax_forward(last, out if out.ndim == 0 else out.movedim(dim, -1))
+        if not out.is_inference():
+            increment_version(out)  # autograd sees no write of a kernel's
         return out
     result = torch.empty(last.shape, dtype=result_dtype, device=input.device)
     softmax_forward(last, result)
@@ -144,7 +154,8 @@ def _prepare_forward(x: Tensor, y: Tensor, plan: RowPlan | None = None):
     if plan is None:
         gpu = device_of(x.get_device())
         n_rows, n_cols = x_rows.shape
-        plan = plan_rows(n_rows, n_cols, x.element_size(), gpu, alignment=_alignment(x_rows, y_rows))
+        itemsize = 8 if y.dtype == torch.float64 else x.element_size()  # the arithmetic's, where it is fp64
+        plan = plan_rows(n_rows, n_cols, itemsize, gpu, alignment=_alignment(x_rows, y_rows))
     return prepare(x_rows, y_rows, plan)
 
 
@@ -197,14 +208,15 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> bool:
     """Whether these kernels take the call; torch's own path takes the rest."""
     return (
-        type(input) is Tensor
-        and (out is None or type(out) is Tensor)
+        not torch.compiler.is_compiling()  # first, for dynamo follows none of the others
+        and type(input) is Tensor
+        and (out is None or (type(out) is Tensor and not out.is_neg()))
         and (input.is_cuda or (INTERPRET and input.device.type == "cpu"))
         and result_dtype in _DTYPES
         and not (torch.is_grad_enabled() and (input.requires_grad or (out is not None and out.requires_grad)))
         and not input.is_neg()
         and forward_ad._current_level < 0
-        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and not _functorch_active()
         and not _dispatch_modes()
         and not _function_modes()
@@ -344,7 +356,8 @@ def _tile_forward(
     if PREFETCH:
         first = first_row + ahead.to(tl.int64) * BLOCK_ROWS
         n_ahead = tl.minimum(BLOCK_ROWS * x_row_stride, (n_rows - 1 - first) * x_row_stride + n_cols)
-        prefetch_l2(x_ptr, phase, first * x_row_stride, n_ahead)
+        # Past the last row it is negative, and so far below zero at wide strides that it would not fit 32 bits.
+        prefetch_l2(x_ptr, phase, first * x_row_stride, tl.maximum(n_ahead, 0))
     x = hold_all(x, PTX)
     scale, base = origin_of(m, PTX)
     s = sum_exp_of(x, scale, base, CAST, PTX)[:, None]
