@@ -458,7 +458,7 @@ def test_out_with_strides_of_its_own_is_written_and_nothing_beside_it(device):
         "row-strided, shifted": lambda b: b[3:1263].view(4, 315)[:, 5:305],
         "every second column": lambda b: b[:2400].view(4, 600)[:, ::2],
         "transposed": lambda b: b[:1200].view(300, 4).t(),
-        "reversed in two halves": lambda b: b[:1200].view(2, 2, 300).transpose(0, 1).reshape(4, 300) if False else b[1:1201].view(4, 300),
+        "one off": lambda b: b[1:1201].view(4, 300),
     }
     for name, view in views.items():
         buffer = torch.full((3000,), math.nan, device=device)
@@ -513,11 +513,11 @@ def test_out_with_the_negative_bit_gets_the_result(device):
 
 def test_out_that_overlaps_itself_is_refused_as_by_torch(device):
     x = torch.randn(3, 64, device=device)
-    for out in (torch.empty(1, 64, device=device).expand(3, 64), torch.empty(200, device=device).as_strided((3, 64), (32, 1))):
-        with pytest.raises(RuntimeError):
-            torch.softmax(x, -1, out=out)
-        with pytest.raises(RuntimeError):
-            softmax(x, out=out)
+    out = torch.empty(1, 64, device=device).expand(3, 64)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.softmax(x, -1, out=out)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        softmax(x, out=out)
 
 
 # Bad input.
