@@ -91,7 +91,8 @@ def test_every_shape_has_a_plan_that_covers_it(n_rows, n_cols, itemsize, device,
     plan = plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment)
     check(plan, device)
     assert (plan.n_rows, plan.n_cols, plan.itemsize) == (n_rows, n_cols, itemsize)
-    assert plan.alignment in (alignment, "scalar"), "short rows may be read by elements, no other change"
+    possible = "shifted" if alignment == "even" and n_cols % (VECTOR_BYTES // itemsize) else alignment
+    assert plan.alignment in (possible, "scalar"), "short rows may be read by elements, no other change"
     assert plan == plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment)
     if plan.strategy == "split":
         assert 1 < plan.parts <= most_parts(plan, device), "programs that wait must fit the chip together"

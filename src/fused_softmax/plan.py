@@ -5,11 +5,12 @@ Allocation, launch, tests, the bench and `fused-softmax plan` all read the one r
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Strategy = Literal["tile", "row", "split", "stream"]
 Alignment = Literal["even", "shifted", "scalar"]
 
+_CHOICES = {"part_cols", "block_rows", "block_cols", "num_warps", "copies", "lanes", "patient", "prefetch"}
 VECTOR_BYTES = 16  # the widest access of one thread
 
 
@@ -108,9 +109,16 @@ _SPLIT_REGISTERS = ((32, 72), (64, 112), (128, 176), (2**62, 255))
 
 _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
 _TILE_COLS = 512  # rows longer than this get programs of their own
-# Rows whose edges are guarded one by one share programs longer, and more of them: bf16 515 0.97, 781 0.98.
-_SHIFTED_TILE_COLS = {1: 1024, 2: 1024, 4: _TILE_COLS, 8: _TILE_COLS}
-_SHIFTED_TILE = ((259, 1, 1), (1024, 4, 4))  # (columns up to, warps, times the tile); bf16 131 0.84, 259 0.92, 387 0.93
+# itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.
+_LEAST_SHIFTED = {1: 256, 2: 128, 4: 12, 8: 4}
+# itemsize: (columns up to, rows or 0 for _TILE_BYTES of them, columns of a block, warps), for short rows whose edges are guarded one by one: they
+# share programs longer, and more of them. bf16 131 0.84, 195 0.88, 387 0.93, 515 0.97, 781 0.98; fp32 781 1.00.
+_SHIFTED_TILES = {
+    1: ((1024, 4, 128, 4),),
+    2: ((160, 8, 128, 1), (224, 8, 64, 1), (448, 16, 128, 4), (1024, 4, 128, 4)),
+    4: ((160, 0, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4)),
+    8: ((512, 0, 128, 1),),
+}
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
 _READERS_PER_COPY = (
@@ -125,7 +133,7 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
     >>> plan_rows(4096, 131072, 2, H200).strategy
     'split'
     """
-    if n_cols <= (_SHIFTED_TILE_COLS[itemsize] if alignment == "shifted" else _TILE_COLS):
+    if n_cols <= (_SHIFTED_TILES[itemsize][-1][0] if alignment == "shifted" else _TILE_COLS):
         return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment)
     fits = n_cols <= _ROW_WARPS[itemsize][-1][0]
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
@@ -155,22 +163,33 @@ def candidate(
 ) -> RowPlan:
     """The plan of one strategy, whether or not `plan_rows` would choose it.
 
-    `choices` overrule the ladders: part_cols, block_rows, block_cols, num_warps, copies, prefetch. Tests, the tuner and
-    the bench use it; a plan with impossible choices raises ValueError.
+    `choices` overrule the ladders: part_cols, block_rows, block_cols, num_warps, copies, lanes, patient, prefetch.
+    Tests, the tuner and the bench use it; a plan with impossible choices raises ValueError.
     """
-    if alignment == "shifted" and n_cols < _least_shifted(itemsize):
+    if n_rows < 1 or n_cols < 1:
+        raise ValueError(f"a plan is for at least 1 row of 1 column; got {n_rows} x {n_cols}")
+    if strategy not in get_args(Strategy) or choices.keys() - _CHOICES:
+        raise ValueError(
+            f"strategy is one of {get_args(Strategy)}, choices are of {sorted(_CHOICES)}; got {strategy!r}, {choices}"
+        )
+    if any(choice < (name != "prefetch") for name, choice in choices.items() if name != "patient"):
+        raise ValueError(f"choices are at least 1, prefetch 0; got {choices}")
+    if alignment == "even" and n_cols % (VECTOR_BYTES // itemsize):
+        alignment = "shifted"  # no row of such a length ends where it says
+    if alignment == "shifted" and n_cols < _LEAST_SHIFTED[itemsize]:
         alignment = "scalar"
     vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
     body = n_cols // vector * vector  # the longest that the aligned part of a row can be
     block_rows, parts, part_cols, few = 1, 1, body, False
     if strategy == "tile":
-        _, num_warps, times = _rung(_SHIFTED_TILE, n_cols) if alignment == "shifted" and itemsize < 4 else (0, 1, 1)
+        block_cols = min(_power_of_two(body), 128)
+        block_rows, num_warps = max(1, _TILE_BYTES // itemsize // (-(-body // block_cols) * block_cols)), 1
+        if alignment == "shifted":
+            _, wanted, block_cols, num_warps = _rung(_SHIFTED_TILES[itemsize], n_cols)
+            block_rows, block_cols = wanted or block_rows, min(_power_of_two(body), block_cols)
         num_warps = choices.get("num_warps", num_warps)
-        block_cols = choices.get("block_cols", min(_power_of_two(body), 128))
-        padded = -(-body // block_cols) * block_cols
-        block_rows = choices.get(
-            "block_rows", max(1, _power_of_two(times * _TILE_BYTES // itemsize // padded + 1) // 2)
-        )
+        block_cols = choices.get("block_cols", block_cols)
+        block_rows = choices.get("block_rows", _power_of_two(block_rows + 1) // 2)
     elif strategy == "row":
         num_warps = choices.get("num_warps", _rung(_ROW_WARPS[itemsize], n_cols)[1])
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
@@ -190,8 +209,15 @@ def candidate(
         wanted = choices.get("part_cols", max(step, n_cols * n_rows // (8 * device.sm_count), n_cols // 1024))
         part_cols = -(-wanted // step) * step
         parts = -(-body // part_cols)
-    if block_cols != _power_of_two(block_cols) or block_rows != _power_of_two(block_rows):
-        raise ValueError(f"blocks are powers of two; got {block_rows} rows, {block_cols} columns")
+    copies = choices.get("copies", max(1, min(32, parts // _READERS_PER_COPY))) if strategy == "split" else 1
+    lanes = choices.get("lanes", max(32 if few else 32 * num_warps, _power_of_two(parts)))
+    if any(size != _power_of_two(size) for size in (block_rows, block_cols, num_warps, lanes)) or num_warps > 32:
+        raise ValueError(
+            f"blocks, lanes and warps are powers of two, warps at most 32; got {block_rows} rows, "
+            f"{block_cols} columns, {lanes} lanes, {num_warps} warps"
+        )
+    if lanes < max(parts, copies):
+        raise ValueError(f"a lane for each of {parts} parts and {copies} copies; got {lanes}")
 
     pieces = 4 if strategy == "stream" else -(-part_cols // block_cols)
     least_body = body - (vector if alignment == "shifted" else 0)
@@ -214,8 +240,8 @@ def candidate(
         full_pieces=full_pieces,
         parts=parts,
         part_cols=part_cols,
-        copies=choices.get("copies", max(1, min(32, parts // _READERS_PER_COPY))) if strategy == "split" else 1,
-        lanes=choices.get("lanes", max(32 if few else 32 * num_warps, _power_of_two(parts))),
+        copies=copies,
+        lanes=lanes,
         patient=choices.get("patient", parts >= _PATIENT_PARTS and not few),
         num_warps=num_warps,
         prefetch=prefetch,
@@ -231,11 +257,6 @@ def _split(n_rows: int, n_cols: int, itemsize: int, device: Device, alignment: A
         if part_cols < largest and parts <= _FEW_ROWS_MOST_PARTS and n_rows * parts <= 8 * device.sm_count:
             return part_cols, warps, True
     return largest, num_warps, False
-
-
-def _least_shifted(itemsize: int) -> int:
-    """Columns from which an aligned body with guarded edges beats reading by elements."""
-    return {1: 256, 2: 128, 4: 12, 8: 4}[itemsize]
 
 
 def _rung(ladder, size):

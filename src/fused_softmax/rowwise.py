@@ -45,12 +45,10 @@ def origin_of(m, PTX: tl.constexpr):
 @triton.jit
 def exp_at(x, scale, base, PTX: tl.constexpr):
     """exp(x - m) by the (scale, base) of m; fp32 or fp64."""
-    if x.dtype == tl.float64:
-        return tl.exp(x - base)
-    elif PTX:
+    if PTX and x.dtype == tl.float32:
         return tl.exp2(tl.fma(x, scale, -base))
     else:
-        return tl.exp2((x - base) * LOG2E)
+        return tl.exp(x - base)
 
 
 @triton.jit
