@@ -26,16 +26,35 @@ def peaked(n_rows: int, n_cols: int, dtype: torch.dtype = torch.float32, seed: i
     return x.to(dtype)
 
 
+_TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _maximum_as_on_a_gpu():
-    """A GPU's maximum of a NaN and a number is the number; the interpreter's would be NaN, and hide a NaN that is lost."""
+def _interpreter_as_a_gpu():
+    """Where Triton's interpreter computes otherwise than a GPU, and would hide a fault or show one that is none.
+
+    A GPU's maximum of a NaN and a number is the number; the interpreter's is NaN, which hides a NaN that is lost. It
+    cuts fp32 to bf16 where a GPU rounds, and takes the bits of bf16 for an integer in casts from and to fp64.
+    """
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from fused_softmax import rowwise
 
+    plain_cast = InterpreterBuilder.cast_impl
+
+    def cast(self, source, wanted):
+        kinds = source.dtype.scalar, wanted.scalar
+        if tl.bfloat16 not in kinds or not all(kind.is_floating() for kind in kinds) or kinds[0] == kinds[1]:
+            return plain_cast(self, source, wanted)
+        values = torch.from_numpy(np.ascontiguousarray(source.data))
+        values = values.view(torch.bfloat16) if kinds[0] == tl.bfloat16 else values
+        values = values.to(getattr(torch, _TORCH_NAMES[kinds[1].name]))
+        return TensorHandle((values.view(torch.uint16) if kinds[1] == tl.bfloat16 else values).numpy(), wanted.scalar)
+
     if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
         InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+        InterpreterBuilder.cast_impl = cast
         InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
         rowwise.POLL_LIMIT = tl.constexpr(100)  # in turn, programs wait for nothing, and a bug should not take hours
     np.seterr(all="ignore")  # NaN and infinity are asked for, and NumPy warns of them

@@ -27,8 +27,8 @@ def edges(itemsize: int, alignment: str = "even") -> list[int]:
         [(128,), (plan._TILE_BYTES // itemsize,)],
     ]
     if alignment == "shifted":
-        ladders += [plan._SHIFTED_SPLIT_PARTS.get(itemsize, ()), plan._SHIFTED_TILE]
-        ladders += [[(plan._SHIFTED_TILE_COLS[itemsize],), (plan._least_shifted(itemsize),)]]
+        ladders += [plan._SHIFTED_SPLIT_PARTS.get(itemsize, ()), plan._SHIFTED_TILES[itemsize]]
+        ladders += [[(plan._LEAST_SHIFTED[itemsize],)]]
     return sorted({rung[0] for ladder in ladders for rung in ladder if rung[0] < _UNBOUNDED})
 
 

@@ -5,11 +5,12 @@ Allocation, launch, tests, the bench and `fused-softmax plan` all read the one r
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Strategy = Literal["tile", "row", "split", "stream"]
 Alignment = Literal["even", "shifted", "scalar"]
 
+_CHOICES = {"part_cols", "block_rows", "block_cols", "num_warps", "copies", "lanes", "patient", "prefetch"}
 VECTOR_BYTES = 16  # the widest access of one thread
 
 
@@ -162,10 +163,20 @@ def candidate(
 ) -> RowPlan:
     """The plan of one strategy, whether or not `plan_rows` would choose it.
 
-    `choices` overrule the ladders: part_cols, block_rows, block_cols, num_warps, copies, prefetch. Tests, the tuner and
-    the bench use it; a plan with impossible choices raises ValueError.
+    `choices` overrule the ladders: part_cols, block_rows, block_cols, num_warps, copies, lanes, patient, prefetch.
+    Tests, the tuner and the bench use it; a plan with impossible choices raises ValueError.
     """
-    if n_cols < (_LEAST_SHIFTED[itemsize] if alignment == "shifted" else VECTOR_BYTES // itemsize):
+    if n_rows < 1 or n_cols < 1:
+        raise ValueError(f"a plan is for at least 1 row of 1 column; got {n_rows} x {n_cols}")
+    if strategy not in get_args(Strategy) or choices.keys() - _CHOICES:
+        raise ValueError(
+            f"strategy is one of {get_args(Strategy)}, choices are of {sorted(_CHOICES)}; got {strategy!r}, {choices}"
+        )
+    if any(choice < (name != "prefetch") for name, choice in choices.items() if name != "patient"):
+        raise ValueError(f"choices are at least 1, prefetch 0; got {choices}")
+    if alignment == "even" and n_cols % (VECTOR_BYTES // itemsize):
+        alignment = "shifted"  # no row of such a length ends where it says
+    if alignment == "shifted" and n_cols < _LEAST_SHIFTED[itemsize]:
         alignment = "scalar"
     vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
     body = n_cols // vector * vector  # the longest that the aligned part of a row can be
@@ -198,8 +209,15 @@ def candidate(
         wanted = choices.get("part_cols", max(step, n_cols * n_rows // (8 * device.sm_count), n_cols // 1024))
         part_cols = -(-wanted // step) * step
         parts = -(-body // part_cols)
-    if block_cols != _power_of_two(block_cols) or block_rows != _power_of_two(block_rows):
-        raise ValueError(f"blocks are powers of two; got {block_rows} rows, {block_cols} columns")
+    copies = choices.get("copies", max(1, min(32, parts // _READERS_PER_COPY))) if strategy == "split" else 1
+    lanes = choices.get("lanes", max(32 if few else 32 * num_warps, _power_of_two(parts)))
+    if any(size != _power_of_two(size) for size in (block_rows, block_cols, num_warps, lanes)) or num_warps > 32:
+        raise ValueError(
+            f"blocks, lanes and warps are powers of two, warps at most 32; got {block_rows} rows, "
+            f"{block_cols} columns, {lanes} lanes, {num_warps} warps"
+        )
+    if lanes < max(parts, copies):
+        raise ValueError(f"a lane for each of {parts} parts and {copies} copies; got {lanes}")
 
     pieces = 4 if strategy == "stream" else -(-part_cols // block_cols)
     least_body = body - (vector if alignment == "shifted" else 0)
@@ -222,8 +240,8 @@ def candidate(
         full_pieces=full_pieces,
         parts=parts,
         part_cols=part_cols,
-        copies=choices.get("copies", max(1, min(32, parts // _READERS_PER_COPY))) if strategy == "split" else 1,
-        lanes=choices.get("lanes", max(32 if few else 32 * num_warps, _power_of_two(parts))),
+        copies=copies,
+        lanes=lanes,
         patient=choices.get("patient", parts >= _PATIENT_PARTS and not few),
         num_warps=num_warps,
         prefetch=prefetch,

@@ -184,7 +184,7 @@ def _flatten(x: Tensor) -> Tensor | None:
 
 
 def _is_rows(x: Tensor) -> bool:
-    rows = _flatten(x)
+    rows = _as_rows(x) if x.ndim == 0 else _flatten(x)
     return rows is not None and (rows.shape[0] == 1 or rows.stride(0) >= rows.shape[1])
 
 
