@@ -126,7 +126,9 @@ def test_any_strategy_covers_any_shape(strategy, n_rows, n_cols, itemsize, align
 def test_choices_are_taken():
     plan = candidate("tile", 100, 300, 4, H200, block_rows=8, block_cols=64, num_warps=2)
     assert (plan.block_rows, plan.block_cols, plan.num_warps, plan.pieces) == (8, 64, 2, 5)
-    plan = candidate("split", 1000, 65536, 2, H200, part_cols=4096, num_warps=8, copies=5, lanes=64, patient=True, prefetch=7)
+    plan = candidate(
+        "split", 1000, 65536, 2, H200, part_cols=4096, num_warps=8, copies=5, lanes=64, patient=True, prefetch=7
+    )
     assert (plan.part_cols, plan.parts, plan.num_warps, plan.copies) == (4096, 16, 8, 5)
     assert (plan.lanes, plan.patient, plan.prefetch) == (64, True, 7)
 

@@ -109,7 +109,9 @@ def test_split_in_few_and_many_parts(alignment, parts, device):
 def test_stream_at_the_ends_of_its_parts(alignment, n_cols, device):
     n_cols += alignment == "shifted" and n_cols % 8 == 0
     for part_cols in (512, 1024, 4096):
-        source, target = framed(alignment if n_cols % 8 == 0 or alignment != "even" else "shifted", peaked(2, n_cols), device=device)
+        source, target = framed(
+            alignment if n_cols % 8 == 0 or alignment != "even" else "shifted", peaked(2, n_cols), device=device
+        )
         assert_softmax(run("stream", source, target, part_cols=part_cols), source.rows)
 
 
@@ -267,7 +269,9 @@ def test_a_row_of_the_lowest_value_is_uniform(strategy, dtype, device):
 @every_strategy
 def test_rows_sum_to_one(strategy, device):
     x = peaked(4, 3000).to(device)
-    torch.testing.assert_close(by_strategy(strategy, x).double().sum(-1), torch.ones(4, dtype=FP64, device=device), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        by_strategy(strategy, x).double().sum(-1), torch.ones(4, dtype=FP64, device=device), rtol=0, atol=1e-6
+    )
 
 
 @every_strategy
@@ -334,7 +338,19 @@ def test_the_input_is_rounded_to_dtype_before_anything_else(device):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_any_dim_of_any_shape(dtype, device):
-    shapes = [(7,), (1,), (3, 5), (1, 9), (9, 1), (2, 3, 65), (4, 8, 1), (1, 8, 1), (4, 1, 8), (2, 1, 3, 5), (3, 4, 2, 1)]
+    shapes = [
+        (7,),
+        (1,),
+        (3, 5),
+        (1, 9),
+        (9, 1),
+        (2, 3, 65),
+        (4, 8, 1),
+        (1, 8, 1),
+        (4, 1, 8),
+        (2, 1, 3, 5),
+        (3, 4, 2, 1),
+    ]
     for shape in shapes:
         x = peaked(1, math.prod(shape), dtype).view(shape).to(device)
         for dim in range(-len(shape), len(shape)):
@@ -423,7 +439,11 @@ def test_empty(shape, device):
 
 @pytest.mark.parametrize("value", [3.0, -math.inf, math.inf, math.nan, LOWEST], ids=str)
 def test_zero_dimensions_and_one_column(value, device):
-    for x in (torch.tensor(value, device=device), torch.full((4, 1), value, device=device), torch.full((1,), value, device=device)):
+    for x in (
+        torch.tensor(value, device=device),
+        torch.full((4, 1), value, device=device),
+        torch.full((1,), value, device=device),
+    ):
         for dim in (0, -1):
             assert_softmax(softmax(x, dim), x, dim)
             assert softmax(x, dim).shape == x.shape
