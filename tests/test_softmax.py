@@ -1,4 +1,4 @@
-"""softmax: every strategy, dtype, alignment and stride, on a GPU or in Triton's interpreter, held to torch's results."""
+"""softmax: every strategy, dtype, alignment and stride, on a GPU or in Triton's interpreter, held to torch."""
 
 import math
 import os
@@ -585,7 +585,9 @@ BAD = {
         lambda d: (torch.ones(3, 4, device=d), -1), {"out": lambda d: torch.ones(3, 4, device="meta")}, "out.*meta",
     ),
     "out a list": (lambda d: (torch.ones(3, 4, device=d), -1), {"out": lambda d: [1.0]}, "out.*list"),
-    "sparse": (lambda d: (torch.ones(3, 4, device=d).to_sparse(),), {"out": lambda d: torch.ones(3, 4, device=d)}, "sparse"),
+    "sparse": (
+        lambda d: (torch.ones(3, 4, device=d).to_sparse(),), {"out": lambda d: torch.ones(3, 4, device=d)}, "sparse",
+    ),
     "sparse rows": (lambda d: (torch.ones(3, 4, device=d).to_sparse_csr(),), {}, "sparse_csr"),
 }  # fmt: skip
 
@@ -632,7 +634,7 @@ def test_nested_is_refused(device):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=device)
-    with pytest.raises(RuntimeError, match="softmax: .*nested"):
+    with pytest.raises(RuntimeError, match=r"softmax: .*nested"):
         softmax(nested, out=torch.ones(3))
 
 
@@ -954,7 +956,7 @@ def tensors(draw):
 
 
 def laid_out(x, order, steps, starts, expand, device):
-    """x on the device, with its dims in memory in `order`, each with a step and a start within a NaN-poisoned buffer."""
+    """x on the device, its dims in memory in `order`, each with a step and a start within a NaN-poisoned buffer."""
     sizes = [x.shape[i] * steps[i] + starts[i] for i in order]
     buffer = torch.full(sizes, math.nan, dtype=x.dtype, device=device)
     view = buffer.permute([list(order).index(i) for i in range(x.ndim)]) if x.ndim else buffer
