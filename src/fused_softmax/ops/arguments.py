@@ -1,4 +1,4 @@
-"""What every operator asks of its arguments: whether its kernels take the call, and how tensors lie in memory as rows."""
+"""What every operator asks of its arguments: whether its kernels take the call, and how tensors lie as rows."""
 
 import os
 
