@@ -39,6 +39,7 @@ def slots(device: int, n_rows: int, slots_per_row: int) -> Tensor:
                 # Beside the capture: zeroed now and not by each replay, and not of the graph's own pool.
                 with _uncaptured(), torch.cuda.stream(_aside(device)):
                     _slots[key] = _zeros(size, device)
+                    _aside(device).synchronize()  # nothing else orders the zeros before the graph's first replay
             kept = _slots[key]
     return kept
 
