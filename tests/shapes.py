@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+
 from fused_softmax import plan
 from fused_softmax.ops.softmax import _alignment
 from fused_softmax.plan import H200, VECTOR_BYTES, RowPlan, candidate, plan_rows

@@ -361,7 +361,8 @@ def captured(inputs, pool=None, stream=None):
     return graph, outputs
 
 
-def contents(seed, shapes=tuple(BY_STRATEGY.values())):
+def contents(seed, shapes=()):
+    shapes = shapes or BY_STRATEGY.values()
     return [logits(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
 
 

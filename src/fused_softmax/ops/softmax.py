@@ -67,7 +67,8 @@ def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, o
     out: where to write; of the input's shape, the result's dtype, the input's device.
 
     Raises TypeError for what is not a tensor; IndexError for a dim out of range; NotImplementedError for an integer or
-    boolean input without dtype; RuntimeError for a sparse or nested input, or an out of another shape, dtype or device.
+    boolean input without dtype and for a sparse or nested input; RuntimeError for an out of another shape, dtype or
+    device.
 
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[0.0900, 0.2447, 0.6652]], device='cuda:0')
@@ -229,7 +230,9 @@ def _check(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | Non
         raise TypeError(f"softmax: input must be a Tensor, not {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
         kind = "nested" if input.is_nested else str(input.layout)
-        raise RuntimeError(f"softmax: input must be a dense strided tensor, got a {kind} one of shape {_shape(input)}")
+        raise NotImplementedError(
+            f"softmax: input must be a dense strided tensor, got a {kind} one of shape {_shape(input)}"
+        )
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"softmax: dim must be an int, not {type(dim).__name__} ({dim!r})")
     bound = max(1, input.ndim)
