@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from fused_softmax import plan
-from fused_softmax.ops.softmax import _alignment
+from fused_softmax.ops.arguments import alignment_of
 from fused_softmax.plan import H200, VECTOR_BYTES, RowPlan, candidate, plan_rows
 
 ALIGNMENTS = ("even", "shifted", "scalar")
@@ -62,7 +62,7 @@ def small(strategy: str, x: torch.Tensor, y: torch.Tensor, **choices) -> RowPlan
     """A plan of a named strategy for x and y [n_rows, n_cols], of small pieces and parts unless `choices` differ."""
     n_rows, n_cols = x.shape
     choices = SMALL[strategy] | choices
-    return candidate(strategy, n_rows, n_cols, x.element_size(), H200, alignment=_alignment(x, y), **choices)
+    return candidate(strategy, n_rows, n_cols, x.element_size(), H200, alignment=alignment_of(x, y), **choices)
 
 
 class Frame:
@@ -105,5 +105,5 @@ def framed(alignment, x, out_dtype=None, *, padding=None, device="cpu"):
     source = Frame(n_rows, n_cols, x.dtype, device, phase=phases[0], **strides)
     source.fill(x.to(device))
     target = Frame(n_rows, n_cols, out_dtype or x.dtype, device, phase=phases[1], **strides)
-    assert n_cols < 2 * vector or _alignment(source.rows, target.rows) == alignment
+    assert n_cols < 2 * vector or alignment_of(source.rows, target.rows) == alignment
     return source, target

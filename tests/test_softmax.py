@@ -1,4 +1,4 @@
-"""softmax: every strategy, dtype, alignment and stride, on a GPU or in the interpreter, held to what torch gives."""
+"""softmax: every strategy, dtype, alignment and stride, on a GPU or in Triton's interpreter, held to torch."""
 
 import math
 import os
@@ -957,7 +957,7 @@ def tensors(draw):
 
 
 def laid_out(x, order, steps, starts, expand, device):
-    """x on the device, with its dims in memory in `order`, each with a step and a start, amid NaN."""
+    """x on the device, its dims in memory in `order`, each with a step and a start within a NaN-poisoned buffer."""
     sizes = [x.shape[i] * steps[i] + starts[i] for i in order]
     buffer = torch.full(sizes, math.nan, dtype=x.dtype, device=device)
     view = buffer.permute([list(order).index(i) for i in range(x.ndim)]) if x.ndim else buffer

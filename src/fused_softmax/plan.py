@@ -111,9 +111,9 @@ _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.
 _TILE_COLS = 512  # rows longer than this get programs of their own
 # itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.
 _LEAST_SHIFTED = {1: 256, 2: 128, 4: 12, 8: 4}
-# itemsize: (columns up to, rows or 0 for _TILE_BYTES of them, columns of a block, warps), for short rows whose edges are
-# guarded one by one: they share programs longer, and more of them. bf16 131 0.84, 195 0.88, 387 0.93, 515 0.97,
-# 781 0.98; fp32 781 1.00.
+# itemsize: (columns up to, rows or 0 for _TILE_BYTES of them, columns of a block, warps), for short rows with edges
+# that are guarded one by one: they share programs longer, and more of them.
+# bf16 131 0.84, 195 0.88, 387 0.93, 515 0.97, 781 0.98; fp32 781 1.00.
 _SHIFTED_TILES = {
     1: ((1024, 4, 128, 4),),
     2: ((160, 8, 128, 1), (224, 8, 64, 1), (448, 16, 128, 4), (1024, 4, 128, 4)),

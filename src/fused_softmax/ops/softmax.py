@@ -4,7 +4,6 @@ Traffic: every element is read once and written once (2MN), however long the row
 are read twice (stream, 3MN).
 """
 
-import os
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -19,7 +18,8 @@ from torch.overrides import has_torch_function_unary
 
 from fused_softmax import launch, workspace
 from fused_softmax.device import device_of
-from fused_softmax.plan import Alignment, RowPlan, plan_rows
+from fused_softmax.ops.arguments import alignment_of, as_rows, check, is_rows, overlap, runs_here
+from fused_softmax.plan import RowPlan, plan_rows
 from fused_softmax.rowwise import (
     NEG_INF,
     body_of,
@@ -39,7 +39,6 @@ from fused_softmax.rowwise import (
     widen,
 )
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_CALLS = 4096  # shapes whose launches are kept
 _calls: dict[tuple, tuple[Callable, tuple[int, ...] | None]] = {}
 
@@ -53,8 +52,6 @@ _empty_like = torch.empty_like
 # Inductor's allocator, at half of empty_like's cost; it allocates on the current device, so one device alone uses it.
 _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
-INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
-
 
 def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """softmax of `input` along `dim`, as torch.softmax: same results, NaN and infinities included.
@@ -66,9 +63,8 @@ def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, o
     dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for integer inputs.
     out: where to write; of the input's shape, the result's dtype, the input's device.
 
-    Raises TypeError for what is not a tensor; IndexError for a dim out of range; NotImplementedError for an integer or
-    boolean input without dtype and for a sparse or nested input; RuntimeError for an out of another shape, dtype or
-    device.
+    Raises TypeError for what is not a tensor; IndexError for a dim out of range; NotImplementedError for a sparse input
+    or an integer one without dtype; RuntimeError for a nested input, or an out of another shape, dtype or device.
 
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[0.0900, 0.2447, 0.6652]], device='cuda:0')
@@ -104,8 +100,8 @@ def _softmax(input, dim, dtype, out):
         return torch.softmax(input, dim, dtype=dtype, out=out)
     if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
         dim = int(dim)
-    result_dtype = _check(input, dim, dtype, out)
-    if not _runs_here(input, result_dtype, out):
+    result_dtype = check("softmax", input, dim, dtype, out)
+    if not runs_here(input, result_dtype, out):
         return torch.softmax(input, dim, dtype=dtype, out=out)
     if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
         result_dtype = torch.float32  # where autocast is on, torch's softmax gives fp32
@@ -124,7 +120,7 @@ def _softmax(input, dim, dtype, out):
         _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run, shape
         run(last, result)
         return result
-    if out is not None and not _overlap(input, out) and _is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
+    if out is not None and not overlap(input, out) and is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
         softmax_forward(last, out if out.ndim == 0 else out.movedim(dim, -1))
         if not out.is_inference():
             increment_version(out)  # autograd sees no write of a kernel's
@@ -144,126 +140,20 @@ def softmax_forward(x: Tensor, y: Tensor | None = None, plan: RowPlan | None = N
     if y is None:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        x, y_rows = _as_rows(x), _as_rows(y)
+        x, y_rows = as_rows(x), as_rows(y)
         _prepare_forward(x, y_rows, plan)(x, y_rows)
     return y
 
 
 def _prepare_forward(x: Tensor, y: Tensor, plan: RowPlan | None = None):
     """What runs softmax from any tensor like x into any like y, alignment included: `run(x, y)`."""
-    x_rows, y_rows = _as_rows(x), _as_rows(y)
+    x_rows, y_rows = as_rows(x), as_rows(y)
     if plan is None:
         gpu = device_of(x.get_device())
         n_rows, n_cols = x_rows.shape
         itemsize = 8 if y.dtype == torch.float64 else x.element_size()  # the arithmetic's, where it is fp64
-        plan = plan_rows(n_rows, n_cols, itemsize, gpu, alignment=_alignment(x_rows, y_rows))
+        plan = plan_rows(n_rows, n_cols, itemsize, gpu, alignment=alignment_of(x_rows, y_rows))
     return prepare(x_rows, y_rows, plan)
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """x as [n_rows, n_cols] with contiguous columns; a copy only where no single row stride describes it."""
-    if x.ndim == 0:
-        return x.reshape(1, 1)
-    rows = _flatten(x)
-    return rows if rows is not None else x.contiguous().view(-1, x.shape[-1])
-
-
-def _flatten(x: Tensor) -> Tensor | None:
-    n_cols = x.shape[-1]
-    if n_cols > 1 and x.stride(-1) != 1:
-        return None
-    n_rows, row_stride = 1, n_cols
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if n_rows == 1:
-            row_stride = stride
-        elif stride != n_rows * row_stride:
-            return None
-        n_rows *= size
-    return x.as_strided((n_rows, n_cols), (row_stride, 1))
-
-
-def _is_rows(x: Tensor) -> bool:
-    rows = _as_rows(x) if x.ndim == 0 else _flatten(x)
-    return rows is not None and (rows.shape[0] == 1 or rows.stride(0) >= rows.shape[1])
-
-
-def _alignment(x: Tensor, y: Tensor) -> Alignment:
-    """How the rows of x and y lie against 16-byte boundaries, counted in elements of x."""
-    vector = 16 // x.element_size()
-    many = x.shape[0] > 1
-    x_phase, y_phase = (t.data_ptr() // t.element_size() % vector for t in (x, y))
-    x_step, y_step = (t.stride(0) % vector if many else 0 for t in (x, y))
-    if not (x_phase or y_phase or x_step or y_step or x.shape[1] % vector):
-        return "even"
-    if x_phase == y_phase and x_step == y_step and x.shape[1] >= 2 * vector:
-        return "shifted"
-    return "scalar"
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> bool:
-    """Whether these kernels take the call; torch's own path takes the rest."""
-    return (
-        not torch.compiler.is_compiling()  # first, for dynamo follows none of the others
-        and type(input) is Tensor
-        and (out is None or (type(out) is Tensor and not out.is_neg()))
-        and (input.is_cuda or (INTERPRET and input.device.type == "cpu"))
-        and result_dtype in _DTYPES
-        and not (torch.is_grad_enabled() and (input.requires_grad or (out is not None and out.requires_grad)))
-        and not input.is_neg()
-        and forward_ad._current_level < 0
-        and not torch.jit.is_tracing()
-        and not _functorch_active()
-        and not _dispatch_modes()
-        and not _function_modes()
-    )
-
-
-def _check(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
-    """The dtype of the result, or an error for a call that torch refuses too."""
-    if not isinstance(input, Tensor):
-        raise TypeError(f"softmax: input must be a Tensor, not {type(input).__name__}")
-    if input.is_nested or input.layout != torch.strided:
-        kind = "nested" if input.is_nested else str(input.layout)
-        raise NotImplementedError(
-            f"softmax: input must be a dense strided tensor, got a {kind} one of shape {_shape(input)}"
-        )
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"softmax: dim must be an int, not {type(dim).__name__} ({dim!r})")
-    bound = max(1, input.ndim)
-    if not -bound <= dim < bound:
-        raise IndexError(
-            f"softmax: dim {dim} is out of range [{-bound}, {bound - 1}] for input of shape {_shape(input)}"
-        )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"softmax: dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
-    result_dtype = dtype or input.dtype
-    if not result_dtype.is_floating_point and not result_dtype.is_complex:
-        what = f"dtype={dtype}" if dtype is not None else f"input of dtype {input.dtype} without dtype="
-        raise NotImplementedError(f"softmax: not implemented for {what}; give a floating dtype")
-    if out is not None:
-        _check_out(input, result_dtype, out)
-    return result_dtype
-
-
-def _check_out(input: Tensor, result_dtype: torch.dtype, out: Tensor) -> None:
-    if not isinstance(out, Tensor):
-        raise TypeError(f"softmax: out must be a Tensor, not {type(out).__name__}")
-    if out.dtype != result_dtype:
-        raise RuntimeError(f"softmax: out must have dtype {result_dtype}, got {out.dtype}")
-    if out.device != input.device:
-        raise RuntimeError(f"softmax: out must be on the input's device {input.device}, got {out.device}")
-    if out.shape != input.shape and out.numel() > 0:
-        raise RuntimeError(f"softmax: out must have the input's shape {_shape(input)}, got {_shape(out)}")
-
-
-def _shape(x: Tensor) -> str:
-    return "(nested)" if x.is_nested else str(tuple(x.shape))
 
 
 def prepare(x: Tensor, y: Tensor, plan: RowPlan):
@@ -275,7 +165,7 @@ def prepare(x: Tensor, y: Tensor, plan: RowPlan):
     strides = (x.stride(0), y.stride(0))
     phase = x.data_ptr() // x.element_size() % plan.vector
     blocks = {"BLOCK_COLS": plan.block_cols, "PIECES": plan.pieces, "FULL_PIECES": plan.full_pieces}
-    layout = {"VECTOR": plan.vector, "SHIFTED": plan.alignment == "shifted", "CAST": _TL_DTYPES[y.dtype]}
+    layout = {"VECTOR": plan.vector, "SHIFTED": plan.alignment == "shifted", "CAST": _TLDTYPES[y.dtype]}
     ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0), "PTX": ptx}
     options = {"device": device, "num_warps": plan.num_warps}
 
@@ -547,6 +437,6 @@ def _stream_forward(
         )
 
 
-_TL_DTYPES = {
+_TLDTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
 }  # fmt: skip

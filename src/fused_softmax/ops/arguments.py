@@ -1,0 +1,118 @@
+"""What every operator asks of its arguments: whether its kernels take the call, and how tensors lie as rows."""
+
+import os
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fused_softmax.plan import Alignment
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
+
+
+def check(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    """The dtype of the result, or an error for a call that torch refuses too."""
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{name}: input must be a Tensor, not {type(input).__name__}")
+    if input.is_nested or input.layout != torch.strided:
+        kind = "nested" if input.is_nested else str(input.layout)
+        # As torch: what is sparse has no such kernel, what is nested is refused by the one it has.
+        error = RuntimeError if input.is_nested else NotImplementedError
+        raise error(f"{name}: input must be a dense strided tensor, got a {kind} one of shape {_shape(input)}")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{name}: dim must be an int, not {type(dim).__name__} ({dim!r})")
+    bound = max(1, input.ndim)
+    if not -bound <= dim < bound:
+        raise IndexError(
+            f"{name}: dim {dim} is out of range [{-bound}, {bound - 1}] for input of shape {_shape(input)}"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
+    result_dtype = dtype or input.dtype
+    if not result_dtype.is_floating_point and not result_dtype.is_complex:
+        what = f"dtype={dtype}" if dtype is not None else f"input of dtype {input.dtype} without dtype="
+        raise NotImplementedError(f"{name}: not implemented for {what}; give a floating dtype")
+    if out is not None:
+        _check_out(name, input, result_dtype, out)
+    return result_dtype
+
+
+def runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> bool:
+    """Whether these kernels take the call; torch's own path takes the rest."""
+    return (
+        not torch.compiler.is_compiling()  # first, for dynamo follows none of the others
+        and type(input) is Tensor
+        and (out is None or (type(out) is Tensor and not out.is_neg()))
+        and (input.is_cuda or (INTERPRET and input.device.type == "cpu"))
+        and result_dtype in DTYPES
+        and not (torch.is_grad_enabled() and (input.requires_grad or (out is not None and out.requires_grad)))
+        and not input.is_neg()
+        and forward_ad._current_level < 0
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+    )
+
+
+def alignment_of(x: Tensor, y: Tensor) -> Alignment:
+    """How the rows of x and y lie against 16-byte boundaries, counted in elements of x."""
+    vector = 16 // x.element_size()
+    many = x.shape[0] > 1
+    x_phase, y_phase = (t.data_ptr() // t.element_size() % vector for t in (x, y))
+    x_step, y_step = (t.stride(0) % vector if many else 0 for t in (x, y))
+    if not (x_phase or y_phase or x_step or y_step or x.shape[1] % vector):
+        return "even"
+    if x_phase == y_phase and x_step == y_step and x.shape[1] >= 2 * vector:
+        return "shifted"
+    return "scalar"
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as [n_rows, n_cols] with contiguous columns; a copy only where no single row stride describes it."""
+    if x.ndim == 0:
+        return x.reshape(1, 1)
+    rows = _flatten(x)
+    return rows if rows is not None else x.contiguous().view(-1, x.shape[-1])
+
+
+def is_rows(x: Tensor) -> bool:
+    rows = as_rows(x) if x.ndim == 0 else _flatten(x)
+    return rows is not None and (rows.shape[0] == 1 or rows.stride(0) >= rows.shape[1])
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _flatten(x: Tensor) -> Tensor | None:
+    n_cols = x.shape[-1]
+    if n_cols > 1 and x.stride(-1) != 1:
+        return None
+    n_rows, row_stride = 1, n_cols
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if n_rows == 1:
+            row_stride = stride
+        elif stride != n_rows * row_stride:
+            return None
+        n_rows *= size
+    return x.as_strided((n_rows, n_cols), (row_stride, 1))
+
+
+def _check_out(name: str, input: Tensor, result_dtype: torch.dtype, out: Tensor) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{name}: out must be a Tensor, not {type(out).__name__}")
+    if out.dtype != result_dtype:
+        raise RuntimeError(f"{name}: out must have dtype {result_dtype}, got {out.dtype}")
+    if out.device != input.device:
+        raise RuntimeError(f"{name}: out must be on the input's device {input.device}, got {out.device}")
+    if out.shape != input.shape and out.numel() > 0:
+        raise RuntimeError(f"{name}: out must have the input's shape {_shape(input)}, got {_shape(out)}")
+
+
+def _shape(x: Tensor) -> str:
+    return "(nested)" if x.is_nested else str(tuple(x.shape))
