@@ -134,12 +134,13 @@ def test_rows_that_start_at_every_phase(strategy, dtype, device):
 
 
 @pytest.mark.parametrize("like", [FEW, MANY], ids=["few rows", "many rows"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @every_alignment
 def test_what_the_planner_chooses_around_every_edge(like, dtype, alignment, device):
     seen = set()
-    for n_cols in widths(dtype.itemsize, alignment, most=140_000):
-        n_rows = 3 if n_cols < 1100 else 2
+    # Few rows are split into so many parts that the interpreter takes seconds over a long one.
+    for n_cols in widths(dtype.itemsize, alignment, most=140_000 if like == MANY else 60_000):
+        n_rows = 3 if n_cols < 1100 else 2 if n_cols < 5000 else 1
         source, target = framed(alignment, peaked(n_rows, n_cols, dtype), device=device)
         plan = planned(n_rows, like, n_cols, dtype.itemsize, alignment)
         softmax_forward(source.rows, target.rows, plan)
