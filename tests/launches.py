@@ -1,0 +1,117 @@
+"""What the operator would launch on a GPU that need not be present: its own kernels, arguments and constants."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from compile_only import Compiled, compile_for
+
+from fused_softmax.ops import softmax as ops
+from fused_softmax.ops.arguments import alignment_of
+from fused_softmax.plan import Device, RowPlan
+
+GPUS = {
+    "sm_80": Device("NVIDIA A100", "cuda", (8, 0), 108, shared_bytes=164 * 1024, l2_bytes=40 * 2**20),
+    "sm_90": Device("NVIDIA H200", "cuda", (9, 0), 132, l2_bytes=60 * 2**20),
+    "sm_100": Device("NVIDIA B200", "cuda", (10, 0), 148, l2_bytes=126 * 2**20),
+    "gfx942": Device("AMD Instinct MI300X", "hip", (9, 4), 304, registers=131072, shared_bytes=64 * 1024),
+}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+}
+
+
+class Rows:
+    """As much of a CUDA tensor [n_rows, n_cols] as the host path looks at; it starts `phase` elements off 16 bytes."""
+
+    device = torch.device("cpu")  # where the operator's own buffers are made
+
+    def __init__(self, n_rows, n_cols, dtype, *, row_stride=None, phase=0):
+        self.shape, self.dtype = (n_rows, n_cols), dtype
+        self._row_stride = n_cols if row_stride is None else row_stride
+        self._address = 2**32 + phase * dtype.itemsize
+
+    def stride(self, dim):
+        return (self._row_stride, 1)[dim]
+
+    def data_ptr(self):
+        return self._address
+
+    def element_size(self):
+        return self.dtype.itemsize
+
+    def get_device(self):
+        return 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel and all that its binary depends on."""
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    constexprs: tuple[tuple[str, Any], ...]
+    divisible_by_16: frozenset[str]
+    options: tuple[tuple[str, Any], ...]
+
+    def compile(self, target: str) -> Compiled:
+        return compile_for(
+            self.kernel,
+            signature=dict(self.signature),
+            constexprs=dict(self.constexprs),
+            target=target,
+            divisible_by_16=sorted(self.divisible_by_16),
+            **dict(self.options),
+        )
+
+
+def rows_as(alignment, n_rows, n_cols, dtype, out_dtype=None):
+    """Contiguous input and output rows that lie against each other as `alignment` says."""
+    x = Rows(n_rows, n_cols, dtype, phase=1 if alignment == "scalar" else 0)
+    y = Rows(n_rows, n_cols, out_dtype or dtype)
+    return x, y
+
+
+def launches(plan: RowPlan, gpu: Device, x: Rows, y: Rows) -> list[Launch]:
+    """What `prepare` launches for a plan, specialised as Triton's JIT does."""
+    recorded = []
+
+    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
+        recorded.append(_specialised(kernel, tensors, scalars, constexprs, options))
+        return lambda *tensors: None
+
+    slots = Rows(1, plan.n_rows * plan.slots_per_row, torch.int64)
+    with (
+        mock.patch.object(ops, "launch", SimpleNamespace(prepare=prepare)),
+        mock.patch.object(ops, "device_of", return_value=gpu),
+        mock.patch.object(ops.workspace, "slots", return_value=slots),
+    ):
+        ops.prepare(x, y, plan)
+    return recorded
+
+
+def _specialised(kernel, tensors, scalars, constexprs, options):
+    names = kernel.arg_names
+    tensor_names, scalar_names = names[: len(tensors)], names[len(tensors) : len(tensors) + len(scalars)]
+    fixed = {kernel.params[i].name for i in range(len(names)) if kernel.params[i].do_not_specialize}
+    signature = [(name, _TYPES[tensor.dtype]) for name, tensor in zip(tensor_names, tensors, strict=True)]
+    divisible = {name for name, tensor in zip(tensor_names, tensors, strict=True) if tensor.data_ptr() % 16 == 0}
+    constants = dict(constexprs)
+    for name, value in zip(scalar_names, scalars, strict=True):
+        if value == 1 and name not in fixed:
+            constants[name] = 1
+            continue
+        signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
+        if value % 16 == 0 and name not in fixed:
+            divisible.add(name)
+    return Launch(kernel, tuple(signature), tuple(constants.items()), frozenset(divisible), tuple(options.items()))
+
+
+def alignment(x: Rows, y: Rows) -> str:
+    return alignment_of(x, y)

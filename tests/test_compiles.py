@@ -1,0 +1,125 @@
+"""Every kernel that the planner can ask for, compiled for GPUs that need not be present: what it spills and moves."""
+
+from functools import cache
+
+import pytest
+import torch
+from launches import GPUS, launches, rows_as
+from shapes import ALIGNMENTS, FEW, MANY, PRIME, edges, widths
+
+from fused_softmax.plan import RowPlan, most_parts, plan_rows
+
+pytestmark = [pytest.mark.compiles, pytest.mark.every_plan]
+
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+LONGEST = (2**20, 2**21, 2**26)
+# Input and output: what is cast on the way has the plans of its input, or of fp64 where that is the output.
+CASTS = ((FP16, FP32), (BF16, FP32), (FP32, BF16), (FP64, FP32), (BF16, FP64), (FP32, FP64))
+
+
+@cache
+def plans_of(target: str, itemsize: int, alignment: str) -> list[RowPlan]:
+    """The planner's choices at its ladders' edges and far beyond, on either side of each edge for one target."""
+    vector = 16 // itemsize
+    if target == "sm_90" and alignment != "scalar":
+        sizes = widths(itemsize, alignment)
+    elif alignment == "even":
+        sizes = [edge for edge in edges(itemsize) if edge % vector == 0] + [PRIME // vector * vector]
+    else:
+        sizes = [edge + 1 for edge in edges(itemsize, alignment) if edge >= 2 * vector] + [PRIME]
+    sizes = [*sizes, *[size + (alignment != "even") for size in LONGEST]]
+    return [
+        plan_rows(n_rows, n_cols, itemsize, GPUS[target], alignment=alignment)
+        for n_cols in sizes
+        for n_rows in (FEW, MANY)
+    ]
+
+
+def compiled(target, alignment, dtype, out_dtype=None):
+    """(plan, launch, binary) of every kernel of these, each once."""
+    seen = set()
+    plans = plans_of(target, dtype.itemsize, alignment)
+    if out_dtype is not None:  # a few of each strategy
+        itemsize = 8 if out_dtype == FP64 else dtype.itemsize
+        sizes = [size + (alignment != "even") for size in (128, 784, 4096, 16384, 32768, 131072, 2**26)]
+        plans = [plan_rows(MANY, size, itemsize, GPUS[target], alignment=alignment) for size in sizes]
+    for plan in plans:
+        for launch in launches(plan, GPUS[target], *rows_as(alignment, plan.n_rows, plan.n_cols, dtype, out_dtype)):
+            if launch not in seen:
+                seen.add(launch)
+                yield plan, launch, launch.compile(target)
+
+
+def accesses(binary, launch, itemsize):
+    """Widths in bytes of the loads and stores of elements, without those of states and of slots."""
+    loads, stores = list(binary.load_widths), list(binary.store_widths)
+    name = launch.kernel.fn.__name__
+    if name == "_stream_state":
+        stores = stores[:0]
+    elif name == "_stream_forward":
+        loads = [width for width in loads if width == max(loads)]  # what is narrower may be states
+    elif name == "_split_forward" and itemsize != 8:
+        loads = [width for width in loads if width != 8]  # slots
+    return loads, stores
+
+
+def where(plan, launch):
+    return f"{launch.kernel.fn.__name__} for {plan.n_rows} x {plan.n_cols}: {dict(launch.constexprs)}"
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+def test_every_plan(target, dtype, alignment):
+    if dtype == FP16 and (target, alignment) != ("sm_90", "even"):
+        pytest.skip("fp16 takes the plans of bf16: compiled once")
+    # Blocks are sized for warps of 32 lanes; of the 64 on AMD each moves half as much, and of short rows a quarter.
+    widest, least = (8, 4) if target == "gfx942" else (16, 8)
+    found = 0
+    for plan, launch, binary in compiled(target, alignment, dtype):
+        found += 1
+        assert binary.stack_bytes == 0, where(plan, launch)
+        loads, stores = accesses(binary, launch, dtype.itemsize)
+        if plan.alignment == "even":
+            assert min(loads, default=16) >= widest, where(plan, launch)
+            assert min(stores, default=16) >= widest, where(plan, launch)
+        elif plan.alignment == "shifted":
+            # Edges element by element, one or a few of them a thread, and the body in wide accesses.
+            for widths_found in (loads, stores):
+                assert min(set(widths_found) - {dtype.itemsize}, default=16) >= least, where(plan, launch)
+                assert dtype == FP64 or widths_found.count(dtype.itemsize) <= 8, where(plan, launch)
+        if plan.strategy == "split" and target != "gfx942":
+            # Programs that wait for each other fit the chip, twice, by the registers that they really take.
+            gpu, registers = GPUS[target], -(-binary.registers // 8) * 8
+            resident = min(32, 64 // plan.num_warps, gpu.registers // (32 * plan.num_warps * registers))
+            assert plan.parts <= most_parts(plan, gpu) <= gpu.sm_count * resident // 2, where(plan, launch)
+    assert found >= 5
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtypes", CASTS, ids=str)
+def test_casts_do_not_spill(target, dtypes):
+    for alignment in ("even", "shifted") if target == "sm_90" else ("even",):
+        for plan, launch, binary in compiled(target, alignment, *dtypes):
+            assert binary.stack_bytes == 0, where(plan, launch)
+
+
+def test_fetching_ahead_is_of_sm_90_on():
+    names = {}
+    for target, gpu in GPUS.items():
+        plan = plan_rows(MANY, 4096, 2, gpu)
+        (launch,) = launches(plan, gpu, *rows_as("even", MANY, 4096, BF16))
+        binary = launch.compile(target)
+        names[target] = "cp.async.bulk.prefetch" in (binary.amdgcn if binary.is_amd else binary.ptx)
+    assert names == {"sm_80": False, "sm_90": True, "sm_100": True, "gfx942": False}
+
+
+def test_rows_are_addressed_in_64_bits():
+    for n_cols in (256, 4096, 131072):
+        for dtype in (BF16, FP64):
+            plan = plan_rows(MANY, n_cols, dtype.itemsize, GPUS["sm_90"])
+            for launch in launches(plan, GPUS["sm_90"], *rows_as("even", MANY, n_cols, dtype)):
+                ttir = launch.compile("sm_90").kernel.asm["ttir"]
+                products = [line for line in ttir.splitlines() if "arith.muli" in line and "row_stride" in line]
+                assert all(line.split(":")[-1].strip().startswith(("i64", "tensor")) for line in products), products
+                assert not any("xi32" in line for line in products), products
