@@ -105,7 +105,8 @@ _FEW_ROWS_MOST_PARTS = 256
 _FEW_ROWS_COLS = 8192  # rows no longer than this are not worth an exchange: 1 x 16384 bf16 row 2.9 us, split 2.3
 
 # (registers of values held by a thread up to, registers of a thread at most, as compiled): what bounds residency.
-_SPLIT_REGISTERS = ((32, 72), (64, 112), (128, 176), (2**62, 255))
+# A part read by elements takes up to them all: each element has an address and a mask of its own.
+_SPLIT_REGISTERS = ((32, 96), (64, 128), (128, 176), (2**62, 255))
 
 _TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
 _TILE_COLS = 512  # rows longer than this get programs of their own
@@ -148,7 +149,8 @@ def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
 def most_parts(plan: RowPlan, device: Device) -> int:
     """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can."""
     held = -(-plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
-    resident = device.registers // (32 * plan.num_warps * _rung(_SPLIT_REGISTERS, held)[1])
+    registers = 255 if plan.alignment == "scalar" else _rung(_SPLIT_REGISTERS, held)[1]
+    resident = device.registers // (32 * plan.num_warps * registers)
     return device.sm_count * max(1, resident) // 2
 
 
