@@ -484,6 +484,19 @@ def test_graphs_that_are_gone_leave_their_successors_alone():
         del graph, outputs
 
 
+def test_capture_on_every_stream_of_the_pool():
+    """torch hands the same 32 streams out in turns: none of them is the one that a capture's slots are zeroed on."""
+    (x,) = contents(140, [BY_STRATEGY["split"]])
+    expected = softmax(x)
+    for _ in range(40):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.graph(graph, stream=stream):
+            y = softmax(x)
+        graph.replay()
+        assert differing(y, expected).item() == 0
+
+
 def test_slots_of_a_graph_are_ready_when_its_first_replay_overtakes_other_streams():
     """A stream busy for long must not hold back what zeroes the slots of a new graph."""
     inputs = contents(120, [(9, 131072, BF16), (3, 262144, FP32)])

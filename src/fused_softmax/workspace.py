@@ -50,7 +50,12 @@ def _zeros(size: int, device: int) -> Tensor:
 
 @cache
 def _aside(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """A stream nobody else has: torch's own come from a pool of 32, and one of those may be under capture itself."""
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        if _driver().cuStreamCreate(ctypes.byref(stream), 1):  # CU_STREAM_NON_BLOCKING
+            raise RuntimeError(f"softmax: no stream can be made on device {device}")
+    return torch.cuda.ExternalStream(stream.value, device=f"cuda:{device}")
 
 
 @cache
