@@ -4,7 +4,7 @@ ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
 
-.PHONY: env demo test test-compiles test-plans gpu-test lint clean
+.PHONY: env demo test test-compiles gpu-test lint clean
 
 env: $(ENV)
 
@@ -17,20 +17,16 @@ env: $(ENV)
 demo: $(ENV)
 	PYTHONPATH=src $(PY) -m fused_softmax.cli bench --quick --out demo/results.json --plot demo/plot.png
 
-# One process cannot both interpret and compile kernels, so the suite runs as two.
+# One process cannot both interpret and compile kernels, so the suite runs as two. Every plan is for test-compiles.
 test: $(ENV)
 	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m pytest -m "not gpu and not compiles" -n auto
-	PYTHONPATH=src $(PY) -m pytest -m "compiles and not gpu and not every_plan" -n auto
+	PYTHONPATH=src $(PY) -m pytest -m "compiles and not gpu" -k "not every_plan" -n auto
 
-# The kernels compiled by the oldest and the newest Triton supported, each beside the environment's own packages.
+# Every plan compiled by the oldest and the newest Triton supported, each beside the environment's own packages.
 test-compiles: $(TEST_TRITONS:%=.triton-%/.ready)
 	for version in $(TEST_TRITONS); do \
-	  PYTHONPATH=.triton-$$version:src $(PY) -m pytest -m "compiles and not gpu and not every_plan" -n auto || exit 1; \
+	  PYTHONPATH=.triton-$$version:src $(PY) -m pytest -m "compiles and not gpu" -n auto || exit 1; \
 	done
-
-# Every plan of the planner, by the environment's Triton.
-test-plans: $(ENV)
-	PYTHONPATH=src $(PY) -m pytest tests/test_compiles.py -n auto
 
 .triton-%/.ready: $(ENV)
 	$(PY) -m pip install --quiet --no-deps --target .triton-$* triton==$*
