@@ -1,0 +1,152 @@
+"""What an import sets off, which part imports which, and what no file of the project names."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src/fused_softmax"
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+)
+PARTS = {path.stem for path in PACKAGE.iterdir()}
+PUBLIC = "fused_softmax"  # the package's own names, which its __init__ takes from ops
+
+# Each part, and the parts of ours that it may import. What is not here yet gets a line: dependencies point one way.
+MAY_IMPORT = {
+    PUBLIC: {"ops"},
+    "plan": set(),
+    "rowwise": set(),
+    "reference": set(),
+    "launch": set(),
+    "workspace": set(),
+    "device": {"plan"},
+    "ops": {"plan", "device", "launch", "rowwise", "reference", "workspace"},
+    "classic": set(),
+    "bench": {PUBLIC, "ops", "classic", "reference", "plan", "device"},
+    "cli": {"bench", "plan", "device"},
+}
+
+
+def python(script):
+    """Run a script outside the interpreter, which this process may have asked for."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("FUSED_SOFTMAX_INTERPRET", "TRITON_INTERPRET")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_asks_no_device_anything():
+    python(f"""
+import importlib, inspect, sys
+import torch, triton
+is_initialized = torch.cuda.is_initialized
+
+def refuse(*arguments, **keywords):
+    raise AssertionError("a device was asked")
+
+def no_driver(event, arguments):
+    if event == "ctypes.dlopen" and any(name in str(arguments[0]) for name in ("libcuda", "libcudart", "libnvidia")):
+        raise AssertionError("a driver was loaded")
+
+for name, value in vars(torch.cuda).copy().items():
+    if inspect.isfunction(value):
+        setattr(torch.cuda, name, refuse)
+for name in vars(torch._C).copy():
+    if name.startswith("_cuda_get"):
+        setattr(torch._C, name, refuse)
+type(triton.runtime.driver).active = property(refuse)
+sys.addaudithook(no_driver)
+for name in {MODULES}:
+    importlib.import_module(name)
+assert not is_initialized()
+""")
+
+
+@pytest.mark.parametrize("module", ["plan", "bench.cases", "bench.plot", "bench.readme", "bench.record"])
+def test_what_is_read_without_a_gpu_imports_the_standard_library_alone(module):
+    # Beside the package's own __init__, which imports torch.
+    python(f"""
+import sys, types
+package = types.ModuleType("fused_softmax")
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["fused_softmax"] = package
+before = set(sys.modules)
+import fused_softmax.{module}
+new = {{name.partition(".")[0] for name in set(sys.modules) - before}} - {{"fused_softmax"}}
+assert new <= sys.stdlib_module_names, new - sys.stdlib_module_names
+""")
+
+
+def imported(path):
+    """The dotted name of everything that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ("." * node.level + f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(name):
+    """The part of ours that a dotted name is of; None for what is not ours."""
+    package, _, rest = name.partition(".")
+    if package != PUBLIC:
+        return None
+    part = rest.partition(".")[0]
+    return part if part in PARTS else PUBLIC
+
+
+def test_dependencies_point_one_way():
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).with_suffix("").parts[0].replace("__init__", PUBLIC)
+        assert part in MAY_IMPORT, f"{part}: what of ours may it import?"
+        names = list(imported(path))
+        assert not any(name.startswith(".") for name in names), f"{path}: imports are absolute"
+        parts = {part_of(name) for name in names} - {None, part}
+        assert parts <= MAY_IMPORT[part], f"{path} imports {parts - MAY_IMPORT[part]}"
+
+
+def test_the_parts_have_no_cycle():
+    below = dict.fromkeys(MAY_IMPORT, frozenset())
+    for _ in MAY_IMPORT:
+        below = {part: parts | {p for each in parts for p in below[each]} for part, parts in MAY_IMPORT.items()}
+    assert not [part for part in MAY_IMPORT if part in below[part]]
+
+
+def test_nothing_imports_an_experiment():
+    experiments = {"lab", *[path.stem for path in (ROOT / "lab").glob("*.py")]}
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
+        for name in imported(path):
+            assert not experiments & set(name.split(".")[:2]), f"{path} imports {name}"
+
+
+# Bracketed here and there, so that this file does not name them.
+ELSEWHERE = {
+    "a path of somebody's machine": rb"(?<![\w.])/(?:work|root|Users)/|/home/\w|[A-Z]:\\Users",
+    "the address of a registry": (
+        rb"pypi[.]org|pythonhosted[.]org|(?:extra-)?index[-]url|download[.]pytorch[.]org|anaconda[.]org"
+        rb"|registry[.](?:npmjs|yarnpkg)|npmjs[.]com|crates[.]io|proxy[.]golang[.]org"
+    ),
+}
+
+
+def test_no_file_names_a_machine_or_a_registry():
+    listed = None
+    if shutil.which("git"):
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
+    if listed is None or listed.returncode or not listed.stdout:
+        pytest.skip("not a checkout")
+    found = [
+        f"{name}: {what}: {match[0].decode()}"
+        for name in listed.stdout.decode().split("\0")[:-1]
+        if (path := ROOT / name).is_file()
+        for what, pattern in ELSEWHERE.items()
+        for match in re.finditer(pattern, path.read_bytes())
+    ]
+    assert not found
