@@ -4,7 +4,7 @@ ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
 
-.PHONY: env demo test test-compiles gpu-test lint clean
+.PHONY: env demo test test-compiles gpu-test sanitize lint clean
 
 env: $(ENV)
 
@@ -34,6 +34,10 @@ test-compiles: $(TEST_TRITONS:%=.triton-%/.ready)
 
 gpu-test: $(ENV)
 	PYTHONPATH=src $(PY) -m pytest -m "not compiles"
+
+# Out of bounds and races, on a machine with a GPU and the CUDA toolkit.
+sanitize: $(ENV)
+	PYTHONPATH=src $(PY) tests/sanitize.py
 
 lint: $(ENV)
 	$(PY) -m ruff check .
