@@ -61,7 +61,7 @@ def by_counter(m, s, count_ptr, slots_ptr, part, n_parts, tag, LANES: tl.constex
     j = tl.arange(0, LANES)
     peer = j < n_parts
     message = tl.load(slots_ptr + j, mask=peer, other=0, volatile=True)
-    return merged(wait_for(slots_ptr, message, peer, tag), peer)  # relaxed: the count may be seen before a slot
+    return merged(wait_for(slots_ptr + j, message, peer, tag), peer)  # relaxed: the count may be seen before a slot
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def by_answer(m, s, count_ptr, slots_ptr, part, n_parts, tag, LANES: tl.constexp
     if arrived == n_parts - 1:
         peer = j < n_parts
         message = tl.load(slots_ptr + j, mask=peer, other=0, volatile=True)
-        m_row, s_row = merged(wait_for(slots_ptr, message, peer, tag), peer)
+        m_row, s_row = merged(wait_for(slots_ptr + j, message, peer, tag), peer)
         message = pack_state(m_row, s_row, tag) + tl.zeros([LANES], tl.int64)
         tl.atomic_xchg(answers_ptr + j, message, mask=j < COPIES, sem="relaxed")
     else:
@@ -96,10 +96,10 @@ def _split(
     cols = tl.arange(0, BLOCK_COLS)
     start = program.to(tl.int64) * part_cols
     x = load_pieces(x_ptr + start, cols, part_cols, BLOCK_COLS, PIECES, PIECES)
-    m = max_of(x, x_ptr.dtype.element_ty)
+    m = max_of(x, 1.0, x_ptr.dtype.element_ty, False)
     x = hold_all(x, True)
     scale, base = origin_of(m, True)
-    s = sum_exp_of(x, scale, base, x_ptr.dtype.element_ty, True)
+    s = sum_exp_of(x, scale, base, 1.0, x_ptr.dtype.element_ty, False, True)
     if WAY == COUNTER:
         m, s = by_counter(m, s, count_ptr, slots_ptr, part, n_parts, tag, LANES)
     else:

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from compile_only import Compiled, compile_for
 
-from fused_softmax.ops import softmax as ops
+from fused_softmax.ops import softmax_forward as ops
 from fused_softmax.ops.arguments import alignment_of
 from fused_softmax.plan import Device, RowPlan
 
@@ -100,12 +100,16 @@ def _specialised(kernel, tensors, scalars, constexprs, options):
     names = kernel.arg_names
     tensor_names, scalar_names = names[: len(tensors)], names[len(tensors) : len(tensors) + len(scalars)]
     fixed = {kernel.params[i].name for i in range(len(names)) if kernel.params[i].do_not_specialize}
-    signature = [(name, _TYPES[tensor.dtype]) for name, tensor in zip(tensor_names, tensors, strict=True)]
-    divisible = {name for name, tensor in zip(tensor_names, tensors, strict=True) if tensor.data_ptr() % 16 == 0}
-    constants = dict(constexprs)
+    given = {name: tensor for name, tensor in zip(tensor_names, tensors, strict=True) if tensor is not None}
+    signature = [(name, _TYPES[tensor.dtype]) for name, tensor in given.items()]
+    divisible = {name for name, tensor in given.items() if tensor.data_ptr() % 16 == 0}
+    constants = dict(constexprs) | dict.fromkeys(set(tensor_names) - given.keys())
     for name, value in zip(scalar_names, scalars, strict=True):
-        if value == 1 and name not in fixed:
-            constants[name] = 1
+        if value is None or (value == 1 and name not in fixed and type(value) is int):
+            constants[name] = value
+            continue
+        if isinstance(value, float):
+            signature.append((name, "fp32"))
             continue
         signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
         if value % 16 == 0 and name not in fixed:

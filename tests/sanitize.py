@@ -21,7 +21,7 @@ from contract import assert_softmax
 
 from fused_softmax.device import device_of
 from fused_softmax.ops.arguments import INTERPRET
-from fused_softmax.ops.softmax import prepare
+from fused_softmax.ops.softmax_forward import prepare
 from fused_softmax.plan import candidate
 
 # memcheck: no complaint of what torch asks the driver in vain, and room after each allocation for what misses it.

@@ -20,15 +20,15 @@ _UNBOUNDED = 2**40  # a last rung holds from its edge on
 def edges(itemsize: int, alignment: str = "even") -> list[int]:
     """The widths that end a rung of a ladder, ascending."""
     ladders = [
-        plan._ROW_WARPS[itemsize],
-        plan._SPLIT_PARTS.get(itemsize, ()),
+        plan._ROW_WARPS[1, itemsize],
+        plan._SPLIT_PARTS.get((1, itemsize), ()),
         [(size // itemsize,) for size, _ in plan._PREFETCH_BYTES],
         [(plan._TILE_COLS,), (plan._FEW_ROWS_COLS,)],
         # Of one piece of a tile, and of what fills one.
         [(128,), (plan._TILE_BYTES // itemsize,)],
     ]
     if alignment == "shifted":
-        ladders += [plan._SHIFTED_SPLIT_PARTS.get(itemsize, ()), plan._SHIFTED_TILES[itemsize]]
+        ladders += [plan._SHIFTED_SPLIT_PARTS.get((1, itemsize), ()), plan._SHIFTED_TILES[itemsize]]
         ladders += [[(plan._LEAST_SHIFTED[itemsize],)]]
     return sorted({rung[0] for ladder in ladders for rung in ladder if rung[0] < _UNBOUNDED})
 

@@ -12,6 +12,7 @@ from contract import assert_softmax
 import fused_softmax
 from fused_softmax.device import device_of
 from fused_softmax.ops import softmax as ops
+from fused_softmax.ops.arguments import alignment_of
 from fused_softmax.ops.softmax import softmax_forward
 from fused_softmax.plan import candidate, plan_rows
 
@@ -111,7 +112,7 @@ def test_a_named_strategy_at_many_rows(strategy, n_cols, n_rows):
         pytest.skip("a tile of so many pieces is a minute's work for the compiler, and no plan")
     x = logits(n_rows, n_cols, BF16)
     y = torch.full_like(x, math.nan)
-    alignment = ops.alignment_of(x, y)
+    alignment = alignment_of(x, y)
     choices = {"split": {"part_cols": 1024}, "stream": {"part_cols": 4096}}.get(strategy, {})
     plan = candidate(strategy, n_rows, n_cols, 2, device_of(0), alignment=alignment, **choices)
     check(softmax_forward(x, y, plan), x)
@@ -225,7 +226,7 @@ def test_split_on_eight_streams_at_once(references):
 
 
 def is_split(x):
-    alignment = ops.alignment_of(x, torch.empty_like(x))
+    alignment = alignment_of(x, torch.empty_like(x))
     return plan_rows(*x.shape, x.element_size(), device_of(0), alignment=alignment).strategy == "split"
 
 

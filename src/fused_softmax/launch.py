@@ -8,6 +8,7 @@ about it is untested, or somebody listens to Triton's launch hooks.
 """
 
 import inspect
+import math
 import os
 from contextlib import nullcontext
 from threading import Lock
@@ -28,8 +29,9 @@ def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
     """Compile `kernel` for these arguments and return the `Launch` that runs it; nothing runs yet.
 
     The kernel's parameters are, in order: the `tensors`, the `scalars` (ints or floats), the `constexprs` (by name).
-    Scalars, constexprs and grid (an int, or up to three) stay with the Launch; tensors are given again at each launch,
-    of the same dtypes and with the same 16-byte alignment. `device` is `tensor.get_device()`: an index, or -1 for CPU
+    Tensors and scalars that a launch does without are None. Scalars, constexprs and grid (an int, or up to three) stay
+    with the Launch; the tensors there are are given again at each launch, of the same dtypes and with the same 16-byte
+    alignment. `device` is `tensor.get_device()`: an index, or -1 for CPU
     tensors under the interpreter. `options` are Triton's: `num_warps`, `num_ctas`, `maxnreg` and the like.
 
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
@@ -41,14 +43,15 @@ def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
     if grid[0] * grid[1] * grid[2] >= 2**31:
         raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
-    launch_public = _public(kernel, grid, scalars, constexprs, device, options)
+    given = tuple(tensor is not None for tensor in tensors)
+    launch_public = _public(kernel, grid, given, scalars, constexprs, device, options)
     if not isinstance(kernel, triton.JITFunction):
         return Launch(launch_public, None)
 
     key = (
         id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
         device,
-        *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
+        *[tensor is not None and (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
         *[_kind(scalar) for scalar in scalars],
         *constexprs.items(),
         *options.items(),
@@ -67,7 +70,7 @@ def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
         _loaded[key] = compiled, bind
     # The launcher skips constexprs by their place and never reads their values.
     n_constexprs = len(kernel.arg_names) - len(tensors) - len(scalars)
-    return Launch(bind(grid, (*scalars, *[None] * n_constexprs), launch_public), compiled)
+    return Launch(bind(grid, given, (*scalars, *[None] * n_constexprs), launch_public), compiled)
 
 
 class Launch:
@@ -122,26 +125,23 @@ def _binder(compiled, device):
     # is that of the current context.
     here = "" if torch.cuda.device_count() == 1 else f" or current_device() != {device}"
 
-    def bind(grid, values, launch_public):
+    def bind(grid, given, values, launch_public):
         def elsewhere(*tensors):
             if current_device() == device:
                 return launch_public(*tensors)
             with torch.cuda.device(device):
                 return launch(*tensors)
 
-        def launch_of(n_tensors):
-            # As source, like Inductor's own: literals and names in one call cost half of unpacking tuples into it.
-            tensors = [f"t{i}" for i in range(n_tensors)]
-            arguments = ", ".join([f"{tensor}.data_ptr()" for tensor in tensors] + [repr(value) for value in values])
-            return eval(
-                f"lambda {', '.join(tensors)}: elsewhere({', '.join(tensors)})"
-                " if entered or left or runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave"
-                f"{here} else {run.format(grid=', '.join(map(str, grid)), device=device, arguments=arguments)}",
-                {**known, "elsewhere": elsewhere},
-            )
-
-        n_tensors = len(compiled.src.signature) - len(values)
-        launch = launch_of(n_tensors)
+        # As source, like Inductor's own: literals and names in one call cost half of unpacking tuples into it.
+        tensors = ", ".join(f"t{i}" for i, there in enumerate(given) if there)
+        pointers = [f"t{i}.data_ptr()" if there else "None" for i, there in enumerate(given)]
+        arguments = ", ".join(pointers + [repr(value) for value in values])
+        launch = eval(
+            f"lambda {tensors}: elsewhere({tensors})"
+            " if entered or left or runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave"
+            f"{here} else {run.format(grid=', '.join(map(str, grid)), device=device, arguments=arguments)}",
+            {**known, "elsewhere": elsewhere, "inf": math.inf, "nan": math.nan},
+        )
         return launch
 
     return bind
@@ -161,8 +161,10 @@ def _calling_convention(launcher, known):
     return start + "None, None, metadata, None, None, None, {arguments})", direct
 
 
-def _public(kernel, grid, scalars, constexprs, device, options):
+def _public(kernel, grid, given, scalars, constexprs, device, options):
     def launch(*tensors):
+        rest = iter(tensors)
+        tensors = tuple(next(rest) if there else None for there in given)
         with torch.cuda.device(device) if device >= 0 else nullcontext():
             kernel[grid](*tensors, *scalars, **constexprs, **options)
 

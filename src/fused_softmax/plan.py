@@ -4,7 +4,7 @@ Standard library only. A ladder is a module constant, each rung beside the measu
 Allocation, launch, tests, the bench and `fused-softmax plan` all read the one record that `plan_rows` returns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 Strategy = Literal["tile", "row", "split", "stream"]
@@ -35,6 +35,7 @@ H200 = Device("NVIDIA H200", "cuda", (9, 0), 132, l2_bytes=60 * 2**20, copy_byte
 class RowPlan:
     """One decision: a program covers `block_rows` rows by `part_cols` columns, in `pieces` pieces of `block_cols`.
 
+    inputs: tensors of this shape that are read, and held until the result is written: 2 in backward.
     full_pieces: how many leading pieces of a part need no mask, in any part of any row.
     parts: programs that share one row; 1 in tile and row.
     copies: copies of a row's slots, each polled by its share of the row's programs (split).
@@ -49,6 +50,7 @@ class RowPlan:
     n_rows: int
     n_cols: int
     itemsize: int
+    inputs: int
     alignment: Alignment
     vector: int
     block_rows: int
@@ -76,7 +78,7 @@ class RowPlan:
     @property
     def reads(self) -> int:
         """Elements read from memory, counting every read of the input."""
-        return self.n_rows * self.n_cols * (2 if self.strategy == "stream" else 1)
+        return self.n_rows * self.n_cols * self.inputs * (2 if self.strategy == "stream" else 1)
 
     @property
     def writes(self) -> int:
@@ -84,20 +86,26 @@ class RowPlan:
         return self.n_rows * self.n_cols
 
 
-# itemsize: (columns up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy kernel.
+# (inputs, itemsize): (columns up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy.
 _ROW_WARPS = {
-    2: ((1024, 1), (2048, 2), (3072, 4), (32768, 8)),  # 1024 1.01, 4096 1.00, 16384 1.00, 32000 0.98
-    4: ((512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32)),  # 1024 1.01, 4096 1.00, 32768 0.99
-    8: ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32)),  # unmeasured: what fits the registers
+    (1, 2): ((1024, 1), (2048, 2), (3072, 4), (32768, 8)),  # 1024 1.01, 4096 1.00, 16384 1.00, 32000 0.98
+    (1, 4): ((512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32)),  # 1024 1.01, 4096 1.00, 32768 0.99
+    (1, 8): ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32)),  # unmeasured: what fits the registers
+    (2, 2): ((1024, 1), (2048, 2), (4096, 4), (8192, 8), (32768, 16)),  # 1024 1.00, 8192 0.99, 32000 0.97
+    (2, 4): ((512, 2), (1024, 4), (2048, 8), (16384, 16)),  # 1024 1.00, 4096 1.00, 16384 0.99
+    (2, 8): ((256, 1), (512, 2), (1024, 4), (2048, 8), (4096, 16), (8192, 32)),
 }
-# itemsize: (columns up to, part columns, warps): how a row is split when there are rows enough to fill the chip.
+# (inputs, itemsize): (columns up to, part columns, warps): how a row is split where rows are enough to fill the chip.
 _SPLIT_PARTS = {
-    2: ((131072, 8192, 4), (2**62, 16384, 4)),  # 65536 0.98, 131072 0.97; 262144 0.97, 1 Mi 0.94
-    4: ((262144, 8192, 4), (2**62, 16384, 4)),  # 65536 1.00, 262144 0.98; 524288 0.98, 1 Mi 0.96
+    (1, 2): ((131072, 8192, 4), (2**62, 16384, 4)),  # 65536 0.98, 131072 0.97; 262144 0.97, 1 Mi 0.94
+    (1, 4): ((262144, 8192, 4), (2**62, 16384, 4)),  # 65536 1.00, 262144 0.98; 524288 0.98, 1 Mi 0.96
+    (2, 2): ((65536, 8192, 4), (131072, 16384, 4), (524288, 8192, 4), (2**62, 16384, 4)),  # 0.96, 0.95; 0.91, 1 Mi 0.90
+    (2, 4): ((131072, 8192, 4), (2**62, 8192, 8)),  # 65536 0.99, 131072 0.98; 262144 0.96, 1 Mi 0.93
 }
 _SHIFTED_SPLIT_PARTS = {  # the edges are the first part's work, and long parts hide it: bf16 50257 0.95, with 8192 0.91
-    2: ((2**62, 16384, 4),),
-    4: _SPLIT_PARTS[4],
+    **_SPLIT_PARTS,
+    (1, 2): ((2**62, 16384, 4),),
+    (2, 4): ((2**62, 4096, 4),),  # fp32 100003 0.95, with 8192 0.90
 }
 # (part columns, warps) for few rows, smallest first. 1 x 32768: 2.5 us, 1 x 1 Mi fp32: 6.0 us, 132 x 32768: 11.3 us.
 _FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 4))
@@ -121,6 +129,24 @@ _SHIFTED_TILES = {
     4: ((160, 0, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4)),
     8: ((512, 0, 128, 1),),
 }
+# (row bytes up to, columns of a block, warps, bytes of a program) of what reads rows and writes none; ratio to a read.
+_REDUCTION_TILES = (
+    (128, 32, 2, 4096),
+    (256, 32, 2, 4096),
+    (1024, 32, 1, 4096),
+    (2**62, 32, 1, 8192),
+)  # fmt: skip  bf16 64 0.91, 128 0.93, 256 0.95, 512 0.95; fp32 64 0.92, 128 0.94, 512 0.97
+_REDUCTION_TILE_COLS = 512
+# (row bytes up to, warps): fp32 1024 0.99; bf16 4096 0.97, 32000 0.96, 131072 0.94
+_REDUCTION_WARPS = ((4096, 1), (8192, 2), (16384, 4), (2**62, 8))
+_REDUCTION_PROGRAMS = 8  # a multiprocessor, that rows are split for: 1 x 1 Mi fp32 4.6 us
+# Over a strided dim: (contiguous bytes a program reads at a time, bytes it holds, bytes it fetches ahead), by (inputs,
+# itemsize). 64 x 4096 x 512 fp32 0.95, with 64 and 32 KiB 0.85; bf16 0.71, 0.67. Backward fp32 0.95, bf16 0.84.
+_COLUMN_BYTES = {
+    (1, 2): (128, 65536, 0), (1, 4): (128, 65536, 6 << 20), (1, 8): (128, 65536, 0),
+    (2, 2): (64, 65536, 0), (2, 4): (128, 65536, 0), (2, 8): (128, 65536, 0),
+}  # fmt: skip
+_COLUMN_MOST_PARTS = 64
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
 _READERS_PER_COPY = (
@@ -129,26 +155,157 @@ _READERS_PER_COPY = (
 _PATIENT_PARTS = 32  # parts from which programs await the last part first: bf16 1 Mi 0.92, without 0.90
 
 
-def plan_rows(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even") -> RowPlan:
+def plan_rows(
+    n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even", inputs: int = 1
+) -> RowPlan:
     """The plan for softmax over rows of n_cols elements of `itemsize` bytes; n_rows and n_cols are at least 1.
+
+    inputs: 1, or 2 for what reads two tensors of the shape, as backward does.
 
     >>> plan_rows(4096, 131072, 2, H200).strategy
     'split'
     """
     if n_cols <= (_SHIFTED_TILES[itemsize][-1][0] if alignment == "shifted" else _TILE_COLS):
-        return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment)
-    fits = n_cols <= _ROW_WARPS[itemsize][-1][0]
+        return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
+    fits = n_cols <= _ROW_WARPS[inputs, itemsize][-1][0]
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
-    if itemsize in _SPLIT_PARTS and (few or not fits):
-        plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment)
+    if (inputs, itemsize) in _SPLIT_PARTS and (few or not fits):
+        plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
         if 1 < plan.parts <= most_parts(plan, device):
             return plan
-    return candidate("row" if fits else "stream", n_rows, n_cols, itemsize, device, alignment=alignment)
+    return candidate("row" if fits else "stream", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
+
+
+def plan_reduction(
+    n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even", writes: bool = False
+) -> RowPlan:
+    """The plan for what reads rows tile by tile and holds none: logsumexp, and (writes) its gradient.
+
+    Rows are split as far as programs are wanted; where parts of a row are merged, the last alone waits for the others.
+    """
+    if n_cols <= (_SHIFTED_TILES[itemsize][-1][0] if alignment == "shifted" else _REDUCTION_TILE_COLS):
+        choices: dict[str, Any] = {"prefetch": 0}
+        if alignment == "even":
+            width, num_warps, size = _rung(_REDUCTION_TILES, n_cols * itemsize)[1:]
+            rows = _power_of_two(size // (n_cols * itemsize) + 1) // 2
+            choices |= {"block_cols": width, "num_warps": num_warps, "block_rows": max(1, rows)}
+        return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment, **choices)
+    num_warps = _rung(_REDUCTION_WARPS, n_cols * itemsize)[1]
+    tile = 4 * 32 * num_warps * VECTOR_BYTES // itemsize
+    wanted = -(-_REDUCTION_PROGRAMS * device.sm_count // n_rows)
+    part_cols = max(tile, -(-n_cols // wanted), n_cols // 1024)
+    if writes:
+        choices = {"num_warps": num_warps, "part_cols": max(tile, n_cols // 4096)}
+        return candidate("stream", n_rows, n_cols, itemsize, device, alignment=alignment, **choices)
+    if part_cols >= n_cols or (1, itemsize) not in _SPLIT_PARTS:
+        plan = candidate("row", n_rows, n_cols, itemsize, device, alignment=alignment, num_warps=num_warps)
+    else:
+        choices = {"num_warps": num_warps, "part_cols": part_cols, "copies": 1, "patient": False}
+        plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment, **choices)
+    return replace(plan, pieces=min(plan.pieces, 8), full_pieces=0, prefetch=0)
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """A reduction over a strided dim of [n_outer, n_cols, n_inner]: a program covers part_cols by block_inner of one.
+
+    inputs: tensors of this shape that are read.
+    block_cols: columns of one of the `pieces`; full_pieces, how many leading ones need no mask in any part.
+    parts: programs that share their columns' reductions; lanes: of a row of the tile of messages that each awaits.
+    prefetch: how many programs ahead, in launch order, a program asks L2 to fetch; 0 is none.
+    """
+
+    n_outer: int
+    n_cols: int
+    n_inner: int
+    itemsize: int
+    inputs: int
+    block_cols: int
+    block_inner: int
+    pieces: int
+    full_pieces: int
+    parts: int
+    part_cols: int
+    lanes: int
+    num_warps: int
+    prefetch: int
+    strategy: Literal["column"] = "column"
+
+    @property
+    def groups(self) -> int:
+        """Blocks of inner positions over all of outer, each the work of `parts` programs."""
+        return self.n_outer * -(-self.n_inner // self.block_inner)
+
+    @property
+    def programs(self) -> int:
+        """Programs in the grid."""
+        return self.groups * self.parts
+
+    @property
+    def slots_per_group(self) -> int:
+        """64-bit messages that the programs of one group exchange."""
+        return self.parts * self.block_inner if self.parts > 1 else 0
+
+
+def plan_columns(
+    n_outer: int,
+    n_cols: int,
+    n_inner: int,
+    itemsize: int,
+    device: Device,
+    *,
+    inputs: int = 1,
+    holds: bool = True,
+    **choices: int,
+) -> ColumnPlan | None:
+    """The plan for reductions over the middle dim; None where too many programs would have to wait for each other.
+
+    holds: whether a program holds what it reads until all is reduced; logsumexp does not, and splits as it likes.
+    choices: inner_bytes, held_bytes and num_warps overrule the constants; the tuner and the tests use it.
+    """
+    vector = choices.get("vector", VECTOR_BYTES // itemsize)
+    num_warps = choices.get("num_warps", 4)
+    inner_bytes, held_bytes, ahead_bytes = _COLUMN_BYTES[inputs, itemsize]
+    inner = min(_power_of_two(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)
+    held = choices.get("held_bytes", held_bytes) // (itemsize * inputs)
+    while num_warps > 1 and _power_of_two(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
+        num_warps //= 2
+    piece = 32 * num_warps * vector
+    inner = max(inner, min(_power_of_two(n_inner), piece // _power_of_two(n_cols)))
+    block_cols = max(1, min(_power_of_two(n_cols), piece // inner))
+    most = max(1, held // (inner * block_cols))  # pieces
+    parts = -(-n_cols // (most * block_cols))
+    if not holds:
+        most = min(4, -(-n_cols // block_cols))
+        wanted = -(-_REDUCTION_PROGRAMS * device.sm_count * inner // (n_outer * n_inner))
+        parts = 1 if itemsize == 8 else max(1, min(wanted, -(-n_cols // (most * block_cols))))
+    part_cols = -(-n_cols // (parts * block_cols)) * block_cols
+    parts = -(-n_cols // part_cols)
+    if parts > 1 and (itemsize == 8 or parts > min(_COLUMN_MOST_PARTS, device.sm_count)):
+        return None
+    groups = n_outer * -(-n_inner // inner)
+    prefetch = choices.get("prefetch", ahead_bytes) // (part_cols * inner * itemsize * inputs)
+    return ColumnPlan(
+        n_outer=n_outer,
+        n_cols=n_cols,
+        n_inner=n_inner,
+        itemsize=itemsize,
+        inputs=inputs,
+        block_cols=block_cols,
+        block_inner=inner,
+        pieces=part_cols // block_cols if holds else most,
+        full_pieces=(n_cols - (parts - 1) * part_cols) // block_cols,
+        parts=parts,
+        part_cols=part_cols,
+        lanes=max(_power_of_two(parts), 32 * num_warps // inner),  # no lane twice: copies of one would see it differ
+        num_warps=num_warps,
+        prefetch=prefetch if prefetch < groups * parts else 0,
+    )
 
 
 def most_parts(plan: RowPlan, device: Device) -> int:
     """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can."""
-    held = -(-plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
+    held = -(-plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
     registers = 255 if plan.alignment == "scalar" else _rung(_SPLIT_REGISTERS, held)[1]
     resident = device.registers // (32 * plan.num_warps * registers)
     return device.sm_count * max(1, resident) // 2
@@ -162,6 +319,7 @@ def candidate(
     device: Device,
     *,
     alignment: Alignment = "even",
+    inputs: int = 1,
     **choices: Any,
 ) -> RowPlan:
     """The plan of one strategy, whether or not `plan_rows` would choose it.
@@ -175,6 +333,8 @@ def candidate(
         raise ValueError(
             f"strategy is one of {get_args(Strategy)}, choices are of {sorted(_CHOICES)}; got {strategy!r}, {choices}"
         )
+    if inputs not in (1, 2):
+        raise ValueError(f"1 or 2 inputs are read; got {inputs}")
     if any(choice < (name != "prefetch") for name, choice in choices.items() if name != "patient"):
         raise ValueError(f"choices are at least 1, prefetch 0; got {choices}")
     if alignment == "even" and n_cols % (VECTOR_BYTES // itemsize):
@@ -194,12 +354,12 @@ def candidate(
         block_cols = choices.get("block_cols", block_cols)
         block_rows = choices.get("block_rows", _power_of_two(block_rows + 1) // 2)
     elif strategy == "row":
-        num_warps = choices.get("num_warps", _rung(_ROW_WARPS[itemsize], n_cols)[1])
+        num_warps = choices.get("num_warps", _rung(_ROW_WARPS[inputs, itemsize], n_cols)[1])
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
     elif strategy == "split":
-        if itemsize not in _SPLIT_PARTS:
+        if (inputs, itemsize) not in _SPLIT_PARTS:
             raise ValueError(f"split exchanges fp32 states; itemsize is {itemsize}")
-        wanted, num_warps, few = _split(n_rows, n_cols, itemsize, device, alignment)
+        wanted, num_warps, few = _split(n_rows, n_cols, (inputs, itemsize), device, alignment)
         wanted, num_warps = choices.get("part_cols", wanted), choices.get("num_warps", num_warps)
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
         # Parts of equal length, whole cache lines, so that all but the last piece of a part need no mask.
@@ -226,7 +386,7 @@ def candidate(
     least_body = body - (vector if alignment == "shifted" else 0)
     shortest = min(part_cols, least_body - (parts - 1) * part_cols)
     full_pieces = 0 if strategy == "stream" else max(0, min(pieces, shortest // block_cols))
-    program_bytes = block_rows * part_cols * itemsize
+    program_bytes = block_rows * part_cols * itemsize * inputs
     prefetch = choices.get("prefetch", _rung(_PREFETCH_BYTES, n_cols * itemsize)[1] // program_bytes)
     if strategy == "stream" or alignment == "scalar" or prefetch >= -(-n_rows // block_rows) * parts:
         prefetch = 0
@@ -235,6 +395,7 @@ def candidate(
         n_rows=n_rows,
         n_cols=n_cols,
         itemsize=itemsize,
+        inputs=inputs,
         alignment=alignment,
         vector=vector,
         block_rows=block_rows,
@@ -251,10 +412,12 @@ def candidate(
     )
 
 
-def _split(n_rows: int, n_cols: int, itemsize: int, device: Device, alignment: Alignment) -> tuple[int, int, bool]:
+def _split(
+    n_rows: int, n_cols: int, held: tuple[int, int], device: Device, alignment: Alignment
+) -> tuple[int, int, bool]:
     """Columns of a part, warps of a program, and whether rows are few: then as many parts as fill the chip."""
     ladder = _SHIFTED_SPLIT_PARTS if alignment == "shifted" else _SPLIT_PARTS
-    _, largest, num_warps = _rung(ladder[itemsize], n_cols)
+    _, largest, num_warps = _rung(ladder[held], n_cols)
     for part_cols, warps in _FEW_ROWS_PARTS:
         parts = -(-n_cols // part_cols)
         if part_cols < largest and parts <= _FEW_ROWS_MOST_PARTS and n_rows * parts <= 8 * device.sm_count:

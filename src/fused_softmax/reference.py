@@ -7,17 +7,72 @@ state is after each block, for the page and for readers.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 
-def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.softmax computed in float64, in the dtype that torch.softmax returns: one rounding from the truth."""
+def softmax(input: Tensor, dim: int = -1, **arguments) -> Tensor:
+    """fused_softmax.softmax of torch's operations, in float64: one rounding from the truth. Arguments: `of_scores`."""
+    return of_scores(torch.softmax, 0.0, input, dim, **arguments)
+
+
+def log_softmax(input: Tensor, dim: int = -1, **arguments) -> Tensor:
+    """fused_softmax.log_softmax likewise."""
+    return of_scores(torch.log_softmax, -math.inf, input, dim, **arguments)
+
+
+def logsumexp(input: Tensor, dim: int | Sequence[int], keepdim: bool = False, **arguments) -> Tensor:
+    """fused_softmax.logsumexp likewise."""
+    return of_scores(partial(torch.logsumexp, keepdim=keepdim), None, input, dim, **arguments)
+
+
+def of_scores(
+    function,
+    nothing: float | None,
+    input: Tensor,
+    dim,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    masked_rows: str = "nan",
+    arithmetic: torch.dtype = torch.float64,
+) -> Tensor:
+    """function(scores of the input, dim) in the dtype `arithmetic`, rounded to the dtype of the result.
+
+    nothing: what masked_rows="zero" gives a row of which nothing is kept; None where the function itself says.
+    """
     result = input.dtype if dtype is None else dtype
     if not result.is_floating_point:
-        raise TypeError(f"softmax has no result of dtype {result}; give a floating-point dtype")
-    return softmax_fp64(input.to(result), dim).to(result)
+        raise TypeError(f"there is no result of dtype {result}; give a floating-point dtype")
+    z = scores(input.to(result).to(arithmetic), dim, scale, mask, is_causal)
+    y = function(z, dim)
+    if masked_rows == "zero" and nothing is not None:
+        y = y.masked_fill((z == -math.inf).all(dim, keepdim=True), nothing)
+    return y.to(result)
+
+
+def scores(z: Tensor, dim, scale: float | Tensor | None, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """z * scale + mask, with -inf wherever a bool mask or causality hides."""
+    greedy = None
+    if scale is not None:
+        scale = torch.as_tensor(scale, dtype=z.dtype, device=z.device)
+        greedy = scale == 0
+        z = z * torch.where(greedy, 1.0, scale)
+    if mask is not None:
+        z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
+    if is_causal:
+        n_queries, n_keys = z.shape[-2:]
+        kept = torch.ones(n_queries, n_keys, dtype=torch.bool, device=z.device).tril(n_keys - n_queries)
+        z = z.masked_fill(~kept, -math.inf)
+    if greedy is not None and z.ndim and z.numel():
+        first = z.nan_to_num(-math.inf, math.inf, -math.inf).argmax(dim, keepdim=True)
+        others = torch.ones_like(z, dtype=torch.bool).scatter(dim, first, False)
+        z = z.masked_fill(greedy & others & ~z.isnan(), -math.inf)
+    return z
 
 
 def softmax_fp64(input: Tensor, dim: int = -1) -> Tensor:

@@ -9,6 +9,8 @@ import triton.language as tl
 
 NEG_INF = tl.constexpr(-float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
+GREATEST = tl.constexpr(3.4028234663852886e38)
+GREATEST_FP64 = tl.constexpr(1.7976931348623157e308)
 POLL_LIMIT = tl.constexpr(1 << 24)  # about ten seconds: a row whose other programs never run becomes NaN, not a hang
 
 
@@ -53,23 +55,25 @@ def exp_at(x, scale, base, PTX: tl.constexpr):
 
 @triton.jit
 def weight_of(m_part, m, PTX: tl.constexpr):
-    """exp(m_part - m), for m_part <= m: what the s of a part counts in the whole. NaN where m is -inf, +inf or NaN."""
+    """exp(m_part - m), for m_part <= m: what the s of a part counts in the whole. NaN where m is +inf or NaN.
+
+    Where m is -inf every part is empty, and its s 0, or NaN: counted once, it stays what it is.
+    """
     if PTX and m.dtype == tl.float32:
         scale_part, base_part = origin_of(m_part, PTX)
         scale, base = origin_of(m, PTX)
         weight = tl.where((scale_part == scale) & (m_part != NEG_INF), tl.exp2(base_part - base), 0.0)
-        return tl.where(tl.abs(m) == float("inf"), float("nan"), weight)
+        weight = tl.where(m == float("inf"), float("nan"), weight)
     else:
-        return exp_at(m_part, m, m, False)
+        weight = exp_at(m_part, m, m, False)
+    return tl.where(m == NEG_INF, 1.0, weight)
 
 
 @triton.jit
 def merge(m_a, s_a, m_b, s_b, PTX: tl.constexpr):
     """The state of two parts of a row together. A NaN travels in s, so m may be taken without it."""
     m = tl.maximum(m_a, m_b)
-    empty = m == NEG_INF  # and then s is 0, or NaN where a NaN stands among the -inf
-    s = s_a * weight_of(m_a, m, PTX) + s_b * weight_of(m_b, m, PTX)
-    return m, tl.where(empty, s_a + s_b, s)
+    return m, s_a * weight_of(m_a, m, PTX) + s_b * weight_of(m_b, m, PTX)
 
 
 @triton.jit
@@ -116,34 +120,189 @@ def edges_of(lane, head, body, n_cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(ptr, cols, size, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr):
-    """PIECES tiles side by side from ptr, as a tuple; columns from `size` on are -inf; FULL_PIECES end before it."""
+def load_pieces(
+    ptr, cols, size, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
+    other=NEG_INF,
+):  # fmt: skip
+    """PIECES tiles side by side from ptr, as a tuple; columns from `size` on are `other`; FULL_PIECES end before it."""
     pieces = ()
     for p in tl.static_range(PIECES):
         if p < FULL_PIECES:
             piece = tl.load(ptr + (p * BLOCK_COLS + cols))
         else:
-            piece = tl.load(ptr + (p * BLOCK_COLS + cols), mask=p * BLOCK_COLS + cols < size, other=NEG_INF)
+            piece = tl.load(ptr + (p * BLOCK_COLS + cols), mask=p * BLOCK_COLS + cols < size, other=other)
         pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
     return pieces
 
 
 @triton.jit
-def max_of(pieces, CAST: tl.constexpr):
-    """The maximum over the last axis of all pieces."""
-    top = widen(pieces[0], CAST)
-    for p in tl.static_range(1, len(pieces)):
-        top = tl.maximum(top, widen(pieces[p], CAST))
-    return tl.max(top, axis=len(top.shape) - 1)
+def scores_of(x, factor, CAST: tl.constexpr, SCALED: tl.constexpr):
+    """z: a piece as the arithmetic sees it, rounded to CAST and then multiplied by the row's factor if SCALED."""
+    z = widen(x, CAST)
+    if SCALED:
+        z *= factor
+    return z
 
 
 @triton.jit
-def sum_exp_of(pieces, scale, base, CAST: tl.constexpr, PTX: tl.constexpr):
-    """sum exp(x - m) over the last axis of all pieces, by the (scale, base) of m, which broadcasts against a piece."""
-    total = exp_at(widen(pieces[0], CAST), scale, base, PTX)
+def max_of(pieces, factor, CAST: tl.constexpr, SCALED: tl.constexpr, AXIS: tl.constexpr = -1):
+    """The maximum over the last axis, or AXIS, of the scores of all pieces."""
+    top = scores_of(pieces[0], factor, CAST, SCALED)
     for p in tl.static_range(1, len(pieces)):
-        total += exp_at(widen(pieces[p], CAST), scale, base, PTX)
-    return tl.sum(total, axis=len(total.shape) - 1)
+        top = tl.maximum(top, scores_of(pieces[p], factor, CAST, SCALED))
+    return tl.max(top, axis=len(top.shape) - 1 if AXIS == -1 else AXIS)
+
+
+@triton.jit
+def sum_exp_of(
+    pieces, scale, base, factor, CAST: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr, AXIS: tl.constexpr = -1,
+    live=0, BLOCK_COLS: tl.constexpr = 0,
+):  # fmt: skip
+    """sum exp(z - m) over the last axis, or AXIS, of all pieces, by the (scale, base) of m as it broadcasts to them.
+
+    With BLOCK_COLS, the width of a piece, only the first `live` columns are more than -inf, and the rest is passed by.
+    """
+    total = exp_at(scores_of(pieces[0], factor, CAST, SCALED), scale, base, PTX)
+    for p in tl.static_range(1, len(pieces)):
+        if BLOCK_COLS:
+            if p * BLOCK_COLS < live:
+                total += exp_at(scores_of(pieces[p], factor, CAST, SCALED), scale, base, PTX)
+        else:
+            total += exp_at(scores_of(pieces[p], factor, CAST, SCALED), scale, base, PTX)
+    return tl.sum(total, axis=len(total.shape) - 1 if AXIS == -1 else AXIS)
+
+
+@triton.jit
+def result_of(z, m, s, CAST: tl.constexpr, LOG: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
+    """softmax, or LOG its logarithm, of scores by the state of their row; ZERO: a row with nothing kept is no NaN."""
+    if LOG:
+        y = z - m - tl.log(s)
+        if ZERO:
+            y = tl.where(s == 0.0, NEG_INF, y)
+    else:
+        inv_s = 1.0 / s
+        if ZERO:
+            inv_s = tl.where(s == 0.0, 0.0, inv_s)
+        scale, base = origin_of(m, PTX)
+        y = exp_at(z, scale, base, PTX) * inv_s
+    return y.to(CAST)
+
+
+@triton.jit
+def finite_top(m):
+    """m, but the greatest number for +inf: exp(inf - m) is then inf and not NaN, as lse is."""
+    return tl.minimum(m, GREATEST_FP64 if m.dtype.is_fp64() else GREATEST)
+
+
+@triton.jit
+def lse_of(m, s, greedy, GREEDY: tl.constexpr):
+    """m + log s; of a greedy row, of whose tied maxima the first alone counts, m."""
+    if GREEDY:
+        s = tl.where(greedy & (s > 0), 1.0, s)
+    return m + tl.log(s)
+
+
+@triton.jit
+def broadcast_offset(row, n_1, n_2, stride_0, stride_1, stride_2):
+    """Where a row, numbered over up to three dims (the last two of n_1 and n_2), begins in a tensor of such strides."""
+    return row // (n_1 * n_2) * stride_0 + row // n_2 % n_1 * stride_1 + row % n_2 * stride_2
+
+
+@triton.jit
+def visible_of(row, n_cols, n_queries, CAUSAL: tl.constexpr):
+    """How many leading columns of a row are not hidden by causality."""
+    if CAUSAL:
+        return tl.maximum(tl.minimum(n_cols, (row % n_queries).to(tl.int32) + 1 + n_cols - n_queries), 0)
+    else:
+        return n_cols
+
+
+@triton.jit
+def factor_of(row, number, scale_ptr, n_1, n_2, stride_0, stride_1, stride_2, SCALED: tl.constexpr, CAST: tl.constexpr):
+    """(factor, hidden, greedy) of a row: its scale, the x that becomes -inf by it, and whether the scale was 0.
+
+    The factor of a greedy row is 1.
+    """
+    if SCALED:
+        factor = number
+        if scale_ptr is not None:
+            factor = tl.load(scale_ptr + broadcast_offset(row, n_1, n_2, stride_0, stride_1, stride_2))
+        factor = factor.to(tl.float64 if CAST.is_fp64() else tl.float32)
+        # By way of integers: the interpreter forgets that a comparison of scalar floats is a truth value.
+        sign = tl.where(factor < 0, -1, tl.where(factor == 0, 0, 1))
+        return tl.where(sign == 0, 1.0, factor), tl.where(sign == -1, float("inf"), NEG_INF), sign == 0
+    else:
+        return 1.0, NEG_INF, False
+
+
+@triton.jit
+def keep_scores(
+    x, cols, on, visible, factor, hidden, mask_ptr, mask_col_stride,
+    CAST: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """What was read from columns `cols` of a row (where `on`), with all that mask and causality hide at `hidden`.
+
+    An added mask (2) makes of it the finished scores, in the dtype of the arithmetic.
+    """
+    wide: tl.constexpr = tl.float64 if x.dtype.is_fp64() else tl.float32
+    keep = on
+    if MASK == 2:
+        x = scores_of(x, factor, CAST, SCALED)
+        x += tl.load(mask_ptr + cols * mask_col_stride, mask=on, other=0.0).to(x.dtype)
+        hidden = NEG_INF
+    if MASK == 1:
+        keep = keep & (tl.load(mask_ptr + cols * mask_col_stride, mask=on, other=0) != 0)
+    if CAUSAL:
+        keep = keep & (cols < visible)
+    return tl.where(keep, x, (tl.zeros([], wide) + hidden).to(x.dtype))
+
+
+@triton.jit
+def load_scores(
+    ptr, first, cols, size, visible, factor, hidden, mask_ptr, mask_col_stride,
+    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr, VECTOR: tl.constexpr,
+    CAST: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """load_pieces from column `first` of a row on, masked and causal; what causality hides is not read."""
+    if CAUSAL:
+        read = tl.minimum(size, (visible - first + VECTOR - 1) // VECTOR * VECTOR)
+        pieces = load_pieces(ptr, cols, read, BLOCK_COLS, PIECES, 0, hidden)
+    else:
+        read = size
+        pieces = load_pieces(ptr, cols, size, BLOCK_COLS, PIECES, FULL_PIECES, hidden)
+    if MASK or CAUSAL:
+        kept = ()
+        for p in tl.static_range(PIECES):
+            piece = keep_scores(
+                pieces[p], first + p * BLOCK_COLS + cols, p * BLOCK_COLS + cols < read, visible, factor, hidden,
+                mask_ptr, mask_col_stride, CAST, MASK, SCALED, CAUSAL,
+            )  # fmt: skip
+            kept = kept + (piece,)  # noqa: RUF005  the compiler has no unpacking
+        return kept
+    else:
+        return pieces
+
+
+@triton.jit
+def first_max_of(pieces, m, first, cols, factor, BLOCK_COLS: tl.constexpr, CAST: tl.constexpr, SCALED: tl.constexpr):
+    """The first column whose score is m; past every column if none is."""
+    found = tl.where(scores_of(pieces[0], factor, CAST, SCALED) == m, first + cols, 2147483647)
+    for p in tl.static_range(1, len(pieces)):
+        here = scores_of(pieces[p], factor, CAST, SCALED) == m
+        found = tl.minimum(found, tl.where(here, first + p * BLOCK_COLS + cols, 2147483647))
+    return tl.min(found, axis=len(found.shape) - 1)
+
+
+@triton.jit
+def keep_column(pieces, column, greedy, first, cols, BLOCK_COLS: tl.constexpr):
+    """The pieces of a greedy row with one column kept and -inf elsewhere, but where it is NaN."""
+    kept = ()
+    wide: tl.constexpr = tl.float64 if pieces[0].dtype.is_fp64() else tl.float32
+    for p in tl.static_range(len(pieces)):
+        x = pieces[p]
+        hide = greedy & (first + p * BLOCK_COLS + cols != column) & (x.to(wide) == x.to(wide))
+        kept = kept + (tl.where(hide, tl.full([], NEG_INF, wide).to(x.dtype), x),)  # noqa: RUF005  the compiler has no unpacking
+    return kept
 
 
 @triton.jit
@@ -185,49 +344,106 @@ def tag_of(message):
 
 
 @triton.jit
-def wait_for(slots_ptr, message, wanted, tag):
+def wait_for(slot_ptrs, message, wanted, tag):
     """Re-read the wanted slots until all carry this launch's tag; one lane a slot, and only while it is missing."""
-    j = tl.arange(0, message.shape[0])
     missing = wanted & (tag_of(message) != tag)
     polls = 0
-    while (tl.max(missing.to(tl.int32), axis=0) > 0) & (polls < POLL_LIMIT):
-        message = tl.load(slots_ptr + j, mask=missing, other=message, volatile=True)
+    while (tl.max(missing.to(tl.int32), axis=None) > 0) & (polls < POLL_LIMIT):
+        message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)
         missing = wanted & (tag_of(message) != tag)
         polls += 1
     return message
 
 
 @triton.jit
-def exchange(
-    m, s, slots_ptr, part, n_parts, tag,
-    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr,
-    PUBLISH: tl.constexpr, COLLECT: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Publish the state of this part of a row, wait for the others', return the state of the row.
+def publish(m, s, slots_ptr, part, n_parts, tag, LANES: tl.constexpr, COPIES: tl.constexpr):
+    """Write this part's message (m, s), s not negative, into every copy of its row's slots.
 
     Every launch flips the tag of every slot of a row, so what a slot held before never passes for a new message, and
     nothing is reset between launches (a sense-reversing barrier). `tag` is this launch's.
     The slots stand in COPIES copies, each read by its own share of the programs: L2 serves one reader of a sector at a
-    time, and readers queue ahead of the writers they wait for. For the same reason PATIENT programs, of which many
-    wait, await the last part first and alone: it starts last.
-    PUBLISH and COLLECT are both true on a GPU. The interpreter runs programs one after another, and so runs them in
-    two launches: all publish before any collects.
+    time, and readers queue ahead of the writers they wait for.
+    """
+    j = tl.arange(0, LANES)
+    message = pack_state(m, s, tag) + tl.zeros([LANES], tl.int64)
+    tl.atomic_xchg(slots_ptr + part + j * n_parts, message, mask=j < COPIES, sem="relaxed")
+
+
+@triton.jit
+def collect(
+    slots_ptr, part, n_parts, tag, LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr
+):  # fmt: skip
+    """Wait for the messages of all parts of a row: (m, s) a lane, 0 in lanes past the parts, and which never came.
+
+    PATIENT programs, of which many wait, await the last part first and alone: it starts last.
     """
     j = tl.arange(0, LANES)
     peer = j < n_parts
+    slots_ptr += (part % COPIES) * n_parts
+    message = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
+    if PATIENT:
+        message = wait_for(slots_ptr + j, message, j == n_parts - 1, tag)
+    message = tl.load(slots_ptr + j, mask=peer & (tag_of(message) != tag), other=message, volatile=True)
+    message = wait_for(slots_ptr + j, message, peer, tag)
+    m_parts, s_parts = unpack_state(message)
+    return tl.where(peer, m_parts, 0.0), tl.where(peer, s_parts, 0.0), peer & (tag_of(message) != tag)
+
+
+@triton.jit
+def exchange(
+    m, s, slots_ptr, part, n_parts, tag,
+    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr,
+    PUBLISH: tl.constexpr, COLLECT: tl.constexpr, PTX: tl.constexpr, greedy=False, GREEDY: tl.constexpr = False,
+):  # fmt: skip
+    """Publish the state of this part of a row, wait for the others', return the state of the row.
+
+    PUBLISH and COLLECT are both true on a GPU. The interpreter runs programs one after another, and so runs them in
+    two launches: all publish before any collects.
+    """
     if PUBLISH:
-        message = pack_state(m, s, tag) + tl.zeros([LANES], tl.int64)
-        tl.atomic_xchg(slots_ptr + part + j * n_parts, message, mask=j < COPIES, sem="relaxed")
+        publish(m, s, slots_ptr, part, n_parts, tag, LANES, COPIES)
     if COLLECT:
-        slots_ptr += (part % COPIES) * n_parts
-        message = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
-        if PATIENT:
-            message = wait_for(slots_ptr, message, j == n_parts - 1, tag)
-        message = tl.load(slots_ptr + j, mask=peer & (tag_of(message) != tag), other=message, volatile=True)
-        message = wait_for(slots_ptr, message, peer, tag)
-        m_parts, s_parts = unpack_state(message)
-        m_parts = tl.where(peer, m_parts, NEG_INF)
-        s_parts = tl.where(peer, tl.where(tag_of(message) == tag, s_parts, float("nan")), 0.0)
+        j = tl.arange(0, LANES)
+        m_parts, s_parts, missing = collect(slots_ptr, part, n_parts, tag, LANES, COPIES, PATIENT)
+        m_parts = tl.where(j < n_parts, m_parts, NEG_INF)
+        s_parts = tl.where(missing, float("nan"), s_parts)
         m = tl.max(m_parts, axis=0)
         s = tl.sum(s_parts * weight_of(m_parts, m, PTX), axis=0)
+        if GREEDY:
+            # Of parts that share the maximum the first has it, and s counts all: 1 is left, or NaN.
+            winner = tl.min(tl.where(m_parts == m, j, LANES), axis=0)
+            s = tl.where(greedy & (s > 0), 1.0, s)
+            m = tl.where(greedy & (part != winner) & (s == s), float("inf"), m)
     return m, s
+
+
+@triton.jit
+def dot_of(y, dy, CAST: tl.constexpr, LOG: tl.constexpr, AXIS: tl.constexpr = -1):
+    """d over the last axis, or AXIS, of all pieces: sum y * dy, or of log_softmax sum dy."""
+    total = widen(dy[0], CAST)
+    if not LOG:
+        total *= widen(y[0], CAST)
+    for p in tl.static_range(1, len(dy)):
+        if LOG:
+            total += widen(dy[p], CAST)
+        else:
+            total += widen(y[p], CAST) * widen(dy[p], CAST)
+    return tl.sum(total, axis=len(total.shape) - 1 if AXIS == -1 else AXIS)
+
+
+@triton.jit
+def gradient_of(
+    y, dy, d, factor, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """The gradient of one piece of x by its row's d, times factor if SCALED; HIDDEN: 0 where log_softmax is -inf."""
+    y = widen(y, CAST)
+    dy = widen(dy, CAST)
+    if LOG:
+        dx = dy - tl.exp(y) * d
+        if HIDDEN:
+            dx = tl.where(y == NEG_INF, 0.0, dx)
+    else:
+        dx = y * (dy - d)
+    if SCALED:
+        dx *= factor
+    return dx

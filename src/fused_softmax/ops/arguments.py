@@ -3,12 +3,16 @@
 import os
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_softmax.plan import Alignment
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+TLDTYPES = {
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
+}  # fmt: skip
+DTYPES = tuple(TLDTYPES)  # of results
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 
 
@@ -39,15 +43,13 @@ def check(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, out: Te
     return result_dtype
 
 
-def runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> bool:
-    """Whether these kernels take the call; torch's own path takes the rest."""
+def runs_here(input: Tensor, *others: Tensor) -> bool:
+    """Whether these kernels take a call on these tensors; torch's own operations take the rest."""
     return (
         not torch.compiler.is_compiling()  # first, for dynamo follows none of the others
         and type(input) is Tensor
-        and (out is None or (type(out) is Tensor and not out.is_neg()))
+        and all(type(other) in (Tensor, torch.nn.Parameter) and not other.is_neg() for other in others)
         and (input.is_cuda or (INTERPRET and input.device.type == "cpu"))
-        and result_dtype in DTYPES
-        and not (torch.is_grad_enabled() and (input.requires_grad or (out is not None and out.requires_grad)))
         and not input.is_neg()
         and forward_ad._current_level < 0
         and not torch.jit.is_tracing()
@@ -57,17 +59,18 @@ def runs_here(input: Tensor, result_dtype: torch.dtype, out: Tensor | None) -> b
     )
 
 
-def alignment_of(x: Tensor, y: Tensor) -> Alignment:
-    """How the rows of x and y lie against 16-byte boundaries, counted in elements of x."""
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def alignment_of(x: Tensor, *others: Tensor) -> Alignment:
+    """How the rows of all these tensors lie against 16-byte boundaries, counted in elements of x."""
     vector = 16 // x.element_size()
     many = x.shape[0] > 1
-    x_phase, y_phase = (t.data_ptr() // t.element_size() % vector for t in (x, y))
-    x_step, y_step = (t.stride(0) % vector if many else 0 for t in (x, y))
-    if not (x_phase or y_phase or x_step or y_step or x.shape[1] % vector):
+    places = {(t.data_ptr() // t.element_size() % vector, t.stride(0) % vector if many else 0) for t in (x, *others)}
+    if places == {(0, 0)} and x.shape[1] % vector == 0:
         return "even"
-    if x_phase == y_phase and x_step == y_step and x.shape[1] >= 2 * vector:
-        return "shifted"
-    return "scalar"
+    return "shifted" if len(places) == 1 and x.shape[1] >= 2 * vector else "scalar"
 
 
 def as_rows(x: Tensor) -> Tensor:

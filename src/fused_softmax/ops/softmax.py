@@ -1,442 +1,238 @@
-"""softmax over one dim.  y = exp(x - m) / s,  m = max x,  s = sum exp(x - m).
+"""softmax and log_softmax along one dim, of the input or of its scaled, masked, causal scores.
 
-Traffic: every element is read once and written once (2MN), however long the row; only rows that the chip cannot hold
-are read twice (stream, 3MN).
+Forward in `softmax_forward`, gradient in `softmax_backward`: each reads every element once and writes it once.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from numbers import Integral
-from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.overrides import has_torch_function_unary
 
-from fused_softmax import launch, workspace
-from fused_softmax.device import device_of
-from fused_softmax.ops.arguments import alignment_of, as_rows, check, is_rows, overlap, runs_here
-from fused_softmax.plan import RowPlan, plan_rows
-from fused_softmax.rowwise import (
-    NEG_INF,
-    body_of,
-    edges_of,
-    exchange,
-    exp_at,
-    head_of,
-    hold_all,
-    load_pieces,
-    max_of,
-    merge,
-    origin_of,
-    prefetch_l2,
-    sum_exp_of,
-    tag_of,
-    weight_of,
-    widen,
-)
+from fused_softmax import reference
+from fused_softmax.ops import column
+from fused_softmax.ops.arguments import DTYPES, check, is_rows, needs_grad, overlap, runs_here
+from fused_softmax.ops.replay import Calls, keep, replay
+from fused_softmax.ops.scores import PLAIN, MaskedRows, Scores, check_scores
+from fused_softmax.ops.softmax_backward import softmax_backward
+from fused_softmax.ops.softmax_forward import prepare_forward, softmax_forward
 
-_MOST_CALLS = 4096  # shapes whose launches are kept
-_calls: dict[tuple, tuple[Callable, tuple[int, ...] | None]] = {}
-
-_is_compiling = torch.compiler.is_dynamo_compiling
-_functorch_active = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_autocast = torch.is_autocast_enabled
-_grad_enabled = torch.is_grad_enabled
-_empty_like = torch.empty_like
-# Inductor's allocator, at half of empty_like's cost; it allocates on the current device, so one device alone uses it.
-_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_calls: Calls = {}
+_log_calls: Calls = {}
 
 
-def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """softmax of `input` along `dim`, as torch.softmax: same results, NaN and infinities included.
+def softmax(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    masked_rows: MaskedRows = "nan",
+) -> Tensor:
+    """softmax of `input * scale + mask` along `dim`, as torch.softmax: same results, NaN and infinities included.
 
     input: any shape; float32, float16, bfloat16 or float64. CUDA tensors run on this package's kernels, read once and
-        written once whatever the length of `dim`; CPU tensors, tensors that require grad, and calls under
-        torch.compile, functorch or dispatch modes take torch's own path.
-    dim: the dimension that sums to 1. The last one is read in place, at any row stride; others through a copy.
+        written once whatever the length of `dim`; CPU tensors take torch's own path. Differentiable, twice too.
+    dim: the dimension that sums to 1. The last one is read in place at any row stride, others in contiguous tensors;
+        what no stride describes goes through a copy.
     dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for integer inputs.
     out: where to write; of the input's shape, the result's dtype, the input's device.
+    scale: a number, or a tensor that broadcasts to the input with size 1 in `dim` (a temperature's inverse for every
+        row). Scale 0 stands for temperature 0: 1 at the first maximum of the row, 0 elsewhere.
+    mask: broadcasts to the input and is never expanded in memory. bool: True keeps. Of a float dtype: added.
+    is_causal: of scores [..., queries, keys] only keys up to each query's own are kept, the last query seeing all
+        (bottom-right aligned); nothing above that diagonal is read.
+    masked_rows: what a row gets of which nothing is kept: "nan" as torch, or "zero".
 
-    Raises TypeError for what is not a tensor; IndexError for a dim out of range; NotImplementedError for a sparse input
-    or an integer one without dtype; RuntimeError for a nested input, or an out of another shape, dtype or device.
+    Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
+    ValueError for a mask or scale that does not broadcast, or is_causal on fewer than 2 dims or another than the last;
+    NotImplementedError for a sparse input or an integer one without dtype; RuntimeError for a nested input, or an out
+    of another shape, dtype or device.
 
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[0.0900, 0.2447, 0.6652]], device='cuda:0')
     """
-    # A call seen before, on a plain tensor with nothing listening, costs what torch's own does: one lookup, one launch.
-    if (
-        type(input) is Tensor
-        and type(dim) is int  # True and 1.0 equal 1, and would find what was kept for it
-        and dtype is None
-        and out is None
-        and not _is_compiling()
-        and not _functorch_active()
-        and not _dispatch_modes()
-        and not _function_modes()
-        and not _autocast()
-        and not (input.requires_grad and _grad_enabled())
-    ):
-        try:
-            stride, kind = input.stride(), input.dtype
-            call = _calls.get((input.shape, stride, kind, input.get_device(), input.data_ptr() & 15, dim))
-        except (RuntimeError, TypeError):  # no strides (sparse, nested), or a dim of another type: errors for _check
-            call = None
-        if call is not None and not input.is_neg() and forward_ad._current_level < 0:
-            run, shape = call
-            result = _empty_like(input) if shape is None else _empty_strided(shape, stride, kind)
-            run(input, result)
+    if dtype is None and out is None and scale is None and mask is None and is_causal is False and masked_rows == "nan":
+        result = replay(_calls, input, dim)
+        if result is not None:
             return result
-    return _softmax(input, dim, dtype, out)
+    return _softmax(False, input, dim, dtype, out, scale, mask, is_causal, masked_rows)
 
 
-def _softmax(input, dim, dtype, out):
-    if not isinstance(input, Tensor) and has_torch_function_unary(input):  # a proxy of torch.fx, for one
-        return torch.softmax(input, dim, dtype=dtype, out=out)
+def log_softmax(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    masked_rows: MaskedRows = "nan",
+) -> Tensor:
+    """The logarithm of softmax along `dim`, as torch.log_softmax: z - m - log s. Arguments and errors are softmax's.
+
+    A row of which nothing is kept is -inf everywhere with masked_rows="zero".
+
+    >>> log_softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
+    tensor([[-2.4076, -1.4076, -0.4076]], device='cuda:0')
+    """
+    if dtype is None and out is None and scale is None and mask is None and is_causal is False and masked_rows == "nan":
+        result = replay(_log_calls, input, dim)
+        if result is not None:
+            return result
+    return _softmax(True, input, dim, dtype, out, scale, mask, is_causal, masked_rows)
+
+
+def _softmax(log, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
+    name = "log_softmax" if log else "softmax"
+    plainly = scale is None and mask is None and is_causal is False and masked_rows == "nan"
+    if not isinstance(input, Tensor) and has_torch_function_unary(input) and plainly:  # a proxy of torch.fx, for one
+        return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
     if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
         dim = int(dim)
-    result_dtype = check("softmax", input, dim, dtype, out)
-    if not runs_here(input, result_dtype, out):
-        return torch.softmax(input, dim, dtype=dtype, out=out)
+    result_dtype = check(name, input, dim, dtype, out)
+    scores = PLAIN if plainly else check_scores(name, input, dim, scale, mask, is_causal, masked_rows)
     if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
         result_dtype = torch.float32  # where autocast is on, torch's softmax gives fp32
-    if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
-        input = input.to(result_dtype)
+    tensors = [each for each in (input, out, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    if not runs_here(*tensors) or result_dtype not in DTYPES:
+        if plainly:
+            return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
+        result = getattr(reference, name)(
+            input, dim, dtype=dtype, scale=scale, mask=mask, is_causal=is_causal, masked_rows=masked_rows,
+            arithmetic=torch.float64 if result_dtype == torch.float64 else torch.float32,
+        )  # fmt: skip
+        return result if out is None else out.resize_(result.shape).copy_(result)
+    if needs_grad(*tensors):
+        if out is not None:
+            raise RuntimeError(f"{name}: out= takes no part in autograd, but an argument requires grad")
+        return _Softmax.apply(input, scores.mask, scores.scale, scores, dim, result_dtype, log)
     if out is not None and out.numel() == 0 and out.shape != input.shape:
         out.resize_(input.shape)  # as torch: an empty out takes the shape of the result
+    return _forward(log, input, dim, result_dtype, out, scores)
 
-    last = input if input.ndim == 0 else input.movedim(dim, -1)
-    if out is None and input.is_contiguous() and result_dtype == input.dtype and last.is_contiguous() and input.numel():
-        result = _empty_like(input)
-        run = _prepare_forward(last, result if input.ndim == 0 else result.movedim(dim, -1))
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        shape = tuple(input.shape) if input.is_cuda and _empty_strided and torch.cuda.device_count() == 1 else None
-        _calls[input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim] = run, shape
+
+def _forward(log: bool, input: Tensor, dim: int, result_dtype: torch.dtype, out: Tensor | None, scores: Scores):
+    if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
+        input = input.to(result_dtype)
+    if input.ndim:
+        scores = scores.along(dim, input.shape)
+    if scores.plain and input.ndim and input.numel() and (out is None or not overlap(input, out)):
+        result = _forward_columns(log, input, dim, result_dtype, out)
+        if result is not None:
+            return result
+    last, same = _last(input, dim), input.is_contiguous() and result_dtype == input.dtype
+    if out is None and same and scores.plain and last.is_contiguous() and input.numel():
+        result = torch.empty_like(input)
+        run = prepare_forward(last, _last(result, dim), log=log)
+        keep(_log_calls if log else _calls, input, dim, run, result)
         run(last, result)
         return result
-    if out is not None and not overlap(input, out) and is_rows(out if out.ndim == 0 else out.movedim(dim, -1)):
-        softmax_forward(last, out if out.ndim == 0 else out.movedim(dim, -1))
+    if out is not None and not overlap(input, out) and is_rows(_last(out, dim)):
+        _into(last, _last(out, dim), log, scores)
         if not out.is_inference():
             increment_version(out)  # autograd sees no write of a kernel's
         return out
     result = torch.empty(last.shape, dtype=result_dtype, device=input.device)
-    softmax_forward(last, result)
+    _into(last, result, log, scores)
     if input.ndim:
         result = result.movedim(-1, dim)
     return result.contiguous() if out is None else out.copy_(result)
 
 
-def softmax_forward(x: Tensor, y: Tensor | None = None, plan: RowPlan | None = None) -> Tensor:
-    """softmax over the last dim of x [..., n_cols] into y, by `plan` or the planner's; any leading dims.
-
-    y: same shape, its rows contiguous; a new contiguous tensor of x's dtype if None. `plan` is for the whole of x.
-    """
-    if y is None:
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        x, y_rows = as_rows(x), as_rows(y)
-        _prepare_forward(x, y_rows, plan)(x, y_rows)
-    return y
-
-
-def _prepare_forward(x: Tensor, y: Tensor, plan: RowPlan | None = None):
-    """What runs softmax from any tensor like x into any like y, alignment included: `run(x, y)`."""
-    x_rows, y_rows = as_rows(x), as_rows(y)
-    if plan is None:
-        gpu = device_of(x.get_device())
-        n_rows, n_cols = x_rows.shape
-        itemsize = 8 if y.dtype == torch.float64 else x.element_size()  # the arithmetic's, where it is fp64
-        plan = plan_rows(n_rows, n_cols, itemsize, gpu, alignment=alignment_of(x_rows, y_rows))
-    return prepare(x_rows, y_rows, plan)
+def _forward_columns(log: bool, input: Tensor, dim: int, result_dtype: torch.dtype, out: Tensor | None):
+    """The forward along a strided dim as it lies, or None where rows are what it has, or a copy is needed."""
+    source = column.columns_of(input, dim)
+    if source is None:
+        return None
+    result = torch.empty(input.shape, dtype=result_dtype, device=input.device) if out is None else out
+    target = column.columns_of(result, dim)
+    if target is None or target[1] != source[1]:
+        return None
+    run = column.prepare_softmax(source[0], target[0], log=log)
+    if run is None:
+        return None
+    if out is None and result_dtype == input.dtype:
+        keep(_log_calls if log else _calls, input, dim, run, result)
+    run(input, result)
+    if out is not None and not out.is_inference():
+        increment_version(out)
+    return result
 
 
-def prepare(x: Tensor, y: Tensor, plan: RowPlan):
-    """What launches `plan` on x and y [n_rows, n_cols], columns contiguous: `run(x, y)`, for any tensors like these."""
-    device = x.get_device()
-    gpu = device_of(device)
-    interpreted = device < 0
-    ptx = gpu.backend == "cuda" and not interpreted
-    strides = (x.stride(0), y.stride(0))
-    phase = x.data_ptr() // x.element_size() % plan.vector
-    blocks = {"BLOCK_COLS": plan.block_cols, "PIECES": plan.pieces, "FULL_PIECES": plan.full_pieces}
-    layout = {"VECTOR": plan.vector, "SHIFTED": plan.alignment == "shifted", "CAST": _TLDTYPES[y.dtype]}
-    ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0), "PTX": ptx}
-    options = {"device": device, "num_warps": plan.num_warps}
-
-    if plan.strategy == "tile":
-        sizes = (plan.n_rows, plan.n_cols, phase, plan.prefetch)
-        return launch.prepare(
-            _tile_forward, plan.programs, (x, y), (*strides, *sizes),
-            {"BLOCK_ROWS": plan.block_rows} | blocks | layout | ahead, **options,
-        )  # fmt: skip
-    if plan.strategy == "row":
-        sizes = (plan.n_cols, plan.programs, phase, plan.prefetch)
-        return launch.prepare(
-            _row_forward, plan.programs, (x, y), (*strides, *sizes), blocks | layout | ahead, **options
-        )  # fmt: skip
-    if plan.strategy == "split":
-        return _prepare_split(x, y, plan, strides, phase, blocks | layout | ahead, options)
-    return _prepare_stream(x, y, plan, strides, phase, blocks | layout | {"PTX": ptx}, options)
+def _last(x: Tensor, dim: int) -> Tensor:
+    return x if x.ndim == 0 else x.movedim(dim, -1)
 
 
-def _prepare_split(x, y, plan, strides, phase, constexprs, options):
-    device, slots_per_row = x.get_device(), plan.slots_per_row
-    sizes = (plan.n_cols, plan.parts, plan.part_cols, plan.programs, phase, plan.prefetch)
-    constexprs = constexprs | {"LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.patient}
-
-    def launcher(slots, publish, collect):
-        return launch.prepare(
-            _split_forward, plan.programs, (x, y, slots), (*strides, *sizes),
-            constexprs | {"PUBLISH": publish, "COLLECT": collect}, **options,
-        )  # fmt: skip
-
-    if device < 0:
-        slots = torch.zeros(plan.n_rows * slots_per_row, dtype=torch.int64)
-        publish, collect = launcher(slots, True, False), launcher(slots, False, True)
-        return lambda x, y: (publish(x, y, slots), collect(x, y, slots))
-    both, n_rows = launcher(workspace.slots(device, plan.n_rows, slots_per_row), True, True), plan.n_rows
-    return lambda x, y: both(x, y, workspace.slots(device, n_rows, slots_per_row))
+def _into(x: Tensor, y: Tensor, log: bool, scores: Scores) -> None:
+    """The forward over the last dim of x into y, a scale per row that may be 0 included where rows stream."""
+    if isinstance(scores.scale, float) and y.dtype == torch.float64:
+        # A kernel's number has 32 bits.
+        number = torch.full((), scores.scale, dtype=torch.float64, device=x.device)
+        scores = replace(scores, scale=number, never_zero=scores.scale != 0)
+    softmax_forward(x, y, log=log, scores=scores)
 
 
-def _prepare_stream(x, y, plan, strides, phase, constexprs, options):
-    sizes = (plan.n_cols, plan.parts, plan.part_cols, phase)
-    state_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    shape = (2, plan.n_rows, -(-plan.parts // 4) * 4)  # rows of states on 16 bytes, so that m and s are aligned alike
-    states = torch.empty(shape, dtype=state_dtype, device=x.device)
-    first = launch.prepare(
-        _stream_state, plan.programs, (x, states[0], states[1]), (strides[0], *sizes), constexprs, **options
-    )
-    second = launch.prepare(
-        _stream_forward, plan.programs, (x, y, states[0], states[1]), (*strides, *sizes),
-        constexprs | {"LANES": plan.lanes}, **options,
-    )  # fmt: skip
+class _Softmax(torch.autograd.Function):
+    """y with the gradient of input, of an added mask and of a scale tensor, from y and dy."""
 
-    def run(x, y):
-        states = torch.empty(shape, dtype=state_dtype, device=x.device)
-        first(x, states[0], states[1])
-        second(x, y, states[0], states[1])
+    @staticmethod
+    def forward(ctx, input, mask, scale, scores, dim, result_dtype, log):
+        y = _forward(log, input, dim, result_dtype, None, scores)
+        with_input = isinstance(scale, Tensor) and scale.requires_grad
+        ctx.save_for_backward(y, scale if isinstance(scale, Tensor) else None, input if with_input else None)
+        ctx.how = dim, log, scores, input.dtype, None if mask is None else mask.shape
+        return y
 
-    return run
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "phase", "ahead"])
-def _tile_forward(
-    x_ptr, y_ptr, x_row_stride, y_row_stride, n_rows, n_cols, phase, ahead,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Several short rows a program."""
-    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    # Rows past the end repeat the last one: the same values to the same place.
-    row = tl.minimum(first_row + tl.arange(0, BLOCK_ROWS), n_rows - 1)[:, None]
-    cols = tl.arange(0, BLOCK_COLS)[None, :]
-    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
-    body = (n_cols - head) // VECTOR * VECTOR
-    x = load_pieces(
-        body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES
-    )
-    m = max_of(x, CAST)[:, None]
-    if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
-        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
-        m = tl.maximum(m, tl.max(edge, axis=1)[:, None])
-    if PREFETCH:
-        first = first_row + ahead.to(tl.int64) * BLOCK_ROWS
-        n_ahead = tl.minimum(BLOCK_ROWS * x_row_stride, (n_rows - 1 - first) * x_row_stride + n_cols)
-        # Past the last row it is negative, and so far below zero at wide strides that it would not fit 32 bits.
-        prefetch_l2(x_ptr, phase, first * x_row_stride, tl.maximum(n_ahead, 0))
-    x = hold_all(x, PTX)
-    scale, base = origin_of(m, PTX)
-    s = sum_exp_of(x, scale, base, CAST, PTX)[:, None]
-    if SHIFTED:
-        s += tl.sum(exp_at(edge, scale, base, PTX), axis=1)[:, None]
-    y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
-    _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
-    if SHIFTED:
-        y = exp_at(edge, scale, base, PTX) * (1.0 / s)
-        tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
-
-
-@triton.jit(do_not_specialize=["n_cols", "n_programs", "phase", "ahead"])
-def _row_forward(
-    x_ptr, y_ptr, x_row_stride, y_row_stride, n_cols, n_programs, phase, ahead,
-    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """One row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_COLS)
-    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
-    body = (n_cols - head) // VECTOR * VECTOR
-    x = load_pieces(
-        body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), cols, body, BLOCK_COLS, PIECES, FULL_PIECES
-    )
-    m = max_of(x, CAST)
-    if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
-        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
-        m = tl.maximum(m, tl.max(edge, axis=0))
-    if PREFETCH:
-        prefetch_l2(x_ptr, phase, (row + ahead) * x_row_stride, tl.where(row + ahead < n_programs, n_cols, 0))
-    x = hold_all(x, PTX)
-    scale, base = origin_of(m, PTX)
-    s = sum_exp_of(x, scale, base, CAST, PTX)
-    if SHIFTED:
-        s += tl.sum(exp_at(edge, scale, base, PTX), axis=0)
-    y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
-    # Runs once, which the compiler does not know: it would start this pass early, on twice the registers.
-    for _ in range(tl.minimum(n_cols, 1)):
-        _store_pieces(y_body, x, scale, base, 1.0 / s, cols, body, BLOCK_COLS, FULL_PIECES, CAST, PTX)
-    if SHIFTED:
-        y = exp_at(edge, scale, base, PTX) * (1.0 / s)
-        tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
-
-
-@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "n_programs", "phase", "ahead"])
-def _split_forward(
-    x_ptr, y_ptr, slots_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols, n_programs, phase, ahead,
-    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
-    LANES: tl.constexpr, COPIES: tl.constexpr, PATIENT: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
-):  # fmt: skip
-    """One part of a row a program. The parts of a row start in order, and the plan lets all fit the chip at once."""
-    program = tl.program_id(0)
-    row = (program // n_parts).to(tl.int64)
-    part = program % n_parts
-    slots_ptr += row * n_parts * COPIES
-    tag = tag_of(tl.load(slots_ptr + part, volatile=True))
-    if PUBLISH:
-        tag = 1 - tag
-    start = part * (part_cols // VECTOR * VECTOR)
-    cols = tl.arange(0, BLOCK_COLS)
-    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
-    body = (n_cols - head) // VECTOR * VECTOR
-    size = tl.minimum(part_cols // VECTOR * VECTOR, body - start)
-    x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED) + start
-    x = load_pieces(x_body, cols, size, BLOCK_COLS, PIECES, FULL_PIECES)
-    m = max_of(x, CAST)
-    if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
-        on_edge = on_edge & (part == 0)
-        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
-        m = tl.maximum(m, tl.max(edge, axis=0))
-    x = hold_all(x, PTX)
-    scale, base = origin_of(m, PTX)
-    s = sum_exp_of(x, scale, base, CAST, PTX)
-    if SHIFTED:
-        s += tl.sum(exp_at(edge, scale, base, PTX), axis=0)
-    if PREFETCH:
-        later = program + ahead
-        later_start = (later % n_parts) * part_cols
-        n_ahead = tl.where(later < n_programs, tl.minimum(part_cols, n_cols - later_start), 0)
-        prefetch_l2(x_ptr, phase, (later // n_parts).to(tl.int64) * x_row_stride + later_start, n_ahead)
-    m, s = exchange(m, s, slots_ptr, part, n_parts, tag, LANES, COPIES, PATIENT, PUBLISH, COLLECT, PTX)
-    if COLLECT:
-        scale, base = origin_of(m, PTX)
-        y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED) + start
-        _store_pieces(y_body, x, scale, base, 1.0 / s, cols, size, BLOCK_COLS, FULL_PIECES, CAST, PTX)
-        if SHIFTED:
-            y = exp_at(edge, scale, base, PTX) * (1.0 / s)
-            tl.store(y_ptr + row * y_row_stride + edge_cols, y.to(CAST), mask=on_edge)
-
-
-@triton.jit
-def _store_pieces(
-    y_ptr,
-    x,
-    scale,
-    base,
-    inv_s,
-    cols,
-    size,
-    BLOCK_COLS: tl.constexpr,
-    FULL_PIECES: tl.constexpr,
-    CAST: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    x = hold_all(x, PTX)
-    for p in tl.static_range(len(x)):
-        y = (exp_at(widen(x[p], CAST), scale, base, PTX) * inv_s).to(CAST)
-        if p < FULL_PIECES:
-            tl.store(y_ptr + (p * BLOCK_COLS + cols), y, cache_modifier=".cs")
+    @staticmethod
+    def backward(ctx, dy):
+        y, scale, input = ctx.saved_tensors
+        dim, log, scores, input_dtype, mask_shape = ctx.how
+        for_input, for_mask, for_scale = ctx.needs_input_grad[:3]
+        factor = scale if scale is not None else scores.scale if scores.scale is not None else 1.0
+        # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores.
+        in_kernel = not isinstance(factor, Tensor) and not for_mask
+        dz_dtype = input_dtype if in_kernel else y.dtype
+        if torch.is_grad_enabled():
+            dz = _differentiable_backward(dy, y, dim, log, scores) * (factor if in_kernel else 1.0)
         else:
-            tl.store(y_ptr + (p * BLOCK_COLS + cols), y, mask=p * BLOCK_COLS + cols < size, cache_modifier=".cs")
+            dz = torch.empty_like(y, dtype=dz_dtype, memory_format=torch.contiguous_format)
+            dz = _backward(dy, y, dz, dim, log, scores, factor if in_kernel else 1.0)
+        dx = dmask = dscale = None
+        if for_input:
+            dx = (dz if in_kernel else dz * factor).to(input_dtype)
+        if for_mask:
+            dmask = dz.sum_to_size(mask_shape)
+        if for_scale:
+            dscale = (dz * input).sum_to_size(scale.shape).to(scale.dtype)
+        return dx, dmask, dscale, None, None, None, None
 
 
-@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "phase"])
-def _stream_state(
-    x_ptr, m_ptr, s_ptr, x_row_stride, n_cols, n_parts, part_cols, phase,
-    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """(m, s) of one part of a row, online: tile by tile, each merged into what came before."""
-    program = tl.program_id(0)
-    row = (program // n_parts).to(tl.int64)
-    part = program % n_parts
-    start = part.to(tl.int64) * (part_cols // VECTOR * VECTOR)
-    cols = tl.arange(0, BLOCK_COLS)
-    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
-    body = (n_cols - head) // VECTOR * VECTOR
-    x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
-    m = tl.full([], NEG_INF, tl.float64 if CAST.is_fp64() else tl.float32)
-    s = tl.zeros([], m.dtype)
-    for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
-        x = load_pieces(x_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES)
-        m_tile = max_of(x, CAST)
-        scale, base = origin_of(m_tile, PTX)
-        m, s = merge(m, s, m_tile, sum_exp_of(hold_all(x, PTX), scale, base, CAST, PTX), PTX)
-    if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
-        on_edge = on_edge & (part == 0)
-        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
-        m_edge = tl.max(edge, axis=0)
-        scale, base = origin_of(m_edge, PTX)
-        s_edge = tl.sum(exp_at(edge, scale, base, PTX), axis=0)
-        m, s = merge(m, s, m_edge, s_edge, PTX)
-    tl.store(m_ptr + program, m)
-    tl.store(s_ptr + program, s)
+def _backward(dy: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool, scores: Scores, factor: float) -> Tensor:
+    if scores.plain and y.ndim and y.numel():
+        views = [column.columns_of(each, dim) for each in (dy, y, dx)]
+        if views[0] and views[1] and views[2] and views[0][1] == views[1][1] == views[2][1]:
+            run = column.prepare_backward(views[0][0], views[1][0], views[2][0], log=log)
+            if run is not None:
+                run(dy, y, dx)
+                return dx
+    dy_last, y_last = _last(dy, dim), _last(y, dim)
+    if is_rows(_last(dx, dim)):
+        softmax_backward(dy_last, y_last, _last(dx, dim), log=log, hidden=not scores.plain, scale=factor)
+        return dx
+    result = torch.empty(y_last.shape, dtype=dx.dtype, device=y.device)
+    softmax_backward(dy_last, y_last, result, log=log, hidden=not scores.plain, scale=factor)
+    return dx.copy_(result.movedim(-1, dim))
 
 
-@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "phase"])
-def _stream_forward(
-    x_ptr, y_ptr, m_ptr, s_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols, phase,
-    BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """The second read of one part of a row, with the states of all its parts."""
-    program = tl.program_id(0)
-    row = (program // n_parts).to(tl.int64)
-    part = program % n_parts
-    j = tl.arange(0, LANES)
-    m_parts = tl.load(m_ptr + row * n_parts + j, mask=j < n_parts, other=NEG_INF)
-    s_parts = tl.load(s_ptr + row * n_parts + j, mask=j < n_parts, other=0.0)
-    m = tl.max(m_parts, axis=0)
-    inv_s = 1.0 / tl.sum(s_parts * weight_of(m_parts, m, PTX), axis=0)
-    scale, base = origin_of(m, PTX)
-    start = part.to(tl.int64) * (part_cols // VECTOR * VECTOR)
-    cols = tl.arange(0, BLOCK_COLS)
-    head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
-    body = (n_cols - head) // VECTOR * VECTOR
-    x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
-    y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED)
-    for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
-        x = load_pieces(x_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES)
-        _store_pieces(y_body + at, x, scale, base, inv_s, cols, body - at, BLOCK_COLS, FULL_PIECES, CAST, PTX)
-    if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
-        on_edge = on_edge & (part == 0)
-        edge = widen(tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=NEG_INF), CAST)
-        tl.store(
-            y_ptr + row * y_row_stride + edge_cols, (exp_at(edge, scale, base, PTX) * inv_s).to(CAST), mask=on_edge
-        )
-
-
-_TLDTYPES = {
-    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
-}  # fmt: skip
+def _differentiable_backward(dy: Tensor, y: Tensor, dim: int, log: bool, scores: Scores) -> Tensor:
+    """The same of torch's operations, for a second derivative."""
+    function = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
+    dz = function(dy, y, dim, y.dtype)
+    return dz.masked_fill(y == -float("inf"), 0.0) if log and not scores.plain else dz

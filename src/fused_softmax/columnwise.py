@@ -1,0 +1,100 @@
+"""The device shelf of strided dims: tiles [BLOCK_COLS, BLOCK_INNER], and a message for every inner position."""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.rowwise import pack_state, tag_of, unpack_state, wait_for
+
+
+@triton.jit
+def place_of(slots_ptr, n_parts, BLOCK_INNER: tl.constexpr, SPLIT: tl.constexpr, PUBLISH: tl.constexpr):
+    """(group, part, the group's slots, this launch's tag) of a program."""
+    program = tl.program_id(0)
+    if SPLIT:
+        group = program // n_parts
+        part = program % n_parts
+        slots_ptr += group.to(tl.int64) * n_parts * BLOCK_INNER
+        tag = tag_of(tl.load(slots_ptr + part * BLOCK_INNER, volatile=True))
+        if PUBLISH:
+            tag = 1 - tag
+        return group, part, slots_ptr, tag
+    else:
+        return program, program * 0, slots_ptr, 0
+
+
+@triton.jit
+def inner_of(group, n_inner, BLOCK_INNER: tl.constexpr):
+    """(outer, inner positions, which there are) of a group."""
+    blocks = tl.cdiv(n_inner, BLOCK_INNER)
+    inner = group % blocks * BLOCK_INNER + tl.arange(0, BLOCK_INNER)
+    return (group // blocks).to(tl.int64), inner, inner < n_inner
+
+
+@triton.jit
+def prefetch_columns(
+    ptr, outer_stride, col_stride, n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
+    BLOCK_INNER: tl.constexpr, PART_COLS: tl.constexpr,
+):  # fmt: skip
+    """Ask L2 for what the program `ahead` programs later will read: a line or two a column."""
+    ROWS: tl.constexpr = triton.next_power_of_2(PART_COLS)
+    later = tl.program_id(0) + ahead
+    outer, inner, _ = inner_of(later // n_parts, n_inner, BLOCK_INNER)
+    cols = later % n_parts * part_cols + tl.arange(0, ROWS)
+    wanted = (later < n_programs) & (cols < n_cols) & (tl.arange(0, ROWS) < PART_COLS)
+    at = ptr + outer * outer_stride + cols.to(tl.int64) * col_stride + tl.min(inner, axis=0)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [at, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_columns(
+    ptr, stride, inner, on, size, OTHER: tl.constexpr, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr,
+    FULL_PIECES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """PIECES tiles [BLOCK_COLS, BLOCK_INNER] one below another, as a tuple; columns from `size` on are OTHER."""
+    cols = tl.arange(0, BLOCK_COLS)[:, None]
+    at = ptr + (cols.to(tl.int64) * stride + inner[None, :])
+    step = stride.to(tl.int64) * BLOCK_COLS
+    pieces = ()
+    for p in tl.static_range(PIECES):
+        if p < FULL_PIECES and WHOLE:
+            piece = tl.load(at + p * step)
+        else:
+            piece = tl.load(at + p * step, mask=(p * BLOCK_COLS + cols < size) & on[None, :], other=OTHER)
+        pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
+    return pieces
+
+
+@triton.jit
+def store_columns(ptr, stride, inner, on, size, y, p, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr):
+    cols = tl.arange(0, BLOCK_COLS)[:, None]
+    at = ptr + (cols.to(tl.int64) * stride + inner[None, :]) + p * (stride.to(tl.int64) * BLOCK_COLS)
+    if FULL:
+        tl.store(at, y, cache_modifier=".cs")
+    else:
+        tl.store(at, y, mask=(p * BLOCK_COLS + cols < size) & on[None, :], cache_modifier=".cs")
+
+
+@triton.jit
+def publish_columns(m, s, slots_ptr, part, tag, BLOCK_INNER: tl.constexpr):
+    """publish, a message an inner position."""
+    slot_ptrs = slots_ptr + part * BLOCK_INNER + tl.arange(0, BLOCK_INNER)[None, :]
+    tl.atomic_xchg(slot_ptrs, pack_state(m, s, tag), sem="relaxed")
+
+
+@triton.jit
+def collect_columns(slots_ptr, n_parts, tag, LANES: tl.constexpr, BLOCK_INNER: tl.constexpr):
+    """collect, [BLOCK_INNER, LANES]: 0 past the parts, and NaN for s where a message never came.
+
+    Parts run along the other axis than columns do: so the compiler lays out the result anew, and not the columns.
+    """
+    part = tl.arange(0, LANES)[None, :]
+    slot_ptrs = slots_ptr + part * BLOCK_INNER + tl.arange(0, BLOCK_INNER)[:, None]
+    peer = (part < n_parts) & (tl.arange(0, BLOCK_INNER)[:, None] >= 0)
+    message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
+    message = wait_for(slot_ptrs, message, peer, tag)
+    m_parts, s_parts = unpack_state(message)
+    late = peer & (tag_of(message) != tag)
+    return tl.where(peer, m_parts, 0.0), tl.where(late, float("nan"), tl.where(peer, s_parts, 0.0))
