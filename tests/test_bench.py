@@ -5,6 +5,7 @@ import json
 import time
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -259,13 +260,67 @@ def test_a_shape_that_does_not_fit_is_skipped_before_it_is_allocated(stand_in, m
     assert "GiB are free" in found.message
 
 
+SHAPES = [ceiling.Shape(64, 1), ceiling.Shape(32, 1, streaming=True), ceiling.Shape(16, 1, waves=1)]
+
+
+def words(x):
+    return x.view(-1).view(torch.int32)
+
+
+def exclusive_or(x):
+    return int(numpy.bitwise_xor.reduce(words(x).cpu().numpy()))
+
+
+def hold_ceilings_to_what_they_move(copies, converting, adds, reads, a, b):
+    for copy in copies:
+        assert copy(a).equal(a), copy.name
+        assert copy.moved_bytes(a) == 2 * a.nbytes
+    for copy in converting:
+        assert copy(a).equal(a.float()), copy.name
+        assert copy.moved_bytes(a) == a.nbytes + 4 * a.numel()
+    for add in adds:
+        assert add(a, b).equal(a + b), add.name
+        assert add.moved_bytes(a, b) == 3 * a.nbytes
+    for read in reads:
+        results = read(a)
+        assert exclusive_or(results) == exclusive_or(a), read.name
+        assert read.moved_bytes(a) == a.nbytes + results.nbytes
+
+
+@pytest.mark.skipif(not verify.interpreting(), reason="runs where kernels are interpreted")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_ceilings_move_all_bytes(dtype):
+    a, b = torch.randn(2, 33, 144).to(getattr(torch, dtype))
+    # 132 programs stand for a GPU's, fewer than the blocks of the last shape, which strides.
+    assert SHAPES[-1].programs(a.numel(), a) == 132
+    of_shapes = [[kind(shape) for shape in SHAPES] for kind in (ceiling.Copy, ceiling.Add, ceiling.Read)]
+    converting = [ceiling.Copy(shape, torch.float32) for shape in SHAPES]
+    hold_ceilings_to_what_they_move(of_shapes[0], converting, *of_shapes[1:], a, b)
+
+
+@pytest.mark.skipif(not verify.interpreting(), reason="runs where kernels are interpreted")
+def test_a_copy_that_reads_a_share_reads_those_blocks_alone():
+    x = torch.rand(64 * 64 * 4) + 1
+    for shape in SHAPES:
+        y = ceiling.Copy(shape, share=16)(x)
+        read = y != 0
+        assert y.equal(torch.where(read, x, 0))
+        assert read.view(-1, 64 * shape.block).sum(1).unique().tolist() == [16 * shape.block]
+        assert ceiling.Copy(shape, share=16).moved_bytes(x) == x.nbytes // 4 + x.nbytes
+
+
+def test_ceilings_differ_in_name():
+    for kernels in (ceiling.copies(), ceiling.copies(torch.float32), ceiling.adds(), ceiling.reads()):
+        assert len({kernel.name for kernel in kernels}) == len(kernels)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_copy_kernels_copy(dtype):
-    x = torch.randn(33, 8192, device="cuda").to(getattr(torch, dtype))
-    for copy in ceiling.copies():
-        assert copy(x).equal(x), copy.name
+def test_ceilings_move_all_bytes_on_a_gpu(dtype):
+    a, b = torch.randn(2, 33, 8192, device="cuda").to(getattr(torch, dtype))
+    converting = ceiling.copies(torch.float32)
+    hold_ceilings_to_what_they_move(ceiling.copies(), converting, ceiling.adds(), ceiling.reads(), a, b)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,12 @@
-"""The ceiling: what plain copy kernels reach on the same bytes. y = x, one read and one write.
+"""The ceilings: what plain kernels reach that move as many bytes the same way, and do nothing with them.
 
-Flat over contiguous elements, so an odd row length does not matter: every access is 16 bytes. The last n % 16 elements
-are left out; sizes stay divisible by 16, without which Triton would load scalars.
+copies  y = x: one read and one write; `result` converts what is written, `share` leaves a part of x unread
+adds    c = a + b: two reads and one write
+reads   every program combines what it reads into one number
+
+Flat over contiguous elements, so an odd row length does not matter: accesses are of 16 bytes, of fewer only where a
+block gives its threads fewer. The last n % 16 elements (bytes, in reads) are left out; sizes stay divisible, without
+which Triton would load scalars.
 """
 
 from dataclasses import dataclass
@@ -11,60 +16,205 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_softmax.device import device_of
+
+SHARES = 64
+
 
 @dataclass(frozen=True)
-class Copy:
-    """One way to copy. `waves` > 0: a grid of that many programs per multiprocessor strides over the blocks."""
+class Shape:
+    """How a ceiling's programs are cut, in elements. `waves` > 0: a grid of that many programs per multiprocessor
+    strides over the blocks.
+    """
 
     block: int
     num_warps: int
     streaming: bool = False
     waves: int = 0
 
+    def __str__(self) -> str:
+        hints = (".cs" if self.streaming else "") + (f" persistent {self.waves}" if self.waves else "")
+        return f"{self.block} w{self.num_warps}{hints}"
+
+    def programs(self, n: int, x: Tensor) -> int:
+        blocks = triton.cdiv(n, self.block)
+        return min(blocks, self.waves * device_of(x.get_device()).sm_count) if self.waves else blocks
+
+
+@dataclass(frozen=True)
+class Copy:
+    """y = x in the dtype `result`, or x's. Of every 64 blocks `share` are read, and zeros stand for the others."""
+
+    shape: Shape
+    result: torch.dtype | None = None
+    share: int = SHARES
+
     @property
     def name(self) -> str:
-        hints = (".cs" if self.streaming else "") + (f" persistent {self.waves}" if self.waves else "")
-        return f"copy {self.block} w{self.num_warps}{hints}"
+        to = f" to {str(self.result).removeprefix('torch.')}" if self.result else ""
+        return f"copy {self.shape}{to}" + (f" reads {self.share}/{SHARES}" if self.share < SHARES else "")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
+    def moved_bytes(self, x: Tensor, *_: Tensor) -> int:
+        return x.nbytes * self.share // SHARES + x.numel() * (self.result or x.dtype).itemsize
+
+    def __call__(self, x: Tensor, *_: Tensor) -> Tensor:
+        y = torch.empty_like(x, dtype=self.result)
         groups = x.numel() // 16
-        blocks = triton.cdiv(groups * 16, self.block)
-        if blocks == 0:
-            return y
-        programs = blocks
-        if self.waves:
-            programs = min(blocks, self.waves * torch.cuda.get_device_properties(x.device).multi_processor_count)
-        _copy[(programs,)](
-            x, y,
-            groups,
-            BLOCK=self.block, PERSISTENT=self.waves > 0, STREAMING=self.streaming, num_warps=self.num_warps,
-        )  # fmt: skip
+        if groups:
+            _copy[(self.shape.programs(groups * 16, x),)](
+                x, y,
+                groups,
+                BLOCK=self.shape.block, PERSISTENT=self.shape.waves > 0, STREAMING=self.shape.streaming,
+                SHARE=self.share, SHARES=SHARES, num_warps=self.shape.num_warps,
+            )  # fmt: skip
         return y
 
 
-def copies() -> list[Copy]:
-    shapes = [(1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8)]
-    plain = [Copy(block, warps, streaming) for block, warps in shapes for streaming in (False, True)]
-    return [*plain, Copy(2048, 4, waves=16), Copy(4096, 8, waves=8), Copy(8192, 8, True, waves=8)]
+@dataclass(frozen=True)
+class Add:
+    """c = a + b, both of one shape and dtype."""
+
+    shape: Shape
+
+    @property
+    def name(self) -> str:
+        return f"add {self.shape}"
+
+    def moved_bytes(self, a: Tensor, *_: Tensor) -> int:
+        return 3 * a.nbytes
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        c = torch.empty_like(a)
+        groups = a.numel() // 16
+        if groups:
+            _add[(self.shape.programs(groups * 16, a),)](
+                a, b, c,
+                groups,
+                BLOCK=self.shape.block, PERSISTENT=self.shape.waves > 0, STREAMING=self.shape.streaming,
+                num_warps=self.shape.num_warps,
+            )  # fmt: skip
+        return c
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _copy(x_ptr, y_ptr, groups, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, STREAMING: tl.constexpr):
-    n = groups.to(tl.int64) * 16
-    if PERSISTENT:
-        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-            _copy_block(x_ptr, y_ptr, block, n, BLOCK, STREAMING)
-    else:
-        _copy_block(x_ptr, y_ptr, tl.program_id(0), n, BLOCK, STREAMING)
+@dataclass(frozen=True)
+class Read:
+    """The exclusive or of the 4-byte words that each program reads: it depends on every bit. Blocks count words."""
+
+    shape: Shape
+
+    @property
+    def name(self) -> str:
+        return f"read {self.shape}"
+
+    def moved_bytes(self, x: Tensor, *_: Tensor) -> int:
+        return x.nbytes + 4 * self.shape.programs(x.nbytes // 4, x)
+
+    def __call__(self, x: Tensor, *_: Tensor) -> Tensor:
+        groups = x.nbytes // 16
+        result = torch.empty(self.shape.programs(groups * 4, x), dtype=torch.int32, device=x.device)
+        if groups:
+            words = x.view(-1)[: groups * 16 // x.element_size()].view(torch.int32)
+            _read[(result.numel(),)](
+                words, result,
+                groups,
+                BLOCK=self.shape.block, PERSISTENT=self.shape.waves > 0, STREAMING=self.shape.streaming,
+                num_warps=self.shape.num_warps,
+            )  # fmt: skip
+        return result
+
+
+Ceiling = Copy | Add | Read
+
+
+def copies(result: torch.dtype | None = None, share: float = 1.0) -> list[Ceiling]:
+    """share: of x that is read, to the nearest 64th."""
+    sizes = [(1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8)]
+    plain = [Shape(block, warps, streaming) for block, warps in sizes for streaming in (False, True)]
+    shapes = [*plain, Shape(2048, 4, waves=16), Shape(4096, 8, waves=8), Shape(8192, 8, True, waves=8)]
+    return [Copy(shape, result, max(1, round(share * SHARES))) for shape in shapes]
+
+
+def adds() -> list[Ceiling]:
+    sizes = [(512, 4), (1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8)]
+    plain = [Shape(block, warps, streaming) for block, warps in sizes for streaming in (False, True)]
+    return [Add(shape) for shape in (*plain, Shape(2048, 4, waves=16), Shape(4096, 8, waves=8))]
+
+
+def reads() -> list[Ceiling]:
+    sizes = [(512, 4), (1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8), (16384, 8)]
+    plain = [Shape(block, warps, streaming) for block, warps in sizes for streaming in (False, True)]
+    persistent = [Shape(1024, 4, waves=16), Shape(2048, 4, waves=16), Shape(4096, 4, waves=8), Shape(8192, 8, waves=8)]
+    return [Read(shape) for shape in (*plain, *persistent)]
 
 
 @triton.jit
-def _copy_block(x_ptr, y_ptr, block, n, BLOCK: tl.constexpr, STREAMING: tl.constexpr):
-    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _copy_block(
+    x_ptr, y_ptr, block, n, BLOCK: tl.constexpr, STREAMING: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr
+):
+    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    read = at < n
+    if SHARE < SHARES:
+        read = read & (block % SHARES < SHARE)
     if STREAMING:
-        x = tl.load(x_ptr + at, mask=at < n, eviction_policy="evict_first")
+        x = tl.load(x_ptr + at, mask=read, other=0.0, eviction_policy="evict_first")
         tl.store(y_ptr + at, x, mask=at < n, cache_modifier=".cs")
     else:
-        x = tl.load(x_ptr + at, mask=at < n)
+        x = tl.load(x_ptr + at, mask=read, other=0.0)
         tl.store(y_ptr + at, x, mask=at < n)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _copy(
+    x_ptr, y_ptr, groups,
+    BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, STREAMING: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    n = groups.to(tl.int64) * 16
+    if PERSISTENT:
+        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+            _copy_block(x_ptr, y_ptr, block, n, BLOCK, STREAMING, SHARE, SHARES)
+    else:
+        _copy_block(x_ptr, y_ptr, tl.program_id(0), n, BLOCK, STREAMING, SHARE, SHARES)
+
+
+@triton.jit
+def _add_block(a_ptr, b_ptr, c_ptr, block, n, BLOCK: tl.constexpr, STREAMING: tl.constexpr):
+    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if STREAMING:
+        a = tl.load(a_ptr + at, mask=at < n, eviction_policy="evict_first")
+        b = tl.load(b_ptr + at, mask=at < n, eviction_policy="evict_first")
+        tl.store(c_ptr + at, a + b, mask=at < n, cache_modifier=".cs")
+    else:
+        a = tl.load(a_ptr + at, mask=at < n)
+        b = tl.load(b_ptr + at, mask=at < n)
+        tl.store(c_ptr + at, a + b, mask=at < n)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _add(a_ptr, b_ptr, c_ptr, groups, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, STREAMING: tl.constexpr):
+    n = groups.to(tl.int64) * 16
+    if PERSISTENT:
+        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+            _add_block(a_ptr, b_ptr, c_ptr, block, n, BLOCK, STREAMING)
+    else:
+        _add_block(a_ptr, b_ptr, c_ptr, tl.program_id(0), n, BLOCK, STREAMING)
+
+
+@triton.jit
+def _load_block(x_ptr, block, n, BLOCK: tl.constexpr, STREAMING: tl.constexpr):
+    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if STREAMING:
+        return tl.load(x_ptr + at, mask=at < n, other=0, eviction_policy="evict_first")
+    else:
+        return tl.load(x_ptr + at, mask=at < n, other=0)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _read(x_ptr, result_ptr, groups, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, STREAMING: tl.constexpr):
+    n = groups.to(tl.int64) * 4
+    if PERSISTENT:
+        total = tl.zeros([BLOCK], tl.int32)
+        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+            total ^= _load_block(x_ptr, block, n, BLOCK, STREAMING)
+    else:
+        total = _load_block(x_ptr, tl.program_id(0), n, BLOCK, STREAMING)
+    tl.store(result_ptr + tl.program_id(0), tl.xor_sum(total, axis=0))

@@ -22,7 +22,7 @@ from fused_softmax.bench import check
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.record import Figure, one_line
 
-Softmax = Callable[[Tensor], Tensor]
+Softmax = Callable[..., Tensor]
 MAX_BUFFERS = 256
 MAX_CALLS = 256
 ROTATION_BYTES = 3 * 2**30
