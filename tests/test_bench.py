@@ -1,18 +1,24 @@
 """The instruments: cases, the comparison before every figure, the record, and timing over a stand-in for the GPU."""
 
 import contextlib
+import io
 import json
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+from rich.console import Console
 
-from fused_softmax.bench import cases, ceiling, check, measure, plot, providers, record, timing, verify
+from fused_softmax.bench import cases, ceiling, check, measure, operations, plot, record, report, sweeps, timing, verify
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
 
+ROOT = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not measure.on_gpu(), reason="needs a CUDA GPU")
 
 
@@ -27,24 +33,36 @@ def point(n_cols=256, provider="fused_softmax", gb_per_s=3000.0, **more):
 
 
 def test_the_default_sweep_is_the_tutorials():
-    sweep = cases.build()
+    sweep = sweeps.build()
     assert len(sweep) == 98
-    assert sweep[0] == Case(4096, 256, "float32")
-    assert sweep[-1] == Case(4096, 12672, "float32")
+    assert sweep[0] == Case((4096, 256), "float32")
+    assert sweep[-1] == Case((4096, 12672), "float32")
 
 
 def test_cases_from_rows_columns_shapes_and_elements():
-    assert cases.build(rows=[2, 3], cols=[5], dtypes=["float16"]) == [Case(2, 5, "float16"), Case(3, 5, "float16")]
-    assert cases.build(shapes=[(7, 8)]) == [Case(7, 8)]
-    assert cases.build(cols=[300], elements=1000) == [Case(4, 300)]
-    assert cases.build(cols=[2**20]) == [Case(128, 2**20)]
-    assert cases.build(quick=True, dtypes=["float16"])[0].dtype == "float16"
-    assert cases.cut([Case(4096, 256), Case(4, 10**6)], 2**10) == [Case(4, 256), Case(1, 10**6)]
+    assert sweeps.build(rows=[2, 3], cols=[5], dtypes=["float16"]) == [Case((2, 5), "float16"), Case((3, 5), "float16")]
+    assert sweeps.build(shapes=[Case((7, 8))]) == [Case((7, 8))]
+    assert sweeps.build(cols=[300], elements=1000) == [Case((4, 300))]
+    assert sweeps.build(cols=[2**20]) == [Case((128, 2**20))]
+    assert sweeps.build(quick=True, dtypes=["float16"])[0].dtype == "float16"
+    assert sweeps.cut([Case((4096, 256)), Case((4, 10**6))], 2**10) == [Case((4, 256)), Case((1, 10**6))]
+
+
+@pytest.mark.parametrize("name", sweeps.SWEEPS)
+def test_a_sweep_is_made_of_known_operations_and_fits_a_cpu_when_cut(name):
+    chosen = sweeps.build(name)
+    assert chosen
+    assert {case.operation for case in chosen} == set(sweeps.SWEEPS[name].dtypes) <= set(OPERATIONS)
+    assert set(sweeps.build(name, quick=True)) <= set(chosen) or name == sweeps.TUTORIAL
+    for case in sweeps.cut(chosen, 2**20):
+        assert case.elements <= max(2**20, case.n_cols)
+    assert {case.dtype for case in sweeps.build(name, dtypes=["float16"])} == {"float16"}
 
 
 def test_sizes_and_ranges():
     assert cases.parse_sizes("3,256:1024:256,2Ki") == [3, 256, 512, 768, 2048]
-    assert cases.parse_shapes("4096x32768,1X7") == [(4096, 32768), (1, 7)]
+    assert cases.parse_shapes("4096x32768,1X7") == [Case((4096, 32768)), Case((1, 7))]
+    assert cases.parse_shapes("64x4096x512:1,2x3:1") == [Case((64, 4096, 512), dim=1), Case((2, 3))]
     assert cases.parse_dtype("bf16") == cases.parse_dtype("torch.bfloat16") == "bfloat16"
 
 
@@ -55,10 +73,10 @@ def test_malformed_sizes_are_refused(text):
 
 
 def test_inputs_are_peaked_and_differ():
-    first, second = check.inputs(Case(64, 1000), 2, "cpu", seed=3)
+    (first,), (second,) = check.inputs(Case((64, 1000)), 2, "cpu", seed=3)
     assert not first.equal(second)
     assert torch.softmax(first, -1).amax() > 0.5
-    assert first.equal(check.inputs(Case(64, 1000), 1, "cpu", seed=3)[0])
+    assert first.equal(check.inputs(Case((64, 1000)), 1, "cpu", seed=3)[0][0])
 
 
 @pytest.mark.parametrize(
@@ -69,15 +87,44 @@ def test_inputs_are_peaked_and_differ():
         (lambda x: torch.softmax(x, -1).index_fill(0, torch.tensor(3), float("nan")), "NaN in 1 of 16 rows"),
         (lambda x: torch.softmax(x, -1)[:, :-1], "returned"),
         (lambda x: torch.softmax(x, -1).double(), "returned"),
-        (lambda x: torch.where(x < x.mean(), 0, torch.softmax(x, -1)), "a row sums to"),
+        (lambda x: torch.where(x < x.mean(), 0, torch.softmax(x, -1)), "a row's sum"),
     ],
 )
 def test_a_wrong_result_is_found(softmax, complaint):
     x = torch.zeros(16, 50000) + torch.linspace(0, 1e-3, 50000)
-    limits = check.allowed(check.errors(torch.softmax(x, -1), x), x.dtype, own=True)
+    judge = check.Judge(Case((16, 50000)), (x,))
+    limits = judge.allowed(own=True)
     limits = (max(limits[0], 1e-4), limits[1]) if complaint.startswith("a row") else limits
-    assert check.complaint(softmax(x), x, limits)[0].startswith(complaint)
-    assert bool(check.complaint(softmax(x), x, limits)[0]) == bool(complaint)
+    assert judge.complaint(softmax(x), limits)[0].startswith(complaint)
+    assert bool(judge.complaint(softmax(x), limits)[0]) == bool(complaint)
+
+
+def sample(name, **changes):
+    return replace(OPERATIONS[name].sample, operation=name, **changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_counts_its_bytes_and_tells_a_right_result_from_a_wrong_one(monkeypatch, name, dtype):
+    case = sample(name, dtype=dtype)
+    inputs = check.inputs(case, 1, "cpu", seed=0)[0]
+    judge = check.Judge(case, inputs)
+    y = OPERATIONS[name].baseline(case)(*inputs)
+    assert (tuple(inputs[0].shape), inputs[0].dtype) == (case.shape, getattr(torch, dtype))
+    assert OPERATIONS[name].held_bytes(case) == sum(each.nbytes for each in (*inputs, y))
+    assert judge.complaint(y, judge.allowed(own=True))[0] == ""
+    formula = OPERATIONS[name].formula(case)(*inputs)
+    assert judge.complaint(formula, judge.allowed(own=False))[0] == ""
+    assert judge.complaint(y * (1 + 2**-4), judge.allowed(own=False))[0].startswith("largest error")
+    y_nan = y.clone()
+    y_nan.view(-1)[7] = float("nan")
+    assert judge.complaint(y_nan, judge.allowed(own=False))[0].startswith(f"NaN in 1 of {case.n_rows} rows")
+    monkeypatch.setattr(check, "CHUNK", 1000)
+    assert judge.errors(y) == judge.torch_errors
+
+
+def test_floor_bytes():
+    assert OPERATIONS["softmax"].floor_bytes(Case((4096, 1000), "bfloat16")) == 2 * 2 * 4096 * 1000
 
 
 def test_a_provider_that_writes_its_input_spoils_nobody_elses(monkeypatch):
@@ -86,33 +133,52 @@ def test_a_provider_that_writes_its_input_spoils_nobody_elses(monkeypatch):
         x.zero_()
         return y
 
-    monkeypatch.setitem(providers.PROVIDERS, "careless", lambda: careless)
-    found = measure.measure(Case(8, 100), ["careless", "torch"], measure.Effort(time=False))
+    monkeypatch.setitem(OPERATIONS["softmax"].providers, "careless", lambda case: careless)
+    found = measure.measure(Case((8, 100)), ["careless", "torch"], measure.Effort(time=False))
     assert [p.status for p in found] == ["wrong", "untimed"]
     assert found[1].error is not None
 
 
 def test_figures_are_quantiles_over_floor_bytes():
-    figure = timing.figure(Case(1000, 1000), [5e-6, 1e-6, 2e-6, 4e-6, 3e-6])
+    figure = timing.figure(8_000_000, [5e-6, 1e-6, 2e-6, 4e-6, 3e-6])
     assert (figure.p20_us, figure.p50_us, figure.p80_us) == pytest.approx((2, 3, 4))
     assert figure.gb_per_s == pytest.approx(8e6 / 3e-6 * 1e-9)
 
 
 def test_rotation_is_colder_than_l2_or_says_so():
     l2 = 60 * 2**20
-    for case in (Case(4096, 4096), Case(65536, 256), Case(8, 32000)):
-        assert timing.rotation(case, l2) * case.floor_bytes > 4 * l2
-    assert timing.rotation(Case(2**16, 2**18), l2) == 2
-    assert timing.rotation(Case(1, 4096), l2) == timing.MAX_BUFFERS
+    for floor in (8 * 4096 * 4096, 8 * 65536 * 256, 8 * 8 * 32000):
+        assert timing.rotation(floor, l2) * floor > 4 * l2
+    assert timing.rotation(8 * 2**34, l2) == 2
+    assert timing.rotation(8 * 4096, l2) == timing.MAX_BUFFERS
 
 
 def test_records_round_trip_and_replace_the_file_whole(tmp_path):
     path = tmp_path / "results.json"
-    run = run_of(point(plan={"strategy": "row"}), Point(1, 2, "float32", "quack", "absent", "no module"))
+    other = point(operation="logsumexp", parameters={"shape": [4, 256, 16], "dim": 1})
+    run = run_of(point(plan={"strategy": "row"}), Point(1, 2, "float32", "quack", "absent", "no module"), other)
     run.checks.append(record.Check("tile", 3, 5, "float32", "ok", 1e-7))
     record.save(run, path)
     assert record.load(path) == run
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_are_still_read_printed_and_drawn(tmp_path, path):
+    run = record.load(path)
+    assert {point.operation for point in run.points} == {"softmax"}
+    assert record.rows_only(run)
+    first = run.points[0]
+    assert first.case == Case((first.n_rows, first.n_cols), first.dtype)
+    report.print_run(run, console := Console(file=io.StringIO(), width=200))
+    assert "the best copy kernel" in console.file.getvalue()
+    plot.plot(run, tmp_path / "plot.png")
+
+
+def test_a_case_goes_through_its_point():
+    for case in (Case((4, 8)), Case((4, 8), "bfloat16", dim=0), Case((2, 3, 4, 5))):
+        assert measure.point(case, "torch", "ok").case == case
+    assert str(Case((4, 8, 2), "float16", "logsumexp", 1)) == "logsumexp 4 x 8 x 2 dim 1 float16"
 
 
 def test_an_unknown_schema_is_refused(tmp_path):
@@ -138,7 +204,22 @@ def test_a_plot_has_every_provider_and_the_ceiling(tmp_path, cols):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     for looks in zip(*plot.STYLES.values(), strict=True):
         assert len(set(looks)) == len(looks)
-    assert set(plot.STYLES) == set(providers.PROVIDERS)
+    assert set(plot.STYLES) == set(operations.provider_names())
+
+
+def test_a_plot_stands_on_what_varies(tmp_path):
+    def axis(*cases):
+        return plot.axis_of(cases)[0]
+
+    assert axis(Case((64, 256)), Case((128, 512))) == "n_cols"
+    assert axis(Case((64, 256)), Case((128, 256))) == "n_rows"
+    assert axis(Case((64, 256)), Case((64, 512)), Case((128, 256))) == "shape"
+    assert axis(Case((4, 8, 2), dim=1)) == "shape"
+    mixed = run_of(point(), point(operation="logsumexp", parameters={"shape": [4, 256, 16], "dim": 1}))
+    plot.plot(mixed, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert "logsumexp" in text
+    assert "4 x 256 x 16 dim 1" in text
 
 
 def test_interpreter_checks_not_reached_are_named():
@@ -146,10 +227,10 @@ def test_interpreter_checks_not_reached_are_named():
 
 
 @pytest.mark.skipif(not verify.interpreting(), reason="runs where kernels are interpreted")
-@pytest.mark.parametrize("kernel", verify.kernels())
-def test_every_kernel_passes_under_the_interpreter(monkeypatch, kernel):
-    monkeypatch.setattr(verify, "SHAPE", (3, 781))
-    assert verify.check_kernel(kernel).status == "ok"
+@pytest.mark.parametrize("kernel", verify.kernels(list(OPERATIONS)))
+def test_every_kernel_passes_under_the_interpreter(kernel):
+    small = None if kernel in OPERATIONS else Case((3, 781))
+    assert verify.check_kernel(kernel, small).status == "ok"
 
 
 @pytest.fixture
@@ -180,16 +261,16 @@ def stand_in(monkeypatch):
         def elapsed_time(self, end):
             return (end.at - self.at) * 1e3
 
-    def captured(work):
+    def captured(work, result=lambda *inputs: torch.empty_like(inputs[0])):
         """A provider writing into an output that stays, as a captured kernel does."""
 
-        def softmax(x):
-            y = torch.empty_like(x)
-            calls.append(lambda: work(x, y))
-            work(x, y)
+        def call(*inputs):
+            y = result(*inputs)
+            calls.append(lambda: work(*inputs, y))
+            work(*inputs, y)
             return y
 
-        return softmax
+        return call
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     facts = SimpleNamespace(L2_cache_size=2**16)
@@ -202,17 +283,36 @@ def stand_in(monkeypatch):
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(timing, "_streams", [])
+    monkeypatch.setattr(timing, "MAX_CALLS", 1)  # of each set one call is enough
     monkeypatch.setattr(measure, "on_gpu", lambda: True)
     inputs = check.inputs
     monkeypatch.setattr(check, "inputs", lambda case, count, device, seed: inputs(case, count, "cpu", seed))
-    copy = captured(lambda x, y: y.copy_(x))
-    named = [type("Copy", (), {"name": f"copy {i}", "__call__": lambda self, x: copy(x)})() for i in range(4)]
-    monkeypatch.setattr(ceiling, "copies", lambda: named)
 
-    def add(name, work):
-        monkeypatch.setitem(providers.PROVIDERS, name, lambda: captured(work))
+    class Plain:
+        def __init__(self, name):
+            self.name, self.work = name, captured(lambda *tensors: tensors[-1].copy_(tensors[0]))
 
-    state.add = add
+        def moved_bytes(self, x, *_):
+            return 2 * x.nbytes
+
+        def __call__(self, *inputs):
+            return self.work(*inputs)
+
+    for kind in ("copies", "adds", "reads"):
+        plain = [Plain(f"{kind} {i}") for i in range(4)]
+        monkeypatch.setattr(ceiling, kind, lambda *_, plain=plain, **__: plain)
+
+    def add(name, work, operation="softmax"):
+        monkeypatch.setitem(OPERATIONS[operation].providers, name, lambda case: captured(work))
+
+    def add_baseline(name, operation):
+        def provide(case):
+            call = OPERATIONS[operation].baseline(case)
+            return captured(lambda *tensors: tensors[-1].copy_(call(*tensors[:-1])), call)
+
+        monkeypatch.setitem(OPERATIONS[operation].providers, name, provide)
+
+    state.add, state.add_baseline = add, add_baseline
     return state
 
 
@@ -225,7 +325,7 @@ EFFORT = measure.Effort(rounds=2, budget_ms=1)
 
 def test_graph_timing_gives_both_figures_and_the_ceiling(stand_in):
     stand_in.add("good", softmax_into)
-    (found,) = measure.measure(Case(8, 100), ["good"], EFFORT)
+    (found,) = measure.measure(Case((8, 100)), ["good"], EFFORT)
     assert (found.status, found.method, found.message) == ("ok", "graph", "")
     assert found.kernel.p20_us <= found.kernel.p50_us <= found.kernel.p80_us
     assert found.ratio == pytest.approx(found.kernel.gb_per_s / found.ceiling.gb_per_s)
@@ -233,9 +333,20 @@ def test_graph_timing_gives_both_figures_and_the_ceiling(stand_in):
     assert found.rotated_bytes == found.buffers * 2 * 8 * 100 * 4 > 4 * 2**16
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_is_timed(stand_in, name):
+    case = sample(name, dtype="bfloat16")
+    stand_in.add_baseline("good", name)
+    (found,) = measure.measure(case, ["good"], EFFORT)
+    assert (found.status, found.method, found.message) == ("ok", "graph", "")
+    assert found.case == case
+    assert found.kernel.gb_per_s == pytest.approx(OPERATIONS[name].floor_bytes(case) / found.kernel.p50_us * 1e-3)
+    assert found.ratio == pytest.approx(found.kernel.gb_per_s / found.ceiling.gb_per_s)
+
+
 def test_a_provider_wrong_only_on_replay_gets_no_speed(stand_in):
     stand_in.add("once", lambda x, y: None if stand_in.replaying else softmax_into(x, y))
-    (found,) = measure.measure(Case(8, 100), ["once"], EFFORT)
+    (found,) = measure.measure(Case((8, 100)), ["once"], EFFORT)
     assert (found.status, found.kernel, found.call) == ("wrong", None, None)
     assert found.message.startswith("on replay: NaN")
 
@@ -248,14 +359,14 @@ def test_a_provider_that_cannot_be_captured_is_timed_by_events_and_marked(stand_
 
     stand_in.add("good", softmax_into)
     monkeypatch.setattr(torch.cuda, "graph", refusing)
-    (found,) = measure.measure(Case(8, 100), ["good"], EFFORT)
+    (found,) = measure.measure(Case((8, 100)), ["good"], EFFORT)
     assert (found.status, found.method) == ("ok", "events")
     assert "not captured: RuntimeError: operation not permitted" in found.message
 
 
 def test_a_shape_that_does_not_fit_is_skipped_before_it_is_allocated(stand_in, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**40))
-    (found,) = measure.measure(Case(2**20, 2**10), ["torch"], EFFORT)
+    (found,) = measure.measure(Case((2**20, 2**10)), ["torch"], EFFORT)
     assert (found.status, found.kernel) == ("skipped", None)
     assert "GiB are free" in found.message
 
@@ -327,7 +438,7 @@ def test_ceilings_move_all_bytes_on_a_gpu(dtype):
 @needs_gpu
 def test_real_figures():
     names = ["fused_softmax", "torch"]
-    for found in measure.measure(Case(4096, 4096, "float32"), names, measure.Effort(2, 5)):
+    for found in measure.measure(Case((4096, 4096), "float32"), names, measure.Effort(2, 5)):
         assert (found.status, found.method) == ("ok", "graph"), found.message
         assert 0.1 < found.ratio < 1.2
         assert found.rotated_bytes > 4 * torch.cuda.get_device_properties(0).L2_cache_size

@@ -6,14 +6,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fused_softmax.bench import measure, providers, record, run
+from fused_softmax.bench import measure, record, run
+from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.cli import main
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(measure, "on_gpu", lambda: False)
-    monkeypatch.setattr(run, "verify", lambda: iter([record.Check("tile", 3, 5, "float32", "ok", 1e-7)]))
+    monkeypatch.setattr(run, "verify", lambda operations: iter([record.Check("tile", 3, 5, "float32", "ok", 1e-7)]))
 
 
 def fused_softmax(*arguments):
@@ -22,6 +23,10 @@ def fused_softmax(*arguments):
 
 def bench(*arguments):
     return fused_softmax("bench", "--shape", "8x100", *arguments)
+
+
+def provide(monkeypatch, operation, call, name="torch"):
+    monkeypatch.setitem(OPERATIONS[operation].providers, name, lambda case: call)
 
 
 def test_bench_measures_prints_and_records(tmp_path):
@@ -49,7 +54,7 @@ def test_absent_and_untimed_providers_are_named_with_the_reason():
 
 
 def test_a_wrong_provider_gets_no_speed_and_fails_the_run(monkeypatch, tmp_path):
-    monkeypatch.setitem(providers.PROVIDERS, "torch", lambda: lambda x: torch.softmax(x, -1) * 1.01)
+    provide(monkeypatch, "softmax", lambda x: torch.softmax(x, -1) * 1.01)
     result = bench("--provider", "torch,naive", "--out", tmp_path / "r.json")
     assert result.exit_code == 1
     assert "torch: wrong at 8 x 100 float32: largest error" in result.output
@@ -62,7 +67,7 @@ def test_a_provider_that_raises_is_recorded_with_its_message(monkeypatch):
     def refuse(x):
         raise RuntimeError("too many columns")
 
-    monkeypatch.setitem(providers.PROVIDERS, "torch", lambda: refuse)
+    provide(monkeypatch, "softmax", refuse)
     result = bench("--provider", "torch,naive")
     assert result.exit_code == 0
     assert "torch: refused at 8 x 100 float32: RuntimeError: too many columns" in result.output
@@ -70,7 +75,7 @@ def test_a_provider_that_raises_is_recorded_with_its_message(monkeypatch):
 
 def test_a_wrong_kernel_under_the_interpreter_fails_the_run(monkeypatch):
     bad = record.Check("split", 3, 5, "float32", "wrong", message="largest error 1")
-    monkeypatch.setattr(run, "verify", lambda: iter([bad]))
+    monkeypatch.setattr(run, "verify", lambda operations: iter([bad]))
     result = bench("--provider", "torch")
     assert result.exit_code == 1
     assert "split: wrong, largest error 1" in result.output
@@ -128,6 +133,8 @@ def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, opt
         (["--cols", "8:4"], "range '8:4' is empty"),
         (["--cols", "1:2:3:4"], "is not a range"),
         (["--shape", "4096"], "is not a shape"),
+        (["--shape", "4x8:2"], "names no dim of 0 to 1"),
+        (["--shape", "4x8:0"], "tutorial takes shapes of 2 dims, along the last one, not 4 x 8 dim 0"),
         (["--rows", "4", "--elements", "8"], "give one of them"),
         (["--plot", "figure.txt"], "must end in .png"),
         (["--reps", "0"], "0 is not in the range"),

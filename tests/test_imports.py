@@ -70,7 +70,9 @@ assert not is_initialized()
 """)
 
 
-@pytest.mark.parametrize("module", ["plan", "bench.cases", "bench.plot", "bench.readme", "bench.record"])
+@pytest.mark.parametrize(
+    "module", ["plan", "bench.cases", "bench.plot", "bench.readme", "bench.record", "bench.sweeps"]
+)
 def test_what_is_read_without_a_gpu_imports_the_standard_library_alone(module):
     # Beside the package's own __init__, which imports torch.
     python(f"""

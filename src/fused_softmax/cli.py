@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     sys.exit(f"{error.name} is missing: pip install 'fused-softmax[cli]'")
 
-from fused_softmax.bench import cases, providers, record
+from fused_softmax.bench import cases, operations, providers, record, sweeps
 
 
 class _Keeping(click.Command):
@@ -53,9 +53,10 @@ def _dtypes(text: str) -> list[str]:
 
 def _providers(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
+    known = operations.provider_names()
     for name in names:
-        if name not in providers.PROVIDERS:
-            raise ValueError(f"unknown provider {name!r}; known: {', '.join(providers.PROVIDERS)}")
+        if name not in known:
+            raise ValueError(f"unknown provider {name!r}; known: {', '.join(known)}")
     return names
 
 
@@ -88,7 +89,12 @@ def main() -> None:
 
 @main.command(cls=_Keeping)
 @click.option(
-    "--shape", "shapes", metavar="ROWSxCOLS", multiple=True, callback=_each(cases.parse_shapes), help="One shape."
+    "--shape",
+    "shapes",
+    metavar="ROWSxCOLS",
+    multiple=True,
+    callback=_each(cases.parse_shapes),
+    help="One shape.",
 )
 @click.option("--rows", metavar="N", multiple=True, callback=_each(cases.parse_sizes), help="With --cols, every pair.")
 @click.option(
@@ -108,10 +114,12 @@ def main() -> None:
 @click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which providers take turns.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--out", type=_file, callback=_output, help="Results as JSON.")
-@click.option("--plot", type=_file, callback=_image, help="GB/s over columns, as .png, .svg or .pdf.")
+@click.option(
+    "--plot", type=_file, callback=_image, help="GB/s over columns, or what varies instead, as .png, .svg or .pdf."
+)
 @click.pass_context
 def bench(ctx: click.Context, /, **options: Any) -> None:
-    """Check every provider against float64, then time it: GB/s, and the ratio to a copy of the same bytes.
+    """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel of as many bytes.
 
     Without shapes: the tutorial's sweep, 4096 rows by 256, 384, ... 12672 columns, float32.
     Values may be repeated or stand between commas.
@@ -120,10 +128,16 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
 
     if options["elements"] and options["rows"]:
         raise click.UsageError("--elements takes the place of --rows: give one of them")
+    asked = {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements")}
+    try:
+        chosen = sweeps.build(**asked, dtypes=options.pop("dtypes"), quick=options["quick"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    standing = not (asked["shapes"] or asked["rows"] or asked["elements"])
     arguments = record.command_line(["bench", *ctx.meta["typed"]])
     # A table in a file or a pipe is not folded to the width of a terminal that is not there.
     console = Console(width=None if sys.stdout.isatty() else 1000)
-    ctx.exit(run.bench(arguments, console, Console(stderr=True), **options))
+    ctx.exit(run.bench(arguments, console, Console(stderr=True), chosen=chosen, standing=standing, **options))
 
 
 @main.command()

@@ -1,8 +1,10 @@
-"""Which shapes are measured: the tutorial's sweep, a quick set, and what the options of `bench` ask for."""
+"""A case: one call that is measured, and how its shape and dtype are written."""
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ALIASES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -11,65 +13,47 @@ SUFFIX = {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 @dataclass(frozen=True)
 class Case:
-    """One input: a contiguous [n_rows, n_cols] tensor."""
+    """One operation on a contiguous tensor of `shape` (its first input), along `dim`: -1, or another from the front.
 
-    n_rows: int
-    n_cols: int
+    operation: a name in `operations.OPERATIONS`. A row is what is reduced to one sum: n_rows of n_cols elements.
+    """
+
+    shape: tuple[int, ...]
     dtype: str = "float32"
+    operation: str = "softmax"
+    dim: int = -1
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def n_cols(self) -> int:
+        return self.shape[self.dim]
+
+    @property
+    def n_rows(self) -> int:
+        return self.elements // self.n_cols
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
 
     @property
     def tensor_bytes(self) -> int:
-        return self.n_rows * self.n_cols * ITEMSIZE[self.dtype]
+        return self.elements * self.itemsize
 
     @property
-    def floor_bytes(self) -> int:
-        """What softmax cannot avoid moving: one read and one write. The same for every provider."""
-        return 2 * self.tensor_bytes
+    def parameters(self) -> dict[str, Any]:
+        """What n_rows, n_cols and dtype do not say, for the record."""
+        return {} if len(self.shape) == 2 and self.dim == -1 else {"shape": list(self.shape), "dim": self.dim}
+
+    @property
+    def size(self) -> str:
+        return " x ".join(map(str, self.shape)) + ("" if self.dim == -1 else f" dim {self.dim}")
 
     def __str__(self) -> str:
-        return f"{self.n_rows} x {self.n_cols} {self.dtype}"
-
-
-TUTORIAL_ROWS = 4096
-TUTORIAL_COLS = tuple(128 * i for i in range(2, 100))
-ELEMENTS = 128 * 2**20
-QUICK = (
-    Case(65536, 256, "float32"),
-    Case(4096, 12672, "float32"),
-    Case(128, 1048576, "float32"),
-    Case(8, 32000, "bfloat16"),
-    Case(2670, 50257, "bfloat16"),
-    Case(1024, 131072, "bfloat16"),
-)
-
-
-def build(
-    shapes: Sequence[tuple[int, int]] = (),
-    rows: Sequence[int] = (),
-    cols: Sequence[int] = (),
-    dtypes: Sequence[str] = (),
-    elements: int | None = None,
-    quick: bool = False,
-) -> list[Case]:
-    """The cases in the order asked, without repeats: a shape list, rows by columns, or one of the two standing sets.
-
-    With columns and no rows, a tensor has as many rows as hold `elements` elements.
-    """
-    if quick and not (shapes or rows or cols):
-        return unique(Case(case.n_rows, case.n_cols, dtype) for case in QUICK for dtype in dtypes or (case.dtype,))
-    chosen = list(shapes)
-    if rows:
-        chosen += [(n_rows, n_cols) for n_rows in rows for n_cols in cols or TUTORIAL_COLS]
-    elif cols or elements:
-        chosen += [(-(-(elements or ELEMENTS) // n_cols), n_cols) for n_cols in cols or TUTORIAL_COLS]
-    elif not shapes:
-        chosen += [(TUTORIAL_ROWS, n_cols) for n_cols in TUTORIAL_COLS]
-    return unique(Case(n_rows, n_cols, dtype) for dtype in dtypes or ("float32",) for n_rows, n_cols in chosen)
-
-
-def cut(cases: Iterable[Case], elements: int) -> list[Case]:
-    """The same widths with so few rows that no tensor has more than `elements` elements (but at least one row)."""
-    return unique(Case(max(1, min(c.n_rows, elements // c.n_cols)), c.n_cols, c.dtype) for c in cases)
+        return ("" if self.operation == "softmax" else f"{self.operation} ") + f"{self.size} {self.dtype}"
 
 
 def parse_size(text: str) -> int:
@@ -97,14 +81,17 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """Shapes ROWSxCOLS between commas."""
+def parse_shapes(text: str) -> list[Case]:
+    """Shapes between commas: ROWSxCOLS, or any number of sizes and, after a colon, the dim that is not the last."""
     shapes = []
     for part in text.split(","):
-        n_rows, x, n_cols = part.lower().partition("x")
-        if not x:
-            raise ValueError(f"{part!r} is not a shape ROWSxCOLS such as 4096x32768")
-        shapes.append((parse_size(n_rows), parse_size(n_cols)))
+        sizes, colon, dim = part.lower().partition(":")
+        if "x" not in sizes:
+            raise ValueError(f"{part!r} is not a shape such as 4096x32768, or 64x4096x512:1 for dim 1")
+        shape = tuple(map(parse_size, sizes.split("x")))
+        if colon and (not dim.isdecimal() or int(dim) >= len(shape)):
+            raise ValueError(f"{part!r} names no dim of 0 to {len(shape) - 1} after its colon")
+        shapes.append(Case(shape, dim=-1 if not colon or int(dim) == len(shape) - 1 else int(dim)))
     return shapes
 
 

@@ -1,12 +1,14 @@
 """Inputs that can fail, and the comparison with float64 that comes before every figure."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.operations import Inputs, operation_of
+from fused_softmax.bench.providers import Call
 
 # Elements compared at once: float64 copies of a whole tensor would not fit beside large inputs.
 CHUNK = 2**24
@@ -18,74 +20,102 @@ STATE_ERROR = 2 * 2.0**-23
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest distance from float64, largest distance of a row's sum from 1, and the largest value to expect."""
+    """Largest distance from float64; of a row's sum from its sum in float64 (0 where a row has one result); and what to
+    expect in float64: the largest magnitude, and of a row the largest sum of magnitudes.
+    """
 
     largest: float
     row_sum: float
     peak: float
+    mass: float
 
 
-def inputs(case: Case, count: int, device: str, seed: int) -> list[Tensor]:
-    """Peaked logits, a different tensor each: twice a normal, and in every row one value far above the rest."""
+def inputs(case: Case, count: int, device: str, seed: int) -> list[Inputs]:
+    """The tensors of `count` calls, different ones for each."""
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = getattr(torch, case.dtype)
-    tensors = []
-    for _ in range(count):
-        x = torch.randn(case.n_rows, case.n_cols, device=device, dtype=dtype, generator=generator).mul_(2)
-        column = torch.randint(case.n_cols, (case.n_rows, 1), device=device, generator=generator)
-        height = torch.rand(case.n_rows, 1, device=device, generator=generator) * 12 + 4
-        tensors.append(x.scatter_(1, column, height.to(dtype)))
-    return tensors
+    return [operation_of(case).inputs(case, generator) for _ in range(count)]
 
 
-def poisoned(softmax: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """softmax(x), its output allocated where NaN has just been, so that what it does not write shows."""
-    poison = torch.full_like(x, float("nan"))
-    del poison
-    return softmax(x)
+def cut_axis(case: Case) -> int:
+    """The axis along which a comparison is cut into chunks: the first that is not reduced."""
+    return 1 if case.dim == 0 else 0
 
 
-def errors(y: Tensor, x: Tensor) -> Errors:
-    from fused_softmax.reference import softmax_fp64
-
-    n_rows, n_cols = x.shape
-    step = max(1, CHUNK // n_cols)
-    found = torch.zeros(3, device=x.device, dtype=torch.float64)
-    for start in range(0, n_rows, step):
-        want = softmax_fp64(x[start : start + step])
-        got = y[start : start + step].double()
-        parts = ((got - want).abs().amax(), (got.sum(-1) - 1).abs().amax(), want.amax())
-        found = torch.maximum(found, torch.stack(parts))  # NaN wins
-    return Errors(*found.tolist())
+def comparison_bytes(case: Case) -> int:
+    """What the float64 tensors of a comparison take at once."""
+    return 8 * 8 * min(CHUNK + case.elements // case.shape[cut_axis(case)], case.elements)
 
 
-def allowed(torch_errors: Errors, dtype: torch.dtype, own: bool) -> tuple[float, float]:
-    """The largest error and row-sum error to accept: torch's own in the same dtype plus one rounding of the output."""
-    rounding = torch.finfo(dtype).eps / 2 * (1 if own else OTHERS_ROUNDINGS)
-    if dtype == torch.float64:  # the reference is rounded too
-        rounding *= OTHERS_ROUNDINGS
-    else:
-        rounding += STATE_ERROR
-    return torch_errors.largest + rounding * torch_errors.peak, torch_errors.row_sum + 4 * rounding
+class Judge:
+    """What the result for these inputs must be: within torch's own distance from float64, and a few roundings."""
+
+    def __init__(self, case: Case, inputs: Inputs):
+        self.case, self.inputs = case, inputs
+        self.dim = case.dim % len(case.shape)
+        self.axis = cut_axis(case)
+        y = operation_of(case).baseline(case)(*inputs)
+        self.shape, self.dtype = y.shape, y.dtype
+        self.reduced = y.ndim < len(case.shape)
+        self.torch_errors = self.errors(y)
+
+    def poisoned(self, call: Call) -> object:
+        """The call's result, allocated where NaN has just been, so that what it does not write shows."""
+        poison = torch.full(self.shape, float("nan"), dtype=self.dtype, device=self.inputs[0].device)
+        del poison
+        return call(*self.inputs)
+
+    def allowed(self, own: bool) -> tuple[float, float]:
+        """The largest error and row-sum error to accept: torch's own in the same dtype, one rounding of the output."""
+        rounding = torch.finfo(self.dtype).eps / 2 * (1 if own else OTHERS_ROUNDINGS)
+        if self.dtype == torch.float64:  # the reference is rounded too
+            rounding *= OTHERS_ROUNDINGS
+        else:
+            rounding += STATE_ERROR
+        torchs = self.torch_errors
+        return torchs.largest + rounding * torchs.peak, torchs.row_sum + 4 * rounding * torchs.mass
+
+    def complaint(self, y: object, limits: tuple[float, float]) -> tuple[str, Errors | None]:
+        """What is wrong with y ("" if nothing), and its errors."""
+        if not isinstance(y, Tensor) or y.shape != self.shape or y.dtype != self.dtype:
+            got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+            return f"returned {got} where {tuple(self.shape)} {self.dtype} is expected", None
+        found = self.errors(y)
+        if found.largest != found.largest:
+            rows = int((y.isnan() if self.reduced else y.isnan().any(self.dim)).sum())
+            return f"NaN in {rows} of {self.case.n_rows} rows of a finite input", None
+        if not found.largest <= limits[0]:
+            return f"largest error {found.largest:.2e}, allowed {limits[0]:.2e}", found
+        if not found.row_sum <= limits[1]:
+            return f"a row's sum is off by {found.row_sum:.2e}, allowed {limits[1]:.2e}", found
+        return "", found
+
+    def errors(self, y: Tensor) -> Errors:
+        truth = operation_of(self.case).formula(self.case)
+        found = torch.zeros(4, device=y.device, dtype=torch.float64)
+        for got, inputs in self.chunks(y):
+            want = truth(*(x.double() if x.is_floating_point() else x for x in inputs))
+            got = got.double()
+            sums = torch.zeros(2, device=y.device, dtype=torch.float64)
+            if not self.reduced:
+                off = (got.sum(self.dim) - want.sum(self.dim)).abs().amax()
+                sums = torch.stack((off, want.abs().sum(self.dim).amax()))
+            parts = ((got - want).abs().amax(), sums[0], want.abs().amax(), sums[1])
+            found = torch.maximum(found, torch.stack(parts))  # NaN wins
+        return Errors(*found.tolist())
+
+    def chunks(self, y: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
+        """y and the inputs in parts along one axis other than `dim`; what broadcasts along it stays whole."""
+        size = self.case.shape[self.axis]
+        step = max(1, CHUNK * size // self.case.elements)
+        # Without `dim`, the axis after it has moved one to the front.
+        y_axis = self.axis - (self.reduced and self.dim < self.axis)
+        for start in range(0, size, step):
+            here = min(step, size - start)
+            parts = (x if x.shape[self.axis] == 1 else x.narrow(self.axis, start, here) for x in self.inputs)
+            yield y.narrow(y_axis, start, here), tuple(parts)
 
 
-def complaint(y: object, x: Tensor, limits: tuple[float, float]) -> tuple[str, Errors | None]:
-    """What is wrong with y as the softmax of x ("" if nothing), and its errors."""
-    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
-        got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
-        return f"returned {got} for {tuple(x.shape)} {x.dtype}", None
-    found = errors(y, x)
-    if found.largest != found.largest:
-        rows = int(y.isnan().any(-1).sum())
-        return f"NaN in {rows} of {x.shape[0]} rows of a finite input", None
-    if not found.largest <= limits[0]:
-        return f"largest error {found.largest:.2e}, allowed {limits[0]:.2e}", found
-    if not found.row_sum <= limits[1]:
-        return f"a row sums to 1 within {found.row_sum:.2e}, allowed {limits[1]:.2e}", found
-    return "", found
-
-
-def fingerprint(x: Tensor) -> int:
-    """Changes when x is written: no provider may spoil the inputs that all share."""
-    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
-    return int(x.view(integer).sum(dtype=torch.int64))
+def fingerprint(inputs: Inputs) -> list[int]:
+    """Changes when one of them is written: no provider may spoil the inputs that all share."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return [int(x.view(integer[x.element_size()]).sum(dtype=torch.int64)) for x in inputs]

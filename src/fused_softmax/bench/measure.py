@@ -2,16 +2,17 @@
 
 import gc
 import os
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from fused_softmax.bench import check
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.providers import NEEDS_GPU, OWN, PROVIDERS, plan_of
+from fused_softmax.bench.check import Judge
+from fused_softmax.bench.operations import Inputs, operation_of
+from fused_softmax.bench.providers import COMPILED, OWN, plan_of
 from fused_softmax.bench.record import Ceiling, Point, one_line
 from fused_softmax.bench.timing import (
     ContextLost,
@@ -44,8 +45,13 @@ class Effort:
 
 
 def measure(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
-    """One point for every name, in order."""
-    return (_measure_gpu if on_gpu() else _measure_cpu)(case, names, effort)
+    """One point for every name that is a provider of the case's operation, in order."""
+    return (_measure_gpu if on_gpu() else _measure_cpu)(case, known(case, names), effort)
+
+
+def known(case: Case, names: Iterable[str]) -> list[str]:
+    """Those of the names that are providers of the case's operation."""
+    return [name for name in names if name in operation_of(case).providers]
 
 
 def on_gpu() -> bool:
@@ -53,135 +59,144 @@ def on_gpu() -> bool:
 
 
 def _measure_gpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    buffers = rotation(case, l2_bytes)
+    operation = operation_of(case)
+    buffers = rotation(operation.floor_bytes(case), torch.cuda.get_device_properties(0).L2_cache_size)
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    if refusal := _too_large(case, 2 * buffers + 3, free):
-        return [_point(case, name, "skipped", refusal) for name in names]
-    xs = check.inputs(case, buffers, "cuda", effort.seed)
-    points, entrants = _check_all(case, names, xs[0], effort)
+    if refusal := _too_large(case, buffers, free):
+        return [point(case, name, "skipped", refusal) for name in names]
+    sets = check.inputs(case, buffers, "cuda", effort.seed)
+    points, entrants = _check_all(case, names, sets[0], effort)
     if effort.time and entrants:
         try:
-            points |= _time(case, xs, points, entrants, effort)
+            points |= _time(case, sets, points, entrants, effort)
         except ContextLost:
             raise
         except Exception as error:
-            require_context("timing", xs[0])
+            require_context("timing", sets[0])
             message = f"when timed: {one_line(error)}"
             points |= {name: replace(points[name], status="refused", message=message) for name in entrants}
-    if OWN in points:
-        points[OWN] = replace(points[OWN], plan=plan_of(xs[0]))
+    if OWN in points and operation.planned:
+        points[OWN] = replace(points[OWN], plan=plan_of(case, sets[0][0], operation.planned))
     return [points[name] for name in names]
 
 
 def _time(
-    case: Case, xs: list[Tensor], points: dict[str, Point], entrants: dict[str, Entrant], effort: Effort
+    case: Case, sets: list[Inputs], points: dict[str, Point], entrants: dict[str, Entrant], effort: Effort
 ) -> dict[str, Point]:
     """The points of the entrants, with figures."""
-    timer = GraphTimer(case, xs)
-    torch_errors = check.errors(torch.softmax(xs[-1], dim=-1), xs[-1])
+    operation = operation_of(case)
+    floor = operation.floor_bytes(case)
+    timer = GraphTimer(floor, sets)
+    judge = Judge(case, sets[-1])
     done: dict[str, Point] = {}
     for name, entrant in entrants.items():
         try:
-            if wrong := timer.prepare(entrant, check.allowed(torch_errors, xs[-1].dtype, name == OWN)):
+            limits = judge.allowed(name == OWN)
+            if wrong := timer.prepare(entrant, partial(judge.complaint, limits=limits)):
                 done[name] = replace(points[name], status="wrong", message=wrong)
         except Exception as error:
-            require_context(name, xs[0])
+            require_context(name, sets[0])
             done[name] = replace(points[name], status="refused", message=f"when timed: {one_line(error)}")
     timed = [entrant for name, entrant in entrants.items() if name not in done]
-    copies = timer.ceilings()
-    timer.rounds([*timed, *copies], effort.rounds, effort.budget_ms)
-    best = min(copies, key=lambda copy: statistics.median(copy.samples))
-    top = figure(case, best.samples)
-    calls = walls(case, timed, xs, effort.budget_ms)
+    ceilings = timer.ceilings(operation.ceilings(case))
+    timer.rounds([*timed, *ceilings], effort.rounds, effort.budget_ms)
+    tops = {entrant.name: figure(entrant.moved_bytes, entrant.samples) for entrant in ceilings}
+    best = max(tops, key=lambda name: tops[name].gb_per_s)
+    calls = walls(floor, timed, sets, effort.budget_ms)
     for entrant in timed:
-        kernel = figure(case, entrant.samples)
+        kernel = figure(floor, entrant.samples)
         done[entrant.name] = replace(
             points[entrant.name],
             status="ok",
             message=entrant.note,
             kernel=kernel,
             call=calls[entrant.name],
-            host_us=host(entrant.softmax, xs) if kernel.p50_us < SMALL_CALL_US else None,
-            ratio=kernel.gb_per_s / top.gb_per_s,
-            ceiling=Ceiling(best.name, top.p50_us, top.gb_per_s),
+            host_us=host(entrant.call, sets) if kernel.p50_us < SMALL_CALL_US else None,
+            ratio=kernel.gb_per_s / tops[best].gb_per_s,
+            ceiling=Ceiling(best, tops[best].p50_us, tops[best].gb_per_s),
             method=entrant.method,
-            buffers=len(xs),
-            rotated_bytes=len(xs) * case.floor_bytes,
+            buffers=len(sets),
+            rotated_bytes=len(sets) * floor,
         )
     return done
 
 
-def _too_large(case: Case, tensors: int, free: int) -> str:
-    need = tensors * case.tensor_bytes + 6 * 8 * min(check.CHUNK + case.n_cols, case.n_rows * case.n_cols)
+def _too_large(case: Case, sets: int, free: int) -> str:
+    """Why `sets` of inputs and results do not fit beside what checking and torch's intermediate tensors take, or ""."""
+    need = sets * operation_of(case).held_bytes(case) + 4 * case.tensor_bytes + check.comparison_bytes(case)
     return f"needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if need > free else ""
 
 
-def _point(case: Case, name: str, status: str, message: str = "", **figures) -> Point:
-    return Point(case.n_rows, case.n_cols, case.dtype, name, status, message, **figures)  # type: ignore[arg-type]
+def point(case: Case, name: str, status: str, message: str = "", **figures) -> Point:
+    parameters = case.parameters | operation_of(case).parameters(case)
+    more = {"operation": case.operation, "parameters": parameters, **figures}
+    return Point(case.n_rows, case.n_cols, case.dtype, name, status, message, **more)  # type: ignore[arg-type]
 
 
 def _check_all(
-    case: Case, names: Iterable[str], x: Tensor, effort: Effort
+    case: Case, names: Iterable[str], inputs: Inputs, effort: Effort
 ) -> tuple[dict[str, Point], dict[str, Entrant]]:
     """A point for every name, and those fit to be timed."""
     points, entrants = {}, {}
-    torch_errors = check.errors(torch.softmax(x, dim=-1), x)
-    before = check.fingerprint(x)
+    judge = Judge(case, inputs)
+    before = check.fingerprint(inputs)
     for name in names:
         try:
-            softmax = PROVIDERS[name]()
+            call = operation_of(case).providers[name](case)
         except Exception as error:
-            points[name] = _point(case, name, "absent", one_line(error))
+            points[name] = point(case, name, "absent", one_line(error))
             continue
-        limits = check.allowed(torch_errors, x.dtype, name == OWN)
+        limits = judge.allowed(name == OWN)
         try:
-            wrong, found = check.complaint(check.poisoned(softmax, x), x, limits)
-            if not wrong and check.fingerprint(x) != before:
+            wrong, found = judge.complaint(judge.poisoned(call), limits)
+            if not wrong and check.fingerprint(inputs) != before:
                 wrong = "wrote into its input"
         except Exception as error:
-            points[name] = _point(case, name, "refused", one_line(error))
-            require_context(name, x)
+            points[name] = point(case, name, "refused", one_line(error))
+            require_context(name, inputs)
             continue
         figures = {"error_allowed": limits[0]}
         if found:
             figures |= {"error": found.largest, "row_sum_error": found.row_sum}
-        points[name] = _point(case, name, "wrong" if wrong else "untimed", wrong, **figures)
+        points[name] = point(case, name, "wrong" if wrong else "untimed", wrong, **figures)
         if not wrong:
-            entrants[name] = Entrant(name, softmax)
-        elif check.fingerprint(x) != before:
-            x.copy_(check.inputs(case, 1, x.device.type, effort.seed)[0])
+            entrants[name] = Entrant(name, call)
+        elif check.fingerprint(inputs) != before:
+            for spoilt, fresh in zip(inputs, check.inputs(case, 1, inputs[0].device.type, effort.seed)[0], strict=True):
+                spoilt.copy_(fresh)
     return points, entrants
 
 
 def _measure_cpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
-    if refusal := _too_large(case, 6, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-        return [_point(case, name, "skipped", refusal) for name in names]
-    left_out = {name: reason for name in names if (reason := _not_on_cpu(name, effort))}
-    x = check.inputs(case, 1, "cpu", effort.seed)[0]
-    points, entrants = _check_all(case, [name for name in names if name not in left_out], x, effort)
-    for name, call in walls(case, [*entrants.values()], [x], 8 * effort.budget_ms).items() if effort.time else ():
-        points[name] = replace(points[name], status="ok", call=call)
+    if refusal := _too_large(case, 1, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        return [point(case, name, "skipped", refusal) for name in names]
+    left_out = {name: reason for name in names if (reason := _not_on_cpu(case, name, effort))}
+    inputs = check.inputs(case, 1, "cpu", effort.seed)[0]
+    points, entrants = _check_all(case, [name for name in names if name not in left_out], inputs, effort)
+    if effort.time:
+        floor = operation_of(case).floor_bytes(case)
+        for name, call in walls(floor, [*entrants.values()], [inputs], 8 * effort.budget_ms).items():
+            points[name] = replace(points[name], status="ok", call=call)
     for name, reason in left_out.items():
-        points[name] = _point(case, name, *_absent_or(name, reason))
+        points[name] = point(case, name, *_absent_or(case, name, reason))
     return [points[name] for name in names]
 
 
-def _not_on_cpu(name: str, effort: Effort) -> str:
-    if name in NEEDS_GPU:
+def _not_on_cpu(case: Case, name: str, effort: Effort) -> str:
+    if operation_of(case).needs_gpu(name):
         return "a GPU kernel, and there is no GPU"
     if name == OWN and interpreting():
         return "interpreted, and the time of an interpreter says nothing"
-    if name == "torch.compile" and not effort.named:
+    if name == COMPILED and not effort.named:
         return "compiled for a CPU only when named by --provider"
     return ""
 
 
-def _absent_or(name: str, reason: str) -> tuple[str, str]:
+def _absent_or(case: Case, name: str, reason: str) -> tuple[str, str]:
     try:
-        PROVIDERS[name]()
+        operation_of(case).providers[name](case)
     except Exception as error:
         return "absent", one_line(error)
     return "untimed", reason

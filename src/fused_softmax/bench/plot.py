@@ -1,4 +1,4 @@
-"""GB/s over row length: a line for every provider, and the ceiling above them.
+"""GB/s over row length, or over what varies instead: a line for every provider, and the ceiling above them.
 
 Kernel figures where a run has them, wall time otherwise; never both in one plot.
 """
@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of
 
 # Order and colours stand for providers, so that two plots read alike.
 # Okabe and Ito's colours: apart without colour vision.
@@ -25,45 +26,62 @@ STYLES = {
 
 
 def plot(run: Run, path: Path) -> None:
-    """Draw the run's figures, one panel for each dtype."""
+    """Draw the run's figures, one panel for each operation and dtype."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     on_gpu = any(point.kernel for point in run.points)
     points = [point for point in run.points if (point.kernel if on_gpu else point.call)]
-    dtypes = list(dict.fromkeys(point.dtype for point in points))
-    drawing = Figure(figsize=(7.5 * len(dtypes) + 1.5, 5), layout="constrained")
+    kinds = list(dict.fromkeys((point.operation, point.dtype) for point in points))
+    drawing = Figure(figsize=(7.5 * len(kinds) + 1.5, 5), layout="constrained")
     FigureCanvasAgg(drawing)
-    panels = drawing.subplots(1, len(dtypes), squeeze=False, sharey=True)[0]
-    for panel, dtype in zip(panels, dtypes, strict=True):
-        draw_panel(panel, [point for point in points if point.dtype == dtype], on_gpu)
+    panels = drawing.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    for panel, kind in zip(panels, kinds, strict=True):
+        shown = [point for point in points if (point.operation, point.dtype) == kind]
+        draw_panel(panel, shown, on_gpu, f"best {ceiling_of(run)}")
     gpu = run.environment["gpu"]
     where = gpu["name"] if gpu else "CPU"
-    panels[0].set_ylabel("GB/s of one read and one write" + ("" if on_gpu else ", eager wall time"))
+    panels[0].set_ylabel(f"GB/s of {floor_of(run)}" + ("" if on_gpu else ", eager wall time"))
     handles = {label: h for panel in panels for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     drawing.legend(handles.values(), handles.keys(), loc="outside right center", title=where, frameon=False)
     drawing.savefig(path, dpi=150)
 
 
-def draw_panel(panel, points: list[Point], on_gpu: bool) -> None:
+def draw_panel(panel, points: list[Point], on_gpu: bool, ceiling: str) -> None:
+    axis, at = axis_of([point.case for point in points])
     names = {point.provider for point in points}
     for name in [*(name for name in STYLES if name in names), *sorted(names - STYLES.keys())]:
-        line = sorted((p.n_cols, speed(p, on_gpu)) for p in points if p.provider == name)
+        line = sorted((at[p.case], speed(p, on_gpu)) for p in points if p.provider == name)
         colour, marker = STYLES.get(name, ("#000000", "."))
         panel.plot(*zip(*line, strict=True), color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
-    ceilings = sorted({(p.n_cols, p.ceiling.gb_per_s) for p in points if p.ceiling})
+    ceilings = sorted({(at[p.case], p.ceiling.gb_per_s) for p in points if p.ceiling})
     if ceilings:
-        panel.plot(*zip(*ceilings, strict=True), color="black", linestyle="--", linewidth=1.2, label="best copy kernel")
-    panel.set_title(f"softmax forward, {points[0].dtype}, {rows_of(point.n_rows for point in points)}")
-    widths = [point.n_cols for point in points]
-    if max(widths) > 16 * min(widths):
+        panel.plot(*zip(*ceilings, strict=True), color="black", linestyle="--", linewidth=1.2, label=ceiling)
+    operation = "softmax forward" if points[0].operation == "softmax" else points[0].operation
+    rows = f", {rows_of(point.n_rows for point in points)}" if axis == "n_cols" else ""
+    panel.set_title(f"{operation}, {points[0].dtype}{rows}")
+    places = at.values()
+    if axis == "shape":
+        panel.set_xticks(list(places), [case.size for case in at], rotation=30, ha="right")
+    elif max(places) > 16 * min(places):
         panel.set_xscale("log", base=2)
-        ticks = range(math.floor(math.log2(min(widths))), math.ceil(math.log2(max(widths))) + 1)
+        ticks = range(math.floor(math.log2(min(places))), math.ceil(math.log2(max(places))) + 1)
         panel.set_xticks([2**tick for tick in ticks], [size(2**tick) for tick in ticks])
-    panel.set_xlabel("n_cols")
+    panel.set_xlabel(axis)
     panel.set_ylim(bottom=0)
     panel.grid(True, color="#DDDDDD", linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def axis_of(cases: Iterable[Case]) -> tuple[str, dict[Case, int]]:
+    """What tells the cases apart, and where each stands: row length, the number of rows, or one after the other."""
+    different = list(dict.fromkeys(cases))
+    if all(len(case.shape) == 2 for case in different):
+        for axis in ("n_cols", "n_rows"):
+            at = {case: getattr(case, axis) for case in different}
+            if len(set(at.values())) == len(at):
+                return axis, at
+    return "shape", {case: place for place, case in enumerate(different)}
 
 
 def speed(point: Point, on_gpu: bool) -> float:

@@ -1,91 +1,74 @@
-"""Who is measured. A provider is a function without arguments that imports what it needs and returns softmax(x),
-taking and returning a 2-D tensor. One that cannot be imported is absent, and its error is the reason that is shown.
+"""Who is measured beside this package and torch. A provider is a function of a case that imports what it needs and
+returns `call(*inputs)`. One that cannot be imported is absent, and its error is the reason that is shown.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fused_softmax.bench.cases import Case
 from fused_softmax.plan import Alignment, Device, RowPlan, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Softmax = Callable[[Tensor], Tensor]
+Call = Callable[..., Any]  # tensors to a tensor
+Provider = Callable[[Case], Call]
 
 
-def fused_softmax() -> "Softmax":
-    from fused_softmax import softmax
-
-    return softmax
-
-
-def torch_softmax() -> "Softmax":
+def compiled(provider: Provider) -> Provider:
+    """By torch.compile, for the one shape it then meets: its best case. The reset keeps it off the recompile limit."""
     import torch
 
-    return lambda x: torch.softmax(x, dim=-1)
+    def provide(case: Case) -> Call:
+        torch.compiler.reset()
+        return torch.compile(provider(case), dynamic=False)
+
+    return provide
 
 
-def torch_compile() -> "Softmax":
-    """Compiled for the one shape it then meets: its best case. The reset keeps it off dynamo's recompile limit."""
-    import torch
-
-    torch.compiler.reset()
-    return torch.compile(lambda x: torch.softmax(x, dim=-1), dynamic=False)
-
-
-def naive() -> "Softmax":
+def naive(case: Case) -> Call:
     from fused_softmax.classic import naive_softmax
 
     return naive_softmax
 
 
-def persistent() -> "Softmax":
+def persistent(case: Case) -> Call:
     from fused_softmax.classic import persistent_softmax
 
     return persistent_softmax
 
 
-def hybrid() -> "Softmax":
+def hybrid(case: Case) -> Call:
     from fused_softmax.classic import hybrid_softmax
 
     return hybrid_softmax
 
 
-def online() -> "Softmax":
+def online(case: Case) -> Call:
     from fused_softmax.classic import online_softmax
 
     return online_softmax
 
 
-def liger() -> "Softmax":
+def liger(case: Case) -> Call:
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
     return LigerSoftmaxFunction.apply
 
 
-def quack() -> "Softmax":
+def quack(case: Case) -> Call:
     from quack.softmax import softmax
 
     return softmax
 
 
-PROVIDERS: dict[str, Callable[[], "Softmax"]] = {
-    "fused_softmax": fused_softmax,
-    "torch": torch_softmax,
-    "torch.compile": torch_compile,
-    "naive": naive,
-    "persistent": persistent,
-    "hybrid": hybrid,
-    "online": online,
-    "liger": liger,
-    "quack": quack,
-}
-OWN = "fused_softmax"
+CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}
+OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"
 NEEDS_GPU = frozenset({"persistent", "hybrid", "online", "liger", "quack"})
 
 
-def forced(strategy: Strategy, x: "Tensor") -> "Softmax":
+def forced(strategy: Strategy, x: "Tensor") -> Call:
     """fused_softmax by one strategy, whatever the planner would choose for a tensor like x."""
     from fused_softmax.device import device_of
     from fused_softmax.ops.softmax import softmax_forward
@@ -97,21 +80,21 @@ def forced(strategy: Strategy, x: "Tensor") -> "Softmax":
     return lambda x: softmax_forward(x, plan=plan)
 
 
-def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int) -> RowPlan:
-    """The plan fused_softmax follows on a device for contiguous rows."""
+def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int, inputs: int = 1) -> RowPlan:
+    """The plan fused_softmax follows on a device for contiguous rows; inputs=2 for its gradient."""
     from fused_softmax.plan import plan_rows
 
-    return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize))
+    return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize), inputs=inputs)
 
 
-def plan_of(x: "Tensor") -> dict[str, Any] | None:
-    """The same for a tensor, as a dict; None on a CPU, which takes ATen."""
+def plan_of(case: Case, x: "Tensor", inputs: int) -> dict[str, Any] | None:
+    """The same for a case on the device of x, as a dict; None on a CPU, which takes ATen."""
     if not x.is_cuda:
         return None
     from fused_softmax.device import device_of
 
-    n_rows, n_cols = x.shape
-    return dataclasses.asdict(plan_on(device_of(x.get_device()), n_rows, n_cols, x.element_size()))
+    device = device_of(x.get_device())
+    return dataclasses.asdict(plan_on(device, case.n_rows, case.n_cols, case.itemsize, inputs))
 
 
 def alignment(n_cols: int, itemsize: int) -> Alignment:

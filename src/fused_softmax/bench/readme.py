@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fused_softmax.bench import record
+from fused_softmax.bench.cases import Case
 from fused_softmax.bench.record import Point, Run
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -21,19 +22,22 @@ OWN = "fused_softmax"
 
 def render(run: Run) -> str:
     """The Markdown between the markers: what was measured and how, a row for every shape, who was absent."""
-    timed = {(point.n_rows, point.n_cols, point.dtype) for point in run.points if point.kernel}
+    timed = any(point.kernel for point in run.points)
     if not run.complete or not timed:
         raise ValueError("not a finished run on a GPU: it stopped early" if timed else "it has no kernel figures")
-    cases: dict[tuple[int, int, str], dict[str, Point]] = {}
+    cases: dict[Case, dict[str, Point]] = {}
     for point in run.points:
-        cases.setdefault((point.n_rows, point.n_cols, point.dtype), {})[point.provider] = point
+        cases.setdefault(point.case, {})[point.provider] = point
     names = list(dict.fromkeys(p.provider for p in run.points if p.status != "absent" and p.provider != OWN))
-    head = ["rows x cols", "dtype", OWN, "ratio", *names]
-    lines = [_row(head), _row(["---", "---", *["---:"] * (len(head) - 2)])]
-    for (n_rows, n_cols, dtype), points in cases.items():
+    rows = record.rows_only(run)
+    left = ["rows x cols", "dtype"] if rows else ["operation", "shape", "dtype"]
+    right = [OWN, "ratio", *names]
+    lines = [_row([*left, *right]), _row([*["---"] * len(left), *["---:"] * len(right)])]
+    for case, points in cases.items():
         own = points.get(OWN)
         ratio = f"{own.ratio:.3f}" if own and own.ratio is not None else ""
-        lines.append(_row([f"{n_rows} x {n_cols}", dtype, _cell(own), ratio, *(_cell(points.get(n)) for n in names)]))
+        what = [case.size, case.dtype] if rows else [case.operation, case.size, case.dtype]
+        lines.append(_row([*what, _cell(own), ratio, *(_cell(points.get(n)) for n in names)]))
     return "\n".join([_about(run), "", *lines, *_notes(run)])
 
 
@@ -51,8 +55,8 @@ def _about(run: Run) -> str:
         )
     )
     return (
-        "GB/s of one read and one write, kernel time; the ratio is to the best copy kernel on the same buffers in the "
-        f"same run. {where}. Made by\n`{run.command}`."
+        f"GB/s of {record.floor_of(run)}, kernel time; the ratio is to the best {record.ceiling_of(run)} on the same "
+        f"buffers in the same run. {where}. Made by\n`{run.command}`."
     )
 
 

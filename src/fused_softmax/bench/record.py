@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from fused_softmax.bench.cases import Case
+
 SCHEMA = 1
 Status = Literal["ok", "wrong", "refused", "absent", "untimed", "skipped"]
 
@@ -33,7 +35,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The fastest plain copy of the same bytes in the same rounds."""
+    """The fastest plain kernel that moves as many bytes the same way, in the same rounds."""
 
     name: str
     p50_us: float
@@ -42,12 +44,14 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Point:
-    """One provider at one shape.
+    """One provider at one case.
 
+    operation, parameters: what is computed, and all of it that n_rows, n_cols and dtype do not say.
     kernel: time on the GPU over rotating buffers; call: eager wall time. They are different experiments.
     method: "graph" for graph replay, "events" where the provider could not be captured.
-    buffers, rotated_bytes: distinct input and output pairs in rotation, and their bytes (cold when above 4 x L2).
-    host_us: time to enqueue one call. error, row_sum_error: largest distance from float64, and of a row's sum from 1.
+    buffers, rotated_bytes: distinct sets of inputs and outputs in rotation, and their bytes (cold when above 4 x L2).
+    host_us: time to enqueue one call.
+    error, row_sum_error: largest distance from float64, and of a row's sum from what it is there.
     """
 
     n_rows: int
@@ -68,6 +72,13 @@ class Point:
     error_allowed: float | None = None
     row_sum_error: float | None = None
     plan: dict[str, Any] | None = None
+    operation: str = "softmax"
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def case(self) -> Case:
+        shape = tuple(self.parameters.get("shape", (self.n_rows, self.n_cols)))
+        return Case(shape, self.dtype, self.operation, self.parameters.get("dim", -1))
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,20 @@ def load(path: Path) -> Run:
 def _point(data: dict[str, Any]) -> Point:
     parts = {"kernel": Figure, "call": Figure, "ceiling": Ceiling}
     return Point(**{k: parts[k](**v) if k in parts and v is not None else v for k, v in data.items()})
+
+
+def rows_only(run: Run) -> bool:
+    """Whether all of it is softmax of rows, which a report need not say of every line."""
+    return all(point.operation == "softmax" and not point.parameters for point in run.points)
+
+
+def floor_of(run: Run) -> str:
+    """The bytes that GB/s count, in words."""
+    return "one read and one write" if rows_only(run) else "the bytes that must move"
+
+
+def ceiling_of(run: Run) -> str:
+    return "copy kernel" if rows_only(run) else "plain kernel"
 
 
 def partial_path(path: Path) -> Path:

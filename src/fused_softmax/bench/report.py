@@ -10,7 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only
 from fused_softmax.plan import Device, RowPlan
 
 # What stands in a column of its own even without a figure; the rest is named beneath the table.
@@ -27,7 +28,7 @@ def print_head(run: Run, console: Console, gpu: bool) -> None:
 
 def print_run(run: Run, console: Console) -> None:
     if any(point.kernel for point in run.points):
-        title = "kernel: GB/s of one read and one write, and the ratio to the best copy kernel of the same bytes"
+        title = f"kernel: GB/s of {floor_of(run)}, and the ratio to the best {ceiling_of(run)} of as many bytes"
         print_table(run, console, title, cell, with_ceiling=True)
         print_table(run, console, "call: us of eager wall time, and us to enqueue it where the shape is small", call)
     elif any(point.call for point in run.points):
@@ -48,20 +49,20 @@ def print_table(
     plain = not console.is_terminal
     say(console, title)
     table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rows x cols dtype", no_wrap=True)
+    table.add_column("rows x cols dtype" if rows_only(run) else "operation shape dtype", no_wrap=True)
     for name in shown:
         table.add_column(name, justify="right", overflow="fold")
     if with_ceiling:
         table.add_column("ceiling", justify="right", overflow="fold")
-    by_case: dict[tuple, dict[str, Point]] = {}
+    by_case: dict[Case, dict[str, Point]] = {}
     for point in run.points:
-        by_case.setdefault((point.n_rows, point.n_cols, point.dtype), {})[point.provider] = point
-    for (n_rows, n_cols, dtype), points in by_case.items():
+        by_case.setdefault(point.case, {})[point.provider] = point
+    for case, points in by_case.items():
         cells = [text(points[name]) if name in points else "" for name in shown]
         if with_ceiling:
             ceiling = next((point.ceiling for point in points.values() if point.ceiling), None)
             cells.append(f"{ceiling.gb_per_s:.0f} {ceiling.name}" if ceiling else "")
-        table.add_row(f"{n_rows} x {n_cols} {dtype}", *cells)
+        table.add_row(str(case), *cells)
     console.print(table)
     console.print()
 
@@ -95,15 +96,15 @@ def print_without_figure(run: Run, console: Console) -> None:
             alike = re.sub(r"[\d.e+-]+", "0", point.message)
             reasons.setdefault((point.provider, point.status, alike), []).append(point)
     for (provider, status, _), points in reasons.items():
-        first = f"{points[0].n_rows} x {points[0].n_cols} {points[0].dtype}"
-        where = "" if status == "absent" else f" at {first}" + (f" and {len(points) - 1} more" if points[1:] else "")
+        where = f" at {points[0].case}" + (f" and {len(points) - 1} more" if points[1:] else "")
+        where = "" if status == "absent" else where
         say(console, f"{provider}: {status}{where}: {points[0].message}")
     buffers = sorted({point.buffers for point in run.points if point.buffers})
     if buffers:
         span = f"{buffers[0]} to {buffers[-1]}" if buffers[1:] else str(buffers[0])
         l2 = run.environment["gpu"]["l2_bytes"]
-        warm = sorted({f"{p.n_rows} x {p.n_cols}" for p in run.points if p.rotated_bytes and p.rotated_bytes <= 4 * l2})
-        say(console, f"Kernel figures rotate over {span} input and output pairs.")
+        warm = sorted({p.case.size for p in run.points if p.rotated_bytes and p.rotated_bytes <= 4 * l2})
+        say(console, f"Kernel figures rotate over {span} sets of inputs and outputs.")
         if warm:
             say(console, f"Partly from L2, too small for rotation over four times its size: {', '.join(warm)}.")
     if any(point.method == "events" for point in run.points):

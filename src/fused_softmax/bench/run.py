@@ -8,11 +8,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fused_softmax.bench import cases, measure, record, report
+from fused_softmax.bench import measure, record, report, sweeps
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.operations import provider_names
 from fused_softmax.bench.plot import plot as draw
-from fused_softmax.bench.providers import OWN, PROVIDERS
-from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.providers import OWN
+from fused_softmax.bench.record import Run
 from fused_softmax.bench.timing import ContextLost
 from fused_softmax.bench.verify import verify
 
@@ -26,11 +27,8 @@ def bench(
     console: Console,
     progress: Console,
     *,
-    shapes: Sequence[tuple[int, int]],
-    rows: Sequence[int],
-    cols: Sequence[int],
-    elements: int | None,
-    dtypes: Sequence[str],
+    chosen: Sequence[Case],
+    standing: bool,
     names: Sequence[str],
     quick: bool,
     verify_only: bool,
@@ -39,20 +37,23 @@ def bench(
     out: Path | None,
     plot: Path | None,
 ) -> int:
-    """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted."""
+    """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted.
+
+    standing: nobody asked for these shapes, so a machine without a GPU measures smaller ones.
+    """
     gpu = measure.on_gpu()
-    chosen = cases.build(shapes, rows, cols, dtypes, elements, quick)
+    operations = list(dict.fromkeys(case.operation for case in chosen))
     effort = measure.Effort(reps or (2 if quick else 3), 12 if quick else 25, seed, not verify_only, bool(names))
-    names = names or list(PROVIDERS)
+    names = names or provider_names(operations)
     run = Run(record.environment(*gpu_facts()), command)
     report.print_head(run, console, gpu)
-    if not gpu and not (shapes or rows or elements):
-        chosen = cases.cut(chosen, CPU_ELEMENTS)
+    if not gpu and standing:
+        chosen = sweeps.cut(chosen, CPU_ELEMENTS)
         note = f"No GPU: rows are cut to {CPU_ELEMENTS // 2**20} Mi elements a tensor; --shape or --rows sets them."
         report.say(console, note)
     stopped = run_cases(run, chosen, names, effort, out, progress)
     if not gpu and not stopped:
-        stopped = check_kernels(run, progress)
+        stopped = check_kernels(run, operations, progress)
     run.complete = not stopped
     written = save(run, out)
     report.print_run(run, console)
@@ -80,8 +81,7 @@ def run_cases(
             except KeyboardInterrupt:
                 return INTERRUPTED
             except ContextLost as error:
-                lost = (case.n_rows, case.n_cols, case.dtype)
-                run.points += [Point(*lost, name, "skipped", str(error)) for name in names]
+                run.points += [measure.point(case, name, "skipped", str(error)) for name in measure.known(case, names)]
                 return str(error)
             run.points += points
             if out:
@@ -93,10 +93,10 @@ def run_cases(
     return ""
 
 
-def check_kernels(run: Run, console: Console) -> str:
+def check_kernels(run: Run, operations: Sequence[str], console: Console) -> str:
     try:
         with console.status("kernels under Triton's interpreter"):
-            for check in verify():
+            for check in verify(operations):
                 run.checks.append(check)
     except KeyboardInterrupt:
         return INTERRUPTED

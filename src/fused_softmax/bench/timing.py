@@ -3,7 +3,7 @@
 kernel  graph replay over rotating inputs and outputs, together larger than four times L2 where the count allows.
 call    eager wall time of back-to-back calls, and apart from it the time to enqueue one.
 
-Providers and copy kernels share the inputs, write the same output addresses (one graph pool) and take turns in several
+Providers and ceilings share the inputs, write the same output addresses (one graph pool) and take turns in several
 rounds, so that clocks and addresses favour no one.
 """
 
@@ -18,11 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fused_softmax.bench import check
-from fused_softmax.bench.cases import Case
+from fused_softmax.bench.ceiling import Ceiling
+from fused_softmax.bench.operations import Inputs
+from fused_softmax.bench.providers import Call
 from fused_softmax.bench.record import Figure, one_line
 
-Softmax = Callable[..., Tensor]
 MAX_BUFFERS = 256
 MAX_CALLS = 256
 ROTATION_BYTES = 3 * 2**30
@@ -31,18 +31,19 @@ FINALISTS = 3
 WALL_BATCHES = 7
 
 
-def rotation(case: Case, l2_bytes: int) -> int:
-    """How many distinct input and output pairs: more than four times L2, two at least, within the caps."""
-    cold = 4 * l2_bytes // case.floor_bytes + 1
-    return max(2, min(cold, MAX_BUFFERS, ROTATION_BYTES // case.floor_bytes))
+def rotation(floor_bytes: int, l2_bytes: int) -> int:
+    """How many distinct sets of inputs and outputs: more than four times L2, two at least, within the caps."""
+    cold = 4 * l2_bytes // floor_bytes + 1
+    return max(2, min(cold, MAX_BUFFERS, ROTATION_BYTES // floor_bytes))
 
 
 @dataclass
 class Entrant:
-    """One that passed the check, and its samples in seconds per call."""
+    """One that passed the check, or a ceiling and the bytes it moves, and its samples in seconds per call."""
 
     name: str
-    softmax: Softmax
+    call: Call
+    moved_bytes: int = 0
     enqueue: Callable[[], object] = lambda: None
     calls: int = 1
     method: Literal["graph", "events"] = "graph"
@@ -56,31 +57,31 @@ class ContextLost(RuntimeError):
 
 
 class GraphTimer:
-    """Captures and replays entrants over the inputs xs."""
+    """Captures and replays entrants over the sets of inputs."""
 
-    def __init__(self, case: Case, xs: list[Tensor]):
-        self.xs = xs
+    def __init__(self, floor_bytes: int, sets: list[Inputs]):
+        self.sets = sets
         self.stream = _capture_stream()
         self.pool = torch.cuda.graph_pool_handle()
-        guess = case.floor_bytes / 3e12 + 1.5e-6
-        cycles = max(1, min(round(GRAPH_SECONDS / guess), MAX_CALLS) // len(xs))
-        self.order = [i % len(xs) for i in range(cycles * len(xs))]
+        guess = floor_bytes / 3e12 + 1.5e-6
+        cycles = max(1, min(round(GRAPH_SECONDS / guess), MAX_CALLS) // len(sets))
+        self.order = [i % len(sets) for i in range(cycles * len(sets))]
 
-    def prepare(self, entrant: Entrant, limits: tuple[float, float] | None = None) -> str:
-        """Capture one pass over the inputs, or fall back to eager passes; say what is wrong with its last output."""
-        ys: list[Tensor | None] = [None] * len(self.xs)
+    def prepare(self, entrant: Entrant, complaint: Callable[[object], tuple[str, object]] | None = None) -> str:
+        """Capture one pass over the sets, or fall back to eager passes; `complaint` of the last set's output, or ""."""
+        ys: list[Tensor | None] = [None] * len(self.sets)
 
         def one_pass() -> None:
             for i in self.order:
-                ys[i] = None  # its block is free for this call, so exactly len(xs) outputs rotate
-                ys[i] = entrant.softmax(self.xs[i])
+                ys[i] = None  # its block is free for this call, so exactly len(sets) outputs rotate
+                ys[i] = entrant.call(*self.sets[i])
 
         entrant.calls = len(self.order)
         outer = torch.cuda.current_stream()
         self.stream.wait_stream(outer)  # where the inputs were made
         with torch.cuda.stream(self.stream):
-            for x in self.xs[:2]:
-                entrant.softmax(x)
+            for inputs in self.sets[:2]:
+                entrant.call(*inputs)
         torch.cuda.synchronize()
         try:
             entrant.graph = torch.cuda.CUDAGraph()
@@ -89,35 +90,34 @@ class GraphTimer:
             entrant.enqueue = entrant.graph.replay
         except Exception as error:
             torch.cuda.set_stream(outer)
-            require_context(entrant.name, self.xs[0])
+            require_context(entrant.name, self.sets[0])
             self.pool = torch.cuda.graph_pool_handle()
             entrant.graph, entrant.method = None, "events"
             entrant.note = f"timed by events, not captured: {one_line(error.__context__ or error)}"
             entrant.enqueue = one_pass
             one_pass()
         last = ys[-1]
-        if limits is None or last is None:
+        if complaint is None or last is None:
             return ""
         last.fill_(float("nan"))
         torch.cuda.synchronize()
         entrant.enqueue()
         torch.cuda.synchronize()
-        wrong, _ = check.complaint(ys[-1], self.xs[-1], limits)
+        wrong, _ = complaint(ys[-1])
         return wrong and f"on replay: {wrong}"
 
-    def ceilings(self) -> list[Entrant]:
-        """The fastest copies of a short trial, one for all tensors of about a size; the rounds decide between them."""
-        from fused_softmax.bench.ceiling import copies
-
-        size = self.xs[0].dtype, round(8 * math.log2(self.xs[0].nbytes))
-        trial = [Entrant(copy.name, copy) for copy in _finalists.get(size) or copies()]
+    def ceilings(self, kernels: Sequence[Ceiling]) -> list[Entrant]:
+        """The fastest of a short trial, one for all tensors of about a size; the rounds decide between them."""
+        first = self.sets[0][0]
+        key = tuple(kernels), first.dtype, round(8 * math.log2(first.nbytes))
+        trial = [Entrant(each.name, each, each.moved_bytes(*self.sets[0])) for each in _finalists.get(key) or kernels]
         for entrant in trial:
             self.prepare(entrant)
-        if size not in _finalists:
+        if key not in _finalists:
             for entrant in trial:
                 sample(entrant, 3)
-            trial = sorted(trial, key=lambda entrant: min(entrant.samples))[:FINALISTS]
-            _finalists[size] = [entrant.softmax for entrant in trial]
+            trial = sorted(trial, key=lambda entrant: min(entrant.samples) / entrant.moved_bytes)[:FINALISTS]
+            _finalists[key] = [entrant.call for entrant in trial]
         for entrant in trial:
             entrant.samples.clear()
         return trial
@@ -149,48 +149,48 @@ def sample(entrant: Entrant, count: int) -> None:
         entrant.samples.append(start.elapsed_time(end) * 1e-3 / entrant.calls)
 
 
-def walls(case: Case, entrants: Sequence[Entrant], xs: Sequence[Tensor], budget_ms: float) -> dict[str, Figure]:
+def walls(floor_bytes: int, entrants: Sequence[Entrant], sets: Sequence[Inputs], budget_ms: float) -> dict[str, Figure]:
     """Eager wall time of each: batches of back-to-back calls, in turns, the device idle before and after a batch."""
-    idle = torch.cuda.synchronize if xs[0].is_cuda else lambda: None
+    idle = torch.cuda.synchronize if sets[0][0].is_cuda else lambda: None
 
-    def seconds(softmax: Softmax, calls: int) -> float:
-        arguments = list(itertools.islice(itertools.cycle(xs), calls))
+    def seconds(call: Call, calls: int) -> float:
+        arguments = list(itertools.islice(itertools.cycle(sets), calls))
         idle()
         start = time.perf_counter()
-        for x in arguments:
-            softmax(x)
+        for inputs in arguments:
+            call(*inputs)
         idle()
         return (time.perf_counter() - start) / calls
 
     counts = {}
     for entrant in entrants:
-        seconds(entrant.softmax, 2)
-        one = seconds(entrant.softmax, 2)
+        seconds(entrant.call, 2)
+        one = seconds(entrant.call, 2)
         counts[entrant.name] = max(1, min(1000, int(budget_ms * 1e-3 / WALL_BATCHES / one)))
     samples: dict[str, list[float]] = {entrant.name: [] for entrant in entrants}
     for _ in range(WALL_BATCHES):
         for entrant in entrants:
-            samples[entrant.name].append(seconds(entrant.softmax, counts[entrant.name]))
-    return {name: figure(case, values) for name, values in samples.items()}
+            samples[entrant.name].append(seconds(entrant.call, counts[entrant.name]))
+    return {name: figure(floor_bytes, values) for name, values in samples.items()}
 
 
-def host(softmax: Softmax, xs: Sequence[Tensor], calls: int = 64, batches: int = 9) -> float:
+def host(call: Call, sets: Sequence[Inputs], calls: int = 64, batches: int = 9) -> float:
     """Microseconds to enqueue one call, the queue never full."""
-    arguments = list(itertools.islice(itertools.cycle(xs), calls))
+    arguments = list(itertools.islice(itertools.cycle(sets), calls))
     times = []
     for _ in range(batches):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for x in arguments:
-            softmax(x)
+        for inputs in arguments:
+            call(*inputs)
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(times) / calls * 1e6
 
 
-def figure(case: Case, seconds: Sequence[float]) -> Figure:
+def figure(moved_bytes: int, seconds: Sequence[float]) -> Figure:
     p20, p50, p80 = (q * 1e6 for q in quantiles(seconds))
-    return Figure(p20, p50, p80, case.floor_bytes / p50 * 1e-3)
+    return Figure(p20, p50, p80, moved_bytes / p50 * 1e-3)
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
@@ -198,8 +198,8 @@ def quantiles(values: Sequence[float]) -> list[float]:
     return [ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.5, 0.8)]
 
 
-def require_context(name: str, x: Tensor) -> None:
-    if not x.is_cuda:
+def require_context(name: str, inputs: Inputs) -> None:
+    if not inputs[0].is_cuda:
         return
     try:
         torch.cuda.synchronize()
@@ -207,7 +207,7 @@ def require_context(name: str, x: Tensor) -> None:
         raise ContextLost(f"{name} broke the CUDA context: {one_line(error)}") from error
 
 
-_finalists: dict[tuple[torch.dtype, int], list] = {}
+_finalists: dict[tuple[tuple[Ceiling, ...], torch.dtype, int], list] = {}
 _streams: list[torch.cuda.Stream] = []
 
 

@@ -1,6 +1,7 @@
-"""Without a GPU: every strategy and every classic kernel under Triton's interpreter, compared with float64.
+"""Without a GPU: the kernels of the measured operations under Triton's interpreter, compared with float64.
 
-A process either interprets kernels or compiles them, so this runs as its own, one JSON line for each kernel.
+Of softmax every strategy and every classic, of others what our call launches for the operation's sample. A process
+either interprets kernels or compiles them, so this runs as its own, one JSON line for each kernel.
 """
 
 import json
@@ -9,33 +10,33 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
-import torch
-
+from fused_softmax.bench import check
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.bench.providers import CLASSIC, forced
 from fused_softmax.bench.record import Check, one_line
 from fused_softmax.plan import Strategy
 
 SWITCH = "FUSED_SOFTMAX_INTERPRET"
-# The tutorial's irregular 1823 x 781, with as many of its rows as the interpreter does in seconds.
-SHAPE = (61, 781)
 STRATEGIES: tuple[Strategy, ...] = ("tile", "row", "split", "stream")
-CLASSIC = ("naive", "persistent", "hybrid", "online")
 
 
 def interpreting() -> bool:
     return os.environ.get(SWITCH) == "1"
 
 
-def verify(seconds: float = 60) -> Iterator[Check]:
+def verify(operations: Sequence[str] = ("softmax",), seconds: float = 60) -> Iterator[Check]:
     """The checks as they come; those not reached in time are "not run"."""
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "fused_softmax.bench.verify"]
+    command = [sys.executable, "-m", "fused_softmax.bench.verify", *operations]
     environment = os.environ | {SWITCH: "1", "PYTHONPATH": paths}
-    left = dict.fromkeys(kernels())
+    left = kernels(operations)
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True) as child,
@@ -45,17 +46,18 @@ def verify(seconds: float = 60) -> Iterator[Check]:
         try:
             assert child.stdout
             for line in filter(complete, child.stdout):
-                check = Check(**json.loads(line))
-                left.pop(check.kernel, None)
-                yield check
+                done = Check(**json.loads(line))
+                left.pop(done.kernel, None)
+                yield done
         finally:
             timer.cancel()
             child.kill()
         said.seek(0)
         last = (said.read().strip().splitlines() or [""])[-1]
     why = f"not reached in {seconds:.0f} s" if child.returncode < 0 else last
-    for kernel in left:
-        yield Check(kernel, *SHAPE, "float32", "not run" if child.returncode < 0 else "failed", message=one_line(why))
+    for kernel, operation in left.items():
+        status: Literal["not run", "failed"] = "not run" if child.returncode < 0 else "failed"
+        yield replace(unchecked(kernel, OPERATIONS[operation].sample), status=status, message=one_line(why))
 
 
 def complete(line: str) -> bool:
@@ -63,27 +65,34 @@ def complete(line: str) -> bool:
     return line.endswith("\n")
 
 
-def kernels() -> list[str]:
-    return [*STRATEGIES, *CLASSIC]
+def kernels(operations: Sequence[str] = ("softmax",)) -> dict[str, str]:
+    """What is checked, and the operation it belongs to."""
+    of_softmax = dict.fromkeys((*STRATEGIES, *CLASSIC), "softmax") if "softmax" in operations else {}
+    return of_softmax | {name: name for name in operations if name != "softmax"}
 
 
-def check_kernel(kernel: str) -> Check:
-    """One kernel in this process, which must be interpreting."""
-    from fused_softmax.bench import check
-    from fused_softmax.bench.cases import Case
-    from fused_softmax.bench.providers import PROVIDERS, forced
+def unchecked(kernel: str, case: Case) -> Check:
+    return Check(kernel, case.n_rows, case.n_cols, case.dtype, "not run")
 
-    result = Check(kernel, *SHAPE, "float32", "ok")
-    x = check.inputs(Case(*SHAPE), 1, "cpu", seed=0)[0]
+
+def check_kernel(kernel: str, case: Case | None = None) -> Check:
+    """One kernel in this process, which must be interpreting; at its operation's sample unless told."""
+    operation = OPERATIONS.get(kernel, OPERATIONS["softmax"])
+    case = case or replace(operation.sample, operation=kernel if kernel in OPERATIONS else "softmax")
+    result = unchecked(kernel, case)
+    inputs = check.inputs(case, 1, "cpu", seed=0)[0]
     try:
-        softmax: Callable = forced(kernel, x) if kernel in STRATEGIES else PROVIDERS[kernel]()
-        limits = check.allowed(check.errors(torch.softmax(x, dim=-1), x), x.dtype, kernel in STRATEGIES)
-        wrong, found = check.complaint(check.poisoned(softmax, x), x, limits)
+        if kernel in STRATEGIES:
+            call = forced(kernel, inputs[0])
+        else:
+            call = CLASSIC.get(kernel, operation.own)(case)
+        judge = check.Judge(case, inputs)
+        wrong, found = judge.complaint(judge.poisoned(call), judge.allowed(own=kernel not in CLASSIC))
     except Exception as error:
         return replace(result, status="failed", message=one_line(error))
     return replace(result, status="wrong" if wrong else "ok", error=found.largest if found else None, message=wrong)
 
 
 if __name__ == "__main__":
-    for kernel in kernels():
+    for kernel in kernels(sys.argv[1:]):
         print(json.dumps(asdict(check_kernel(kernel))), flush=True)

@@ -1,0 +1,101 @@
+"""Which cases are measured: the named sweeps, the tutorial's among them, and what the options of `bench` ask for."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fused_softmax.bench.cases import Case, parse_shapes, unique
+
+TUTORIAL = "tutorial"
+TUTORIAL_COLS = tuple(128 * i for i in range(2, 100))
+ELEMENTS = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every pair of rows and cols, without rows as many as hold `ELEMENTS`; then `shapes`. For every operation.
+
+    dtypes: of each operation. ndim: how many dims its operations take, along the last; None: any, along any.
+    """
+
+    about: str
+    dtypes: Mapping[str, tuple[str, ...]]
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
+    shapes: str = ""
+    ndim: int | None = 2
+
+
+SWEEPS = {
+    TUTORIAL: Sweep(
+        "softmax of 4096 rows by 256, 384, ... 12672 columns, float32",
+        {"softmax": ("float32",)},
+        rows=(4096,),
+        cols=TUTORIAL_COLS,
+    ),
+}
+QUICK = (
+    Case((65536, 256), "float32"),
+    Case((4096, 12672), "float32"),
+    Case((128, 1048576), "float32"),
+    Case((8, 32000), "bfloat16"),
+    Case((2670, 50257), "bfloat16"),
+    Case((1024, 131072), "bfloat16"),
+)
+
+
+def build(
+    name: str = TUTORIAL,
+    shapes: Sequence[Case] = (),
+    rows: Sequence[int] = (),
+    cols: Sequence[int] = (),
+    dtypes: Sequence[str] = (),
+    elements: int | None = None,
+    quick: bool = False,
+) -> list[Case]:
+    """The cases of a sweep in order, without repeats, its shapes and dtypes replaced by those that are given.
+
+    With columns and no rows, a tensor has as many rows as hold `elements` elements, or the named sweep's own number.
+    quick: in the tutorial's place a standing set of shapes; of another sweep the first, the middle and the last one.
+    Raises ValueError for a shape that the sweep's operations do not take.
+    """
+    sweep = SWEEPS[name]
+    tutorial = name == TUTORIAL
+    if quick and tutorial and not (shapes or rows or cols):
+        return unique(replace(case, dtype=dtype) for case in QUICK for dtype in dtypes or (case.dtype,))
+    chosen = list(shapes)
+    if rows or cols or elements:
+        own_rows = () if elements or tutorial else sweep.rows
+        chosen += _pairs(rows or own_rows, cols or sweep.cols or TUTORIAL_COLS, elements or ELEMENTS)
+    elif not shapes:
+        chosen += _pairs(sweep.rows, sweep.cols, ELEMENTS) + (parse_shapes(sweep.shapes) if sweep.shapes else [])
+        if quick:
+            chosen = [chosen[0], chosen[len(chosen) // 2], chosen[-1]]
+    for case in chosen:
+        if sweep.ndim is not None and (len(case.shape), case.dim) != (sweep.ndim, -1):
+            raise ValueError(f"{name} takes shapes of {sweep.ndim} dims, along the last one, not {case.size}")
+    return unique(
+        replace(case, dtype=dtype, operation=operation)
+        for operation, own_dtypes in sweep.dtypes.items()
+        for dtype in dtypes or own_dtypes
+        for case in chosen
+    )
+
+
+def _pairs(rows: Sequence[int], cols: Sequence[int], elements: int) -> list[Case]:
+    if rows:
+        return [Case((n_rows, n_cols)) for n_rows in rows for n_cols in cols]
+    return [Case((-(-elements // n_cols), n_cols)) for n_cols in cols]
+
+
+def cut(cases: Iterable[Case], elements: int) -> list[Case]:
+    """The same rows, so few that no tensor has more than `elements` elements (but at least one row)."""
+    return unique(_cut(case, elements) for case in cases)
+
+
+def _cut(case: Case, elements: int) -> Case:
+    sizes = list(case.shape)
+    for axis, size in enumerate(sizes):
+        if axis != case.dim % len(sizes):
+            sizes[axis] = max(1, min(size, elements * size // math.prod(sizes)))
+    return replace(case, shape=tuple(sizes))
