@@ -59,6 +59,26 @@ def test_a_sweep_is_made_of_known_operations_and_fits_a_cpu_when_cut(name):
     assert {case.dtype for case in sweeps.build(name, dtypes=["float16"])} == {"float16"}
 
 
+def test_options_replace_what_a_sweep_measures():
+    vocab = sweeps.build("vocab", rows=[8])
+    assert {case.n_rows for case in vocab} == {8}
+    assert {case.n_cols for case in vocab} == set(sweeps.VOCABULARIES)
+    batch = sweeps.build("batch", cols=[128256], dtypes=["bfloat16"])
+    assert [case.n_rows for case in batch] == [2**i for i in range(17)]
+    assert {case.n_cols for case in batch} == {128256}
+    backward = sweeps.build("backward", cols=[300], elements=1000)
+    assert {case.shape for case in backward} == {(4, 300)}
+    assert len(backward) == 4
+    assert sweeps.build("logsumexp", cases.parse_shapes("4x8x2:1"), dtypes=["float32"]) == [
+        Case((4, 8, 2), operation="logsumexp", dim=1)
+    ]
+    both = sweeps.build("vocab", dtypes=["float32", "float16"])
+    assert {case.dtype for case in both if case.operation == sweeps.WIDENING} == {"float16"}
+    for name, shape in (("tutorial", "8x4:0"), ("backward", "4x8x2"), ("masked", "64x64")):
+        with pytest.raises(ValueError, match=f"{name} takes shapes of"):
+            sweeps.build(name, cases.parse_shapes(shape))
+
+
 def test_sizes_and_ranges():
     assert cases.parse_sizes("3,256:1024:256,2Ki") == [3, 256, 512, 768, 2048]
     assert cases.parse_shapes("4096x32768,1X7") == [Case((4096, 32768)), Case((1, 7))]
@@ -124,7 +144,28 @@ def test_an_operation_counts_its_bytes_and_tells_a_right_result_from_a_wrong_one
 
 
 def test_floor_bytes():
-    assert OPERATIONS["softmax"].floor_bytes(Case((4096, 1000), "bfloat16")) == 2 * 2 * 4096 * 1000
+    def floor(name, *shape, dtype="bfloat16", dim=-1):
+        return OPERATIONS[name].floor_bytes(Case(shape, dtype, name, dim))
+
+    rows = 8 * 16 * 2048
+    assert floor("softmax", 4096, 1000) == 2 * 2 * 4096 * 1000
+    assert floor("softmax_float32", 4096, 1000) == 6 * 4096 * 1000
+    assert floor("softmax_backward", 4096, 1000, dtype="float32") == 3 * 4 * 4096 * 1000
+    assert floor("logsumexp", 64, 4096, 512, dim=1) == 2 * 64 * 512 * (4096 + 1)
+    assert floor("softmax_causal", 8, 16, 2048, 2048) == 2 * (8 * 16 * 2048 * 2049 // 2 + rows * 2048)
+    assert floor("softmax_causal", 1, 1, 2, 5, dtype="float32") == 4 * (4 + 5 + 2 * 5)
+    assert floor("softmax_masked", 8, 16, 2048, 2048) == 2 * 2 * rows * 2048 + 8 * 2048 * 2048
+    assert floor("softmax_biased", 8, 16, 2048, 2048) == 2 * 2 * rows * 2048 + 2 * 16 * 2048 * 2048
+
+
+def test_causal_and_masked_inputs_empty_no_row():
+    for name in ("softmax_causal", "softmax_masked"):
+        case = sample(name)
+        y = OPERATIONS[name].formula(case)(*check.inputs(case, 1, "cpu", seed=0)[0])
+        assert not y.isnan().any()
+        assert (y == 0).any()
+    hidden = operations.above_diagonal_elements(sample("softmax_causal"))
+    assert hidden == 3 * operations.above_diagonal(61, 131, torch.device("cpu")).sum()
 
 
 def test_a_provider_that_writes_its_input_spoils_nobody_elses(monkeypatch):
@@ -176,9 +217,13 @@ def test_committed_results_are_still_read_printed_and_drawn(tmp_path, path):
 
 
 def test_a_case_goes_through_its_point():
-    for case in (Case((4, 8)), Case((4, 8), "bfloat16", dim=0), Case((2, 3, 4, 5))):
+    deep = Case((2, 3, 4, 5), operation="softmax_causal")
+    for case in (Case((4, 8)), Case((4, 8), "bfloat16", "logsumexp", 0), deep):
         assert measure.point(case, "torch", "ok").case == case
     assert str(Case((4, 8, 2), "float16", "logsumexp", 1)) == "logsumexp 4 x 8 x 2 dim 1 float16"
+    assert measure.point(Case((2, 3, 4, 5), operation="softmax_masked"), "torch", "ok").parameters == {
+        "shape": [2, 3, 4, 5], "dim": -1, "mask": [2, 1, 4, 5],
+    }  # fmt: skip
 
 
 def test_an_unknown_schema_is_refused(tmp_path):
@@ -223,7 +268,8 @@ def test_a_plot_stands_on_what_varies(tmp_path):
 
 
 def test_interpreter_checks_not_reached_are_named():
-    assert {c.kernel: c.status for c in verify.verify(seconds=0.01)} == dict.fromkeys(verify.kernels(), "not run")
+    names = ["softmax", "logsumexp"]
+    assert {c.kernel: c.status for c in verify.verify(names, 0.01)} == dict.fromkeys(verify.kernels(names), "not run")
 
 
 @pytest.mark.skipif(not verify.interpreting(), reason="runs where kernels are interpreted")
@@ -333,6 +379,23 @@ def test_graph_timing_gives_both_figures_and_the_ceiling(stand_in):
     assert found.rotated_bytes == found.buffers * 2 * 8 * 100 * 4 > 4 * 2**16
 
 
+def test_all_inputs_rotate_and_the_ceiling_is_the_operations(stand_in):
+    seen = []
+
+    def backward(dy, y, dx):
+        seen.append((dy.data_ptr(), y.data_ptr()))
+        dx.copy_(torch._softmax_backward_data(dy, y, -1, y.dtype))
+
+    stand_in.add("good", backward, "softmax_backward")
+    (found,) = measure.measure(Case((8, 100), operation="softmax_backward"), ["good", "naive"], EFFORT)
+    assert (found.status, found.operation, found.method) == ("ok", "softmax_backward", "graph")
+    assert found.ceiling.name.startswith("adds")
+    assert found.ceiling.gb_per_s == pytest.approx(2 * 8 * 100 * 4 / found.ceiling.p50_us * 1e-3)
+    assert found.rotated_bytes == found.buffers * 3 * 8 * 100 * 4 > 4 * 2**16
+    assert len(set(seen)) == found.buffers
+    assert len({dy for dy, _ in seen}) == len({y for _, y in seen}) == found.buffers
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_timed(stand_in, name):
     case = sample(name, dtype="bfloat16")
@@ -420,9 +483,11 @@ def test_a_copy_that_reads_a_share_reads_those_blocks_alone():
         assert ceiling.Copy(shape, share=16).moved_bytes(x) == x.nbytes // 4 + x.nbytes
 
 
-def test_ceilings_differ_in_name():
+def test_ceilings_differ_in_name_and_the_causal_one_reads_a_half():
     for kernels in (ceiling.copies(), ceiling.copies(torch.float32), ceiling.adds(), ceiling.reads()):
         assert len({kernel.name for kernel in kernels}) == len(kernels)
+    (share,) = {copy.share for copy in OPERATIONS["softmax_causal"].ceilings(Case((8, 16, 2048, 2048)))}
+    assert share == ceiling.SHARES // 2
 
 
 @pytest.mark.gpu
@@ -443,3 +508,14 @@ def test_real_figures():
         assert 0.1 < found.ratio < 1.2
         assert found.rotated_bytes > 4 * torch.cuda.get_device_properties(0).L2_cache_size
         assert (found.plan is not None) == (found.provider == "fused_softmax")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_real_figures_of_every_operation(name):
+    shape = (4, 8, 512, 512) if len(OPERATIONS[name].sample.shape) == 4 else (2048, 4096)
+    case = sample(name, shape=shape, dtype="bfloat16", dim=0 if name == "softmax_dim" else -1)
+    for found in measure.measure(case, ["fused_softmax", "torch", "torch.compile"], measure.Effort(2, 5)):
+        assert (found.status, found.method) == ("ok", "graph"), f"{found.provider}: {found.message}"
+        assert 0.005 < found.ratio < 1.3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fused_softmax.bench import measure, record, run
+from fused_softmax.bench import measure, record, run, sweeps
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.cli import main
 
@@ -61,6 +61,47 @@ def test_a_wrong_provider_gets_no_speed_and_fails_the_run(monkeypatch, tmp_path)
     wrong, good = record.load(tmp_path / "r.json").points
     assert (wrong.status, wrong.call, wrong.kernel) == ("wrong", None, None)
     assert (good.status, good.call is None) == ("ok", False)
+
+
+@pytest.mark.parametrize("name", sweeps.SWEEPS)
+def test_every_sweep_runs_without_a_gpu_and_says_what_it_did_not_time(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(run, "CPU_ELEMENTS", 2**14)
+    out = tmp_path / "results.json"
+    result = fused_softmax("bench", name, "--quick", "--verify-only", "--provider", "fused_softmax,torch", "--out", out)
+    assert result.exit_code == 0, result.output
+    kept = record.load(out)
+    assert {point.operation for point in kept.points} == set(sweeps.SWEEPS[name].dtypes)
+    assert kept.command.startswith(f"fused-softmax bench {name} --quick")
+    for point in kept.points:
+        assert point.status == "untimed"
+        if point.provider == "torch":
+            assert point.error <= point.error_allowed
+        elif OPERATIONS[point.operation].own_needs_gpu:
+            assert point.message == "a GPU kernel, and there is no GPU"
+            assert f"fused_softmax: untimed at {kept.points[0].case} and" in result.output
+
+
+def test_a_sweep_times_and_draws_what_has_a_cpu_path(tmp_path):
+    out, image = tmp_path / "results.json", tmp_path / "plot.png"
+    shapes = ("--shape", "4x64x8:1,8x100", "--provider", "torch")
+    result = fused_softmax("bench", "logsumexp", *shapes, "--out", out, "--plot", image)
+    assert result.exit_code == 0, result.output
+    kept = record.load(out).points
+    assert len(kept) == 4
+    assert all(point.status == "ok" and point.call for point in kept)
+    assert kept[0].case.shape == (4, 64, 8)
+    assert (kept[0].n_rows, kept[0].n_cols, kept[0].parameters) == (32, 64, {"shape": [4, 64, 8], "dim": 1})
+    assert image.stat().st_size > 1000
+
+
+def test_a_wrong_provider_of_a_sweep_gets_no_speed_and_fails_the_run(monkeypatch, tmp_path):
+    provide(monkeypatch, "softmax_backward", lambda dy, y: y * dy)
+    result = fused_softmax("bench", "backward", "--shape", "8x100", "--provider", "torch", "--out", tmp_path / "r.json")
+    assert result.exit_code == 1
+    assert "torch: wrong at softmax_backward 8 x 100 float32" in result.output
+    for point in record.load(tmp_path / "r.json").points:
+        wrong = point.operation == "softmax_backward"
+        assert (point.status, point.call is None) == (("wrong", True) if wrong else ("ok", False))
 
 
 def test_a_provider_that_raises_is_recorded_with_its_message(monkeypatch):
@@ -135,6 +176,9 @@ def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, opt
         (["--shape", "4096"], "is not a shape"),
         (["--shape", "4x8:2"], "names no dim of 0 to 1"),
         (["--shape", "4x8:0"], "tutorial takes shapes of 2 dims, along the last one, not 4 x 8 dim 0"),
+        (["masked", "--shape", "64x64"], "masked takes shapes of 4 dims"),
+        (["nothing"], "unknown sweep 'nothing'; known: tutorial, backward, dims, masked, logsumexp, vocab"),
+        (["dims", "--provider", "liger"], "dims has no provider 'liger'; it has fused_softmax, torch, torch.compile"),
         (["--rows", "4", "--elements", "8"], "give one of them"),
         (["--plot", "figure.txt"], "must end in .png"),
         (["--reps", "0"], "0 is not in the range"),

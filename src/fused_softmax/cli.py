@@ -60,6 +60,18 @@ def _providers(text: str) -> list[str]:
     return names
 
 
+def _sweep(text: str) -> str:
+    if text not in sweeps.SWEEPS:
+        raise ValueError(f"unknown sweep {text!r}; known: {', '.join(sweeps.SWEEPS)}")
+    return text
+
+
+def _sweeps() -> str:
+    """The known sweeps, a line for each; \\b keeps click from joining the lines."""
+    width = max(map(len, sweeps.SWEEPS))
+    return "\n".join(("\b", "Sweeps:", *(f"  {name:{width}}  {each.about}" for name, each in sweeps.SWEEPS.items())))
+
+
 def _output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
     """Found out before anything is measured."""
     try:
@@ -87,14 +99,15 @@ def main() -> None:
     """Softmax kernels at the speed of the memory: measure them, and see how a shape is planned."""
 
 
-@main.command(cls=_Keeping)
+@main.command(cls=_Keeping, epilog=_sweeps())
+@click.argument("sweep", default=sweeps.TUTORIAL, callback=_one(_sweep))
 @click.option(
     "--shape",
     "shapes",
     metavar="ROWSxCOLS",
     multiple=True,
     callback=_each(cases.parse_shapes),
-    help="One shape.",
+    help="One shape; 64x4096x512:1 is along dim 1, in sweeps that take other dims.",
 )
 @click.option("--rows", metavar="N", multiple=True, callback=_each(cases.parse_sizes), help="With --cols, every pair.")
 @click.option(
@@ -105,7 +118,9 @@ def main() -> None:
     help="Columns; STOP is not included. Without --rows, as many rows as hold --elements.",
 )
 @click.option("--elements", metavar="N", callback=_one(cases.parse_size), help="Elements a tensor; 128Mi unless told.")
-@click.option("--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="float32 unless told.")
+@click.option(
+    "--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="The sweep's own unless told."
+)
 @click.option(
     "--provider", "names", metavar="NAME", multiple=True, callback=_each(_providers), help="All of them unless told."
 )
@@ -121,18 +136,21 @@ def main() -> None:
 def bench(ctx: click.Context, /, **options: Any) -> None:
     """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel of as many bytes.
 
-    Without shapes: the tutorial's sweep, 4096 rows by 256, 384, ... 12672 columns, float32.
+    A sweep says which operations are measured, and on which shapes and dtypes unless options give others.
     Values may be repeated or stand between commas.
     """
     from fused_softmax.bench import run
 
     if options["elements"] and options["rows"]:
         raise click.UsageError("--elements takes the place of --rows: give one of them")
-    asked = {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements")}
+    sweep, asked = options.pop("sweep"), {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements")}
     try:
-        chosen = sweeps.build(**asked, dtypes=options.pop("dtypes"), quick=options["quick"])
+        chosen = sweeps.build(sweep, **asked, dtypes=options.pop("dtypes"), quick=options["quick"])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    known = operations.provider_names(dict.fromkeys(case.operation for case in chosen))
+    if strangers := [name for name in options["names"] if name not in known]:
+        raise click.UsageError(f"{sweep} has no provider {strangers[0]!r}; it has {', '.join(known)}")
     standing = not (asked["shapes"] or asked["rows"] or asked["elements"])
     arguments = record.command_line(["bench", *ctx.meta["typed"]])
     # A table in a file or a pipe is not folded to the width of a terminal that is not there.

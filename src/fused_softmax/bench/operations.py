@@ -1,20 +1,23 @@
 """What can be measured: an operation is one entry of OPERATIONS, which a sweep then names."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax import softmax
+from fused_softmax import logsumexp, softmax
 from fused_softmax.bench import ceiling, providers
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.providers import COMPILED, NEEDS_GPU, OWN, TORCH, Call, Provider, compiled
+from fused_softmax.ops.softmax_backward import softmax_backward
 
 Inputs = tuple[Tensor, ...]
 SAMPLE = Case((61, 781))  # the tutorial's irregular 1823 x 781, with rows for seconds of interpreting
+SCALE = 0.125  # of causal scores; a power of two, so that scaling rounds nothing
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,106 @@ def alone(case: Case, generator: torch.Generator) -> Inputs:
     return (logits(case, generator),)
 
 
+def output_and_gradient(function: Call, mean: float) -> Callable[[Case, torch.Generator], Inputs]:
+    """(dy, y): a normal around `mean`, and what `function` gives for peaked logits."""
+
+    def inputs(case: Case, generator: torch.Generator) -> Inputs:
+        y = function(logits(case, generator), dim=-1)
+        return torch.randn(y.shape, device=y.device, dtype=y.dtype, generator=generator).add_(mean), y
+
+    return inputs
+
+
+def own_backward(log: bool) -> Provider:
+    return lambda case: lambda dy, y: softmax_backward(dy, y, torch.empty_like(y), log=log)
+
+
+def torch_backward(function: Call) -> Provider:
+    return lambda case: lambda dy, y: function(dy, y, -1, y.dtype)
+
+
+def softmax_gradient(case: Case) -> Call:
+    def call(dy, y):
+        dy, y, dtype = dy.to(widest(y)), y.to(widest(y)), y.dtype
+        return (y * (dy - (y * dy).sum(-1, keepdim=True))).to(dtype)
+
+    return call
+
+
+def log_softmax_gradient(case: Case) -> Call:
+    def call(dy, y):
+        dy, y, dtype = dy.to(widest(y)), y.to(widest(y)), y.dtype
+        return (dy - y.exp() * dy.sum(-1, keepdim=True)).to(dtype)
+
+    return call
+
+
+def widest(x: Tensor) -> torch.dtype:
+    """That of the arithmetic: at least float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def scores(case: Case, generator: torch.Generator) -> Inputs:
+    """Logits that are peaked once they are scaled."""
+    return (logits(case, generator).div_(SCALE),)
+
+
+def causal(case: Case) -> Call:
+    """With the mask made of indices, which torch.compile computes as it goes."""
+    n_queries, n_keys = case.shape[-2:]
+
+    def call(x):
+        last = torch.arange(n_keys - n_queries, n_keys, device=x.device)[:, None]
+        hidden = torch.arange(n_keys, device=x.device) > last
+        return torch.softmax((x * SCALE).masked_fill(hidden, -math.inf), -1)
+
+    return call
+
+
+def causal_eager(case: Case) -> Call:
+    """With the mask made beforehand."""
+    n_queries, n_keys = case.shape[-2:]
+
+    def call(x):
+        return torch.softmax((x * SCALE).masked_fill(above_diagonal(n_queries, n_keys, x.device), -math.inf), -1)
+
+    return call
+
+
+@cache
+def above_diagonal(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+    return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).triu(n_keys - n_queries + 1)
+
+
+def above_diagonal_elements(case: Case) -> int:
+    """How many keys causality hides: none from the last query, from each one before it one more."""
+    n_queries, n_keys = case.shape[-2:]
+    return case.elements // (n_queries * n_keys) * sum(min(i, n_keys) for i in range(n_queries))
+
+
+def mask_shape(case: Case) -> list[int]:
+    """One mask for all heads of a sequence: [batch, 1, queries, keys]."""
+    return [case.shape[0], 1, *case.shape[2:]]
+
+
+def bias_shape(case: Case) -> list[int]:
+    """One bias for all sequences, for each head its own: [1, heads, queries, keys]."""
+    return [1, *case.shape[1:]]
+
+
+def with_mask(case: Case, generator: torch.Generator) -> Inputs:
+    """Three keys in four are kept, the first one always, so that no row is empty."""
+    mask = torch.rand(mask_shape(case), device=generator.device, generator=generator) > 0.25
+    mask[..., 0] = True
+    return logits(case, generator), mask
+
+
+def with_bias(case: Case, generator: torch.Generator) -> Inputs:
+    dtype = getattr(torch, case.dtype)
+    bias = torch.randn(bias_shape(case), device=generator.device, dtype=dtype, generator=generator)
+    return logits(case, generator), bias
+
+
 OPERATIONS = {
     "softmax": Operation(
         inputs=alone,
@@ -102,5 +205,80 @@ OPERATIONS = {
         held_bytes=lambda case: 2 * case.tensor_bytes,
         ceilings=lambda case: ceiling.copies(),
         planned=1,
+    ),
+    "softmax_dim": Operation(
+        inputs=alone,
+        own=along(softmax),
+        formula=along(torch.softmax),
+        held_bytes=lambda case: 2 * case.tensor_bytes,
+        ceilings=lambda case: ceiling.copies(),
+        sample=Case((3, 131, 37), dim=1),
+    ),
+    "softmax_float32": Operation(
+        inputs=alone,
+        own=lambda case: lambda x: softmax(x, dtype=torch.float32),
+        formula=lambda case: lambda x: torch.softmax(x, dim=-1, dtype=widest(x)),
+        held_bytes=lambda case: case.tensor_bytes + 4 * case.elements,
+        ceilings=lambda case: ceiling.copies(torch.float32),
+        parameters=lambda case: {"result": "float32"},
+        sample=Case((61, 781), "float16"),
+    ),
+    "softmax_causal": Operation(
+        inputs=scores,
+        own=lambda case: lambda x: softmax(x, scale=SCALE, is_causal=True),
+        formula=causal,
+        eager=causal_eager,
+        held_bytes=lambda case: 2 * case.tensor_bytes,
+        unread_bytes=lambda case: above_diagonal_elements(case) * case.itemsize,
+        ceilings=lambda case: ceiling.copies(share=1 - above_diagonal_elements(case) / case.elements),
+        parameters=lambda case: {"scale": SCALE},
+        sample=Case((1, 3, 61, 131)),
+    ),
+    "softmax_masked": Operation(
+        inputs=with_mask,
+        own=lambda case: lambda x, mask: softmax(x, mask=mask),
+        formula=lambda case: lambda x, mask: torch.softmax(x.masked_fill(~mask, -math.inf), -1),
+        held_bytes=lambda case: 2 * case.tensor_bytes + math.prod(mask_shape(case)),
+        ceilings=lambda case: ceiling.copies(),
+        parameters=lambda case: {"mask": mask_shape(case)},
+        sample=Case((2, 3, 17, 131)),
+    ),
+    "softmax_biased": Operation(
+        inputs=with_bias,
+        own=lambda case: lambda x, bias: softmax(x, mask=bias),
+        formula=lambda case: lambda x, bias: torch.softmax(x + bias, -1),
+        held_bytes=lambda case: 2 * case.tensor_bytes + math.prod(bias_shape(case)) * case.itemsize,
+        ceilings=lambda case: ceiling.copies(),
+        parameters=lambda case: {"bias": bias_shape(case)},
+        sample=Case((2, 3, 17, 131)),
+    ),
+    "softmax_backward": Operation(
+        inputs=output_and_gradient(torch.softmax, mean=1),  # a part of sum y * dy that is lost shows in every row
+        own=own_backward(log=False),
+        formula=softmax_gradient,
+        eager=torch_backward(torch._softmax_backward_data),
+        peers={"liger": providers.liger_backward, "quack": providers.quack_backward},
+        held_bytes=lambda case: 3 * case.tensor_bytes,
+        ceilings=lambda case: ceiling.adds(),
+        planned=2,
+        own_needs_gpu=True,
+    ),
+    "log_softmax_backward": Operation(
+        inputs=output_and_gradient(torch.log_softmax, mean=0),
+        own=own_backward(log=True),
+        formula=log_softmax_gradient,
+        eager=torch_backward(torch._log_softmax_backward_data),
+        held_bytes=lambda case: 3 * case.tensor_bytes,
+        ceilings=lambda case: ceiling.adds(),
+        planned=2,
+        own_needs_gpu=True,
+    ),
+    "logsumexp": Operation(
+        inputs=alone,
+        own=along(logsumexp),
+        formula=along(torch.logsumexp),
+        held_bytes=lambda case: case.tensor_bytes + case.n_rows * case.itemsize,
+        ceilings=lambda case: ceiling.reads(),
+        sample=Case((3, 131, 37), dim=1),
     ),
 }

@@ -57,10 +57,27 @@ def liger(case: Case) -> Call:
     return LigerSoftmaxFunction.apply
 
 
+def liger_backward(case: Case) -> Call:
+    from liger_kernel.ops.softmax import _softmax_backward
+    from liger_kernel.ops.utils import calculate_settings
+
+    def call(dy, y):
+        block, num_warps = calculate_settings(y.shape[-1])
+        return _softmax_backward(dy, y, block, num_warps, False)
+
+    return call
+
+
 def quack(case: Case) -> Call:
     from quack.softmax import softmax
 
     return softmax
+
+
+def quack_backward(case: Case) -> Call:
+    from quack.softmax import softmax_bwd
+
+    return softmax_bwd
 
 
 CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}

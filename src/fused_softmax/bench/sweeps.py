@@ -4,11 +4,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fused_softmax.bench.cases import Case, parse_shapes, unique
+from fused_softmax.bench.cases import ITEMSIZE, Case, parse_shapes, unique
 
 TUTORIAL = "tutorial"
 TUTORIAL_COLS = tuple(128 * i for i in range(2, 100))
 ELEMENTS = 128 * 2**20
+WIDTHS = (
+    128, 256, 781, 1024, 1152, 4096, 8192, 12672, 16384, 20000, 32000, 32768, 50257, 65536, 100003, 128256, 131072,
+    151936, 262144, 524288, 1048576,
+)  # fmt: skip
+VOCABULARIES = (32000, 50257, 128256, 151936, 262144)  # Llama 2, GPT-2, Llama 3, Qwen, Gemma 3
+STRIDED = "64x4096x512:1,4096x32768:0,32x1024x32x64:1"
+LONG_ROWS = "32768x4096,4096x32768,2670x50257,1024x131072,128x1048576,1x1048576"
+FEW_ROWS = "1x32768,1x131072,8x32000,32x128256,132x32768"
+BOTH = ("float32", "bfloat16")
+# Nothing is widened where the input is as wide as the result.
+WIDENING = "softmax_float32"
 
 
 @dataclass(frozen=True)
@@ -28,10 +39,45 @@ class Sweep:
 
 SWEEPS = {
     TUTORIAL: Sweep(
-        "softmax of 4096 rows by 256, 384, ... 12672 columns, float32",
+        "softmax of 4096 rows by 256, 384, ... 12672 columns, float32; where no sweep is named",
         {"softmax": ("float32",)},
         rows=(4096,),
         cols=TUTORIAL_COLS,
+    ),
+    "backward": Sweep(
+        "the gradients of softmax and of log_softmax alone, from y and dy",
+        {"softmax_backward": BOTH, "log_softmax_backward": BOTH},
+        cols=WIDTHS,
+    ),
+    "dims": Sweep("softmax along strided dims", {"softmax_dim": BOTH}, shapes=STRIDED, ndim=None),
+    "masked": Sweep(
+        "softmax of attention scores: causal and scaled, under a bool mask, with an added mask",
+        dict.fromkeys(("softmax_causal", "softmax_masked", "softmax_biased"), ("bfloat16",)),
+        shapes="8x16x2048x2048",
+        ndim=4,
+    ),
+    "logsumexp": Sweep(
+        "logsumexp along the last dim and along strided ones",
+        {"logsumexp": BOTH},
+        shapes=f"{LONG_ROWS},{STRIDED}",
+        ndim=None,
+    ),
+    "vocab": Sweep(
+        "softmax of 4096 rows of real vocabularies; from bfloat16 to float32 too",
+        {"softmax": BOTH, WIDENING: ("bfloat16",)},
+        rows=(4096,),
+        cols=VOCABULARIES,
+    ),
+    "batch": Sweep(
+        "softmax of 1, 2, 4, ... 65536 rows of 4096 columns",
+        {"softmax": BOTH},
+        rows=tuple(2**i for i in range(17)),
+        cols=(4096,),
+    ),
+    "small": Sweep(
+        "softmax of short rows and of few rows: kernel and call",
+        {"softmax": BOTH},
+        shapes=f"65536x128,1000000x32,4096x64,64x1024,{FEW_ROWS}",
     ),
 }
 QUICK = (
@@ -78,6 +124,7 @@ def build(
         replace(case, dtype=dtype, operation=operation)
         for operation, own_dtypes in sweep.dtypes.items()
         for dtype in dtypes or own_dtypes
+        if operation != WIDENING or ITEMSIZE[dtype] < ITEMSIZE["float32"]
         for case in chosen
     )
 
