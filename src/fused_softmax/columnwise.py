@@ -7,19 +7,23 @@ from fused_softmax.rowwise import pack_state, tag_of, unpack_state, wait_for
 
 
 @triton.jit
-def place_of(slots_ptr, n_parts, BLOCK_INNER: tl.constexpr, SPLIT: tl.constexpr, PUBLISH: tl.constexpr):
-    """(group, part, the group's slots, this launch's tag) of a program."""
+def place_of(n_parts, SPLIT: tl.constexpr):
+    """(group, part) of a program."""
     program = tl.program_id(0)
     if SPLIT:
-        group = program // n_parts
-        part = program % n_parts
-        slots_ptr += group.to(tl.int64) * n_parts * BLOCK_INNER
-        tag = tag_of(tl.load(slots_ptr + part * BLOCK_INNER, volatile=True))
-        if PUBLISH:
-            tag = 1 - tag
-        return group, part, slots_ptr, tag
+        return program // n_parts, program % n_parts
     else:
-        return program, program * 0, slots_ptr, 0
+        return program, program * 0
+
+
+@triton.jit
+def slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER: tl.constexpr, PUBLISH: tl.constexpr):
+    """(the group's slots, this launch's tag)."""
+    slots_ptr += group.to(tl.int64) * n_parts * BLOCK_INNER
+    tag = tag_of(tl.load(slots_ptr + part * BLOCK_INNER, volatile=True))
+    if PUBLISH:
+        tag = 1 - tag
+    return slots_ptr, tag
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from fused_softmax.columnwise import (
     place_of,
     prefetch_columns,
     publish_columns,
+    slots_of,
     store_columns,
 )
 from fused_softmax.device import device_of
@@ -126,7 +127,9 @@ def _column_forward(
     SPLIT: tl.constexpr, LANES: tl.constexpr, PREFETCH: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """The columns of one block of inner positions, or a part of them (SPLIT)."""
-    group, part, slots_ptr, tag = place_of(slots_ptr, n_parts, BLOCK_INNER, SPLIT, PUBLISH)
+    group, part = place_of(n_parts, SPLIT)
+    if SPLIT:
+        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER, PUBLISH)
     outer, inner, on = inner_of(group, n_inner, BLOCK_INNER)
     start = part * part_cols
     if PREFETCH:
@@ -166,7 +169,9 @@ def _column_logsumexp(
     PREFETCH: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """logsumexp of the same, online: every lane of the tile keeps a state of its own until all columns are read."""
-    group, part, slots_ptr, tag = place_of(slots_ptr, n_parts, BLOCK_INNER, SPLIT, PUBLISH)
+    group, part = place_of(n_parts, SPLIT)
+    if SPLIT:
+        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER, PUBLISH)
     outer, inner, on = inner_of(group, n_inner, BLOCK_INNER)
     start = part * part_cols
     x_ptr += outer * x_outer_stride
@@ -216,7 +221,9 @@ def _column_backward(
     SPLIT: tl.constexpr, LANES: tl.constexpr, PREFETCH: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the same."""
-    group, part, slots_ptr, tag = place_of(slots_ptr, n_parts, BLOCK_INNER, SPLIT, PUBLISH)
+    group, part = place_of(n_parts, SPLIT)
+    if SPLIT:
+        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER, PUBLISH)
     outer, inner, on = inner_of(group, n_inner, BLOCK_INNER)
     start = part * part_cols
     if PREFETCH:
