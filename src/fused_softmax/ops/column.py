@@ -58,7 +58,9 @@ def columns_of(x: Tensor, dim: int) -> tuple[Tensor, Order] | None:
     while others and x.stride(others[0]) == size:
         size *= x.shape[others[0]]
         inner.append(others.pop(0))
-    if not inner or any(x.stride(b) != x.stride(a) * x.shape[a] for a, b in itertools.pairwise(others)):
+    if not inner or x.shape[dim] == 1:
+        return None
+    if any(x.stride(b) != x.stride(a) * x.shape[a] for a, b in itertools.pairwise(others)):
         return None
     n_outer = math.prod(x.shape[d] for d in others)
     view = x.as_strided((n_outer, x.shape[dim], size), (x.stride(others[0]) if others else 0, x.stride(dim), 1))

@@ -140,7 +140,7 @@ def _prepare_columns(x: Tensor, lse: Tensor, dims: tuple[int, ...]):
     if last == x.ndim - 1 or last - first + 1 != len(dims) or not x.is_contiguous():
         return None
     n_inner = math.prod(x.shape[last + 1 :])
-    if n_inner == 1:
+    if n_inner == 1 or math.prod(x.shape[first : last + 1]) == 1:
         return None
     n_outer = math.prod(x.shape[:first])
     return column.prepare_logsumexp(x.view(n_outer, -1, n_inner), lse.view(n_outer, 1, n_inner))
