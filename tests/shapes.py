@@ -26,6 +26,7 @@ def edges(itemsize: int, alignment: str = "even") -> list[int]:
         [(plan._TILE_COLS,), (plan._FEW_ROWS_COLS,)],
         # Of one piece of a tile, and of what fills one.
         [(128,), (plan._TILE_BYTES // itemsize,)],
+        plan._RAGGED_TILES.get(itemsize, ()),
     ]
     if alignment == "shifted":
         ladders += [plan._SHIFTED_SPLIT_PARTS.get((1, itemsize), ()), plan._SHIFTED_TILES[itemsize]]
