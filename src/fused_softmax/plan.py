@@ -150,8 +150,8 @@ _COLUMN_MOST_PARTS = 64
 # itemsize: (columns up to, rows, columns of a block, warps), for short even rows that no block of 128 divides.
 # bf16 136 0.96, 264 0.98, 520 0.985 (by one-warp programs 0.84, 0.82, 0.81); fp32 136 1.00, 264 1.00 (0.84, 0.82).
 _RAGGED_TILES = {
-    2: ((160, 8, 64, 2), (448, 8, 128, 4), (1023, 4, 128, 4)),
-    4: ((160, 4, 128, 2), (320, 4, 128, 4), (639, 2, 128, 2)),
+    2: ((160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 128, 4)),
+    4: ((160, 4, 128, 2), (320, 4, 128, 4), (636, 2, 128, 2)),
 }
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
@@ -285,10 +285,14 @@ def plan_columns(
     if not holds:
         most = min(4, -(-n_cols // block_cols))
         wanted = -(-_REDUCTION_PROGRAMS * device.sm_count * inner // (n_outer * n_inner))
-        parts = 1 if itemsize == 8 else max(1, min(wanted, -(-n_cols // (most * block_cols))))
+        parts = max(1, min(wanted, -(-n_cols // (most * block_cols))))
+        if itemsize == 8 or device.backend != "cuda":
+            parts = 1
     part_cols = -(-n_cols // (parts * block_cols)) * block_cols
     parts = -(-n_cols // part_cols)
-    if parts > 1 and (itemsize == 8 or parts > min(_COLUMN_MOST_PARTS, device.sm_count)):
+    # Messages are fp32; and AMD's compiler has no exchange of 64 bits for addresses like these.
+    apart = itemsize < 8 and device.backend == "cuda" and parts <= min(_COLUMN_MOST_PARTS, device.sm_count)
+    if parts > 1 and not apart:
         return None
     groups = n_outer * -(-n_inner // inner)
     prefetch = choices.get("prefetch", ahead_bytes) // (part_cols * inner * itemsize * inputs)

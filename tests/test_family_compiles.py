@@ -1,0 +1,114 @@
+"""Gradients, scores, logsumexp and strided dims compiled for GPUs that need not be present: no spill, wide accesses."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from launches import GPUS, Rows, _specialised, rows_as
+
+from fused_softmax.ops import column, softmax_backward, softmax_forward
+from fused_softmax.ops import logsumexp as _  # noqa: F401  the module, which the function's name hides
+from fused_softmax.ops.scores import Scores
+from fused_softmax.plan import plan_reduction, plan_rows
+
+pytestmark = pytest.mark.compiles
+FP32, BF16 = torch.float32, torch.bfloat16
+MANY = 4096
+
+
+class Cube(Rows):
+    """As much of a CUDA tensor [n_outer, n_cols, n_inner] as the host path looks at."""
+
+    def __init__(self, shape, dtype):
+        super().__init__(shape[0], shape[1], dtype)
+        self.shape = shape
+
+    def stride(self, dim=None):
+        strides = (self.shape[1] * self.shape[2], self.shape[2], 1)
+        return strides if dim is None else strides[dim]
+
+
+def compiled(module, target, prepare):
+    """The binaries of what `prepare` launches from `module`."""
+    recorded = []
+
+    def record(kernel, grid, tensors, scalars, constexprs, *, device, **options):
+        recorded.append(_specialised(kernel, tensors, scalars, constexprs, options))
+        return lambda *tensors: None
+
+    with (
+        mock.patch.object(module, "launch", SimpleNamespace(prepare=record)),
+        mock.patch.object(module, "device_of", return_value=GPUS[target]),
+        mock.patch.object(module.workspace, "slots", return_value=Rows(1, 64, torch.int64)),
+    ):
+        prepare()
+    return [launch.compile(target) for launch in recorded]
+
+
+def assert_lean(binaries, target, even):
+    for binary in binaries:
+        assert binary.stack_bytes == 0
+        if even and target != "gfx942":  # blocks are sized for warps of 32 lanes
+            assert max(binary.load_widths) == 16
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("alignment", ["even", "shifted"])
+def test_backward(target, dtype, alignment):
+    for n_cols in (256, 1000, 4096, 16384, 32000, 131072, 2**20, 2**26):
+        n_cols += alignment == "shifted"
+        plan = plan_rows(MANY, n_cols, dtype.itemsize, GPUS[target], alignment=alignment, inputs=2)
+        x, y = rows_as(alignment, MANY, n_cols, dtype)
+        for log in (False, True):
+            binaries = compiled(softmax_backward, target, lambda: softmax_backward.prepare(x, y, y, plan, log=log))  # noqa: B023
+            assert_lean(binaries, target, alignment == "even")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("scores", ["number", "tensor", "bool", "added", "causal"])
+def test_scores(target, scores):
+    shape = (8, 512, 2048)
+    mask = torch.ones(1, 512, 2048, dtype=torch.bool)
+    kinds = {
+        "number": Scores(scale=0.5), "tensor": Scores(scale=torch.ones(8, 512, 1)), "bool": Scores(mask=mask),
+        "added": Scores(mask=mask.to(BF16)), "causal": Scores(scale=0.5, is_causal=True),
+    }  # fmt: skip
+    for dtype in (FP32, BF16):
+        itemsize = 4 if scores == "added" else dtype.itemsize
+        x, y = rows_as("even", MANY, 2048, dtype)
+        plan = plan_rows(MANY, 2048, itemsize, GPUS[target])
+        prepare = lambda: softmax_forward.prepare(x, y, plan, scores=kinds[scores], shape=shape)  # noqa: B023, E731
+        for binary in compiled(softmax_forward, target, prepare):
+            assert binary.stack_bytes == 0
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_logsumexp(target, dtype):
+    import sys
+
+    module = sys.modules["fused_softmax.ops.logsumexp"]
+    for n_cols in (128, 1024, 4096, 131072):
+        for n_rows in (3, MANY):
+            x, lse = rows_as("even", n_rows, n_cols, dtype)
+            plan = plan_reduction(n_rows, n_cols, dtype.itemsize, GPUS[target])
+            with mock.patch.object(module, "as_rows", lambda rows: rows):
+                binaries = compiled(module, target, lambda: module.prepare_forward(x, lse, plan))  # noqa: B023
+            assert_lean(binaries, target, True)
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_strided_dims(target, dtype):
+    for shape in ((64, 4096, 512), (32, 1024, 2048), (64, 40, 512)):
+        x = Cube(shape, dtype)
+        lse = Cube((shape[0], 1, shape[2]), dtype)
+        for prepare in (
+            lambda: column.prepare_softmax(x, x),  # noqa: B023
+            lambda: column.prepare_backward(x, x, x),  # noqa: B023
+            lambda: column.prepare_logsumexp(x, lse),  # noqa: B023
+        ):
+            for binary in compiled(column, target, prepare):
+                assert binary.stack_bytes == 0
