@@ -6,8 +6,9 @@ import os
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from fused_softmax import nn
 from fused_softmax.ops.logsumexp import logsumexp
 from fused_softmax.ops.softmax import log_softmax, softmax
 
-__all__ = ["log_softmax", "logsumexp", "softmax"]
+__all__ = ["log_softmax", "logsumexp", "nn", "softmax"]
 __version__ = "0.1.0"
