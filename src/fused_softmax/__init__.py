@@ -6,6 +6,7 @@ import os
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import fused_softmax.ops.library  # noqa: F401  gives torch.ops.fused_softmax its operators
 from fused_softmax import nn
 from fused_softmax.ops.logsumexp import logsumexp
 from fused_softmax.ops.softmax import log_softmax, softmax

@@ -5,6 +5,9 @@ import os
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fused_softmax.plan import Alignment
@@ -13,6 +16,7 @@ TLDTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
 }  # fmt: skip
 DTYPES = tuple(TLDTYPES)  # of results
+_TRACED_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 
 
@@ -44,19 +48,48 @@ def check(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, out: Te
 
 
 def runs_here(input: Tensor, *others: Tensor) -> bool:
-    """Whether these kernels take a call on these tensors; torch's own operations take the rest."""
+    """Whether these kernels take a call on these tensors; what is not `traced` either is left to torch's operations."""
     return (
         not torch.compiler.is_compiling()  # first, for dynamo follows none of the others
         and type(input) is Tensor
         and all(type(other) in (Tensor, torch.nn.Parameter) and not other.is_neg() for other in others)
-        and (input.is_cuda or (INTERPRET and input.device.type == "cpu"))
+        and on_device(input)
         and not input.is_neg()
+        and not torch._C._functorch.is_legacy_batchedtensor(input)  # batched gradients, in torch.autograd.grad
         and forward_ad._current_level < 0
         and not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
     )
+
+
+def traced(*tensors: Tensor) -> bool:
+    """Whether a call becomes an operator of `library`, for a compiler, export, vmap or a mode watches it."""
+    if not all(type(tensor) in _TRACED_TYPES and on_device(tensor) for tensor in tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return not _transformed()
+    watched = (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or any(type(tensor) is FakeTensor for tensor in tensors)
+    )
+    return bool(watched) and not torch.jit.is_tracing() and not _transformed()
+
+
+def on_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda or (INTERPRET and tensor.device.type == "cpu")
+
+
+def _transformed() -> bool:
+    """Whether something differentiates by rules that operators cannot have: functorch's grad and jvp, forward mode."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return forward_ad._current_level >= 0 or any(level.key() != TransformType.Vmap for level in levels)
+
+
+# As torch.compiler.assume_constant_result, which imports dynamo: it asks while it traces, and guards on the answer.
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def needs_grad(*tensors: Tensor) -> bool:

@@ -7,6 +7,7 @@ Traffic: the input is read once (MN), few rows by many programs each; the gradie
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch.autograd.graph import increment_version
 from fused_softmax import launch, reference, workspace
 from fused_softmax.device import device_of
 from fused_softmax.ops import column
-from fused_softmax.ops.arguments import DTYPES, TLDTYPES, alignment_of, as_rows, needs_grad, runs_here
-from fused_softmax.ops.replay import Calls, keep, replay
+from fused_softmax.ops.arguments import DTYPES, TLDTYPES, alignment_of, as_rows, needs_grad, runs_here, traced
+from fused_softmax.ops.replay import Calls, keep, recall, replay
 from fused_softmax.ops.scores import PLAIN, MaskedRows, Scores, check_scores, layout_of
+from fused_softmax.ops.shards import is_sharded, on_shards
 from fused_softmax.plan import RowPlan, plan_reduction
 from fused_softmax.rowwise import (
     NEG_INF,
@@ -93,35 +95,51 @@ def logsumexp(
         scores = check_scores("logsumexp", input, single, scale, mask, is_causal, masked_rows)
     tensors = [each for each in (input, out, scores.mask, scores.scale) if isinstance(each, Tensor)]
     if not runs_here(*tensors) or input.dtype not in DTYPES or input.ndim == 0 or input.numel() == 0:
+        dims = (dim,) if isinstance(dim, int) else tuple(dim)
+        if out is None and len(tensors) == 1 and is_sharded(input) and input.ndim and dims:
+            on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scored)
+            return on_shards(on_shard, input, (*dims, -2) if is_causal else dims, dims, keepdim)
+        if out is None and input.dtype in DTYPES and input.ndim and dims and traced(*tensors):
+            return torch.ops.fused_softmax.logsumexp.default(input, dims, keepdim, *scores.as_arguments())
         if plainly:
             return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))  # type: ignore[arg-type]
         arithmetic = torch.float64 if input.dtype == torch.float64 else torch.float32
         result = reference.logsumexp(input, dim, keepdim, **scored, arithmetic=arithmetic)
         return result if out is None else out.resize_(result.shape).copy_(result)
-    # On "meta" torch finds fault with dim, and says the shape.
-    shape = torch.logsumexp(torch.empty_like(input, device="meta", requires_grad=False), dim, keepdim).shape  # type: ignore[arg-type]
-    dims = tuple(d % input.ndim for d in ((dim,) if isinstance(dim, int) else dim))
     if out is not None and out.dtype != input.dtype:
         raise RuntimeError(f"logsumexp: out must have dtype {input.dtype}, got {out.dtype}")
-    if needs_grad(*tensors):
-        if out is not None:
-            raise RuntimeError("logsumexp: out= takes no part in autograd, but an argument requires grad")
-        return _LogSumExp.apply(input, scores.mask, scores.scale, scores, dims, shape)
+    if not needs_grad(*tensors):
+        return _forward(input, dim, keepdim, out, scores)
+    if out is not None:
+        raise RuntimeError("logsumexp: out= takes no part in autograd, but an argument requires grad")
+    return _LogSumExp.apply(input, scores.mask, scores.scale, scores, dim, keepdim)
+
+
+def _forward(input: Tensor, dim: int | Sequence[int], keepdim: bool, out: Tensor | None, scores: Scores) -> Tensor:
+    kept = dim if out is None and scores.plain and isinstance(dim, int) else None
+    if kept is not None:
+        result = recall(_calls[keepdim], input, kept)
+        if result is not None:
+            return result
+    # On "meta" torch finds fault with dim, and says the shape.
+    like = torch.empty_like(input, device="meta", requires_grad=False)
+    shape = torch.logsumexp(like, dim, keepdim).shape  # type: ignore[arg-type]
+    dims = tuple(d % input.ndim for d in ((dim,) if isinstance(dim, int) else dim))
     if out is None:
         result = input.new_empty(shape)
     else:
         result = out if out.shape == shape else out.resize_(shape)
     if scores.plain and result.is_contiguous() and (run := _prepare_columns(input, result, dims)):
-        if out is None and isinstance(dim, int):
-            keep(_calls[keepdim], input, dim, run, result)
+        if kept is not None:
+            keep(_calls[keepdim], input, kept, run, result)
         run(input, result)
         return _written(result, out)
     last = _rows_last(input, dims)
     scores = _in_kernel_dtype(scores.along(dims[-1], tuple(input.shape)), input)
     target = result if result.is_contiguous() else result.new_empty(shape)
     run = prepare_forward(last, target, scores=scores)
-    if plainly and out is None and isinstance(dim, int) and last.data_ptr() == input.data_ptr():
-        keep(_calls[keepdim], input, dim, run, result)
+    if kept is not None and (last.shape, last.stride()) == (input.shape, input.stride()):
+        keep(_calls[keepdim], input, kept, run, result)
     run(last, target)
     if target is not result:
         result.copy_(target)
@@ -163,47 +181,47 @@ class _LogSumExp(torch.autograd.Function):
     """lse with the gradient of input, of an added mask and of a scale tensor, from input and lse."""
 
     @staticmethod
-    def forward(ctx, input, mask, scale, scores, dims, shape):
-        lse = input.new_empty(shape)
-        if scores.plain and (run := _prepare_columns(input, lse, dims)):
-            run(input, lse)
-            ctx.save_for_backward(input, lse, None, None)
-            ctx.how = scores, dims
-            return lse
-        last = _rows_last(input, dims)
-        prepare_forward(last, lse, scores=_in_kernel_dtype(scores.along(dims[-1], tuple(input.shape)), input))(
-            last, lse
-        )
-        ctx.save_for_backward(input, lse, mask, scale if isinstance(scale, Tensor) else None)
-        ctx.how = scores, dims
+    def forward(ctx, input, mask, scale, scores, dim, keepdim):
+        lse = _forward(input, dim, keepdim, None, scores)
+        save_for_gradients(ctx, input, dim, lse, scores)
         return lse
 
     @staticmethod
     def backward(ctx, dlse):
-        input, lse, mask, scale = ctx.saved_tensors
-        scores, dims = ctx.how
-        for_input, for_mask, for_scale = ctx.needs_input_grad[:3]
-        factor = scale if scale is not None else scores.scale if scores.scale is not None else 1.0
-        keepdim_shape = [1 if d in dims else size for d, size in enumerate(input.shape)]
-        if isinstance(factor, Tensor) or factor == 0:
-            factor = torch.where(torch.as_tensor(factor, device=input.device) == 0, 1.0, factor)
-        if torch.is_grad_enabled() or scores.greedy:
-            single = dims if len(dims) > 1 else dims[0]
-            z = reference.scores(input, single, scale if scale is not None else scores.scale, mask, scores.is_causal)
-            whole = lse.view(keepdim_shape)
-            if scores.masked_rows == "zero":
-                whole = whole.masked_fill(whole == -float("inf"), float("inf"))
-            dz = (z - whole).exp() * dlse.view(keepdim_shape)
-        else:
-            dz = logsumexp_backward(input, lse, dlse, dims, scores=scores)
-        dx = dmask = dscale = None
-        if for_input:
-            dx = dz if isinstance(factor, float) and factor == 1.0 else dz * factor
-        if for_mask:
-            dmask = dz.sum_to_size(mask.shape)
-        if for_scale:
-            dscale = (dz * input).sum_to_size(scale.shape).to(scale.dtype)
-        return dx, dmask, dscale, None, None, None
+        return *gradients(ctx, dlse, *ctx.needs_input_grad[:3]), None, None, None
+
+
+def save_for_gradients(ctx, input: Tensor, dim: int | Sequence[int], lse: Tensor, scores: Scores) -> None:
+    ctx.save_for_backward(input, lse, scores.mask, scores.scale if isinstance(scores.scale, Tensor) else None)
+    ctx.how = scores, tuple(d % input.ndim for d in ((dim,) if isinstance(dim, int) else dim))
+
+
+def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: bool):
+    """Those of input, mask and scale that are asked for, of what `save_for_gradients` kept."""
+    input, lse, mask, scale = ctx.saved_tensors
+    scores, dims = ctx.how
+    factor = scale if scale is not None else scores.scale if scores.scale is not None else 1.0
+    keepdim_shape = [1 if d in dims else size for d, size in enumerate(input.shape)]
+    if isinstance(factor, Tensor) or factor == 0:
+        factor = torch.where(torch.as_tensor(factor, device=input.device) == 0, 1.0, factor)
+    if torch.is_grad_enabled() or scores.greedy or not runs_here(dlse, input):
+        # Element by element: a compiler fuses it into what stands around it.
+        single = dims if len(dims) > 1 else dims[0]
+        z = reference.scores(input, single, scale if scale is not None else scores.scale, mask, scores.is_causal)
+        whole = lse.view(keepdim_shape)
+        if scores.masked_rows == "zero":
+            whole = whole.masked_fill(whole == -float("inf"), float("inf"))
+        dz = (z - whole).exp() * dlse.view(keepdim_shape)
+    else:
+        dz = logsumexp_backward(input, lse, dlse, dims, scores=scores)
+    dx = dmask = dscale = None
+    if for_input:
+        dx = dz if isinstance(factor, float) and factor == 1.0 else dz * factor
+    if for_mask:
+        dmask = dz.sum_to_size(mask.shape)
+    if for_scale:
+        dscale = (dz * input).sum_to_size(scale.shape).to(scale.dtype)
+    return dx, dmask, dscale
 
 
 def logsumexp_backward(

@@ -49,6 +49,17 @@ def replay(calls: Calls, input: Tensor, dim: int) -> Tensor | None:
     return None
 
 
+def recall(calls: Calls, input: Tensor, dim: int) -> Tensor | None:
+    """The same where the dispatcher has brought a tensor to its device: nothing out of the ordinary is left."""
+    call = calls.get((input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() & 15, dim))
+    if call is None:
+        return None
+    run, shape, strides = call
+    result = torch.empty_strided(shape, strides, dtype=input.dtype, device=input.device)
+    run(input, result)
+    return result
+
+
 def keep(calls: Calls, input: Tensor, dim: int, run: Callable, result: Tensor) -> None:
     """Keep `run`, which gave `result`, for calls like this one."""
     global _one_device

@@ -45,6 +45,15 @@ class Scores:
         """Whether the kernels hold sums in fp32, and not what they read."""
         return self.mask is not None and self.mask.dtype != torch.bool
 
+    def as_arguments(self) -> tuple:
+        """The last arguments of an operator of `library`; those it goes without are left out."""
+        number, per_row = (None, self.scale) if isinstance(self.scale, Tensor) else (self.scale, None)
+        return () if self.plain else (number, per_row, self.mask, self.is_causal, self.masked_rows)
+
+    @staticmethod
+    def of_arguments(scale=None, row_scale=None, mask=None, is_causal=False, masked_rows="nan") -> "Scores":
+        return Scores(scale if row_scale is None else row_scale, mask, is_causal, masked_rows)
+
     def along(self, dim: int, shape: tuple[int, ...]) -> "Scores":
         """For the input with `dim` moved last: its mask and scale moved likewise, as views."""
         if self.plain or dim % len(shape) == len(shape) - 1:

@@ -4,6 +4,7 @@ Forward in `softmax_forward`, gradient in `softmax_backward`: each reads every e
 """
 
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 
 import torch
@@ -13,9 +14,10 @@ from torch.overrides import has_torch_function_unary
 
 from fused_softmax import reference
 from fused_softmax.ops import column
-from fused_softmax.ops.arguments import DTYPES, check, is_rows, needs_grad, overlap, runs_here
-from fused_softmax.ops.replay import Calls, keep, replay
+from fused_softmax.ops.arguments import DTYPES, check, is_rows, needs_grad, overlap, runs_here, traced
+from fused_softmax.ops.replay import Calls, keep, recall, replay
 from fused_softmax.ops.scores import PLAIN, MaskedRows, Scores, check_scores
+from fused_softmax.ops.shards import is_sharded, on_shards
 from fused_softmax.ops.softmax_backward import softmax_backward
 from fused_softmax.ops.softmax_forward import prepare_forward, softmax_forward
 
@@ -102,6 +104,13 @@ def _softmax(log, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
         result_dtype = torch.float32  # where autocast is on, torch's softmax gives fp32
     tensors = [each for each in (input, out, scores.mask, scores.scale) if isinstance(each, Tensor)]
     if not runs_here(*tensors) or result_dtype not in DTYPES:
+        if out is None and len(tensors) == 1 and is_sharded(input):
+            scored = {"scale": scale, "is_causal": is_causal, "masked_rows": masked_rows}
+            on_shard = partial(log_softmax if log else softmax, dim=dim, dtype=dtype, **scored)
+            return on_shards(on_shard, input, (dim, -2) if is_causal else (dim,))
+        if out is None and result_dtype in DTYPES and traced(*tensors):
+            operator = torch.ops.fused_softmax.log_softmax if log else torch.ops.fused_softmax.softmax
+            return operator.default(input, dim, result_dtype, *scores.as_arguments())
         if plainly:
             return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
         result = getattr(reference, name)(
@@ -121,6 +130,12 @@ def _softmax(log, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
 def _forward(log: bool, input: Tensor, dim: int, result_dtype: torch.dtype, out: Tensor | None, scores: Scores):
     if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
         input = input.to(result_dtype)
+    if out is None and not input.numel():
+        return torch.empty(input.shape, dtype=result_dtype, device=input.device)
+    if out is None and scores.plain and result_dtype == input.dtype:
+        result = recall(_log_calls if log else _calls, input, dim)
+        if result is not None:
+            return result
     if input.ndim:
         scores = scores.along(dim, input.shape)
     if scores.plain and input.ndim and input.numel() and (out is None or not overlap(input, out)):
@@ -185,33 +200,44 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, mask, scale, scores, dim, result_dtype, log):
         y = _forward(log, input, dim, result_dtype, None, scores)
-        with_input = isinstance(scale, Tensor) and scale.requires_grad
-        ctx.save_for_backward(y, scale if isinstance(scale, Tensor) else None, input if with_input else None)
-        ctx.how = dim, log, scores, input.dtype, None if mask is None else mask.shape
+        save_for_gradients(ctx, log, input, dim, y, scores)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        y, scale, input = ctx.saved_tensors
-        dim, log, scores, input_dtype, mask_shape = ctx.how
-        for_input, for_mask, for_scale = ctx.needs_input_grad[:3]
-        factor = scale if scale is not None else scores.scale if scores.scale is not None else 1.0
-        # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores.
-        in_kernel = not isinstance(factor, Tensor) and not for_mask
-        dz_dtype = input_dtype if in_kernel else y.dtype
-        if torch.is_grad_enabled():
-            dz = _differentiable_backward(dy, y, dim, log, scores) * (factor if in_kernel else 1.0)
-        else:
-            dz = torch.empty_like(y, dtype=dz_dtype, memory_format=torch.contiguous_format)
-            dz = _backward(dy, y, dz, dim, log, scores, factor if in_kernel else 1.0)
-        dx = dmask = dscale = None
-        if for_input:
-            dx = (dz if in_kernel else dz * factor).to(input_dtype)
-        if for_mask:
-            dmask = dz.sum_to_size(mask_shape)
-        if for_scale:
-            dscale = (dz * input).sum_to_size(scale.shape).to(scale.dtype)
-        return dx, dmask, dscale, None, None, None, None
+        return *gradients(ctx, dy, *ctx.needs_input_grad[:3]), None, None, None, None
+
+
+def save_for_gradients(ctx, log: bool, input: Tensor, dim: int, y: Tensor, scores: Scores) -> None:
+    scale = scores.scale if isinstance(scores.scale, Tensor) else None
+    ctx.save_for_backward(y, scale, input if scale is not None and scale.requires_grad else None)
+    ctx.how = dim, log, scores, input.dtype, None if scores.mask is None else scores.mask.shape
+
+
+def gradients(ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool):
+    """Those of input, mask and scale that are asked for, of what `save_for_gradients` kept."""
+    y, scale, input = ctx.saved_tensors
+    dim, log, scores, input_dtype, mask_shape = ctx.how
+    factor = scale if scale is not None else scores.scale if scores.scale is not None else 1.0
+    # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores.
+    in_kernel = not isinstance(factor, Tensor) and not for_mask
+    dz_dtype, dz_factor = (input_dtype, factor) if in_kernel else (y.dtype, 1.0)
+    if not torch.is_grad_enabled() and runs_here(dy, y):
+        dz = torch.empty_like(y, dtype=dz_dtype, memory_format=torch.contiguous_format)
+        dz = _backward(dy, y, dz, dim, log, scores, dz_factor)
+    elif not torch.is_grad_enabled() and traced(dy, y):
+        operator = torch.ops.fused_softmax.log_softmax_backward if log else torch.ops.fused_softmax.softmax_backward
+        dz = operator.default(dy, y, dim, dz_dtype, None if scores.plain else dz_factor)
+    else:
+        dz = _differentiable_backward(dy, y, dim, log, scores) * dz_factor
+    dx = dmask = dscale = None
+    if for_input:
+        dx = (dz if in_kernel else dz * factor).to(input_dtype)
+    if for_mask:
+        dmask = dz.sum_to_size(mask_shape)
+    if for_scale:
+        dscale = (dz * input).sum_to_size(scale.shape).to(scale.dtype)
+    return dx, dmask, dscale
 
 
 def _backward(dy: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool, scores: Scores, factor: float) -> Tensor:
