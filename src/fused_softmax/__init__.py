@@ -10,6 +10,7 @@ import fused_softmax.ops.library  # noqa: F401  gives torch.ops.fused_softmax it
 from fused_softmax import nn
 from fused_softmax.ops.logsumexp import logsumexp
 from fused_softmax.ops.softmax import log_softmax, softmax
+from fused_softmax.patch import disable, enable, enabled
 
-__all__ = ["log_softmax", "logsumexp", "nn", "softmax"]
+__all__ = ["disable", "enable", "enabled", "log_softmax", "logsumexp", "nn", "softmax"]
 __version__ = "0.1.0"

@@ -55,7 +55,10 @@ def recall(calls: Calls, input: Tensor, dim: int) -> Tensor | None:
     if call is None:
         return None
     run, shape, strides = call
-    result = torch.empty_strided(shape, strides, dtype=input.dtype, device=input.device)
+    if _one_device:
+        result = _empty_strided(shape, strides, input.dtype)
+    else:
+        result = torch.empty_strided(shape, strides, dtype=input.dtype, device=input.device)
     run(input, result)
     return result
 

@@ -1,0 +1,175 @@
+"""PyTorch's own softmax, log_softmax and logsumexp on these kernels, in code that knows nothing of them.
+
+`enable()` puts the kernels in the place of ATen's for CUDA tensors (CPU tensors with FUSED_SOFTMAX_INTERPRET=1). Below
+autograd, autocast, vmap and modes, so all of these stay PyTorch's, second derivatives included; and below every name:
+functions imported before, methods, modules, and ATen's own callers, such as cross_entropy. What the kernels do not take
+goes on to ATen's. A compiler has replaced softmax before there is a call: what is compiled stays as it compiles it.
+"""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fused_softmax.ops import logsumexp as lse_ops
+from fused_softmax.ops import softmax as softmax_ops
+from fused_softmax.ops.arguments import DTYPES, INTERPRET, overlap
+from fused_softmax.ops.replay import recall
+from fused_softmax.ops.scores import PLAIN
+
+_DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
+# Where a thread waits that is within no call of anybody's: by module and function.
+_IDLE = {("threading", "wait"), ("concurrent.futures.thread", "_worker"), ("selectors", "select")}
+
+_no_torch_functions = torch._C.DisableTorchFunction
+
+_lock = threading.Lock()
+_depth = 0  # how many enable() have had no disable() yet
+_library: torch.library.Library | None = None  # its registrations live as long as it does
+
+
+def enable() -> None:
+    """Run torch.softmax, torch.log_softmax and torch.logsumexp on this package's kernels, from now on, in all threads.
+
+    Results, gradients and errors are torch's. Calls nest: as many `disable()` end it. The first is best made before
+    other threads call these functions.
+
+    >>> enable()
+    >>> torch.nn.functional.softmax(torch.randn(8, 50257, device="cuda"), dim=-1)  # the kernel `_part_forward`
+    """
+    global _depth, _library
+    with _lock:
+        if _library is None:
+            _library = _register()
+        _depth += 1
+
+
+def disable() -> None:
+    """Undo one `enable()`. The last one gives ATen its kernels back.
+
+    ATen's table of kernels takes no change while another thread reads it. So while one runs that may (one that waits in
+    the standard library, like tqdm's, does not), the stand-ins remain and pass every call on, for about a microsecond
+    each, until a later `disable()` finds no such thread.
+
+    Raises RuntimeError if nothing is enabled.
+    """
+    global _depth, _library
+    with _lock:
+        if _depth == 0:
+            raise RuntimeError("fused_softmax.disable() without an enable() before it")
+        _depth -= 1
+        if _depth == 0 and _alone():
+            _library = None
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """`enable()` for the length of a with block, in all threads.
+
+    >>> with enabled():
+    ...     model(tokens)
+    """
+    enable()
+    try:
+        yield
+    finally:
+        disable()
+
+
+def _alone() -> bool:
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident())
+    return all((frame.f_globals.get("__name__"), frame.f_code.co_name) in _IDLE for frame in frames.values())
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # PyTorch says once that an operator of its own is replaced, which is what was asked for.
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for device in _DEVICES:
+            keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+            for name, stand_in in _STAND_INS.items():
+                atens = partial(torch.library.get_kernel(f"aten::{name}", device).call_boxed, keys)
+                library.impl(name, _passing_on(atens, stand_in(atens)), device)
+    return library
+
+
+def _passing_on(atens: Callable, kernel: Callable) -> Callable:
+    def passing_on(*args, **kwargs):
+        if not _depth:
+            return atens(*args, **kwargs)
+        with _no_torch_functions():  # modes and subclasses have had their say
+            return kernel(*args, **kwargs)
+
+    return passing_on
+
+
+# What stands in for ATen's kernel `atens`, and has its arguments.
+
+
+def _softmax(log: bool, atens: Callable) -> Callable:
+    calls = softmax_ops._log_calls if log else softmax_ops._calls
+
+    def kernel(x: Tensor, dim: int, half_to_float: bool, **out: Tensor) -> Tensor:
+        if not half_to_float and not out:
+            result = recall(calls, x, dim)
+            if result is not None:
+                return result
+        dtype = torch.float32 if half_to_float else x.dtype
+        taken = _takes(x, dim) and (not half_to_float or x.dtype == torch.float16)
+        if not taken or (out and not _fits(out["out"], x.shape, dtype, x)):
+            return atens(x, dim, half_to_float, **out)
+        return softmax_ops._forward(log, x, dim, dtype, out.get("out"), PLAIN)
+
+    return kernel
+
+
+def _gradient(log: bool, atens: Callable) -> Callable:
+    def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+        rounded = (y.dtype, input_dtype) == (torch.float32, torch.float16)  # of a forward with half_to_float
+        like = dy.shape == y.shape and dy.dtype == y.dtype
+        if not (_takes(y, dim) and like and (rounded or input_dtype == y.dtype)):
+            return atens(dy, y, dim, input_dtype)
+        dx = torch.empty(y.shape, dtype=input_dtype, device=y.device)
+        return softmax_ops._backward(dy, y, dx, dim, log, PLAIN, 1.0)
+
+    return kernel
+
+
+def _logsumexp(atens: Callable) -> Callable:
+    def kernel(x: Tensor, dim: list[int], keepdim: bool = False, **out: Tensor) -> Tensor:
+        taken = dim and all(_takes(x, d) for d in dim) and x.ndim and x.numel()
+        dims = {d % x.ndim for d in dim} if taken else set()
+        shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
+        if len(dims) < len(dim) or not taken or (out and not _fits(out["out"], torch.Size(shape), x.dtype, x)):
+            return atens(x, dim, keepdim, **out)
+        return lse_ops._forward(x, dim[0] if len(dim) == 1 else tuple(dim), keepdim, out.get("out"), PLAIN)
+
+    return kernel
+
+
+def _takes(x: Tensor, dim: int) -> bool:
+    bound = max(1, x.ndim)
+    return x.dtype in DTYPES and -bound <= dim < bound
+
+
+def _fits(out: Tensor, shape: torch.Size, dtype: torch.dtype, x: Tensor) -> bool:
+    return out.shape == shape and out.dtype == dtype and out.device == x.device and not overlap(out, x)
+
+
+_STAND_INS: dict[str, Callable[[Callable], Callable]] = {
+    "_softmax": partial(_softmax, False),
+    "_softmax.out": partial(_softmax, False),
+    "_log_softmax": partial(_softmax, True),
+    "_log_softmax.out": partial(_softmax, True),
+    "_softmax_backward_data": partial(_gradient, False),
+    "_log_softmax_backward_data": partial(_gradient, True),
+    "logsumexp": _logsumexp,
+    "logsumexp.out": _logsumexp,
+}
