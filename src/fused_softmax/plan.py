@@ -150,7 +150,7 @@ _COLUMN_MOST_PARTS = 64
 # itemsize: (columns up to, rows, columns of a block, warps), for short even rows that no block of 128 divides.
 # bf16 136 0.96, 264 0.98, 520 0.985 (by one-warp programs 0.84, 0.82, 0.81); fp32 136 1.00, 264 1.00 (0.84, 0.82).
 _RAGGED_TILES = {
-    2: ((160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 128, 4)),
+    2: ((160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 256, 4)),
     4: ((160, 4, 128, 2), (320, 4, 128, 4), (636, 2, 128, 2)),
 }
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
