@@ -1,10 +1,11 @@
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from fused_softmax import rowwise  # before triton, for which it sets the interpreter's flag
+from fused_softmax import launch, rowwise  # before triton, whose flag for the interpreter the package sets
 
 
 @pytest.fixture(scope="session")
@@ -57,9 +58,12 @@ def _interpreter_as_a_gpu():
     """Where Triton's interpreter computes otherwise than a GPU, and would hide a fault or show one that is none.
 
     A GPU's maximum of a NaN and a number is the number; the interpreter's is NaN, which hides a NaN that is lost. It
-    cuts fp32 to bf16 where a GPU rounds, and takes the bits of bf16 for an integer in casts from and to fp64.
+    cuts fp32 to bf16 where a GPU rounds, and takes the bits of bf16 for an integer in casts from and to fp64. A float
+    that a launch is given has 32 bits on a GPU, and a fused multiply-add one rounding. Of inline PTX the interpreter
+    knows nothing: what `nvidia` needs is here.
     """
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     plain_cast = InterpreterBuilder.cast_impl
@@ -73,10 +77,44 @@ def _interpreter_as_a_gpu():
         values = values.to(getattr(torch, _TORCH_NAMES[kinds[1].name]))
         return TensorHandle((values.view(torch.uint16) if kinds[1] == tl.bfloat16 else values).numpy(), wanted.scalar)
 
+    plain_argument = interpreter._implicit_cvt
+
+    def argument(value):
+        if type(value) is not float:
+            return plain_argument(value)
+        return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+
+    def fma(self, x, y, z):
+        once = x.data.astype(np.float64) * y.data + z.data  # a product of two fp32 is exact in fp64
+        return TensorHandle(once.astype(z.data.dtype), z.dtype.scalar)
+
+    def inline_asm(self, asm, constraints, values, types, is_pure, pack):
+        results = {
+            "mul.rn.f32 $0, $1, $2;": lambda a, b: TensorHandle(a.data * b.data, tl.float32),
+            "mov.b32 $0, $1;": lambda a: a,
+        }
+        return SimpleNamespace(get_result=lambda _: results[asm](*values))
+
     if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
+        interpreter._implicit_cvt = argument
+        InterpreterBuilder.create_fma = fma
+        InterpreterBuilder.create_inline_asm = inline_asm
         InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
         InterpreterBuilder.cast_impl = cast
         InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
         _patch_the_language_once_a_launch()
         rowwise.POLL_LIMIT = tl.constexpr(100)  # in turn, programs wait for nothing, and a bug should not take hours
     np.seterr(all="ignore")  # NaN and infinity are asked for, and NumPy warns of them
+
+
+@pytest.fixture
+def nvidia(monkeypatch):
+    """The arithmetic of NVIDIA's GPUs wherever the kernels run: exp as one fused multiply-add and exp2."""
+    prepare = launch.prepare
+
+    def with_ptx(kernel, grid, tensors, scalars, constexprs, **options):
+        constexprs = {name: True if name == "PTX" else value for name, value in constexprs.items()}
+        return prepare(kernel, grid, tensors, scalars, constexprs, **options)
+
+    if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
+        monkeypatch.setattr(launch, "prepare", with_ptx)

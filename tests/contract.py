@@ -3,6 +3,9 @@
 import numpy as np
 import torch
 
+import fused_softmax
+from fused_softmax import reference
+
 # One rounding of the output is all that 16 bits can show. Results of fp32 and fp64 show the arithmetic too: a GPU's exp
 # and its division are right to 2 ** -22, and the sum and the reciprocal are each rounded.
 ROUNDINGS = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 4, torch.float64: 4}
@@ -41,6 +44,125 @@ def assert_softmax(y: torch.Tensor, x: torch.Tensor, dim: int = -1, *, dtype: to
         f"row {(ours / allowed).argmax()}: error {ours[(ours / allowed).argmax()]:.3g}, "
         f"{(ours / allowed).max():.3g} times what is allowed; {(ours > allowed).sum()} of {len(ours)} rows"
     )
+
+
+def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1, *, dtype=None, **scored) -> None:
+    """y is `function` of reference.py, softmax, log_softmax or logsumexp, of the scores of x.
+
+    NaN and infinities stand where the same of torch's operations puts them, computed in the dtype of the arithmetic.
+    Every other element is off the truth, fp64's, by no more than that is in the worst element of its row, ROUNDINGS
+    times eps, and what the rounding of a score moves it by: scale, product, mask and sum are each rounded.
+    """
+    result = x.dtype if dtype is None else dtype
+    arithmetic = torch.float64 if result == torch.float64 else torch.float32
+    of = getattr(reference, function)
+    keepdim = {"keepdim": True} if function == "logsumexp" else {}
+    if keepdim and y.ndim < x.ndim:
+        y = y.unsqueeze(dim)
+    theirs = of(x, dim, **keepdim, dtype=result, arithmetic=arithmetic, **scored)
+    assert (y.dtype, y.device, y.shape) == (result, x.device, theirs.shape)
+    if x.numel() == 0:
+        assert torch.equal(y, theirs)
+        return
+    exact = x.to(result).double()
+    scale, mask, is_causal = (scored.get(name) for name in ("scale", "mask", "is_causal"))
+    truth = of(exact, dim, **keepdim, **scored)
+    z = reference.scores(exact, dim, scale, mask, bool(is_causal))
+    rounded = torch.zeros_like(z)
+    if scale is not None:
+        greedy = torch.as_tensor(scale, device=x.device).double() == 0
+        # Which of two sums of a score and a mask is the greater is a question to the dtype they are held in.
+        truth = torch.where(greedy, theirs.double(), truth)
+        rounded = torch.maximum(
+            rounded, (exact * torch.where(greedy, 1.0, torch.as_tensor(scale, device=x.device))).abs()
+        )
+    if mask is not None and mask.dtype != torch.bool:
+        rounded = torch.maximum(rounded, torch.maximum(mask.double().abs(), z.abs()))
+    rounded = torch.where(z.isfinite() & rounded.isfinite(), rounded, 0.0)
+    y, theirs, truth, z, rounded = (
+        t.movedim(dim, -1).reshape(-1, t.shape[dim]) if t.ndim else t.view(1, 1)
+        for t in (y, theirs, truth, z, rounded)
+    )  # fmt: skip
+    for name, ours, torchs in (("NaN", y.isnan(), theirs.isnan()), ("an infinity", y.isinf(), theirs.isinf())):
+        assert torch.equal(ours, torchs), f"{name} at {_where(ours != torchs)}, against torch's"
+    finite = theirs.isfinite()
+    assert torch.equal(y.isinf() & (y > 0), theirs.isinf() & (theirs > 0)), "an infinity of the other sign"
+    size = truth.abs() + 1 if function == "log_softmax" else truth.abs().amax(-1, keepdim=True)
+    if function == "logsumexp":
+        size = size + z.abs().where(z.isfinite(), torch.zeros_like(z)).amax(-1, keepdim=True) + 1
+    error = torch.where(finite, (y.double() - truth).abs(), 0.0)
+    torchs = torch.where(finite, (theirs.double() - truth).abs(), 0.0).amax(-1, keepdim=True)
+    moved = 2 * torch.finfo(arithmetic).eps * rounded.amax(-1, keepdim=True)
+    if function == "softmax":
+        moved = moved * size
+    allowed = torchs + ROUNDINGS[result] * torch.finfo(result).eps * size + moved + torch.finfo(result).tiny
+    bad = finite & ~(error <= allowed)
+    assert not bad.any(), (
+        f"{function}: error {error[bad].max():.3g}, {(error / allowed)[bad].max():.3g} times what is allowed, "
+        f"at {_where(bad)}; {bad.sum()} of {bad.numel()} elements"
+    )
+
+
+def public(function: str, x, dim=-1, **arguments):
+    return getattr(fused_softmax, function)(x, dim, **arguments)
+
+
+def composed(function: str, x, dim=-1, **arguments):
+    return getattr(reference, function)(x, dim, **arguments)
+
+
+def gradients(function, arguments, dy, dim=-1, of=public, **options):
+    """Those of the arguments that require one, by name."""
+    leaves = {
+        name: value.detach().clone().requires_grad_() if value.is_floating_point() else value
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor)
+    }
+    x = leaves["x"]
+    others = {name: leaves.get(name, value) for name, value in arguments.items() if name != "x"}
+    y = of(function, x, dim, **others, **options)
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    found = torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype))
+    return dict(zip(wanted, found, strict=True))
+
+
+def assert_gradients(function, arguments, dy, dim=-1, **options):
+    """Each as torch's operations have it in fp64, to what the dtypes hold that it went through.
+
+    Every gradient is a sum, or a difference of one, and its error is to what is added up.
+    """
+    ours = gradients(function, arguments, dy, dim, **options)
+    exact = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    dtype = options.pop("dtype", None) or arguments["x"].dtype
+    exact["x"] = arguments["x"].to(dtype).double()
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    truth = gradients(function, exact, dy, dim, of=composed, **options)
+    x, scale = exact["x"], torch.as_tensor(arguments.get("scale", 1.0), dtype=torch.float64, device=dy.device)
+    scored = {name: value for name, value in exact.items() if name != "x"} | options
+    y, dy = composed(function, x, dim, **scored), dy.double()
+    if function == "softmax":
+        terms = y * (dy.abs() + (y * dy).abs().sum(dim, keepdim=True))
+    elif function == "log_softmax":
+        terms = dy.abs() + y.exp() * dy.abs().sum(dim, keepdim=True)
+    else:
+        terms = composed("softmax", x, dim, **scored) * (dy * (1 + y.abs())).abs().unsqueeze(dim)
+    terms = terms.nan_to_num()
+    sizes = {"x": terms * scale.abs(), "mask": terms, "scale": terms * x.abs().nan_to_num(0.0, 0.0, 0.0)}
+    assert ours.keys() == truth.keys()
+    for name in truth:
+        given = arguments[name]
+        assert (ours[name].dtype, ours[name].shape, ours[name].device) == (given.dtype, given.shape, given.device)
+        assert torch.equal(ours[name].isnan(), truth[name].isnan()), f"NaN in the gradient of {name}"
+        held = [torch.finfo(each) for each in (arguments["x"].dtype, dtype, given.dtype)]
+        eps, least = max(each.eps for each in held), max(each.tiny for each in held)
+        # The output is a rounding of what a rounding of its scores gives.
+        moved = (x * scale).nan_to_num(0.0, 0.0, 0.0).abs().max() * torch.finfo(arithmetic).eps
+        allowed = (4 * eps + 2 * moved) * sizes[name].sum_to_size(given.shape) + least
+        error = (ours[name].double() - truth[name]).abs().nan_to_num()
+        assert (error <= allowed).all(), f"of {name}: {(error / allowed).max():.3g} times what is allowed"
 
 
 def _softmax_80_bits(x):

@@ -59,11 +59,15 @@ SMALL = {
 }
 
 
-def small(strategy: str, x: torch.Tensor, y: torch.Tensor, **choices) -> RowPlan:
-    """A plan of a named strategy for x and y [n_rows, n_cols], of small pieces and parts unless `choices` differ."""
+def small(strategy: str, x: torch.Tensor, y: torch.Tensor, *, itemsize: int | None = None, **choices) -> RowPlan:
+    """A plan of a named strategy for x and y [n_rows, n_cols], of small pieces and parts unless `choices` differ.
+
+    itemsize: of what a program holds, if that is not what it reads.
+    """
     n_rows, n_cols = x.shape
     choices = SMALL[strategy] | choices
-    return candidate(strategy, n_rows, n_cols, x.element_size(), H200, alignment=alignment_of(x, y), **choices)
+    itemsize = itemsize or x.element_size()
+    return candidate(strategy, n_rows, n_cols, itemsize, H200, alignment=alignment_of(x, y), **choices)
 
 
 class Frame:

@@ -20,17 +20,20 @@ def softmax(input: Tensor, dim: int = -1, **arguments) -> Tensor:
 
 def log_softmax(input: Tensor, dim: int = -1, **arguments) -> Tensor:
     """fused_softmax.log_softmax likewise."""
-    return of_scores(torch.log_softmax, -math.inf, input, dim, **arguments)
+    y = of_scores(torch.log_softmax, -math.inf, input, dim, **arguments)
+    scale = arguments.get("scale")
+    # Of scale 0 it is a logarithm of 1 or of 0, wherever the scores move.
+    return y if scale is None else torch.where(torch.as_tensor(scale, device=y.device) == 0, y.detach(), y)
 
 
 def logsumexp(input: Tensor, dim: int | Sequence[int], keepdim: bool = False, **arguments) -> Tensor:
     """fused_softmax.logsumexp likewise."""
-    return of_scores(partial(torch.logsumexp, keepdim=keepdim), None, input, dim, **arguments)
+    return of_scores(partial(torch.logsumexp, keepdim=keepdim), -math.inf, input, dim, **arguments)
 
 
 def of_scores(
     function,
-    nothing: float | None,
+    nothing: float,
     input: Tensor,
     dim,
     *,
@@ -43,25 +46,30 @@ def of_scores(
 ) -> Tensor:
     """function(scores of the input, dim) in the dtype `arithmetic`, rounded to the dtype of the result.
 
-    nothing: what masked_rows="zero" gives a row of which nothing is kept; None where the function itself says.
+    nothing: what masked_rows="zero" gives a row of which nothing is kept.
     """
     result = input.dtype if dtype is None else dtype
     if not result.is_floating_point:
         raise TypeError(f"there is no result of dtype {result}; give a floating-point dtype")
     z = scores(input.to(result).to(arithmetic), dim, scale, mask, is_causal)
-    y = function(z, dim)
-    if masked_rows == "zero" and nothing is not None:
-        y = y.masked_fill((z == -math.inf).all(dim, keepdim=True), nothing)
-    return y.to(result)
+    if masked_rows != "zero":
+        return function(z, dim).to(result)
+    empty = (z == -math.inf).all(dim, keepdim=True)
+    y = function(z.masked_fill(empty, 0.0), dim)  # of 0 and not of -inf, whose gradient is NaN even where dy is 0
+    return y.masked_fill(empty if y.ndim == z.ndim else empty.reshape(y.shape), nothing).to(result)
 
 
 def scores(z: Tensor, dim, scale: float | Tensor | None, mask: Tensor | None, is_causal: bool) -> Tensor:
     """z * scale + mask, with -inf wherever a bool mask or causality hides."""
     greedy = None
     if scale is not None:
-        scale = torch.as_tensor(scale, dtype=z.dtype, device=z.device)
-        greedy = scale == 0
-        z = z * torch.where(greedy, 1.0, scale)
+        scale = (
+            scale.to(z.device)
+            if isinstance(scale, Tensor)
+            else torch.tensor(scale, dtype=torch.float64, device=z.device)
+        )
+        greedy = scale == 0  # before it is rounded
+        z = z * torch.where(greedy, 1.0, scale.to(z.dtype))
     if mask is not None:
         z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
     if is_causal:
@@ -69,10 +77,17 @@ def scores(z: Tensor, dim, scale: float | Tensor | None, mask: Tensor | None, is
         kept = torch.ones(n_queries, n_keys, dtype=torch.bool, device=z.device).tril(n_keys - n_queries)
         z = z.masked_fill(~kept, -math.inf)
     if greedy is not None and z.ndim and z.numel():
-        first = z.nan_to_num(-math.inf, math.inf, -math.inf).argmax(dim, keepdim=True)
-        others = torch.ones_like(z, dtype=torch.bool).scatter(dim, first, False)
-        z = z.masked_fill(greedy & others & ~z.isnan(), -math.inf)
+        z = z.masked_fill(greedy & ~_first_max(z, dim) & ~z.isnan(), -math.inf)
     return z
+
+
+def _first_max(z: Tensor, dim: int | Sequence[int]) -> Tensor:
+    """Where the first of the greatest along `dim` stands, dims taken in order; NaN is passed over."""
+    dims = [d % z.ndim for d in (dim if isinstance(dim, Sequence) else (dim,))]
+    ends = list(range(-len(dims), 0))
+    last = z.nan_to_num(-math.inf, math.inf, -math.inf).movedim(dims, ends).flatten(-len(dims))
+    first = torch.zeros_like(last, dtype=torch.bool).scatter(-1, last.argmax(-1, keepdim=True), True)
+    return first.unflatten(-1, [z.shape[d] for d in dims]).movedim(ends, dims)
 
 
 def softmax_fp64(input: Tensor, dim: int = -1) -> Tensor:

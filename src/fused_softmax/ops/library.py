@@ -51,13 +51,12 @@ def _logsumexp(input, dim, keepdim=False, scale=None, row_scale=None, mask=None,
 
 
 def _softmax_backward(log, dy, y, dim, dtype=None, scale=None):
-    scores, factor = (PLAIN, 1.0) if scale is None else (Scores(scale), scale)
+    scores, factor = (PLAIN, 1.0) if scale is None else (Scores(scale, masked_rows="zero"), scale)  # hides
     with torch._C.DisableTorchFunction():
         if on_device(y) and y.dtype in DTYPES:
             dx = torch.empty(y.shape, dtype=dtype or y.dtype, device=y.device)
             return softmax_ops._backward(dy, y, dx, dim, log, scores, factor)
-        dz = softmax_ops._differentiable_backward(dy, y, dim, log, scores)
-        return (dz * factor).to(dtype or y.dtype)
+        return softmax_ops._differentiable_backward(dy, y, dim, log, scores, dtype or y.dtype) * factor
 
 
 def _scored(scale, row_scale, mask, is_causal, masked_rows) -> dict[str, Any]:

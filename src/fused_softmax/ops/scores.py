@@ -5,11 +5,15 @@ n_queries, so that the last query sees every key (bottom-right aligned). What is
 A scale of 0 is temperature 0: the first maximum of the row alone is kept, and scaled by 1.
 """
 
+import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from fused_softmax.ops.arguments import DTYPES
 
 NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
 MaskedRows = Literal["nan", "zero"]
@@ -39,6 +43,11 @@ class Scores:
     def greedy(self) -> bool:
         """Whether a row may have scale 0."""
         return not self.never_zero if isinstance(self.scale, Tensor) else self.scale == 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether what is -inf may have been hidden, and so has no gradient."""
+        return self.mask is not None or self.is_causal or self.masked_rows == "zero"
 
     @property
     def added(self) -> bool:
@@ -82,26 +91,32 @@ def check_scores(name: str, input: Tensor, dim: int, scale: Any, mask: Any, is_c
     if mask is not None:
         if not isinstance(mask, Tensor):
             raise TypeError(f"{name}: mask must be a Tensor, not {type(mask).__name__}")
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"{name}: mask must be bool (True keeps) or of a float dtype (added), got {mask.dtype}")
-        _check_broadcast(name, "mask", mask, input, shape)
+        if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+            raise TypeError(
+                f"{name}: mask must be bool (True keeps) or of 16 to 64 bit floats (added), got {mask.dtype}"
+            )
+        mask = _broadcast(name, "mask", mask, input, shape)
     if isinstance(scale, Tensor):
-        if not scale.is_floating_point():
-            raise TypeError(f"{name}: scale must be of a float dtype, got {scale.dtype}")
-        _check_broadcast(name, "scale", scale, input, shape)
+        if scale.dtype not in DTYPES:
+            raise TypeError(f"{name}: scale must be of 16 to 64 bit floats, got {scale.dtype}")
+        scale = _broadcast(name, "scale", scale, input, shape)
         if scale.ndim and input.ndim and (scale.expand(shape).stride(dim) != 0 and shape[dim] != 1):
             along = tuple(1 if i == dim % input.ndim else size for i, size in enumerate(shape))
             got = tuple(scale.shape)
             raise ValueError(f"{name}: a scale tensor holds one value a row: it broadcasts to {along}, got shape {got}")
     elif scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        if isinstance(scale, bool) or not isinstance(scale, Real):
             raise TypeError(f"{name}: scale must be a number or a Tensor, not {type(scale).__name__} ({scale!r})")
         scale = None if scale == 1 else float(scale)
     return Scores(scale, mask, is_causal, masked_rows)
 
 
-def _check_broadcast(name: str, argument: str, tensor: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.device != input.device and tensor.ndim:
+def _broadcast(name: str, argument: str, tensor: Tensor, input: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """tensor, on the input's device: as for torch's operators, one without dims may come from the CPU."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got a {kind} one")
+    if tensor.device != input.device and (tensor.ndim or tensor.device.type != "cpu"):
         raise RuntimeError(f"{name}: {argument} must be on the input's device {input.device}, got {tensor.device}")
     aligned = tuple(tensor.shape)
     fits = len(aligned) <= len(shape) and all(
@@ -109,6 +124,7 @@ def _check_broadcast(name: str, argument: str, tensor: Tensor, input: Tensor, sh
     )
     if not fits:
         raise ValueError(f"{name}: {argument} must broadcast to the input's shape {shape}, got shape {aligned}")
+    return tensor.to(input.device)
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,7 @@ class Layout:
 
 
 _ABSENT = (None,) * 11
+_LEAST = 2.0**-149  # of fp32, above 0
 _PLAIN_CONSTEXPRS = {"MASK": NO_MASK, "SCALED": False, "GREEDY": False, "CAUSAL": False, "ZERO": False}
 
 
@@ -133,11 +150,13 @@ def layout_of(scores: Scores, shape: tuple[int, ...], interpreted: bool = False)
         return Layout((None, None), _ABSENT, _PLAIN_CONSTEXPRS)
     mask = scores.mask
     per_row = scores.scale if isinstance(scores.scale, Tensor) else None
-    number = 1.0 if scores.scale is None or per_row is not None else scores.scale
+    number = 1.0 if scores.scale is None or isinstance(scores.scale, Tensor) else scores.scale
+    if 0 < abs(number) < _LEAST:  # a kernel's number has 32 bits, and 0 is another thing than what is next to it
+        number = math.copysign(_LEAST, number)
     views = [None if t is None else t.expand(shape) for t in (mask, per_row)]
     sizes, strides = _coalesced(shape[:-1], [(0,) * (len(shape) - 1) if v is None else v.stride()[:-1] for v in views])
     if len(sizes) > 3:  # no three indices describe it
-        views = [None if v is None else v.contiguous() for v in views]
+        views = [None if v is None else _dense(v) for v in views]
         sizes, strides = _coalesced(
             shape[:-1], [(0,) * (len(shape) - 1) if v is None else v.stride()[:-1] for v in views]
         )
@@ -158,6 +177,11 @@ def layout_of(scores: Scores, shape: tuple[int, ...], interpreted: bool = False)
         "ZERO": scores.masked_rows == "zero",
     }
     return Layout((mask_view, views[1]), scalars, constexprs)
+
+
+def _dense(view: Tensor) -> Tensor:
+    """A copy that any neighbours of the leading dims merge in, and of the last dim no more than was there."""
+    return view.contiguous() if view.stride(-1) else view[..., :1].contiguous().expand(view.shape)
 
 
 def _coalesced(sizes, strides):

@@ -103,6 +103,10 @@ def _softmax(log, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
     if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
         result_dtype = torch.float32  # where autocast is on, torch's softmax gives fp32
     tensors = [each for each in (input, out, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    if not plainly and result_dtype not in DTYPES:
+        raise NotImplementedError(f"{name}: not implemented for {result_dtype}; give a dtype of 16 to 64 bit floats")
+    if not plainly and out is not None and needs_grad(*tensors):
+        raise RuntimeError(f"{name}: out= takes no part in autograd, but an argument requires grad")
     if not runs_here(*tensors) or result_dtype not in DTYPES:
         if out is None and len(tensors) == 1 and is_sharded(input):
             scored = {"scale": scale, "is_causal": is_causal, "masked_rows": masked_rows}
@@ -114,7 +118,8 @@ def _softmax(log, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
         if plainly:
             return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
         result = getattr(reference, name)(
-            input, dim, dtype=dtype, scale=scale, mask=mask, is_causal=is_causal, masked_rows=masked_rows,
+            input, dim, dtype=result_dtype, scale=scores.scale, mask=scores.mask, is_causal=is_causal,
+            masked_rows=masked_rows,
             arithmetic=torch.float64 if result_dtype == torch.float64 else torch.float32,
         )  # fmt: skip
         return result if out is None else out.resize_(result.shape).copy_(result)
@@ -149,16 +154,21 @@ def _forward(log: bool, input: Tensor, dim: int, result_dtype: torch.dtype, out:
         keep(_log_calls if log else _calls, input, dim, run, result)
         run(last, result)
         return result
-    if out is not None and not overlap(input, out) and is_rows(_last(out, dim)):
+    read = [each for each in (input, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    if out is not None and not any(overlap(each, out) for each in read) and is_rows(_last(out, dim)):
         _into(last, _last(out, dim), log, scores)
         if not out.is_inference():
             increment_version(out)  # autograd sees no write of a kernel's
         return out
-    result = torch.empty(last.shape, dtype=result_dtype, device=input.device)
-    _into(last, result, log, scores)
-    if input.ndim:
-        result = result.movedim(-1, dim)
-    return result.contiguous() if out is None else out.copy_(result)
+    # The result is no view, of which autograd would let nobody change a thing.
+    result = torch.empty(input.shape, dtype=result_dtype, device=input.device)
+    if is_rows(_last(result, dim)):
+        _into(last, _last(result, dim), log, scores)
+    else:
+        rows = torch.empty(last.shape, dtype=result_dtype, device=input.device)
+        _into(last, rows, log, scores)
+        result.copy_(rows.movedim(-1, dim))
+    return result if out is None else out.copy_(result)
 
 
 def _forward_columns(log: bool, input: Tensor, dim: int, result_dtype: torch.dtype, out: Tensor | None):
@@ -219,24 +229,31 @@ def gradients(ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool)
     y, scale, input = ctx.saved_tensors
     dim, log, scores, input_dtype, mask_shape = ctx.how
     factor = scale if scale is not None else scores.scale if scores.scale is not None else 1.0
-    # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores.
-    in_kernel = not isinstance(factor, Tensor) and not for_mask
-    dz_dtype, dz_factor = (input_dtype, factor) if in_kernel else (y.dtype, 1.0)
+    # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores, in the dtype
+    # of the arithmetic. A kernel's number has 32 bits, too few for fp64.
+    in_kernel = not isinstance(factor, Tensor) and not for_mask and (factor == 1 or y.dtype != torch.float64)
+    dz_dtype = input_dtype if in_kernel else torch.promote_types(y.dtype, torch.float32)
+    dz_factor = factor if in_kernel else 1.0
     if not torch.is_grad_enabled() and runs_here(dy, y):
         dz = torch.empty_like(y, dtype=dz_dtype, memory_format=torch.contiguous_format)
         dz = _backward(dy, y, dz, dim, log, scores, dz_factor)
     elif not torch.is_grad_enabled() and traced(dy, y):
         operator = torch.ops.fused_softmax.log_softmax_backward if log else torch.ops.fused_softmax.softmax_backward
-        dz = operator.default(dy, y, dim, dz_dtype, None if scores.plain else dz_factor)
+        dz = operator.default(dy, y, dim, dz_dtype, dz_factor if scores.hides else None)
+        dz = dz if scores.hides or dz_factor == 1 else dz * dz_factor
     else:
-        dz = _differentiable_backward(dy, y, dim, log, scores) * dz_factor
+        dz = _differentiable_backward(dy, y, dim, log, scores, dz_dtype) * dz_factor
+    if log and scores.greedy:  # a logarithm of 1 or of 0, wherever the scores move
+        dz = dz.masked_fill(torch.as_tensor(factor, device=dz.device) == 0, 0.0)
     dx = dmask = dscale = None
     if for_input:
         dx = (dz if in_kernel else dz * factor).to(input_dtype)
     if for_mask:
         dmask = dz.sum_to_size(mask_shape)
     if for_scale:
-        dscale = (dz * input).sum_to_size(scale.shape).to(scale.dtype)
+        # What is hidden may be NaN, and has no part.
+        dscale = dz * input.to(dz.dtype).masked_fill(y == (-float("inf") if log else 0.0), 0.0)
+        dscale = dscale.sum_to_size(scale.shape).to(scale.dtype)
     return dx, dmask, dscale
 
 
@@ -250,15 +267,16 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool, scores: Sc
                 return dx
     dy_last, y_last = _last(dy, dim), _last(y, dim)
     if is_rows(_last(dx, dim)):
-        softmax_backward(dy_last, y_last, _last(dx, dim), log=log, hidden=not scores.plain, scale=factor)
+        softmax_backward(dy_last, y_last, _last(dx, dim), log=log, hidden=scores.hides, scale=factor)
         return dx
     result = torch.empty(y_last.shape, dtype=dx.dtype, device=y.device)
-    softmax_backward(dy_last, y_last, result, log=log, hidden=not scores.plain, scale=factor)
+    softmax_backward(dy_last, y_last, result, log=log, hidden=scores.hides, scale=factor)
     return dx.copy_(result.movedim(-1, dim))
 
 
-def _differentiable_backward(dy: Tensor, y: Tensor, dim: int, log: bool, scores: Scores) -> Tensor:
+def _differentiable_backward(dy: Tensor, y: Tensor, dim: int, log: bool, scores: Scores, dtype: torch.dtype) -> Tensor:
     """The same of torch's operations, for a second derivative."""
     function = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
-    dz = function(dy, y, dim, y.dtype)
-    return dz.masked_fill(y == -float("inf"), 0.0) if log and not scores.plain else dz
+    arithmetic = torch.promote_types(y.dtype, torch.float32)
+    dz = function(dy.to(arithmetic), y.to(arithmetic), dim, arithmetic).to(dtype)
+    return dz.masked_fill(y == -float("inf"), 0.0) if log and scores.hides else dz
