@@ -383,6 +383,43 @@ def test_a_hidden_nan_reaches_no_gradient(function, device):
         torch.testing.assert_close(ours[name], plain[name])
 
 
+@pytest.mark.parametrize("function", [*FUNCTIONS, "logsumexp"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_row_of_which_nothing_is_kept_has_no_gradient(function, create_graph, device):
+    """Its result is NaN, or of logsumexp -inf, as torch's: left out of the loss it gives 0 to the gradient, as torch's."""
+    mask = torch.tensor([True, False, True], device=device).view(3, 1)
+    # Of more queries than keys the first see nothing.
+    for shape, scored in (((2, 3, 4), {"mask": mask}), ((2, 6, 2), {"is_causal": True})):
+        found = []
+        for of in (public, composed):
+            x = peaked(6, math.prod(shape) // 6).view(shape).to(device).requires_grad_()
+            y = of(function, x, **scored)
+            assert not y.isfinite().all()
+            seen = torch.where(y.isfinite(), y * weights(*y.shape).to(device), 0.0)
+            found.append(torch.autograd.grad(seen.sum(), x, create_graph=create_graph)[0])
+        torch.testing.assert_close(*found)
+
+
+def test_a_hidden_nan_reaches_no_scale_of_logsumexp(device):
+    mask, dy = kept(3, 40).to(device), weights(3).to(device)
+    clean, scale = peaked(3, 40).to(device), weights(3, 1).to(device)
+    x = torch.where(mask, clean, torch.tensor([math.nan, math.inf, -math.inf], device=device).view(3, 1))
+    ours = gradients("logsumexp", {"x": x, "mask": mask, "scale": scale}, dy)
+    plain = gradients("logsumexp", {"x": clean, "mask": mask, "scale": scale}, dy)
+    for name in ours:
+        torch.testing.assert_close(ours[name], plain[name])
+
+
+def test_reductions_of_logsumexps_gradient_are_not_rounded_to_half_precision_on_the_way(device):
+    x, dy = peaked(500, 40, BF16).to(device), weights(500, dtype=BF16).to(device) + 1
+    mask = weights(40).to(device).requires_grad_()
+    y = public("logsumexp", x, mask=mask)
+    (ours,) = torch.autograd.grad(y, mask, dy)
+    z = x.double() + mask.detach().double()
+    dz = (z - y.detach().double().unsqueeze(-1)).exp() * dy.double().unsqueeze(-1)
+    torch.testing.assert_close(ours.double(), dz.sum(0), rtol=1e-4, atol=1e-3)
+
+
 @every_function
 def test_an_input_of_minus_infinity_that_no_mask_hides_has_torchs_gradient(function, device):
     x = peaked(3, 40).to(device)

@@ -283,6 +283,17 @@ def test_scale_0_takes_the_first_of_equal_maxima(strategy, alignment, function, 
     assert torch.equal(y, torch.nn.functional.one_hot(first, n_cols).float())
 
 
+@every_strategy
+def test_scale_0_adds_a_mask_to_the_input_as_it_is(strategy, device):
+    """4 + 0 is less than 3 + 1.5, and so would it not be of their doubles."""
+    x, mask = torch.zeros(2, 600), torch.zeros(600)
+    x[:, 5], x[:, 500], mask[500] = 4.0, 3.0, 1.5
+    for scale in (0.0, torch.zeros(2, 1, device=device)):
+        source, target = framed("even", x, device=device)
+        _, y = run(strategy, "softmax", source, target, scale=scale, mask=mask.to(device))
+        assert y.argmax(-1).tolist() == [500, 500]
+
+
 @pytest.mark.parametrize("strategy", ["tile", "row", "split"])
 def test_scale_0_compares_sums_with_a_mask_as_they_are_and_not_rounded_to_the_result(strategy, device):
     """256 and 256.5 are one number in bf16."""
@@ -344,6 +355,70 @@ def test_scores_in_the_arithmetic_of_nvidia(strategy, alignment, name, nvidia, d
         source, target = framed(alignment, x.to(dtype), device=device)
         rows, y = run(strategy, function, source, target, (2, 2), **scored)
         assert_scores(y, function, rows, **scored)
+
+
+@every_strategy
+@every_alignment
+def test_scale_0_of_rows_that_are_all_equal_takes_the_first_that_is_kept(strategy, alignment, device):
+    """Though the last columns of a row that starts off 16 bytes are the work of its first part."""
+    n_cols = 616 if alignment == "even" else 613
+    firsts = torch.tensor([0, 1, 3, 128, 255, 256, 511, 600, n_cols - 1])
+    mask = torch.arange(n_cols) >= firsts.unsqueeze(1)
+    source, target = framed(alignment, torch.zeros(len(firsts), n_cols), device=device)
+    _, y = run(strategy, "softmax", source, target, scale=0.0, mask=mask.to(device))
+    assert torch.equal(y.cpu(), torch.nn.functional.one_hot(firsts, n_cols).float())
+
+
+@every_alignment
+def test_scale_0_of_rows_that_stream_compares_sums_with_a_mask_as_they_are(alignment, device):
+    """256 and 256.5 are one number in bf16, in which nothing is added."""
+    n_cols = 616 if alignment == "even" else 613
+    x = torch.zeros(2, n_cols, dtype=BF16)
+    x[:, 5] = x[:, 500] = 256.0
+    mask = torch.zeros(n_cols)
+    mask[500] = 0.5
+    source, target = framed(alignment, x, device=device)
+    _, y = run("stream", "softmax", source, target, scale=0.0, mask=mask.to(device))
+    assert y.argmax(-1).tolist() == [500, 500]
+
+
+@pytest.mark.parametrize("scale", [1e-46, 1e-50, -1e-300], ids=str)
+def test_a_scale_tensor_that_vanishes_in_fp32_is_no_scale_of_0(scale, device):
+    x = peaked(3, 60).to(device)
+    scale = torch.tensor([[scale]], dtype=FP64, device=device)
+    torch.testing.assert_close(public("softmax", x, scale=scale), torch.full_like(x, 1 / 60))
+
+
+@every_strategy
+@every_alignment
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_log_softmax_of_high_rows_in_the_arithmetic_of_nvidia(strategy, alignment, height, nvidia, device):
+    """z - m is exact, and log s no more than log n_cols: nothing of either is to the row's height."""
+    n_cols = 616 if alignment == "even" else 613
+    source, target = framed(alignment, peaked(2, n_cols) + height, device=device)
+    x, y = run(strategy, "log_softmax", source, target)
+    assert_scores(y, "log_softmax", x)
+
+
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_log_softmax_along_a_strided_dim_of_high_columns_in_the_arithmetic_of_nvidia(height, nvidia, device):
+    x = (peaked(601, 9).t().contiguous().t() + height).to(device).contiguous()
+    assert_scores(public("log_softmax", x, 0), "log_softmax", x, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n_cols", "strategy"), [(512, "tile"), (700, "row"), (9000, "split")])
+def test_a_mask_whose_columns_lie_far_apart(n_cols, strategy):
+    """From the first to the last more than 2^31 elements, as in a transposed mask of 65536 queries and keys."""
+    column_stride = 2**32 // n_cols
+    # What lies where an offset of 32 bits would wrap to hides everything.
+    buffer = torch.zeros(2**31 + 2**32, dtype=torch.bool, device="cuda")
+    mask = buffer.as_strided((n_cols,), (column_stride,), 2**31)
+    mask.fill_(True)
+    x = peaked(2, n_cols).to("cuda")
+    y = torch.empty_like(x)
+    softmax_forward(x, y, small(strategy, x, y), scores=Scores(mask=mask))
+    torch.testing.assert_close(y, torch.softmax(x, -1))
 
 
 # Layouts, through the public functions.
@@ -846,3 +921,40 @@ def test_out_takes_no_part_in_autograd(function, no_launch, device):
     ):
         with pytest.raises(RuntimeError, match=f"{function}: out.*autograd"):
             public(function, x, out=torch.empty(X, device=device), **scored)
+
+
+# Of logsumexp alone.
+
+
+def test_logsumexp_into_what_its_input_is_read_from(device):
+    """All that a row reads is read before any of it is overwritten, whoever else reads it too."""
+    x = peaked(200, 300).to(device)
+    theirs = torch.logsumexp(x, -1)
+    public("logsumexp", x, out=x[-1, :200])
+    torch.testing.assert_close(x[-1, :200], theirs)
+    x, mask = peaked(200, 300).to(device), peaked(200, 300, seed=1).to(device)
+    theirs = torch.logsumexp(x + mask, -1)
+    public("logsumexp", x, mask=mask, out=mask[-1, :200])
+    torch.testing.assert_close(mask[-1, :200], theirs)
+
+
+@pytest.mark.parametrize("scored", [{}, {"scale": 2.0}], ids=str)
+def test_logsumexp_refuses_an_out_of_another_device_before_any_launch(scored, no_launch, device):
+    with pytest.raises(RuntimeError, match=r"logsumexp: out.*device.*meta"):
+        public("logsumexp", torch.ones(X, device=device), out=torch.empty(2, 3, device="meta"), **scored)
+
+
+def test_logsumexp_takes_no_out_where_a_gradient_is_asked_for(no_launch, device):
+    x = torch._neg_view(torch.ones(X, device=device)).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"logsumexp: out.*autograd"):
+        public("logsumexp", x, scale=2.0, out=torch.empty(2, 3, device=device))
+
+
+def test_logsumexp_takes_a_dim_of_numpy_as_torch_does(device):
+    x = peaked(3, 70).to(device)
+    torch.testing.assert_close(public("logsumexp", x, np.int64(1)), torch.logsumexp(x, np.int64(1)))
+
+
+def test_logsumexp_of_integers_with_scores_is_of_the_default_dtype_too(device):
+    x = torch.arange(70, device=device).view(7, 10) % 6
+    torch.testing.assert_close(public("logsumexp", x, scale=0.5), torch.logsumexp(x * 0.5, -1))

@@ -9,6 +9,8 @@ import triton.language as tl
 
 NEG_INF = tl.constexpr(-float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LEAST = tl.constexpr(2.0**-149)  # of fp32, above 0
 GREATEST = tl.constexpr(3.4028234663852886e38)
 GREATEST_FP64 = tl.constexpr(1.7976931348623157e308)
 POLL_LIMIT = tl.constexpr(1 << 24)  # about ten seconds: a row whose other programs never run becomes NaN, not a hang
@@ -173,10 +175,21 @@ def sum_exp_of(
 
 
 @triton.jit
+def log_sum_of(m, s, PTX: tl.constexpr):
+    """log sum exp(z - m), from which the rounding of origin_of's base, a factor of s, is taken out again."""
+    if PTX and m.dtype == tl.float32:
+        scale, base = origin_of(m, PTX)
+        rounding = tl.where(scale == LOG2E, tl.fma(m, scale, -base), 0.0)
+        return tl.log(s) - tl.where(m == NEG_INF, 0.0, rounding) * LN2
+    else:
+        return tl.log(s)
+
+
+@triton.jit
 def result_of(z, m, s, CAST: tl.constexpr, LOG: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
     """softmax, or LOG its logarithm, of scores by the state of their row; ZERO: a row with nothing kept is no NaN."""
     if LOG:
-        y = z - m - tl.log(s)
+        y = z - m - log_sum_of(m, s, PTX)
         if ZERO:
             y = tl.where(s == 0.0, NEG_INF, y)
     else:
@@ -195,11 +208,12 @@ def finite_top(m):
 
 
 @triton.jit
-def lse_of(m, s, greedy, GREEDY: tl.constexpr):
-    """m + log s; of a greedy row, of whose tied maxima the first alone counts, m."""
+def lse_of(m, s, greedy, GREEDY: tl.constexpr, PTX: tl.constexpr):
+    """m + log s; of a greedy row, of whose tied maxima the first alone counts, m; inf where s is."""
+    lse = m + log_sum_of(m, s, PTX)
     if GREEDY:
-        s = tl.where(greedy & (s > 0), 1.0, s)
-    return m + tl.log(s)
+        lse = tl.where(greedy & (s > 0) & (s < float("inf")), m, lse)
+    return lse
 
 
 @triton.jit
@@ -227,9 +241,12 @@ def factor_of(row, number, scale_ptr, n_1, n_2, stride_0, stride_1, stride_2, SC
         factor = number
         if scale_ptr is not None:
             factor = tl.load(scale_ptr + broadcast_offset(row, n_1, n_2, stride_0, stride_1, stride_2))
-        factor = factor.to(tl.float64 if CAST.is_fp64() else tl.float32)
         # By way of integers: the interpreter forgets that a comparison of scalar floats is a truth value.
         sign = tl.where(factor < 0, -1, tl.where(factor == 0, 0, 1))
+        if factor.dtype.is_fp64() and not CAST.is_fp64():  # 0 is another thing than what is next to it
+            factor = factor.to(tl.float32)
+            factor = tl.where(factor == 0, LEAST * sign.to(tl.float32), factor)
+        factor = factor.to(tl.float64 if CAST.is_fp64() else tl.float32)
         return tl.where(sign == 0, 1.0, factor), tl.where(sign == -1, float("inf"), NEG_INF), sign == 0
     else:
         return 1.0, NEG_INF, False
@@ -418,32 +435,47 @@ def exchange(
 
 
 @triton.jit
-def dot_of(y, dy, CAST: tl.constexpr, LOG: tl.constexpr, AXIS: tl.constexpr = -1):
-    """d over the last axis, or AXIS, of all pieces: sum y * dy, or of log_softmax sum dy."""
-    total = widen(dy[0], CAST)
-    if not LOG:
-        total *= widen(y[0], CAST)
+def dot_of(y, dy, CAST: tl.constexpr, LOG: tl.constexpr, AXIS: tl.constexpr = -1, HIDDEN: tl.constexpr = False):
+    """d over the last axis, or AXIS, of all pieces: sum y * dy, or of log_softmax sum dy; HIDDEN as gradient_of's."""
+    total = product_of(y[0], dy[0], CAST, LOG, HIDDEN)
     for p in tl.static_range(1, len(dy)):
-        if LOG:
-            total += widen(dy[p], CAST)
-        else:
-            total += widen(y[p], CAST) * widen(dy[p], CAST)
+        total += product_of(y[p], dy[p], CAST, LOG, HIDDEN)
     return tl.sum(total, axis=len(total.shape) - 1 if AXIS == -1 else AXIS)
+
+
+@triton.jit
+def product_of(y, dy, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr):
+    """What one piece gives to d."""
+    dy = widen(dy, CAST)
+    if LOG:
+        return dy
+    elif HIDDEN:
+        return tl.where(dy == 0.0, 0.0, widen(y, CAST) * dy)
+    else:
+        return widen(y, CAST) * dy
 
 
 @triton.jit
 def gradient_of(
     y, dy, d, factor, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """The gradient of one piece of x by its row's d, times factor if SCALED; HIDDEN: 0 where log_softmax is -inf."""
+    """The gradient of one piece of x by its row's d, times factor if SCALED.
+
+    HIDDEN, of scores of which some may be hidden: 0 where log_softmax is -inf, and in a row of NaN with a dy of 0.
+    """
     y = widen(y, CAST)
     dy = widen(dy, CAST)
     if LOG:
-        dx = dy - tl.exp(y) * d
+        share = tl.exp(y) * d
+        if HIDDEN:
+            share = tl.where(d == 0.0, 0.0, share)
+        dx = dy - share
         if HIDDEN:
             dx = tl.where(y == NEG_INF, 0.0, dx)
     else:
         dx = y * (dy - d)
+        if HIDDEN:
+            dx = tl.where(dy == d, 0.0, dx)
     if SCALED:
         dx *= factor
     return dx

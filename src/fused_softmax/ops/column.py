@@ -207,10 +207,12 @@ def _column_logsumexp(
                 m_row = tl.max(m_parts, axis=1)
                 s_row = tl.sum(s_parts * weight_of(m_parts, m_row[:, None], PTX), axis=1)
                 tl.store(
-                    lse_ptr + outer * lse_outer_stride + inner, lse_of(m_row, s_row, False, False).to(CAST), mask=on
+                    lse_ptr + outer * lse_outer_stride + inner,
+                    lse_of(m_row, s_row, False, False, PTX).to(CAST),
+                    mask=on,
                 )
     else:
-        lse = lse_of(m, s, False, False).to(CAST)
+        lse = lse_of(m, s, False, False, PTX).to(CAST)
         tl.store(lse_ptr + outer * lse_outer_stride + inner[None, :], lse, mask=on[None, :])
 
 

@@ -22,7 +22,7 @@ from fused_softmax.ops.scores import PLAIN, Scores, check_scores
 _SCORED = 'float? scale=None, Tensor? row_scale=None, Tensor? mask=None, bool is_causal=False, str masked_rows="nan"'
 _SOFTMAX = f"(Tensor input, int dim, ScalarType? dtype=None, {_SCORED}) -> Tensor"
 _LOGSUMEXP = f"(Tensor input, int[] dim, bool keepdim=False, {_SCORED}) -> Tensor"
-# scale: that of scores which are not the plain input; what is -inf in y is then hidden, and has no gradient.
+# scale: that of scores of which some may be hidden; what is -inf in y then is, and has no gradient.
 _BACKWARD = "(Tensor dy, Tensor y, int dim, ScalarType? dtype=None, float? scale=None) -> Tensor"
 
 
@@ -51,12 +51,13 @@ def _logsumexp(input, dim, keepdim=False, scale=None, row_scale=None, mask=None,
 
 
 def _softmax_backward(log, dy, y, dim, dtype=None, scale=None):
-    scores, factor = (PLAIN, 1.0) if scale is None else (Scores(scale, masked_rows="zero"), scale)  # hides
+    scores, factor = (PLAIN, 1.0) if scale is None else (Scores(scale, masked_rows="zero"), scale)
     with torch._C.DisableTorchFunction():
         if on_device(y) and y.dtype in DTYPES:
             dx = torch.empty(y.shape, dtype=dtype or y.dtype, device=y.device)
             return softmax_ops._backward(dy, y, dx, dim, log, scores, factor)
-        return softmax_ops._differentiable_backward(dy, y, dim, log, scores, dtype or y.dtype) * factor
+        dz = softmax_ops._differentiable_backward(dy, y, dim, log, scores)
+        return (dz * factor).to(dtype or y.dtype)
 
 
 def _scored(scale, row_scale, mask, is_causal, masked_rows) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.graph import increment_version
 from fused_softmax import launch, reference, workspace
 from fused_softmax.device import device_of
 from fused_softmax.ops import column
-from fused_softmax.ops.arguments import DTYPES, TLDTYPES, alignment_of, as_rows, needs_grad, runs_here, traced
+from fused_softmax.ops.arguments import DTYPES, TLDTYPES, alignment_of, as_rows, needs_grad, overlap, runs_here, traced
 from fused_softmax.ops.replay import Calls, keep, recall, replay
 from fused_softmax.ops.scores import PLAIN, MaskedRows, Scores, check_scores, layout_of
 from fused_softmax.ops.shards import is_sharded, on_shards
@@ -70,7 +71,7 @@ def logsumexp(
         run on this package's kernels, which read it once; CPU tensors take torch's own path. Differentiable, twice too.
     dim: one dim or several. The last are read in place, at any row stride; others through a copy.
     keepdim: whether the result keeps `dim` with size 1.
-    out: where to write; resized to the result's shape.
+    out: where to write, of any floating dtype; resized to the result's shape.
     scale, mask, is_causal: as softmax's, for a single dim. A row of scale 0 gives its maximum.
     masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN as torch's ("nan"), or zero.
 
@@ -85,6 +86,8 @@ def logsumexp(
         if result is not None:
             return result
     scored: dict[str, Any] = {"scale": scale, "mask": mask, "is_causal": is_causal, "masked_rows": masked_rows}
+    if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
+        dim = int(dim)
     if not isinstance(input, Tensor) or input.is_nested or input.layout != torch.strided:
         return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))  # type: ignore[arg-type]
     single = dim if isinstance(dim, int) else dim[0] if len(dim) == 1 else None
@@ -93,7 +96,13 @@ def logsumexp(
         if single is None:
             raise ValueError(f"logsumexp: scale, mask and is_causal are for a single dim, got dim={tuple(dim)}")  # type: ignore[arg-type]
         scores = check_scores("logsumexp", input, single, scale, mask, is_causal, masked_rows)
+        if not input.dtype.is_floating_point and not input.dtype.is_complex:
+            input = input.to(torch.get_default_dtype())
     tensors = [each for each in (input, out, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    if out is not None:
+        _check_out(input, out)
+        if needs_grad(*tensors):
+            raise RuntimeError("logsumexp: out= takes no part in autograd, but an argument requires grad")
     if not runs_here(*tensors) or input.dtype not in DTYPES or input.ndim == 0 or input.numel() == 0:
         dims = (dim,) if isinstance(dim, int) else tuple(dim)
         if out is None and len(tensors) == 1 and is_sharded(input) and input.ndim and dims:
@@ -106,13 +115,18 @@ def logsumexp(
         arithmetic = torch.float64 if input.dtype == torch.float64 else torch.float32
         result = reference.logsumexp(input, dim, keepdim, **scored, arithmetic=arithmetic)
         return result if out is None else out.resize_(result.shape).copy_(result)
-    if out is not None and out.dtype != input.dtype:
-        raise RuntimeError(f"logsumexp: out must have dtype {input.dtype}, got {out.dtype}")
     if not needs_grad(*tensors):
         return _forward(input, dim, keepdim, out, scores)
-    if out is not None:
-        raise RuntimeError("logsumexp: out= takes no part in autograd, but an argument requires grad")
     return _LogSumExp.apply(input, scores.mask, scores.scale, scores, dim, keepdim)
+
+
+def _check_out(input: Tensor, out: Tensor) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"logsumexp: out must be a Tensor, not {type(out).__name__}")
+    if not out.dtype.is_floating_point and not out.dtype.is_complex:
+        raise RuntimeError(f"logsumexp: out must have a floating dtype, got {out.dtype}")
+    if out.device != input.device:
+        raise RuntimeError(f"logsumexp: out must be on the input's device {input.device}, got {out.device}")
 
 
 def _forward(input: Tensor, dim: int | Sequence[int], keepdim: bool, out: Tensor | None, scores: Scores) -> Tensor:
@@ -125,8 +139,13 @@ def _forward(input: Tensor, dim: int | Sequence[int], keepdim: bool, out: Tensor
     like = torch.empty_like(input, device="meta", requires_grad=False)
     shape = torch.logsumexp(like, dim, keepdim).shape  # type: ignore[arg-type]
     dims = tuple(d % input.ndim for d in ((dim,) if isinstance(dim, int) else dim))
+    read = [each for each in (input, scores.mask, scores.scale) if isinstance(each, Tensor)]
     if out is None:
         result = input.new_empty(shape)
+    elif out.dtype != input.dtype or any(overlap(each, out) for each in read):
+        # Of a row that is written, another may still be unread.
+        result = _forward(input, dim, keepdim, None, scores)
+        return (out if out.shape == shape else out.resize_(shape)).copy_(result)
     else:
         result = out if out.shape == shape else out.resize_(shape)
     if scores.plain and result.is_contiguous() and (run := _prepare_columns(input, result, dims)):
@@ -204,33 +223,42 @@ def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: boo
     keepdim_shape = [1 if d in dims else size for d, size in enumerate(input.shape)]
     if isinstance(factor, Tensor) or factor == 0:
         factor = torch.where(torch.as_tensor(factor, device=input.device) == 0, 1.0, factor)
+    # One rounding where dx is all that is asked; the others are reductions of dz, in the dtype of the arithmetic.
+    alone = isinstance(factor, float) and factor == 1.0 and not for_mask
+    dz_dtype = input.dtype if alone else torch.promote_types(input.dtype, torch.float32)
     if torch.is_grad_enabled() or scores.greedy or not runs_here(dlse, input):
         # Element by element: a compiler fuses it into what stands around it.
         single = dims if len(dims) > 1 else dims[0]
-        z = reference.scores(input, single, scale if scale is not None else scores.scale, mask, scores.is_causal)
+        z = reference.scores(
+            input.to(dz_dtype), single, scale if scale is not None else scores.scale, mask, scores.is_causal
+        )
         whole = lse.view(keepdim_shape)
         if scores.masked_rows == "zero":
             whole = whole.masked_fill(whole == -float("inf"), float("inf"))
         dz = (z - whole).exp() * dlse.view(keepdim_shape)
+        if scores.hides:
+            dz = dz.masked_fill((dlse == 0).view(keepdim_shape), 0.0)  # of nothing kept it is NaN
     else:
-        dz = logsumexp_backward(input, lse, dlse, dims, scores=scores)
+        dz = logsumexp_backward(input, lse, dlse, dims, scores=scores, dtype=dz_dtype)
     dx = dmask = dscale = None
     if for_input:
-        dx = dz if isinstance(factor, float) and factor == 1.0 else dz * factor
+        dx = (dz if isinstance(factor, float) and factor == 1.0 else dz * factor).to(input.dtype)
     if for_mask:
         dmask = dz.sum_to_size(mask.shape)
     if for_scale:
-        dscale = (dz * input).sum_to_size(scale.shape).to(scale.dtype)
+        # What is hidden may be NaN, and has no part.
+        dscale = (dz * input.to(dz.dtype).masked_fill(dz == 0, 0.0)).sum_to_size(scale.shape).to(scale.dtype)
     return dx, dmask, dscale
 
 
 def logsumexp_backward(
-    x: Tensor, lse: Tensor, dlse: Tensor, dims: tuple[int, ...], *, scores: Scores = PLAIN
-) -> Tensor:
-    """exp(z - lse) * dlse of x's shape: the gradient of the scores z."""
+    x: Tensor, lse: Tensor, dlse: Tensor, dims: tuple[int, ...], *, scores: Scores = PLAIN,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """exp(z - lse) * dlse of x's shape, in `dtype` or x's: the gradient of the scores z."""
     last = _rows_last(x, dims)
     scores = _in_kernel_dtype(scores.along(dims[-1], tuple(x.shape)), x)
-    result = torch.empty(last.shape, dtype=x.dtype, device=x.device)
+    result = torch.empty(last.shape, dtype=dtype or x.dtype, device=x.device)
     _prepare_backward(last, result, scores)(as_rows(last), lse.contiguous(), dlse.contiguous(), as_rows(result))
     if len(dims) > 1:
         result = result.unflatten(-1, [x.shape[d] for d in dims])
@@ -307,7 +335,7 @@ def _prepare_backward(x: Tensor, dx: Tensor, scores: Scores):
     extra = tuple(tensor for tensor in layout.tensors if tensor is not None)
     constexprs, phase = _constexprs(rows, plan, layout, gpu.backend == "cuda" and device >= 0)
     constexprs = {name: value for name, value in constexprs.items() if name not in ("GREEDY", "PTX")}
-    constexprs |= {"ZERO": scores.masked_rows == "zero", "ROWS": plan.block_rows}
+    constexprs |= {"HIDDEN": scores.hides, "ZERO": scores.masked_rows == "zero", "ROWS": plan.block_rows}
     values = torch.empty(plan.n_rows, dtype=x.dtype, device=x.device)
     run = launch.prepare(
         _logsumexp_backward, plan.programs, (rows, values, values, dx_rows, *layout.tensors),
@@ -363,7 +391,7 @@ def _tile_logsumexp(
     s = sum_exp_of(hold_all(x, PTX), scale, base, factor, HELD, TIMES, PTX)[:, None]
     if SHIFTED:
         s += tl.sum(exp_at(edge, scale, base, PTX), axis=1)[:, None]
-    lse = lse_of(m, s, greedy, GREEDY)
+    lse = lse_of(m, s, greedy, GREEDY, PTX)
     tl.store(lse_ptr + row, lse.to(CAST))
 
 
@@ -446,9 +474,9 @@ def _part_logsumexp(
         if COLLECT:  # noqa: SIM102  a constexpr, then a value
             if part == n_parts - 1:
                 m, s = exchange(m, s, slots_ptr, 0, n_parts, tag, LANES, 1, False, False, True, PTX)
-                tl.store(lse_ptr + row, lse_of(m, s, greedy, GREEDY).to(CAST))
+                tl.store(lse_ptr + row, lse_of(m, s, greedy, GREEDY, PTX).to(CAST))
     else:
-        tl.store(lse_ptr + row, lse_of(m, s, greedy, GREEDY).to(CAST))
+        tl.store(lse_ptr + row, lse_of(m, s, greedy, GREEDY, PTX).to(CAST))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "phase", "n_1", "n_2", "n_queries"])
@@ -458,7 +486,7 @@ def _logsumexp_backward(
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, number,
     ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, VECTOR: tl.constexpr, SHIFTED: tl.constexpr,
     CAST: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr,
-    ZERO: tl.constexpr,
+    HIDDEN: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """exp(z - lse) * dlse of several rows, or of one part of a row."""
     program = tl.program_id(0)
@@ -487,7 +515,7 @@ def _logsumexp_backward(
             BLOCK_COLS, PIECES, 0, VECTOR, CAST, MASK, SCALED, CAUSAL,
         )  # fmt: skip
         for p in tl.static_range(PIECES):
-            dx = share_of(scores_of(x[p], factor, HELD, TIMES), lse, dlse, ZERO).to(CAST)
+            dx = share_of(scores_of(x[p], factor, HELD, TIMES), lse, dlse, HIDDEN, ZERO).to(dx_ptr.dtype.element_ty)
             tl.store(dx_body + (at + p * BLOCK_COLS + cols), dx, mask=p * BLOCK_COLS + cols < size)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
@@ -498,14 +526,16 @@ def _logsumexp_backward(
                 edge, edge_cols, on_edge, visible, factor, hidden, mask_ptr, mask_col_stride,
                 CAST, MASK, SCALED, CAUSAL,
             )  # fmt: skip
-        dx = share_of(scores_of(edge, factor, HELD, TIMES), lse, dlse, ZERO)
-        tl.store(dx_ptr + row * dx_row_stride + edge_cols, dx.to(CAST), mask=on_edge)
+        dx = share_of(scores_of(edge, factor, HELD, TIMES), lse, dlse, HIDDEN, ZERO).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + row * dx_row_stride + edge_cols, dx, mask=on_edge)
 
 
 @triton.jit
-def share_of(z, lse, dlse, ZERO: tl.constexpr):
-    """exp(z - lse) * dlse; ZERO: 0 in a row of which nothing is kept."""
+def share_of(z, lse, dlse, HIDDEN: tl.constexpr, ZERO: tl.constexpr):
+    """exp(z - lse) * dlse; of a row of which nothing is kept 0 where dlse is (HIDDEN), or always (ZERO)."""
     dz = tl.exp(z - lse) * dlse
+    if HIDDEN:
+        dz = tl.where(dlse == 0.0, 0.0, dz)
     if ZERO:
         dz = tl.where(lse == NEG_INF, 0.0, dz)
     return dz

@@ -232,17 +232,19 @@ def gradients(ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool)
     # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores, in the dtype
     # of the arithmetic. A kernel's number has 32 bits, too few for fp64.
     in_kernel = not isinstance(factor, Tensor) and not for_mask and (factor == 1 or y.dtype != torch.float64)
-    dz_dtype = input_dtype if in_kernel else torch.promote_types(y.dtype, torch.float32)
-    dz_factor = factor if in_kernel else 1.0
+    arithmetic = torch.promote_types(y.dtype, torch.float32)
+    dz_dtype, dz_factor = (input_dtype, factor) if in_kernel else (arithmetic, 1.0)
     if not torch.is_grad_enabled() and runs_here(dy, y):
         dz = torch.empty_like(y, dtype=dz_dtype, memory_format=torch.contiguous_format)
         dz = _backward(dy, y, dz, dim, log, scores, dz_factor)
     elif not torch.is_grad_enabled() and traced(dy, y):
         operator = torch.ops.fused_softmax.log_softmax_backward if log else torch.ops.fused_softmax.softmax_backward
-        dz = operator.default(dy, y, dim, dz_dtype, dz_factor if scores.hides else None)
-        dz = dz if scores.hides or dz_factor == 1 else dz * dz_factor
+        if scores.hides or dz_factor == 1:
+            dz = operator.default(dy, y, dim, dz_dtype, dz_factor if scores.hides else None)
+        else:
+            dz = (operator.default(dy, y, dim, arithmetic, None) * dz_factor).to(dz_dtype)
     else:
-        dz = _differentiable_backward(dy, y, dim, log, scores, dz_dtype) * dz_factor
+        dz = _differentiable_backward(dy, y, dim, log, scores, arithmetic) * dz_factor
     if log and scores.greedy:  # a logarithm of 1 or of 0, wherever the scores move
         dz = dz.masked_fill(torch.as_tensor(factor, device=dz.device) == 0, 0.0)
     dx = dmask = dscale = None
@@ -274,9 +276,15 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool, scores: Sc
     return dx.copy_(result.movedim(-1, dim))
 
 
-def _differentiable_backward(dy: Tensor, y: Tensor, dim: int, log: bool, scores: Scores, dtype: torch.dtype) -> Tensor:
-    """The same of torch's operations, for a second derivative."""
+def _differentiable_backward(
+    dy: Tensor, y: Tensor, dim: int, log: bool, scores: Scores, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The same of torch's operations, for a second derivative; in `dtype`, or y's."""
     function = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
     arithmetic = torch.promote_types(y.dtype, torch.float32)
-    dz = function(dy.to(arithmetic), y.to(arithmetic), dim, arithmetic).to(dtype)
-    return dz.masked_fill(y == -float("inf"), 0.0) if log and scores.hides else dz
+    dz = function(dy.to(arithmetic), y.to(arithmetic), dim, arithmetic).to(dtype or y.dtype)
+    if not scores.hides:
+        return dz
+    # Of a row of which nothing is kept y is NaN, and so is dz, though the row has no part in what follows.
+    dz = dz.masked_fill((dy == 0).all(dim, keepdim=True), 0.0)
+    return dz.masked_fill(y == -float("inf"), 0.0) if log else dz

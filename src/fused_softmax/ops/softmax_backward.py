@@ -68,7 +68,7 @@ def prepare(dy: Tensor, y: Tensor, dx: Tensor, plan: RowPlan, *, log: bool, hidd
     constexprs = {
         "BLOCK_COLS": plan.block_cols, "PIECES": plan.pieces, "FULL_PIECES": plan.full_pieces, "VECTOR": plan.vector,
         "SHIFTED": plan.alignment == "shifted", "CAST": TLDTYPES[y.dtype], "OUT": TLDTYPES[dx.dtype],
-        "LOG": log, "HIDDEN": log and hidden, "SCALED": scale != 1.0, "PTX": ptx,
+        "LOG": log, "HIDDEN": hidden, "SCALED": scale != 1.0, "PTX": ptx,
     }  # fmt: skip
     ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0)}
     options = {"device": device, "num_warps": plan.num_warps}
@@ -84,7 +84,7 @@ def prepare(dy: Tensor, y: Tensor, dx: Tensor, plan: RowPlan, *, log: bool, hidd
     d = torch.empty(plan.n_rows, plan.parts, dtype=state_dtype, device=y.device)
     first = launch.prepare(
         _stream_dot, plan.programs, (dy, y, d), (*strides[:2], *stream_sizes),
-        {name: value for name, value in constexprs.items() if name not in ("OUT", "HIDDEN", "SCALED", "PTX")},
+        {name: value for name, value in constexprs.items() if name not in ("OUT", "SCALED", "PTX")},
         **options,
     )  # fmt: skip
     second = launch.prepare(
@@ -140,12 +140,12 @@ def _tile_backward(
     dy_body = body_of(dy_ptr, row, dy_row_stride, phase, VECTOR, SHIFTED)
     y = load_pieces(y_body, cols, body, BLOCK_COLS, PIECES, FULL_PIECES, 0.0)
     dy = load_pieces(dy_body, cols, body, BLOCK_COLS, PIECES, FULL_PIECES, 0.0)
-    d = dot_of(y, dy, CAST, LOG)[:, None]
+    d = dot_of(y, dy, CAST, LOG, -1, HIDDEN)[:, None]
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
         edge_y = (tl.load(y_ptr + row * y_row_stride + edge_cols, mask=on_edge, other=0.0),)
         edge_dy = (tl.load(dy_ptr + row * dy_row_stride + edge_cols, mask=on_edge, other=0.0),)
-        d += dot_of(edge_y, edge_dy, CAST, LOG)[:, None]
+        d += dot_of(edge_y, edge_dy, CAST, LOG, -1, HIDDEN)[:, None]
     if PREFETCH:
         first = first_row + ahead.to(tl.int64) * BLOCK_ROWS
         n_y = tl.minimum(BLOCK_ROWS * y_row_stride, (n_rows - 1 - first) * y_row_stride + n_cols)
@@ -195,13 +195,13 @@ def _part_backward(
     dy_body = body_of(dy_ptr, row, dy_row_stride, phase, VECTOR, SHIFTED) + start
     y = load_pieces(y_body, cols, size, BLOCK_COLS, PIECES, FULL_PIECES, 0.0)
     dy = load_pieces(dy_body, cols, size, BLOCK_COLS, PIECES, FULL_PIECES, 0.0)
-    d = dot_of(y, dy, CAST, LOG)
+    d = dot_of(y, dy, CAST, LOG, -1, HIDDEN)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
         on_edge = on_edge & (part == 0)
         edge_y = (tl.load(y_ptr + row * y_row_stride + edge_cols, mask=on_edge, other=0.0),)
         edge_dy = (tl.load(dy_ptr + row * dy_row_stride + edge_cols, mask=on_edge, other=0.0),)
-        d += dot_of(edge_y, edge_dy, CAST, LOG)
+        d += dot_of(edge_y, edge_dy, CAST, LOG, -1, HIDDEN)
     if PREFETCH:
         later = program + ahead
         later_row = later.to(tl.int64)
@@ -247,7 +247,7 @@ def _store_gradient(
 def _stream_dot(
     dy_ptr, y_ptr, d_ptr, dy_row_stride, y_row_stride, n_cols, n_parts, part_cols, phase,
     BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, LOG: tl.constexpr,
+    VECTOR: tl.constexpr, SHIFTED: tl.constexpr, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """d of one part of a row, tile by tile."""
     program = tl.program_id(0)
@@ -263,13 +263,13 @@ def _stream_dot(
     for at in range(start, tl.minimum(start + part_cols, body), PIECES * BLOCK_COLS):
         y = load_pieces(y_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES, 0.0)
         dy = load_pieces(dy_body + at, cols, body - at, BLOCK_COLS, PIECES, FULL_PIECES, 0.0)
-        d += dot_of(y, dy, CAST, LOG)
+        d += dot_of(y, dy, CAST, LOG, -1, HIDDEN)
     if SHIFTED:
         edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
         on_edge = on_edge & (part == 0)
         edge_y = (tl.load(y_ptr + row * y_row_stride + edge_cols, mask=on_edge, other=0.0),)
         edge_dy = (tl.load(dy_ptr + row * dy_row_stride + edge_cols, mask=on_edge, other=0.0),)
-        d += dot_of(edge_y, edge_dy, CAST, LOG)
+        d += dot_of(edge_y, edge_dy, CAST, LOG, -1, HIDDEN)
     tl.store(d_ptr + program, d)
 
 

@@ -62,9 +62,12 @@ def softmax_forward(
 
 def _keep_first_max(x: Tensor, y: Tensor, log: bool, scores: Scores) -> None:
     """The rows of scale 0 among rows that stream: what no kernel does for them, of torch's operations."""
-    z = reference.scores(x.to(y.dtype), -1, 0.0, scores.mask, scores.is_causal)
+    arithmetic = torch.promote_types(y.dtype, torch.float32)
     greedy = reference.log_softmax if log else reference.softmax
-    one_hot = greedy(z, masked_rows=scores.masked_rows, arithmetic=torch.promote_types(z.dtype, torch.float32))
+    one_hot = greedy(
+        x, dtype=y.dtype, scale=0.0, mask=scores.mask, is_causal=scores.is_causal, masked_rows=scores.masked_rows,
+        arithmetic=arithmetic,
+    )  # fmt: skip
     y.copy_(torch.where(torch.as_tensor(scores.scale, device=x.device) == 0, one_hot, y))
 
 
@@ -278,8 +281,10 @@ def _part_forward(
     TIMES: tl.constexpr = SCALED and MASK != 2  # else the scores are finished as they are loaded
     m = max_of(x, factor, HELD, TIMES)
     if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR), head, body, n_cols, VECTOR)
-        on_edge = on_edge & (part == 0)
+        lane = tl.arange(0, 2 * VECTOR)
+        edge_cols, on_edge = edges_of(lane, head, body, n_cols, VECTOR)
+        # Parts are in the order of their columns, by which the first of equal maxima is found.
+        on_edge = on_edge & (part == tl.where(lane < VECTOR, 0, n_parts - 1))
         edge = tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=hidden)
         if MASK or CAUSAL:
             edge = keep_scores(

@@ -1,0 +1,180 @@
+"""PyTorch's own samples of softmax, log_softmax and logsumexp, given to these functions: what torch says, they say."""
+
+import os
+import sys
+import types
+import unittest
+import warnings
+
+import pytest
+import torch
+
+import fused_softmax
+
+try:
+    import expecttest  # noqa: F401
+except ModuleNotFoundError:  # PyTorch's test tools want the name of a base class, for tests that are not run here
+    sys.modules["expecttest"] = types.ModuleType("expecttest")
+    sys.modules["expecttest"].TestCase = unittest.TestCase
+from torch.testing._internal.common_methods_invocations import op_db
+
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(),
+        reason="without a GPU or the interpreter, CPU tensors take ATen",
+    ),
+    # Of complex numbers cast to real ones, by the samples with a dtype; of PyTorch's prototype of masked tensors.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+
+
+def masked(function):
+    """torch.masked's argument order, in which nothing is kept of a row as of torch's own -inf."""
+
+    def call(input, dim, *, dtype=None, mask=None):
+        return function(input, dim, dtype=dtype, mask=mask)
+
+    return call
+
+
+OURS = {
+    "softmax": fused_softmax.softmax,
+    "log_softmax": fused_softmax.log_softmax,
+    "logsumexp": fused_softmax.logsumexp,
+    "masked.softmax": masked(fused_softmax.softmax),
+    "masked.log_softmax": masked(fused_softmax.log_softmax),
+}
+OPS = {f"{op.name} {op.variant_test_name}".strip(): op for op in op_db if op.name in OURS}
+DIFFERENTIABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+CASES = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}")
+    for name, op in OPS.items()
+    for dtype in sorted(op.dtypes | op.dtypesIfCUDA, key=str)
+]
+every_case = pytest.mark.parametrize(("name", "dtype"), CASES)
+every_differentiable_case = pytest.mark.parametrize(
+    ("name", "dtype"), [case for case in CASES if case.values[1] in DIFFERENTIABLE]
+)
+
+
+def samples(name, dtype, device, **options):
+    op = OPS[name]
+    if dtype not in op.supported_dtypes(torch.device(device).type):
+        pytest.skip("not torch's on this device")
+    kinds = [op.sample_inputs] + [op.reference_inputs] * (op.reference_inputs_func is not None)
+    return [sample for kind in kinds for sample in kind(device, dtype, **options)]
+
+
+def both(name, sample, change=lambda tensor: tensor, **options):
+    """What ours and torch's return, or the types of what they raise."""
+    results = []
+    for function in (OURS[OPS[name].name], OPS[name].op):
+        call = sample.transform(lambda each: change(each) if isinstance(each, torch.Tensor) else each)
+        try:
+            results.append(function(call.input, *call.args, **call.kwargs, **options))
+        except Exception as error:
+            results.append(type(error))
+    return results
+
+
+def assert_same(ours, theirs):
+    if isinstance(ours, type) or isinstance(theirs, type):
+        assert ours is theirs
+        return
+    # In half precision torch's CPU kernels along strided dims round on the way.
+    half = {"rtol": 2 * torch.finfo(theirs.dtype).eps, "atol": torch.finfo(theirs.dtype).eps}
+    tolerances = half if theirs.dtype in (torch.float16, torch.bfloat16) else {}
+    torch.testing.assert_close(ours, theirs, equal_nan=True, check_stride=False, **tolerances)
+
+
+def test_torch_still_has_samples_of_all_these():
+    assert {op.name for op in OPS.values()} == OURS.keys()
+    assert all(len(list(op.sample_inputs("cpu", torch.float32))) > 5 for op in OPS.values())
+
+
+@every_case
+def test_samples(name, dtype, device):
+    for sample in samples(name, dtype, device):
+        assert_same(*both(name, sample))
+
+
+@every_differentiable_case
+def test_samples_that_are_not_contiguous(name, dtype, device):
+    for sample in samples(name, dtype, device):
+        assert_same(*both(name, sample.noncontiguous()))
+
+
+@every_differentiable_case
+def test_samples_with_out(name, dtype, device):
+    if name.startswith("masked"):
+        pytest.skip("torch.masked has no out=")
+    for sample in samples(name, dtype, device):
+        _, like = both(name, sample)
+        if isinstance(like, type):
+            continue
+        for out in (torch.full_like(like, 7), torch.empty(0, dtype=like.dtype, device=device)):
+            result = OURS[OPS[name].name](sample.input, *sample.args, **sample.kwargs, out=out)
+            assert result is out
+            assert_same(out, like)
+
+
+@every_differentiable_case
+def test_gradients_of_samples(name, dtype, device):
+    for sample in samples(name, dtype, device, requires_grad=True):
+        gradients = []
+        for function in (OURS[OPS[name].name], OPS[name].op):
+            x = sample.input.detach().clone().requires_grad_()
+            y = function(x, *sample.args, **sample.kwargs)
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
+            # What a mask empties is NaN or -inf, of which torch's gradient is NaN or not as its formulas come.
+            gradients.append(torch.autograd.grad(y, x, torch.where(y.detach().isfinite(), dy, 0))[0])
+        seen = y.detach().isfinite() if y.shape == x.shape else True
+        ours, theirs = (torch.where(torch.as_tensor(seen, device=device), each, 0) for each in gradients)
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=4 * tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if not name.startswith("masked")])
+def test_derivatives_of_samples(name, device):
+    """First, second and forward-mode, in fp64, against finite differences."""
+    for sample in samples(name, torch.float64, device, requires_grad=True):
+        if not 0 < sample.input.numel() <= 25 or not sample.input.requires_grad:
+            continue
+
+        def of(x, sample=sample):
+            return OURS[OPS[name].name](x, *sample.args, **sample.kwargs)
+
+        assert torch.autograd.gradcheck(of, sample.input, fast_mode=True, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(of, sample.input, fast_mode=True)
+
+
+ERRORS = {
+    "dim too large": (lambda d: (torch.ones(2, 3, device=d), 2), {}),
+    "dim too small": (lambda d: (torch.ones(2, 3, device=d), -3), {}),
+    "dim of no dims": (lambda d: (torch.ones((), device=d), 1), {}),
+    "dim a float": (lambda d: (torch.ones(2, 3, device=d), 1.0), {}),
+    "dims that repeat": (lambda d: (torch.ones(2, 3, device=d), (0, 0)), {}),
+    "dims out of range": (lambda d: (torch.ones(2, 3, device=d), (0, 2)), {}),
+    "a list": (lambda d: ([1.0, 2.0], 0), {}),
+    "out of integers": (
+        lambda d: (torch.ones(2, 3, device=d), 1), {"out": lambda d: torch.ones(2, 3, device=d).long()},
+    ),
+    "out of another device": (
+        lambda d: (torch.ones(2, 3, device=d), 1), {"out": lambda d: torch.ones(2, 3, device="meta")},
+    ),
+    "sparse": (lambda d: (torch.ones(2, 3, device=d).to_sparse(), 1), {"out": lambda d: torch.ones(2, 3, device=d)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_what_torch_refuses_is_refused_with_its_type_of_error(name, error, device):
+    make, options = ERRORS[error]
+    options = {key: value(device) for key, value in options.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception) as theirs:  # noqa: PT011  whatever torch raises
+            getattr(torch, name)(*make(device), **options)
+        with pytest.raises(theirs.type):
+            OURS[name](*make(device), **options)
