@@ -386,7 +386,7 @@ def test_a_hidden_nan_reaches_no_gradient(function, device):
 @pytest.mark.parametrize("function", [*FUNCTIONS, "logsumexp"])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_row_of_which_nothing_is_kept_has_no_gradient(function, create_graph, device):
-    """Its result is NaN, or of logsumexp -inf, as torch's: left out of the loss it gives 0 to the gradient, as torch's."""
+    """Its result is NaN, or of logsumexp -inf, as torch's: left out of the loss it gives the gradient 0, as torch's."""
     mask = torch.tensor([True, False, True], device=device).view(3, 1)
     # Of more queries than keys the first see nothing.
     for shape, scored in (((2, 3, 4), {"mask": mask}), ((2, 6, 2), {"is_causal": True})):

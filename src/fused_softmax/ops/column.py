@@ -206,11 +206,8 @@ def _column_logsumexp(
                 m_parts = tl.where(tl.arange(0, LANES)[None, :] < n_parts, m_parts, NEG_INF)
                 m_row = tl.max(m_parts, axis=1)
                 s_row = tl.sum(s_parts * weight_of(m_parts, m_row[:, None], PTX), axis=1)
-                tl.store(
-                    lse_ptr + outer * lse_outer_stride + inner,
-                    lse_of(m_row, s_row, False, False, PTX).to(CAST),
-                    mask=on,
-                )
+                lse = lse_of(m_row, s_row, False, False, PTX).to(CAST)
+                tl.store(lse_ptr + outer * lse_outer_stride + inner, lse, mask=on)
     else:
         lse = lse_of(m, s, False, False, PTX).to(CAST)
         tl.store(lse_ptr + outer * lse_outer_stride + inner[None, :], lse, mask=on[None, :])
