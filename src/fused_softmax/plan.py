@@ -95,6 +95,8 @@ _ROW_WARPS = {
     (2, 4): ((512, 2), (1024, 4), (2048, 8), (16384, 16)),  # 1024 1.00, 4096 1.00, 16384 0.99
     (2, 8): ((256, 1), (512, 2), (1024, 4), (2048, 8), (4096, 16), (8192, 32)),
 }
+# Triton 3.9 spills a few bytes of longer rows on sm_80 and sm_100: on other GPUs than were measured they are split.
+_UNMEASURED_ROW_COLS = {(2, 2): 8192}
 # (inputs, itemsize): (columns up to, part columns, warps): how a row is split where rows are enough to fill the chip.
 _SPLIT_PARTS = {
     (1, 2): ((131072, 8192, 4), (2**62, 16384, 4)),  # 65536 0.98, 131072 0.97; 262144 0.97, 1 Mi 0.94
@@ -174,7 +176,10 @@ def plan_rows(
     short = _SHIFTED_TILES[itemsize][-1][0] if alignment == "shifted" else _TILE_COLS
     if n_cols <= short or (alignment == "even" and _ragged(n_cols, itemsize, inputs)):
         return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
-    fits = n_cols <= _ROW_WARPS[inputs, itemsize][-1][0]
+    most = _ROW_WARPS[inputs, itemsize][-1][0]
+    if device.backend == "cuda" and device.capability[0] != H200.capability[0]:
+        most = _UNMEASURED_ROW_COLS.get((inputs, itemsize), most)
+    fits = n_cols <= most
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
     if (inputs, itemsize) in _SPLIT_PARTS and (few or not fits):
         plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
