@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,26 @@ import pytest
 import torch
 from rich.console import Console
 
-from fused_softmax.bench import cases, ceiling, check, measure, operations, plot, record, report, sweeps, timing, verify
+from fused_softmax.bench import (
+    cases,
+    ceiling,
+    check,
+    clocks,
+    measure,
+    operations,
+    plot,
+    providers,
+    record,
+    report,
+    resume,
+    sweeps,
+    timing,
+    verify,
+)
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
+from fused_softmax.plan import H200, plan_rows
 
 ROOT = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not measure.on_gpu(), reason="needs a CUDA GPU")
@@ -48,7 +66,10 @@ def test_cases_from_rows_columns_shapes_and_elements():
     assert sweeps.cut([Case((4096, 256)), Case((4, 10**6))], 2**10) == [Case((4, 256)), Case((1, 10**6))]
 
 
-@pytest.mark.parametrize("name", sweeps.SWEEPS)
+STANDING = [name for name in sweeps.SWEEPS if name != sweeps.CUSTOM]
+
+
+@pytest.mark.parametrize("name", STANDING)
 def test_a_sweep_is_made_of_known_operations_and_fits_a_cpu_when_cut(name):
     chosen = sweeps.build(name)
     assert chosen
@@ -77,6 +98,48 @@ def test_options_replace_what_a_sweep_measures():
     for name, shape in (("tutorial", "8x4:0"), ("backward", "4x8x2"), ("masked", "64x64")):
         with pytest.raises(ValueError, match=f"{name} takes shapes of"):
             sweeps.build(name, cases.parse_shapes(shape))
+
+
+def test_custom_takes_any_operation_and_the_dims_it_takes():
+    shapes = cases.parse_shapes("8x128:0,4x8x16")
+    assert sweeps.build("custom", shapes, operations=["logsumexp"]) == [
+        Case((8, 128), operation="logsumexp", dim=0),
+        Case((4, 8, 16), operation="logsumexp"),
+    ]
+    assert sweeps.build("custom", cols=[100], elements=1000) == [Case((10, 100))]
+    with pytest.raises(ValueError, match="custom measures the shapes that"):
+        sweeps.build("custom", rows=[4])
+    with pytest.raises(ValueError, match="custom takes shapes of 4 dims"):
+        sweeps.build("custom", cases.parse_shapes("8x128"), operations=["softmax_causal"])
+
+
+def test_of_a_sweep_some_operations_can_be_measured_and_no_others():
+    assert {case.operation for case in sweeps.build("peaks", operations=["logsumexp"])} == {"logsumexp"}
+    with pytest.raises(ValueError, match="batch has no operation 'logsumexp'; it has softmax"):
+        sweeps.build("batch", operations=["logsumexp"])
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_peaks_hold_both_sides_of_every_change_of_strategy(dtype, itemsize):
+    cols = sorted(case.n_cols for case in sweeps.build("peaks", operations=["softmax"], dtypes=[dtype]))
+    vector = 16 // itemsize
+
+    def plan(n_cols):
+        rows = 2**27 // n_cols + 133
+        return plan_rows(rows, n_cols, itemsize, H200, alignment=providers.alignment(n_cols, itemsize))
+
+    changes = []
+    for step in (1, vector):  # odd lengths among them, then even ones alone
+        lengths = [*range(step, 12000, step), *range(32768 - 4 * step, 32768 + 5 * step, step)]
+        for before, after in itertools.pairwise(lengths):
+            if after - before == step and len({plan(n).alignment for n in (before, after)}) == 1:
+                one, other = plan(before), plan(after)
+                if (one.strategy, one.num_warps) != (other.strategy, other.num_warps):
+                    changes.append((before, after))
+    assert len(changes) > 5
+    assert all({before, after} & set(cols) for before, after in changes)
+    assert {n + d for n in (512, 8192) for d in (-vector, -1, 0, 1, vector)} <= set(cols)
+    assert {plan(n).strategy for n in cols} == {"tile", "row", "split", "stream"}
 
 
 def test_sizes_and_ranges():
@@ -224,6 +287,105 @@ def test_a_case_goes_through_its_point():
     assert measure.point(Case((2, 3, 4, 5), operation="softmax_masked"), "torch", "ok").parameters == {
         "shape": [2, 3, 4, 5], "dim": -1, "mask": [2, 1, 4, 5],
     }  # fmt: skip
+
+
+def test_an_interrupt_while_a_file_is_written_leaves_the_earlier_one_and_nothing_beside_it(monkeypatch, tmp_path):
+    path = tmp_path / "results.json"
+    record.save(run_of(point()), path)
+    before = path.read_bytes()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(record.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        record.save(run_of(point(512)), path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_runs_of_one_source_on_one_machine_match_and_no_others():
+    def run(gpu=None, options=None, **environment):
+        facts = {"torch": "2.11.0", "commit": "abc", "source": "1", "gpu": {"name": "H200", "clocks_sm": "345"}}
+        return Run(
+            facts | {"gpu": facts["gpu"] | (gpu or {})} | environment, "bench", options={"seed": 0} | (options or {})
+        )
+
+    assert resume.mismatch(run(), run({"clocks_sm": "1980"})) == ""
+    assert resume.mismatch(run(), run(commit="def")) == "commit abc then, def now"
+    assert resume.mismatch(run(), run({"name": "H100"})) == "GPU name H200 then, H100 now"
+    assert resume.mismatch(run(), run(options={"seed": 1})) == "seed 0 then, 1 now"
+    assert (
+        resume.mismatch(run(source="2"), run(torch="2.12.0")) == "source 2 then, 1 now; torch 2.11.0 then, 2.12.0 now"
+    )
+    assert "GPU name H200 then, None now" in resume.mismatch(run(), Run({**run().environment, "gpu": None}, "bench"))
+
+
+def test_what_another_try_can_change_is_measured_again():
+    statuses = ("ok", "wrong", "untimed", "refused", "absent", "skipped")
+    held = resume.Held(Point(4, 8, "float32", status, status) for status in statuses)
+    assert held.missing(Case((4, 8)), [*statuses, "new"]) == ["refused", "absent", "skipped", "new"]
+    assert held.missing(Case((4, 9)), ["ok"]) == ["ok"]
+    new = [Point(4, 9, "float32", "ok", "ok"), Point(4, 8, "float32", "new", "ok")]
+    assert [(p.n_cols, p.provider) for p in held.merged(new)] == [
+        (8, "ok"), (8, "wrong"), (8, "untimed"), (8, "new"), (9, "ok"),
+    ]  # fmt: skip
+
+
+class Nvml:
+    """NVIDIA's management library, as pynvml wraps it, with one GPU."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self, reasons=0x1, refuses=()):
+        self.reasons, self.refuses, self.asked = reasons, refuses, []
+
+    def nvmlInit(self):
+        if "init" in self.refuses:
+            raise RuntimeError("NVML Shared Library Not Found")
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        self.asked.append(index)
+        return "handle"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        self.asked.append(uuid)
+        return "handle"
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return {1: 1980, 2: 3201}[kind]
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        if "temperature" in self.refuses:
+            raise RuntimeError("Not Supported")
+        return 41
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 612345
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return self.reasons
+
+
+def test_clocks_are_read_where_nvml_is_and_nowhere_else(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", library := Nvml(reasons=0x1 | 0x4 | 0x40))
+    assert clocks.Clocks("abc-1").read() == {
+        "sm_mhz": 1980, "mem_mhz": 3201, "celsius": 41, "watts": 612.345,
+        "throttled": ["software power cap", "hardware thermal slowdown"],
+    }  # fmt: skip
+    assert library.asked == [b"GPU-abc-1"]
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(refuses=("temperature",)))
+    assert clocks.Clocks().read().keys() == {"sm_mhz", "mem_mhz", "watts", "throttled"}
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(refuses=("init",)))
+    assert clocks.Clocks().read() == {}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert clocks.Clocks().read() == {}
+
+
+def test_of_several_readings_the_worst_is_kept():
+    readings = [{"sm_mhz": 1980, "celsius": 40, "throttled": []}, {}, {"sm_mhz": 1700, "throttled": ["power brake"]}]
+    assert clocks.summary(readings) == {"sm_mhz": 1700, "celsius": 40, "throttled": ["power brake"]}
+    assert clocks.summary([{}]) is None
 
 
 def test_an_unknown_schema_is_refused(tmp_path):
@@ -377,6 +539,19 @@ def test_graph_timing_gives_both_figures_and_the_ceiling(stand_in):
     assert found.ratio == pytest.approx(found.kernel.gb_per_s / found.ceiling.gb_per_s)
     assert found.call.p50_us > 0
     assert found.rotated_bytes == found.buffers * 2 * 8 * 100 * 4 > 4 * 2**16
+
+
+def test_a_point_says_what_the_clocks_did_while_it_was_timed(stand_in, monkeypatch):
+    nvml = Nvml(reasons=0x4)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(measure, "_clocks", lambda: clocks.Clocks())
+    stand_in.add("good", softmax_into)
+    (found,) = measure.measure(Case((8, 100)), ["good"], EFFORT)
+    assert found.clocks["throttled"] == ["software power cap"]
+    assert found.clocks["sm_mhz"] == 1980
+    run = run_of(found)
+    report.print_run(run, console := Console(file=io.StringIO(), width=200))
+    assert "The GPU lowered its clocks while it was timed: software power cap." in console.file.getvalue()
 
 
 def test_all_inputs_rotate_and_the_ceiling_is_the_operations(stand_in):

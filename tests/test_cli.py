@@ -1,13 +1,16 @@
 """The commands as typed: exit codes, files, and what is said of what could not be measured."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from fused_softmax.bench import measure, record, run, sweeps
+from fused_softmax.bench import measure, one, record, run, sweeps, verify
+from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.cli import bench as bench_commands
 from fused_softmax.cli import main
 
 
@@ -63,7 +66,7 @@ def test_a_wrong_provider_gets_no_speed_and_fails_the_run(monkeypatch, tmp_path)
     assert (good.status, good.call is None) == ("ok", False)
 
 
-@pytest.mark.parametrize("name", sweeps.SWEEPS)
+@pytest.mark.parametrize("name", [name for name in sweeps.SWEEPS if name != sweeps.CUSTOM])
 def test_every_sweep_runs_without_a_gpu_and_says_what_it_did_not_time(monkeypatch, tmp_path, name):
     monkeypatch.setattr(run, "CPU_ELEMENTS", 2**14)
     out = tmp_path / "results.json"
@@ -153,6 +156,162 @@ def test_an_interrupted_run_keeps_its_points_and_the_earlier_file(monkeypatch, t
     assert not image.exists()
 
 
+def stop_after(monkeypatch, count):
+    """Ctrl-C at the case after `count` measured ones; the list of what was measured."""
+    real, seen = measure.measure, []
+
+    def measured(case, names, effort):
+        if len(seen) == count:
+            raise KeyboardInterrupt
+        seen.append((case.size, list(names)))
+        return real(case, names, effort)
+
+    monkeypatch.setattr(measure, "measure", measured)
+    return seen
+
+
+def test_a_stopped_run_is_gone_on_with_where_it_stopped(monkeypatch, tmp_path):
+    out = tmp_path / "results.json"
+    arguments = ("bench", "custom", "--shape", "8x100,4x50,2x30", "--provider", "torch,naive", "--out", out)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert fused_softmax(*arguments).exit_code == 130
+    assert not out.exists()
+    first = record.load(tmp_path / "results.partial.json").points
+    seen = stop_after(monkeypatch, 10)
+    result = fused_softmax(*arguments, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "4 points are kept from the earlier run" in result.output
+    assert seen == [("2 x 30", ["torch", "naive"])]
+    kept = record.load(out)
+    assert kept.points[:4] == first
+    assert [p.n_rows for p in kept.points] == [8, 8, 4, 4, 2, 2]
+    assert kept.complete
+    assert "--resume" not in kept.command
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_finished_run_is_added_to_by_provider_and_by_shape(monkeypatch, tmp_path):
+    out = tmp_path / "results.json"
+    assert bench("--provider", "torch", "--out", out).exit_code == 0
+    seen = stop_after(monkeypatch, 10)
+    result = bench("--shape", "4x50", "--provider", "torch,naive", "--out", out, "--resume")
+    assert result.exit_code == 0, result.output
+    assert seen == [("8 x 100", ["naive"]), ("4 x 50", ["torch", "naive"])]
+    kept = record.load(out)
+    assert len(kept.points) == 4
+    assert kept.command.count("fused-softmax bench") == 2
+
+
+def test_a_run_of_another_kind_is_not_gone_on_with(monkeypatch, tmp_path):
+    out = tmp_path / "results.json"
+    assert bench("--provider", "torch", "--out", out).exit_code == 0
+    before = out.read_bytes()
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
+    result = bench("--provider", "torch", "--out", out, "--resume", "--seed", "1")
+    assert result.exit_code == 2
+    assert "cannot go on with results.json: seed 0 then, 1 now" in result.output
+    old = record.load(out)
+    old.environment["commit"] = "0123456789ab"
+    record.save(old, out)
+    result = bench("--provider", "torch", "--out", out, "--resume")
+    assert result.exit_code == 2
+    assert "commit 0123456789ab then, " in result.output
+    record.save(replace(old, complete=True), out)
+    out.write_bytes(before[:-20])
+    result = bench("--provider", "torch", "--out", out, "--resume")
+    assert result.exit_code == 2
+    assert "results.json is not what `fused-softmax bench --out` writes" in result.output
+    assert out.read_bytes() == before[:-20]
+
+
+def test_a_wrong_point_that_is_kept_fails_the_run_still(monkeypatch, tmp_path):
+    out = tmp_path / "results.json"
+    with monkeypatch.context() as patch:
+        provide(patch, "softmax", lambda x: torch.softmax(x, -1) * 1.01)
+        assert bench("--provider", "torch", "--out", out).exit_code == 1
+    assert bench("--provider", "torch", "--out", out, "--resume").exit_code == 1
+
+
+def test_several_sweeps_are_one_run(tmp_path):
+    out = tmp_path / "results.json"
+    shapes = ("--shape", "8x100", "--dtype", "fp32", "--verify-only", "--provider", "torch")
+    result = fused_softmax("bench", "vocab", "logsumexp", "small", *shapes, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert [(p.operation, p.n_cols) for p in record.load(out).points] == [("softmax", 100), ("logsumexp", 100)]
+
+
+def test_one_shape_gives_the_average_of_the_middle_of_its_calls():
+    shape = ("--M", 64, "--N", "1Ki", "--dtype", "float16", "--backend", "torch")
+    result = fused_softmax("bench", "one", *shape, "--iters", 30, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.output)
+    assert (facts["provider"], facts["case"]) == ("torch", "64 x 1024 float16")
+    assert (facts["elements"], facts["moved_bytes"]) == (65536, 2 * 65536 * 2)
+    assert facts["trimmed_at_each_end"] == 3
+    assert facts["bandwidth_gb_per_s"] == pytest.approx(facts["moved_bytes"] / facts["average_ms"] * 1e-6)
+    assert "average_ms" in fused_softmax("bench", "one", *shape, "--iters", 3).output
+
+
+@pytest.mark.skipif(verify.interpreting(), reason="the time of an interpreter says nothing")
+def test_one_shape_of_this_package_is_the_default():
+    result = fused_softmax("bench", "one", "--M", 8, "--N", 100, "--iters", 3, "--json")
+    assert json.loads(result.output)["provider"] == "fused_softmax"
+
+
+def test_one_shape_of_an_interpreted_kernel_has_no_figure(monkeypatch):
+    monkeypatch.setattr(measure, "interpreting", lambda: True)
+    result = fused_softmax("bench", "one", "--M", 8, "--N", 100)
+    assert result.exit_code == 1
+    assert "the time of an interpreter says nothing" in result.output
+
+
+def test_the_average_leaves_a_tenth_out_at_each_end():
+    seconds = [1.0, 100.0, *[2.0] * 9, *[4.0] * 9]
+    assert one.Times(Case((8, 100)), "torch", 10, seconds).average == 3.0
+
+
+def test_one_shape_for_a_profiler_is_one_call_and_no_figure(monkeypatch):
+    calls = []
+    provide(monkeypatch, "softmax", lambda x: calls.append(tuple(x.shape)))
+    result = fused_softmax("bench", "one", "--M", 8, "--N", 100, "--backend", "torch", "--profile-only")
+    assert result.exit_code == 0, result.output
+    assert calls == [(8, 100)]
+    assert "average" not in result.output
+
+
+def test_one_shape_of_a_wrong_provider_has_no_figure(monkeypatch):
+    provide(monkeypatch, "softmax", lambda x: torch.softmax(x, -1) * 1.01, "naive")
+    result = fused_softmax("bench", "one", "--M", 8, "--N", 100, "--backend", "naive")
+    assert result.exit_code == 1
+    assert "naive is wrong at 8 x 100 float16: largest error" in result.output
+    assert "average_ms" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (["--M", "8"], 2, "--N"),
+        (["--M", "0", "--N", "8"], 2, "not a positive size"),
+        (["--M", "8", "--N", "8", "--backend", "cudnn"], 2, "unknown provider 'cudnn'"),
+        (["--M", "8", "--N", "8", "--backend", "hybrid"], 1, "a GPU kernel, and there is no GPU"),
+        (["--M", "8", "--N", "8", "--op", "softmax_causal"], 1, "softmax_causal takes shapes of 4 dims"),
+        (["--M", "8", "--N", "8", "--op", "logsumexp", "--backend", "liger"], 1, "logsumexp has no provider 'liger'"),
+        (["--M", "64Mi", "--N", "64Mi", "--backend", "torch"], 1, "GiB are free"),
+    ],
+)
+def test_one_shape_that_cannot_be_timed_is_a_line(arguments, code, complaint):
+    result = fused_softmax("bench", "one", *arguments)
+    assert result.exit_code == code
+    assert complaint in result.output
+
+
+def test_a_command_of_bench_is_no_name_of_a_sweep():
+    assert not set(bench_commands.commands) & set(sweeps.SWEEPS)
+    for name in ("tutorial", "peaks", "one"):
+        assert name in fused_softmax("bench", "--help").output
+
+
 @pytest.mark.parametrize("option", ["--out", "--plot"])
 def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, option):
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
@@ -182,6 +341,10 @@ def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, opt
         (["--rows", "4", "--elements", "8"], "give one of them"),
         (["--plot", "figure.txt"], "must end in .png"),
         (["--reps", "0"], "0 is not in the range"),
+        (["--resume"], "--resume goes on with the file that --out names"),
+        (["custom"], "custom measures the shapes that --shape"),
+        (["batch", "vocab", "--op", "logsumexp"], "batch has no operation 'logsumexp'"),
+        (["--op", "matmul"], "unknown operation 'matmul'; known: softmax, softmax_dim"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(arguments, complaint):

@@ -73,7 +73,17 @@ assert not is_initialized()
 
 
 @pytest.mark.parametrize(
-    "module", ["plan", "bench.cases", "bench.plot", "bench.readme", "bench.record", "bench.sweeps"]
+    "module",
+    [
+        "plan",
+        "bench.cases",
+        "bench.clocks",
+        "bench.plot",
+        "bench.readme",
+        "bench.record",
+        "bench.resume",
+        "bench.sweeps",
+    ],
 )
 def test_what_is_read_without_a_gpu_imports_the_standard_library_alone(module):
     # Beside the package's own __init__, which imports torch.

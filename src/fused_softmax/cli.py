@@ -14,14 +14,32 @@ except ImportError as error:
     sys.exit(f"{error.name} is missing: pip install 'fused-softmax[cli]'")
 
 from fused_softmax.bench import cases, operations, providers, record, sweeps
+from fused_softmax.bench.providers import PROVIDER_ALIASES
+from fused_softmax.bench.resume import CannotResume
 
 
 class _Keeping(click.Command):
     """Keeps its arguments as they were typed, for the record."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["typed"] = list(args)
+        # Going on with a run makes it no other run.
+        ctx.meta["typed"] = [argument for argument in args if argument != "--resume"]
         return super().parse_args(ctx, args)
+
+
+class _Bench(click.Group):
+    """A group of commands whose first word need not be a command: then all its words are for the measurement."""
+
+    def __init__(self, sweep: click.Command, **settings: Any):
+        super().__init__(help=sweep.help, **settings)
+        self.sweep = sweep
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] in self.commands:
+            return super().make_context(info_name, args, parent, **extra)
+        return self.sweep.make_context(info_name, args, parent, **extra)
 
 
 def _each(parse: Callable[[str], Any]) -> Callable[..., list[Any]]:
@@ -66,10 +84,28 @@ def _sweep(text: str) -> str:
     return text
 
 
-def _sweeps() -> str:
-    """The known sweeps, a line for each; \\b keeps click from joining the lines."""
-    width = max(map(len, sweeps.SWEEPS))
-    return "\n".join(("\b", "Sweeps:", *(f"  {name:{width}}  {each.about}" for name, each in sweeps.SWEEPS.items())))
+def _operations(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in operations.OPERATIONS:
+            raise ValueError(f"unknown operation {name!r}; known: {', '.join(operations.OPERATIONS)}")
+    return names
+
+
+def _operation(text: str) -> str:
+    (name,) = _operations(text)
+    return name
+
+
+def _backend(text: str) -> str:
+    (name,) = _providers(PROVIDER_ALIASES.get(text, text))
+    return name
+
+
+def _columns(title: str, lines: dict[str, str]) -> str:
+    """A titled line for each, for an epilog; \\b keeps click from joining them."""
+    width = max(map(len, lines))
+    return "\n".join(("\b", title, *(f"  {name:{width}}  {about}" for name, about in lines.items())))
 
 
 def _output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
@@ -99,8 +135,16 @@ def main() -> None:
     """Softmax kernels at the speed of the memory: measure them, and see how a shape is planned."""
 
 
-@main.command(cls=_Keeping, epilog=_sweeps())
-@click.argument("sweep", default=sweeps.TUTORIAL, callback=_one(_sweep))
+@click.command(cls=_Keeping)
+@click.argument("names_of_sweeps", metavar="[SWEEP]...", nargs=-1, callback=_each(_sweep))
+@click.option(
+    "--op",
+    "asked_operations",
+    metavar="NAME",
+    multiple=True,
+    callback=_each(_operations),
+    help="Of the sweep's operations these alone; of custom, any.",
+)
 @click.option(
     "--shape",
     "shapes",
@@ -130,32 +174,94 @@ def main() -> None:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--out", type=_file, callback=_output, help="Results as JSON.")
 @click.option(
+    "--resume",
+    is_flag=True,
+    help="Measure what --out does not hold yet; refused if it is of another GPU, version, commit or effort.",
+)
+@click.option(
     "--plot", type=_file, callback=_image, help="GB/s over columns, or what varies instead, as .png, .svg or .pdf."
 )
 @click.pass_context
-def bench(ctx: click.Context, /, **options: Any) -> None:
+def _sweep_command(ctx: click.Context, /, **options: Any) -> None:
     """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel of as many bytes.
 
-    A sweep says which operations are measured, and on which shapes and dtypes unless options give others.
-    Values may be repeated or stand between commas.
+    A sweep says which operations are measured, and on which shapes and dtypes unless options give others; without one
+    it is the tutorial's. Values may be repeated or stand between commas. Ctrl-C keeps what was measured.
     """
     from fused_softmax.bench import run
 
     if options["elements"] and options["rows"]:
         raise click.UsageError("--elements takes the place of --rows: give one of them")
-    sweep, asked = options.pop("sweep"), {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements")}
+    if options["resume"] and not options["out"]:
+        raise click.UsageError("--resume goes on with the file that --out names: give it")
+    named = options.pop("names_of_sweeps") or [sweeps.TUTORIAL]
+    asked = {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements", "dtypes")}
+    asked["operations"] = options.pop("asked_operations")
     try:
-        chosen = sweeps.build(sweep, **asked, dtypes=options.pop("dtypes"), quick=options["quick"])
+        found = [case for name in named for case in sweeps.build(name, **asked, quick=options["quick"])]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    chosen = cases.unique(found)
     known = operations.provider_names(dict.fromkeys(case.operation for case in chosen))
     if strangers := [name for name in options["names"] if name not in known]:
-        raise click.UsageError(f"{sweep} has no provider {strangers[0]!r}; it has {', '.join(known)}")
+        raise click.UsageError(f"{' '.join(named)} has no provider {strangers[0]!r}; it has {', '.join(known)}")
     standing = not (asked["shapes"] or asked["rows"] or asked["elements"])
     arguments = record.command_line(["bench", *ctx.meta["typed"]])
     # A table in a file or a pipe is not folded to the width of a terminal that is not there.
     console = Console(width=None if sys.stdout.isatty() else 1000)
-    ctx.exit(run.bench(arguments, console, Console(stderr=True), chosen=chosen, standing=standing, **options))
+    try:
+        code = run.bench(arguments, console, Console(stderr=True), chosen=chosen, standing=standing, **options)
+    except CannotResume as error:
+        raise click.UsageError(str(error)) from None
+    ctx.exit(code)
+
+
+bench = _Bench(_sweep_command, name="bench")
+main.add_command(bench)
+
+
+@bench.command()
+@click.option("--M", "n_rows", metavar="ROWS", required=True, callback=_one(cases.parse_size), help="Rows.")
+@click.option("--N", "n_cols", metavar="COLS", required=True, callback=_one(cases.parse_size), help="Columns.")
+@click.option("--dtype", default="float16", show_default=True, callback=_one(cases.parse_dtype))
+@click.option("--op", "operation", default="softmax", show_default=True, callback=_one(_operation))
+@click.option(
+    "--backend",
+    default="fused",
+    show_default=True,
+    callback=_one(_backend),
+    help="fused, torch, compile or a provider.",
+)
+@click.option("--warmup", type=click.IntRange(0), default=10, show_default=True, help="Calls that are not timed.")
+@click.option(
+    "--iters", type=click.IntRange(1), default=100, show_default=True, help="Calls that are timed, each alone."
+)
+@click.option("--profile-only", is_flag=True, help="One call and no figure, for a profiler that wraps this command.")
+@click.option("--json", "as_json", is_flag=True)
+def one(
+    n_rows: int,
+    n_cols: int,
+    dtype: str,
+    operation: str,
+    backend: str,
+    warmup: int,
+    iters: int,
+    profile_only: bool,
+    as_json: bool,
+) -> None:
+    """One provider at one shape: the average of the middle 80 % of its calls."""
+    from fused_softmax.bench import one as single
+
+    case = cases.Case((n_rows, n_cols), dtype, operation)
+    try:
+        sweeps.require_dims(case, operation, sweeps.ndim_of(operation))
+        if profile_only:
+            single.call_once(case, backend)
+            click.echo(f"{backend}: one call at {case}", err=as_json)
+            return
+        _print(single.time_calls(case, backend, warmup, iters).facts(), as_json)
+    except (single.NoFigure, ValueError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 @main.command()
@@ -188,6 +294,14 @@ def env(as_json: bool) -> None:
     from fused_softmax.bench import run
 
     _print(record.environment(*run.gpu_facts()), as_json)
+
+
+_sweep_command.epilog = "\n\n".join(
+    (
+        _columns("Sweeps:", {name: sweep.about for name, sweep in sweeps.SWEEPS.items()}),
+        _columns("Commands:", {name: each.get_short_help_str(90) for name, each in bench.commands.items()}),
+    )
+)
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:

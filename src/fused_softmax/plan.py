@@ -319,6 +319,28 @@ def plan_columns(
     )
 
 
+def row_rung_ends(itemsize: int, device: Device, inputs: int = 1) -> list[int]:
+    """The last column count of every rung that `plan_rows` climbs where rows are enough to fill the chip, in order."""
+    ladders: list[Any] = [_ROW_WARPS[inputs, itemsize], _SHIFTED_TILES[itemsize]]
+    ladders += [ladder[inputs, itemsize] for ladder in (_SPLIT_PARTS, _SHIFTED_SPLIT_PARTS) if itemsize < 8]
+    ragged = _RAGGED_TILES.get(itemsize, ()) if inputs == 1 else ()
+    ends = {rung[0] for ladder in (*ladders, ragged) for rung in ladder} | {_TILE_COLS, _FEW_ROWS_COLS}
+    if ragged:  # a whole number of blocks of 128 columns is a rung of one length
+        ends |= set(range(128, ragged[-1][0] + 1, 128))
+    ends |= {_LEAST_SHIFTED[itemsize] - 1} | {size // itemsize for size, _ in _PREFETCH_BYTES}
+    if (inputs, itemsize) in _SPLIT_PARTS:  # the longest row that the chip holds
+        plan = candidate("split", device.sm_count + 1, 2**26, itemsize, device, inputs=inputs)
+        ends.add(most_parts(plan, device) * plan.part_cols)
+    return sorted(end for end in ends if end < 2**40)
+
+
+def reduction_rung_ends(itemsize: int) -> list[int]:
+    """The last column count of every rung that `plan_reduction` climbs, in order."""
+    sizes = {rung[0] for ladder in (_REDUCTION_TILES, _REDUCTION_WARPS) for rung in ladder}
+    ends = {size // itemsize for size in sizes} | {_REDUCTION_TILE_COLS, _SHIFTED_TILES[itemsize][-1][0]}
+    return sorted(end for end in ends if end < 2**40)
+
+
 def most_parts(plan: RowPlan, device: Device) -> int:
     """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can."""
     held = -(-plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))

@@ -4,15 +4,16 @@ import gc
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 
-from fused_softmax.bench import check
+from fused_softmax.bench import check, clocks
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.check import Judge
 from fused_softmax.bench.operations import Inputs, operation_of
-from fused_softmax.bench.providers import COMPILED, OWN, plan_of
+from fused_softmax.bench.providers import COMPILED, OWN, Call, plan_of
 from fused_softmax.bench.record import Ceiling, Point, one_line
 from fused_softmax.bench.timing import (
     ContextLost,
@@ -43,6 +44,10 @@ class Effort:
     time: bool = True
     named: bool = False
 
+    def recorded(self) -> dict[str, Any]:
+        """What figures of two runs must share to stand in one file."""
+        return {"rounds": self.rounds, "budget_ms": self.budget_ms, "seed": self.seed, "timed": self.time}
+
 
 def measure(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
     """One point for every name that is a provider of the case's operation, in order."""
@@ -63,8 +68,7 @@ def _measure_gpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point
     buffers = rotation(operation.floor_bytes(case), torch.cuda.get_device_properties(0).L2_cache_size)
     gc.collect()
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    if refusal := _too_large(case, buffers, free):
+    if refusal := too_large(case, buffers):
         return [point(case, name, "skipped", refusal) for name in names]
     sets = check.inputs(case, buffers, "cuda", effort.seed)
     points, entrants = _check_all(case, names, sets[0], effort)
@@ -101,7 +105,8 @@ def _time(
             done[name] = replace(points[name], status="refused", message=f"when timed: {one_line(error)}")
     timed = [entrant for name, entrant in entrants.items() if name not in done]
     ceilings = timer.ceilings(operation.ceilings(case))
-    timer.rounds([*timed, *ceilings], effort.rounds, effort.budget_ms)
+    readings: list[dict[str, Any]] = []
+    timer.rounds([*timed, *ceilings], effort.rounds, effort.budget_ms, lambda: readings.append(_clocks().read()))
     tops = {entrant.name: figure(entrant.moved_bytes, entrant.samples) for entrant in ceilings}
     best = max(tops, key=lambda name: tops[name].gb_per_s)
     calls = walls(floor, timed, sets, effort.budget_ms)
@@ -119,12 +124,22 @@ def _time(
             method=entrant.method,
             buffers=len(sets),
             rotated_bytes=len(sets) * floor,
+            clocks=clocks.summary(readings),
         )
     return done
 
 
-def _too_large(case: Case, sets: int, free: int) -> str:
+@cache
+def _clocks() -> clocks.Clocks:
+    return clocks.Clocks(str(getattr(torch.cuda.get_device_properties(0), "uuid", "")) or None)
+
+
+def too_large(case: Case, sets: int) -> str:
     """Why `sets` of inputs and results do not fit beside what checking and torch's intermediate tensors take, or ""."""
+    if on_gpu():
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     need = sets * operation_of(case).held_bytes(case) + 4 * case.tensor_bytes + check.comparison_bytes(case)
     return f"needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if need > free else ""
 
@@ -150,14 +165,16 @@ def _check_all(
             continue
         limits = judge.allowed(name == OWN)
         try:
-            wrong, found = judge.complaint(judge.poisoned(call), limits)
+            y, memory = _with_memory(judge, call)
+            wrong, found = judge.complaint(y, limits)
+            del y
             if not wrong and check.fingerprint(inputs) != before:
                 wrong = "wrote into its input"
         except Exception as error:
             points[name] = point(case, name, "refused", one_line(error))
             require_context(name, inputs)
             continue
-        figures = {"error_allowed": limits[0]}
+        figures: dict[str, Any] = {"error_allowed": limits[0], "memory_bytes": memory}
         if found:
             figures |= {"error": found.largest, "row_sum_error": found.row_sum}
         points[name] = point(case, name, "wrong" if wrong else "untimed", wrong, **figures)
@@ -169,10 +186,21 @@ def _check_all(
     return points, entrants
 
 
+def _with_memory(judge: Judge, call: Call) -> tuple[object, int | None]:
+    """The call's result, and on a GPU the bytes it had allocated at most beside what was there."""
+    if not judge.inputs[0].is_cuda:
+        return judge.poisoned(call), None
+    judge.poisoned(call)  # compilers and caches allocate on the first call
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = judge.poisoned(call)
+    return y, torch.cuda.max_memory_allocated() - before
+
+
 def _measure_cpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
-    if refusal := _too_large(case, 1, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+    if refusal := too_large(case, 1):
         return [point(case, name, "skipped", refusal) for name in names]
-    left_out = {name: reason for name in names if (reason := _not_on_cpu(case, name, effort))}
+    left_out = {name: reason for name in names if (reason := not_on_cpu(case, name, effort.named))}
     inputs = check.inputs(case, 1, "cpu", effort.seed)[0]
     points, entrants = _check_all(case, [name for name in names if name not in left_out], inputs, effort)
     if effort.time:
@@ -184,12 +212,13 @@ def _measure_cpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point
     return [points[name] for name in names]
 
 
-def _not_on_cpu(case: Case, name: str, effort: Effort) -> str:
+def not_on_cpu(case: Case, name: str, named: bool) -> str:
+    """Why a provider has no time on a CPU, or "". named: it was asked for by name."""
     if operation_of(case).needs_gpu(name):
         return "a GPU kernel, and there is no GPU"
     if name == OWN and interpreting():
         return "interpreted, and the time of an interpreter says nothing"
-    if name == COMPILED and not effort.named:
+    if name == COMPILED and not named:
         return "compiled for a CPU only when named by --provider"
     return ""
 

@@ -82,6 +82,7 @@ def quack_backward(case: Case) -> Call:
 
 CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}
 OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"
+PROVIDER_ALIASES = {"fused": OWN, "triton": OWN, "compile": COMPILED}
 NEEDS_GPU = frozenset({"persistent", "hybrid", "online", "liger", "quack"})
 
 

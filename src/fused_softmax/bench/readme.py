@@ -7,7 +7,6 @@ the README and the file disagree. Standard library only.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     path = options.results
     try:
-        table = render(record.load(path))
+        table = render(record.read(path))
         path = options.readme
         old = path.read_text()
         new = replace(old, table)
@@ -111,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.write_text(new)
     except OSError as error:
         parser.error(f"{path}: {error.strerror or error}")
-    except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
-        parser.error(f"{path} is not what `fused-softmax bench --out` writes")
+    except KeyError as error:
+        parser.error(f"{path}: no {error} in its environment")
     except ValueError as error:
         parser.error(f"{path}: {error}")
     return 0

@@ -6,6 +6,7 @@ stops early leaves the earlier file alone and its own points in NAME.partial.jso
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -52,6 +53,8 @@ class Point:
     buffers, rotated_bytes: distinct sets of inputs and outputs in rotation, and their bytes (cold when above 4 x L2).
     host_us: time to enqueue one call.
     error, row_sum_error: largest distance from float64, and of a row's sum from what it is there.
+    memory_bytes: the most that the call had allocated at once beside its inputs, on a GPU.
+    clocks: while the case was timed, as `clocks.summary` gives them.
     """
 
     n_rows: int
@@ -74,6 +77,8 @@ class Point:
     plan: dict[str, Any] | None = None
     operation: str = "softmax"
     parameters: dict[str, Any] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    clocks: dict[str, Any] | None = None
 
     @property
     def case(self) -> Case:
@@ -96,24 +101,33 @@ class Check:
 
 @dataclass
 class Run:
+    """options: what a point depends on beside its case: rounds, milliseconds, seed, whether it was timed."""
+
     environment: dict[str, Any]
     command: str
     points: list[Point] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     complete: bool = False
     schema: int = SCHEMA
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def save(run: Run, path: Path) -> None:
-    """Write beside the target, then rename over it."""
     text = json.dumps(dataclasses.asdict(run), indent=1) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as temporary:
-        temporary.write(text)
+    write_whole(path, text.encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write beside the target, then rename over it; an interrupt leaves the target as it was and nothing beside it."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
-        os.chmod(temporary.name, 0o644)
-        os.replace(temporary.name, path)
-    except OSError:
-        os.unlink(temporary.name)
+        with os.fdopen(descriptor, "wb") as temporary:
+            temporary.write(content)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
         raise
 
 
@@ -124,6 +138,14 @@ def load(path: Path) -> Run:
     points = [_point(point) for point in data.pop("points")]
     checks = [Check(**check) for check in data.pop("checks")]
     return Run(points=points, checks=checks, **data)
+
+
+def read(path: Path) -> Run:
+    """As `load`, with one kind of error, ValueError, for whatever is wrong with the file; OSError where it has none."""
+    try:
+        return load(path)
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.name} is not what `fused-softmax bench --out` writes") from error
 
 
 def _point(data: dict[str, Any]) -> Point:
@@ -178,6 +200,7 @@ def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) 
     found["python"] = platform.python_version()
     found["platform"] = f"{platform.system()} {platform.machine()}"
     found["commit"] = _commit()
+    found["source"] = _source()
     found["gpu"] = gpu and gpu | _nvidia_smi(gpu_uuid)
     return found
 
@@ -200,6 +223,15 @@ def _commit() -> str | None:
     commit = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(here), "status", "--porcelain", "--", ".")
     return commit and commit + ("+" if changed else "")
+
+
+def _source() -> str:
+    """A digest of this package's Python files: what was run, where no commit can say so."""
+    here = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(here.rglob("*.py")):
+        digest.update(f"{path.relative_to(here).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _nvidia_smi(uuid: str | None) -> dict[str, Any]:

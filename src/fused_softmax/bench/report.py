@@ -107,6 +107,8 @@ def print_without_figure(run: Run, console: Console) -> None:
         say(console, f"Kernel figures rotate over {span} sets of inputs and outputs.")
         if warm:
             say(console, f"Partly from L2, too small for rotation over four times its size: {', '.join(warm)}.")
+    if throttled := sorted({reason for p in run.points for reason in (p.clocks or {}).get("throttled", ())}):
+        say(console, f"The GPU lowered its clocks while it was timed: {', '.join(throttled)}.")
     if any(point.method == "events" for point in run.points):
         say(console, "* could not be captured in a CUDA graph: timed by events around eager calls.")
 
@@ -116,6 +118,14 @@ def print_end(run: Run, console: Console, stopped: str, written: Sequence[Path])
         say(console, f"Stopped early: {stopped}. Earlier files are unchanged.")
     for path in written:
         say(console, f"wrote {path}")
+
+
+def duration(seconds: float) -> str:
+    """A span for people: 40 s, 12 min, 1 h 5 min."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def say(console: Console, text: str) -> None:
@@ -145,5 +155,11 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
             say(console, name)
             print_facts({f"  {key}": inner for key, inner in value.items()}, console)
         else:
-            text = f"{value:,}" if name.endswith("_bytes") else f"{value:.4g}" if isinstance(value, float) else value
+            text = (
+                f"{value:,}"
+                if name.endswith(("_bytes", "elements"))
+                else f"{value:.4g}"
+                if isinstance(value, float)
+                else value
+            )
             say(console, f"{name:20} {'unknown' if text is None else text}")

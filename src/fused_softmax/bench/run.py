@@ -1,5 +1,6 @@
 """A run from its options to its files: the loop over cases, progress on stderr, the table on stdout."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import provider_names
 from fused_softmax.bench.plot import plot as draw
 from fused_softmax.bench.providers import OWN
-from fused_softmax.bench.record import Run
+from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.resume import CannotResume, Held, earlier, mismatch
 from fused_softmax.bench.timing import ContextLost
 from fused_softmax.bench.verify import verify
 
@@ -36,22 +38,28 @@ def bench(
     seed: int,
     out: Path | None,
     plot: Path | None,
+    resume: bool = False,
 ) -> int:
     """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted.
 
     standing: nobody asked for these shapes, so a machine without a GPU measures smaller ones.
+    resume: keep the points that `out`, or what an interrupted run left beside it, holds.
+    Raises CannotResume for a file that cannot be gone on with; nothing is measured then.
     """
     gpu = measure.on_gpu()
     operations = list(dict.fromkeys(case.operation for case in chosen))
     effort = measure.Effort(reps or (2 if quick else 3), 12 if quick else 25, seed, not verify_only, bool(names))
     names = names or provider_names(operations)
-    run = Run(record.environment(*gpu_facts()), command)
+    run = Run(record.environment(*gpu_facts()), command, options=effort.recorded())
+    held = hold(run, out) if resume and out else Held()
     report.print_head(run, console, gpu)
     if not gpu and standing:
         chosen = sweeps.cut(chosen, CPU_ELEMENTS)
         note = f"No GPU: rows are cut to {CPU_ELEMENTS // 2**20} Mi elements a tensor; --shape or --rows sets them."
         report.say(console, note)
-    stopped = run_cases(run, chosen, names, effort, out, progress)
+    if held.points:
+        report.say(console, f"{len(held.points)} points are kept from the earlier run.")
+    stopped = run_cases(run, chosen, names, effort, out, progress, held)
     if not gpu and not stopped:
         stopped = check_kernels(run, operations, progress)
     run.complete = not stopped
@@ -66,30 +74,57 @@ def bench(
     return exit_code(run, stopped)
 
 
+def hold(run: Run, out: Path) -> Held:
+    """The points to keep. CannotResume where they were measured by another source, on another machine or otherwise."""
+    old = earlier(out)
+    if old is None:
+        return Held()
+    if difference := mismatch(old, run):
+        raise CannotResume(f"cannot go on with {out.name}: {difference}. Give another --out, or leave out --resume")
+    if old.command != run.command:
+        run.command = f"{old.command} && {run.command}"
+    return Held(old.points)
+
+
 def run_cases(
-    run: Run, chosen: Sequence[Case], names: Sequence[str], effort: measure.Effort, out: Path | None, console: Console
+    run: Run,
+    chosen: Sequence[Case],
+    names: Sequence[str],
+    effort: measure.Effort,
+    out: Path | None,
+    console: Console,
+    held: Held,
 ) -> str:
     """Measure into `run`. Why it ended early, or "". The partial file holds the points so far at any time."""
+    left = [(case, missing) for case in chosen if (missing := held.missing(case, measure.known(case, names)))]
+    measured: list[Point] = []
+    run.points = held.merged(measured)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
+    start = time.monotonic()
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(chosen))
-        for number, case in enumerate(chosen, 1):
-            progress.update(task, description=str(case))
-            try:
-                points = measure.measure(case, names, effort)
-            except KeyboardInterrupt:
-                return INTERRUPTED
-            except ContextLost as error:
-                run.points += [measure.point(case, name, "skipped", str(error)) for name in measure.known(case, names)]
-                return str(error)
-            run.points += points
-            if out:
-                record.save(run, record.partial_path(out))
-            progress.advance(task)
-            if not console.is_terminal:
-                line = ", ".join(f"{point.provider} {report.cell(point)}" for point in points)
-                console.print(f"{number}/{len(chosen)} {case}: {line}", highlight=False, soft_wrap=True)
+        task = progress.add_task("", total=len(left))
+        try:
+            for number, (case, missing) in enumerate(left, 1):
+                progress.update(task, description=str(case))
+                try:
+                    points = measure.measure(case, missing, effort)
+                except ContextLost as error:
+                    skipped = [measure.point(case, name, "skipped", str(error)) for name in missing]
+                    run.points = held.merged([*measured, *skipped])
+                    return str(error)
+                measured += points
+                run.points = held.merged(measured)
+                if out:
+                    record.save(run, record.partial_path(out))
+                progress.advance(task)
+                if not console.is_terminal:
+                    line = ", ".join(f"{point.provider} {report.cell(point)}" for point in points)
+                    rest = (time.monotonic() - start) / number * (len(left) - number)
+                    note = f" ({report.duration(rest)} left)" if number < len(left) else ""
+                    console.print(f"{number}/{len(left)} {case}: {line}{note}", highlight=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            return INTERRUPTED
     return ""
 
 

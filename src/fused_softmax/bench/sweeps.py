@@ -1,12 +1,13 @@
 """Which cases are measured: the named sweeps, the tutorial's among them, and what the options of `bench` ask for."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fused_softmax.bench.cases import ITEMSIZE, Case, parse_shapes, unique
+from fused_softmax.plan import H200, VECTOR_BYTES, reduction_rung_ends, row_rung_ends
 
-TUTORIAL = "tutorial"
+TUTORIAL, CUSTOM = "tutorial", "custom"
 TUTORIAL_COLS = tuple(128 * i for i in range(2, 100))
 ELEMENTS = 128 * 2**20
 WIDTHS = (
@@ -17,6 +18,7 @@ VOCABULARIES = (32000, 50257, 128256, 151936, 262144)  # Llama 2, GPT-2, Llama 3
 STRIDED = "64x4096x512:1,4096x32768:0,32x1024x32x64:1"
 LONG_ROWS = "32768x4096,4096x32768,2670x50257,1024x131072,128x1048576,1x1048576"
 FEW_ROWS = "1x32768,1x131072,8x32000,32x128256,132x32768"
+FEWEST_ROWS = f"64x1024,{FEW_ROWS},1x1048576,16x8388608,1x8388608,1x67108864"
 BOTH = ("float32", "bfloat16")
 # Nothing is widened where the input is as wide as the result.
 WIDENING = "softmax_float32"
@@ -26,15 +28,30 @@ WIDENING = "softmax_float32"
 class Sweep:
     """Every pair of rows and cols, without rows as many as hold `ELEMENTS`; then `shapes`. For every operation.
 
-    dtypes: of each operation. ndim: how many dims its operations take, along the last; None: any, along any.
+    dtypes: of each operation. cols: the same for all, or a function of operation and dtype.
+    ndim: how many dims its operations take, along the last; None: any, along any.
     """
 
     about: str
     dtypes: Mapping[str, tuple[str, ...]]
     rows: tuple[int, ...] = ()
-    cols: tuple[int, ...] = ()
+    cols: tuple[int, ...] | Callable[[str, str], tuple[int, ...]] = ()
     shapes: str = ""
     ndim: int | None = 2
+
+    def columns(self, operation: str, dtype: str) -> tuple[int, ...]:
+        return self.cols(operation, dtype) if callable(self.cols) else self.cols
+
+
+def rung_neighbours(operation: str, dtype: str) -> tuple[int, ...]:
+    """Around the last column count of every rung of the planner: the even neighbours, and the odd ones beside it."""
+    itemsize = ITEMSIZE[dtype]
+    if operation == "logsumexp":
+        ends = reduction_rung_ends(itemsize)
+    else:
+        ends = row_rung_ends(itemsize, H200, inputs=2 if operation.endswith("backward") else 1)
+    vector = VECTOR_BYTES // itemsize
+    return tuple(sorted({end + step for end in ends for step in (-vector, -1, 0, 1, vector) if end + step > 0}))
 
 
 SWEEPS = {
@@ -79,6 +96,20 @@ SWEEPS = {
         {"softmax": BOTH},
         shapes=f"65536x128,1000000x32,4096x64,64x1024,{FEW_ROWS}",
     ),
+    "few-rows": Sweep(
+        "softmax of 1 to 132 rows of up to 64 Mi columns",
+        {"softmax": BOTH},
+        shapes=FEWEST_ROWS,
+    ),
+    "peaks": Sweep(
+        "columns where the planner's choice changes, and their neighbours, odd ones too: softmax, gradient, logsumexp",
+        dict.fromkeys(("softmax", "softmax_backward", "logsumexp"), BOTH),
+        cols=rung_neighbours,
+    ),
+    CUSTOM: Sweep(
+        "the shapes that --shape, --rows and --cols give, of softmax or of what --op names",
+        {"softmax": ("float32",)},
+    ),
 }
 QUICK = (
     Case((65536, 256), "float32"),
@@ -98,35 +129,51 @@ def build(
     dtypes: Sequence[str] = (),
     elements: int | None = None,
     quick: bool = False,
+    operations: Sequence[str] = (),
 ) -> list[Case]:
-    """The cases of a sweep in order, without repeats, its shapes and dtypes replaced by those that are given.
+    """The cases of a sweep in order, without repeats, its shapes, dtypes and operations replaced by those given.
 
     With columns and no rows, a tensor has as many rows as hold `elements` elements, or the named sweep's own number.
     quick: in the tutorial's place a standing set of shapes; of another sweep the first, the middle and the last one.
-    Raises ValueError for a shape that the sweep's operations do not take.
+    operations: of the sweep's own, those that are measured; of custom, any.
+    Raises ValueError for a shape or an operation that the sweep does not take.
     """
     sweep = SWEEPS[name]
-    tutorial = name == TUTORIAL
-    if quick and tutorial and not (shapes or rows or cols):
+    if name == CUSTOM and not (shapes or cols):
+        raise ValueError("custom measures the shapes that --shape, or --cols with or without --rows, give")
+    if quick and name == TUTORIAL and not (shapes or rows or cols or operations):
         return unique(replace(case, dtype=dtype) for case in QUICK for dtype in dtypes or (case.dtype,))
-    chosen = list(shapes)
-    if rows or cols or elements:
-        own_rows = () if elements or tutorial else sweep.rows
-        chosen += _pairs(rows or own_rows, cols or sweep.cols or TUTORIAL_COLS, elements or ELEMENTS)
-    elif not shapes:
-        chosen += _pairs(sweep.rows, sweep.cols, ELEMENTS) + (parse_shapes(sweep.shapes) if sweep.shapes else [])
-        if quick:
-            chosen = [chosen[0], chosen[len(chosen) // 2], chosen[-1]]
-    for case in chosen:
-        if sweep.ndim is not None and (len(case.shape), case.dim) != (sweep.ndim, -1):
-            raise ValueError(f"{name} takes shapes of {sweep.ndim} dims, along the last one, not {case.size}")
-    return unique(
-        replace(case, dtype=dtype, operation=operation)
-        for operation, own_dtypes in sweep.dtypes.items()
-        for dtype in dtypes or own_dtypes
-        if operation != WIDENING or ITEMSIZE[dtype] < ITEMSIZE["float32"]
-        for case in chosen
-    )
+    found = []
+    for operation in operations or sweep.dtypes:
+        if name != CUSTOM and operation not in sweep.dtypes:
+            raise ValueError(f"{name} has no operation {operation!r}; it has {', '.join(sweep.dtypes)}")
+        ndim = sweep.ndim if operation in sweep.dtypes else ndim_of(operation)
+        for dtype in dtypes or sweep.dtypes.get(operation, ("float32",)):
+            if operation == WIDENING and ITEMSIZE[dtype] >= ITEMSIZE["float32"]:
+                continue
+            own_cols = sweep.columns(operation, dtype)
+            chosen = list(shapes)
+            if rows or cols or elements:
+                own_rows = () if elements or name == TUTORIAL else sweep.rows
+                chosen += _pairs(rows or own_rows, cols or own_cols or TUTORIAL_COLS, elements or ELEMENTS)
+            elif not shapes:
+                chosen += _pairs(sweep.rows, own_cols, ELEMENTS) + (parse_shapes(sweep.shapes) if sweep.shapes else [])
+                if quick:
+                    chosen = [chosen[0], chosen[len(chosen) // 2], chosen[-1]]
+            for case in chosen:
+                require_dims(case, name, ndim)
+            found += [replace(case, dtype=dtype, operation=operation) for case in chosen]
+    return unique(found)
+
+
+def ndim_of(operation: str) -> int | None:
+    """How many dims an operation takes, as the sweep says that names it."""
+    return next((sweep.ndim for sweep in SWEEPS.values() if operation in sweep.dtypes), None)
+
+
+def require_dims(case: Case, what: str, ndim: int | None) -> None:
+    if ndim is not None and (len(case.shape), case.dim) != (ndim, -1):
+        raise ValueError(f"{what} takes shapes of {ndim} dims, along the last one, not {case.size}")
 
 
 def _pairs(rows: Sequence[int], cols: Sequence[int], elements: int) -> list[Case]:

@@ -122,8 +122,13 @@ class GraphTimer:
             entrant.samples.clear()
         return trial
 
-    def rounds(self, entrants: list[Entrant], rounds: int, budget_ms: float) -> None:
-        """Samples of all, in turns: in every round `budget_ms` of each, every round beginning with another."""
+    def rounds(
+        self, entrants: list[Entrant], rounds: int, budget_ms: float, watch: Callable[[], object] = lambda: None
+    ) -> None:
+        """Samples of all, in turns: in every round `budget_ms` of each, every round beginning with another.
+
+        watch: called once in each round, while the GPU is busy with a pass that is not timed.
+        """
         counts = {}
         for entrant in entrants:
             sample(entrant, 2)
@@ -134,6 +139,9 @@ class GraphTimer:
             first = turn * len(entrants) // rounds
             for entrant in entrants[first:] + entrants[:first]:
                 sample(entrant, counts[entrant.name])
+            entrants[0].enqueue()
+            watch()
+            torch.cuda.synchronize()
 
 
 def sample(entrant: Entrant, count: int) -> None:

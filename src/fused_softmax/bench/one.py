@@ -1,0 +1,129 @@
+"""One provider at one shape, call after call: what to run beside a profiler, or to see a single figure soon.
+
+Every call is timed alone, on the same inputs, the queue empty before it: launch latency counts, and what fits L2 is
+read from there. `fused-softmax bench --shape` measures kernels apart from that, and beside a ceiling.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fused_softmax.bench import check, measure
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.check import Judge
+from fused_softmax.bench.operations import Inputs, operation_of
+from fused_softmax.bench.providers import OWN, Call
+from fused_softmax.bench.record import one_line
+from fused_softmax.bench.timing import quantiles
+
+TRIMMED = 0.1  # of the times at each end
+
+
+class NoFigure(RuntimeError):
+    """The provider cannot be called here, or its result is wrong."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each call, in the order they were made."""
+
+    case: Case
+    provider: str
+    moved_bytes: int
+    seconds: Sequence[float]
+
+    @property
+    def trimmed(self) -> int:
+        """How many are left out at each end."""
+        return int(TRIMMED * len(self.seconds))
+
+    @property
+    def average(self) -> float:
+        """Seconds: the mean of the middle 80 %."""
+        return statistics.fmean(sorted(self.seconds)[self.trimmed : len(self.seconds) - self.trimmed])
+
+    def facts(self) -> dict[str, Any]:
+        p20, p50, p80 = (1e6 * seconds for seconds in quantiles(self.seconds))
+        return {
+            "provider": self.provider,
+            "case": str(self.case),
+            "iterations": len(self.seconds),
+            "trimmed_at_each_end": self.trimmed,
+            "average_ms": 1e3 * self.average,
+            "bandwidth_gb_per_s": self.moved_bytes / self.average * 1e-9,
+            "elements": self.case.elements,
+            "moved_bytes": self.moved_bytes,
+            "p20_us": p20,
+            "p50_us": p50,
+            "p80_us": p80,
+        }
+
+
+def prepared(case: Case, name: str, seed: int = 0) -> tuple[Call, Inputs]:
+    """The provider's call and inputs for it, on the GPU where there is one. NoFigure where it has no call."""
+    operation = operation_of(case)
+    if name not in operation.providers:
+        raise NoFigure(f"{case.operation} has no provider {name!r}; it has {', '.join(operation.providers)}")
+    if not measure.on_gpu() and (reason := measure.not_on_cpu(case, name, named=True)):
+        raise NoFigure(f"{name}: {reason}")
+    if refusal := measure.too_large(case, 1):
+        raise NoFigure(f"{case}: {refusal}")
+    try:
+        call = operation.providers[name](case)
+    except Exception as error:
+        raise NoFigure(f"{name} is absent: {one_line(error)}") from error
+    return call, check.inputs(case, 1, "cuda" if measure.on_gpu() else "cpu", seed)[0]
+
+
+def call_once(case: Case, name: str, seed: int = 0) -> None:
+    """One call and no more, unchecked, for a profiler that wraps this process."""
+    call, inputs = prepared(case, name, seed)
+    try:
+        call(*inputs)
+        _idle()
+    except Exception as error:
+        raise NoFigure(f"{name} failed at {case}: {one_line(error)}") from error
+
+
+def time_calls(case: Case, name: str, warmup: int, iterations: int, seed: int = 0) -> Times:
+    """The times of `iterations` calls. NoFigure where the first result is further from float64 than it may be."""
+    call, inputs = prepared(case, name, seed)
+    judge = Judge(case, inputs)
+    try:
+        wrong, _ = judge.complaint(judge.poisoned(call), judge.allowed(name == OWN))
+        if wrong:
+            raise NoFigure(f"{name} is wrong at {case}: {wrong}")
+        for _ in range(warmup):
+            call(*inputs)
+        one = _events_around if inputs[0].is_cuda else _wall_around
+        seconds = [one(lambda: call(*inputs)) for _ in range(iterations)]
+    except NoFigure:
+        raise
+    except Exception as error:
+        raise NoFigure(f"{name} failed at {case}: {one_line(error)}") from error
+    return Times(case, name, operation_of(case).floor_bytes(case), seconds)
+
+
+def _events_around(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def _wall_around(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _idle() -> None:
+    if measure.on_gpu():
+        torch.cuda.synchronize()
