@@ -20,6 +20,7 @@ from fused_softmax.bench import (
     ceiling,
     check,
     clocks,
+    compare,
     measure,
     operations,
     plot,
@@ -386,6 +387,64 @@ def test_of_several_readings_the_worst_is_kept():
     readings = [{"sm_mhz": 1980, "celsius": 40, "throttled": []}, {}, {"sm_mhz": 1700, "throttled": ["power brake"]}]
     assert clocks.summary(readings) == {"sm_mhz": 1700, "celsius": 40, "throttled": ["power brake"]}
     assert clocks.summary([{}]) is None
+
+
+def timed(p50, spread=0.01, n_cols=256, top=3700.0, **more):
+    kernel = Figure(p50 * (1 - spread), p50, p50 * (1 + spread), 1e6 / p50)
+    return replace(point(n_cols), kernel=kernel, ceiling=Ceiling("copy", 1.0, top), ratio=1e6 / p50 / top, **more)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict", "factor"),
+    [
+        (timed(100), timed(110), "slower", 1.1),
+        (timed(100), timed(90), "faster", 0.9),
+        (timed(100), timed(101, 0.001), "same", 1.01),
+        (timed(100, 0.1), timed(110), "same", 1.1),
+        (timed(100), timed(110, 0.1), "same", 1.1),
+        (timed(110), timed(100, 0.1), "same", 1 / 1.1),
+    ],
+)
+def test_a_change_counts_beyond_the_spread_of_both_runs_and_the_tolerance(before, after, verdict, factor):
+    (change,) = compare.compare(run_of(before), run_of(after)).changes
+    assert (change.verdict, change.clock) == (verdict, "kernel")
+    assert change.factor == pytest.approx(factor)
+    code = compare.compare(run_of(before), run_of(after)).exit_code
+    assert code == (verdict == "slower")
+
+
+def test_by_ratio_a_slower_machine_is_no_slower_kernel():
+    before, after = run_of(timed(100, top=4000.0)), run_of(timed(110, top=4000.0 / 1.1))
+    assert compare.compare(before, after).changes[0].verdict == "slower"
+    (change,) = compare.compare(before, after, by="ratio").changes
+    assert (change.verdict, change.factor) == ("same", pytest.approx(1))
+    assert "the ceilings are 0.909 of what they were" in compare.compare(before, after).differences[0]
+    assert compare.compare(before, run_of(timed(110, top=4000.0)), by="ratio").changes[0].verdict == "slower"
+
+
+def test_kernel_and_call_are_never_compared_with_each_other():
+    call = replace(point(), kernel=None, ceiling=None, call=Figure(1, 2, 3, 10))
+    assert compare.compare(run_of(timed(100)), run_of(call)).exit_code == 2
+    both = replace(timed(100), call=Figure(1, 2, 3, 10))
+    assert [c.clock for c in compare.compare(run_of(both), run_of(both)).changes] == ["kernel"]
+    assert [c.clock for c in compare.compare(run_of(both), run_of(call)).changes] == ["call"]
+    assert [c.clock for c in compare.compare(run_of(both), run_of(both), clock="call").changes] == ["call"]
+
+
+def test_what_lost_its_figure_is_worse_and_what_stands_alone_is_counted():
+    wrong = Point(64, 256, "float32", "fused_softmax", "wrong", "largest error 1")
+    found = compare.compare(run_of(timed(100), timed(5, n_cols=512)), run_of(wrong, timed(5, n_cols=1024)))
+    assert (found.exit_code, found.only_before, found.only_after) == (1, 1, 1)
+    assert found.lost[0].message == "largest error 1"
+    assert compare.compare(run_of(wrong), run_of(timed(100))).exit_code == 2
+
+
+def test_geometric_means_are_by_operation_dtype_provider_and_clock():
+    before = run_of(timed(100), timed(100, n_cols=512), timed(100, dtype="bfloat16"))
+    after = run_of(timed(50), timed(200, n_cols=512), timed(300, dtype="bfloat16"))
+    means = compare.compare(before, after).means()
+    assert means["softmax", "float32", "fused_softmax", "kernel"] == (pytest.approx(1), 2, 1, 1)
+    assert means["softmax", "bfloat16", "fused_softmax", "kernel"] == (pytest.approx(3), 1, 0, 1)
 
 
 def test_an_unknown_schema_is_refused(tmp_path):

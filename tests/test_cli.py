@@ -1,6 +1,7 @@
 """The commands as typed: exit codes, files, and what is said of what could not be measured."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -304,6 +305,48 @@ def test_one_shape_that_cannot_be_timed_is_a_line(arguments, code, complaint):
     result = fused_softmax("bench", "one", *arguments)
     assert result.exit_code == code
     assert complaint in result.output
+
+
+def saved(path, gb_per_s, gpu="NVIDIA H200", dtype="float32"):
+    environment = {"torch": "2.11", "triton": "3.6", "python": "3.12", "gpu": {"name": gpu}}
+    us = 1e3 / gb_per_s
+    kernel = record.Figure(us * 0.99, us, us * 1.01, gb_per_s)
+    point = record.Point(64, 256, dtype, "fused_softmax", "ok", kernel=kernel)
+    record.save(record.Run(environment, "fused-softmax bench", [point], complete=True), path)
+    return path
+
+
+def test_compare_says_what_moved_and_exits_for_ci(tmp_path):
+    slow, fast = saved(tmp_path / "slow.json", 2000), saved(tmp_path / "fast.json", 3000)
+    worse, better = (fused_softmax("bench", "compare", *pair) for pair in ((fast, slow), (slow, fast)))
+    assert (worse.exit_code, better.exit_code) == (1, 0)
+    assert re.search(r"64 x 256 float32 +fused_softmax +kernel +0.33 +0.50 +1.500 +slower", worse.output)
+    assert re.search(r"softmax +float32 +fused_softmax +kernel +1 +1 +0 +0.667", better.output)
+    same = fused_softmax("bench", "compare", slow, slow)
+    assert same.exit_code == 0
+    assert "64 x 256" not in same.output
+    assert "64 x 256" in fused_softmax("bench", "compare", slow, slow, "--all").output
+    assert fused_softmax("bench", "compare", fast, slow, "--tolerance", "60").exit_code == 0
+    assert fused_softmax("bench", "compare", fast, slow, "--provider", "torch").exit_code == 2
+
+
+def test_compare_says_that_gpus_and_dtypes_differ(tmp_path):
+    one, other = saved(tmp_path / "a.json", 2000), saved(tmp_path / "b.json", 2000, "NVIDIA H100", "bfloat16")
+    result = fused_softmax("bench", "compare", one, other)
+    assert result.exit_code == 2
+    assert "different GPUs: NVIDIA H200, then NVIDIA H100" in result.output
+    assert "different dtypes: float32, then bfloat16" in result.output
+    assert "nothing could be compared; 1 only before; 1 only after" in result.output
+
+
+def test_compare_refuses_what_is_no_result(tmp_path):
+    good, bad = saved(tmp_path / "good.json", 2000), tmp_path / "bad.json"
+    bad.write_text("[]")
+    for path, complaint in ((bad, "bad.json is not what"), (tmp_path / "none.json", "cannot read")):
+        for pair in ((good, path), (path, good)):
+            result = fused_softmax("bench", "compare", *pair)
+            assert result.exit_code == 2
+            assert complaint in result.output
 
 
 def test_a_command_of_bench_is_no_name_of_a_sweep():

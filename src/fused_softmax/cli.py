@@ -207,10 +207,8 @@ def _sweep_command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{' '.join(named)} has no provider {strangers[0]!r}; it has {', '.join(known)}")
     standing = not (asked["shapes"] or asked["rows"] or asked["elements"])
     arguments = record.command_line(["bench", *ctx.meta["typed"]])
-    # A table in a file or a pipe is not folded to the width of a terminal that is not there.
-    console = Console(width=None if sys.stdout.isatty() else 1000)
     try:
-        code = run.bench(arguments, console, Console(stderr=True), chosen=chosen, standing=standing, **options)
+        code = run.bench(arguments, _console(), Console(stderr=True), chosen=chosen, standing=standing, **options)
     except CannotResume as error:
         raise click.UsageError(str(error)) from None
     ctx.exit(code)
@@ -264,6 +262,46 @@ def one(
         raise click.ClickException(str(error)) from None
 
 
+@bench.command()
+@click.argument("before", type=_file)
+@click.argument("after", type=_file)
+@click.option(
+    "--by",
+    type=click.Choice(["time", "ratio"]),
+    default="time",
+    show_default=True,
+    help="ratio: times in units of each run's own ceiling.",
+)
+@click.option("--clock", type=click.Choice(["kernel", "call"]), help="The kernel's where both have it unless told.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    default=2,
+    show_default=True,
+    help="Percent that a median must move by to count.",
+)
+@click.option("--provider", "names", metavar="NAME", multiple=True, callback=_each(_providers), help="These alone.")
+@click.option("--all", "everything", is_flag=True, help="Show what stayed the same too.")
+@click.pass_context
+def compare(
+    ctx: click.Context, before: Path, after: Path, names: list[str], everything: bool, tolerance: float, **options: Any
+) -> None:
+    """What got faster or slower between two results, beyond the spread of both.
+
+    Exits with 0 where nothing got slower, 1 where something did or lost its figure, 2 where nothing can be compared.
+    """
+    from fused_softmax.bench import compare as comparing
+    from fused_softmax.bench import report
+
+    def wanted(point: record.Point) -> bool:
+        return not names or point.provider in names
+
+    old, new = (_results(path) for path in (before, after))
+    found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
+    report.print_comparison(found, _console(), everything)
+    ctx.exit(found.exit_code)
+
+
 @main.command()
 @click.argument("n_rows", metavar="ROWS", callback=_one(cases.parse_size))
 @click.argument("n_cols", metavar="COLS", callback=_one(cases.parse_size))
@@ -302,6 +340,21 @@ _sweep_command.epilog = "\n\n".join(
         _columns("Commands:", {name: each.get_short_help_str(90) for name, each in bench.commands.items()}),
     )
 )
+
+
+def _results(path: Path) -> record.Run:
+    """What `bench --out` wrote; a usage error, exit code 2, where it cannot be read."""
+    try:
+        return record.read(path)
+    except OSError as error:
+        raise click.UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _console() -> Console:
+    """A table in a file or a pipe is not folded to the width of a terminal that is not there."""
+    return Console(width=None if sys.stdout.isatty() else 1000)
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:

@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.compare import Comparison
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only
 from fused_softmax.plan import Device, RowPlan
 
 # What stands in a column of its own even without a figure; the rest is named beneath the table.
 SHOWN = ("ok", "wrong", "refused", "skipped")
+WORDS = ("", "case", "operation", "dtype", "provider", "clock")  # heads of columns that hold no numbers
 
 
 def print_head(run: Run, console: Console, gpu: bool) -> None:
@@ -130,6 +132,38 @@ def duration(seconds: float) -> str:
 
 def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_comparison(found: Comparison, console: Console, everything: bool) -> None:
+    """What changed, a line each (or all of it), then geometric means, then the sum of it."""
+    for difference in found.differences:
+        say(console, f"note: {difference}")
+    shown = [change for change in found.changes if everything or change.verdict != "same"]
+    if shown:
+        table = _table(console, "case", "provider", "clock", "before us", "after us", "after/before", "")
+        for each in shown:
+            times = (f"{figure.p50_us:.2f}" for figure in (each.before, each.after))
+            table.add_row(str(each.case), each.provider, each.clock, *times, f"{each.factor:.3f}", each.verdict)
+        console.print(table)
+    for lost in found.lost:
+        say(console, f"{lost.provider} at {lost.case}: had a figure, now {lost.status}: {lost.message}")
+    if found.changes:
+        heads = ("operation", "dtype", "provider", "clock", "points", "faster", "slower", "geometric mean")
+        table = _table(console, *heads)
+        for key, (mean, count, faster, slower) in found.means().items():
+            table.add_row(*key, str(count), str(faster), str(slower), f"{mean:.3f}")
+        console.print(table)
+    alone = [f"{n} only {when}" for n, when in ((found.only_before, "before"), (found.only_after, "after")) if n]
+    count = len(found.changes) + len(found.lost)
+    what = f"{count} points compared" if count else "nothing could be compared"
+    say(console, "; ".join([what, *alone]))
+
+
+def _table(console: Console, *heads: str) -> Table:
+    table = Table(box=None if not console.is_terminal else box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold", justify="left" if head in WORDS else "right")
+    return table
 
 
 def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
