@@ -302,6 +302,30 @@ def compare(
     ctx.exit(found.exit_code)
 
 
+@main.command("report")
+@click.argument("results", nargs=-1, required=True, type=_file)
+@click.option("-o", "--out", type=_file, required=True, callback=_output, help="The page.")
+@click.option("--charts", "folder", type=_file, help="A folder for PNG and SVG of every chart.")
+@click.option("--title", default="Measured: fused-softmax", show_default=True)
+def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, title: str) -> None:
+    """One self-contained page of RESULTS, which `bench --out` wrote: charts, tables, how it was measured."""
+    try:
+        from fused_softmax.bench import page
+    except ImportError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[report]'") from None
+
+    names = [path.stem for path in results]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise click.UsageError(f"two of the results are named {twice[0]}: rename one")
+    for path in results:
+        _results(path)
+    parts = [page.part(path) for path in results]
+    record.write_whole(out, page.render(parts, title).encode())
+    click.echo(f"wrote {out}")
+    if folder:
+        click.echo(f"wrote {len(page.save_charts(parts, folder))} files into {folder}")
+
+
 @main.command()
 @click.argument("n_rows", metavar="ROWS", callback=_one(cases.parse_size))
 @click.argument("n_cols", metavar="COLS", callback=_one(cases.parse_size))

@@ -1,0 +1,347 @@
+"""A run's charts, as Vega-Lite by Altair: the same ones for the page and for image files.
+
+A provider has a colour, a shape and a dash of its own everywhere; the ceiling is a line above them.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.compare import geometric_mean
+from fused_softmax.bench.plot import STYLES, axis_of
+from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of
+
+OWN = "fused_softmax"
+INK = "#1a1c1f"  # of the ceiling; the page turns it light in the dark
+# Vega's shapes for the markers of the plots, so that a provider looks alike in both.
+SHAPES = {
+    "o": "circle",
+    "s": "square",
+    "D": "diamond",
+    "x": "M-.7,-.7L.7,.7M-.7,.7L.7,-.7",
+    "^": "triangle-up",
+    "v": "triangle-down",
+    "P": "cross",
+    "*": "M0,-1L.25,-.35L.95,-.3L.4,.15L.6,.8L0,.45L-.6,.8L-.4,.15L-.95,-.3L-.25,-.35Z",
+    "<": "triangle-left",
+    ">": "triangle-right",
+}
+DASHES = (
+    [1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 4], [10, 3], [1, 3], [5, 1, 1, 1], [12, 2, 2, 2, 2, 2], [3, 3, 1, 3],
+    [14, 4], [7, 5], [2, 5], [9, 1, 3, 1], [16, 2, 2, 2], [1, 1],
+)  # fmt: skip
+CEILING_DASH = [3, 1]
+BAR = "M-.9,-.12L.9,-.12L.9,.12L-.9,.12Z"
+SIZE_LABEL = (
+    "datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + 'Mi' : "
+    "datum.value >= 1024 ? format(datum.value / 1024, '~g') + 'Ki' : format(datum.value, '~g')"
+)
+# A map of rows by columns is drawn where at least this part of it has a figure.
+DENSE = 0.4
+VALIDATE = False  # against Vega-Lite's schema: half of the time, so the tests do it
+CROWDED = 60  # points of a line from which its marks are small
+
+
+@dataclass(frozen=True)
+class Chart:
+    """name: of its files; caption: what it shows, a sentence for people who do not see it either."""
+
+    name: str
+    title: str
+    caption: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The charts of one operation and dtype of a run."""
+
+    operation: str
+    dtype: str
+    charts: list[Chart]
+
+
+class Panel:
+    """The points of one operation and dtype, as rows of data, and what their charts share."""
+
+    def __init__(self, run: Run, points: Sequence[Point], stem: str):
+        self.run, self.stem = run, stem
+        self.on_gpu = any(point.kernel for point in run.points)
+        self.points = [point for point in points if (point.kernel if self.on_gpu else point.call)]
+        self.axis, self.at = axis_of([point.case for point in self.points])
+        names = {point.provider for point in self.points}
+        self.names = [*(name for name in STYLES if name in names), *sorted(names - STYLES.keys())]
+        self.ceiling = f"best {ceiling_of(run)}"
+        self.tops = {point.case: point.ceiling for point in self.points if point.ceiling}
+        self.kind = f"{points[0].operation}, {points[0].dtype}"
+        self.floor = floor_of(run)
+
+    @property
+    def shapes(self) -> list[str]:
+        """In the order of their places."""
+        return [case.size for case in sorted(self.at, key=lambda case: (self.at[case], case.n_rows))]
+
+    def row(self, point: Point, **more: Any) -> dict[str, Any]:
+        return {"at": self.at[point.case], "shape": point.case.size, "provider": point.provider, **more}
+
+    def chart(self, kind: str, title: str, caption: str, chart: Any) -> Chart:
+        slug = re.sub(r"[^a-z0-9]+", "_", f"{self.stem}_{self.kind}_{kind}".lower())
+        autosize = alt.AutoSizeParams(type="fit-x", contains="padding")
+        spec = chart.properties(width="container", autosize=autosize).to_dict(validate=VALIDATE)
+        return Chart(slug, f"{title}: {self.kind}", caption, spec)
+
+    def looks(self, ceiling: bool) -> dict[str, Any]:
+        """The encodings that tell providers apart, each the whole legend."""
+        order = list(STYLES)
+        names = [*self.names, *([self.ceiling] if ceiling else [])]
+        places = [order.index(name) if name in order else len(order) for name in self.names]
+        colours = [STYLES[name][0] if name in STYLES else "#777777" for name in self.names]
+        marks = [SHAPES.get(STYLES[name][1], "wedge") if name in STYLES else "wedge" for name in self.names]
+        dashes = [DASHES[place % len(DASHES)] for place in places]
+        if ceiling:
+            colours, marks, dashes = [*colours, INK], [*marks, BAR], [*dashes, CEILING_DASH]
+        legend = alt.Legend(title=None, orient="bottom", symbolStrokeWidth=2, labelLimit=170)
+        return {
+            "color": alt.Color("provider:N", scale=alt.Scale(domain=names, range=colours), legend=legend),
+            "shape": alt.Shape("provider:N", scale=alt.Scale(domain=names, range=marks), legend=legend),
+            "strokeDash": alt.StrokeDash("provider:N", scale=alt.Scale(domain=names, range=dashes), legend=legend),
+        }
+
+    def lines(self, rows: list[dict[str, Any]], field: str, title: str, ceiling: bool, log: bool = False) -> Any:
+        """A line for every provider over what varies, or, where shapes have no order, a mark on a line for each."""
+        looks = self.looks(ceiling)
+        value: dict[str, Any] = {"title": title}
+        if log:
+            value["scale"] = alt.Scale(type="log", nice=False)
+        tooltip = [
+            alt.Tooltip("provider:N"),
+            alt.Tooltip("shape:N"),
+            alt.Tooltip(f"{field}:Q", title=title, format=".4~g"),
+        ]
+        picked = alt.selection_point(fields=["provider"], bind="legend")
+        faint = {"opacity": alt.when(picked).then(alt.value(1)).otherwise(alt.value(0.12))}
+        data = alt.Chart(alt.Data(values=rows))
+        if self.axis == "shape":
+            places = alt.Y("shape:N", sort=self.shapes, title=None, axis=alt.Axis(labelLimit=190, grid=True))
+            where = alt.X(f"{field}:Q", **value), places, looks["color"]
+            of_ceiling = f"datum.provider == '{self.ceiling}'"
+            tops = data.mark_tick(thickness=2.5, size=18).encode(*where, tooltip=tooltip).transform_filter(of_ceiling)
+            marks = data.mark_point(filled=True, size=70, strokeWidth=2).encode(
+                *where, looks["shape"], tooltip=tooltip, **faint
+            )
+            marks = marks.transform_filter(f"!({of_ceiling})").add_params(picked)
+            return (alt.layer(tops, marks) if ceiling else marks).properties(height=26 * len(self.shapes))
+        x, y = self.along(), alt.Y(f"{field}:Q", **value)
+        crowded = len(rows) > CROWDED * len(self.names)
+        line = data.mark_line(strokeWidth=1.8).encode(x, y, looks["color"], looks["strokeDash"], **faint)
+        marks = data.mark_point(filled=True, size=9 if crowded else 42, strokeWidth=1.5).encode(
+            x, y, looks["color"], looks["shape"], tooltip=tooltip, **faint
+        )
+        if not crowded:
+            shown = marks.transform_filter(alt.datum.provider != self.ceiling)
+        else:  # of a crowd every eighth is marked, enough to tell the lines apart
+            shown = marks.transform_filter(f"datum.place % 8 == 0 && datum.provider != '{self.ceiling}'").encode(
+                size=alt.value(42)
+            )
+        hover = data.mark_point(size=120, opacity=0).encode(x, y, tooltip=tooltip)
+        return alt.layer(line, shown, hover).add_params(picked).properties(height=300)
+
+    def along(self) -> alt.X:
+        """The axis of what varies: by powers of two where it spans more than four of them."""
+        places = list(self.at.values())
+        title = {"n_cols": "columns", "n_rows": "rows"}[self.axis]
+        if max(places) <= 16 * min(places):
+            return alt.X("at:Q", title=title, scale=alt.Scale(zero=False, nice=False, padding=8))
+        low, high = math.floor(math.log2(min(places))), math.ceil(math.log2(max(places)))
+        values = [2**i for i in range(low, high + 1)]
+        axis = alt.Axis(values=values, labelExpr=SIZE_LABEL, labelOverlap="greedy", labelSeparation=6)
+        return alt.X("at:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False, padding=8), axis=axis)
+
+    def placed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Sorted, each with its number along its provider's line."""
+        rows = sorted(rows, key=lambda row: row["at"])
+        seen: dict[str, int] = {}
+        for row in rows:
+            row["place"] = seen[row["provider"]] = seen.get(row["provider"], -1) + 1
+        return rows
+
+    def speed(self) -> Chart:
+        rows = [self.row(p, value=_figure(p, self.on_gpu).gb_per_s) for p in self.points]
+        rows += [
+            {"at": self.at[case], "shape": case.size, "provider": self.ceiling, "value": top.gb_per_s}
+            for case, top in self.tops.items()
+        ]
+        what = f"GB/s of {self.floor}" + ("" if self.on_gpu else ", eager wall time")
+        caption = f"{what}; higher is better." + (
+            f" The {self.ceiling} moved as many bytes in the same run and computed nothing." if self.tops else ""
+        )
+        return self.chart(
+            "speed", "Speed", caption, self.lines(self.placed(rows), "value", "GB/s", ceiling=bool(self.tops))
+        )
+
+    def ratio(self) -> Chart | None:
+        rows = [self.row(p, value=p.ratio) for p in self.points if p.ratio is not None]
+        if not rows:
+            return None
+        chart = self.lines(self.placed(rows), "value", "ratio to the ceiling", ceiling=False)
+        one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(color=INK, strokeDash=CEILING_DASH)
+        one = one.encode(alt.X("one:Q") if self.axis == "shape" else alt.Y("one:Q"))
+        caption = f"Speed as a part of the {self.ceiling}'s in the same rounds; 1 is as fast as memory moves."
+        return self.chart("ratio", "Ratio to the ceiling", caption, (one + chart).properties(height=chart.height))
+
+    def speed_up(self) -> Chart | None:
+        """This package over the others; of rows by columns over torch, where the points fill such a map."""
+        own = {p.case: _figure(p, self.on_gpu).p50_us for p in self.points if p.provider == OWN}
+        others = [name for name in self.names if name != OWN]
+        rows = [
+            {
+                "rows": p.n_rows, "cols": p.n_cols, "shape": p.case.size, "over": p.provider,
+                "factor": (factor := _figure(p, self.on_gpu).p50_us / own[p.case]), "log": math.log2(factor),
+            }
+            for p in self.points
+            if p.provider in others and p.case in own
+        ]  # fmt: skip
+        if not rows:
+            return None
+        widest = max(1.0, max(abs(row["log"]) for row in rows))
+        colour = alt.Color(
+            "log:Q",
+            title="times as fast",
+            scale=alt.Scale(domain=[-widest, 0, widest], range=["#b2561b", "#f3efe6", "#14618f"], interpolate="lab"),
+            legend=alt.Legend(
+                orient="bottom", labelExpr="format(pow(2, datum.value), '.2~r') + '×'", gradientLength=180
+            ),
+        )
+        cases = [Case((row["rows"], row["cols"])) for row in rows if row["over"] == "torch"]
+        n_rows, n_cols = ({getattr(case, name) for case in cases} for name in ("n_rows", "n_cols"))
+        flat = all(len(p.case.shape) == 2 for p in self.points)
+        if flat and min(len(n_rows), len(n_cols)) > 1 and len(cases) >= DENSE * len(n_rows) * len(n_cols):
+            rows, lines = [row for row in rows if row["over"] == "torch"], max(len(n_rows), len(n_cols))
+            x, y = ("rows", "cols") if len(n_rows) < len(n_cols) else ("cols", "rows")
+            places = alt.X(f"{x}:O", axis=alt.Axis(orient="top", labelAngle=0), sort="ascending"), alt.Y(f"{y}:O")
+            how = "over torch, by rows and columns"
+        else:
+            sort = [shape for shape in self.shapes if any(row["shape"] == shape for row in rows)]
+            lines = len(sort)
+            axis = alt.Axis(orient="top", labelAngle=0, labelLimit=90)
+            places = (
+                alt.X("over:N", sort=others, title="over", axis=axis),
+                alt.Y("shape:N", sort=sort, title=None, axis=alt.Axis(labelLimit=190)),
+            )
+            how = "over each of the others"
+        tooltip = ["shape:N", "over:N", alt.Tooltip("factor:Q", format=".3~g", title="times as fast")]
+        data = alt.Chart(alt.Data(values=rows)).encode(*places)
+        cells = data.mark_rect(stroke="#88888855").encode(colour, tooltip=tooltip)
+        dark = abs(alt.datum.log) > 0.8 * widest
+        text = data.mark_text(fontSize=11).encode(
+            alt.Text("factor:Q", format=".2f"),
+            color=alt.when(dark).then(alt.value("#ffffff")).otherwise(alt.value("#16181a")),
+        )
+        caption = f"How many times as fast this package is, {how}; by {'kernel' if self.on_gpu else 'wall'} time."
+        return self.chart("speed_up", "Speed-up", caption, (cells + text).properties(height=20 * lines))
+
+    def call_against_kernel(self) -> Chart | None:
+        rows = [self.row(p, kernel=p.kernel.p50_us, call=p.call.p50_us) for p in self.points if p.kernel and p.call]
+        if not rows:
+            return None
+        looks = self.looks(ceiling=False)
+        low = min(min(row["kernel"], row["call"]) for row in rows)
+        high = max(max(row["kernel"], row["call"]) for row in rows)
+        scale = alt.Scale(type="log", nice=False, domain=[low / 1.15, high * 1.15])
+        axis = alt.Axis(format="~g", labelOverlap="greedy", labelSeparation=6)
+        x = alt.X("kernel:Q", title="kernel, us", scale=scale, axis=axis)
+        y = alt.Y("call:Q", title="call, us", scale=scale, axis=axis)
+        ends = [{"kernel": us, "call": us} for us in (low / 1.15, high * 1.15)]
+        same = alt.Chart(alt.Data(values=ends)).mark_line(color=INK, strokeDash=CEILING_DASH, strokeWidth=1)
+        tooltip = [
+            "provider:N",
+            "shape:N",
+            alt.Tooltip("kernel:Q", format=".4~g"),
+            alt.Tooltip("call:Q", format=".4~g"),
+        ]
+        picked = alt.selection_point(fields=["provider"], bind="legend")
+        marks = alt.Chart(alt.Data(values=rows)).mark_point(filled=True, size=48, strokeWidth=1.5)
+        marks = marks.encode(
+            x, y, looks["color"], looks["shape"], tooltip=tooltip,
+            opacity=alt.when(picked).then(alt.value(0.85)).otherwise(alt.value(0.1)),
+        ).add_params(picked)  # fmt: skip
+        caption = "Eager wall time against time on the GPU. On the line the host keeps up; above it, it is what counts."
+        chart = (same.encode(x, y) + marks).properties(height=300)
+        return self.chart("call", "Call against kernel", caption, chart)
+
+    def memory(self) -> Chart | None:
+        rows = [self.row(p, value=p.memory_bytes / 2**20) for p in self.points if p.memory_bytes]
+        if not rows:
+            return None
+        caption = "The most that one call had allocated at once beside its inputs, its result included."
+        chart = self.lines(self.placed(rows), "value", "MiB", ceiling=False, log=self.axis != "shape")
+        return self.chart("memory", "Memory", caption, chart)
+
+
+def groups(run: Run, stem: str) -> list[Group]:
+    """The charts of a run, by operation and dtype; those that it has no figures for are left out."""
+    kinds: dict[tuple[str, str], list[Point]] = {}
+    for point in run.points:
+        kinds.setdefault((point.operation, point.dtype), []).append(point)
+    found = []
+    for (operation, dtype), points in kinds.items():
+        panel = Panel(run, points, stem)
+        if panel.points:
+            makers: list[Callable[[], Chart | None]] = [
+                panel.speed, panel.ratio, panel.speed_up, panel.call_against_kernel, panel.memory
+            ]  # fmt: skip
+            charts = [chart for make in makers if (chart := make())]
+            found.append(Group(operation, dtype, charts))
+    return found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one operation and dtype: geometric means of this package, over all its shapes."""
+
+    operation: str
+    dtype: str
+    shapes: int
+    ratio: float | None
+    lowest: tuple[float, str] | None
+    over: dict[str, float]
+
+
+def summaries(run: Run) -> list[Summary]:
+    """This package's figures in a line for each operation and dtype that has any."""
+    on_gpu = any(point.kernel for point in run.points)
+    kinds: dict[tuple[str, str], dict[str, dict[Case, Point]]] = {}
+    for point in run.points:
+        if point.kernel if on_gpu else point.call:
+            by_name = kinds.setdefault((point.operation, point.dtype), {})
+            by_name.setdefault(point.provider, {})[point.case] = point
+    found = []
+    for (operation, dtype), by_name in kinds.items():
+        own = by_name.pop(OWN, None)
+        if not own:
+            continue
+        ratios = [(point.ratio, case.size) for case, point in own.items() if point.ratio is not None]
+        over = {
+            name: geometric_mean(
+                _figure(points[case], on_gpu).p50_us / _figure(own[case], on_gpu).p50_us for case in both
+            )
+            for name, points in by_name.items()
+            if (both := points.keys() & own.keys())
+        }
+        mean = _mean(ratio for ratio, _ in ratios)
+        found.append(Summary(operation, dtype, len(own), mean, min(ratios, default=None), over))
+    return found
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    seen = list(values)
+    return geometric_mean(seen) if seen else None
+
+
+def _figure(point: Point, on_gpu: bool) -> Any:
+    return point.kernel if on_gpu else point.call

@@ -1,0 +1,148 @@
+"""One page of several results that needs nothing beside itself, and its charts as files."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import altair
+import jinja2
+import vl_convert
+
+from fused_softmax.bench import charts, record
+from fused_softmax.bench.record import Run
+
+VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+# What is dark on white paper, and what stands for it on black.
+DARK = {charts.INK: "#e8e6e1", "#5D3A9B": "#b39ae0", "#0072B2": "#6f8dff", "#8B6D05": "#cdaa33", "#D55E00": "#ff8740"}
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A results file on the page."""
+
+    stem: str
+    run: Run
+    groups: list[charts.Group]
+    summaries: list[charts.Summary]
+
+    @property
+    def gpu(self) -> str:
+        return str((self.run.environment.get("gpu") or {}).get("name", "no GPU"))
+
+    @property
+    def operations(self) -> str:
+        return ", ".join(dict.fromkeys(point.operation for point in self.run.points)) or "nothing"
+
+    @property
+    def peers(self) -> list[str]:
+        return list(dict.fromkeys(name for summary in self.summaries for name in summary.over))
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The environment, a line each, what is not known left out."""
+        env = dict(self.run.environment)
+        gpu = {f"GPU {name}": value for name, value in (env.pop("gpu", None) or {"": "none"}).items()}
+        pairs = [*((name, env[name]) for name in env), *gpu.items(), *self.run.options.items()]
+        return [(name.replace("_", " ").strip(), text(value, name)) for name, value in pairs if value is not None]
+
+    @property
+    def notes(self) -> list[str]:
+        """What has no figure, a line for each reason, and what the clocks did."""
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for point in self.run.points:
+            if point.status not in ("ok", "untimed") or (point.message and not point.kernel and not point.call):
+                reasons.setdefault((point.provider, point.status), []).append(f"{point.case}: {point.message}")
+        lines = [
+            f"{provider}: {status} at {where[0]}" + (f" (and {len(where) - 1} more)" if where[1:] else "")
+            for (provider, status), where in reasons.items()
+        ]
+        if events := sorted({point.provider for point in self.run.points if point.method == "events"}):
+            lines.append(f"Timed by events around eager calls, not captured in a graph: {', '.join(events)}.")
+        if throttled := sorted({why for p in self.run.points for why in (p.clocks or {}).get("throttled", ())}):
+            lines.append(f"The GPU lowered its clocks while it was timed: {', '.join(throttled)}.")
+        if not self.run.complete:
+            lines.append("The run stopped early: shapes are missing.")
+        return lines
+
+    @property
+    def rows(self) -> Iterable[dict[str, Any]]:
+        """All figures, a line for each point that has some."""
+        for point in self.run.points:
+            kernel, call = point.kernel, point.call
+            best = kernel or call
+            yield {
+                "case": str(point.case),
+                "provider": point.provider,
+                "gb_per_s": number(best.gb_per_s if best else None, ".0f" if kernel else ".2f"),
+                "ratio": number(point.ratio, ".3f"),
+                "kernel": _spread(kernel),
+                "call": _spread(call),
+                "memory": number(point.memory_bytes and point.memory_bytes / 2**20, ".1f"),
+                "status": "" if point.status == "ok" else point.status,
+            }
+
+
+def part(path: Path) -> Part:
+    """Raises ValueError for what is no result, OSError for what cannot be read."""
+    run = record.read(path)
+    return Part(path.stem, run, charts.groups(run, path.stem), charts.summaries(run))
+
+
+def render(parts: Sequence[Part], title: str) -> str:
+    """The page as text: styles, scripts, data and all. It asks the network for nothing."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fused_softmax.bench"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.filters["number"] = number
+    specs = {chart.name: bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
+    gpus = dict.fromkeys(each.gpu for each in parts)
+    return environment.get_template("report.html").render(
+        title=title,
+        parts=parts,
+        gpus=", ".join(gpus),
+        # `<` is a letter like any other in JSON, and no end of the script it stands in.
+        specs=json.dumps(specs, separators=(",", ":")).replace("<", "\\u003c"),
+        dark=json.dumps(DARK),
+        font=json.dumps(FONT),
+        bundle=vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
+    )
+
+
+def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object] = lambda name: None) -> list[Path]:
+    """PNG and SVG of every chart, named after the file, the operation, the dtype and what it shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for gpu, chart in ((each.gpu, chart) for each in parts for group in each.groups for chart in group.charts):
+        title = {"text": chart.title, "subtitle": gpu}
+        spec = bare(chart.spec) | {"width": 640, "title": title, "background": "white"}
+        svg = vl_convert.vegalite_to_svg(json.dumps(spec), vl_version=VEGA_LITE).encode()
+        png = vl_convert.vegalite_to_png(json.dumps(spec), vl_version=VEGA_LITE, scale=2)
+        for suffix, content in (("svg", svg), ("png", png)):
+            path = folder / f"{chart.name}.{suffix}"
+            record.write_whole(path, content)
+            written.append(path)
+        say(chart.name)
+    return written
+
+
+def bare(spec: dict[str, Any]) -> dict[str, Any]:
+    """Without the address of the schema, which nothing reads, and Altair's own sizes."""
+    return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def text(value: Any, name: str = "") -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and name.endswith("_bytes"):
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+    return str(value)
+
+
+def _spread(figure: record.Figure | None) -> str:
+    return f"{figure.p50_us:.2f} ({figure.p20_us:.2f} to {figure.p80_us:.2f})" if figure else ""

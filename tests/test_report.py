@@ -1,0 +1,243 @@
+"""The page of results: what its charts show, that it needs nothing beside itself, and how a browser takes it."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fused_softmax.bench import record
+from fused_softmax.bench.record import Ceiling, Figure, Point, Run
+from fused_softmax.cli import main
+
+pytest.importorskip("altair", reason="the report's extra is not installed")
+pytest.importorskip("vl_convert", reason="the report's extra is not installed")
+
+from fused_softmax.bench import charts, page
+from fused_softmax.bench.plot import STYLES
+
+RESULTS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*.json"))
+GPU = {"name": "NVIDIA H200", "l2_bytes": 62914560, "memory_bytes": 150109880320}
+ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "python": "3.12", "commit": None, "gpu": GPU}
+
+
+def figure(us, moved=1e6):
+    return Figure(us * 0.99, us, us * 1.02, moved / us * 1e-3)
+
+
+def timed(n_rows, n_cols, provider="fused_softmax", us=10.0, **more):
+    top = Ceiling("copy", 9.0, 111.0)
+    settings = {"kernel": figure(us), "call": figure(us + 5), "ceiling": top, "ratio": 9.0 / us} | more
+    return Point(n_rows, n_cols, more.pop("dtype", "float32"), provider, "ok", **settings)
+
+
+def run_of(*points, complete=True, **environment):
+    return Run(ENVIRONMENT | environment, "fused-softmax bench --out x.json", list(points), complete=complete)
+
+
+def charts_of(run):
+    (group,) = charts.groups(run, "stem")
+    return {chart.title.partition(":")[0]: chart for chart in group.charts}
+
+
+def data(chart):
+    """The rows of the chart's largest data set."""
+    spec = chart.spec
+    found = [layer["data"] for layer in [spec, *spec.get("layer", [])] if "data" in layer]
+    return max((each["values"] for each in found), key=len)
+
+
+def encodings(spec):
+    for part in [spec, *spec.get("layer", [])]:
+        yield from encodings(part) if part is not spec else ()
+        if "encoding" in part:
+            yield part["encoding"]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_charts_of_committed_results_are_valid_vega_lite(monkeypatch, path):
+    monkeypatch.setattr(charts, "VALIDATE", True)
+    part = page.part(path)
+    assert {(g.operation, g.dtype) for g in part.groups} == {(p.operation, p.dtype) for p in part.run.points}
+    for group in part.groups:
+        assert {"Speed", "Ratio to the ceiling", "Call against kernel"} <= {
+            chart.title.partition(":")[0] for chart in group.charts
+        }
+    assert len({chart.name for group in part.groups for chart in group.charts}) == sum(
+        len(group.charts) for group in part.groups
+    )
+
+
+def test_a_curve_for_every_provider_and_the_ceiling_over_what_varies():
+    run = run_of(*(timed(4096, n, name) for n in (256, 512, 1024) for name in ("fused_softmax", "torch")))
+    speed = charts_of(run)["Speed"]
+    assert {row["provider"] for row in data(speed)} == {"fused_softmax", "torch", "best copy kernel"}
+    assert {row["at"] for row in data(speed)} == {256, 512, 1024}
+    assert {encoding["x"]["title"] for encoding in encodings(speed.spec)} == {"columns"}
+    by_rows = charts_of(run_of(*(timed(n, 4096) for n in (1, 2, 64))))["Speed"]
+    assert {encoding["x"]["title"] for encoding in encodings(by_rows.spec)} == {"rows"}
+
+
+def test_providers_are_told_apart_by_colour_by_shape_and_by_dash():
+    names = [*STYLES, "stranger"]
+    run = run_of(*(timed(4096, n, name) for n in (256, 512) for name in names))
+    spec = charts_of(run)["Speed"].spec
+    for channel in ("color", "shape", "strokeDash"):
+        scales = [e[channel]["scale"] for e in encodings(spec) if channel in e]
+        assert scales
+        for scale in scales:
+            assert scale["domain"] == [*names, "best copy kernel"]
+            assert len({str(look) for look in scale["range"]}) == len(names) + 1, channel
+
+
+def test_speed_up_is_a_map_of_rows_by_columns_where_the_points_fill_one():
+    points = [
+        timed(rows, cols, name, us)
+        for rows in (1, 16, 256)
+        for cols in (1024, 4096)
+        for name, us in (("fused_softmax", 10), ("torch", 10 * rows), ("naive", 40))
+    ]
+    grid = charts_of(run_of(*points))["Speed-up"]
+    assert [(row["rows"], row["factor"]) for row in data(grid)] == [
+        (1, 1),
+        (1, 1),
+        (16, 16),
+        (16, 16),
+        (256, 256),
+        (256, 256),
+    ]
+    (encoding, *_) = encodings(grid.spec)
+    assert {encoding["x"]["field"], encoding["y"]["field"]} == {"rows", "cols"}
+    column = charts_of(run_of(*(p for p in points if p.n_rows == 16)))["Speed-up"]
+    assert {(row["over"], row["factor"]) for row in data(column)} == {("torch", 16), ("naive", 4)}
+
+
+def test_what_was_not_measured_has_no_chart():
+    names = charts_of(run_of(timed(8, 100), timed(8, 200))).keys()
+    assert names == {"Speed", "Ratio to the ceiling", "Call against kernel"}
+    with_memory = run_of(timed(8, 100, memory_bytes=2**20), timed(8, 200, memory_bytes=2**21))
+    assert [row["value"] for row in data(charts_of(with_memory)["Memory"])] == [1, 2]
+    on_cpu = run_of(*(replace(timed(8, n), kernel=None, ceiling=None, ratio=None) for n in (100, 200)), gpu=None)
+    assert charts_of(on_cpu).keys() == {"Speed"}
+    assert "eager wall time" in charts_of(on_cpu)["Speed"].caption
+    assert charts.groups(run_of(Point(8, 100, "float32", "torch", "absent", "no module")), "stem") == []
+
+
+def test_the_summary_is_of_geometric_means_and_the_lowest_ratio():
+    points = [timed(8, 100, us=10), timed(8, 200, us=20), timed(8, 100, "torch", 40), timed(8, 200, "torch", 20)]
+    (summary,) = charts.summaries(run_of(*points))
+    assert summary.ratio == pytest.approx((0.9 * 0.45) ** 0.5)
+    assert summary.lowest == (0.45, "8 x 200")
+    assert summary.over == {"torch": pytest.approx(2)}
+
+
+def report(tmp_path, *arguments):
+    out = tmp_path / "report.html"
+    result = CliRunner().invoke(main, ["report", *map(str, arguments), "-o", str(out)], prog_name="fused-softmax")
+    return result, out
+
+
+def written(tmp_path, name, run):
+    record.save(run, tmp_path / name)
+    return tmp_path / name
+
+
+def test_the_page_asks_for_nothing_and_holds_all(tmp_path):
+    wrong = Point(8, 300, "float32", "naive", "wrong", "largest error </script><b>1")
+    run = run_of(*(timed(8, n, name) for n in (100, 200) for name in ("fused_softmax", "torch")), wrong, complete=False)
+    result, out = report(tmp_path, written(tmp_path, "one.json", run), written(tmp_path, "two.json", run))
+    assert result.exit_code == 0, result.output
+    text = out.read_text()
+    markup = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"""(?:src|href|action)=["'](?!#|data:)|url\(|@import""", markup)
+    assert "<b>1" not in text
+    assert "naive: wrong at 8 x 300 float32: largest error &lt;/script&gt;" in text
+    assert "The run stopped early" in text
+    assert text.count("fused-softmax bench --out x.json") == 2
+    assert "NVIDIA H200" in text
+    assert "139.8 GiB" in text
+    specs = json.loads(re.search(r'id="specs">(.*?)</script>', text, re.DOTALL)[1])
+    assert set(specs) == set(re.findall(r'data-chart="(\w+)"', text))
+    assert "schema" not in json.dumps(specs)
+
+
+def test_charts_are_written_as_png_and_svg(tmp_path):
+    path = written(tmp_path, "one.json", run_of(timed(8, 100), timed(8, 200), timed(8, 100, "torch")))
+    result, _ = report(tmp_path, path, "--charts", tmp_path / "charts")
+    assert result.exit_code == 0, result.output
+    kinds = ("call", "ratio", "speed", "speed_up")
+    assert sorted(p.name for p in (tmp_path / "charts").iterdir()) == sorted(
+        f"one_softmax_float32_{kind}.{suffix}" for kind in kinds for suffix in ("png", "svg")
+    )
+    assert (tmp_path / "charts/one_softmax_float32_speed.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "charts/one_softmax_float32_speed.svg").read_text()
+    assert "fused_softmax" in svg
+    assert "best copy kernel" in svg
+
+
+def test_what_is_no_result_is_refused_and_an_earlier_page_stays(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "report.html").write_text("earlier")
+    good = written(tmp_path, "good.json", run_of(timed(8, 100)))
+    (tmp_path / "other").mkdir()
+    again = written(tmp_path / "other", "good.json", run_of(timed(8, 100)))
+    for arguments, complaint in (
+        ((good, tmp_path / "bad.json"), "bad.json has schema None"),
+        ((good, tmp_path / "none.json"), "cannot read"),
+        ((good, again), "two of the results are named good"),
+        ((), "Missing argument"),
+    ):
+        result, out = report(tmp_path, *arguments)
+        assert result.exit_code == 2
+        assert complaint in result.output
+        assert out.read_text() == "earlier"
+
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api")
+    if not CHROMIUM:
+        pytest.skip("no chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+    with api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def whole_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    memory = run_of(*(timed(8, n, memory_bytes=n * 2**20) for n in (100, 200)))
+    names = ("h200_softmax", "h200_few_rows", "h200_dims")
+    paths = [*(path for path in RESULTS if path.stem in names), written(folder, "memory.json", memory)]
+    result, out = report(folder, *paths)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 380])
+def test_a_browser_draws_it_all_without_an_error_a_request_or_a_sideways_scroll(browser, whole_page, width, scheme):
+    tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    said, asked = [], []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(whole_page.as_uri())
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    tab.wait_for_function("!document.querySelector('.chart:not(.drawn)')")
+    tab.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+    assert said == []
+    assert asked == [whole_page.as_uri()]
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    too_wide = "[...document.querySelectorAll('.chart')].filter((e) => e.scrollWidth > e.clientWidth + 1).length"
+    assert tab.evaluate(too_wide) == 0
+    assert tab.evaluate("document.querySelectorAll('.chart svg').length") > 10
+    tab.close()
