@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "patch": {"ops"},
     "classic": set(),
     "bench": {PUBLIC, "ops", "classic", "reference", "plan", "device"},
-    "cli": {"bench", "plan", "device"},
+    "profile": {"bench", "ops", "launch", "workspace", "plan"},
+    "cli": {"bench", "profile", "plan", "device"},
 }
 
 

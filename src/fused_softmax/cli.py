@@ -16,6 +16,7 @@ except ImportError as error:
 from fused_softmax.bench import cases, operations, providers, record, sweeps
 from fused_softmax.bench.providers import PROVIDER_ALIASES
 from fused_softmax.bench.resume import CannotResume
+from fused_softmax.plan import H200, Device
 
 
 class _Keeping(click.Command):
@@ -100,6 +101,10 @@ def _operation(text: str) -> str:
 def _backend(text: str) -> str:
     (name,) = _providers(PROVIDER_ALIASES.get(text, text))
     return name
+
+
+def _backends(text: str) -> list[str]:
+    return [_backend(part.strip()) for part in text.split(",")]
 
 
 def _columns(title: str, lines: dict[str, str]) -> str:
@@ -302,6 +307,39 @@ def compare(
     ctx.exit(found.exit_code)
 
 
+@main.command()
+@click.option("--M", "n_rows", metavar="ROWS", required=True, callback=_one(cases.parse_size), help="Rows.")
+@click.option("--N", "n_cols", metavar="COLS", required=True, callback=_one(cases.parse_size), help="Columns.")
+@click.option("--dtype", default="float16", show_default=True, callback=_one(cases.parse_dtype))
+@click.option("--op", "operation", default="softmax", show_default=True, callback=_one(_operation))
+@click.option(
+    "--provider", "names", metavar="NAME", multiple=True, callback=_each(_backends), help="fused and torch unless told."
+)
+@click.option("--json", "as_json", is_flag=True)
+def profile(n_rows: int, n_cols: int, dtype: str, operation: str, names: list[str], as_json: bool) -> None:
+    """One call of each provider under ncu, in one table: bytes moved, occupancy, registers, widths, stalls.
+
+    Where counters cannot be read it says why, and gives what the compiled kernel tells and Proton's times.
+    """
+    from fused_softmax.profile import run, table
+
+    case = cases.Case((n_rows, n_cols), dtype, operation)
+    try:
+        sweeps.require_dims(case, operation, sweeps.ndim_of(operation))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    known = operations.provider_names([operation])
+    if strangers := [name for name in names if name not in known]:
+        raise click.UsageError(f"{operation} has no provider {strangers[0]!r}; it has {', '.join(known)}")
+    device, gpu = _device()
+    found = [run.profile(case, name, device, gpu=gpu) for name in names or [providers.OWN, providers.TORCH]]
+    floor_bytes = operations.operation_of(case).floor_bytes(case)
+    if as_json:
+        click.echo(json.dumps({"case": str(case), **table.facts(found, floor_bytes, device)}, indent=1))
+    else:
+        run.print_table(case, found, floor_bytes, device, _console())
+
+
 @main.command("report")
 @click.argument("results", nargs=-1, required=True, type=_file)
 @click.option("-o", "--out", type=_file, required=True, callback=_output, help="The page.")
@@ -333,17 +371,10 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
 @click.option("--json", "as_json", is_flag=True)
 def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
     """The plan for contiguous ROWS x COLS on this GPU: its traffic, and the time no kernel can beat."""
-    import torch
-
     from fused_softmax.bench import report
-    from fused_softmax.plan import H200
 
-    device = H200
-    if torch.cuda.is_available():
-        from fused_softmax.device import device_of
-
-        device = device_of(0)
-    elif not as_json:
+    device, gpu = _device()
+    if not gpu and not as_json:
         click.echo(f"no GPU: planned for the built-in {device.name}")
     chosen = providers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype])
     _print(report.plan_facts(chosen, device), as_json)
@@ -374,6 +405,17 @@ def _results(path: Path) -> record.Run:
         raise click.UsageError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+
+
+def _device() -> tuple[Device, bool]:
+    """The GPU here, and that it is; without one the built-in H200."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return H200, False
+    from fused_softmax.device import device_of
+
+    return device_of(0), True
 
 
 def _console() -> Console:

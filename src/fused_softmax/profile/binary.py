@@ -1,0 +1,135 @@
+"""Compiles a kernel for a GPU that need not be present, and reads off the binary what it takes and how it reads.
+
+    kernel = compile_for(
+        softmax._forward,
+        signature={"x_ptr": "*bf16", "y_ptr": "*bf16", "x_row_stride": "i32", "y_row_stride": "i32", "n_cols": "i32"},
+        constexprs={"BLOCK_COLS": 4096},
+        target="sm_90",
+        divisible_by_16=("x_ptr", "y_ptr", "x_row_stride", "y_row_stride", "n_cols"),
+        num_warps=8,
+    )
+    assert kernel.stack_bytes == 0 and set(kernel.load_widths) == {16}
+
+The process must not run under TRITON_INTERPRET. What Triton keeps private is used here; it reads the same on Triton
+3.6, 3.7 and 3.9.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fused_softmax.profile.parse import amd_widths, ptx_widths, usage
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+def compile_for(
+    fn: Any,
+    *,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    target: str | GPUTarget,
+    divisible_by_16: Collection[str] = (),
+    **options: Any,
+) -> "Compiled":
+    """The binary of fn, a function under `triton.jit` alone, for one target.
+
+    signature: the type of each runtime argument by name: "*bf16", "*fp32", "i32", "i64", "fp32".
+    constexprs: the value of every other argument. An integer argument that is 1 belongs here: the JIT makes it so.
+    target: a name in TARGETS, or any GPUTarget.
+    divisible_by_16: the pointers that are aligned to 16 bytes and the integers that are multiples of 16, which the JIT
+        sees for itself in a launch. Leave one out to see the binary that a launch without that luck runs.
+    options: what a launch takes beside arguments: num_warps, num_stages, num_ctas, maxnreg.
+    """
+    missing = set(fn.arg_names) ^ (signature.keys() | constexprs.keys())
+    both = signature.keys() & constexprs.keys()
+    stray = set(divisible_by_16) - signature.keys()
+    if missing or both or stray:
+        raise ValueError(
+            f"{fn.__name__}: an argument stands either in signature or in constexprs, and divisible_by_16 names some "
+            f"in signature; missing or unknown {sorted(missing)}, twice {sorted(both)}, not there {sorted(stray)}"
+        )
+    source = ASTSource(
+        fn,
+        {name: signature.get(name, "constexpr") for name in fn.arg_names},
+        {(fn.arg_names.index(name),): value for name, value in constexprs.items()},
+        {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16},
+    )
+    target = TARGETS[target] if isinstance(target, str) else target
+    return Compiled(triton.compile(source, target=target, options={"enable_fp_fusion": True, **options}))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A binary and what can be read off it. `kernel` is Triton's own CompiledKernel."""
+
+    kernel: Any
+
+    @property
+    def is_amd(self) -> bool:
+        return "amdgcn" in self.kernel.asm
+
+    @property
+    def ptx(self) -> str:
+        """NVIDIA only."""
+        return self.kernel.asm["ptx"]
+
+    @property
+    def amdgcn(self) -> str:
+        """AMD only."""
+        return self.kernel.asm["amdgcn"]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one program."""
+        return self.kernel.metadata.shared
+
+    @property
+    def registers(self) -> int:
+        """Registers of one thread; on AMD the vector registers, accumulation registers in use among them."""
+        return self._amd_field("vgpr_count") if self.is_amd else self._nvidia_usage["REG"]
+
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes of one thread's values that found no register. 0 is a kernel that does not spill."""
+        return self._amd_field("private_segment_fixed_size") if self.is_amd else self._nvidia_usage["STACK"]
+
+    @property
+    def load_widths(self) -> list[int]:
+        """Bytes one thread asks for at a time, for each load from global memory in program order; cp.async included."""
+        return amd_widths(self.amdgcn, "load") if self.is_amd else ptx_widths(self.ptx, "ld")
+
+    @property
+    def store_widths(self) -> list[int]:
+        """Bytes one thread writes at a time, for each store to global memory in program order."""
+        return amd_widths(self.amdgcn, "store") if self.is_amd else ptx_widths(self.ptx, "st")
+
+    def _amd_field(self, name: str) -> int:
+        found = re.search(rf"^\s*\.{name}:\s*(\d+)", self.amdgcn, re.MULTILINE)
+        if not found:
+            raise ValueError(f"no .{name} in the kernel's metadata")
+        return int(found[1])
+
+    @cached_property
+    def _nvidia_usage(self) -> dict[str, int]:
+        # ptxas reports spills of 32-bit registers under STACK; LOCAL stays 0 for kernels without a call.
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(self.kernel.asm["cubin"])
+            cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+            run = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True)
+        return usage(run.stdout)

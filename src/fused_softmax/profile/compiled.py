@@ -1,0 +1,152 @@
+"""What this package's kernels would be for a case, compiled for a GPU that need not be present: JSON, a line a kernel.
+
+    python -m fused_softmax.profile.compiled softmax 4096x32768 bfloat16 < device.json
+
+The operator's own host path runs, on tensors without memory that say they are on that GPU; what it would launch is
+compiled and not launched. That takes putting stand-ins into its modules, so this is a process of its own, and one that
+does not interpret.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from fused_softmax import launch, workspace
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.operations import operation_of
+from fused_softmax.plan import Device
+from fused_softmax.profile.binary import Compiled, compile_for
+from fused_softmax.profile.parse import Kernel, widths
+from fused_softmax.profile.table import occupancy
+from fused_softmax.profile.target import parse_case
+
+_TYPES = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64",
+    torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+
+
+class OnGpu(torch.Tensor):
+    """A tensor without memory, as the host path sees one on a GPU: 16-byte aligned, on device 0."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return 2**32 + int(self.storage_offset()) * self.element_size()
+
+
+class Nowhere(torch.Generator):
+    """Makes inputs without memory."""
+
+    device = torch.device("meta")
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """A launch that was asked for."""
+
+    kernel: Any
+    grid: Any
+    tensors: Sequence[Any]
+    scalars: Sequence[Any]
+    constexprs: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @property
+    def programs(self) -> int:
+        return self.grid if isinstance(self.grid, int) else math.prod(self.grid)
+
+    def compile(self, target: GPUTarget) -> Compiled:
+        """Specialised as Triton's JIT does: for aligned pointers, multiples of 16, and ones."""
+        names = self.kernel.arg_names
+        unspecialised = {param.name for param in self.kernel.params if param.do_not_specialize}
+        signature, constants, divisible = {}, dict(self.constexprs), set()
+        for name, tensor in zip(names, self.tensors, strict=False):
+            if tensor is None:
+                constants[name] = None
+                continue
+            signature[name] = _TYPES[tensor.dtype]
+            if tensor.data_ptr() % 16 == 0:
+                divisible.add(name)
+        for name, value in zip(names[len(self.tensors) :], self.scalars, strict=False):
+            if value is None or (type(value) is int and value == 1 and name not in unspecialised):
+                constants[name] = value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % 16 == 0 and name not in unspecialised:
+                    divisible.add(name)
+        return compile_for(
+            self.kernel, signature=signature, constexprs=constants, target=target, divisible_by_16=sorted(divisible),
+            **self.options,
+        )  # fmt: skip
+
+
+def listed(case: Case, device: Device) -> list[Listed]:
+    """What this package would launch for a case on a device. It changes this process for good."""
+    found: list[Listed] = []
+
+    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options) -> Callable[..., None]:
+        found.append(Listed(kernel, grid, tensors, scalars, constexprs, options))
+        return lambda *tensors: None
+
+    def slots(index: int, n_rows: int, slots_per_row: int) -> torch.Tensor:
+        return torch.empty(n_rows * slots_per_row, dtype=torch.int64, device="meta").as_subclass(OnGpu)
+
+    stand_ins: dict[str, Callable[..., Any]] = {"device_of": lambda index: device, "runs_here": lambda *tensors: True}
+    setattr(launch, "prepare", prepare)  # noqa: B010  to mypy a function is no attribute to set
+    setattr(workspace, "slots", slots)  # noqa: B010
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fused_softmax.ops."):
+            for attribute, stand_in in stand_ins.items():
+                if hasattr(module, attribute):
+                    setattr(module, attribute, stand_in)
+    inputs = operation_of(case).inputs(case, Nowhere())
+    operation_of(case).own(case)(*(tensor.as_subclass(OnGpu) for tensor in inputs))
+    return found
+
+
+def kernel_of(each: Listed, device: Device) -> Kernel:
+    major, minor = device.capability
+    binary = each.compile(GPUTarget("cuda", 10 * major + minor, 32))
+    block = 32 * each.options["num_warps"]
+    limit, limited_by = occupancy(device, binary.registers, binary.shared_bytes, block)
+    return Kernel(
+        name=each.kernel.fn.__name__,
+        grid=each.programs,
+        block=block,
+        occupancy_limit=limit,
+        limited_by=limited_by,
+        registers=binary.registers,
+        shared_bytes=binary.shared_bytes,
+        spilled_bytes=binary.stack_bytes,
+        loads=widths(binary.load_widths),
+        stores=widths(binary.store_widths),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m fused_softmax.profile.compiled")
+    for name in ("operation", "shape", "dtype"):
+        parser.add_argument(name)
+    options = parser.parse_args()
+    facts = json.load(sys.stdin)
+    device = Device(**facts | {"capability": tuple(facts["capability"])})
+    for each in listed(parse_case(options.operation, options.shape, options.dtype), device):
+        print(json.dumps(dataclasses.asdict(kernel_of(each, device))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
