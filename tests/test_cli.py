@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fused_softmax.bench import measure, one, record, run, sweeps, verify
+from fused_softmax.bench import measure, one, record, report, run, sweeps, verify
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.cli import bench as bench_commands
@@ -404,6 +404,20 @@ def test_plan_prints_the_plan_its_traffic_and_its_floor():
         assert name in result.output
     facts = json.loads(fused_softmax("plan", "4096", "32768", "--json").output)
     assert facts["floor_bytes"] == 2 * 4096 * 32768 * 4
+
+
+def test_plan_says_why_and_what_others_would_move():
+    facts = json.loads(fused_softmax("plan", "1024", "131072", "--dtype", "bf16", "--json").output)
+    matrix = 1024 * 131072 * 2
+    assert facts["why"][0].startswith("split: a row of more than 32768 columns")
+    assert (facts["traffic_bytes"], facts["torch_bytes"]) == (2 * matrix, 4 * matrix)
+    assert facts["naive_bytes"] == 8 * matrix + 4 * 1024 * 2
+    assert "split: a row of more than" in fused_softmax("plan", "1024", "131072", "--dtype", "bf16").output
+
+
+def test_torch_reads_a_row_again_where_it_holds_none():
+    assert [report.torch_reads(n, 2) for n in (128, 9216, 24568, 24569, 24576, 32000)] == [1, 1, 1, 3, 3, 3]
+    assert [report.torch_reads(n, 4) for n in (9217, 12284, 12288)] == [3, 1, 3]
 
 
 def test_plan_refuses_what_is_no_shape():

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, STRATEGIES, edges, widths
 
-from fused_softmax.plan import H200, VECTOR_BYTES, Device, candidate, most_parts, plan_rows
+from fused_softmax.plan import H200, VECTOR_BYTES, Device, candidate, most_parts, plan_rows, row_rung_ends, why
 
 SMALL_GPU = Device("small", "cuda", (8, 6), 16, shared_bytes=100 * 1024, l2_bytes=4 * 2**20)
 TINY_GPU = Device("tiny", "cuda", (7, 5), 1)
@@ -216,3 +216,28 @@ def test_plans_are_frozen_values():
         plan.parts = 2
     assert hash(plan) == hash(replace(plan))
     assert {field.name for field in fields(plan)} >= {"strategy", "vector", "parts"}
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_every_plan_says_why_and_on_which_measurement(itemsize, inputs):
+    for n_cols in row_rung_ends(itemsize, H200, inputs):
+        for n_rows in (3, 4096):
+            for alignment in ("even", "shifted", "scalar"):
+                plan = plan_rows(n_rows, n_cols, itemsize, H200, alignment=alignment, inputs=inputs)
+                said = why(n_rows, n_cols, itemsize, H200, alignment=alignment, inputs=inputs)
+                assert said[0].startswith(f"{plan.strategy}: ")
+                text = " ".join(said)
+                assert ("by elements" in text) == (plan.alignment == "scalar")
+                assert ("fetched into L2" in text) == (plan.prefetch > 0)
+                if plan.strategy == "row":
+                    assert f"{plan.num_warps} warps for rows of at most" in text
+                if plan.strategy == "split":
+                    assert f"parts of {plan.part_cols} columns" in text
+
+
+def test_a_reason_names_the_rung_and_its_note():
+    assert why(4096, 4096, 2, H200)[1].startswith("8 warps for rows of at most 32768 columns (1024 1.01, 4096 1.00")
+    assert why(4096, 264, 2, H200)[1].startswith("8 rows a program for rows of at most 448 columns (136 0.96")
+    assert "so that few rows fill the chip (1 x 32768 2.5 us" in why(1, 32768, 4, H200)[1]
+    assert "unmeasured" in why(4096, 4096, 8, H200)[1]

@@ -1,11 +1,15 @@
 """The README's table of results: what it shows, what it refuses, and that it touches nothing else."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
 
 from fused_softmax.bench import readme, record
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
+from fused_softmax.cli import main
 
 ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "gpu": {"name": "NVIDIA H200", "driver_version": "580.159"}}
 COMMAND = "fused-softmax bench --quick --out h200_softmax.json"
@@ -100,6 +104,47 @@ def test_files_of_another_kind_are_refused(tmp_path, capsys, text):
         readme.main(arguments)
     assert "results.json" in capsys.readouterr().err
     assert page.read_text() == EMPTY
+
+
+def test_the_picture_is_drawn_where_it_shows_other_figures(tmp_path):
+    text = EMPTY.replace("# Title", "![GB/s](results.png)\n![GB/s](folder/results.png)")
+    arguments, page = files(tmp_path, run_of(timed(256, "fused_softmax", 3940.0)), text)
+    picture = tmp_path / "results.png"
+    assert readme.main(arguments) == 0
+    first = picture.read_bytes()
+    assert first.startswith(b"\x89PNG")
+    assert readme.main([*arguments, "--check"]) == 0
+    picture.unlink()
+    assert readme.main([*arguments, "--check"]) == 1
+    assert not picture.exists()
+    record.save(run_of(timed(256, "fused_softmax", 3941.0)), Path(arguments[0]))
+    picture.write_bytes(first)
+    assert readme.main(arguments) == 0
+    assert picture.read_bytes() != first
+    assert readme.main([*arguments, "--check"]) == 0
+    page.write_text(EMPTY)
+    picture.unlink()
+    assert readme.main(arguments) == 0
+    assert not picture.exists()
+
+
+def commands_shown():
+    """Of the README, each command with its output."""
+    blocks = re.findall(r"^```\n\$ fused-softmax (\S[^\n]*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    return [pytest.param(arguments, said, id=arguments) for arguments, said in blocks]
+
+
+@pytest.mark.parametrize(("arguments", "said"), commands_shown())
+def test_what_the_readme_says_a_command_prints_it_prints(monkeypatch, arguments, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, arguments.split(), prog_name="fused-softmax")
+    assert result.exit_code == 0
+    if arguments == "env":  # its values are the machine's
+        assert [line.split()[0] for line in result.output.splitlines()] == [
+            line.split()[0] for line in said.splitlines()
+        ]
+    else:
+        assert result.output == said
 
 
 def test_the_projects_readme_shows_the_committed_results():

@@ -370,14 +370,14 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
 @click.option("--dtype", default="float32", show_default=True, callback=_one(cases.parse_dtype))
 @click.option("--json", "as_json", is_flag=True)
 def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
-    """The plan for contiguous ROWS x COLS on this GPU: its traffic, and the time no kernel can beat."""
+    """The plan for contiguous ROWS x COLS on this GPU and why: its traffic and others', the time no kernel can beat."""
     from fused_softmax.bench import report
 
     device, gpu = _device()
     if not gpu and not as_json:
         click.echo(f"no GPU: planned for the built-in {device.name}")
-    chosen = providers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype])
-    _print(report.plan_facts(chosen, device), as_json)
+    asked = device, n_rows, n_cols, cases.ITEMSIZE[dtype]
+    _print(report.plan_facts(providers.plan_on(*asked), device, providers.why_on(*asked)), as_json)
 
 
 @main.command()

@@ -14,6 +14,17 @@ _CHOICES = {"part_cols", "block_rows", "block_cols", "num_warps", "copies", "lan
 VECTOR_BYTES = 16  # the widest access of one thread
 
 
+class Ladder(tuple[tuple[Any, ...], ...]):
+    """Rungs, each first the largest size it holds for, and what was measured on them: widths, and ratios to a copy."""
+
+    note: str
+
+    def __new__(cls, *rungs: tuple[Any, ...], note: str = "") -> "Ladder":
+        ladder = super().__new__(cls, rungs)
+        ladder.note = note
+        return ladder
+
+
 @dataclass(frozen=True)
 class Device:
     """What the planner needs to know of a GPU. `registers` (32-bit) and `shared_bytes` are per multiprocessor."""
@@ -88,29 +99,39 @@ class RowPlan:
 
 # (inputs, itemsize): (columns up to, warps): how many warps hold one row. H200, 128 Mi elements, ratio to the copy.
 _ROW_WARPS = {
-    (1, 2): ((1024, 1), (2048, 2), (3072, 4), (32768, 8)),  # 1024 1.01, 4096 1.00, 16384 1.00, 32000 0.98
-    (1, 4): ((512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32)),  # 1024 1.01, 4096 1.00, 32768 0.99
-    (1, 8): ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32)),  # unmeasured: what fits the registers
-    (2, 2): ((1024, 1), (2048, 2), (4096, 4), (8192, 8), (32768, 16)),  # 1024 1.00, 8192 0.99, 32000 0.97
-    (2, 4): ((512, 2), (1024, 4), (2048, 8), (16384, 16)),  # 1024 1.00, 4096 1.00, 16384 0.99
-    (2, 8): ((256, 1), (512, 2), (1024, 4), (2048, 8), (4096, 16), (8192, 32)),
+    (1, 2): Ladder((1024, 1), (2048, 2), (3072, 4), (32768, 8), note="1024 1.01, 4096 1.00, 16384 1.00, 32000 0.98"),
+    (1, 4): Ladder(
+        (512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32), note="1024 1.01, 4096 1.00, 32768 0.99"
+    ),
+    (1, 8): Ladder(
+        (512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32), note="unmeasured: what fits the registers"
+    ),
+    (2, 2): Ladder((1024, 1), (2048, 2), (4096, 4), (8192, 8), (32768, 16), note="1024 1.00, 8192 0.99, 32000 0.97"),
+    (2, 4): Ladder((512, 2), (1024, 4), (2048, 8), (16384, 16), note="1024 1.00, 4096 1.00, 16384 0.99"),
+    (2, 8): Ladder(
+        (256, 1), (512, 2), (1024, 4), (2048, 8), (4096, 16), (8192, 32), note="unmeasured: what fits the registers"
+    ),
 }
 # Triton 3.9 spills a few bytes of longer rows on sm_80 and sm_100: on other GPUs than were measured they are split.
 _UNMEASURED_ROW_COLS = {(2, 2): 8192}
 # (inputs, itemsize): (columns up to, part columns, warps): how a row is split where rows are enough to fill the chip.
 _SPLIT_PARTS = {
-    (1, 2): ((131072, 8192, 4), (2**62, 16384, 4)),  # 65536 0.98, 131072 0.97; 262144 0.97, 1 Mi 0.94
-    (1, 4): ((262144, 8192, 4), (2**62, 16384, 4)),  # 65536 1.00, 262144 0.98; 524288 0.98, 1 Mi 0.96
-    (2, 2): ((65536, 8192, 4), (131072, 16384, 4), (524288, 8192, 4), (2**62, 16384, 4)),  # 0.96, 0.95; 0.91, 1 Mi 0.90
-    (2, 4): ((131072, 8192, 4), (2**62, 8192, 8)),  # 65536 0.99, 131072 0.98; 262144 0.96, 1 Mi 0.93
+    (1, 2): Ladder((131072, 8192, 4), (2**62, 16384, 4), note="65536 0.98, 131072 0.97; 262144 0.97, 1 Mi 0.94"),
+    (1, 4): Ladder((262144, 8192, 4), (2**62, 16384, 4), note="65536 1.00, 262144 0.98; 524288 0.98, 1 Mi 0.96"),
+    (2, 2): Ladder(
+        (65536, 8192, 4), (131072, 16384, 4), (524288, 8192, 4), (2**62, 16384, 4), note="0.96, 0.95; 0.91, 1 Mi 0.90"
+    ),
+    (2, 4): Ladder((131072, 8192, 4), (2**62, 8192, 8), note="65536 0.99, 131072 0.98; 262144 0.96, 1 Mi 0.93"),
 }
-_SHIFTED_SPLIT_PARTS = {  # the edges are the first part's work, and long parts hide it: bf16 50257 0.95, with 8192 0.91
+_SHIFTED_SPLIT_PARTS = {  # the edges are the first part's work, and long parts hide it
     **_SPLIT_PARTS,
-    (1, 2): ((2**62, 16384, 4),),
-    (2, 4): ((2**62, 4096, 4),),  # fp32 100003 0.95, with 8192 0.90
+    (1, 2): Ladder((2**62, 16384, 4), note="bf16 50257 0.95, with parts of 8192 0.91"),
+    (2, 4): Ladder((2**62, 4096, 4), note="fp32 100003 0.95, with parts of 8192 0.90"),
 }
-# (part columns, warps) for few rows, smallest first. 1 x 32768: 2.5 us, 1 x 1 Mi fp32: 6.0 us, 132 x 32768: 11.3 us.
-_FEW_ROWS_PARTS = ((1024, 1), (2048, 4), (4096, 4), (8192, 4))
+# (part columns, warps) for few rows, smallest first.
+_FEW_ROWS_PARTS = Ladder(
+    (1024, 1), (2048, 4), (4096, 4), (8192, 4), note="1 x 32768 2.5 us, 1 x 1 Mi fp32 6.0 us, 132 x 32768 11.3 us"
+)
 _FEW_ROWS_MOST_PARTS = 256
 _FEW_ROWS_COLS = 8192  # rows no longer than this are not worth an exchange: 1 x 16384 bf16 row 2.9 us, split 2.3
 
@@ -118,19 +139,22 @@ _FEW_ROWS_COLS = 8192  # rows no longer than this are not worth an exchange: 1 x
 # A part read by elements takes up to them all: each element has an address and a mask of its own.
 _SPLIT_REGISTERS = ((32, 96), (64, 128), (128, 176), (2**62, 255))
 
-_TILE_BYTES = 2048  # of a one-warp program of short rows: bf16 128 1.00, 256 1.00, fp32 128 1.00
+_TILE_BYTES = 2048  # of a one-warp program of short rows
+_TILE_NOTE = "bf16 128 1.00, 256 1.00, fp32 128 1.00"
 _TILE_COLS = 512  # rows longer than this get programs of their own
 # itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.
 _LEAST_SHIFTED = {1: 256, 2: 128, 4: 12, 8: 4}
 # itemsize: (columns up to, rows or 0 for _TILE_BYTES of them, columns of a block, warps), for short rows with edges
 # that are guarded one by one: they share programs longer, and more of them.
-# bf16 131 0.84, 195 0.88, 387 0.93, 515 0.97, 781 0.98; fp32 781 1.00.
 _SHIFTED_TILES = {
-    1: ((1024, 4, 128, 4),),
-    2: ((160, 8, 128, 1), (224, 8, 64, 1), (448, 16, 128, 4), (1024, 4, 128, 4)),
-    4: ((160, 0, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4)),
-    8: ((512, 0, 128, 1),),
-}
+    1: Ladder((1024, 4, 128, 4)),
+    2: Ladder(
+        (160, 8, 128, 1), (224, 8, 64, 1), (448, 16, 128, 4), (1024, 4, 128, 4),
+        note="131 0.84, 195 0.88, 387 0.93, 515 0.97, 781 0.98",
+    ),
+    4: Ladder((160, 0, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4), note="781 1.00"),
+    8: Ladder((512, 0, 128, 1)),
+}  # fmt: skip
 # (row bytes up to, columns of a block, warps, bytes of a program) of what reads rows and writes none; ratio to a read.
 _REDUCTION_TILES = (
     (128, 32, 2, 4096),
@@ -150,13 +174,17 @@ _COLUMN_BYTES = {
 }  # fmt: skip
 _COLUMN_MOST_PARTS = 64
 # itemsize: (columns up to, rows, columns of a block, warps), for short even rows that no block of 128 divides.
-# bf16 136 0.96, 264 0.98, 520 0.985 (by one-warp programs 0.84, 0.82, 0.81); fp32 136 1.00, 264 1.00 (0.84, 0.82).
 _RAGGED_TILES = {
-    2: ((160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 256, 4)),
-    4: ((160, 4, 128, 2), (320, 4, 128, 4), (636, 2, 128, 2)),
-}
+    2: Ladder(
+        (160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 256, 4),
+        note="136 0.96, 264 0.98, 520 0.985; by one-warp programs 0.84, 0.82, 0.81",
+    ),
+    4: Ladder(
+        (160, 4, 128, 2), (320, 4, 128, 4), (636, 2, 128, 2), note="136 1.00, 264 1.00; by one-warp programs 0.84, 0.82"
+    ),
+}  # fmt: skip
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
-_PREFETCH_BYTES = ((8 * 1024, 8 << 20), (2**62, 12 << 20))  # bf16 16384: 0.97 at 8 MiB, 0.99 at 12
+_PREFETCH_BYTES = Ladder((8 * 1024, 8 << 20), (2**62, 12 << 20), note="bf16 16384 0.97 at 8 MiB, 0.99 at 12")
 _READERS_PER_COPY = (
     4  # programs that poll one copy of a row's slots: 16 copies of 64 slots, bf16 1 Mi 0.92, 1 copy 0.89
 )
@@ -173,19 +201,81 @@ def plan_rows(
     >>> plan_rows(4096, 131072, 2, H200).strategy
     'split'
     """
+    return _decide(n_rows, n_cols, itemsize, device, alignment, inputs)[0]
+
+
+def why(
+    n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even", inputs: int = 1
+) -> list[str]:
+    """What `plan_rows` decides for these arguments and on which measurement, a sentence for each decision.
+
+    >>> why(4096, 32768, 2, H200)[0]
+    'row: a row of at most 32768 columns fits one program'
+    """
+    plan, reason = _decide(n_rows, n_cols, itemsize, device, alignment, inputs)
+    held = plan.inputs, plan.itemsize
+    said = [f"{plan.strategy}: {reason}"]
+    if plan.alignment == "scalar":
+        said.append("read by elements: rows of input and output lie differently against 16 bytes, or are very short")
+    elif plan.alignment == "shifted":
+        said.append("rows do not start on 16 bytes: an aligned body, read 16 bytes at a time, with guarded edges")
+    if plan.strategy == "row":
+        said.append(_rung_text(f"{plan.num_warps} warps", _ROW_WARPS[held], n_cols, "columns"))
+    elif plan.strategy == "split" and _split(n_rows, n_cols, held, device, plan.alignment)[2]:
+        said.append(f"parts of {plan.part_cols} columns, so that few rows fill the chip ({_FEW_ROWS_PARTS.note})")
+    elif plan.strategy == "split":
+        ladder = (_SHIFTED_SPLIT_PARTS if plan.alignment == "shifted" else _SPLIT_PARTS)[held]
+        said.append(_rung_text(f"{plan.parts} parts of {plan.part_cols} columns", ladder, n_cols, "columns"))
+    elif plan.strategy == "tile" and plan.alignment == "shifted":
+        said.append(_rung_text(f"{plan.block_rows} rows a program", _SHIFTED_TILES[itemsize], n_cols, "columns"))
+    elif plan.strategy == "tile" and plan.alignment == "even" and _ragged(n_cols, itemsize, inputs):
+        said.append(_rung_text(f"{plan.block_rows} rows a program", _RAGGED_TILES[itemsize], n_cols, "columns"))
+    elif plan.strategy == "tile":
+        said.append(f"{plan.block_rows} rows a program of one warp, {_TILE_BYTES} bytes of them ({_TILE_NOTE})")
+    if plan.patient:
+        said.append(f"{_PATIENT_PARTS} parts or more await the last one first")
+    if plan.prefetch:
+        ahead = f"{_rung(_PREFETCH_BYTES, n_cols * itemsize)[1] >> 20} MiB ahead are fetched into L2"
+        said.append(_rung_text(ahead, _PREFETCH_BYTES, n_cols * itemsize, "bytes"))
+    return said
+
+
+def _rung_text(what: str, ladder: Ladder, size: int, unit: str) -> str:
+    end = _rung(ladder, size)[0]
+    upto = f"for rows of at most {end} {unit}" if end < 2**40 else "for all longer rows"
+    return f"{what} {upto}" + (f" ({ladder.note})" if ladder.note else "")
+
+
+def _decide(
+    n_rows: int, n_cols: int, itemsize: int, device: Device, alignment: Alignment, inputs: int
+) -> tuple[RowPlan, str]:
+    """The plan, and why it has its strategy."""
+
+    def plan(strategy: Strategy) -> RowPlan:
+        return candidate(strategy, n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
+
     short = _SHIFTED_TILES[itemsize][-1][0] if alignment == "shifted" else _TILE_COLS
-    if n_cols <= short or (alignment == "even" and _ragged(n_cols, itemsize, inputs)):
-        return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
+    if n_cols <= short:
+        return plan("tile"), f"rows of at most {short} columns share programs"
+    if alignment == "even" and _ragged(n_cols, itemsize, inputs):
+        return plan("tile"), "short rows that blocks of 128 columns do not divide share programs"
     most = _ROW_WARPS[inputs, itemsize][-1][0]
     if device.backend == "cuda" and device.capability[0] != H200.capability[0]:
         most = _UNMEASURED_ROW_COLS.get((inputs, itemsize), most)
     fits = n_cols <= most
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
     if (inputs, itemsize) in _SPLIT_PARTS and (few or not fits):
-        plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
-        if 1 < plan.parts <= most_parts(plan, device):
-            return plan
-    return candidate("row" if fits else "stream", n_rows, n_cols, itemsize, device, alignment=alignment, inputs=inputs)
+        split = plan("split")
+        if 1 < split.parts <= most_parts(split, device):
+            if not fits:
+                return split, f"a row of more than {most} columns exceeds one program, and the chip holds it"
+            return (
+                split,
+                f"no more rows than the {device.sm_count} multiprocessors, of more than {_FEW_ROWS_COLS} columns",
+            )
+    if fits:
+        return plan("row"), f"a row of at most {most} columns fits one program"
+    return plan("stream"), f"a row of more than {most} columns exceeds one program, and its parts the chip: read twice"
 
 
 def plan_reduction(

@@ -3,12 +3,14 @@
 Kernel figures where a run has them, wall time otherwise; never both in one plot.
 """
 
+import hashlib
+import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of
+from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, write_whole
 
 # Order and colours stand for providers, so that two plots read alike.
 # Okabe and Ito's colours: apart without colour vision.
@@ -23,6 +25,8 @@ STYLES = {
     "liger": ("#8B6D05", "*"),
     "quack": ("#5D3A9B", "<"),
 }
+
+SOURCE = "figures of fused-softmax bench "
 
 
 def plot(run: Run, path: Path) -> None:
@@ -44,7 +48,28 @@ def plot(run: Run, path: Path) -> None:
     panels[0].set_ylabel(f"GB/s of {floor_of(run)}" + ("" if on_gpu else ", eager wall time"))
     handles = {label: h for panel in panels for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     drawing.legend(handles.values(), handles.keys(), loc="outside right center", title=where, frameon=False)
-    drawing.savefig(path, dpi=150)
+    image = io.BytesIO()
+    source = {"Subject" if path.suffix == ".pdf" else "Description": f"{SOURCE}{digest(run)}"}
+    drawing.savefig(image, format=path.suffix[1:], dpi=150, metadata=source)
+    write_whole(path, image.getvalue())
+
+
+def digest(run: Run) -> str:
+    """Of the figures that a plot shows: it stands in the file, so that a picture of other figures is found out."""
+    shown = [
+        (
+            str(p.case),
+            p.provider,
+            *(f"{figure.gb_per_s:.6g}" if figure else "" for figure in (p.kernel, p.call, p.ceiling)),
+        )
+        for p in run.points
+    ]
+    return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
+
+
+def shows(path: Path, run: Run) -> bool:
+    """Whether a file that `plot` wrote shows the figures of this run."""
+    return f"{SOURCE}{digest(run)}".encode() in path.read_bytes()
 
 
 def draw_panel(panel, points: list[Point], on_gpu: bool, ceiling: str) -> None:

@@ -105,6 +105,13 @@ def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int, inputs: int
     return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize), inputs=inputs)
 
 
+def why_on(device: Device, n_rows: int, n_cols: int, itemsize: int, inputs: int = 1) -> list[str]:
+    """Why that plan, a sentence for each decision."""
+    from fused_softmax.plan import why
+
+    return why(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize), inputs=inputs)
+
+
 def plan_of(case: Case, x: "Tensor", inputs: int) -> dict[str, Any] | None:
     """The same for a case on the device of x, as a dict; None on a CPU, which takes ATen."""
     if not x.is_cuda:

@@ -2,8 +2,9 @@
 
     python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json README.md [--check]
 
-Rewrites what stands between the two markers, and nothing else. With --check it writes nothing, and exits with 1 where
-the README and the file disagree. Standard library only.
+Rewrites what stands between the two markers, and nothing else; and draws the picture beside the results, which has
+their name, where the README shows it and it shows other figures. With --check it writes nothing, and exits with 1 where
+the README or the picture disagrees with the file. Standard library only, but for the drawing.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_softmax.bench import record
+from fused_softmax.bench import plot, record
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.record import Point, Run
 
@@ -98,16 +99,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     path = options.results
     try:
-        table = render(record.read(path))
+        run = record.read(path)
+        table = render(run)
         path = options.readme
         old = path.read_text()
         new = replace(old, table)
-        if new == old:
-            return 0
+        stale = [] if new == old else [path]
+        picture = options.results.with_suffix(".png")
+        if f"/{picture.name})" in old and not (picture.exists() and plot.shows(picture, run)):
+            stale.append(picture)
         if options.check:
-            print(f"{path} does not show {options.results}: run this again without --check", file=sys.stderr)
-            return 1
-        path.write_text(new)
+            for path in stale:
+                print(f"{path} does not show {options.results}: run this again without --check", file=sys.stderr)
+            return int(bool(stale))
+        if new != old:
+            record.write_whole(path, new.encode())
+        if picture in stale:
+            plot.plot(run, picture)
     except OSError as error:
         parser.error(f"{path}: {error.strerror or error}")
     except KeyError as error:

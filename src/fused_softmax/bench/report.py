@@ -13,6 +13,7 @@ from rich.table import Table
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.compare import Comparison
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only
+from fused_softmax.classic.naive import naive_traffic
 from fused_softmax.plan import Device, RowPlan
 
 # What stands in a column of its own even without a figure; the rest is named beneath the table.
@@ -166,26 +167,42 @@ def _table(console: Console, *heads: str) -> Table:
     return table
 
 
-def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
-    """The plan, what it moves, and the time that the operation's floor takes at the device's copy speed."""
+def plan_facts(plan: RowPlan, device: Device, why: Sequence[str] = ()) -> dict[str, Any]:
+    """The plan, why, what it moves beside others, and the time that the floor takes at the device's copy speed.
+
+    torch_bytes: by torch's own source for aligned rows; what its kernel reads again may come from L2.
+    """
     moved = (plan.reads + plan.writes) * plan.itemsize
     floor = 2 * plan.n_rows * plan.n_cols * plan.itemsize
+    naive = naive_traffic(plan.n_rows, plan.n_cols)
     speed = device.copy_bytes_per_second
     return {
         "device": device.name,
         **dataclasses.asdict(plan),
         "programs": plan.programs,
+        "why": list(why),
         "traffic_bytes": moved,
         "floor_bytes": floor,
         "traffic_over_floor": moved / floor,
+        "torch_bytes": floor * (torch_reads(plan.n_cols, plan.itemsize) + 1) // 2,
+        "naive_bytes": (naive.reads + naive.writes) * plan.itemsize,
         "floor_us": floor / speed * 1e6 if speed else None,
     }
+
+
+def torch_reads(n_cols: int, itemsize: int) -> int:
+    """How often torch's softmax reads a row: once where a warp, the registers or 48 KiB hold it, else three times."""
+    held = n_cols <= 9 * 1024 or (n_cols * itemsize < 48 * 1024 and n_cols * itemsize % 16 == 0)
+    return 1 if held else 3
 
 
 def print_facts(facts: dict[str, Any], console: Console) -> None:
     """Names and values, one to a line; what is nested is indented."""
     for name, value in facts.items():
-        if isinstance(value, dict):
+        if isinstance(value, list):
+            for line in value or ["unknown"]:
+                say(console, f"{name:20} {line}")
+        elif isinstance(value, dict):
             say(console, name)
             print_facts({f"  {key}": inner for key, inner in value.items()}, console)
         else:
