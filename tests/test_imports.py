@@ -28,14 +28,15 @@ MAY_IMPORT = {
     "reference": set(),
     "launch": set(),
     "workspace": set(),
-    "device": {"plan"},
+    "tuned": {"plan"},
+    "device": {"plan", "tuned"},
     "ops": {"plan", "device", "launch", "rowwise", "columnwise", "reference", "workspace"},
     "nn": {"ops"},
     "patch": {"ops"},
     "classic": set(),
     "bench": {PUBLIC, "ops", "classic", "reference", "plan", "device"},
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
-    "cli": {"bench", "profile", "plan", "device"},
+    "cli": {"bench", "profile", "plan", "device", "tuned"},
 }
 
 

@@ -16,7 +16,7 @@ except ImportError as error:
 from fused_softmax.bench import cases, operations, providers, record, sweeps
 from fused_softmax.bench.providers import PROVIDER_ALIASES
 from fused_softmax.bench.resume import CannotResume
-from fused_softmax.plan import H200, Device
+from fused_softmax.plan import H200, Device, built_in
 
 
 class _Keeping(click.Command):
@@ -96,6 +96,14 @@ def _operations(text: str) -> list[str]:
 def _operation(text: str) -> str:
     (name,) = _operations(text)
     return name
+
+
+def _tunable(text: str) -> list[str]:
+    names = _operations(text)
+    for name in names:
+        if name not in ("softmax", "softmax_backward"):
+            raise ValueError(f"{name} is not tuned; softmax and softmax_backward are")
+    return names
 
 
 def _backend(text: str) -> str:
@@ -305,6 +313,59 @@ def compare(
     found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
     report.print_comparison(found, _console(), everything)
     ctx.exit(found.exit_code)
+
+
+@bench.command()
+@click.option("--op", "chosen", metavar="NAME", multiple=True, callback=_each(_tunable), help="softmax unless told.")
+@click.option(
+    "--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="float32,bfloat16 unless told."
+)
+@click.option(
+    "--cols", metavar="N", multiple=True, callback=_each(cases.parse_sizes), help="1024 to 524288 unless told."
+)
+@click.option("--elements", metavar="N", callback=_one(cases.parse_size), help="Elements a tensor; 128Mi unless told.")
+@click.option("--out", type=_file, callback=_output, help="The table's file; the user's own unless told.")
+@click.option("--print-only", is_flag=True, help="Write no table.")
+@click.pass_context
+def tune(
+    ctx: click.Context,
+    chosen: list[str],
+    dtypes: list[str],
+    cols: list[int],
+    elements: int | None,
+    out: Path | None,
+    print_only: bool,
+) -> None:
+    """Time the planner's choices on this GPU, print the ladders of the best, and write them for the planner to use.
+
+    The table is the file that FUSED_SOFTMAX_PLANS names, or plans.json in the folder of configuration. Results of
+    `bench` say when one is in use; delete it to be without.
+    """
+    from fused_softmax import tuned
+    from fused_softmax.bench import run
+    from fused_softmax.bench import tune as tuner
+
+    device, gpu = _device()
+    chosen, dtypes = chosen or ["softmax"], dtypes or ["float32", "bfloat16"]
+    if not gpu:
+        for operation in chosen:
+            for dtype in dtypes:
+                click.echo(tuner.source(built_in(tuner.OPERATIONS[operation], cases.ITEMSIZE[dtype])))
+        raise click.ClickException("no GPU: these are the built-in ladders; nothing was measured or written")
+    try:
+        where = out or tuned.path()
+        if not print_only and where.exists():
+            tuned.load(where)  # found out before anything is measured
+        table = tuner.tune(device, chosen, dtypes, cols or tuner.WIDTHS, elements or tuner.ELEMENTS, click.echo)
+        click.echo(tuner.source(table))
+        if not print_only:
+            tuned.save(where, device.name, table, record.environment(*run.gpu_facts()))
+            click.echo(f"wrote {where}: plans for {device.name} follow it from the next process on")
+    except KeyboardInterrupt:
+        click.echo("interrupted: nothing was written", err=True)
+        ctx.exit(130)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
 
 
 @main.command()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fused_softmax import tuned
 from fused_softmax.plan import H200, Device
 
 _COPY_BYTES_PER_SECOND = {"NVIDIA H200": H200.copy_bytes_per_second}  # measured (MEASURED.md); floor times need it
@@ -12,7 +13,10 @@ _COPY_BYTES_PER_SECOND = {"NVIDIA H200": H200.copy_bytes_per_second}  # measured
 
 @cache
 def device_of(index: int) -> Device:
-    """The GPU with this index, as the planner sees it; for -1, CPU tensors under the interpreter, an H200 stands in."""
+    """The GPU with this index, as the planner sees it; for -1, CPU tensors under the interpreter, an H200 stands in.
+
+    The first question for a GPU reads the user's table of plans, if there is one.
+    """
     if index < 0:
         return H200
     found: Any = torch.cuda.get_device_properties(index)
@@ -25,4 +29,5 @@ def device_of(index: int) -> Device:
         shared_bytes=found.shared_memory_per_multiprocessor,
         l2_bytes=found.L2_cache_size,
         copy_bytes_per_second=_COPY_BYTES_PER_SECOND.get(found.name),
+        table=tuned.table_for(found.name),
     )

@@ -25,6 +25,78 @@ class Ladder(tuple[tuple[Any, ...], ...]):
         return ladder
 
 
+# What a table may hold, and the figures of a rung: a program of `warps` holds a row, or a part of one, in registers.
+TUNABLE = {
+    "row_warps": ("columns", "warps"),
+    "split_parts": ("columns", "part_columns", "warps"),
+    "prefetch_bytes": ("row_bytes", "bytes"),
+}
+UNBOUNDED = 2**62  # a last rung for all sizes above the others
+_HELD_BYTES = 512  # of a thread at most: 128 of its 255 registers
+
+
+@dataclass(frozen=True)
+class Table:
+    """Ladders that stand in for the built-in ones, by (name in TUNABLE, inputs, itemsize). Made by `table_of`."""
+
+    ladders: tuple[tuple[tuple[str, int, int], Ladder], ...]
+
+    def get(self, name: str, inputs: int, itemsize: int) -> Ladder | None:
+        return dict(self.ladders).get((name, inputs, itemsize))
+
+    def data(self) -> list[dict[str, Any]]:
+        """As `table_of` takes it, for a JSON file: an unbounded size is null."""
+        return [
+            {
+                "name": name, "inputs": inputs, "itemsize": itemsize, "note": ladder.note,
+                "rungs": [[None if size == UNBOUNDED else size for size in rung] for rung in ladder],
+            }
+            for (name, inputs, itemsize), ladder in self.ladders
+        ]  # fmt: skip
+
+
+def table_of(data: Any) -> Table:
+    """The table that `Table.data` wrote. ValueError for what no planner could follow, saying what is wrong."""
+    if not isinstance(data, list):
+        raise ValueError(f"a table is a list of ladders, not {type(data).__name__}")
+    ladders: dict[tuple[str, int, int], Ladder] = {}
+    for each in data:
+        if not isinstance(each, dict) or each.get("name") not in TUNABLE:
+            raise ValueError(f"a ladder's name is one of {', '.join(TUNABLE)}; got {each!r:.80}")
+        name, inputs, itemsize = each["name"], each.get("inputs", 0), each.get("itemsize", 0)
+        known = _SPLIT_PARTS if name == "split_parts" else _ROW_WARPS
+        if [inputs, itemsize] not in map(list, known) or (name, inputs, itemsize) in ladders:
+            raise ValueError(f"{name} is for {', '.join(map(str, known))}, each once; got {(inputs, itemsize)}")
+        ladders[name, inputs, itemsize] = _checked(name, inputs, itemsize, each.get("rungs"), str(each.get("note", "")))
+    return Table(tuple(ladders.items()))
+
+
+def _checked(name: str, inputs: int, itemsize: int, rungs: Any, note: str) -> Ladder:
+    width = len(TUNABLE[name])
+    if not isinstance(rungs, list) or not rungs or any(not isinstance(r, list) or len(r) != width for r in rungs):
+        raise ValueError(f"{name} is a list of rungs of {', '.join(TUNABLE[name])}; got {rungs!r:.80}")
+    rungs = [[UNBOUNDED, *r[1:]] if r[0] is None else r for r in rungs]
+    if any(type(size) is not int or size < 0 for rung in rungs for size in rung):
+        raise ValueError(f"{name} has whole numbers of at least 0; got {rungs!r:.80}")
+    ends = [rung[0] for rung in rungs]
+    if ends != sorted(set(ends)) or ends[0] < 1:
+        raise ValueError(f"{name} has rungs of rising sizes; got {ends}")
+    if (ends[-1] == UNBOUNDED) != (name != "row_warps"):
+        last = "bounded" if name == "row_warps" else "for all sizes"
+        raise ValueError(f"the last rung of {name} is {last}; got {ends}")
+    for end, *rest in rungs:
+        if name == "prefetch_bytes":
+            continue
+        held, warps = (end, rest[0]) if name == "row_warps" else rest
+        if warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"{name} has 1, 2, 4, 8, 16 or 32 warps; got {warps}")
+        if not 1 <= held * itemsize * inputs <= 32 * warps * _HELD_BYTES:
+            raise ValueError(f"{name}: {warps} warps do not hold {held} columns of {inputs} x {itemsize} bytes")
+        if name == "split_parts" and held % 64:
+            raise ValueError(f"{name} has parts of whole cache lines, multiples of 64 columns; got {held}")
+    return Ladder(*map(tuple, rungs), note=note)
+
+
 @dataclass(frozen=True)
 class Device:
     """What the planner needs to know of a GPU. `registers` (32-bit) and `shared_bytes` are per multiprocessor."""
@@ -37,6 +109,7 @@ class Device:
     shared_bytes: int = 228 * 1024
     l2_bytes: int = 50 * 2**20
     copy_bytes_per_second: float | None = None
+    table: Table | None = None  # ladders that were measured on this very GPU
 
 
 H200 = Device("NVIDIA H200", "cuda", (9, 0), 132, l2_bytes=60 * 2**20, copy_bytes_per_second=4.2e12)
@@ -220,11 +293,11 @@ def why(
     elif plan.alignment == "shifted":
         said.append("rows do not start on 16 bytes: an aligned body, read 16 bytes at a time, with guarded edges")
     if plan.strategy == "row":
-        said.append(_rung_text(f"{plan.num_warps} warps", _ROW_WARPS[held], n_cols, "columns"))
+        said.append(_rung_text(f"{plan.num_warps} warps", _row_warps(held, device), n_cols, "columns"))
     elif plan.strategy == "split" and _split(n_rows, n_cols, held, device, plan.alignment)[2]:
         said.append(f"parts of {plan.part_cols} columns, so that few rows fill the chip ({_FEW_ROWS_PARTS.note})")
     elif plan.strategy == "split":
-        ladder = (_SHIFTED_SPLIT_PARTS if plan.alignment == "shifted" else _SPLIT_PARTS)[held]
+        ladder = _split_parts(held, device, plan.alignment)
         said.append(_rung_text(f"{plan.parts} parts of {plan.part_cols} columns", ladder, n_cols, "columns"))
     elif plan.strategy == "tile" and plan.alignment == "shifted":
         said.append(_rung_text(f"{plan.block_rows} rows a program", _SHIFTED_TILES[itemsize], n_cols, "columns"))
@@ -235,8 +308,9 @@ def why(
     if plan.patient:
         said.append(f"{_PATIENT_PARTS} parts or more await the last one first")
     if plan.prefetch:
-        ahead = f"{_rung(_PREFETCH_BYTES, n_cols * itemsize)[1] >> 20} MiB ahead are fetched into L2"
-        said.append(_rung_text(ahead, _PREFETCH_BYTES, n_cols * itemsize, "bytes"))
+        fetched = _prefetch_bytes(held, device)
+        ahead = f"{_rung(fetched, n_cols * itemsize)[1] >> 20} MiB ahead are fetched into L2"
+        said.append(_rung_text(ahead, fetched, n_cols * itemsize, "bytes"))
     return said
 
 
@@ -259,8 +333,9 @@ def _decide(
         return plan("tile"), f"rows of at most {short} columns share programs"
     if alignment == "even" and _ragged(n_cols, itemsize, inputs):
         return plan("tile"), "short rows that blocks of 128 columns do not divide share programs"
-    most = _ROW_WARPS[inputs, itemsize][-1][0]
-    if device.backend == "cuda" and device.capability[0] != H200.capability[0]:
+    rows = _row_warps((inputs, itemsize), device)
+    most = rows[-1][0]
+    if rows is _ROW_WARPS[inputs, itemsize] and device.backend == "cuda" and device.capability[0] != H200.capability[0]:
         most = _UNMEASURED_ROW_COLS.get((inputs, itemsize), most)
     fits = n_cols <= most
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
@@ -484,7 +559,7 @@ def candidate(
         block_cols = choices.get("block_cols", block_cols)
         block_rows = choices.get("block_rows", _power_of_two(block_rows + 1) // 2)
     elif strategy == "row":
-        num_warps = choices.get("num_warps", _rung(_ROW_WARPS[inputs, itemsize], n_cols)[1])
+        num_warps = choices.get("num_warps", _rung(_row_warps((inputs, itemsize), device), n_cols)[1])
         block_cols = choices.get("block_cols", 32 * num_warps * VECTOR_BYTES // itemsize)
     elif strategy == "split":
         if (inputs, itemsize) not in _SPLIT_PARTS:
@@ -521,7 +596,8 @@ def candidate(
     shortest = min(part_cols, least_body - (parts - 1) * part_cols)
     full_pieces = 0 if strategy == "stream" else max(0, min(pieces, shortest // block_cols))
     program_bytes = block_rows * part_cols * itemsize * inputs
-    prefetch = choices.get("prefetch", _rung(_PREFETCH_BYTES, n_cols * itemsize)[1] // program_bytes)
+    fetched = _rung(_prefetch_bytes((inputs, itemsize), device), n_cols * itemsize)[1]
+    prefetch = choices.get("prefetch", fetched // program_bytes)
     if strategy == "stream" or alignment == "scalar" or prefetch >= -(-n_rows // block_rows) * parts:
         prefetch = 0
     return RowPlan(
@@ -550,8 +626,7 @@ def _split(
     n_rows: int, n_cols: int, held: tuple[int, int], device: Device, alignment: Alignment
 ) -> tuple[int, int, bool]:
     """Columns of a part, warps of a program, and whether rows are few: then as many parts as fill the chip."""
-    ladder = _SHIFTED_SPLIT_PARTS if alignment == "shifted" else _SPLIT_PARTS
-    _, largest, num_warps = _rung(ladder[held], n_cols)
+    _, largest, num_warps = _rung(_split_parts(held, device, alignment), n_cols)
     for part_cols, warps in _FEW_ROWS_PARTS:
         parts = -(-n_cols // part_cols)
         if part_cols < largest and parts <= _FEW_ROWS_MOST_PARTS and n_rows * parts <= 8 * device.sm_count:
@@ -563,6 +638,29 @@ def _ragged(n_cols: int, itemsize: int, inputs: int) -> tuple[int, int, int, int
     """The rung of a short row that blocks of 128 columns do not divide, if it is one."""
     ladder = _RAGGED_TILES.get(itemsize) if inputs == 1 and n_cols > 128 and n_cols % 128 else None
     return _rung(ladder, n_cols) if ladder and n_cols <= ladder[-1][0] else None
+
+
+def built_in(inputs: int, itemsize: int) -> Table:
+    """The ladders that a table can stand in for, as they are without one."""
+    held = inputs, itemsize
+    ladders = {("row_warps", *held): _ROW_WARPS[held], ("prefetch_bytes", *held): _PREFETCH_BYTES}
+    if held in _SPLIT_PARTS:
+        ladders["split_parts", *held] = _SPLIT_PARTS[held]
+    return Table(tuple(ladders.items()))
+
+
+def _row_warps(held: tuple[int, int], device: Device) -> Ladder:
+    return (device.table and device.table.get("row_warps", *held)) or _ROW_WARPS[held]
+
+
+def _split_parts(held: tuple[int, int], device: Device, alignment: Alignment) -> Ladder:
+    if alignment == "shifted":
+        return _SHIFTED_SPLIT_PARTS[held]
+    return (device.table and device.table.get("split_parts", *held)) or _SPLIT_PARTS[held]
+
+
+def _prefetch_bytes(held: tuple[int, int], device: Device) -> Ladder:
+    return (device.table and device.table.get("prefetch_bytes", *held)) or _PREFETCH_BYTES
 
 
 def _rung(ladder, size):

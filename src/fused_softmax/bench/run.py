@@ -1,5 +1,6 @@
 """A run from its options to its files: the loop over cases, progress on stderr, the table on stdout."""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from fused_softmax.bench.record import Point, Run
 from fused_softmax.bench.resume import CannotResume, Held, earlier, mismatch
 from fused_softmax.bench.timing import ContextLost
 from fused_softmax.bench.verify import verify
+from fused_softmax.device import device_of
 
 # Elements of a tensor in the standing sets on a CPU; shapes asked for by name are measured as they are.
 CPU_ELEMENTS = 2**20
@@ -171,4 +173,6 @@ def gpu_facts() -> tuple[dict[str, Any] | None, str | None]:
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
     }
+    if table := device_of(0).table:  # figures of other plans than the built-in ones
+        facts["plans"] = hashlib.sha256(repr(table).encode()).hexdigest()[:12]
     return facts, str(getattr(properties, "uuid", "")) or None

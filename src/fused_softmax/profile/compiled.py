@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from fused_softmax import launch, workspace
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import operation_of
-from fused_softmax.plan import Device
+from fused_softmax.plan import Device, table_of
 from fused_softmax.profile.binary import Compiled, compile_for
 from fused_softmax.profile.parse import Kernel, widths
 from fused_softmax.profile.table import occupancy
@@ -136,13 +136,20 @@ def kernel_of(each: Listed, device: Device) -> Kernel:
     )
 
 
+def device_from(facts: dict[str, Any]) -> Device:
+    """A device as `run.by_binary` writes it."""
+    table = facts.pop("table")
+    return Device(
+        **facts | {"capability": tuple(facts["capability"])}, table=None if table is None else table_of(table)
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("python -m fused_softmax.profile.compiled")
     for name in ("operation", "shape", "dtype"):
         parser.add_argument(name)
     options = parser.parse_args()
-    facts = json.load(sys.stdin)
-    device = Device(**facts | {"capability": tuple(facts["capability"])})
+    device = device_from(json.load(sys.stdin))
     for each in listed(parse_case(options.operation, options.shape, options.dtype), device):
         print(json.dumps(dataclasses.asdict(kernel_of(each, device))), flush=True)
     return 0

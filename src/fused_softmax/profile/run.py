@@ -74,7 +74,8 @@ def by_binary(case: Case, device: Device) -> tuple[list[Kernel], str]:
     if device.backend != "cuda":
         return [], f"kernels are compiled here for NVIDIA's GPUs, not for {device.name}"
     process = [sys.executable, "-m", "fused_softmax.profile.compiled", *arguments(case)]
-    done = _run(process, json.dumps(dataclasses.asdict(device)))
+    facts = dataclasses.asdict(replace(device, table=None)) | {"table": device.table and device.table.data()}
+    done = _run(process, json.dumps(facts))
     if isinstance(done, str):
         return [], done
     kernels = [Kernel(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
