@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "classic": set(),
     "bench": {PUBLIC, "ops", "classic", "reference", "plan", "device"},
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
-    "cli": {"bench", "profile", "plan", "device", "tuned"},
+    "trace": {PUBLIC, "ops", "classic", "plan"},
+    "cli": {"bench", "profile", "trace", "plan", "device", "tuned"},
 }
 
 

@@ -1,0 +1,158 @@
+"""Entries of the registry: the kernels of `classic`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fused_softmax.classic import hybrid, naive, online, persistent
+from fused_softmax.classic.rows import value_dtype
+from fused_softmax.trace.recorder import Recorder
+from fused_softmax.trace.registry import Formula, Kernel, Run
+from fused_softmax.trace.story import Story, Told
+
+PROGRAMS = 2  # of persistent: fewer than the rows of most examples, so that one takes several
+
+
+def _run(call: Callable[[Tensor, int], Any]) -> Run:
+    def run(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
+        recorder.memory.hold("x", x, "input")
+        with recorder:
+            call(x, block)
+        return {}
+
+    return run
+
+
+def _tiled(x: Tensor, block: int) -> None:
+    if x.shape[1] <= block:
+        raise ValueError(
+            f"hybrid-tiled goes over rows longer than a block: {x.shape[1]} columns are not longer than {block}; "
+            "take a smaller block, or hybrid-fast"
+        )
+    hybrid.hybrid_softmax(x, block_cap=block)
+
+
+def _online(x: Tensor, block: int) -> None:
+    """online_softmax at a block of any size; its own configurations begin at 1024 columns."""
+    y = torch.empty_like(x)
+    options = {"VALUE": value_dtype(x), "BLOCK_SIZE": block, "VEC": 1}
+    online._forward[(x.shape[0],)](x, y, x.stride(0), y.stride(0), x.shape[1], **options)
+
+
+def _story(told: Told) -> Story:
+    return Story({"_forward": told}, roles={"y_ptr": "output"})
+
+
+CLASSIC = (
+    Kernel(
+        name="naive",
+        title="five passes of torch",
+        summary="softmax as torch spells it: maximum, subtraction, exponential, sum, division. Each is a kernel of its "
+        "own, and every intermediate goes out to memory and comes back.",
+        operation="softmax",
+        run=_run(lambda x, block: naive.naive_softmax(x)),
+        formula=Formula(5, 3, 2, 2),
+        story=Story(
+            {
+                "naive_softmax": Told(
+                    {
+                        "maximum": "m = x.amax",
+                        "subtract": "shifted =",
+                        "exponential": "e = torch.exp",
+                        "sum": "s = e.sum",
+                        "divide": "return e /",
+                    }
+                )
+            }
+        ),
+        block=False,
+        watch=naive.naive_softmax,
+    ),
+    Kernel(
+        name="persistent",
+        title="programs that walk the rows",
+        summary="Few programs stay on the chip; each takes one whole row after another, and holds it in registers from "
+        "its one read to its one write.",
+        operation="softmax",
+        run=_run(lambda x, block: persistent.persistent_softmax(x, programs=PROGRAMS)),
+        formula=Formula(1, 1),
+        story=_story(
+            Told(
+                {
+                    "next row": "cols = tl.arange",
+                    "load": "x = tl.load",
+                    "maximum": "e = tl.exp",
+                    "sum": "y = e /",
+                    "output": "tl.store",
+                },
+                row="each",
+                m=("max()",),
+                s=("sum()",),
+            )
+        ),
+        block=False,
+    ),
+    Kernel(
+        name="hybrid-fast",
+        title="a row in one block",
+        summary="The fast path: a row fits one block, so one program reads it once, holds it in registers for the "
+        "maximum, the exponentials and the sum, and writes it once.",
+        operation="softmax",
+        run=_run(lambda x, block: hybrid.hybrid_softmax(x, block_cap=triton.next_power_of_2(x.shape[1]))),
+        formula=Formula(1, 1),
+        story=_story(
+            Told(
+                {
+                    "find the row": "row = tl.program_id",
+                    "load": "in_row =",
+                    "maximum": "e = tl.exp",
+                    "sum": "s = tl.sum",
+                    "output": "tl.store",
+                },
+                m=("max()",),
+            )
+        ),
+        block=False,
+    ),
+    Kernel(
+        name="hybrid-tiled",
+        title="three passes over tiles",
+        summary="The tiled path: a row is longer than a block, so a program goes over it tile by tile three times: for "
+        "the maximum, for the sum of exponentials, and for the output.",
+        operation="softmax",
+        run=_run(_tiled),
+        formula=Formula(3, 1),
+        story=_story(
+            Told(
+                {
+                    "find the row": "row = tl.program_id",
+                    "maximum": "m = tl.full",
+                    "sum": "total = tl.zeros",
+                    "output": ("s = total", "for start in"),
+                },
+                s=("s", "total"),
+            )
+        ),
+    ),
+    Kernel(
+        name="online",
+        title="maximum and sum in one pass",
+        summary="The online recurrence: one pass keeps a running maximum m and sum s, and rescales s by exp(m - m') "
+        "whenever a tile raises the maximum to m'. A second pass writes the output.",
+        operation="softmax",
+        run=_run(_online),
+        formula=Formula(2, 1),
+        story=_story(
+            Told(
+                {"find the row": "row = tl.program_id", "maximum and sum": "m = tl.full", "output": "scale ="},
+                notes={
+                    "origin =": "While all that was read is -inf, any finite origin gives exact zeros; -inf gives NaN.",
+                    "s = s *": "What was summed by the old maximum is rescaled to the new one, then the tile is added.",
+                },
+            )
+        ),
+    ),
+)

@@ -1,0 +1,194 @@
+"""Where Triton's interpreter is overheard. Launches, loads, stores, atomics and reductions pass through a few methods,
+which are wrapped while a recording is made, and restored after it, also on an error.
+
+Triton 3.6 to 3.9 differ in what the methods are called with past a pointer, a value and a mask; that is handed through.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, ReduceOps, TensorHandle
+
+from fused_softmax.trace.memory import RecordingError
+from fused_softmax.trace.turns import Turns
+
+_one_at_a_time = threading.Lock()
+_REDUCTIONS = {"_elementwise_max": "max", "_elementwise_min": "min", "_sum_combine": "sum"}
+
+
+def interpreting() -> bool:
+    """Whether this process interprets kernels; Triton's flag is read once, when it is imported."""
+    return isinstance(tl.max, InterpretedFunction)
+
+
+class Listener(Protocol):
+    """What is told of a run. `take_turns`: whether the programs of a launch wait for each other."""
+
+    take_turns: bool
+
+    def prepare(self, function: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+        """The arguments to launch a kernel with, given those it was called with; None to leave the launch out."""
+
+    def launched(self, function: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: list[str]) -> None: ...
+
+    def run(self, function: Any, args: dict[str, Any], grid: tuple[int, int, int]) -> None:
+        """Run one program."""
+
+    def returned(self) -> None:
+        """A launch is over."""
+
+    def switch(self, program: Any) -> Any:
+        """Another program runs from here on; returns the one that ran."""
+
+    def accessed(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> None: ...
+
+    def reduced(self, kind: str, result: Any) -> None: ...
+
+
+class Hooks:
+    """A context in which a listener is told of all that the interpreter runs. One at a time in a process."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._restore = ExitStack()
+        self.turns: Turns | None = None
+
+    def __enter__(self) -> "Hooks":
+        if not interpreting():
+            raise RecordingError(
+                "this process does not interpret Triton: TRITON_INTERPRET=1 must be set before Triton is imported"
+            )
+        if not _one_at_a_time.acquire(blocking=False):
+            raise RecordingError("a recording is being made in this process already; one at a time")
+        with ExitStack() as stack:
+            stack.callback(_one_at_a_time.release)
+            for holder, name, wrap in (
+                (GridExecutor, "__call__", self._launch),
+                (InterpreterBuilder, "create_masked_load", self._load),
+                (InterpreterBuilder, "create_masked_store", self._store),
+                (InterpreterBuilder, "create_atomic_rmw", self._atomic),
+                (InterpreterBuilder, "create_atomic_cas", self._compare),
+                (InterpreterBuilder, "cast_impl", _rounding),
+                (ReduceOps, "apply_impl", self._reduce),
+                (interpreter, "_patch_lang_tensor", _indices),
+            ):
+                plain = holder.__dict__[name]
+                setattr(holder, name, wrap(plain))
+                stack.callback(setattr, holder, name, plain)
+            self._restore = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._restore.close()
+
+    def _launch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            function = executor.fn
+            parameters = inspect.getfullargspec(function)
+            known = parameters.args + parameters.kwonlyargs
+            given = inspect.getcallargs(function, *args, **{k: v for k, v in kwargs.items() if k in known})
+            prepared = self._listener.prepare(function, given)
+            if prepared is None:
+                return
+            grid = executor.grid(prepared) if callable(executor.grid) else executor.grid
+            grid = tuple(int(size) for size in (*grid, 1, 1)[:3])
+            self._listener.launched(function, grid, prepared, executor.constexprs)
+            executor.fn = self._program(function, grid)
+            try:
+                plain(executor, **prepared)
+            finally:
+                executor.fn = function
+                self._listener.returned()
+
+        return launch
+
+    def _program(self, function: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        """What Triton calls for each program in place of the kernel."""
+        turns = self.turns = Turns(interpreter.interpreter_builder) if self._listener.take_turns else None
+        last = tuple(size - 1 for size in grid)
+
+        def program(**args: Any) -> None:
+            at = interpreter.interpreter_builder.grid_idx
+            if turns is None:
+                self._listener.run(function, args, at)
+                return
+            turns.add(at, lambda: self._listener.run(function, args, at))
+            if at == last:
+                turns.run(self._listener.switch)
+
+        # The interpreter asks for its parameters and their types.
+        program.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        program.__annotations__ = function.__annotations__
+        return program
+
+    def _load(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def load(builder: Any, ptrs: TensorHandle, mask: Any, *rest: Any, **options: Any) -> Any:
+            self._listener.accessed("loads", ptrs, mask)
+            return plain(builder, ptrs, mask, *rest, **options)
+
+        return load
+
+    def _store(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def store(builder: Any, ptrs: TensorHandle, value: TensorHandle, mask: Any, *rest: Any, **options: Any) -> Any:
+            self._listener.accessed("stores", ptrs, mask, value)
+            return plain(builder, ptrs, value, mask, *rest, **options)
+
+        return store
+
+    def _atomic(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def atomic(builder: Any, op: Any, ptr: TensorHandle, value: TensorHandle, mask: Any, *rest: Any) -> Any:
+            self._listener.accessed("loads", ptr, mask)
+            result = plain(builder, op, ptr, value, mask, *rest)
+            self._listener.accessed("stores", ptr, mask)
+            return result
+
+        return atomic
+
+    def _compare(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def compare(builder: Any, ptr: TensorHandle, *rest: Any) -> Any:
+            self._listener.accessed("loads", ptr, None)
+            result = plain(builder, ptr, *rest)
+            self._listener.accessed("stores", ptr, None)
+            return result
+
+        return compare
+
+    def _reduce(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(operation: ReduceOps, input: Any) -> Any:
+            result = plain(operation, input)
+            combine = getattr(operation.combine_fn, "fn", operation.combine_fn)
+            kind = _REDUCTIONS.get(getattr(combine, "__name__", ""))
+            if kind:
+                self._listener.reduced(kind, result[0] if isinstance(result, list | tuple) else result)
+            return result
+
+        return reduce
+
+
+def _indices(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton 3.6 takes an array of one element for a number, as NumPy does no more."""
+
+    def patch(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    return patch
+
+
+def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A GPU rounds fp32 to bf16; the interpreter alone would cut bits off."""
+
+    def cast(builder: Any, source: TensorHandle, wanted: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and wanted.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
+            return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+        return plain(builder, source, wanted)
+
+    return cast

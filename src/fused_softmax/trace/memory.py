@@ -1,0 +1,165 @@
+"""The tensors of a recording as the kernels address them: copies with guards around, and which element an address is.
+
+A kernel of the interpreter reads and writes real memory. Here every storage is a copy with guard bytes before and after
+it, all 0xFF (NaN, in every float dtype); an access of anything but an element of a tensor is an error, and is not made.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fused_softmax.trace.encode import dtype_name, tensor_numbers
+
+Role = Literal["input", "output", "scratch"]
+
+GUARD = 4096  # bytes before and after each storage
+MOST_ELEMENTS = 65536  # of one tensor
+
+
+class RecordingError(RuntimeError):
+    """What was asked cannot be recorded; the message says why, and what can."""
+
+
+@dataclass
+class Held:
+    """One tensor of the recording."""
+
+    name: str
+    argument: str | None
+    role: Role
+    view: Tensor  # of the guarded copy
+    dtype: str
+    before: list[Any]
+    loaded: bool = False
+    stored: bool = False
+
+    def entry(self) -> dict[str, Any]:
+        """Its entry in a recording."""
+        entry: dict[str, Any] = {"name": self.name, "role": self.role, "dtype": self.dtype}
+        if self.argument:
+            entry["argument"] = self.argument
+        entry["shape"] = list(self.view.shape)
+        if not self.view.is_contiguous():
+            entry["strides"] = list(self.view.stride())
+        return entry | {"before": self.before, "after": tensor_numbers(self.view)}
+
+
+@dataclass
+class _Region:
+    """The guarded copy of one storage, and of each element which tensor it is of and where in it."""
+
+    original: Tensor  # all bytes of the storage; it keeps them alive, so their address stays their own
+    guarded: Tensor
+    start: int  # address of the first byte of the copy
+    itemsize: int
+    tensor: np.ndarray
+    index: np.ndarray
+    held: list[int] = field(default_factory=list)
+
+
+class Memory:
+    """The guarded copies of all tensors of one recording."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Held] = []
+        self._regions: dict[int, _Region] = {}
+
+    def hold(
+        self, name: str, tensor: Tensor, role: Role, argument: str | None = None, *, unset: bool = False
+    ) -> Tensor:
+        """The guarded copy of a tensor, which becomes one of the recording's unless its elements are already.
+
+        An output, and what is unset, is poisoned: NaN everywhere, before a kernel writes it.
+        """
+        if tensor.device.type != "cpu":
+            raise RecordingError(f"{name} is on {tensor.device}; a recording is made on the CPU, of x.cpu()")
+        if tensor.numel() > MOST_ELEMENTS:
+            raise RecordingError(
+                f"{name} has {tensor.numel()} elements of shape {tuple(tensor.shape)}; a recording holds every value, "
+                f"so a tensor may have {MOST_ELEMENTS}: take a small example"
+            )
+        region = self._region(tensor, name)
+        view = _as(region.guarded, tensor)
+        at = _offsets(tensor)
+        if (region.tensor[at] < 0).any():
+            number = len(self.tensors)
+            if role == "output" or unset:
+                view.fill_(float("nan") if view.is_floating_point() else 0)
+                region.original.copy_(region.guarded)
+            region.tensor[at] = number
+            region.index[at] = np.arange(at.size)
+            region.held.append(number)
+            held = Held(name, argument, role, view, dtype_name(tensor.dtype), tensor_numbers(view))
+            self.tensors.append(held)
+        elif argument:
+            known = [self.tensors[each] for each in region.tensor[at[:1]].tolist()]
+            for each in known:
+                each.argument = each.argument or argument
+        return view
+
+    def bring(self) -> None:
+        """Into the copies, what the host has written since the last launch."""
+        for region in self._regions.values():
+            region.guarded.copy_(region.original)
+
+    def take(self) -> None:
+        """Back from the copies, what a launch has written."""
+        for region in self._regions.values():
+            region.original.copy_(region.guarded)
+
+    def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tensor, logical index) of each address, -1 where no element begins."""
+        flat = addresses.reshape(-1).astype(np.int64)
+        tensor = np.full(flat.shape, -1, np.int64)
+        index = np.full(flat.shape, -1, np.int64)
+        for region in self._regions.values():
+            at, rest = np.divmod(flat - region.start, region.itemsize)
+            inside = (rest == 0) & (at >= 0) & (at < region.tensor.size)
+            tensor[inside] = region.tensor[at[inside]]
+            index[inside] = region.index[at[inside]]
+        return tensor, index
+
+    def near(self, address: int) -> int | None:
+        """The tensor whose storage or guard an address lies in: what a pointer that is masked off points past."""
+        for region in self._regions.values():
+            if region.held and -GUARD <= address - region.start < region.tensor.size * region.itemsize + GUARD:
+                return region.held[0]
+        return None
+
+    def _region(self, tensor: Tensor, name: str) -> _Region:
+        storage = tensor.untyped_storage()
+        found = self._regions.get(storage.data_ptr())
+        itemsize = tensor.element_size()
+        if found is not None:
+            if found.itemsize != itemsize:
+                raise RecordingError(f"{name} shares memory with a tensor of another element size")
+            return found
+        original = torch.empty(0, dtype=torch.uint8).set_(storage)
+        around = np.full(storage.nbytes() + 2 * GUARD + 64, 0xFF, np.uint8)
+        skip = GUARD + -(around.ctypes.data + GUARD) % 64
+        guarded = torch.from_numpy(around)[skip : skip + storage.nbytes()]
+        guarded.copy_(original)
+        n = storage.nbytes() // itemsize
+        region = _Region(
+            original, guarded, guarded.data_ptr(), itemsize, np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+        )
+        self._regions[storage.data_ptr()] = region
+        return region
+
+
+def _as(memory: Tensor, like: Tensor) -> Tensor:
+    """A view of bytes that lies in them as `like` lies in its storage."""
+    first = memory.storage_offset() // like.element_size() + like.storage_offset()
+    whole = torch.empty(0, dtype=like.dtype).set_(memory.untyped_storage())
+    return whole.as_strided(tuple(like.shape), like.stride(), first)
+
+
+def _offsets(tensor: Tensor) -> np.ndarray:
+    """Where in its storage, in elements, each element of a tensor lies, in logical order."""
+    at = np.full((), tensor.storage_offset(), np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        at = at[..., None] + np.arange(size) * stride
+    return at.reshape(-1)

@@ -1,0 +1,71 @@
+"""The kernels that are recorded by name. Adding one is adding an entry to `classic_kernels` or `our_kernels`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fused_softmax.trace.recorder import Recorder
+from fused_softmax.trace.story import Story
+
+Run = Callable[[Recorder, Tensor, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Elements that a kernel moves, of M rows by N columns: so many times MN, and M, read and written."""
+
+    read_mn: int
+    written_mn: int
+    read_m: int = 0
+    written_m: int = 0
+
+    def reads(self, n_rows: int, n_cols: int) -> int:
+        return self.read_mn * n_rows * n_cols + self.read_m * n_rows
+
+    def writes(self, n_rows: int, n_cols: int) -> int:
+        return self.written_mn * n_rows * n_cols + self.written_m * n_rows
+
+    def __str__(self) -> str:
+        """As one says it: "5MN + 2M read, 3MN + 2M written"."""
+
+        def text(mn: int, m: int) -> str:
+            return " + ".join(f"{n if n > 1 else ''}{of}" for n, of in ((mn, "MN"), (m, "M")) if n)
+
+        return f"{text(self.read_mn, self.read_m)} read, {text(self.written_mn, self.written_m)} written"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry of the registry.
+
+    run: `run(recorder, x, block)`, x [n_rows, n_cols] on the CPU, contiguous: holds the tensors of the call in the
+        recorder's memory, runs the kernel in the recorder's context, and returns what a reader may want to know of it.
+    formula: the traffic, which a test holds against what was recorded.
+    story: what the recorder is told of its lines.
+    block: whether `block` changes anything; else a row is one block, or there are no blocks.
+    dtypes: of x.
+    merge: as of Recorder.
+    watch: for what is made of torch's operations, the function whose lines they are.
+    """
+
+    name: str
+    title: str
+    summary: str
+    operation: str
+    run: Run
+    formula: Formula
+    story: Story = field(default_factory=Story)
+    block: bool = True
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16", "float64")
+    merge: bool = False
+    watch: Callable[..., Any] | None = None
+
+
+def kernels() -> dict[str, Kernel]:
+    """All of them, by name, in the order in which one would learn them."""
+    from fused_softmax.trace.classic_kernels import CLASSIC
+    from fused_softmax.trace.our_kernels import OURS
+
+    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS)}

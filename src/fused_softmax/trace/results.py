@@ -1,0 +1,55 @@
+"""What a recording says at its end: of each row of the result, and of the traffic against the floor."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.trace.encode import number, tensor_numbers
+
+
+def traffic(recorder: Any) -> dict[str, Any]:
+    """Elements moved, each counted once an access. What programs exchange (slots, states) is counted apart."""
+    moved = dict.fromkeys(("reads", "writes", "scratch_reads", "scratch_writes", "floor_reads", "floor_writes"), 0)
+    passes = 0
+    for at, held in enumerate(recorder.memory.tensors):
+        apart = "scratch_" if held.role == "scratch" and not recorder.counts_scratch else ""
+        for kind, counts, floor in (("reads", recorder.reads, "input"), ("writes", recorder.writes, "output")):
+            if at in counts:
+                moved[apart + kind] += int(counts[at].sum())
+                moved[f"floor_{kind}"] += int((counts[at] > 0).sum()) if held.role == floor else 0
+        if held.role == "input" and at in recorder.reads:
+            passes = max(passes, int(recorder.reads[at].max()))
+    passes = len(recorder.launches) if recorder.counts_scratch else passes
+    return {name: n for name, n in moved.items() if n or "scratch" not in name} | {"passes": passes}
+
+
+def rows(operation: str, recorder: Any, x: Tensor) -> list[dict[str, Any]]:
+    """Of each row of softmax of x [n_rows, n_cols], or of its gradient: the state that the kernel ended with, the
+    probabilities, and what became of the row. Entropy is in nats."""
+    y = next((held.view for held in recorder.memory.tensors if held.role == "output"), x)
+    p = y.double() if operation == "softmax" else torch.softmax(x.double(), dim=1)
+    entropy = -(p * torch.where(p > 0, p.log(), 0.0)).sum(1)
+    found = []
+    for row in range(x.shape[0]):
+        state = recorder.states.get(row, {})
+        entry: dict[str, Any] = {"row": row}
+        entry |= {name: state[letter] for name, letter in (("max", "m"), ("sum", "s")) if letter in state}
+        if operation == "softmax_backward":
+            entry["gradient_sum"] = _rounded(y[row].double().sum())
+        empty, lost = bool((x[row] == -float("inf")).all()), bool(y[row].isnan().any())
+        shown = y[row] if operation == "softmax" else p[row].to(x.dtype)
+        entry |= {
+            "probability_sum": _rounded(p[row].sum()),
+            "status": "empty" if empty else "nan" if lost else "ok",
+            "min_probability": tensor_numbers(shown.amin())[0],
+            "max_probability": tensor_numbers(shown.amax())[0],
+            "entropy": _rounded(entropy[row]),
+        }
+        found.append(entry)
+    return found
+
+
+def _rounded(value: Tensor) -> Any:
+    """To seven digits, which is what sums of float32 are worth."""
+    return number(float(f"{value.item():.7g}"), "float64")

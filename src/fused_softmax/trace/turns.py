@@ -1,0 +1,69 @@
+"""Programs that wait for each other, run in turns: each is a thread, and one of them runs at a time.
+
+The interpreter runs programs one after another, to the end, so one that waits for a later one would wait for ever. Here
+a program that comes to where it would wait lets the others run until they come there too.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+
+class Turns:
+    """The programs of one launch. `switch(state)` exchanges what a recorder knows of the one that runs."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self._waiting: deque[threading.Event] = deque()
+        self._programs: list[tuple[tuple[int, int, int], Callable[[], None]]] = []
+        self._error: BaseException | None = None
+        self._switch: Callable[[Any], Any] = lambda state: None
+
+    def add(self, grid: tuple[int, int, int], run: Callable[[], None]) -> None:
+        self._programs.append((grid, run))
+
+    def run(self, switch: Callable[[Any], Any]) -> None:
+        """All programs, in order but where they wait; raises what any of them raises."""
+        self._switch = switch
+        threads = []
+        for grid, run in self._programs:
+            turn = threading.Event()
+            self._waiting.append(turn)
+            threads.append(threading.Thread(target=self._program, args=(turn, grid, run), daemon=True))
+            threads[-1].start()
+        self._programs = []
+        self._next()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Called by a program that comes to where it would wait: the others run first."""
+        turn = threading.Event()
+        grid, state = self._builder.grid_idx, self._switch(None)
+        self._waiting.append(turn)
+        self._next()
+        turn.wait()
+        if self._error is not None:
+            raise SystemExit
+        self._builder.set_grid_idx(*grid)
+        self._switch(state)
+
+    def _program(self, turn: threading.Event, grid: tuple[int, int, int], run: Callable[[], None]) -> None:
+        turn.wait()
+        try:
+            if self._error is None:
+                self._builder.set_grid_idx(*grid)
+                run()
+        except SystemExit:
+            pass
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._next()
+
+    def _next(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set()

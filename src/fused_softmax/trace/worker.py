@@ -1,0 +1,138 @@
+"""Recordings made in another process: one that interprets where this one compiles, and that can be ended if it is late.
+
+A request is a line of JSON on its input, an answer a line on its output.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from fused_softmax.trace.memory import RecordingError
+
+START_SECONDS = 120.0  # to import torch and Triton, on a busy machine
+
+
+class Late(RecordingError):
+    """A recording took longer than it was given; its worker was ended."""
+
+
+class Worker:
+    """A process that makes recordings, started when it is first asked and kept. Safe to ask from several threads."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asking = threading.Lock()
+
+    def start(self) -> None:
+        """Start it, and wait until it has imported what it needs."""
+        with self._asking:
+            self._ready()
+
+    def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """The recording that is asked for. Raises what was raised there, or Late after `timeout` seconds."""
+        with self._asking:
+            process = self._ready()
+            try:
+                answer = self._answer(process, json.dumps(request).encode() + b"\n", timeout)
+            except BaseException:
+                self._end()
+                raise
+        if "recording" in answer:
+            return answer["recording"]
+        kind = {"ValueError": ValueError, "TypeError": TypeError}.get(answer["kind"], RecordingError)
+        raise kind(answer["error"])
+
+    def close(self) -> None:
+        """End the process."""
+        with self._asking:
+            self._end()
+
+    def _ready(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            here = {"TRITON_INTERPRET": "1", "FUSED_SOFTMAX_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+            # Not -m, nor the directory it is started in: only what this process itself would import.
+            here["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", "from fused_softmax.trace.worker import main; main()"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | here,
+            )  # fmt: skip
+            try:
+                self._answer(self._process, b"", START_SECONDS)
+            except BaseException:
+                self._end()
+                raise
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+
+    def _answer(self, process: "subprocess.Popen[bytes]", line: bytes, timeout: float | None) -> dict[str, Any]:
+        """Write a line and read one. At the deadline the process is killed, which ends both."""
+        late = threading.Event()
+        before = time.monotonic()
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout, give_up) if timeout is not None else None
+        if timer:
+            timer.daemon = True
+            timer.start()
+        answer = b""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = process.stdout.readline()
+        finally:
+            if timer:
+                timer.cancel()
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        if late.is_set():
+            raise Late(
+                f"it took longer than {timeout:g} s and was stopped: take fewer rows or columns, or larger blocks"
+            )
+        raise RecordingError(f"the recording process ended after {time.monotonic() - before:.1f} s; its error is above")
+
+
+def main() -> None:
+    """The process: answers until its input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a kernel prints is no answer
+    from fused_softmax.trace import asked, custom, run
+
+    def recording(request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "launch":
+            return custom.record(custom.found(request["where"]), request)
+        wanted = asked.asked(*(request.get(name) for name in ("kernel", "matrix", "block", "dtype")))
+        return run.kernel(wanted, request.get("title"))
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+        answers.flush()
+
+    say({})
+    for line in sys.stdin.buffer:
+        try:
+            say({"recording": recording(json.loads(line))})
+        except Exception as error:
+            kind = next(
+                (each.__name__ for each in (ValueError, TypeError) if isinstance(error, each)), "RecordingError"
+            )
+            say({"error": str(error), "kind": kind})

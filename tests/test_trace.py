@@ -1,0 +1,431 @@
+"""Recordings say what the kernels did, and end with torch's own result; of every kernel, in and out of a worker."""
+
+import copy
+import itertools
+import json
+import math
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from test_classic import EXAMPLE, MAXIMA, OUTPUTS, SUMS
+
+from fused_softmax import trace
+from fused_softmax.trace.encode import numbers, read_numbers
+from fused_softmax.trace.hooks import interpreting
+
+NAMES = tuple(trace.kernels())
+SOFTMAX = tuple(name for name, kernel in trace.kernels().items() if kernel.operation == "softmax")
+every_kernel = pytest.mark.parametrize("name", NAMES)
+every_softmax = pytest.mark.parametrize("name", SOFTMAX)
+interpreted = pytest.mark.skipif(not interpreting(), reason="looks into the process that interprets")
+
+
+@pytest.fixture(scope="module")
+def example():
+    return {name: trace.record(name, EXAMPLE, block=4) for name in NAMES}
+
+
+def only(recording, role):
+    return next(tensor for tensor in recording["tensors"] if tensor["role"] == role)
+
+
+def result(recording):
+    tensor = only(recording, "output")
+    return torch.tensor(read_numbers(tensor["after"]), dtype=torch.float64).view(tensor["shape"])
+
+
+def strict(schema):
+    """The schema with no field that it does not name, so that a recorder writes only what is documented."""
+    if isinstance(schema, dict):
+        if "properties" in schema and "additionalProperties" not in schema:
+            schema["additionalProperties"] = False
+        for value in schema.values():
+            strict(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            strict(value)
+    return schema
+
+
+@every_kernel
+def test_a_recording_is_as_the_schema_says(name, example):
+    jsonschema.Draft202012Validator.check_schema(trace.schema())
+    jsonschema.validate(example[name], strict(trace.schema()))
+
+
+def test_the_schema_refuses_what_is_none(example):
+    for path, value in (
+        (("steps", 0, "phase"), -1),
+        (("tensors", 0, "before", 0), "Infinity"),
+        (("rows", 0, "status"), "fine"),
+        (("schema",), 2),
+    ):
+        broken = copy.deepcopy(example["online"])
+        holder = broken
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, trace.schema())
+
+
+@every_kernel
+def test_every_index_points_at_something(name, example):
+    recording = example[name]
+    sizes = {key: len(recording[key]) for key in ("sources", "launches", "frames", "phases", "tensors")}
+    for at, frame in enumerate(recording["frames"]):
+        assert frame["source"] < sizes["sources"]
+        assert frame["launch"] < sizes["launches"]
+        assert frame["parent"] is None or frame["parent"] < at
+    for step in recording["steps"]:
+        frame = recording["frames"][step["frame"]]
+        source = recording["sources"][frame["source"]]
+        assert source["first_line"] <= step["line"] < source["first_line"] + len(source["lines"])
+        assert step["phase"] < sizes["phases"]
+        assert step["rows"]
+        assert set(step["rows"]) <= {0, 1, 2}
+        for access in step.get("loads", []) + step.get("stores", []):
+            assert max(access["at"], default=0) < math.prod(recording["tensors"][access["tensor"]]["shape"])
+
+
+@every_kernel
+def test_stores_add_up_to_what_memory_holds_after(name, example):
+    recording = example[name]
+    memory = [list(tensor["before"]) for tensor in recording["tensors"]]
+    for step in recording["steps"]:
+        for store in step.get("stores", []):
+            for at, value in zip(store["at"], store["data"], strict=True):
+                memory[store["tensor"]][at] = value
+    assert memory == [tensor["after"] for tensor in recording["tensors"]]
+    assert "nan" not in memory[recording["tensors"].index(only(recording, "output"))]
+
+
+@every_kernel
+def test_phases_come_in_order_and_all_of_them(name, example):
+    recording = example[name]
+    assert {step["phase"] for step in recording["steps"]} == set(range(len(recording["phases"])))
+    for _, steps in itertools.groupby(
+        sorted(recording["steps"], key=lambda step: recording["frames"][step["frame"]]["program"]),
+        lambda step: (recording["frames"][step["frame"]]["program"], recording["frames"][step["frame"]]["launch"]),
+    ):
+        phases = [step["phase"] for step in steps]
+        assert name == "persistent" or phases == sorted(phases)
+
+
+@every_softmax
+def test_the_worked_example(name, example):
+    recording = example[name]
+    assert [row["max"] for row in recording["rows"]] == list(MAXIMA)
+    assert tuple(round(row["sum"], 3) for row in recording["rows"]) == SUMS
+    assert [[round(value, 3) for value in row] for row in result(recording).tolist()] == [list(row) for row in OUTPUTS]
+    assert all(
+        row["status"] == "ok" and row["probability_sum"] == pytest.approx(1, abs=1e-6) for row in recording["rows"]
+    )
+
+
+def test_the_gradient_is_that_of_the_first_probability(example):
+    x = torch.tensor(EXAMPLE, dtype=torch.float64, requires_grad=True)
+    torch.softmax(x, 1)[:, 0].sum().backward()
+    torch.testing.assert_close(result(example["backward"]), x.grad, rtol=1e-6, atol=1e-7)
+    assert all(abs(row["gradient_sum"]) < 1e-6 for row in example["backward"]["rows"])
+
+
+@every_kernel
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5), (1, 3)], ids=str)
+def test_traffic_is_what_the_formula_says(name, shape):
+    formula = trace.kernels()[name].formula
+    traffic = trace.record(name, torch.arange(math.prod(shape)).view(shape) % 7, block=2)["traffic"]
+    assert (traffic["reads"], traffic["writes"]) == (formula.reads(*shape), formula.writes(*shape))
+    assert traffic["formula"] == str(formula)
+    inputs = 2 if name == "backward" else 1
+    assert (traffic["floor_reads"], traffic["floor_writes"]) == (inputs * math.prod(shape), math.prod(shape))
+
+
+@every_kernel
+def test_one_element(name):
+    if name == "hybrid-tiled":
+        with pytest.raises(ValueError, match="1 columns are not longer than 1; take a smaller block, or hybrid-fast"):
+            trace.record(name, [[5.0]])
+    else:
+        assert result(trace.record(name, [[5.0]])).item() == (0 if name == "backward" else 1)
+
+
+def test_what_naive_moves(example):
+    assert example["naive"]["traffic"] == {
+        "reads": 5 * 24 + 2 * 3, "writes": 3 * 24 + 2 * 3, "floor_reads": 24, "floor_writes": 24, "passes": 5,
+        "formula": "5MN + 2M read, 3MN + 2M written",
+    }  # fmt: skip
+    assert [launch["name"] for launch in example["naive"]["launches"]] == [
+        "aten.amax", "aten.sub", "aten.exp", "aten.sum", "aten.div",
+    ]  # fmt: skip
+    lines = example["naive"]["sources"][0]["lines"]
+    first = example["naive"]["sources"][0]["first_line"]
+    assert [lines[step["line"] - first].split()[0] for step in example["naive"]["steps"]] == [
+        "m",
+        "shifted",
+        "e",
+        "s",
+        "return",
+    ]
+
+
+def states(recording, row):
+    return [
+        (entry.get("m"), entry.get("s"))
+        for step in recording["steps"]
+        for entry in step.get("state", [])
+        if entry["row"] == row
+    ]
+
+
+def test_states_run_as_the_recurrence_does(example):
+    x = torch.tensor(
+        EXAMPLE[2], dtype=torch.float64
+    )  # its maximum is in the first tile; that of the reversed, in the last
+    for row in (x, x.flip(0)):
+        recording = trace.record("online", row[None], block=4, dtype="float32")
+        m, s = row[:4].max(), (row[:4] - row[:4].max()).exp().sum()
+        top = row.max()
+        found = [pair for pair in states(recording, 0) if None not in pair]
+        assert (m.item(), pytest.approx(s.item(), rel=1e-6)) in found
+        assert found[-1] == (top.item(), pytest.approx((row - top).exp().sum().item(), rel=1e-6))
+
+
+@pytest.mark.parametrize(("name", "letters"), [("split", "ms"), ("backward", "d")])
+def test_parts_publish_before_any_of_their_row_collects(name, letters):
+    recording = trace.record(name, EXAMPLE, block=2)
+    messages = [step["message"] for step in recording["steps"] if "message" in step]
+    x = torch.tensor(EXAMPLE, dtype=torch.float64)
+    y, dy = torch.softmax(x, 1), torch.zeros(3, 8)
+    dy[:, 0] = 1
+    for row in range(3):
+        kinds = [message["kind"] for message in messages if message["row"] == row]
+        assert kinds == ["publish"] * 4 + ["collect"] * 16
+        for message in messages:
+            if message["row"] == row:
+                part = slice(2 * message["from"], 2 * message["from"] + 2)
+                m = x[row, part].max()
+                truth = {
+                    "m": m,
+                    "s": (x[row, part] - m).exp().sum(),
+                    "d": (y[row, 0] if part.start == 0 else y[0, 0] * 0) ** 1,
+                }
+                assert all(message[letter] == pytest.approx(truth[letter].item(), abs=1e-6) for letter in letters)
+    assert recording["launches"][0]["grid"] == [12, 1, 1]
+    assert len(recording["launches"]) == 1
+
+
+SPECIAL = [
+    [-math.inf, -math.inf, 1.0, 2.0],
+    [1.0, 2.0, -math.inf, -math.inf],
+    [-math.inf] * 4,
+    [0.0, math.nan, 1.0, 2.0],
+    [0.0, math.inf, 1.0, 2.0],
+]
+
+
+@every_softmax
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_infinities_and_nan_survive(name, dtype):
+    recording = json.loads(json.dumps(trace.record(name, SPECIAL, block=2, dtype=dtype), allow_nan=False))
+    assert [row["status"] for row in recording["rows"]] == ["ok", "ok", "empty", "nan", "nan"]
+    x = torch.tensor(SPECIAL, dtype=getattr(torch, dtype))
+    torch.testing.assert_close(result(recording), torch.softmax(x, 1).double(), rtol=1e-2, atol=1e-6, equal_nan=True)
+    assert read_numbers(recording["tensors"][0]["before"])[:4] == SPECIAL[0]
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_every_dtype_that_is_offered(name, dtype):
+    x = torch.tensor(EXAMPLE) * 3
+    if dtype not in trace.kernels()[name].dtypes:
+        with pytest.raises(ValueError, match=f"{name} takes .*, not {dtype}"):
+            trace.record(name, x, dtype=dtype)
+        return
+    recording = trace.record(name, x, dtype=dtype)
+    assert only(recording, "output")["dtype"] == dtype
+    if name in SOFTMAX:
+        eps = torch.finfo(getattr(torch, dtype)).eps
+        truth = torch.softmax(x.to(getattr(torch, dtype)).double(), 1)
+        assert (result(recording) - truth).abs().max() <= (4 if name == "naive" else 1) * max(eps, 3e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_floats_are_the_shortest_that_read_back(dtype):
+    values = np.array([0.1, 1 / 3, 1e-7, 65504, -0.0, 3.0], dtype)
+    written = numbers(values, dtype)
+    assert (np.array(written, dtype) == values).all()
+    assert written[0] == 0.1
+    assert [len(str(value)) for value in written] == [len(str(float(str(value)))) for value in values]
+    assert numbers(np.array([math.inf, -math.inf, math.nan], dtype), dtype) == ["inf", "-inf", "nan"]
+
+
+def test_bfloat16_reads_back_from_few_digits():
+    values = torch.randn(500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    written = numbers(values.view(torch.uint16).numpy(), "bfloat16")
+    assert (torch.tensor(written, dtype=torch.float64).bfloat16() == values).all()
+    assert max(len(f"{abs(value):.9g}".replace(".", "").lstrip("0")) for value in written) <= 4
+
+
+def test_integers_past_a_double_are_text():
+    assert numbers(np.array([2**53, 2**53 + 1, -(2**62)]), "int64") == [2**53, str(2**53 + 1), str(-(2**62))]
+
+
+def test_a_worker_records_what_this_process_does(example):
+    worker = trace._worker()
+    request = {
+        "do": "kernel",
+        "kernel": "split",
+        "matrix": [list(row) for row in EXAMPLE],
+        "block": 4,
+        "dtype": "float32",
+    }
+    assert worker.ask(request) == example["split"]
+    with pytest.raises(ValueError, match="unknown kernel 'fast'"):
+        worker.ask({"do": "kernel", "kernel": "fast", "matrix": [[1.0]]})
+
+
+def test_a_late_worker_is_ended_and_the_next_recording_has_another():
+    worker = trace.Worker()
+    request = {"do": "kernel", "kernel": "hybrid-tiled", "matrix": [[1.0] * 1024], "block": 1, "dtype": "float32"}
+    worker.start()
+    with pytest.raises(trace.Late, match=r"took longer than 0\.05 s and was stopped"):
+        worker.ask(request, timeout=0.05)
+    assert worker.ask({"do": "kernel", "kernel": "naive", "matrix": [[1.0]]})["kernel"] == "naive"
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("fast", [[1.0]]), "unknown kernel 'fast'; known: naive, persistent"),
+        ((["naive"], [[1.0]]), r"unknown kernel \['naive'\]"),
+        (("online", [1.0]), "row 0 must be a list of numbers, got float"),
+        (("online", "abc"), "matrix must be a list of rows of numbers, got text"),
+        (("online", {"a": 1}), "matrix must be a list of rows of numbers, got an object"),
+        (("online", [[1.0], [1.0, 2.0]]), "row 0 has 1 columns, row 1 has 2"),
+        (("online", []), "at least one row and one column, got 0 x 0"),
+        (("online", [[]]), "at least one row and one column, got 1 x 0"),
+        (("online", [[1.0, "two"]]), "row 0, column 1: 'two' is not a number"),
+        (("online", [[1.0, True]]), "row 0, column 1: must be a number, got true or false"),
+        (("online", [[10**400]]), "row 0, column 0: an integer too large"),
+        (("online", [[1e39]]), r"row 0, column 0: 1e\+39 is past 3\.40282e\+38, the most of float32"),
+        (("online", torch.zeros(65, 64)), "65 x 64 = 4160 elements"),
+        (("online", torch.zeros(2, 2, 2)), "must be 2-D, .* got 3-D"),
+        (("online", [[1.0]], 3), "block must be a power of two from 1 to 4096, got 3"),
+        (("online", [[1.0]], -4), "got -4"),
+        (("online", [[1.0]], True), "got True"),
+        (("online", [[1.0]], 4, "int8"), "dtype must be one of float32, .* got 'int8'"),
+        (("online", [[1.0]], 4, 7), "got 7"),
+    ],
+)
+def test_what_cannot_be_asked(asked, message):
+    kernel, matrix, *rest = asked
+    with pytest.raises(ValueError, match=message):
+        trace.record(kernel, matrix, **dict(zip(("block", "dtype"), rest, strict=False)))
+
+
+# Kernels of a reader's own.
+
+
+@triton.jit
+def _square(x):
+    return x * x
+
+
+@triton.jit
+def _sums(x_ptr, y_ptr, x_row_stride, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    total = 0.0
+    for start in range(0, n_cols, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_row_stride + at, mask=at < n_cols, other=0.0)
+        total += tl.sum(_square(x), axis=0)
+    tl.store(y_ptr + row, total)
+
+
+@triton.jit
+def _past_the_end(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, x)
+
+
+def test_a_kernel_of_ones_own():
+    x = torch.arange(10.0).view(2, 5)
+    y = torch.full((2,), 7.0)
+    recording = trace.record_kernel(_sums, outputs=("y_ptr",), title="sums of squares")[lambda given: (2,)](
+        x, y, x.stride(0), 5, BLOCK=4, num_warps=1
+    )
+    jsonschema.validate(recording, strict(trace.schema()))
+    assert recording["title"] == "sums of squares"
+    assert [(tensor["name"], tensor["role"], tensor["after"][:2]) for tensor in recording["tensors"]] == [
+        ("x", "input", [0.0, 1.0]), ("y", "output", [30.0, 255.0]),
+    ]  # fmt: skip
+    assert y.tolist() == [7.0, 7.0], "the launch runs on copies"
+    assert recording["phases"] == ["compute", "load", "store"]
+    assert {source["name"]: source["file"] for source in recording["sources"]} == dict.fromkeys(
+        ("_sums", "_square"), "test_trace.py"
+    )
+    loads = [load for step in recording["steps"] for load in step.get("loads", [])]
+    assert [(load["at"], load["masked"]) for load in loads] == [
+        ([0, 1, 2, 3], 0), ([4], 3), ([5, 6, 7, 8], 0), ([9], 3),
+    ]  # fmt: skip
+    assert recording["traffic"] == {"reads": 10, "writes": 2, "floor_reads": 10, "floor_writes": 2, "passes": 1}
+    assert recording["launches"][0]["constants"] == {"BLOCK": 4}
+
+
+def test_phases_of_ones_own():
+    x = torch.arange(8.0).view(1, 8)
+    phases = {"start": "row =", "add up": "for start", "write": "tl.store"}
+    recording = trace.record_kernel(_sums, phases=phases)[1](x, torch.zeros(1), 8, 8, BLOCK=8)
+    assert recording["phases"] == ["start", "add up", "write"]
+    with pytest.raises(trace.RecordingError, match=r"no line of _sums .* begins with 'while'"):
+        trace.record_kernel(_sums, phases={"start": "while"})[1](x, torch.zeros(1), 8, 8, BLOCK=8)
+
+
+def test_in_place():
+    x = torch.arange(4.0)
+    recording = trace.record_kernel(_past_the_end)[1](x, x, BLOCK=4)
+    assert [(tensor["name"], tensor["role"]) for tensor in recording["tensors"]] == [("x", "output")]
+
+
+def test_a_read_past_the_end_is_refused_and_says_where():
+    with pytest.raises(trace.RecordingError, match=r"_past_the_end reads 4 elements outside its tensors.*x = tl\.load"):
+        trace.record_kernel(_past_the_end)[1](torch.zeros(4), torch.zeros(8), BLOCK=8)
+
+
+def test_what_no_recording_can_be_of():
+    with pytest.raises(TypeError, match=r"must be a @triton\.jit function, got builtin"):
+        trace.record_kernel(sum)[1]()
+    with pytest.raises(TypeError, match="x_ptr: a recording cannot take list"):
+        trace.record_kernel(_sums)[1]([1.0], None, 1, 1, BLOCK=1)
+    with pytest.raises(trace.RecordingError, match="x_ptr has 70000 elements"):
+        trace.record_kernel(_sums)[1](torch.zeros(70000), torch.zeros(1), 1, 1, BLOCK=1)
+
+
+@interpreted
+def test_the_interpreter_is_left_as_it_was():
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps
+
+    def hooked():
+        return [dict(vars(holder)) for holder in (GridExecutor, InterpreterBuilder, ReduceOps)] + [
+            interpreter._patch_lang_tensor
+        ]
+
+    before = hooked()
+    trace.record("online", EXAMPLE)
+    with pytest.raises(trace.RecordingError):
+        trace.record_kernel(_past_the_end)[1](torch.zeros(4), torch.zeros(8), BLOCK=8)
+    assert hooked() == before
+
+
+@interpreted
+def test_too_many_steps_are_refused():
+    with pytest.raises(trace.RecordingError, match="more than 20000 steps"):
+        trace.record("split", torch.zeros(4, 512), block=1)
