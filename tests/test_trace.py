@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import math
+from html import unescape
+from html.parser import HTMLParser
 
 import jsonschema
 import numpy as np
@@ -11,9 +13,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_classic import EXAMPLE, MAXIMA, OUTPUTS, SUMS
+from click.testing import CliRunner
+from test_classic import EXAMPLE, MAXIMA, OUTPUTS, PUBLISHED_OUTPUTS, PUBLISHED_SUMS, SUMS
 
 from fused_softmax import trace
+from fused_softmax.cli import main
+from fused_softmax.trace import files, page, presets, recorder
 from fused_softmax.trace.encode import numbers, read_numbers
 from fused_softmax.trace.hooks import interpreting
 
@@ -329,6 +334,224 @@ def test_what_cannot_be_asked(asked, message):
         trace.record(kernel, matrix, **dict(zip(("block", "dtype"), rest, strict=False)))
 
 
+# What the page is made of.
+
+
+def alike(a, b, rel):
+    """The same, but for last digits of floats, which one CPU's exp rounds otherwise than another's."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key], rel) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(alike, a, b, itertools.repeat(rel)))
+    if isinstance(a, float) and isinstance(b, float):
+        return a == pytest.approx(b, rel=rel, abs=rel)
+    if isinstance(a, str) and isinstance(b, str) and a.isdecimal() and b.isdecimal():  # a message: two floats in bits
+        a, b = (np.array([int(text)], np.int64).view(np.float32).tolist() for text in (a, b))
+        return alike([abs(each) for each in a], [abs(each) for each in b], rel)
+    return type(a) is type(b) and a == b
+
+
+@interpreted
+def test_presets_are_what_the_kernels_do():
+    kept, made = presets.load(), presets.presets()
+    assert [each["title"] for each in kept] == [each["title"] for each in made]
+    for old, new in zip(kept, made, strict=True):
+        old, new = ({**each, "environment": None} for each in (old, new))
+        rel = 1e-2 if old["options"]["dtype"] == "bfloat16" else 1e-5
+        assert alike(old, json.loads(json.dumps(new)), rel), (
+            f"{old['title']} differs: TRITON_INTERPRET=1 python -m fused_softmax.trace.presets makes it anew"
+        )
+
+
+def test_alike_can_tell():
+    assert alike({"a": [1.0, "4629700420153634970"]}, {"a": [1.0 + 1e-7, "4629700420153634971"]}, 1e-5)
+    for a, b in ((1.0, 1.1), (1, 2), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ("inf", "nan"), ("4629700420153634970",) * 2):
+        assert alike(a, b, 1e-5) == (a == b)
+
+
+def test_every_kernel_has_the_worked_example_among_the_presets():
+    kept = presets.load()
+    for name in NAMES:
+        recording = next(each for each in kept if each["kernel"] == name)
+        assert read_numbers(recording["tensors"][0]["before"]) == [value for row in EXAMPLE for value in row] or (
+            name == "backward"
+        )
+    for recording in kept:
+        jsonschema.validate(recording, trace.schema())
+
+
+@pytest.mark.parametrize("to", ["html", "json", "-"])
+def test_the_command(to, tmp_path):
+    source, out = tmp_path / "x.csv", "-" if to == "-" else tmp_path / "new" / f"out.{to}"
+    source.write_text("# two rows\n1, 2, -inf, 4\n\n0.5;1e-3;nan;2\n")
+
+    def run(*more):
+        arguments = [
+            "trace",
+            "--kernel",
+            "hybrid-tiled",
+            "--second",
+            "naive",
+            "--matrix",
+            source,
+            "--block",
+            2,
+            "-o",
+            out,
+        ]
+        return CliRunner().invoke(main, [str(argument) for argument in (*arguments, *more)])
+
+    done = run("--dtype", "fp16")
+    assert done.exit_code == 0, done.output
+    text = done.output if to == "-" else out.read_text()
+    if to == "html":
+        text = next(held for attributes, held in scripts(text) if attributes.get("id") == "recordings")
+    found = json.loads(text)
+    assert [recording["kernel"] for recording in found] == ["hybrid-tiled", "naive"]
+    assert found[0]["tensors"][0]["before"] == [1.0, 2.0, "-inf", 4.0, 0.5, 0.001, "nan", 2.0]
+    assert found[0]["options"] == {"dtype": "float16", "block": 2}
+    if to != "-":
+        again = run()
+        assert (again.exit_code, again.output) == (1, f"Error: {out} exists; --force writes over it\n")
+        assert run("--force").exit_code == 0
+        assert out.read_text() != text
+
+
+def test_the_command_without_a_kernel_writes_the_presets(tmp_path):
+    done = CliRunner().invoke(main, ["trace", "-o", str(tmp_path / "all.json")])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "all.json").read_text()) == presets.load()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n", "x.csv, line 1, number 1: 'a' is not a number"),
+        ("1,2\n3\n", "row 0 has 2 columns, row 1 has 1"),
+        ("", "at least one row"),
+        ("1e400\n", "x.csv, line 1, number 1: 1e400 is too large"),
+        (b"\xff\xff", "x.csv is not text"),
+        (b"1 " * 2**20, "x.csv is larger than 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_no_matrix(content, message, tmp_path):
+    (tmp_path / "x.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    done = CliRunner().invoke(main, ["trace", "--matrix", str(tmp_path / "x.csv"), "-o", str(tmp_path / "y.json")])
+    assert done.exit_code == 1
+    assert message in done.output
+    assert not (tmp_path / "y.json").exists()
+
+
+def test_a_matrix_of_numpy(tmp_path):
+    np.save(tmp_path / "x.npy", np.array(EXAMPLE, np.float16))
+    assert files.read_matrix(str(tmp_path / "x.npy")).tolist() == [list(row) for row in EXAMPLE]
+    np.save(tmp_path / "hostile.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"hostile\.npy is not an array of numbers"):
+        files.read_matrix(str(tmp_path / "hostile.npy"))
+    np.save(tmp_path / "text.npy", np.array([["a"]]))
+    with pytest.raises(ValueError, match="matrix is not of numbers"):
+        trace.record("naive", files.read_matrix(str(tmp_path / "text.npy")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kernel", "online"], "-o FILE says where to"),
+        (["-o", "x.txt"], "x.txt must end in .html, a page, or .json"),
+        (["--kernel", "fast", "-o", "x.json"], "unknown kernel 'fast'; known: naive"),
+        (["--matrix", "missing.csv", "-o", "x.json"], "missing.csv: No such file"),
+        (["--block", "3", "-o", "x.json"], "block must be a power of two"),
+    ],
+)
+def test_a_command_that_cannot_be(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["trace", *arguments])
+    assert done.exit_code != 0
+    assert message in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_writing_leaves_what_is_there(tmp_path):
+    path = tmp_path / "x.json"
+    files.write(path, "old")
+    with pytest.raises(FileExistsError):
+        files.write(path, "new")
+    assert path.read_text() == "old"
+    files.write(path, "new", force=True)
+    assert path.read_text() == "new"
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_what_the_post_prints_and_no_kernel_holds(example):
+    rows = example["hybrid-tiled"]["rows"]
+    assert [round(row["sum"], 3) != printed for row, printed in zip(rows, PUBLISHED_SUMS, strict=True)] == [True] * 3
+    assert presets.PRINTED_SUMS == PUBLISHED_SUMS
+    assert presets.PRINTED_OUTPUTS == PUBLISHED_OUTPUTS
+    assert presets.EXAMPLE == EXAMPLE
+    said = next(each for each in presets.load() if each["kernel"] == "hybrid-tiled")["summary"]
+    assert all(figure in said for figure in ("3.717", "4.982", *(f"{row['sum']:.3f}" for row in rows[1:])))
+
+
+HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028\u2029\ud800 & '\""
+
+
+class _Scripts(HTMLParser):
+    """The text of each script element, as a browser would find it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        self._in_script = False
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "script":
+            self.found.append([dict(attributes), ""])
+            self._in_script = True
+
+    def handle_endtag(self, tag):
+        self._in_script = False if tag == "script" else self._in_script
+
+    def handle_data(self, data):
+        if self._in_script:
+            self.found[-1][1] += data
+
+
+def scripts(html):
+    parser = _Scripts()
+    parser.feed(html)
+    return parser.found
+
+
+def test_hostile_text_stays_in_its_script_element(example):
+    recording = example["naive"] | {"title": HOSTILE, "summary": HOSTILE}
+    html = page.embed([recording])
+    assert len(scripts(html)) == len(scripts(page.BUILT.read_text()))
+    assert html.encode("utf-8"), "lone surrogates are escaped"
+    held = next(text for attributes, text in scripts(html) if attributes.get("id") == "recordings")
+    assert json.loads(held) == json.loads(json.dumps([recording]))
+    assert not set("<>&\u2028\u2029") & set(held)
+
+
+def test_a_page_without_the_slot_is_refused():
+    for bad in ("<html></html>", 2 * page.BUILT.read_text()):
+        with pytest.raises(ValueError, match=r"must hold .* once"):
+            page.embed([], bad)
+
+
+def test_the_page_with_all_presets_is_small():
+    assert len(page.embed(presets.load()).encode()) < 1_000_000
+
+
+def test_show_is_a_frame_of_its_own():
+    shown = trace.show("naive", [[1.0, 2.0]], height=300)
+    html = shown._repr_html_()
+    assert html.startswith("<iframe ")
+    assert html.count("<") == 2, "all of the page is escaped"
+    assert "300px" in html
+    assert unescape(html.partition('srcdoc="')[2].partition('"')[0]) == str(shown)
+    assert trace.show(shown.recordings[0]).recordings == shown.recordings
+
+
 # Kernels of a reader's own.
 
 
@@ -426,6 +649,9 @@ def test_the_interpreter_is_left_as_it_was():
 
 
 @interpreted
-def test_too_many_steps_are_refused():
-    with pytest.raises(trace.RecordingError, match="more than 20000 steps"):
-        trace.record("split", torch.zeros(4, 512), block=1)
+def test_too_many_steps_are_refused(monkeypatch):
+    for limit, message in (("MOST_STEPS", "more than 100 steps"), ("MOST_BYTES", "more than 100 bytes of tiles")):
+        with monkeypatch.context() as less:
+            less.setattr(recorder, limit, 100)
+            with pytest.raises(trace.RecordingError, match=message):
+                trace.record("split", EXAMPLE)

@@ -1,4 +1,4 @@
-"""The command line. It only wires the parts of `bench` together; nothing is computed here."""
+"""The command line. It only wires the parts of `bench` and `trace` together; nothing is computed here."""
 
 import importlib.util
 import json
@@ -145,7 +145,7 @@ _file = click.Path(path_type=Path)
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(record.version())
 def main() -> None:
-    """Softmax kernels at the speed of the memory: measure them, and see how a shape is planned."""
+    """Softmax kernels at the speed of the memory: measure them, see how a shape is planned, and step through a run."""
 
 
 @click.command(cls=_Keeping)
@@ -448,6 +448,89 @@ def env(as_json: bool) -> None:
     from fused_softmax.bench import run
 
     _print(record.environment(*run.gpu_facts()), as_json)
+
+
+@main.command()
+@click.option("--kernel", "names", metavar="NAME", multiple=True, help="What to record; see --list. Repeat to compare.")
+@click.option("--second", metavar="KERNEL", help="A second kernel, on the same matrix: as another --kernel.")
+@click.option(
+    "--matrix", metavar="FILE", help="Rows of numbers: .npy, or text such as CSV; - is standard input. A 3 x 8 example."
+)
+@click.option("--block", type=int, help="Columns of a tile, a power of two.  [default: 4]")
+@click.option("--dtype", callback=_one(cases.parse_dtype), help="The matrix's own, or float32, unless told.")
+@click.option("-o", "--out", type=_file, help="A page (.html), or the recordings alone (.json; - is standard output).")
+@click.option("--force", is_flag=True, help="Write over a file that exists.")
+@click.option("--list", "listed", is_flag=True, help="The kernels that can be recorded, and leave.")
+def trace(
+    names: tuple[str, ...],
+    second: str | None,
+    matrix: str | None,
+    block: int | None,
+    dtype: str | None,
+    out: Path | None,
+    force: bool,
+    listed: bool,
+) -> None:
+    """A page that steps through kernels line by line, as they run under Triton's interpreter.
+
+    Without --kernel and --matrix: the page with the recordings that it comes with.
+    """
+    try:
+        from fused_softmax import trace as tracing
+        from fused_softmax.trace import files, page, presets
+    except ImportError as error:
+        raise _missing(error) from None
+    if listed:
+        for kernel in tracing.kernels().values():
+            click.echo(f"{kernel.name:14}{kernel.title}")
+        return
+    if out is None:
+        raise click.UsageError(
+            "-o FILE says where to: a page (.html) or the recordings (.json, or - for standard output)"
+        )
+    if out.suffix not in (".html", ".json") and str(out) != "-":
+        raise click.UsageError(f"{out.name} must end in .html, a page, or .json, the recordings alone")
+    if out.exists() and not force:
+        raise click.ClickException(f"{out} exists; --force writes over it")
+    wanted = [*names, *([second] if second else [])]
+    try:
+        recordings = presets.load()
+        if wanted or matrix or block or dtype:
+            rows = files.read_matrix(matrix) if matrix else presets.EXAMPLE
+            wanted = wanted or ["online"]
+            recordings = [tracing.record(name, rows, block=block, dtype=dtype) for name in wanted]
+        if out.suffix == ".html":
+            text = page.embed(recordings)
+        else:
+            text = json.dumps(recordings[0] if len(recordings) == 1 else recordings, allow_nan=False) + "\n"
+        if str(out) == "-":
+            click.echo(text, nl=False)
+        else:
+            files.write(out, text, force=force)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+    except (ValueError, tracing.RecordingError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _missing(error: ImportError) -> click.ClickException:
+    return click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[viz]'")
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="What to listen on; loopback alone unless told.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0 is any that is free.")
+def serve(host: str, port: int) -> None:
+    """The page with a server behind it, that records the reader's own matrix. Ctrl+C ends it."""
+    try:
+        from fused_softmax.trace import page, presets
+        from fused_softmax.trace import serve as server
+    except ImportError as error:
+        raise _missing(error) from None
+    try:
+        server.serve(page.embed(presets.load()), host, port, lambda address: click.echo(f"serving on {address}"))
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror}") from None
 
 
 _sweep_command.epilog = "\n\n".join(

@@ -24,7 +24,7 @@ from typing import Any
 from fused_softmax.trace import asked as _asked
 from fused_softmax.trace import custom as _custom
 from fused_softmax.trace import run as _run
-from fused_softmax.trace.encode import read_number, tensor_numbers
+from fused_softmax.trace.encode import read_number
 from fused_softmax.trace.hooks import interpreting
 from fused_softmax.trace.memory import RecordingError
 from fused_softmax.trace.page import Page
@@ -55,11 +55,7 @@ def record(
     wanted = _asked.asked(kernel, matrix, block, dtype)
     if interpreting() or kernels()[kernel].watch is not None:
         return _run.kernel(wanted, title)
-    n_cols = wanted.x.shape[1]
-    values = tensor_numbers(wanted.x)
-    rows = [values[at : at + n_cols] for at in range(0, len(values), n_cols)]
-    request = {"do": "kernel", "kernel": kernel, "matrix": rows, "block": wanted.block, "title": title}
-    return _worker().ask(request | {"dtype": _asked.dtype_name(wanted.x.dtype)})
+    return _worker().ask(wanted.request() | {"title": title})
 
 
 def record_kernel(

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fused_softmax.trace.encode import dtype_name
+from fused_softmax.trace.encode import dtype_name, tensor_numbers
 from fused_softmax.trace.registry import kernels
 
 MOST_ELEMENTS = 4096
@@ -28,6 +29,13 @@ class Asked:
     kernel: str
     x: Tensor
     block: int
+
+    def request(self) -> dict[str, Any]:
+        """The same as JSON holds it."""
+        values, n_cols = tensor_numbers(self.x), self.x.shape[1]
+        rows = [values[at : at + n_cols] for at in range(0, len(values), n_cols)]
+        dtype = dtype_name(self.x.dtype)
+        return {"do": "kernel", "kernel": self.kernel, "matrix": rows, "block": self.block, "dtype": dtype}
 
 
 def asked(kernel: Any, matrix: Any, block: Any = None, dtype: Any = None) -> Asked:
@@ -54,7 +62,11 @@ def to_matrix(matrix: Any, dtype: Any = None) -> Tensor:
     """A matrix as a tensor of `dtype`: of its own, where it has a floating one, else float32, unless told."""
     wanted = None if dtype is None else _dtype(dtype)
     if hasattr(matrix, "__array__") and not isinstance(matrix, Tensor):
-        matrix = torch.as_tensor(matrix)
+        _check_shape(tuple(getattr(matrix, "shape", ())))
+        try:
+            matrix = torch.as_tensor(np.array(matrix))
+        except TypeError as error:
+            raise ValueError(f"matrix is not of numbers: {error}") from None
     if isinstance(matrix, Tensor):
         x = matrix.detach().cpu()
         own = x.dtype if x.dtype in DTYPES.values() else torch.float32

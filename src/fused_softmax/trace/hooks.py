@@ -58,6 +58,7 @@ class Hooks:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._restore = ExitStack()
+        self._patched: set[int] = set()
         self.turns: Turns | None = None
 
     def __enter__(self) -> "Hooks":
@@ -76,8 +77,12 @@ class Hooks:
                 (InterpreterBuilder, "create_atomic_rmw", self._atomic),
                 (InterpreterBuilder, "create_atomic_cas", self._compare),
                 (InterpreterBuilder, "cast_impl", _rounding),
+                (InterpreterBuilder, "create_maxnumf", lambda plain: _of_numbers(np.fmax)),
+                (InterpreterBuilder, "create_minnumf", lambda plain: _of_numbers(np.fmin)),
                 (ReduceOps, "apply_impl", self._reduce),
                 (interpreter, "_patch_lang_tensor", _indices),
+                (interpreter, "_implicit_cvt", _arguments),
+                (interpreter, "_patch_lang", self._patch),
             ):
                 plain = holder.__dict__[name]
                 setattr(holder, name, wrap(plain))
@@ -87,6 +92,17 @@ class Hooks:
 
     def __exit__(self, *error: Any) -> None:
         self._restore.close()
+
+    def _patch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Triton patches its language anew at every call of a function, which is most of its time: once is enough."""
+
+        def patch(function: Any) -> Any:
+            if id(function.__globals__) in self._patched:
+                return interpreter._LangPatchScope()  # with nothing to restore
+            self._patched.add(id(function.__globals__))
+            return plain(function)
+
+        return patch
 
     def _launch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
@@ -101,6 +117,7 @@ class Hooks:
             grid = tuple(int(size) for size in (*grid, 1, 1)[:3])
             self._listener.launched(function, grid, prepared, executor.constexprs)
             executor.fn = self._program(function, grid)
+            self._patched.clear()
             try:
                 plain(executor, **prepared)
             finally:
@@ -180,6 +197,22 @@ def _indices(plain: Callable[..., Any]) -> Callable[..., Any]:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     return patch
+
+
+def _arguments(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A float that a launch is given has 32 bits on a GPU; the interpreter leaves it a Python float, of 64."""
+
+    def convert(value: Any) -> Any:
+        if type(value) is float:
+            return tl.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
+        return plain(value)
+
+    return convert
+
+
+def _of_numbers(function: Any) -> Callable[..., Any]:
+    """A GPU's maximum of a NaN and a number is the number; the interpreter's is NaN."""
+    return lambda builder, a, b: builder.binary_op(a, b, function)
 
 
 def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:

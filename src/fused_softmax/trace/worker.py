@@ -14,7 +14,7 @@ from typing import Any
 
 from fused_softmax.trace.memory import RecordingError
 
-START_SECONDS = 120.0  # to import torch and Triton, on a busy machine
+START_SECONDS = 120.0  # to import torch and Triton and use them once, on a busy machine
 
 
 class Late(RecordingError):
@@ -60,7 +60,7 @@ class Worker:
             here["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from fused_softmax.trace.worker import main; main()"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | here,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | here, start_new_session=True,
             )  # fmt: skip
             try:
                 self._answer(self._process, b"", START_SECONDS)
@@ -105,9 +105,7 @@ class Worker:
         if answer.endswith(b"\n"):
             return json.loads(answer)
         if late.is_set():
-            raise Late(
-                f"it took longer than {timeout:g} s and was stopped: take fewer rows or columns, or larger blocks"
-            )
+            raise Late(f"took longer than {timeout:g} s and was stopped: take fewer rows or columns, or larger blocks")
         raise RecordingError(f"the recording process ended after {time.monotonic() - before:.1f} s; its error is above")
 
 
@@ -127,6 +125,8 @@ def main() -> None:
         answers.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
         answers.flush()
 
+    for warm in ("naive", "online"):  # what torch and Triton import when they are first used is paid here
+        run.kernel(asked.asked(warm, [[0.0, 1.0]]))
     say({})
     for line in sys.stdin.buffer:
         try:

@@ -1,0 +1,75 @@
+"""Matrices read from files, and pages and recordings written to them: whole, and over nothing unless told."""
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_BYTES = 2**20  # of a matrix as text
+
+_WORDS = {"inf": "inf", "+inf": "inf", "-inf": "-inf", "nan": "nan", "infinity": "inf", "-infinity": "-inf"}
+
+
+def read_matrix(path: str) -> Any:
+    """The matrix in a .npy file, or as text in any other, or on standard input for "-": rows of numbers.
+
+    Text is a row a line, numbers parted by commas, semicolons or space, with inf, -inf and nan among them; empty lines
+    and what follows a # are passed over. Raises ValueError for what is no matrix, OSError for what cannot be read.
+    """
+    if path.endswith(".npy"):
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{Path(path).name} is not an array of numbers: {error}") from None
+    with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    name = "standard input" if path == "-" else Path(path).name
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{name} is larger than {MOST_BYTES} bytes")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not text") from None
+    rows = [_row(line, f"{name}, line {at}") for at, line in enumerate(text.splitlines(), 1)]
+    return [row for row in rows if row]
+
+
+def _row(line: str, where: str) -> list[float]:
+    words = [word for word in re.split(r"[,;\s]+", line.partition("#")[0]) if word]
+    row = []
+    for at, word in enumerate(words, 1):
+        try:
+            row.append(float(word))
+        except ValueError:
+            raise ValueError(f"{where}, number {at}: {word[:40]!r} is not a number") from None
+        if row[-1] in (np.inf, -np.inf) and word.lower() not in _WORDS:
+            raise ValueError(f"{where}, number {at}: {word[:40]} is too large for any float")
+    return row
+
+
+def write(path: Path, text: str, *, force: bool = False) -> None:
+    """Write a file whole, beside its place and then in it. Raises FileExistsError where one is, unless forced."""
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} exists")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as temporary:
+        try:
+            temporary.write(text)
+            temporary.close()
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary.name, 0o666 & ~mask)
+            if force:
+                os.replace(temporary.name, path)
+            else:
+                os.link(temporary.name, path)  # fails where a file has come in between
+                os.unlink(temporary.name)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary.name)
+            raise
