@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from click.testing import CliRunner
-from test_classic import EXAMPLE, MAXIMA, OUTPUTS, PUBLISHED_OUTPUTS, PUBLISHED_SUMS, SUMS
+from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUBLISHED_OUTPUTS, PUBLISHED_SUMS, SUMS
 
 from fused_softmax import trace
 from fused_softmax.cli import main
@@ -130,6 +130,44 @@ def test_the_worked_example(name, example):
     assert all(
         row["status"] == "ok" and row["probability_sum"] == pytest.approx(1, abs=1e-6) for row in recording["rows"]
     )
+
+
+def computed(recording, row, text):
+    """What an expression came to, each time it was computed for a row."""
+    return [
+        value["value"]["data"]
+        for step in recording["steps"]
+        for value in step.get("computed", [])
+        if step["rows"] == [row] and value["text"] == text
+    ]
+
+
+def rounded(values):
+    return tuple(tuple(round(value, 3) for value in tile) for tile in values)
+
+
+def test_the_worked_example_tile_by_tile(example):
+    recording = example["hybrid-tiled"]
+    for row, values in enumerate(EXAMPLE):
+        x = torch.tensor(values, dtype=torch.float64).view(2, 4)
+        e = (x - x.max()).exp()
+        assert rounded(computed(recording, row, "tl.max(x, axis=0)")) == tuple((m,) for m in BLOCK_MAXIMA[row])
+        assert rounded(computed(recording, row, "tl.sum(tl.exp(x - m).to(SUM), axis=0)")) == tuple(
+            (s,) for s in BLOCK_SUMS[row]
+        )
+        assert rounded(computed(recording, row, "tl.exp(x - m)")) == rounded((*e.tolist(), *e.tolist()))
+
+
+def test_online_rescales_by_what_the_maximum_rose():
+    recording = trace.record("online", presets.RISING, block=2)
+    assert rounded(computed(recording, 0, "tl.exp(m - origin)")) == ((0.0,), *3 * ((0.135,),))
+    assert rounded(computed(recording, 0, "tl.exp(x - origin)")) == 4 * ((0.368, 1.0),)
+
+
+def test_what_a_local_is_set_to_is_told_once(example):
+    for step in example["row"]["steps"]:
+        for value in step.get("computed", []):
+            assert value["value"] not in step.get("set", {}).values()
 
 
 def test_the_gradient_is_that_of_the_first_probability(example):

@@ -20,6 +20,7 @@ from fused_softmax.trace.memory import RecordingError
 from fused_softmax.trace.turns import Turns
 
 _one_at_a_time = threading.Lock()
+_FUNCTIONS = ("exp", "exp2", "log", "log2")
 _REDUCTIONS = {"_elementwise_max": "max", "_elementwise_min": "min", "_sum_combine": "sum"}
 
 
@@ -49,7 +50,8 @@ class Listener(Protocol):
 
     def accessed(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> None: ...
 
-    def reduced(self, kind: str, result: Any) -> None: ...
+    def computed(self, kind: str | None, value: Any) -> None:
+        """A reduction of a kind, or an exponential or logarithm, was computed."""
 
 
 class Hooks:
@@ -80,6 +82,7 @@ class Hooks:
                 (InterpreterBuilder, "create_maxnumf", lambda plain: _of_numbers(np.fmax)),
                 (InterpreterBuilder, "create_minnumf", lambda plain: _of_numbers(np.fmin)),
                 (ReduceOps, "apply_impl", self._reduce),
+                *((InterpreterBuilder, f"create_{name}", self._compute) for name in _FUNCTIONS),
                 (interpreter, "_patch_lang_tensor", _indices),
                 (interpreter, "_implicit_cvt", _arguments),
                 (interpreter, "_patch_lang", self._patch),
@@ -183,10 +186,20 @@ class Hooks:
             combine = getattr(operation.combine_fn, "fn", operation.combine_fn)
             kind = _REDUCTIONS.get(getattr(combine, "__name__", ""))
             if kind:
-                self._listener.reduced(kind, result[0] if isinstance(result, list | tuple) else result)
+                self._listener.computed(kind, result[0] if isinstance(result, list | tuple) else result)
             return result
 
         return reduce
+
+    def _compute(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(builder: Any, argument: TensorHandle) -> TensorHandle:
+            result = plain(builder, argument)
+            shape = result.data.shape if result.data.size > 1 else ()
+            kind = tl.block_type(result.dtype.scalar, list(shape)) if shape else result.dtype.scalar
+            self._listener.computed(None, tl.tensor(result, kind))
+            return result
+
+        return compute
 
 
 def _indices(plain: Callable[..., Any]) -> Callable[..., Any]:

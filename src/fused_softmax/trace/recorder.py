@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_softmax.trace.encode import dtype_name, numbers
 from fused_softmax.trace.hooks import Hooks
-from fused_softmax.trace.locals import changed, flat, plain
+from fused_softmax.trace.locals import changed, encode, flat, plain
 from fused_softmax.trace.memory import Memory, RecordingError
 from fused_softmax.trace.story import Source, Story, Told
 
@@ -36,6 +36,7 @@ class _Frame:
     """A function of a kernel that is running. over: how deep it is in calls whose lines are not recorded."""
 
     number: int
+    running: FrameType
     source: Source
     function: str
     phase: str | None
@@ -43,6 +44,7 @@ class _Frame:
     line: int | None = None
     step: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    computed: list[dict[str, Any]] = field(default_factory=list)
     reduced: dict[str, Any] = field(default_factory=dict)
     over: int = 0
 
@@ -91,6 +93,7 @@ class Recorder:
         self._program: _Program | None = None
         self._functions: dict[CodeType, Source | None] = {}
         self._codes: dict[CodeType | None, Any] = {}
+        self._positions: dict[CodeType, list[Any]] = {}
         self._bytes = 0
 
     def __enter__(self) -> "Recorder":
@@ -209,7 +212,7 @@ class Recorder:
             arguments = self._changed(frame.f_locals, {})
             entry |= {"arguments": arguments} if arguments else {}
             phase = caller.source.phase(caller.line or 0) or caller.phase
-        program.frames.append(_Frame(len(self.frames), source, source.name, phase, dict(frame.f_locals)))
+        program.frames.append(_Frame(len(self.frames), frame, source, source.name, phase, dict(frame.f_locals)))
         self.frames.append(entry)
 
     def _close(self, program: _Program, top: _Frame, frame: FrameType, result: Any = None) -> None:
@@ -235,12 +238,13 @@ class Recorder:
         step["rows"] = list(program.rows)
         step |= {"cols": list(program.cols)} if program.cols else {}
         step |= {"set": news} if news else {}
+        step |= {"computed": top.computed} if top.computed else {}
         step |= top.step
         step |= {"state": state} if state else {}
         messages, note = top.messages, top.source.notes.get(top.line)
         step |= {"message": messages[0]} if messages else {}
         step |= {"note": note} if note else {}
-        top.step, top.messages, top.reduced = {}, [], {}
+        top.step, top.messages, top.computed, top.reduced = {}, [], [], {}
         if step.keys() <= {"frame", "line", "phase", "rows", "cols"} and top.source.starts(top.line, "if "):
             return  # what was asked is known when the kernel is compiled
         self._add(step)
@@ -325,9 +329,17 @@ class Recorder:
 
     # What the hooks tell of memory and arithmetic.
 
-    def reduced(self, kind: str, result: Any) -> None:
-        if self._program is not None and self._program.frames:
-            self._program.frames[-1].reduced[f"{kind}()"] = result
+    def computed(self, kind: str | None, value: Any) -> None:
+        program = self._program
+        if program is None or not program.frames:
+            return
+        top = program.frames[-1]
+        if kind:
+            top.reduced[f"{kind}()"] = value
+        positions = self._positions.setdefault(top.running.f_code, list(top.running.f_code.co_positions()))
+        span = positions[top.running.f_lasti // 2]
+        if value.dtype.is_floating() and span not in top.source.results:
+            top.computed.append({"text": top.source.text(span), "value": encode(value, self.memory)})
 
     def accessed(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> None:
         """Note an access, or refuse it. Without `value`, a store is of what memory holds now."""

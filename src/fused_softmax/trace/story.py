@@ -10,6 +10,9 @@ from typing import Any
 
 from fused_softmax.trace.memory import RecordingError, Role
 
+Span = tuple[int | None, int | None, int | None, int | None]
+"""First and last line, first column and the one past the last, in bytes: as code objects and the syntax tree count."""
+
 
 @dataclass(frozen=True)
 class Told:
@@ -60,16 +63,21 @@ class Source:
         self.told = told
 
     @cached_property
+    def _tree(self) -> ast.Module:
+        tree = ast.parse(textwrap.dedent("\n".join(self.lines)))
+        ast.increment_lineno(tree, self.first_line - 1)
+        return tree
+
+    @cached_property
     def statements(self) -> dict[int, tuple[int, int]]:
         """For each line of the file, the first and last line of the statement, or header of one, that it is of."""
-        tree = ast.parse(textwrap.dedent("\n".join(self.lines)))
         found: dict[int, tuple[int, int]] = {}
-        for node in ast.walk(tree):
+        for node in ast.walk(self._tree):
             if isinstance(node, ast.stmt):
                 body = getattr(node, "body", None)
                 last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
                 last = max(last, node.lineno)
-                span = (node.lineno + self.first_line - 1, last + self.first_line - 1)
+                span = node.lineno, last
                 for line in range(span[0], span[1] + 1):
                     if line not in found or found[line][0] <= span[0]:
                         found[line] = span
@@ -82,6 +90,23 @@ class Source:
     def starts(self, line: int, *words: str) -> bool:
         """Whether a line starts with one of these words."""
         return self.lines[line - self.first_line].lstrip().startswith(words)
+
+    @cached_property
+    def results(self) -> set[Span]:
+        """Where the expressions are that a local is set to, or that are returned, with nothing done to them."""
+        values = [node.value for node in ast.walk(self._tree) if isinstance(node, ast.Assign | ast.Return)]
+        return {(v.lineno, v.end_lineno, v.col_offset, v.end_col_offset) for v in values if v is not None}
+
+    def text(self, span: Span) -> str:
+        """The text of an expression, on one line."""
+        first, last, start, stop = span
+        if first is None or last is None:
+            return ""
+        indent = len(self.lines[0]) - len(self.lines[0].lstrip())  # which the interpreter takes away
+        lines = [line[indent:].encode() for line in self.lines[first - self.first_line : last - self.first_line + 1]]
+        lines[-1] = lines[-1][:stop]
+        lines[0] = lines[0][start:]
+        return " ".join(line.decode().strip() for line in lines)
 
     @cached_property
     def phases(self) -> list[tuple[int, str]]:
