@@ -4,7 +4,7 @@ ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
 
-.PHONY: env demo test test-compiles gpu-test sanitize lint clean
+.PHONY: env demo presets test test-compiles gpu-test sanitize lint clean
 
 env: $(ENV)
 
@@ -16,6 +16,10 @@ env: $(ENV)
 
 demo: $(ENV)
 	PYTHONPATH=src $(PY) -m fused_softmax.cli bench --quick --out demo/results.json --plot demo/plot.png
+
+# The recordings that the page comes with, made anew; a test fails where they differ from what the kernels do.
+presets: $(ENV)
+	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m fused_softmax.trace.presets
 
 # One process cannot both interpret and compile kernels, so the suite runs as two. Every plan is for test-compiles.
 test: $(ENV)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUBLISHED_OUTPUTS, PUBLISHED_SUMS, SUMS
 
 from fused_softmax import trace
@@ -186,6 +188,28 @@ def test_traffic_is_what_the_formula_says(name, shape):
     assert traffic["formula"] == str(formula)
     inputs = 2 if name == "backward" else 1
     assert (traffic["floor_reads"], traffic["floor_writes"]) == (inputs * math.prod(shape), math.prod(shape))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(NAMES),
+    shape=st.tuples(st.integers(1, 6), st.integers(2, 11)),
+    block=st.sampled_from([1, 2, 4, 8]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
+def test_any_small_matrix(name, shape, block, dtype, seed):
+    x = (8 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(getattr(torch, dtype))
+    if name == "hybrid-tiled" and shape[1] <= block:
+        return
+    recording = trace.record(name, x, block=block)
+    formula = trace.kernels()[name].formula
+    assert recording["traffic"]["reads"] == formula.reads(*shape)
+    assert recording["traffic"]["writes"] == formula.writes(*shape)
+    assert {row for step in recording["steps"] for row in step["rows"]} == set(range(shape[0]))
+    y = torch.softmax(x, 1).double()
+    truth = y * ((torch.arange(shape[1]) == 0).double() - y[:, :1]) if name == "backward" else y
+    assert (result(recording) - truth).abs().max() <= 4 * torch.finfo(x.dtype).eps
 
 
 @every_kernel
@@ -647,6 +671,45 @@ def test_phases_of_ones_own():
     assert recording["phases"] == ["start", "add up", "write"]
     with pytest.raises(trace.RecordingError, match=r"no line of _sums .* begins with 'while'"):
         trace.record_kernel(_sums, phases={"start": "while"})[1](x, torch.zeros(1), 8, 8, BLOCK=8)
+
+
+@triton.autotune([triton.Config({"BLOCK": 4})], key=["n_cols"])
+@triton.jit
+def _tuned(x_ptr, n_cols, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, n_cols * 1.0, mask=at < n_cols)
+
+
+def test_an_autotuned_kernel_by_one_configuration():
+    with pytest.raises(TypeError, match=r"within an autotuner or heuristics: give its `\.fn`"):
+        trace.record_kernel(_tuned)[1](torch.zeros(4), 3)
+    recording = trace.record_kernel(_tuned.fn)[1](torch.zeros(4), 3, BLOCK=4)
+    assert recording["tensors"][0]["after"] == [3.0, 3.0, 3.0, 0.0]
+
+
+def test_a_kernel_that_no_worker_can_find():
+    @triton.jit
+    def local(x_ptr):
+        tl.store(x_ptr, 1.0)
+
+    launch = trace.record_kernel(local)[1]
+    if interpreting():
+        assert launch(torch.zeros(1))["tensors"][0]["after"] == [1.0]
+    else:
+        with pytest.raises(trace.RecordingError, match=r"local.* is made within a function, .* set TRITON_INTERPRET=1"):
+            launch(torch.zeros(1))
+
+
+@pytest.mark.compiles
+def test_a_process_that_compiles_records_in_a_worker():
+    assert not interpreting()
+    worked = next(each for each in presets.load() if each["kernel"] == "split")
+    recording = trace.record("split", EXAMPLE)
+    assert alike(recording["steps"], worked["steps"], 1e-5)
+    x = torch.arange(8.0).view(1, 8)
+    recording = trace.record_kernel(_sums, outputs=("y_ptr",))[1](x, torch.zeros(1), 8, 8, BLOCK=8)
+    assert only(recording, "output")["after"] == [140.0]
+    assert not interpreting()
 
 
 def test_in_place():

@@ -9,8 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from fused_softmax.trace import results, run
 from fused_softmax.trace.encode import dtype_name, number
@@ -51,12 +53,10 @@ class Launches:
 
 
 def unwrapped(kernel: Any) -> Any:
-    """The kernel itself, from within its autotuner or heuristics."""
-    while hasattr(kernel, "fn") and not hasattr(kernel, "arg_names"):
-        kernel = kernel.fn
-    if hasattr(kernel, "configs") and hasattr(kernel, "fn"):
-        raise TypeError("the kernel is autotuned: give its `.fn`, and the constants of one configuration")
-    if not hasattr(kernel, "arg_names"):
+    """The @triton.jit function, compiled or interpreted, or a TypeError."""
+    if isinstance(kernel, triton.runtime.Autotuner | triton.runtime.Heuristics):
+        raise TypeError("the kernel is within an autotuner or heuristics: give its `.fn`, and every constant")
+    if not isinstance(kernel, triton.JITFunction | InterpretedFunction):
         raise TypeError(f"kernel must be a @triton.jit function, got {type(kernel).__name__}")
     return kernel
 
@@ -113,6 +113,8 @@ def found(where: dict[str, str]) -> Any:
         holder = _import_file(where["file"])
     for name in where["name"].split("."):
         holder = getattr(holder, name)
+    while isinstance(holder, triton.runtime.Autotuner | triton.runtime.Heuristics):
+        holder = holder.fn  # by its name a kernel is found with all that was put around it
     return unwrapped(holder)
 
 

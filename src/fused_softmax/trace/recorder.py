@@ -25,7 +25,7 @@ from fused_softmax.trace.memory import Memory, RecordingError
 from fused_softmax.trace.story import Source, Story, Told
 
 MOST_STEPS = 20000
-MOST_BYTES = 2**25  # of tiles, as the kernel holds them
+MOST_BYTES = 2**23  # of tiles, as the kernel holds them
 
 _TRITON = str(Path(triton.__file__).parent)
 _PACKAGE = Path(__file__).parents[1]

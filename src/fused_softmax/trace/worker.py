@@ -16,6 +16,8 @@ from fused_softmax.trace.memory import RecordingError
 
 START_SECONDS = 120.0  # to import torch and Triton and use them once, on a busy machine
 
+_KINDS = {"RecordingError": RecordingError, "ValueError": ValueError, "TypeError": TypeError}
+
 
 class Late(RecordingError):
     """A recording took longer than it was given; its worker was ended."""
@@ -34,7 +36,11 @@ class Worker:
             self._ready()
 
     def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """The recording that is asked for. Raises what was raised there, or Late after `timeout` seconds."""
+        """The recording that is asked for.
+
+        Raises Late after `timeout` seconds, the ValueError, TypeError or RecordingError that was raised there, and
+        RuntimeError for anything else.
+        """
         with self._asking:
             process = self._ready()
             try:
@@ -44,8 +50,7 @@ class Worker:
                 raise
         if "recording" in answer:
             return answer["recording"]
-        kind = {"ValueError": ValueError, "TypeError": TypeError}.get(answer["kind"], RecordingError)
-        raise kind(answer["error"])
+        raise _KINDS.get(answer["kind"], RuntimeError)(answer["error"])
 
     def close(self) -> None:
         """End the process."""
