@@ -466,9 +466,7 @@ def test_the_command(to, tmp_path):
     done = run("--dtype", "fp16")
     assert done.exit_code == 0, done.output
     text = done.output if to == "-" else out.read_text()
-    if to == "html":
-        text = next(held for attributes, held in scripts(text) if attributes.get("id") == "recordings")
-    found = json.loads(text)
+    found = held(text, "recordings") if to == "html" else json.loads(text)
     assert [recording["kernel"] for recording in found] == ["hybrid-tiled", "naive"]
     assert found[0]["tensors"][0]["before"] == [1.0, 2.0, "-inf", 4.0, 0.5, 0.001, "nan", 2.0]
     assert found[0]["options"] == {"dtype": "float16", "block": 2}
@@ -483,6 +481,10 @@ def test_the_command_without_a_kernel_writes_the_presets(tmp_path):
     done = CliRunner().invoke(main, ["trace", "-o", str(tmp_path / "all.json")])
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "all.json").read_text()) == presets.load()
+    CliRunner().invoke(main, ["trace", "-o", str(tmp_path / "all.html")])
+    html = (tmp_path / "all.html").read_text()
+    assert held(html, "recordings") is None
+    assert held(html, "presets") == presets.load()
 
 
 @pytest.mark.parametrize(
@@ -586,22 +588,36 @@ def scripts(html):
 
 def test_hostile_text_stays_in_its_script_element(example):
     recording = example["naive"] | {"title": HOSTILE, "summary": HOSTILE}
-    html = page.embed([recording])
+    html = page.embed([recording], [recording])
     assert len(scripts(html)) == len(scripts(page.BUILT.read_text()))
     assert html.encode("utf-8"), "lone surrogates are escaped"
-    held = next(text for attributes, text in scripts(html) if attributes.get("id") == "recordings")
-    assert json.loads(held) == json.loads(json.dumps([recording]))
-    assert not set("<>&\u2028\u2029") & set(held)
+    assert held(html, "recordings") == held(html, "presets") == json.loads(json.dumps([recording]))
+    text = next(text for attributes, text in scripts(html) if attributes.get("id") == "recordings")
+    assert not set("<>&\u2028\u2029") & set(text)
 
 
 def test_a_page_without_the_slot_is_refused():
     for bad in ("<html></html>", 2 * page.BUILT.read_text()):
         with pytest.raises(ValueError, match=r"must hold .* once"):
-            page.embed([], bad)
+            page.embed([], [], bad)
+
+
+def held(html, name):
+    return next(json.loads(text) for attributes, text in scripts(html) if attributes.get("id") == name)
+
+
+def test_what_a_page_held_is_replaced(example):
+    html = page.embed([example["naive"]], [example["online"], example["row"]])
+    assert [each["kernel"] for each in held(html, "recordings")] == ["naive"]
+    assert [each["kernel"] for each in held(html, "presets")] == ["online", "row"]
+    again = page.embed([], [example["tile"]], html)
+    assert held(again, "recordings") is None
+    assert [each["kernel"] for each in held(again, "presets")] == ["tile"]
+    assert page.embed([], [], again) == page.embed([])
 
 
 def test_the_page_with_all_presets_is_small():
-    assert len(page.embed(presets.load()).encode()) < 1_000_000
+    assert len(page.embed([], presets.load()).encode()) < 1_000_000
 
 
 def test_show_is_a_frame_of_its_own():

@@ -473,7 +473,7 @@ def trace(
 ) -> None:
     """A page that steps through kernels line by line, as they run under Triton's interpreter.
 
-    Without --kernel and --matrix: the page with the recordings that it comes with.
+    The page holds the recordings that it comes with, too; without --kernel and --matrix, they are what is written.
     """
     try:
         from fused_softmax import trace as tracing
@@ -494,15 +494,16 @@ def trace(
         raise click.ClickException(f"{out} exists; --force writes over it")
     wanted = [*names, *([second] if second else [])]
     try:
-        recordings = presets.load()
+        recordings, kept = [], presets.load()
         if wanted or matrix or block or dtype:
             rows = files.read_matrix(matrix) if matrix else presets.EXAMPLE
             wanted = wanted or ["online"]
             recordings = [tracing.record(name, rows, block=block, dtype=dtype) for name in wanted]
         if out.suffix == ".html":
-            text = page.embed(recordings)
+            text = page.embed(recordings, kept)
         else:
-            text = json.dumps(recordings[0] if len(recordings) == 1 else recordings, allow_nan=False) + "\n"
+            found = recordings or kept
+            text = json.dumps(found[0] if len(found) == 1 else found, allow_nan=False) + "\n"
         if str(out) == "-":
             click.echo(text, nl=False)
         else:
@@ -528,7 +529,7 @@ def serve(host: str, port: int) -> None:
     except ImportError as error:
         raise _missing(error) from None
     try:
-        server.serve(page.embed(presets.load()), host, port, lambda address: click.echo(f"serving on {address}"))
+        server.serve(page.embed([], presets.load()), host, port, lambda address: click.echo(f"serving on {address}"))
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror}") from None
 

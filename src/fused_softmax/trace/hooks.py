@@ -6,6 +6,7 @@ Triton 3.6 to 3.9 differ in what the methods are called with past a pointer, a v
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -72,6 +73,8 @@ class Hooks:
             raise RecordingError("a recording is being made in this process already; one at a time")
         with ExitStack() as stack:
             stack.callback(_one_at_a_time.release)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of maxima of nothing but NaN
             for holder, name, wrap in (
                 (GridExecutor, "__call__", self._launch),
                 (InterpreterBuilder, "create_masked_load", self._load),

@@ -7,19 +7,27 @@ from pathlib import Path
 from typing import Any
 
 BUILT = Path(__file__).with_name("page.html")
-SLOT = '<script id="recordings" type="application/json">'
-_EMPTY = SLOT + "null</script>"
 # An HTML parser looks for "</script" and "<!--".
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def embed(recordings: Sequence[dict[str, Any]], page: str | None = None) -> str:
-    """The page with recordings in it, in the order given; of the built page unless another is given."""
+def embed(recordings: Sequence[dict[str, Any]], presets: Sequence[dict[str, Any]] = (), page: str | None = None) -> str:
+    """The page with recordings in it, in the order given, and what it comes with besides.
+
+    page: one that holds the elements `<script id="recordings" type="application/json">` and the same of presets, once
+        each; the built one unless another is given. What they hold is replaced, by null for nothing.
+    """
     page = BUILT.read_text() if page is None else page
-    if page.count(_EMPTY) != 1:
-        raise ValueError(f"a page must hold {_EMPTY} once, this one holds it {page.count(_EMPTY)} times")
-    before, after = page.split(_EMPTY)
-    return f"{before}{SLOT}{script_json(recordings)}</script>{after}"
+    return _fill(_fill(page, "presets", presets), "recordings", recordings)
+
+
+def _fill(page: str, name: str, recordings: Sequence[dict[str, Any]]) -> str:
+    opening = f'<script id="{name}" type="application/json">'
+    if page.count(opening) != 1:
+        raise ValueError(f"a page must hold {opening} once, this one holds it {page.count(opening)} times")
+    before, _, rest = page.partition(opening)
+    _, closing, after = rest.partition("</script>")
+    return before + opening + script_json(list(recordings) or None) + closing + after
 
 
 def script_json(value: Any) -> str:

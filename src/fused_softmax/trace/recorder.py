@@ -297,6 +297,8 @@ class Recorder:
     # Rows and their states.
 
     def _shape(self) -> tuple[int, int]:
+        if not self.memory.tensors:
+            return 0, 1
         view = self.memory.tensors[0].view
         n_cols = view.shape[-1] if view.ndim else 1
         return view.numel() // max(1, n_cols), n_cols
@@ -318,7 +320,7 @@ class Recorder:
             of_rows = flat(value)
             if of_rows is None or of_rows.size not in (1, rows.size) or of_rows.dtype.kind != "f":
                 continue
-            encoded = numbers(np.broadcast_to(of_rows, rows.shape), dtype_name(value.dtype))
+            encoded = numbers(np.broadcast_to(of_rows, rows.shape), dtype_name(getattr(value, "dtype", "float64")))
             for row, each in zip(map(int, rows), encoded, strict=True):
                 state = program.state.setdefault(row, {})
                 if 0 <= row < self._shape()[0] and state.get(letter) != each:
