@@ -755,8 +755,8 @@ def test_the_interpreter_is_left_as_it_was():
 
     def hooked():
         return [dict(vars(holder)) for holder in (GridExecutor, InterpreterBuilder, ReduceOps)] + [
-            interpreter._patch_lang_tensor
-        ]
+            interpreter._patch_lang_tensor, interpreter._patch_lang, interpreter._implicit_cvt,
+        ]  # fmt: skip
 
     before = hooked()
     trace.record("online", EXAMPLE)

@@ -33,8 +33,6 @@ class Held:
     view: Tensor  # of the guarded copy
     dtype: str
     before: list[Any]
-    loaded: bool = False
-    stored: bool = False
 
     def entry(self) -> dict[str, Any]:
         """Its entry in a recording."""

@@ -49,7 +49,7 @@ class Passes(TorchDispatchMode):
         phase = source.phase(line) or self.phases[0]
         name = str(operation).removeprefix("aten.").split(".")[0]
         loads = [self._load(each) for each in args if isinstance(each, Tensor)]
-        number = self._new(result, source.lines[line - source.first_line])
+        number = self._new(result, source.line(line))
         at = list(range(result.numel()))
         self.writes[number] = np.ones(len(at), np.int64)
         self.launches.append({"name": f"aten.{name}", "source": 0, "grid": [1, 1, 1], "constants": {}, "arguments": {}})
@@ -82,7 +82,7 @@ class Passes(TorchDispatchMode):
         return {"tensor": number, "at": list(range(counts.size)), "masked": 0}
 
     def _new(self, result: Tensor, text: str) -> int:
-        name, equals, _ = text.strip().partition(" = ")
+        name, equals, _ = text.partition(" = ")
         name = name if equals else "y"
         before = tensor_numbers(torch.full_like(result, float("nan")))
         self.memory.tensors.append(

@@ -12,15 +12,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
-import torch
 import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_softmax.trace.encode import dtype_name, numbers
+from fused_softmax.trace.accesses import Accesses, OutsideError
+from fused_softmax.trace.encode import numbers
 from fused_softmax.trace.hooks import Hooks
 from fused_softmax.trace.locals import changed, encode, flat, plain
+from fused_softmax.trace.matrix import Matrix, Place
 from fused_softmax.trace.memory import Memory, RecordingError
 from fused_softmax.trace.story import Source, Story, Told
 
@@ -38,11 +39,11 @@ class _Frame:
     number: int
     running: FrameType
     source: Source
-    function: str
     phase: str | None
     known: dict[str, Any]
     line: int | None = None
     step: dict[str, Any] = field(default_factory=dict)
+    reached: tuple[list[int], tuple[int, int]] | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     computed: list[dict[str, Any]] = field(default_factory=list)
     reduced: dict[str, Any] = field(default_factory=dict)
@@ -51,14 +52,12 @@ class _Frame:
 
 @dataclass
 class _Program:
-    """One program of a launch: its frames, and where in the matrix it is."""
+    """One program of a launch."""
 
     grid: tuple[int, int, int]
     first_step: int
     frames: list[_Frame] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    cols: tuple[int, int] | None = None
-    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+    place: Place = field(default_factory=Place)
 
 
 class Recorder:
@@ -84,8 +83,9 @@ class Recorder:
         self.launches: list[dict[str, Any]] = []
         self.frames: list[dict[str, Any]] = []
         self.steps: list[dict[str, Any]] = []
-        self.reads: dict[int, np.ndarray] = {}
-        self.writes: dict[int, np.ndarray] = {}
+        self._accesses = Accesses(self.memory)
+        self.reads, self.writes = self._accesses.reads, self._accesses.writes
+        self._matrix = Matrix(self.memory)
         self.states: dict[int, dict[str, Any]] = {}
         self.take_turns = bool(self.story.waits)
         self._merge = merge
@@ -212,7 +212,7 @@ class Recorder:
             arguments = self._changed(frame.f_locals, {})
             entry |= {"arguments": arguments} if arguments else {}
             phase = caller.source.phase(caller.line or 0) or caller.phase
-        program.frames.append(_Frame(len(self.frames), frame, source, source.name, phase, dict(frame.f_locals)))
+        program.frames.append(_Frame(len(self.frames), frame, source, phase, dict(frame.f_locals)))
         self.frames.append(entry)
 
     def _close(self, program: _Program, top: _Frame, frame: FrameType, result: Any = None) -> None:
@@ -224,19 +224,19 @@ class Recorder:
         if result is not None:
             news |= self._changed({"return": result}, {})
         top.known = now
-        is_kernel = len(program.frames) == 1
-        touched, state = top.step.pop("touched", None), []
-        if is_kernel:
-            program.rows = self._rows_of(now.get(top.source.told.row)) or program.rows
+        place, state = program.place, []
+        if len(program.frames) == 1:
+            place.rows = self._matrix.rows_of(now.get(top.source.told.row)) or place.rows
             if top.source.starts(top.line, "for ", "while "):
-                program.cols = None
-            state = self._state_of(program, top, now)
-        if touched:
-            program.rows, program.cols = touched
+                place.cols = None
+            state = self._matrix.learn(place, top.source.told, now, top.reduced)
+            self.states |= {entry["row"]: entry for entry in state}
+        if top.reached:
+            place.rows, place.cols = top.reached
         step: dict[str, Any] = {"frame": top.number, "line": top.line}
         step["phase"] = self._phase(top.source.phase(top.line) or top.phase or self._guess(top.step))
-        step["rows"] = list(program.rows)
-        step |= {"cols": list(program.cols)} if program.cols else {}
+        step["rows"] = list(place.rows)
+        step |= {"cols": list(place.cols)} if place.cols else {}
         step |= {"set": news} if news else {}
         step |= {"computed": top.computed} if top.computed else {}
         step |= top.step
@@ -244,7 +244,7 @@ class Recorder:
         messages, note = top.messages, top.source.notes.get(top.line)
         step |= {"message": messages[0]} if messages else {}
         step |= {"note": note} if note else {}
-        top.step, top.messages, top.computed, top.reduced = {}, [], [], {}
+        top.step, top.reached, top.messages, top.computed, top.reduced = {}, None, [], [], {}
         if step.keys() <= {"frame", "line", "phase", "rows", "cols"} and top.source.starts(top.line, "if "):
             return  # what was asked is known when the kernel is compiled
         self._add(step)
@@ -260,7 +260,7 @@ class Recorder:
             for step in steps:
                 step["rows"] = step["rows"] or known
             return
-        names = self.story.collects.get(top.function)
+        names = self.story.collects.get(top.source.name)
         if names:
             self._collected(program, dict(frame.f_locals), names)
         program.frames[-1].reduced = top.reduced | program.frames[-1].reduced
@@ -294,41 +294,6 @@ class Recorder:
             return self.phases[0]
         return "store" if "stores" in step else "load" if "loads" in step else "compute"
 
-    # Rows and their states.
-
-    def _shape(self) -> tuple[int, int]:
-        if not self.memory.tensors:
-            return 0, 1
-        view = self.memory.tensors[0].view
-        n_cols = view.shape[-1] if view.ndim else 1
-        return view.numel() // max(1, n_cols), n_cols
-
-    def _rows_of(self, value: Any) -> list[int]:
-        rows = flat(value)
-        return [] if rows is None else sorted({int(row) for row in rows if 0 <= row < self._shape()[0]})
-
-    def _state_of(self, program: _Program, top: _Frame, now: dict[str, Any]) -> list[dict[str, Any]]:
-        """The maximum and sum of the rows of which this step has changed them."""
-        told = top.source.told
-        rows = flat(now.get(told.row))
-        if rows is None:
-            return []
-        news: dict[int, dict[str, Any]] = {}
-        for letter, names in (("m", told.m), ("s", told.s)):
-            values = [top.reduced.get(name) if name.endswith("()") else now.get(name) for name in names]
-            value: Any = next((value for value in values if value is not None), None)
-            of_rows = flat(value)
-            if of_rows is None or of_rows.size not in (1, rows.size) or of_rows.dtype.kind != "f":
-                continue
-            encoded = numbers(np.broadcast_to(of_rows, rows.shape), dtype_name(getattr(value, "dtype", "float64")))
-            for row, each in zip(map(int, rows), encoded, strict=True):
-                state = program.state.setdefault(row, {})
-                if 0 <= row < self._shape()[0] and state.get(letter) != each:
-                    state[letter] = each
-                    news[row] = state
-        self.states |= {row: dict(state) for row, state in news.items()}
-        return [{"row": row} | state for row, state in sorted(news.items())]
-
     # What the hooks tell of memory and arithmetic.
 
     def computed(self, kind: str | None, value: Any) -> None:
@@ -344,68 +309,46 @@ class Recorder:
             top.computed.append({"text": top.source.text(span), "value": encode(value, self.memory)})
 
     def accessed(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> None:
-        """Note an access, or refuse it. Without `value`, a store is of what memory holds now."""
         program = self._program
         if program is None or not program.frames:
             return
-        top = program.frames[-1]
-        addresses = np.asarray(ptrs.data)
-        on = np.ones(addresses.shape, bool) if mask is None else np.asarray(getattr(mask, "data", mask), bool)
-        on = np.broadcast_to(on, addresses.shape).reshape(-1)
-        tensor, index = self.memory.locate(addresses)
-        if (tensor[on] < 0).any():
-            self._refuse(top, kind, int((tensor[on] < 0).sum()))
-        stored = None if value is None else np.broadcast_to(np.asarray(value.data), addresses.shape).reshape(-1)
-        for each in dict.fromkeys(tensor[on].tolist()):
-            held = self.memory.tensors[each]
-            lanes = np.flatnonzero(on & (tensor == each))
-            at, first = np.unique(index[lanes], return_index=True)
-            order = np.argsort(first)
-            at, lanes = at[order], lanes[first[order]]
-            entry: dict[str, Any] = {"tensor": each, "at": at.tolist()}
-            if kind == "stores":
-                entry["data"] = numbers(_elements(held.view, at) if stored is None else stored[lanes], held.dtype)
-            entry["masked"] = int((~on).sum())
+        top, place = program.frames[-1], program.place
+        try:
+            entries = self._accesses.note(kind, ptrs, mask, value)
+        except OutsideError as error:
+            line = top.line or top.source.first_line
+            raise RecordingError(
+                f"{top.source.name} {'reads' if kind == 'loads' else 'writes'} {error.elements} elements outside its "
+                f"tensors, at line {line} of {top.source.file}: {top.source.line(line)}"
+            ) from None
+        for entry in entries:
             top.step.setdefault(kind, []).append(entry)
-            counts = self.reads if kind == "loads" else self.writes
-            counts.setdefault(each, np.zeros(held.view.numel(), np.int64))[at] += 1
-            self._touch(program, top, each, at)
-        if kind == "stores" and top.function in self.story.publishes:
+            reached = self._matrix.reach(entry)
+            if reached is None:
+                continue
+            rows, cols = reached
+            if place.cols is not None and len(program.frames) > 1 and rows == place.rows:
+                cols = min(cols[0], place.cols[0]), max(cols[1], place.cols[1])
+            place.rows, place.cols = top.reached = rows, cols
+        if kind == "stores" and top.source.name in self.story.publishes:
             self._published(program, top)
-
-    def _refuse(self, top: _Frame, kind: str, n: int) -> None:
-        line = top.line or top.source.first_line
-        does = "reads" if kind == "loads" else "writes"
-        raise RecordingError(
-            f"{top.source.name} {does} {n} elements outside its tensors, at line {line} of {top.source.file}: "
-            f"{top.source.lines[line - top.source.first_line].strip()}"
-        )
-
-    def _touch(self, program: _Program, top: _Frame, tensor: int, at: np.ndarray) -> None:
-        """Where in the matrix an access is, if its tensor is of the matrix's shape."""
-        n_rows, n_cols = self._shape()
-        held = self.memory.tensors[tensor]
-        if held.view.numel() != n_rows * n_cols or held.role == "scratch" or not at.size:
-            return
-        rows = sorted({int(row) for row in at // n_cols})
-        cols = int((at % n_cols).min()), int((at % n_cols).max()) + 1
-        if program.cols is not None and len(program.frames) > 1 and rows == program.rows:
-            cols = min(cols[0], program.cols[0]), max(cols[1], program.cols[1])
-        program.rows, program.cols = rows, cols
-        top.step["touched"] = rows, cols
 
     # Messages.
 
     def _published(self, program: _Program, top: _Frame) -> None:
-        message: dict[str, Any] = {"kind": "publish", "row": program.rows[0], "from": int(_item(top.known["part"]))}
-        for name, local in self.story.publishes[top.function].items():
+        message: dict[str, Any] = {
+            "kind": "publish",
+            "row": program.place.rows[0],
+            "from": int(_item(top.known["part"])),
+        }
+        for name, local in self.story.publishes[top.source.name].items():
             message[name] = numbers(_item(top.known[local]), "float32")[0]
         top.messages.append(message)
 
     def _collected(self, program: _Program, now: dict[str, Any], names: Mapping[str, str]) -> None:
         step, part = self.steps[-1], int(_item(now["part"]))
         for each in range(int(_item(now["n_parts"]))):
-            message: dict[str, Any] = {"kind": "collect", "row": program.rows[0], "from": each, "to": part}
+            message: dict[str, Any] = {"kind": "collect", "row": program.place.rows[0], "from": each, "to": part}
             for name, local in names.items():
                 message[name] = numbers(_item(now[local], each), "float32")[0]
             self._add({name: step[name] for name in ("frame", "line", "phase", "rows")} | {"message": message})
@@ -442,8 +385,3 @@ def _item(value: Any, at: int = 0) -> np.ndarray:
     if found is None:
         raise TypeError(f"no number: {value!r}")
     return found[at]
-
-
-def _elements(view: Tensor, at: np.ndarray) -> np.ndarray:
-    values = view.contiguous().reshape(-1)[torch.from_numpy(at)]
-    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()

@@ -89,7 +89,11 @@ class Source:
 
     def starts(self, line: int, *words: str) -> bool:
         """Whether a line starts with one of these words."""
-        return self.lines[line - self.first_line].lstrip().startswith(words)
+        return self.line(line).startswith(words)
+
+    def line(self, line: int) -> str:
+        """The text of a line of the file, less its indent."""
+        return self.lines[line - self.first_line].strip()
 
     @cached_property
     def results(self) -> set[Span]:

@@ -1,0 +1,61 @@
+"""What kernels read and write: each access as the elements that it is of, and how often each element was moved."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fused_softmax.trace.encode import numbers
+from fused_softmax.trace.memory import Memory
+
+
+class OutsideError(Exception):
+    """An access of so many elements that are no tensor's."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__(elements)
+        self.elements = elements
+
+
+class Accesses:
+    """The accesses of one recording. reads, writes: by tensor, how often each of its elements was moved."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.reads: dict[int, np.ndarray] = {}
+        self.writes: dict[int, np.ndarray] = {}
+
+    def note(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> list[dict[str, Any]]:
+        """One access, "loads" or "stores", as an entry for each tensor that it is of.
+
+        An element counts once, however many lanes want it: the memory sees it once. Without a value, a store is of what
+        memory holds now. Raises OutsideError for an access that may not be made.
+        """
+        addresses = np.asarray(ptrs.data)
+        on = np.ones(addresses.shape, bool) if mask is None else np.asarray(getattr(mask, "data", mask), bool)
+        on = np.broadcast_to(on, addresses.shape).reshape(-1)
+        tensor, index = self._memory.locate(addresses)
+        outside = int((tensor[on] < 0).sum())
+        if outside:
+            raise OutsideError(outside)
+        stored = None if value is None else np.broadcast_to(np.asarray(value.data), addresses.shape).reshape(-1)
+        counted = self.reads if kind == "loads" else self.writes
+        entries = []
+        for each in dict.fromkeys(tensor[on].tolist()):
+            held = self._memory.tensors[each]
+            lanes = np.flatnonzero(on & (tensor == each))
+            at, first = np.unique(index[lanes], return_index=True)
+            order = np.argsort(first)
+            at, lanes = at[order], lanes[first[order]]
+            entry: dict[str, Any] = {"tensor": each, "at": at.tolist()}
+            if kind == "stores":
+                entry["data"] = numbers(_elements(held.view, at) if stored is None else stored[lanes], held.dtype)
+            entries.append(entry | {"masked": int((~on).sum())})
+            counted.setdefault(each, np.zeros(held.view.numel(), np.int64))[at] += 1
+        return entries
+
+
+def _elements(view: Tensor, at: np.ndarray) -> np.ndarray:
+    values = view.contiguous().reshape(-1)[torch.from_numpy(at)]
+    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
