@@ -111,6 +111,14 @@ def test_stores_add_up_to_what_memory_holds_after(name, example):
     assert "nan" not in memory[recording["tensors"].index(only(recording, "output"))]
 
 
+def test_every_note_of_the_registry_stands_by_a_step():
+    kept = presets.load()
+    for name, kernel in trace.kernels().items():
+        said = {step["note"] for recording in kept if recording["kernel"] == name for step in recording["steps"]
+                if "note" in step}  # fmt: skip
+        assert said == {note for told in kernel.story.told.values() for note in told.notes.values()}
+
+
 @every_kernel
 def test_phases_come_in_order_and_all_of_them(name, example):
     recording = example[name]

@@ -64,7 +64,14 @@ CLASSIC = (
                         "exponential": "e = torch.exp",
                         "sum": "s = e.sum",
                         "divide": "return e /",
-                    }
+                    },
+                    notes={
+                        "m = x.amax": "Reads the matrix, writes a number a row.",
+                        "shifted =": "Reads the matrix and the maxima, and writes a whole matrix out to memory.",
+                        "e = torch.exp": "Reads that matrix back, and writes another.",
+                        "s = e.sum": "Reads the second matrix, writes a number a row.",
+                        "return e /": "Reads the second matrix again, and the sums, and writes the result.",
+                    },
                 )
             }
         ),
@@ -91,6 +98,7 @@ CLASSIC = (
                 row="each",
                 m=("max()",),
                 s=("sum()",),
+                notes={"for each in": "The program takes the next row that is its own."},
             )
         ),
         block=False,
@@ -134,6 +142,7 @@ CLASSIC = (
                     "output": ("s = total", "for start in"),
                 },
                 s=("s", "total"),
+                notes={"s = total": "Maximum and sum are known; the row is read a third time to write the output."},
             )
         ),
     ),
@@ -150,6 +159,7 @@ CLASSIC = (
                 {"find the row": "row = tl.program_id", "maximum and sum": "m = tl.full", "output": "scale ="},
                 notes={
                     "origin =": "While all that was read is -inf, any finite origin gives exact zeros; -inf gives NaN.",
+                    "scale =": "The row is known after one pass; it is read again to write the output.",
                     "s = s *": "What was summed by the old maximum is rescaled to the new one, then the tile is added.",
                 },
             )

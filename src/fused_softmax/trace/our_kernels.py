@@ -136,7 +136,16 @@ _PART: dict[str, str | tuple[str, ...]] = {
     "exchange": ("if PREFETCH and SPLIT", "if SPLIT:"),
     "output": "if COLLECT:",
 }
-_WAIT = {"m, s = exchange(": "From here on every program of the row knows the maximum and sum of the whole row."}
+_ALL = {"m, s = exchange(": "From here on the program knows the maximum and sum of the whole row."}
+_PUBLISH = Told(
+    notes={"tl.atomic_xchg": "One 64-bit message holds all that the others need: written whole, it wants no flag."}
+)
+_COLLECT = Told(
+    notes={
+        "j = tl.arange": "Here a program waits until every part of its row has published; the others run meanwhile.",
+        "m_parts, s_parts =": "One message of each part, its own among them.",
+    }
+)
 
 OURS = (
     Kernel(
@@ -155,7 +164,8 @@ OURS = (
                     "maximum": "m = max_of",
                     "sum": "x = hold_all",
                     "output": "y_body = body_of",
-                }
+                },
+                notes={"row =": "Rows past the end repeat the last one."},
             )
         ),
     ),
@@ -177,7 +187,7 @@ OURS = (
         operation="softmax",
         run=_forward("split"),
         formula=Formula(1, 1),
-        story=_story(waits=True, _part_forward=Told(_PART, notes=_WAIT)),
+        story=_story(waits=True, publish=_PUBLISH, collect=_COLLECT, _part_forward=Told(_PART, notes=_ALL)),
         dtypes=_NARROW,
         merge=True,
     ),
@@ -191,7 +201,15 @@ OURS = (
         formula=Formula(2, 1),
         story=_story(
             _stream_state=Told({"find the part": "program = tl.program_id", "maximum and sum": "x_body = body_of"}),
-            _stream_forward=Told({"merge": "program = tl.program_id", "output": "start = part"}),
+            _stream_forward=Told(
+                {"merge": "program = tl.program_id", "output": "start = part"},
+                notes={
+                    "s = tl.sum": "The states of the row's parts merge: each sum is rescaled to the common maximum."
+                },
+            ),
+            merge=Told(
+                notes={"return m": "Each of the two sums is rescaled to the maximum of both, then they add up."}
+            ),
         ),
     ),
     Kernel(
@@ -227,6 +245,8 @@ OURS = (
         story=_story(
             waits=True,
             message={"d": "m"},
+            publish=_PUBLISH,
+            collect=_COLLECT,
             _part_backward=Told(
                 {
                     "find the part": "program = tl.program_id",
@@ -237,6 +257,7 @@ OURS = (
                 },
                 m=(),
                 s=(),
+                notes={"d = tl.sum": "The parts of d add up; unlike sums of exponentials, they need no rescaling."},
             ),
         ),
         dtypes=_NARROW,

@@ -72,7 +72,8 @@ class Passes(TorchDispatchMode):
                 for row, value in enumerate(tensor_numbers(result)):
                     self.states.setdefault(row, {})[letter] = value
                 step["state"] = [{"row": row} | dict(self.states[row]) for row in range(n_rows)]
-        self.steps.append(step)
+        note = source.notes.get(line)
+        self.steps.append(step | ({"note": note} if note else {}))
         return result
 
     def _load(self, tensor: Tensor) -> dict[str, Any]:
