@@ -688,6 +688,28 @@ def test_a_kernel_of_ones_own():
     assert recording["launches"][0]["constants"] == {"BLOCK": 4}
 
 
+@triton.jit
+def _softmax(out_ptr, in_ptr, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(in_ptr + row * n_cols + at, mask=at < n_cols, other=float("-inf"))
+    m = tl.max(x, axis=0)
+    e = tl.exp(x - m)
+    s = tl.sum(e, axis=0)
+    tl.store(out_ptr + row * n_cols + at, e / s, mask=at < n_cols)
+
+
+def test_a_softmax_of_ones_own_has_rows_and_states():
+    x = torch.tensor(EXAMPLE)
+    record = trace.record_kernel(_softmax, outputs=("out_ptr",), operation="softmax")
+    recording = record[(3,)](torch.empty_like(x), x, 8, BLOCK=8)
+    assert recording["tensors"][0]["name"] == "in"
+    assert [row["max"] for row in recording["rows"]] == list(MAXIMA)
+    assert tuple(round(row["sum"], 3) for row in recording["rows"]) == SUMS
+    assert states(recording, 1)[-1] == (4.0, recording["rows"][1]["sum"])
+    assert only(recording, "output")["before"] == ["nan"] * 24
+
+
 def test_phases_of_ones_own():
     x = torch.arange(8.0).view(1, 8)
     phases = {"start": "row =", "add up": "for start", "write": "tl.store"}

@@ -6,10 +6,23 @@
     recording["rows"][0]["max"]   # 3.0, as the kernel held it
     trace.show("online", x)       # a page that steps through it, in a notebook
 
-A recording is a dict that JSON holds; trace/schema.json says what is in it. Kernels of the registry (`kernels()`) are
-recorded by name, any other `@triton.jit` kernel by a launch:
+Kernels of the registry (`kernels()`) are recorded by name, any other `@triton.jit` kernel by a launch:
 
     recording = trace.record_kernel(my_kernel)[(n_rows,)](x, y, x.stride(0), n_cols, BLOCK_COLS=4)
+
+A recording is a dict that JSON holds, of schema 1 (`schema()`, trace/schema.json, which describes every field):
+
+    sources, tensors, phases    the text of each function; each tensor before and after; names of what goes on
+    launches, frames            each launch with its grid; each call of a kernel or of one of its functions, by program
+    steps                       each statement that was run: `frame`, `line`, `phase`, the `rows` and `cols` it
+                                concerns, what it `set`, `computed` on its way, `loads`, `stores`, the `state` (m, s)
+                                known of its rows after it, a `message` between programs of one row, a `note`
+    rows, traffic               of each row of the result: maximum, sum, status, entropy; elements moved, and their
+                                floor
+
+Numbers are those that the kernel held: floats are the shortest decimals that read back to the same value of their
+dtype, or "inf", "-inf" and "nan" (`read_number` reads them); integers past 2**53 are text. Elements are counted in a
+tensor's logical order, row after row. Fields may be added to a schema, and readers ignore what they do not know.
 
 One process cannot both interpret and compile kernels, for Triton's flag is read once. Where this one does not
 interpret, recordings are made in a worker, which is started once and kept.

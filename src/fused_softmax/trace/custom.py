@@ -39,9 +39,8 @@ class Launches:
             given = dict(zip(names, args, strict=False))
             if twice := given.keys() & constants.keys():
                 raise TypeError(f"{kernel.__name__} got {sorted(twice)[0]} twice")
-            given |= {
-                name: value for name, value in constants.items() if name in names
-            }  # the rest are Triton's options
+            known = {name: value for name, value in constants.items() if name in names}
+            given |= known  # the rest are Triton's options
             size = grid(given) if callable(grid) else grid
             size = (size,) if isinstance(size, int) else tuple(int(each) for each in size)
             request = {"grid": list(size), "told": self._told} | pack(given)
@@ -71,7 +70,8 @@ def record(kernel: Any, request: dict[str, Any]) -> dict[str, Any]:
     given = unpack(request)
     recorder = Recorder(story)
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    main = next((name for name, value in tensors.items() if value.ndim == 2), next(iter(tensors), None))
+    # The matrix that steps are placed in: of two dims where there is one, and read rather than written.
+    main = min(tensors, key=lambda name: (name in story.roles, tensors[name].ndim != 2), default=None)
     x = None
     if main is not None:
         x = tensors[main].clone()
