@@ -1,0 +1,59 @@
+/** A step as a sentence, for the line under the stage and for screen readers. */
+
+import { count, exact, short } from "./numbers";
+import type { Replay } from "./model";
+import { decode, isTile, type Local } from "./recording";
+
+/** "columns 4 to 7" of the half-open range [4, 8). */
+export function columnsText(cols: readonly [number, number]): string {
+  return cols[1] - cols[0] === 1 ? `column ${cols[0]}` : `columns ${cols[0]} to ${cols[1] - 1}`;
+}
+
+export function rowsText(rows: readonly number[]): string {
+  const [first, last] = [rows[0]!, rows[rows.length - 1]!];
+  if (rows.length === 1) return `row ${first}`;
+  return last - first === rows.length - 1 ? `rows ${first} to ${last}` : `rows ${rows.join(", ")}`;
+}
+
+/** A local in few words: a number itself, a tile by its ends. */
+export function localText(value: Local, digits = 4): string {
+  if (value === null) return "None";
+  if (typeof value === "string") return value;
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (!isTile(value)) return short(value, digits);
+  if (value.data.length === 1) {
+    const cell = value.data[0]!;
+    return typeof cell === "boolean" ? (cell ? "True" : "False") : short(decode(cell), digits);
+  }
+  const shown = value.data.slice(0, 4).map((cell) => (typeof cell === "boolean" ? (cell ? "1" : "0") : short(decode(cell), 3)));
+  return `[${shown.join(", ")}${value.data.length > 4 ? ", …" : ""}]`;
+}
+
+/** What has just happened, in full. */
+export function announcement(replay: Replay): string {
+  const { step, recording } = replay;
+  if (!step) return `Start of ${recording.title}: ${count(replay.length)} steps, nothing run yet.`;
+  const parts = [`Step ${replay.position} of ${replay.length}.`, `Program ${replay.programs[replay.program]!.label},`];
+  parts.push(`phase ${recording.phases[step.phase] ?? "unnamed"}`);
+  if (step.rows?.length) parts.push(`, ${rowsText(step.rows)}`);
+  if (step.cols) parts.push(`, ${columnsText(step.cols)}`);
+  let text = parts.join(" ").replaceAll(" ,", ",") + `. Line ${step.line}.`;
+  for (const load of step.loads ?? []) text += ` Reads ${elements(load.at.length)} of ${recording.tensors[load.tensor]!.name}.`;
+  for (const store of step.stores ?? []) text += ` Writes ${elements(store.at.length)} of ${recording.tensors[store.tensor]!.name}.`;
+  const set = Object.entries(step.set ?? {}).filter(([, value]) => !isTile(value) || value.data.length === 1);
+  if (set.length) text += ` ${set.map(([name, value]) => `${name} = ${localText(value)}`).join(", ")}.`;
+  if (step.message) text += ` ${messageText(step.message)}.`;
+  if (step.note) text += ` ${step.note}`;
+  return text;
+}
+
+export function messageText(message: NonNullable<NonNullable<Replay["step"]>["message"]>): string {
+  const state = `m = ${exact(decode(message.m))}, s = ${short(decode(message.s), 4)}`;
+  if (message.kind === "publish") return `Publishes ${state} for row ${message.row}`;
+  const from = message.from === undefined ? "" : ` from part ${message.from}`;
+  return `Collects ${state}${from} for row ${message.row}`;
+}
+
+function elements(n: number): string {
+  return n === 1 ? "1 element" : `${count(n)} elements`;
+}

@@ -1,0 +1,479 @@
+/**
+ * The state machine that replays a recording: pure, without a view.
+ *
+ * A position p in 0..length counts the steps that have been run; the step at hand is the last of them. Memory is kept
+ * in checkpoints, so that a seek applies at most CHECKPOINT_STEPS steps; all else is found in indices built once.
+ */
+
+import {
+  decode,
+  isTile,
+  rowsAndCols,
+  type Frame,
+  type Local,
+  type Message,
+  type Recording,
+  type Source,
+  type Step,
+  type Tensor,
+} from "./recording";
+
+export const CHECKPOINT_STEPS = 64;
+/** Bytes of checkpoints a replay may keep; a larger recording gets fewer of them. */
+const CHECKPOINT_BYTES = 64 * 2 ** 20;
+
+/** What a tensor holds at a position. */
+export interface Memory {
+  values: Float64Array;
+  /** How often each element has been read and written. */
+  reads: Uint16Array;
+  writes: Uint16Array;
+}
+
+/** A local variable of a frame. */
+export interface Variable {
+  name: string;
+  value: Local;
+  /** Position at which it got this value. */
+  position: number;
+}
+
+/** The maximum and sum that a program knew for a row from `position` on. */
+export interface RowState {
+  position: number;
+  row: number;
+  program: number;
+  m: number;
+  s: number;
+  /** The columns whose exp(x - m) add up to s; null where that is not what s is. */
+  terms: Uint8Array | null;
+}
+
+/** A stretch of consecutive steps, as positions: the first is start + 1, the last is end. */
+export interface Span {
+  start: number;
+  end: number;
+  program: number;
+  phase: number;
+}
+
+export interface Exchange extends Message {
+  position: number;
+  program: number;
+}
+
+/** One program of one launch. */
+export interface Program {
+  launch: number;
+  id: readonly number[];
+  label: string;
+}
+
+export type Unit = "line" | "block" | "program";
+
+export class Replay {
+  readonly length: number;
+  readonly tensors: readonly Tensor[];
+  /** Index of the tensor whose rows and columns the steps speak of. */
+  readonly main: number;
+  /** Index of the output with the same rows; -1 where there is none. */
+  readonly result: number;
+  readonly nRows: number;
+  readonly nCols: number;
+  readonly programs: readonly Program[];
+  /** Index into `programs` for every step. */
+  readonly programOf: Uint32Array;
+  readonly programSpans: readonly Span[];
+  readonly phaseSpans: readonly Span[];
+  /** Positions just after a load or a store. */
+  readonly accesses: readonly number[];
+  /** Elements of the counted tensors read and written after p steps. */
+  readonly reads: Uint32Array;
+  readonly writes: Uint32Array;
+  /** Whether accesses of a tensor count as traffic. */
+  readonly counted: readonly boolean[];
+  readonly exchanges: readonly Exchange[];
+
+  private readonly states: RowState[][];
+  private readonly settings: number[][];
+  private readonly firstTouch: Int32Array;
+  private readonly lastTouch: Int32Array;
+  private readonly interval: number;
+  private readonly checkpoints = new Map<number, Memory[]>();
+  private readonly memory: Memory[];
+  private at = 0;
+
+  constructor(readonly recording: Recording) {
+    const { steps, tensors, frames } = recording;
+    this.length = steps.length;
+    this.tensors = tensors;
+    this.main = mainTensor(tensors);
+    const shown = tensors[this.main];
+    [this.nRows, this.nCols] = shown ? rowsAndCols(shown.shape) : [0, 0];
+    this.result = tensors.findIndex((each) => each.role === "output" && rowsAndCols(each.shape)[0] === this.nRows);
+
+    this.memory = tensors.map((each) => ({
+      values: Float64Array.from(each.before, decode),
+      reads: new Uint16Array(each.before.length),
+      writes: new Uint16Array(each.before.length),
+    }));
+    const bytes = tensors.reduce((sum, each) => sum + each.before.length * 12, 0);
+    this.interval = Math.max(CHECKPOINT_STEPS, Math.ceil((this.length * bytes) / CHECKPOINT_BYTES));
+    this.checkpoints.set(0, copyOf(this.memory));
+
+    const names = new Map<string, number>();
+    const programs: Program[] = [];
+    const programOfFrame = frames.map((frame) => {
+      const key = `${frame.launch}:${frame.program.join(",")}`;
+      let index = names.get(key);
+      if (index === undefined) {
+        index = programs.length;
+        names.set(key, index);
+        programs.push({ launch: frame.launch, id: frame.program, label: programLabel(frame.program) });
+      }
+      return index;
+    });
+    this.programs = programs;
+    this.programOf = Uint32Array.from(steps, (step) => programOfFrame[step.frame]!);
+    this.programSpans = spansOf(steps, this.programOf, (a, b) => this.programOf[a] === this.programOf[b]);
+    this.phaseSpans = spansOf(
+      steps,
+      this.programOf,
+      (a, b) => this.programOf[a] === this.programOf[b] && steps[a]!.phase === steps[b]!.phase,
+    );
+
+    this.counted = countedTensors(recording);
+    this.reads = new Uint32Array(this.length + 1);
+    this.writes = new Uint32Array(this.length + 1);
+    const accesses: number[] = [];
+    const exchanges: Exchange[] = [];
+    this.settings = frames.map(() => []);
+    this.firstTouch = new Int32Array(this.nRows).fill(-1);
+    this.lastTouch = new Int32Array(this.nRows).fill(-1);
+    steps.forEach((step, index) => {
+      const position = index + 1;
+      const elements = (list: Step["loads"]) =>
+        (list ?? []).reduce((sum, each) => sum + (this.counted[each.tensor] ? each.at.length : 0), 0);
+      this.reads[position] = this.reads[index]! + elements(step.loads);
+      this.writes[position] = this.writes[index]! + elements(step.stores);
+      if (step.loads?.length || step.stores?.length) accesses.push(position);
+      if (step.message) exchanges.push({ ...step.message, position, program: this.programOf[index]! });
+      if (step.set) this.settings[step.frame]!.push(index);
+      for (const row of step.rows ?? []) {
+        if (this.firstTouch[row] === -1) this.firstTouch[row] = position;
+        this.lastTouch[row] = position;
+      }
+    });
+    this.accesses = accesses;
+    this.exchanges = exchanges;
+    this.states = rowStates(this);
+  }
+
+  get position(): number {
+    return this.at;
+  }
+
+  /** The step that has just been run; null at position 0. */
+  get step(): Step | null {
+    return this.recording.steps[this.at - 1] ?? null;
+  }
+
+  /** The program at hand; at position 0 the one that comes first. */
+  get program(): number {
+    return this.programOf[Math.max(0, this.at - 1)] ?? 0;
+  }
+
+  /** Moves to a position, clamped to 0..length. */
+  seek(position: number): void {
+    const target = Math.min(this.length, Math.max(0, Math.trunc(position) || 0));
+    if (target < this.at || target - this.at > this.interval) {
+      let nearest = target < this.at ? 0 : this.at;
+      for (let each = target - (target % this.interval); each > nearest; each -= this.interval) {
+        if (this.checkpoints.has(each)) nearest = each;
+      }
+      if (nearest !== this.at) this.restore(nearest);
+    }
+    while (this.at < target) this.advance();
+  }
+
+  /** What a tensor holds now. Read only: the next seek writes to it. */
+  tensor(index: number): Readonly<Memory> {
+    return this.memory[index]!;
+  }
+
+  /** The locals of a frame now, in the order of their first assignment. */
+  locals(frame: number, position = this.at): Variable[] {
+    const variables = new Map<string, Variable>();
+    for (const index of this.settings[frame] ?? []) {
+      if (index >= position) break;
+      for (const [name, value] of Object.entries(this.recording.steps[index]!.set!)) {
+        variables.set(name, { name, value, position: index + 1 });
+      }
+    }
+    return [...variables.values()];
+  }
+
+  /** The frame at hand and its callers, the innermost first, each with the line it is at. */
+  stack(): { frame: number; line: number; source: Source; info: Frame }[] {
+    const { frames, sources } = this.recording;
+    const step = this.step;
+    const stack: { frame: number; line: number; source: Source; info: Frame }[] = [];
+    let frame: number | null = step ? step.frame : (this.recording.steps[0]?.frame ?? null);
+    let line = step ? step.line : 0;
+    while (frame !== null) {
+      const info: Frame = frames[frame]!;
+      stack.push({ frame, line, source: sources[info.source]!, info });
+      line = info.call_line ?? 0;
+      frame = info.parent;
+    }
+    return stack;
+  }
+
+  /** The newest state of a row, of one program or of any; null before there is one. */
+  state(row: number, program?: number, position = this.at): RowState | null {
+    const states = this.states[row] ?? [];
+    for (let index = upperBound(states, position) - 1; index >= 0; index--) {
+      if (program === undefined || states[index]!.program === program) return states[index]!;
+    }
+    return null;
+  }
+
+  /** All states of a row up to now, the oldest first. */
+  history(row: number): readonly RowState[] {
+    const states = this.states[row] ?? [];
+    return states.slice(0, upperBound(states, this.at));
+  }
+
+  /** How far a row has come. */
+  progress(row: number): "waiting" | "running" | "done" {
+    const first = this.firstTouch[row]!;
+    if (first === -1 || this.at < first) return "waiting";
+    return this.at < this.lastTouch[row]! ? "running" : "done";
+  }
+
+  /** Sum, minimum, maximum and entropy in nats of what has been written to a row of the result. */
+  written(row: number): { n: number; sum: number; min: number; max: number; entropy: number } {
+    let [n, sum, min, max, entropy] = [0, 0, Infinity, -Infinity, 0];
+    if (this.result >= 0) {
+      const { values, writes } = this.memory[this.result]!;
+      const [, cols] = rowsAndCols(this.tensors[this.result]!.shape);
+      for (let at = row * cols; at < (row + 1) * cols; at++) {
+        if (!writes[at]) continue;
+        const p = values[at]!;
+        n += 1;
+        sum += p;
+        min = Number.isNaN(p) ? NaN : Math.min(min, p);
+        max = Number.isNaN(p) ? NaN : Math.max(max, p);
+        entropy -= p === 0 ? 0 : p * Math.log(p);
+      }
+    }
+    return { n, sum, min, max, entropy };
+  }
+
+  /** The next position, one unit onward (by: 1) or back (by: -1). */
+  neighbour(unit: Unit, by: 1 | -1): number {
+    if (unit === "line") return clamp(this.at + by, this.length);
+    if (unit === "block") return adjacent(this.accesses, this.at, by, this.length);
+    return adjacent(
+      this.programSpans.map((each) => each.start),
+      this.at,
+      by,
+      this.length,
+    );
+  }
+
+  /** Where the next or previous phase begins. */
+  phaseNeighbour(by: 1 | -1): number {
+    return adjacent(
+      this.phaseSpans.map((each) => each.start),
+      this.at,
+      by,
+      this.length,
+    );
+  }
+
+  /** Elements moved after p steps: read and written. */
+  moved(position = this.at): number {
+    return this.reads[position]! + this.writes[position]!;
+  }
+
+  /** The last position at which no more than `elements` have been moved. */
+  positionMoved(elements: number): number {
+    let [low, high] = [0, this.length];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.moved(middle) <= elements) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+
+  private advance(): void {
+    const step = this.recording.steps[this.at]!;
+    for (const load of step.loads ?? []) {
+      const { reads } = this.memory[load.tensor]!;
+      for (const at of load.at) reads[at]!++;
+    }
+    for (const store of step.stores ?? []) {
+      const { values, writes } = this.memory[store.tensor]!;
+      store.at.forEach((at, lane) => {
+        values[at] = decode(store.data[lane]);
+        writes[at]!++;
+      });
+    }
+    this.at += 1;
+    if (this.at % this.interval === 0 && !this.checkpoints.has(this.at)) {
+      this.checkpoints.set(this.at, copyOf(this.memory));
+    }
+  }
+
+  private restore(position: number): void {
+    this.checkpoints.get(position)!.forEach((saved, index) => {
+      const memory = this.memory[index]!;
+      memory.values.set(saved.values);
+      memory.reads.set(saved.reads);
+      memory.writes.set(saved.writes);
+    });
+    this.at = position;
+  }
+}
+
+/** Whether a local changed in the step at hand. */
+export function changed(variable: Variable, replay: Replay): boolean {
+  return variable.position === replay.position;
+}
+
+/** The numbers of a local: of a tile all, of a number one; null for what is neither. */
+export function numbersOf(value: Local): Float64Array | null {
+  if (isTile(value)) return Float64Array.from(value.data, decode);
+  return typeof value === "number" ? Float64Array.of(value) : null;
+}
+
+export function programLabel(id: readonly number[]): string {
+  let last = id.length;
+  while (last > 1 && id[last - 1] === 0) last--;
+  return last === 1 ? String(id[0]) : `(${id.slice(0, last).join(", ")})`;
+}
+
+function copyOf(memory: readonly Memory[]): Memory[] {
+  return memory.map(({ values, reads, writes }) => ({
+    values: values.slice(),
+    reads: reads.slice(),
+    writes: writes.slice(),
+  }));
+}
+
+function clamp(position: number, length: number): number {
+  return Math.min(length, Math.max(0, position));
+}
+
+/** The nearest of sorted positions after or before one; the end or the start where there is none. */
+function adjacent(positions: readonly number[], from: number, by: 1 | -1, length: number): number {
+  if (by === 1) return positions.find((each) => each > from) ?? length;
+  for (let index = positions.length - 1; index >= 0; index--) {
+    if (positions[index]! < from) return positions[index]!;
+  }
+  return 0;
+}
+
+/** How many of the states, sorted by position, are no later than a position. */
+function upperBound(states: readonly RowState[], position: number): number {
+  let [low, high] = [0, states.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (states[middle]!.position <= position) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function spansOf(steps: readonly Step[], programOf: Uint32Array, same: (a: number, b: number) => boolean): Span[] {
+  const spans: Span[] = [];
+  steps.forEach((step, index) => {
+    const last = spans[spans.length - 1];
+    if (last && same(index - 1, index)) last.end = index + 1;
+    else spans.push({ start: index, end: index + 1, program: programOf[index]!, phase: step.phase });
+  });
+  return spans;
+}
+
+function mainTensor(tensors: readonly Tensor[]): number {
+  const matrix = tensors.findIndex((each) => each.role === "input" && each.shape.length >= 2);
+  if (matrix !== -1) return matrix;
+  const input = tensors.findIndex((each) => each.role === "input");
+  return Math.max(0, input);
+}
+
+/** Which tensors the recording's own traffic counts: inputs and outputs, and scratch where only so its sums come out. */
+function countedTensors(recording: Recording): boolean[] {
+  const plain = recording.tensors.map((each) => each.role !== "scratch");
+  const { traffic } = recording;
+  if (!traffic) return plain;
+  const total = (counted: readonly boolean[]) =>
+    recording.steps.reduce(
+      (sum, step) =>
+        [...(step.loads ?? []), ...(step.stores ?? [])].reduce(
+          (inner, each) => inner + (counted[each.tensor] ? each.at.length : 0),
+          sum,
+        ),
+      0,
+    );
+  const wanted = traffic.reads + traffic.writes;
+  const every = recording.tensors.map(() => true);
+  return total(plain) !== wanted && total(every) === wanted ? every : plain;
+}
+
+/**
+ * The states of each row with the columns their sums are over.
+ *
+ * Which columns those are is not recorded, but follows: a program adds up what it has read for the k-th time, for one k,
+ * or what all programs of the row have. The k is the one whose terms add up to s.
+ */
+function rowStates(replay: Replay): RowState[][] {
+  const { recording, main, nRows, nCols } = replay;
+  const states: RowState[][] = Array.from({ length: nRows }, () => []);
+  const values = replay.tensor(main)?.values ?? new Float64Array();
+  const scale = typeof recording.options?.["scale"] === "number" ? recording.options["scale"] : 1;
+  const seenBy = new Map<string, Uint8Array>();
+  const counts = (key: string) => {
+    let found = seenBy.get(key);
+    if (!found) seenBy.set(key, (found = new Uint8Array(nCols)));
+    return found;
+  };
+
+  recording.steps.forEach((step, index) => {
+    const program = replay.programOf[index]!;
+    for (const load of step.loads ?? []) {
+      if (load.tensor !== main) continue;
+      for (const at of load.at) {
+        const row = Math.floor(at / nCols);
+        counts(`${row}:${program}`)[at % nCols]!++;
+        counts(`${row}:any`)[at % nCols] = 1;
+      }
+    }
+    for (const entry of step.state ?? []) {
+      if (!states[entry.row]) continue;
+      const [m, s] = [decode(entry.m), decode(entry.s)];
+      const row = values.subarray(entry.row * nCols, (entry.row + 1) * nCols);
+      const own = counts(`${entry.row}:${program}`);
+      const terms = termsOf(row, m, s, scale, [own, counts(`${entry.row}:any`)]);
+      states[entry.row]!.push({ position: index + 1, row: entry.row, program, m, s, terms });
+    }
+  });
+  return states;
+}
+
+function termsOf(row: Float64Array, m: number, s: number, scale: number, seen: Uint8Array[]): Uint8Array | null {
+  if (!Number.isFinite(m) || !(s > 0 && Number.isFinite(s))) return null;
+  for (const counts of seen) {
+    const most = counts.reduce((a, b) => Math.max(a, b), 0);
+    for (let k = most; k >= 1; k--) {
+      let sum = 0;
+      for (let col = 0; col < row.length; col++) {
+        if (counts[col]! >= k) sum += Math.exp(row[col]! * scale - m);
+      }
+      if (Math.abs(sum - s) <= 0.02 * s) return counts.map((count) => (count >= k ? 1 : 0));
+    }
+  }
+  return null;
+}

@@ -1,0 +1,94 @@
+/** A matrix as people paste it: CSV, TSV, spaces, or JSON; inf, -inf and nan in any case. */
+
+export const MAX_ROWS = 64;
+export const MAX_COLS = 1024;
+export const MAX_ELEMENTS = 4096;
+
+export type Matrix = number[][];
+
+/** The matrix in a text. Raises with a sentence that names the place of what is wrong. */
+export function parseMatrix(text: string): Matrix {
+  const trimmed = text.trim();
+  if (trimmed === "") throw new Error("Nothing to read: paste at least one number.");
+  const matrix = trimmed.startsWith("[") ? parseJson(trimmed) : parseLines(trimmed);
+  return checkMatrix(matrix);
+}
+
+/** Raises unless all rows are of one length and the matrix is within the limits. */
+export function checkMatrix(matrix: Matrix): Matrix {
+  const width = matrix[0]?.length ?? 0;
+  if (width === 0) throw new Error("The matrix is empty.");
+  matrix.forEach((row, index) => {
+    if (row.length !== width) {
+      throw new Error(`Row ${index + 1} has ${numbers(row.length)}, the first row has ${width}. All rows need the same length.`);
+    }
+  });
+  if (matrix.length > MAX_ROWS) throw new Error(`${matrix.length} rows are more than this page replays (${MAX_ROWS}).`);
+  if (width > MAX_COLS) throw new Error(`${width} columns are more than this page replays (${MAX_COLS}).`);
+  if (matrix.length * width > MAX_ELEMENTS) {
+    throw new Error(`${matrix.length} × ${width} is more than the ${MAX_ELEMENTS} elements this page replays.`);
+  }
+  return matrix;
+}
+
+function numbers(n: number): string {
+  return n === 1 ? "1 number" : `${n} numbers`;
+}
+
+function parseLines(text: string): Matrix {
+  const lines = text.split(/\r\n|\r|\n/);
+  const rows: Matrix = [];
+  lines.forEach((line, index) => {
+    if (line.trim() === "") return;
+    rows.push(fieldsOf(line).map((field, column) => parseNumber(field, `line ${index + 1}, number ${column + 1}`)));
+  });
+  return rows;
+}
+
+function fieldsOf(line: string): string[] {
+  const trimmed = line.trim().replace(/[,;]\s*$/, "");
+  if (/[,;\t]/.test(trimmed)) return trimmed.split(trimmed.includes(";") ? ";" : trimmed.includes("\t") ? "\t" : ",");
+  return trimmed.split(/\s+/);
+}
+
+const WORDS: Readonly<Record<string, number>> = {
+  inf: Infinity,
+  infinity: Infinity,
+  "∞": Infinity,
+  nan: NaN,
+};
+
+function parseNumber(field: string, place: string): number {
+  const text = field.trim().replace(/\u2212/g, "-").toLowerCase();
+  const [, sign, word] = /^([+-]?)(.*)$/.exec(text) as unknown as [string, string, string];
+  const named = WORDS[word];
+  if (named !== undefined) return sign === "-" ? -named : named;
+  if (!/^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/.test(word)) {
+    throw new Error(text === "" ? `There is an empty field at ${place}.` : `“${field.trim()}” at ${place} is not a number.`);
+  }
+  const value = Number(word);
+  return sign === "-" ? -value : value;
+}
+
+function parseJson(text: string): Matrix {
+  // JSON has no words for these numbers; Python writes them bare.
+  const quoted = text.replace(/"[^"]*"|[+-]?\b(?:Infinity|inf|NaN)\b/gi, (found) =>
+    found.startsWith('"') ? found : `"${found}"`,
+  );
+  let value: unknown;
+  try {
+    value = JSON.parse(quoted);
+  } catch (error) {
+    throw new Error(`This starts like JSON and is none: ${(error as Error).message}.`);
+  }
+  const rows = Array.isArray(value) && value.some(Array.isArray) ? (value as unknown[]) : [value];
+  return rows.map((row, index) => {
+    if (!Array.isArray(row)) throw new Error(`Row ${index + 1} is not a list of numbers.`);
+    return row.map((each: unknown, column) => {
+      const place = `row ${index + 1}, number ${column + 1}`;
+      if (typeof each === "number") return each;
+      if (typeof each === "string") return parseNumber(each, place);
+      throw new Error(`${JSON.stringify(each)} at ${place} is not a number.`);
+    });
+  });
+}

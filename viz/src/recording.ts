@@ -1,0 +1,216 @@
+/** A recording, version 1: what the file holds, and the same decoded for the page. Unknown fields are ignored. */
+
+export type Cell = number | boolean | "inf" | "-inf" | "nan";
+
+export interface Tile {
+  shape: number[];
+  dtype: string;
+  data: Cell[];
+}
+
+export type Local = Tile | number | boolean | string | null;
+
+export interface Load {
+  tensor: number;
+  at: number[];
+  masked?: number;
+}
+
+export interface Store extends Load {
+  data: Cell[];
+}
+
+export interface StateEntry {
+  row: number;
+  m?: Cell | null;
+  s?: Cell | null;
+}
+
+export interface Message {
+  kind: "publish" | "collect";
+  row: number;
+  from?: number;
+  to?: number;
+  m?: Cell;
+  s?: Cell;
+}
+
+export interface Step {
+  frame: number;
+  line: number;
+  phase: number;
+  rows?: number[];
+  cols?: [number, number];
+  set?: Record<string, Local>;
+  loads?: Load[];
+  stores?: Store[];
+  state?: StateEntry[];
+  message?: Message;
+  note?: string;
+}
+
+export interface Source {
+  name: string;
+  file: string;
+  first_line: number;
+  lines: string[];
+}
+
+export interface Tensor {
+  name: string;
+  argument?: string;
+  role: "input" | "output" | "scratch";
+  dtype: string;
+  shape: number[];
+  before: Cell[];
+  after: Cell[];
+}
+
+export interface Launch {
+  name: string;
+  source: number;
+  grid: number[];
+  constants?: Record<string, unknown>;
+  arguments?: Record<string, unknown>;
+}
+
+export interface Frame {
+  source: number;
+  launch: number;
+  program: number[];
+  parent: number | null;
+  call_line: number | null;
+}
+
+export interface RowResult {
+  row: number;
+  max?: Cell | null;
+  sum?: Cell | null;
+  probability_sum?: Cell | null;
+  status?: string;
+  min_probability?: Cell | null;
+  max_probability?: Cell | null;
+  entropy?: Cell | null;
+}
+
+export interface Traffic {
+  reads: number;
+  writes: number;
+  floor_reads: number;
+  floor_writes: number;
+  passes?: number;
+  formula?: string;
+}
+
+export interface Recording {
+  schema: number;
+  title: string;
+  kernel: string;
+  operation: string;
+  summary?: string;
+  environment?: Record<string, string>;
+  options?: Record<string, unknown>;
+  sources: Source[];
+  tensors: Tensor[];
+  phases: string[];
+  launches: Launch[];
+  frames: Frame[];
+  steps: Step[];
+  rows?: RowResult[];
+  traffic?: Traffic;
+  /** Set by the page alone: the run is its own model of the recurrence, not a recording. */
+  computed?: boolean;
+}
+
+export const SCHEMA = 1;
+
+/** The number that a cell of a recording stands for. */
+export function decode(cell: Cell | null | undefined): number {
+  switch (cell) {
+    case "inf":
+      return Infinity;
+    case "-inf":
+      return -Infinity;
+    case "nan":
+    case null:
+    case undefined:
+      return NaN;
+    default:
+      return Number(cell);
+  }
+}
+
+/** A number as a recording holds it. */
+export function encode(x: number): Cell {
+  if (Number.isNaN(x)) return "nan";
+  if (!Number.isFinite(x)) return x > 0 ? "inf" : "-inf";
+  return x;
+}
+
+export function isTile(value: Local | undefined): value is Tile {
+  return typeof value === "object" && value !== null && Array.isArray(value.data) && Array.isArray(value.shape);
+}
+
+export function sizeOf(shape: readonly number[]): number {
+  return shape.reduce((product, extent) => product * extent, 1);
+}
+
+/** Rows and columns a tensor is shown in: the last dim is a row; a vector is a column, one element a row. */
+export function rowsAndCols(shape: readonly number[]): [number, number] {
+  if (shape.length === 0) return [1, 1];
+  if (shape.length === 1) return [shape[0]!, 1];
+  const cols = shape[shape.length - 1]!;
+  return [cols === 0 ? 0 : sizeOf(shape) / cols, cols];
+}
+
+/** Raises with a sentence that says what is wrong, unless `value` can be replayed. */
+export function checkRecording(value: unknown): Recording {
+  const recording = value as Recording;
+  if (typeof value !== "object" || value === null || Array.isArray(value) || !("schema" in value)) {
+    throw new Error("this is not a recording: it has no field “schema”");
+  }
+  if (recording.schema !== SCHEMA) {
+    throw new Error(`this recording has schema ${String(recording.schema)}; this page reads schema ${SCHEMA}`);
+  }
+  for (const name of ["sources", "tensors", "phases", "launches", "frames", "steps"] as const) {
+    if (!Array.isArray(recording[name])) throw new Error(`this recording has no list “${name}”`);
+  }
+  if (recording.steps.length === 0) throw new Error("this recording has no steps");
+  for (const tensor of recording.tensors) {
+    const size = sizeOf(tensor.shape);
+    for (const when of ["before", "after"] as const) {
+      if (tensor[when]?.length !== size) {
+        throw new Error(
+          `tensor “${tensor.name}” has shape ${tensor.shape.join(" × ")}, and ${tensor[when]?.length ?? "no"} ` +
+            `elements in “${when}” where it needs ${size}`,
+        );
+      }
+    }
+  }
+  recording.frames.forEach((frame, index) => {
+    if (!recording.sources[frame.source]) throw new Error(`frame ${index} names source ${frame.source}, which is missing`);
+    if (!recording.launches[frame.launch]) throw new Error(`frame ${index} names launch ${frame.launch}, which is missing`);
+    if (frame.parent !== null && !(frame.parent < index)) throw new Error(`frame ${index} comes before its caller`);
+  });
+  recording.steps.forEach((step, index) => {
+    if (!recording.frames[step.frame]) throw new Error(`step ${index} names frame ${step.frame}, which is missing`);
+    for (const access of [...(step.loads ?? []), ...(step.stores ?? [])]) {
+      const tensor = recording.tensors[access.tensor];
+      if (!tensor) throw new Error(`step ${index} touches tensor ${access.tensor}, which is missing`);
+      const size = tensor.before.length;
+      const outside = access.at.find((at) => !(at >= 0 && at < size));
+      if (outside !== undefined) throw new Error(`step ${index} touches element ${outside} of “${tensor.name}”, which has ${size}`);
+    }
+    for (const store of step.stores ?? []) {
+      if (store.data.length !== store.at.length) throw new Error(`step ${index} stores ${store.data.length} values at ${store.at.length} places`);
+    }
+  });
+  return recording;
+}
+
+/** One recording, or a list of them, from the text of a file or an element; [] for null. */
+export function readRecordings(text: string): Recording[] {
+  const value: unknown = JSON.parse(text);
+  if (value === null) return [];
+  return (Array.isArray(value) ? value : [value]).map(checkRecording);
+}

@@ -1,0 +1,162 @@
+import { describe, expect, it } from "vitest";
+import { compute, type Modelled } from "../src/recurrence";
+import { CHECKPOINT_STEPS, Replay } from "../src/model";
+import { softmax64 } from "../src/numerics";
+import { checkRecording, decode, type Recording } from "../src/recording";
+
+const SEED = [
+  [2.0, -1.0, 3.0, 0.5, -0.5, 1.5, -2.0, 1.0],
+  [4.0, -3.0, 2.5, 1.0, -1.5, 0.0, -0.5, 2.0],
+  [-1.0, 3.5, -2.5, 1.5, 0.0, -3.0, 2.5, -0.5],
+];
+const KERNELS: Modelled[] = ["online", "three_pass"];
+
+/** What memory holds when every step up to a position is applied, without checkpoints. */
+function replayed(recording: Recording, position: number): number[][] {
+  const memory = recording.tensors.map((each) => each.before.map(decode));
+  for (const step of recording.steps.slice(0, position)) {
+    for (const store of step.stores ?? []) store.at.forEach((at, lane) => (memory[store.tensor]![at] = decode(store.data[lane])));
+  }
+  return memory;
+}
+
+describe.each(KERNELS)("a replay of %s", (kernel) => {
+  const recording = checkRecording(compute(kernel, SEED, 4));
+
+  it("ends with what the recording says is there after the run, which is the softmax", () => {
+    const replay = new Replay(recording);
+    replay.seek(replay.length);
+    const y = replay.tensor(1);
+    expect([...y.values]).toEqual(recording.tensors[1]!.after.map(decode));
+    SEED.forEach((row, r) =>
+      softmax64(row).forEach((p, c) => expect(Math.abs(y.values[r * 8 + c]! - p)).toBeLessThan(1e-7)),
+    );
+    expect([...y.writes].every((n) => n === 1)).toBe(true);
+  });
+
+  it("holds the same memory at a position whichever way it came there", () => {
+    const replay = new Replay(recording);
+    let state = 1;
+    for (let i = 0; i < 300; i++) {
+      state = (state * 48271) % 2147483647;
+      const position = state % (replay.length + 1);
+      replay.seek(position);
+      expect(replay.position).toBe(position);
+      expect(replay.tensors.map((_, index) => [...replay.tensor(index).values])).toEqual(replayed(recording, position));
+      const reads = replay.tensor(0).reads.reduce((a, b) => a + b, 0);
+      expect(reads).toBe(replay.reads[position]);
+    }
+    expect(replay.length).toBeGreaterThan(CHECKPOINT_STEPS);
+  });
+
+  it("clamps a seek", () => {
+    const replay = new Replay(recording);
+    replay.seek(1e9);
+    expect(replay.position).toBe(replay.length);
+    replay.seek(-4);
+    expect(replay.position).toBe(0);
+    replay.seek(NaN);
+    expect(replay.position).toBe(0);
+  });
+
+  it("counts the traffic that its kernel is known for", () => {
+    const replay = new Replay(recording);
+    expect(replay.reads[replay.length]).toBe(kernel === "online" ? 48 : 72);
+    expect(replay.writes[replay.length]).toBe(24);
+    replay.seek(replay.length);
+    expect(new Set(replay.tensor(0).reads)).toEqual(new Set([kernel === "online" ? 2 : 3]));
+  });
+
+  it("goes to the next load or store, program and phase, and back", () => {
+    const replay = new Replay(recording);
+    const block = replay.neighbour("block", 1);
+    expect(recording.steps[block - 1]!.loads).toBeDefined();
+    replay.seek(block);
+    expect(replay.neighbour("block", -1)).toBe(0);
+    const program = replay.neighbour("program", 1);
+    expect(recording.frames[recording.steps[program]!.frame]!.program[0]).toBe(1);
+    replay.seek(program);
+    expect(replay.neighbour("program", -1)).toBe(0);
+    replay.seek(0);
+    const phase = replay.phaseNeighbour(1);
+    expect(recording.steps[phase]!.phase).toBe(recording.steps[phase - 1]!.phase + 1);
+    replay.seek(replay.length);
+    expect(replay.neighbour("line", 1)).toBe(replay.length);
+  });
+
+  it("knows the locals of a frame, and which have just changed", () => {
+    const replay = new Replay(recording);
+    const index = recording.steps.findIndex((step) => step.set?.["s"] !== undefined && step.cols !== undefined);
+    replay.seek(index + 1);
+    const locals = replay.locals(recording.steps[index]!.frame);
+    expect(locals.map((each) => each.name)).toContain("cols");
+    expect(locals.filter((each) => each.position === replay.position).map((each) => each.name)).toEqual(["s"]);
+  });
+
+  it("finds the columns whose terms add up to the sum", () => {
+    const replay = new Replay(recording);
+    const seen = recording.steps.flatMap((step, index) => (step.state?.some(({ s }) => Number(s) > 0) ? [index + 1] : []));
+    expect(seen.length).toBe(6);
+    seen.forEach((position, which) => {
+      const row = Math.floor(which / 2);
+      const state = replay.state(row, undefined, position)!;
+      expect([...state.terms!]).toEqual(which % 2 === 0 ? [1, 1, 1, 1, 0, 0, 0, 0] : Array(8).fill(1));
+    });
+  });
+
+  it("reports rows as waiting, running and done", () => {
+    const replay = new Replay(recording);
+    expect([0, 1, 2].map((row) => replay.progress(row))).toEqual(["waiting", "waiting", "waiting"]);
+    replay.seek(replay.programSpans[1]!.start + 1);
+    expect([0, 1, 2].map((row) => replay.progress(row))).toEqual(["done", "running", "waiting"]);
+    expect(replay.written(0).sum).toBeCloseTo(1, 6);
+    expect(replay.written(1).n).toBe(0);
+  });
+
+  it("finds the position of an amount moved", () => {
+    const replay = new Replay(recording);
+    for (let elements = 0; elements <= replay.moved(replay.length); elements++) {
+      const position = replay.positionMoved(elements);
+      expect(replay.moved(position)).toBeLessThanOrEqual(elements);
+      if (position < replay.length) expect(replay.moved(position + 1)).toBeGreaterThan(elements);
+    }
+  });
+});
+
+describe("the page's own model", () => {
+  it.each(KERNELS)("%s copes with infinities, nan and blocks that do not divide the row", (kernel) => {
+    const rows = [
+      [-Infinity, -Infinity, -Infinity, 1, 2],
+      [1, 2, NaN, 3, 4],
+      [1, Infinity, 2, 3, 4],
+      [-Infinity, -Infinity, -Infinity, -Infinity, -Infinity],
+    ];
+    const replay = new Replay(checkRecording(compute(kernel, rows, 2)));
+    replay.seek(replay.length);
+    const y = (row: number) => [...replay.tensor(1).values.slice(row * 5, row * 5 + 5)];
+    if (kernel === "online") expect(y(0)).toEqual([0, 0, 0, expect.closeTo(0.26894, 4), expect.closeTo(0.73106, 4)]);
+    expect(y(1).every(Number.isNaN)).toBe(true);
+    expect(y(2).some(Number.isNaN)).toBe(true);
+    expect(y(3).every(Number.isNaN)).toBe(true);
+    expect(replay.recording.rows!.map((each) => each.status)).toEqual(["ok", "nan", "nan", "empty"]);
+  });
+});
+
+describe("a recording", () => {
+  const good = () => structuredClone(compute("online", SEED, 4));
+
+  it.each<[string, (broken: Recording) => unknown, string]>([
+    ["not an object", () => 3, "not a recording"],
+    ["a list", () => [], "not a recording"],
+    ["another schema", (r) => ({ ...r, schema: 9 }), "schema 9"],
+    ["no steps", (r) => ({ ...r, steps: [] }), "no steps"],
+    ["no list of frames", (r) => ({ ...r, frames: undefined }), "no list “frames”"],
+    ["a short tensor", (r) => (r.tensors[0]!.before.pop(), r), "shape 3 × 8, and 23 elements"],
+    ["a frame without a source", (r) => ((r.frames[1]!.source = 7), r), "frame 1 names source 7"],
+    ["a step without a frame", (r) => ((r.steps[2]!.frame = 99), r), "step 2 names frame 99"],
+    ["a load outside", (r) => ((r.steps.find((s) => s.loads)!.loads![0]!.at[0] = 24), r), "touches element 24"],
+    ["a caller after its callee", (r) => ((r.frames[0]!.parent = 0), r), "comes before its caller"],
+  ])("with %s is refused with a reason", (_, broken, reason) => {
+    expect(() => checkRecording(broken(good()))).toThrow(reason);
+  });
+});
