@@ -21,6 +21,7 @@ export function localText(value: Local, digits = 4): string {
   if (typeof value === "string") return value;
   if (typeof value === "boolean") return value ? "True" : "False";
   if (!isTile(value)) return short(value, digits);
+  if (value.dtype === "pointer") return value.data.length === 1 ? `→ ${String(value.data[0])}` : `→ ${String(value.data[0])} …`;
   if (value.data.length === 1) {
     const cell = value.data[0]!;
     return typeof cell === "boolean" ? (cell ? "True" : "False") : short(decode(cell), digits);
@@ -48,7 +49,10 @@ export function announcement(replay: Replay): string {
 }
 
 export function messageText(message: NonNullable<NonNullable<Replay["step"]>["message"]>): string {
-  const state = `m = ${exact(decode(message.m))}, s = ${short(decode(message.s), 4)}`;
+  const state =
+    message.d !== undefined
+      ? `d = ${short(decode(message.d), 4)}`
+      : `m = ${exact(decode(message.m))}, s = ${short(decode(message.s), 4)}`;
   if (message.kind === "publish") return `Publishes ${state} for row ${message.row}`;
   const from = message.from === undefined ? "" : ` from part ${message.from}`;
   return `Collects ${state}${from} for row ${message.row}`;

@@ -43,10 +43,13 @@ export interface RowState {
   position: number;
   row: number;
   program: number;
-  m: number;
-  s: number;
+  /** null until known. */
+  m: number | null;
+  s: number | null;
   /** The columns whose exp(x - m) add up to s; null where that is not what s is. */
   terms: Uint8Array | null;
+  /** Between two lines that belong together: one of m and s is new, the other not yet. */
+  torn: boolean;
 }
 
 /** A stretch of consecutive steps, as positions: the first is start + 1, the last is end. */
@@ -67,6 +70,19 @@ export interface Program {
   launch: number;
   id: readonly number[];
   label: string;
+}
+
+/** The k-th reads, or writes, of a tensor's elements: what a meter of traffic is made of. */
+export interface Layer {
+  tensor: number;
+  kind: "read" | "write";
+  k: number;
+  /** Position at which the first element is accessed for the k-th time. */
+  first: number;
+  /** Elements that are, by the end. */
+  size: number;
+  /** Whether no kernel could do without: the first read of an input, the first write of an output. */
+  floor: boolean;
 }
 
 export type Unit = "line" | "block" | "program";
@@ -93,6 +109,8 @@ export class Replay {
   /** Whether accesses of a tensor count as traffic. */
   readonly counted: readonly boolean[];
   readonly exchanges: readonly Exchange[];
+  /** In the order in which they begin. */
+  readonly layers: readonly Layer[];
 
   private readonly states: RowState[][];
   private readonly settings: number[][];
@@ -167,6 +185,7 @@ export class Replay {
     this.accesses = accesses;
     this.exchanges = exchanges;
     this.states = rowStates(this);
+    this.layers = layersOf(recording, this.counted);
   }
 
   get position(): number {
@@ -238,10 +257,10 @@ export class Replay {
     return null;
   }
 
-  /** All states of a row up to now, the oldest first. */
-  history(row: number): readonly RowState[] {
+  /** All states of a row up to a position, the oldest first. */
+  history(row: number, position = this.at): readonly RowState[] {
     const states = this.states[row] ?? [];
-    return states.slice(0, upperBound(states, this.at));
+    return states.slice(0, upperBound(states, position));
   }
 
   /** How far a row has come. */
@@ -423,6 +442,32 @@ function countedTensors(recording: Recording): boolean[] {
   return total(plain) !== wanted && total(every) === wanted ? every : plain;
 }
 
+function layersOf(recording: Recording, counted: readonly boolean[]): Layer[] {
+  const layers = new Map<string, Layer>();
+  const counts = recording.tensors.map((each) => ({
+    read: new Uint16Array(each.before.length),
+    write: new Uint16Array(each.before.length),
+  }));
+  recording.steps.forEach((step, index) => {
+    for (const [kind, list] of [["read", step.loads], ["write", step.stores]] as const) {
+      for (const { tensor, at } of list ?? []) {
+        if (!counted[tensor]) continue;
+        for (const place of at) {
+          const k = ++counts[tensor]![kind][place]!;
+          const key = `${kind} ${tensor} ${k}`;
+          const layer = layers.get(key);
+          if (layer) layer.size += 1;
+          else {
+            const floor = k === 1 && recording.tensors[tensor]!.role === (kind === "read" ? "input" : "output");
+            layers.set(key, { tensor, kind, k, first: index + 1, size: 1, floor });
+          }
+        }
+      }
+    }
+  });
+  return [...layers.values()].sort((a, b) => a.first - b.first || Number(a.kind === "write") - Number(b.kind === "write"));
+}
+
 /**
  * The states of each row with the columns their sums are over.
  *
@@ -453,18 +498,27 @@ function rowStates(replay: Replay): RowState[][] {
     }
     for (const entry of step.state ?? []) {
       if (!states[entry.row]) continue;
-      const [m, s] = [decode(entry.m), decode(entry.s)];
+      const m = entry.m === undefined || entry.m === null ? null : decode(entry.m);
+      const s = entry.s === undefined || entry.s === null ? null : decode(entry.s);
       const row = values.subarray(entry.row * nCols, (entry.row + 1) * nCols);
       const own = counts(`${entry.row}:${program}`);
       const terms = termsOf(row, m, s, scale, [own, counts(`${entry.row}:any`)]);
-      states[entry.row]!.push({ position: index + 1, row: entry.row, program, m, s, terms });
+      states[entry.row]!.push({ position: index + 1, row: entry.row, program, m, s, terms, torn: false });
     }
   });
+  for (const list of states) {
+    list.forEach((state, index) => {
+      if (state.terms || state.s === null) return;
+      const next = list.slice(index + 1).find((each) => each.program === state.program);
+      const half = next !== undefined && (Object.is(next.s, state.s) !== Object.is(next.m, state.m));
+      state.torn = half && next.terms !== null && next.position - state.position <= 4;
+    });
+  }
   return states;
 }
 
-function termsOf(row: Float64Array, m: number, s: number, scale: number, seen: Uint8Array[]): Uint8Array | null {
-  if (!Number.isFinite(m) || !(s > 0 && Number.isFinite(s))) return null;
+function termsOf(row: Float64Array, m: number | null, s: number | null, scale: number, seen: Uint8Array[]): Uint8Array | null {
+  if (m === null || s === null || !Number.isFinite(m) || !(s > 0 && Number.isFinite(s))) return null;
   for (const counts of seen) {
     const most = counts.reduce((a, b) => Math.max(a, b), 0);
     for (let k = most; k >= 1; k--) {

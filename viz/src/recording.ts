@@ -1,11 +1,14 @@
 /** A recording, version 1: what the file holds, and the same decoded for the page. Unknown fields are ignored. */
 
-export type Cell = number | boolean | "inf" | "-inf" | "nan";
+/** A number; not-finite ones, and integers past 2^53, are strings. */
+export type Cell = number | boolean | string;
 
 export interface Tile {
   shape: number[];
   dtype: string;
   data: Cell[];
+  /** Of a pointer: the tensor that its flat indices, or "outside", are of. */
+  tensor?: number;
 }
 
 export type Local = Tile | number | boolean | string | null;
@@ -33,6 +36,8 @@ export interface Message {
   to?: number;
   m?: Cell;
   s?: Cell;
+  /** Of a gradient: the one sum that its programs exchange. */
+  d?: Cell;
 }
 
 export interface Step {
@@ -54,6 +59,8 @@ export interface Source {
   file: string;
   first_line: number;
   lines: string[];
+  /** Last line of each statement that has several, by its first. */
+  ends?: Record<string, number>;
 }
 
 export interface Tensor {
@@ -80,6 +87,8 @@ export interface Frame {
   program: number[];
   parent: number | null;
   call_line: number | null;
+  /** What a helper function was called with. */
+  arguments?: Record<string, Local>;
 }
 
 export interface RowResult {
@@ -91,6 +100,7 @@ export interface RowResult {
   min_probability?: Cell | null;
   max_probability?: Cell | null;
   entropy?: Cell | null;
+  gradient_sum?: Cell | null;
 }
 
 export interface Traffic {

@@ -67,6 +67,15 @@ describe.each(KERNELS)("a replay of %s", (kernel) => {
     expect(new Set(replay.tensor(0).reads)).toEqual(new Set([kernel === "online" ? 2 : 3]));
   });
 
+  it("lays its traffic out in layers, each of the whole matrix, in the order they begin", () => {
+    const { layers } = new Replay(recording);
+    const reads = kernel === "online" ? [1, 2] : [1, 2, 3];
+    expect(layers.filter((each) => each.kind === "read").map((each) => each.k)).toEqual(reads);
+    expect(layers.every((each) => each.size === 24)).toBe(true);
+    expect(layers.filter((each) => each.floor).map((each) => each.kind)).toEqual(["read", "write"]);
+    expect(layers.map((each) => each.first)).toEqual(layers.map((each) => each.first).toSorted((a, b) => a - b));
+  });
+
   it("goes to the next load or store, program and phase, and back", () => {
     const replay = new Replay(recording);
     const block = replay.neighbour("block", 1);

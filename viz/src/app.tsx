@@ -1,0 +1,610 @@
+import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { announcement, columnsText, rowsText } from "./announce";
+import { choose, entryOf, valuesOf, type Choice, type Entry } from "./catalogue";
+import { readHash, writeHash, VIEWS, type Place, type View } from "./link";
+import { Replay, type Unit } from "./model";
+import { short } from "./numbers";
+import type { Matrix } from "./paste";
+import { checkRecording, decode, encode, readRecordings, rowsAndCols } from "./recording";
+import { compute, type Modelled } from "./recurrence";
+import { RowChart } from "./views/chart";
+import { Compare } from "./views/compare";
+import { Help, Paste, type PasteRequest } from "./views/dialogs";
+import { useFrames, useRested } from "./views/hooks";
+import { Lanes } from "./views/lanes";
+import { LocalsView } from "./views/locals";
+import { Meter } from "./views/meter";
+import { NumericsView } from "./views/numerics";
+import { RowsView } from "./views/rows";
+import { SourceView } from "./views/source";
+import { TensorView } from "./views/tensor";
+import { SPEEDS, Transport } from "./views/transport";
+
+type Theme = "auto" | "light" | "dark";
+
+const VIEW_NAMES: Record<View, string> = { replay: "Replay", compare: "Compare", numerics: "Numerics" };
+
+const SERVED = document.querySelector('meta[name="fused-softmax-server"]')?.getAttribute("content") === "1";
+const SERVER_KERNELS = document.querySelector('meta[name="fused-softmax-kernels"]')?.getAttribute("content")?.split(/[\s,]+/);
+
+interface State {
+  entries: readonly Entry[];
+  choice: Choice;
+  versus: string | undefined;
+  view: View;
+  position: number;
+  clock: number;
+  /** The row that is followed; null for the one the program is at. */
+  row: number | null;
+}
+
+export function App({ entries: given, problem }: { entries: Entry[]; problem: string }) {
+  const [state, setState] = useState<State>(() => arrive({ entries: given, choice: {}, versus: undefined, view: "replay", position: 0, clock: 0, row: null }, readHash(location.hash)));
+  const [playing, setPlaying] = useState(false);
+  const [unit, setUnit] = useState<Unit>("line");
+  const [speed, setSpeed] = useState<number>(5);
+  const [values, setValues] = useState(false);
+  const [dialog, setDialog] = useState<"help" | "paste" | null>(null);
+  const [message, setMessage] = useState(problem);
+  const [theme, setTheme] = useTheme();
+  const [keys, setKeys] = useState(true);
+  const file = useRef<HTMLInputElement>(null);
+
+  const { entries, choice, view } = state;
+  const entry = choose(entries, choice)!;
+  const replay = useMemo(() => new Replay(entry.recording), [entry]);
+  const field = useMemo(() => fieldOf(entries, entry), [entries, entry]);
+  const rival = useMemo(() => rivalOf(field, entry, state.versus), [field, entry, state.versus]);
+  const pair = useMemo(() => [new Replay(entry.recording), new Replay(rival.recording)] as const, [entry, rival]);
+  const clocks = useMemo(() => clocksOf(pair), [pair]);
+
+  replay.seek(state.position);
+  const position = replay.position;
+  const clock = Math.min(state.clock, clocks[clocks.length - 1] ?? 0);
+  for (const each of pair) each.seek(clock === 0 ? 0 : each.positionMoved(clock));
+  const row = Math.min(Math.max(0, replay.nRows - 1), state.row ?? rowAt(replay));
+
+  const patch = useCallback((change: Partial<State>) => setState((old) => ({ ...old, ...change })), []);
+  const seek = (to: number) => patch(view === "compare" ? { clock: to } : { position: to });
+  const step = (by: 1 | -1, by_: Unit = unit) => {
+    if (view === "compare") {
+      const index = clocks.findLastIndex((each) => each <= clock) + by;
+      seek(clocks[Math.max(0, Math.min(clocks.length - 1, index))] ?? 0);
+    } else seek(replay.neighbour(by_, by));
+  };
+  const length = view === "compare" ? (clocks[clocks.length - 1] ?? 0) : replay.length;
+  const at = view === "compare" ? clock : position;
+  const play = () => {
+    if (!playing && at >= length) seek(0);
+    setPlaying(!playing);
+  };
+
+  const owed = useRef(0);
+  useFrames(playing && view !== "numerics", (seconds) => {
+    owed.current += seconds * speed;
+    const steps = Math.min(8, Math.floor(owed.current));
+    if (steps === 0) return;
+    owed.current -= Math.floor(owed.current);
+    if (view === "compare") {
+      const index = clocks.findLastIndex((each) => each <= clock) + steps;
+      seek(clocks[Math.min(clocks.length - 1, index)] ?? 0);
+      if (index >= clocks.length - 1) setPlaying(false);
+    } else {
+      let to = replay.position;
+      for (let i = 0; i < steps; i++) {
+        replay.seek(to);
+        to = replay.neighbour(unit, 1);
+      }
+      replay.seek(position);
+      seek(to);
+      if (to >= replay.length) setPlaying(false);
+    }
+  });
+
+  const place: Place = {
+    view,
+    kernel: entry.kernel,
+    matrix: entry.matrix,
+    ...(entry.block ? { block: entry.block } : {}),
+    dtype: entry.dtype,
+    ...(view === "compare" ? { versus: rival.kernel, clock } : { step: position }),
+    ...(state.row === null ? {} : { row: state.row }),
+    ...(entry.origin === "computed" ? { data: matrixOf(entry) } : {}),
+  };
+  const hash = writeHash(place);
+  const rested = useRested(hash, 300);
+  const written = useRef("");
+  useEffect(() => {
+    written.current = rested;
+    history.replaceState(null, "", rested);
+  }, [rested]);
+  useEffect(() => {
+    const onHash = () => {
+      if (location.hash === written.current) return;
+      setPlaying(false);
+      setState((old) => arrive(old, readHash(location.hash)));
+    };
+    addEventListener("hashchange", onHash);
+    return () => removeEventListener("hashchange", onHash);
+  }, []);
+
+  const add = (fresh: Entry[]) => {
+    const first = fresh[0];
+    if (!first) return;
+    setPlaying(false);
+    setState((old) => ({
+      ...old,
+      entries: [...fresh, ...old.entries.filter((each) => !fresh.some((one) => sameChoice(one, each)))],
+      choice: choiceOf(first),
+      position: 0,
+      clock: 0,
+      row: null,
+      view: old.view === "numerics" ? "replay" : old.view,
+    }));
+  };
+  const open = async (files: FileList | null | undefined) => {
+    try {
+      const texts = await Promise.all([...(files ?? [])].map((each) => each.text()));
+      const fresh = texts.flatMap((text, index) => {
+        try {
+          return readRecordings(text);
+        } catch (error) {
+          throw new Error(`${files![index]!.name}: ${(error as Error).message}.`);
+        }
+      });
+      add(fresh.map((each) => entryOf(each, "opened")));
+      setMessage("");
+    } catch (error) {
+      setMessage((error as Error).message);
+    }
+  };
+  const submit = async ({ matrix, kernel, block, dtype }: PasteRequest) => {
+    if (!SERVED) {
+      const models: Modelled[] = kernel === "online" ? ["online", "three_pass"] : ["three_pass", "online"];
+      return add(models.map((each) => entryOf(compute(each, matrix, block), "computed")));
+    }
+    const body = JSON.stringify({ kernel, matrix: matrix.map((line) => line.map(encode)), block, dtype });
+    const answer = await fetch("record", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    const text = await answer.text();
+    if (!answer.ok) throw new Error(reasonOf(text) || `The server answered ${answer.status}.`);
+    add([entryOf(checkRecording(JSON.parse(text)), "recorded")]);
+  };
+  const copyLink = async () => {
+    history.replaceState(null, "", hash);
+    try {
+      await navigator.clipboard.writeText(location.href);
+      setMessage("The link to this step is copied.");
+    } catch {
+      setMessage("The link to this step is in the address bar.");
+    }
+  };
+  const select = (change: Partial<Choice>) => {
+    setPlaying(false);
+    setState((old) => ({ ...old, choice: { ...choiceOf(entry), ...change }, position: 0, clock: 0, row: null }));
+  };
+  const follow = (to: number) => patch({ row: state.row === to ? null : to });
+
+  const actions: Record<string, () => void> = {
+    ArrowRight: () => step(1, "line"),
+    ArrowLeft: () => step(-1, "line"),
+    "Shift+ArrowRight": () => step(1, "block"),
+    "Shift+ArrowLeft": () => step(-1, "block"),
+    Home: () => seek(0),
+    End: () => seek(length),
+    " ": play,
+    "]": () => step(1, "program"),
+    "[": () => step(-1, "program"),
+    ".": () => view === "replay" && seek(replay.phaseNeighbour(1)),
+    ",": () => view === "replay" && seek(replay.phaseNeighbour(-1)),
+    "+": () => setSpeed(SPEEDS.find((each) => each > speed) ?? speed),
+    "=": () => setSpeed(SPEEDS.find((each) => each > speed) ?? speed),
+    "-": () => setSpeed(SPEEDS.findLast((each) => each < speed) ?? speed),
+    j: () => patch({ row: Math.min(replay.nRows - 1, row + 1) }),
+    k: () => patch({ row: Math.max(0, row - 1) }),
+    v: () => setValues(!values),
+    p: () => setDialog("paste"),
+    o: () => file.current?.click(),
+    l: () => void copyLink(),
+    t: () => setTheme(next(theme)),
+    "1": () => patch({ view: "replay" }),
+    "2": () => patch({ view: "compare" }),
+    "3": () => patch({ view: "numerics" }),
+    "?": () => setDialog("help"),
+  };
+  const act = useRef(actions);
+  act.current = actions;
+  const listening = useRef(true);
+  listening.current = keys && dialog === null;
+  useEffect(() => {
+    const onKey = (event: KeyboardEvent) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || !listening.current) return;
+      const target = event.target as HTMLElement;
+      if (target.closest("textarea, select, dialog, input:not([type=range]):not([type=radio])")) return;
+      if (target.closest("button, a, [role=tab], input[type=radio]") && /^( |Enter)$/.test(event.key)) return;
+      if (target.closest("input, [role=tab]") && /^(Arrow|Home|End)/.test(event.key) && !event.shiftKey) return;
+      const key = event.shiftKey && event.key.startsWith("Arrow") ? `Shift+${event.key}` : event.key;
+      const action = act.current[key];
+      if (!action) return;
+      event.preventDefault();
+      setPlayingUnless(key);
+      action();
+    };
+    const setPlayingUnless = (key: string) => {
+      if (/^(Shift\+)?Arrow|^(Home|End|\]|\[|\.|,)$/.test(key)) setPlaying(false);
+    };
+    addEventListener("keydown", onKey);
+    return () => removeEventListener("keydown", onKey);
+  }, []);
+
+  const sentence = view === "compare" ? `${clock} elements moved` : announcement(replay);
+  const spoken = useRested(playing ? "" : sentence, 120);
+  const drop = useDrop((files) => void open(files));
+
+  return (
+    <div class={`page${drop ? " dropping" : ""}`}>
+      <header class="top">
+        <div class="title">
+          <h1>
+            Softmax, <em>as the kernel does it</em>
+          </h1>
+          <nav role="tablist" aria-label="Views">
+            {VIEWS.map((each) => (
+              <button
+                key={each}
+                type="button"
+                role="tab"
+                id={`tab-${each}`}
+                aria-selected={each === view}
+                aria-controls="view"
+                tabIndex={each === view ? 0 : -1}
+                onClick={() => patch({ view: each })}
+                onKeyDown={(event) => {
+                  const by = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+                  if (!by || event.shiftKey) return;
+                  event.preventDefault();
+                  const other = VIEWS[(VIEWS.indexOf(view) + by + VIEWS.length) % VIEWS.length]!;
+                  patch({ view: other });
+                  document.getElementById(`tab-${other}`)?.focus();
+                }}
+              >
+                {VIEW_NAMES[each]}
+              </button>
+            ))}
+          </nav>
+          <div class="tools" role="toolbar" aria-label="Page">
+            <button type="button" onClick={() => setDialog("paste")}>Your numbers</button>
+            <button type="button" onClick={() => file.current?.click()}>Open</button>
+            <button type="button" onClick={() => void copyLink()}>Link</button>
+            <button type="button" onClick={() => setTheme(next(theme))} aria-label={`Theme: ${theme}`}>
+              {theme === "auto" ? "◐ auto" : theme === "light" ? "○ light" : "● dark"}
+            </button>
+            <button type="button" onClick={() => setDialog("help")} aria-label="Help and keyboard">?</button>
+            <input
+              ref={file}
+              type="file"
+              accept=".json,application/json"
+              multiple
+              hidden
+              onChange={(event) => {
+                void open(event.currentTarget.files);
+                event.currentTarget.value = "";
+              }}
+            />
+          </div>
+        </div>
+        <div class="choices">
+          <Pick label="kernel" value={entry.kernel} options={valuesOf(entries, "kernel")} onPick={(kernel) => select({ kernel })} first />
+          <Pick
+            label="matrix"
+            value={entry.matrix}
+            options={valuesOf(entries, "matrix")}
+            names={new Map(entries.map((each) => [each.matrix, each.matrixLabel]))}
+            onPick={(matrix) => select({ matrix })}
+          />
+          <Pick label="block" value={entry.block} options={valuesOf(entries, "block", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(block) => select({ block })} />
+          <Pick label="dtype" value={entry.dtype} options={valuesOf(entries, "dtype", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(dtype) => select({ dtype })} />
+          <p class="origin">{originOf(entry)}</p>
+        </div>
+        {message ? (
+          <p class="message" role="alert">
+            {message}{" "}
+            <button type="button" aria-label="Dismiss" onClick={() => setMessage("")}>✕</button>
+          </p>
+        ) : null}
+      </header>
+
+      <main>
+        <div id="view" role="tabpanel" aria-labelledby={`tab-${view}`} class={view}>
+        {view === "replay" ? <ReplayView {...{ replay, position, row, follow, values, entry }} pinned={state.row !== null} /> : null}
+        {view === "compare" ? (
+          <Compare
+            left={entry}
+            right={rival}
+            replays={pair}
+            clock={clock}
+            kernels={[...new Set(field.map((each) => each.kernel))]}
+            onKernel={(side, kernel) => (side === "kernel" ? select({ kernel }) : patch({ versus: kernel, clock: 0 }))}
+            values={values}
+            field={field}
+          />
+        ) : null}
+        {view === "numerics" ? <NumericsView row={rowValues(replay, row)} rowName={`row ${row} of the matrix`} /> : null}
+        </div>
+      </main>
+
+      {view === "numerics" ? null : (
+        <Transport
+          position={at}
+          length={length}
+          playing={playing}
+          unit={unit}
+          speed={speed}
+          onSeek={(to) => {
+            setPlaying(false);
+            seek(to);
+          }}
+          onStep={(by) => {
+            setPlaying(false);
+            step(by);
+          }}
+          onPlay={play}
+          onUnit={setUnit}
+          onSpeed={setSpeed}
+          {...(view === "replay" ? { replay } : {})}
+          sentence={sentence}
+        />
+      )}
+      <p class="unseen" role="status" aria-live="polite">{spoken}</p>
+      <Help open={dialog === "help"} onClose={() => setDialog(null)} keys={keys} onKeys={setKeys} />
+      <Paste
+        open={dialog === "paste"}
+        onClose={() => setDialog(null)}
+        kernels={SERVED ? (SERVER_KERNELS ?? valuesOf(given, "kernel")) : null}
+        onSubmit={submit}
+      />
+    </div>
+  );
+}
+
+interface ReplayProps {
+  replay: Replay;
+  position: number;
+  row: number;
+  follow: (row: number) => void;
+  pinned: boolean;
+  values: boolean;
+  entry: Entry;
+}
+
+function ReplayView({ replay, position, row, follow, pinned, values, entry }: ReplayProps) {
+  const { recording, step } = replay;
+  const order = recording.tensors
+    .map((_, index) => index)
+    .sort((a, b) => rank(recording.tensors[a]!.role) - rank(recording.tensors[b]!.role) || a - b);
+  const messages = replay.exchanges.some((each) => each.row === row);
+  const state = replay.state(row);
+  return (
+    <>
+      <div class="left">
+        <p class="summary-text">{recording.summary}</p>
+        <dl class="now" aria-label="At hand">
+          <div>
+            <dt>program</dt>
+            <dd>{step ? replay.programs[replay.program]!.label : "–"}</dd>
+          </div>
+          <div>
+            <dt>row</dt>
+            <dd>{step?.rows?.length ? rowsText(step.rows).replace(/^rows? /, "") : "–"}</dd>
+          </div>
+          <div>
+            <dt>block</dt>
+            <dd>{step?.cols ? columnsText(step.cols).replace(/^columns? /, "") : "–"}</dd>
+          </div>
+          <div class="phase-name">
+            <dt>phase</dt>
+            <dd>{step ? recording.phases[step.phase] : "not begun"}</dd>
+          </div>
+          <div class="figure">
+            <dt>m</dt>
+            <dd>{state?.m == null ? "–" : short(state.m, 4)}</dd>
+          </div>
+          <div class="figure">
+            <dt>s</dt>
+            <dd>{state?.s == null ? "–" : short(state.s, 4)}</dd>
+          </div>
+        </dl>
+        <p class="note">{step ? (step.note ?? "") : "Press → for the first line, or Space to play."}</p>
+        <div class={`tensors${replay.nCols > 12 ? " wide" : ""}`}>
+          {order.map((index) => (
+            <TensorView key={`${entry.matrix}${entry.kernel}${index}`} replay={replay} index={index} position={position} selected={row} onRow={follow} values={values} />
+          ))}
+        </div>
+        <Meter replay={replay} />
+        {replay.state(row, undefined, replay.length) ? <RowChart replay={replay} row={row} /> : null}
+        {messages ? <Lanes replay={replay} row={row} /> : null}
+        <RowsView replay={replay} selected={row} onRow={follow} />
+        <p class="quiet follow">{pinned ? `Following row ${row}; choose it again to follow the program.` : "Following the program’s row; choose a row to stay with it."}</p>
+      </div>
+      <div class="right">
+        <SourceView replay={replay} />
+        <LocalsView replay={replay} />
+      </div>
+    </>
+  );
+}
+
+interface PickProps {
+  label: string;
+  value: string;
+  options: readonly string[];
+  names?: ReadonlyMap<string, string>;
+  onPick: (value: string) => void;
+  first?: boolean;
+}
+
+function Pick({ label, value, options, names, onPick, first }: PickProps) {
+  if (options.length === 0 || (options.length === 1 && options[0] === "")) return null;
+  return (
+    <label class={first ? "pick first" : "pick"}>
+      <span>{label}</span>
+      <select name={label} value={value} onChange={(event) => onPick(event.currentTarget.value)} disabled={options.length < 2}>
+        {options.map((each) => (
+          <option key={each} value={each}>{names?.get(each) ?? each}</option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+function rank(role: string): number {
+  return role === "input" ? 0 : role === "scratch" ? 1 : 2;
+}
+
+/** The state that a link describes, from what is there. */
+function arrive(old: State, place: Place): State {
+  let { entries } = old;
+  let choice: Choice = { kernel: place.kernel, matrix: place.matrix, block: place.block, dtype: place.dtype };
+  if (place.data) {
+    const block = Number(place.block) || 4;
+    const fresh = (["online", "three_pass"] as const).map((each) => entryOf(compute(each, place.data!, block), "computed"));
+    entries = [...fresh, ...entries.filter((each) => !fresh.some((one) => sameChoice(one, each)))];
+    choice = { ...choice, matrix: fresh[0]!.matrix };
+  }
+  if (Object.values(choice).every((each) => each === undefined)) choice = choiceOf(entries[0]!);
+  return {
+    entries,
+    choice,
+    versus: place.versus,
+    view: place.view,
+    position: place.step ?? 0,
+    clock: place.clock ?? 0,
+    row: place.row ?? null,
+  };
+}
+
+function choiceOf(entry: Entry): Choice {
+  return { kernel: entry.kernel, matrix: entry.matrix, block: entry.block, dtype: entry.dtype };
+}
+
+function sameChoice(a: Entry, b: Entry): boolean {
+  return a.kernel === b.kernel && a.matrix === b.matrix && a.block === b.block && a.dtype === b.dtype;
+}
+
+/** One recording of each kernel on the matrix of an entry, those nearest to it in block and dtype. */
+function fieldOf(entries: readonly Entry[], entry: Entry): Entry[] {
+  const same = entries.filter((each) => each.matrix === entry.matrix);
+  return valuesOf(same, "kernel").map((kernel) => (kernel === entry.kernel ? entry : choose(same, { ...choiceOf(entry), kernel })!));
+}
+
+/** What an entry is compared with: the kernel asked for, else the one whose traffic differs most. */
+function rivalOf(field: readonly Entry[], entry: Entry, versus: string | undefined): Entry {
+  const asked = field.find((each) => each.kernel === versus);
+  if (asked) return asked;
+  const moved = (each: Entry) => (each.recording.traffic ? each.recording.traffic.reads + each.recording.traffic.writes : 0);
+  return field.reduce((best, each) => (Math.abs(moved(each) - moved(entry)) > Math.abs(moved(best) - moved(entry)) ? each : best), entry);
+}
+
+/** Every number of elements moved at which one of two replays has done something. */
+function clocksOf(pair: readonly Replay[]): number[] {
+  const values = new Set(pair.flatMap((each) => each.accesses.map((position) => each.moved(position))));
+  return [0, ...[...values].filter((each) => each > 0).sort((a, b) => a - b)];
+}
+
+/** The row of the step at hand, or of the last step that had one. */
+function rowAt(replay: Replay): number {
+  for (let index = replay.position - 1; index >= 0; index--) {
+    const row = replay.recording.steps[index]!.rows?.[0];
+    if (row !== undefined) return row;
+  }
+  return 0;
+}
+
+function rowValues(replay: Replay, row: number): Float64Array {
+  return Float64Array.from(replay.tensor(replay.main).values.subarray(row * replay.nCols, (row + 1) * replay.nCols));
+}
+
+function matrixOf(entry: Entry): Matrix {
+  const tensor = entry.recording.tensors[0]!;
+  const [rows, cols] = rowsAndCols(tensor.shape);
+  return Array.from({ length: rows }, (_, row) => tensor.before.slice(row * cols, (row + 1) * cols).map(decode));
+}
+
+function originOf(entry: Entry) {
+  const { environment } = entry.recording;
+  if (entry.origin === "computed") {
+    return (
+      <>
+        <b class="badge">Computed by the page, not recorded.</b> For the real kernel: <code>fused-softmax serve</code>
+      </>
+    );
+  }
+  const versions = environment ? ["triton", "torch"].flatMap((name) => (environment[name] ? [`${name} ${environment[name]}`] : [])) : [];
+  return (
+    <>
+      Recorded: the real kernel under Triton’s interpreter{versions.length ? `, ${versions.join(", ")}` : ""}.
+    </>
+  );
+}
+
+function reasonOf(text: string): string {
+  try {
+    const value = JSON.parse(text) as { error?: unknown };
+    return typeof value.error === "string" ? value.error : "";
+  } catch {
+    return text.length < 300 && !text.trimStart().startsWith("<") ? text : "";
+  }
+}
+
+function next(theme: Theme): Theme {
+  return theme === "auto" ? "light" : theme === "light" ? "dark" : "auto";
+}
+
+function useTheme(): [Theme, (theme: Theme) => void] {
+  const [theme, setTheme] = useState<Theme>(() => {
+    try {
+      const saved = localStorage.getItem("fused-softmax-theme");
+      return saved === "light" || saved === "dark" ? saved : "auto";
+    } catch {
+      return "auto";
+    }
+  });
+  useEffect(() => {
+    document.documentElement.dataset["theme"] = theme;
+    try {
+      localStorage.setItem("fused-softmax-theme", theme);
+    } catch {
+      // A page without storage forgets the theme.
+    }
+  }, [theme]);
+  return [theme, setTheme];
+}
+
+/** Whether files are held over the page; calls back with those dropped. */
+function useDrop(onFiles: (files: FileList) => void): boolean {
+  const [over, setOver] = useState(false);
+  const callback = useRef(onFiles);
+  callback.current = onFiles;
+  useEffect(() => {
+    const onOver = (event: DragEvent) => {
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      setOver(true);
+    };
+    const onLeave = (event: DragEvent) => event.relatedTarget === null && setOver(false);
+    const onDrop = (event: DragEvent) => {
+      if (!event.dataTransfer?.files.length) return;
+      event.preventDefault();
+      setOver(false);
+      callback.current(event.dataTransfer.files);
+    };
+    addEventListener("dragover", onOver);
+    addEventListener("dragleave", onLeave);
+    addEventListener("drop", onDrop);
+    return () => {
+      removeEventListener("dragover", onOver);
+      removeEventListener("dragleave", onLeave);
+      removeEventListener("drop", onDrop);
+    };
+  }, []);
+  return over;
+}

@@ -1,0 +1,30 @@
+import { render } from "preact";
+import { App } from "./app";
+import { entryOf, type Entry, type Origin } from "./catalogue";
+import { readRecordings } from "./recording";
+import { compute } from "./recurrence";
+import "./style.css";
+
+/** The example the project's documents work through, for a page that holds no recording. */
+const EXAMPLE = [
+  [2.0, -1.0, 3.0, 0.5, -0.5, 1.5, -2.0, 1.0],
+  [4.0, -3.0, 2.5, 1.0, -1.5, 0.0, -0.5, 2.0],
+  [-1.0, 3.5, -2.5, 1.5, 0.0, -3.0, 2.5, -0.5],
+];
+
+const problems: string[] = [];
+
+function embedded(id: string, origin: Origin): Entry[] {
+  try {
+    return readRecordings(document.getElementById(id)?.textContent ?? "null").map((each) => entryOf(each, origin));
+  } catch (error) {
+    problems.push(`What is embedded as “${id}” cannot be shown: ${(error as Error).message}.`);
+    return [];
+  }
+}
+
+const entries = [...embedded("recordings", "embedded"), ...embedded("presets", "preset")];
+if (entries.length === 0) {
+  for (const kernel of ["online", "three_pass"] as const) entries.push(entryOf(compute(kernel, EXAMPLE, 4), "computed"));
+}
+render(<App entries={entries} problem={problems.join(" ")} />, document.getElementById("app")!);

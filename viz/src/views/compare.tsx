@@ -1,0 +1,138 @@
+import { count } from "../numbers";
+import type { Replay } from "../model";
+import type { Entry } from "../catalogue";
+import { Meter } from "./meter";
+import { TensorView } from "./tensor";
+
+interface Props {
+  left: Entry;
+  right: Entry;
+  replays: readonly [Replay, Replay];
+  clock: number;
+  kernels: readonly string[];
+  onKernel: (side: "kernel" | "versus", kernel: string) => void;
+  values: boolean;
+  /** All recordings of the same matrix. */
+  field: readonly Entry[];
+}
+
+/** Two kernels on one input and one clock: both move elements at the same rate, so the one that moves fewer is done first. */
+export function Compare({ left, right, replays, clock, kernels, onKernel, values, field }: Props) {
+  const whole = Math.max(...replays.map((each) => each.moved(each.length)));
+  return (
+    <div class="compare">
+      <p class="lede">
+        The same matrix, and a clock that counts memory: both kernels move elements at the same rate, as they do on a chip that waits for
+        its memory. Whoever moves fewer is done first.
+      </p>
+      <div class="pair">
+        {([left, right] as const).map((entry, side) => (
+          <Side
+            key={side}
+            entry={entry}
+            replay={replays[side]!}
+            whole={whole}
+            clock={clock}
+            kernels={kernels}
+            onKernel={(kernel) => onKernel(side === 0 ? "kernel" : "versus", kernel)}
+            label={side === 0 ? "First kernel" : "Second kernel"}
+            values={values}
+          />
+        ))}
+      </div>
+      <Field entries={field} clock={clock} chosen={[left, right]} />
+    </div>
+  );
+}
+
+/** The traffic of all kernels on one scale, as far as the clock has come. */
+function Field({ entries, clock, chosen }: { entries: readonly Entry[]; clock: number; chosen: readonly Entry[] }) {
+  const rows = entries.flatMap((entry) => (entry.recording.traffic ? [{ entry, traffic: entry.recording.traffic }] : []));
+  if (rows.length < 3) return null;
+  rows.sort((a, b) => b.traffic.reads + b.traffic.writes - a.traffic.reads - a.traffic.writes);
+  const whole = Math.max(...rows.map(({ traffic }) => traffic.reads + traffic.writes));
+  return (
+    <section class="panel field" aria-label="All kernels on this matrix">
+      <h3>
+        All of them <span class="what">elements moved on this matrix, at the same clock</span>
+      </h3>
+      <table>
+        <thead class="unseen">
+          <tr>
+            <th scope="col">Kernel</th>
+            <th scope="col">Moved so far</th>
+            <th scope="col">In all</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map(({ entry, traffic }) => {
+            const total = traffic.reads + traffic.writes;
+            const floor = traffic.floor_reads + traffic.floor_writes;
+            const moved = Math.min(clock, total);
+            return (
+              <tr key={`${entry.kernel}${entry.block}${entry.dtype}`} class={chosen.includes(entry) ? "chosen" : ""}>
+                <th scope="row">{entry.kernel}</th>
+                <td>
+                  <span class="lane" style={{ width: `${(100 * total) / whole}%` }} role="img" aria-label={`${count(moved)} of ${count(total)}`}>
+                    <span class="fill" style={{ width: `${(100 * moved) / total}%` }} />
+                    <span class="floor" style={{ left: `${(100 * floor) / total}%` }} />
+                  </span>
+                </td>
+                <td class="total">
+                  {count(total)} <b>{(total / floor).toFixed(2)}×</b> {moved === total ? "✓" : ""}
+                </td>
+              </tr>
+            );
+          })}
+        </tbody>
+      </table>
+    </section>
+  );
+}
+
+interface SideProps {
+  entry: Entry;
+  replay: Replay;
+  whole: number;
+  clock: number;
+  kernels: readonly string[];
+  onKernel: (kernel: string) => void;
+  label: string;
+  values: boolean;
+}
+
+function Side({ entry, replay, whole, clock, kernels, onKernel, label, values }: SideProps) {
+  const done = replay.position === replay.length;
+  const total = replay.moved(replay.length);
+  const phase = replay.step ? replay.recording.phases[replay.step.phase] : undefined;
+  const tensors = replay.tensors.map((_, index) => index).filter((index) => replay.tensors[index]!.role !== "scratch");
+  return (
+    <section class="side" aria-label={`${label}: ${entry.kernel}`} data-kernel={entry.kernel}>
+      <label class="pick">
+        <span class="unseen">{label}</span>
+        <select value={entry.kernel} onChange={(event) => onKernel(event.currentTarget.value)}>
+          {kernels.map((each) => (
+            <option key={each} value={each}>{each}</option>
+          ))}
+        </select>
+      </label>
+      <p class={done ? "state done" : "state"}>
+        {done ? (
+          <>
+            <b>✓ done</b> after {count(total)} elements
+            {clock > total ? `, ${count(clock - total)} ago` : ""}
+          </>
+        ) : (
+          <>
+            {phase ? `phase ${phase}` : "not begun"}, {count(total - replay.moved())} to go
+          </>
+        )}
+      </p>
+      <Meter replay={replay} scale={whole} compact />
+      {tensors.map((index) => (
+        <TensorView key={index} replay={replay} index={index} position={replay.position} selected={-1} values={values} />
+      ))}
+      <p class="summary-text">{replay.recording.summary}</p>
+    </section>
+  );
+}

@@ -1,0 +1,192 @@
+import { useEffect, useRef, useState } from "preact/hooks";
+import type { ComponentChildren } from "preact";
+import { MAX_COLS, MAX_ELEMENTS, MAX_ROWS, parseMatrix, type Matrix } from "../paste";
+import type { Modelled } from "../recurrence";
+
+interface DialogProps {
+  title: string;
+  open: boolean;
+  onClose: () => void;
+  children: ComponentChildren;
+}
+
+export function Dialog({ title, open, onClose, children }: DialogProps) {
+  const ref = useRef<HTMLDialogElement>(null);
+  useEffect(() => {
+    const dialog = ref.current!;
+    if (open && !dialog.open) dialog.showModal();
+    if (!open && dialog.open) dialog.close();
+  }, [open]);
+  return (
+    <dialog ref={ref} aria-label={title} onClose={onClose}>
+      {open ? (
+        <>
+          <header>
+            <h2>{title}</h2>
+            <button type="button" class="close" aria-label="Close" onClick={onClose}>✕</button>
+          </header>
+          {children}
+        </>
+      ) : null}
+    </dialog>
+  );
+}
+
+export const SHORTCUTS: readonly [string, string][] = [
+  ["→  ←", "one line on, one line back"],
+  ["Shift + →  ←", "to the next or last load or store"],
+  [".  ,", "to the next or last phase"],
+  ["]  [", "to the next or last program"],
+  ["Space", "play and pause, by the chosen unit"],
+  ["Home  End", "to the start, to the end"],
+  ["+  −", "faster, slower"],
+  ["j  k", "follow the row below, above"],
+  ["1  2  3", "replay, compare, numerics"],
+  ["v", "values in wide matrices, or the whole width"],
+  ["p  o", "paste a matrix, open a recording"],
+  ["l", "copy a link to this step"],
+  ["t", "light, dark"],
+  ["?", "this list"],
+];
+
+export function Help({ open, onClose, keys, onKeys }: { open: boolean; onClose: () => void; keys: boolean; onKeys: (on: boolean) => void }) {
+  return (
+    <Dialog title="How to read and steer this page" open={open} onClose={onClose}>
+      <p>
+        Each step is one line of a real kernel, as it ran on this matrix. A box on a matrix is what the line touches:{" "}
+        <span class="key read">solid</span> reads, <span class="key write">double</span> writes, <span class="key hand">dashed</span> is in
+        the program’s hands. Every stroke under a cell is one read of it.
+      </p>
+      <table class="shortcuts">
+        <caption class="unseen">Keyboard</caption>
+        <tbody>
+          {SHORTCUTS.map(([key, what]) => (
+            <tr key={key}>
+              <th scope="row">
+                <kbd>{key}</kbd>
+              </th>
+              <td>{what}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <label class="check">
+        <input type="checkbox" checked={keys} onChange={(event) => onKeys(event.currentTarget.checked)} /> Keys of a single letter or sign are on
+      </label>
+    </Dialog>
+  );
+}
+
+export interface PasteRequest {
+  matrix: Matrix;
+  kernel: string;
+  block: number;
+  dtype: string;
+}
+
+interface PasteProps {
+  open: boolean;
+  onClose: () => void;
+  /** The kernels a server can record; null where there is no server. */
+  kernels: readonly string[] | null;
+  onSubmit: (request: PasteRequest) => Promise<void>;
+}
+
+const MODELS: readonly [Modelled, string][] = [
+  ["online", "online: maximum and sum in one pass"],
+  ["three_pass", "three passes"],
+];
+const DTYPES = ["float32", "float16", "bfloat16", "float64"];
+
+/** Asks for a matrix, and for what is to run on it. */
+export function Paste({ open, onClose, kernels, onSubmit }: PasteProps) {
+  const [text, setText] = useState("2.0, -1.0, 3.0, 0.5\n-inf, 1.5, -2.0, 1.0\n");
+  const [kernel, setKernel] = useState(kernels?.[0] ?? "online");
+  const [block, setBlock] = useState(4);
+  const [dtype, setDtype] = useState("float32");
+  const [busy, setBusy] = useState(false);
+  const [failure, setFailure] = useState("");
+  let matrix: Matrix | null = null;
+  let problem = "";
+  try {
+    matrix = parseMatrix(text);
+  } catch (error) {
+    problem = (error as Error).message;
+  }
+  const shape = matrix ? `${matrix.length} × ${matrix[0]!.length}` : "";
+  async function submit(event: Event) {
+    event.preventDefault();
+    if (!matrix) return setFailure(problem);
+    setBusy(true);
+    setFailure("");
+    try {
+      await onSubmit({ matrix, kernel, block, dtype });
+      onClose();
+    } catch (error) {
+      setFailure((error as Error).message);
+    } finally {
+      setBusy(false);
+    }
+  }
+  return (
+    <Dialog title="Your own numbers" open={open} onClose={onClose}>
+      <form class="paste" onSubmit={submit}>
+        <label>
+          <span>A matrix: commas, tabs, spaces or JSON; inf, -inf and nan are numbers here</span>
+          <textarea
+            name="matrix"
+            rows={8}
+            spellcheck={false}
+            value={text}
+            aria-invalid={problem ? "true" : "false"}
+            aria-describedby="paste-state"
+            onInput={(event) => {
+              setText(event.currentTarget.value);
+              setFailure("");
+            }}
+          />
+        </label>
+        <p id="paste-state" class={problem || failure ? "error" : "quiet"} role="status">
+          {failure || problem || `${shape}. At most ${MAX_ROWS} rows, ${MAX_COLS} columns, ${MAX_ELEMENTS} elements.`}
+        </p>
+        <div class="fields">
+          <label>
+            <span>kernel</span>
+            <select name="kernel" value={kernel} onChange={(event) => setKernel(event.currentTarget.value)}>
+              {kernels
+                ? kernels.map((each) => <option key={each} value={each}>{each}</option>)
+                : MODELS.map(([value, name]) => <option key={value} value={value}>{name}</option>)}
+            </select>
+          </label>
+          <label>
+            <span>block, columns</span>
+            <select name="block" value={block} onChange={(event) => setBlock(Number(event.currentTarget.value))}>
+              {[1, 2, 4, 8, 16, 32, 64, 128].map((each) => <option key={each} value={each}>{each}</option>)}
+            </select>
+          </label>
+          {kernels ? (
+            <label>
+              <span>dtype</span>
+              <select name="dtype" value={dtype} onChange={(event) => setDtype(event.currentTarget.value)}>
+                {DTYPES.map((each) => <option key={each} value={each}>{each}</option>)}
+              </select>
+            </label>
+          ) : null}
+        </div>
+        {kernels ? (
+          <p class="quiet">The kernel runs on this machine, under Triton’s interpreter, and is recorded.</p>
+        ) : (
+          <p class="quiet">
+            A page from disk cannot run Triton. It replays the recurrence in float32 by itself, and says so. To record the real kernel, run{" "}
+            <code>fused-softmax serve</code> and paste there.
+          </p>
+        )}
+        <div class="actions">
+          <button type="submit" class="primary" disabled={busy || matrix === null}>
+            {busy ? "Recording…" : kernels ? "Record and replay" : "Replay"}
+          </button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}

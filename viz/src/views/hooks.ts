@@ -1,0 +1,42 @@
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import type { RefObject } from "preact";
+
+/** The width of an element's content, kept up to date. */
+export function useWidth<T extends HTMLElement>(): [RefObject<T | null>, number] {
+  const ref = useRef<T>(null);
+  const [width, setWidth] = useState(0);
+  useLayoutEffect(() => {
+    const element = ref.current!;
+    setWidth(element.clientWidth);
+    const observer = new ResizeObserver(() => setWidth(element.clientWidth));
+    observer.observe(element);
+    return () => observer.disconnect();
+  }, []);
+  return [ref, width];
+}
+
+/** Calls back on every animation frame while `running`, with the seconds since the last. */
+export function useFrames(running: boolean, onFrame: (seconds: number) => void): void {
+  const callback = useRef(onFrame);
+  callback.current = onFrame;
+  useEffect(() => {
+    if (!running) return;
+    let last = performance.now();
+    let handle = requestAnimationFrame(function frame(now) {
+      callback.current(Math.min(0.25, (now - last) / 1000));
+      last = now;
+      handle = requestAnimationFrame(frame);
+    });
+    return () => cancelAnimationFrame(handle);
+  }, [running]);
+}
+
+/** A value that follows its source only after it has rested for a while. */
+export function useRested<T>(value: T, milliseconds: number): T {
+  const [rested, setRested] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setRested(value), milliseconds);
+    return () => clearTimeout(timer);
+  }, [value, milliseconds]);
+  return rested;
+}

@@ -1,0 +1,110 @@
+import { useLayoutEffect, useRef } from "preact/hooks";
+import type { Layer, Replay } from "../model";
+import { count } from "../numbers";
+import { rowsAndCols } from "../recording";
+
+/**
+ * Traffic as copies of the matrix: one small picture for the first read of every element, one for the second, and so on,
+ * filled as blocks are visited. Two of them, one read and one write, are the floor; the rest is what a kernel pays extra.
+ */
+export function Meter({ replay, scale, compact = false }: { replay: Replay; scale?: number; compact?: boolean }) {
+  const { position } = replay;
+  const [reads, writes] = [replay.reads[position]!, replay.writes[position]!];
+  const { traffic } = replay.recording;
+  const floor = traffic ? traffic.floor_reads + traffic.floor_writes : 0;
+  const total = replay.moved(replay.length);
+  const whole = Math.max(scale ?? total, total, floor, 1);
+  const moved = reads + writes;
+  const part = (elements: number) => `${(100 * elements) / whole}%`;
+  return (
+    <section class={`panel meter${compact ? " compact" : ""}`} aria-label="Memory traffic">
+      {compact ? null : (
+        <h3>
+          Traffic <span class="what">elements moved between memory and chip, against the floor</span>
+        </h3>
+      )}
+      <div class="layers">
+        {replay.layers.map((layer) => (
+          <LayerView key={`${layer.tensor}${layer.kind}${layer.k}`} replay={replay} layer={layer} position={position} />
+        ))}
+      </div>
+      <div
+        class="gauge"
+        role="meter"
+        aria-label="Elements moved"
+        aria-valuemin={0}
+        aria-valuemax={whole}
+        aria-valuenow={moved}
+        aria-valuetext={`${count(moved)} elements moved: ${count(reads)} read, ${count(writes)} written; the floor is ${count(floor)}`}
+      >
+        <span class="fill read" style={{ width: part(reads) }} />
+        <span class="fill write" style={{ width: part(writes) }} />
+        {floor ? (
+          <span class="floor" style={{ left: part(floor) }}>
+            <span>floor {count(floor)}</span>
+          </span>
+        ) : null}
+      </div>
+      <p class="counts">
+        <span class="read">
+          <b data-count="reads">{count(reads)}</b> read
+        </span>
+        <span class="write">
+          <b data-count="writes">{count(writes)}</b> written
+        </span>
+        <span>
+          {floor ? (
+            <>
+              <b>{(moved / floor).toFixed(2)}×</b> the floor{position < replay.length ? ` of ${(total / floor).toFixed(2)}× in all` : ""}
+            </>
+          ) : (
+            "no floor recorded"
+          )}
+        </span>
+        {traffic?.formula && !compact ? <span class="quiet">{traffic.formula}</span> : null}
+      </p>
+    </section>
+  );
+}
+
+const ORDINALS = ["", "", " again", " a 3rd time", " a 4th time", " a 5th time"];
+
+function LayerView({ replay, layer, position }: { replay: Replay; layer: Layer; position: number }) {
+  const tensor = replay.tensors[layer.tensor]!;
+  const [rows, cols] = rowsAndCols(tensor.shape);
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const memory = replay.tensor(layer.tensor);
+  const counts = layer.kind === "read" ? memory.reads : memory.writes;
+  const done = counts.reduce((sum, each) => sum + (each >= layer.k ? 1 : 0), 0);
+  const drawn = useRef(-1);
+  useLayoutEffect(() => {
+    const element = canvas.current!;
+    const mark = done;
+    if (drawn.current === mark) return;
+    drawn.current = mark;
+    const context = element.getContext("2d")!;
+    context.clearRect(0, 0, cols, rows);
+    context.fillStyle = getComputedStyle(element).getPropertyValue("--fill");
+    counts.forEach((each, at) => {
+      if (each >= layer.k) context.fillRect(at % cols, Math.floor(at / cols), 1, 1);
+    });
+  }, [replay, position, done]);
+  useLayoutEffect(() => () => void (drawn.current = -1), [replay, layer]);
+  const vector = cols === 1;
+  const aspect = Math.min(0.62, Math.max(0.2, rows / Math.max(1, cols)));
+  const name = `${layer.kind === "read" ? "read" : "write"} ${tensor.name}${ORDINALS[layer.k] ?? ` a ${layer.k}th time`}`;
+  return (
+    <figure
+      class={`layer ${layer.kind}${layer.floor ? "" : " over"}${vector ? " vector" : ""}${done === layer.size ? " full" : ""}`}
+      style={{ "--aspect": aspect }}
+    >
+      <span class="paper" role="img" aria-label={`${name}: ${count(done)} of ${count(layer.size)} elements${layer.floor ? "" : ", above the floor"}`}>
+        <canvas ref={canvas} width={cols} height={rows} />
+      </span>
+      <figcaption>
+        {name}
+        {layer.floor ? null : <span class="unseen">, above the floor</span>}
+      </figcaption>
+    </figure>
+  );
+}

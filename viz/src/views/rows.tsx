@@ -1,0 +1,106 @@
+import { exact, short } from "../numbers";
+import type { Replay } from "../model";
+import { decode, type RowResult } from "../recording";
+
+const WORDS: Record<string, string> = { ok: "✓ ok", nan: "✕ nan", empty: "∅ empty" };
+
+/** What is known of every row so far: maximum, sum of exponentials, sum of what is written, status. */
+export function RowsView({ replay, selected, onRow }: { replay: Replay; selected: number; onRow: (row: number) => void }) {
+  const results = new Map((replay.recording.rows ?? []).map((each) => [each.row, each]));
+  const current = new Set(replay.step?.rows ?? []);
+  const shown = window_(replay.nRows, selected);
+  return (
+    <section class="panel rows" aria-label="Rows">
+      <h3>
+        Rows <span class="what">as far as the kernel has come</span>
+      </h3>
+      <div class="scroll" tabIndex={0} role="group" aria-label="Table of rows">
+        <table class="figures">
+          <thead>
+            <tr>
+              <th scope="col">Row</th>
+              <th scope="col">Maximum <var>m</var></th>
+              <th scope="col">Sum of exponentials <var>s</var></th>
+              <th scope="col">Probability sum</th>
+              <th scope="col">Status</th>
+            </tr>
+          </thead>
+          <tbody>
+            {shown.map((row) => (
+              <Line key={row} {...{ replay, row, selected, onRow }} result={results.get(row)} here={current.has(row)} />
+            ))}
+          </tbody>
+        </table>
+      </div>
+      <Selected replay={replay} row={selected} result={results.get(selected)} />
+    </section>
+  );
+}
+
+interface LineProps {
+  replay: Replay;
+  row: number;
+  selected: number;
+  onRow: (row: number) => void;
+  result: RowResult | undefined;
+  here: boolean;
+}
+
+function Line({ replay, row, selected, onRow, result, here }: LineProps) {
+  const progress = replay.progress(row);
+  const state = replay.state(row);
+  const written = replay.written(row);
+  const done = progress === "done";
+  const m = state?.m ?? (done && result?.max !== undefined ? decode(result.max) : null);
+  const s = state?.s ?? (done && result?.sum !== undefined ? decode(result.sum) : null);
+  const status = done ? (WORDS[result?.status ?? ""] ?? "done") : progress === "running" ? (here ? "▶ running" : "started") : "waiting";
+  return (
+    <tr class={`${here ? "here" : ""} ${progress}`} data-row={row}>
+      <th scope="row">
+        <button type="button" aria-pressed={row === selected} onClick={() => onRow(row)}>
+          {row}
+        </button>
+      </th>
+      <td>{known(m)}</td>
+      <td>{known(s)}</td>
+      <td>{written.n > 0 ? short(written.sum, 4) : "–"}</td>
+      <td class={`status ${done ? (result?.status ?? "") : progress}`}>{status}</td>
+    </tr>
+  );
+}
+
+function known(value: number | null): string {
+  return value === null ? "–" : short(value, 5);
+}
+
+function Selected({ replay, row, result }: { replay: Replay; row: number; result: RowResult | undefined }) {
+  const written = replay.written(row);
+  const all = written.n === replay.nCols && result !== undefined;
+  const figures: [string, number][] = [
+    ["min probability", all ? decode(result.min_probability) : written.min],
+    ["max probability", all ? decode(result.max_probability) : written.max],
+    ["sum", all ? decode(result.probability_sum) : written.sum],
+    ["entropy, nats", all ? decode(result.entropy) : written.entropy],
+  ];
+  return (
+    <dl class="summary" aria-label={`Row ${row}`}>
+      <div class="which">
+        <dt>row</dt>
+        <dd>{row}</dd>
+      </div>
+      {figures.map(([name, value]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd title={written.n ? exact(value) : ""}>{written.n > 0 ? short(value, 4) : "–"}</dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+/** All rows, or, of many, those around one. */
+function window_(rows: number, around: number): number[] {
+  const most = 64;
+  const first = Math.max(0, Math.min(rows - most, around - most / 2));
+  return Array.from({ length: Math.min(rows, most) }, (_, index) => first + index);
+}

@@ -1,0 +1,92 @@
+import { useLayoutEffect, useRef } from "preact/hooks";
+import { memo } from "./memo";
+import { localText } from "../announce";
+import type { Replay } from "../model";
+import { tokens } from "../python";
+import { isTile, type Local } from "../recording";
+
+/** The source of the frame at hand, with the line that has just run, and the frames that called it. */
+export function SourceView({ replay }: { replay: Replay }) {
+  const stack = replay.stack();
+  const top = stack[0];
+  const list = useRef<HTMLOListElement>(null);
+  const line = top?.line ?? 0;
+  useLayoutEffect(() => {
+    const box = list.current;
+    const current = box?.querySelector<HTMLElement>("[aria-current]");
+    if (!box || !current) return;
+    const above = current.offsetTop - box.scrollTop;
+    if (above < 24 || above + current.offsetHeight > box.clientHeight - 24) {
+      box.scrollTop = current.offsetTop - box.clientHeight / 3;
+    }
+  }, [line, top?.source]);
+  if (!top) return null;
+  const { source } = top;
+  const last = source.ends?.[String(line)] ?? line;
+  const set = Object.entries(replay.step?.set ?? {}).filter(([, value]) => isShort(value));
+  const inline = set.map(([name, value]) => `${name} = ${localText(value)}`).join("   ");
+  const called = new Map(stack.slice(1).map((each) => [`${each.info.source}:${each.line}`, true]));
+  const width = String(source.first_line + source.lines.length).length;
+  return (
+    <section class="panel source" aria-label="Source">
+      <h3>
+        Source <span class="what">{source.file}</span>
+      </h3>
+      <p class="stack">
+        {[...stack].reverse().map((each, depth) => (
+          <span key={depth} class={depth === stack.length - 1 ? "frame now" : "frame"}>
+            {each.source.name}
+            {each.line ? <span class="at">:{each.line}</span> : null}
+          </span>
+        ))}
+      </p>
+      <ol class="code" ref={list} tabIndex={0} aria-label={`Source of ${source.name}`} style={{ "--digits": width }}>
+        {source.lines.map((text, index) => {
+          const number = source.first_line + index;
+          const now = number >= line && number <= last && line > 0;
+          return (
+            <CodeLine
+              key={number}
+              text={text}
+              number={number}
+              now={now}
+              first={number === line}
+              caller={called.has(`${top.info.source}:${number}`)}
+              inline={number === last && now ? inline : ""}
+            />
+          );
+        })}
+      </ol>
+    </section>
+  );
+}
+
+interface LineProps {
+  text: string;
+  number: number;
+  now: boolean;
+  first: boolean;
+  caller: boolean;
+  inline: string;
+}
+
+const CodeLine = memo(function CodeLine({ text, number, now, first, caller, inline }: LineProps) {
+  return (
+    <li class={now ? "now" : caller ? "caller" : ""} {...(first && now ? { "aria-current": "step" as const } : {})}>
+      <span class="number">{number}</span>
+      <span class="marker" aria-hidden="true">
+        {first && now ? "▶" : caller ? "↳" : ""}
+      </span>
+      <code>
+        {tokens(text).map((token, index) =>
+          token.kind === "text" ? token.text : <span key={index} class={`t-${token.kind}`}>{token.text}</span>,
+        )}
+        {inline ? <span class="inline">{inline}</span> : null}
+      </code>
+    </li>
+  );
+});
+
+function isShort(value: Local): boolean {
+  return !isTile(value) || value.data.length <= 1;
+}

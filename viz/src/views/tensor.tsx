@@ -1,0 +1,109 @@
+import { useLayoutEffect, useMemo, useRef } from "preact/hooks";
+import { boxesOf, Heat, type Box } from "../heat";
+import type { Replay } from "../model";
+import { count } from "../numbers";
+import { decode, rowsAndCols } from "../recording";
+import { useWidth } from "./hooks";
+
+/** From this width of a cell on, its value fits in. */
+const VALUE_WIDTH = 36;
+const ROW_HEADER = 30;
+
+interface Props {
+  replay: Replay;
+  index: number;
+  position: number;
+  selected: number;
+  onRow?: (row: number) => void;
+  /** Wide matrices scroll with their values, instead of fitting without. */
+  values: boolean;
+}
+
+/** One tensor of a recording: its cells, and boxes over what the step at hand reads, writes or holds. */
+export function TensorView({ replay, index, position, selected, onRow, values }: Props) {
+  const tensor = replay.tensors[index]!;
+  const [rows, cols] = rowsAndCols(tensor.shape);
+  const [holder, width] = useWidth<HTMLDivElement>();
+  const plane = useRef<HTMLDivElement>(null);
+  const heat = useRef<Heat | null>(null);
+  const follow = useRef(onRow);
+  follow.current = onRow;
+  const isMatrix = rows === replay.nRows;
+
+  const range = useMemo(() => rangeOf(tensor), [tensor]);
+  useLayoutEffect(() => {
+    const select = onRow && isMatrix ? (row: number) => follow.current?.(row) : null;
+    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range }, select);
+    return () => (heat.current = null);
+  }, [replay, index]);
+
+  const room = width - ROW_HEADER;
+  const fitting = Math.min(64, Math.floor(room / Math.max(1, cols)));
+  const cell = fitting >= VALUE_WIDTH ? fitting : values ? 44 : Math.max(5, fitting);
+  const bare = cell < VALUE_WIDTH;
+  const boxes = boxesAt(replay, index);
+
+  useLayoutEffect(() => {
+    heat.current?.paint(replay.tensor(index), boxes, isMatrix ? selected : -1);
+    const box = boxes[0];
+    const scroll = holder.current;
+    if (box && heat.current && scroll && scroll.scrollWidth > scroll.clientWidth + 1) {
+      const middle = heat.current.middleOf(box);
+      if (middle < scroll.scrollLeft + 48 || middle > scroll.scrollLeft + scroll.clientWidth - 24) {
+        scroll.scrollLeft = middle - scroll.clientWidth / 2;
+      }
+    }
+  }, [replay, index, position, cell, selected]);
+
+  const memory = replay.tensor(index);
+  const reads = memory.reads.reduce((sum, each) => sum + each, 0);
+  const writes = memory.writes.reduce((sum, each) => sum + each, 0);
+  const side = tensor.role === "output" ? "result" : tensor.role === "input" ? "source" : "scratch";
+  return (
+    <section class={`tensor ${side}`} aria-label={`Tensor ${tensor.name}`} data-tensor={tensor.name}>
+      <h3>
+        <var>{tensor.name}</var>
+        <span class="what">
+          {tensor.role} · {tensor.shape.join(" × ")} {tensor.dtype}
+        </span>
+        <span class="tally">
+          {tensor.role !== "output" || reads > 0 ? <span class="read">read {count(reads)}</span> : null}
+          {tensor.role !== "input" ? <span class="write">written {count(writes)}</span> : null}
+        </span>
+      </h3>
+      <div
+        class={`scroll${bare ? " bare" : ""}${cols > 24 ? " many" : ""}`}
+        ref={holder}
+        tabIndex={0}
+        role="group"
+        aria-label={`Cells of ${tensor.name}`}
+        style={{ "--cell": `${cell}px`, "--row": bare ? `${Math.max(12, Math.min(20, cell * 1.4))}px` : "28px" }}
+      >
+        <div class="plane" ref={plane} />
+      </div>
+    </section>
+  );
+}
+
+/** What the step at hand touches of a tensor; of the main tensors, what the program has in hand else. */
+export function boxesAt(replay: Replay, index: number): Box[] {
+  const { step } = replay;
+  if (!step) return [];
+  const [rows, cols] = rowsAndCols(replay.tensors[index]!.shape);
+  const stores = (step.stores ?? []).filter((each) => each.tensor === index).flatMap((each) => each.at);
+  const loads = (step.loads ?? []).filter((each) => each.tensor === index).flatMap((each) => each.at);
+  const touched = [...boxesOf(loads, cols, "read"), ...boxesOf(stores, cols, "write")];
+  if (touched.length > 0 || !step.rows?.length) return touched.slice(0, 32);
+  if (rows !== replay.nRows || cols !== replay.nCols || replay.tensors[index]!.role === "scratch") return [];
+  const range = step.cols ?? ([0, cols] as const);
+  const places = step.rows.flatMap((row) => [row * cols + range[0], row * cols + Math.max(range[0], range[1] - 1)]);
+  return boxesOf(places, cols, "hand").slice(0, 32);
+}
+
+function rangeOf(tensor: Replay["tensors"][number]): [number, number] {
+  const finite = (tensor.role === "input" ? tensor.before : tensor.after).map(decode).filter(Number.isFinite);
+  if (finite.length === 0) return [0, 1];
+  const low = finite.reduce((a, b) => Math.min(a, b));
+  const high = finite.reduce((a, b) => Math.max(a, b));
+  return tensor.role === "output" && low >= 0 ? [0, high] : [low, high];
+}

@@ -1,0 +1,135 @@
+import type { Replay, Unit } from "../model";
+
+export const SPEEDS = [1, 2, 5, 10, 20, 30, 60] as const;
+
+interface Props {
+  position: number;
+  length: number;
+  playing: boolean;
+  unit: Unit;
+  speed: number;
+  onSeek: (position: number) => void;
+  onStep: (by: 1 | -1) => void;
+  onPlay: () => void;
+  onUnit: (unit: Unit) => void;
+  onSpeed: (speed: number) => void;
+  /** Absent in a comparison, whose clock has no lines. */
+  replay?: Replay;
+  sentence: string;
+}
+
+/** Step, play, scrub; over the scrubber, which programs and phases the steps are of. */
+export function Transport(props: Props) {
+  const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, sentence } = props;
+  return (
+    <section class="transport" aria-label="Playback">
+      <div class="track">
+        {replay ? <Map_ replay={replay} onSeek={onSeek} /> : null}
+        <input
+          type="range"
+          min={0}
+          max={length}
+          value={position}
+          aria-label={replay ? "Step" : "Elements moved"}
+          aria-valuetext={sentence}
+          onInput={(event) => onSeek(Number(event.currentTarget.value))}
+        />
+      </div>
+      <div class="buttons">
+        <div class="group" role="group" aria-label="Steps">
+          <button type="button" onClick={() => onSeek(0)} aria-label="To the start" title="Home">⇤</button>
+          <button type="button" onClick={() => onStep(-1)} aria-label="Back" title="←">←</button>
+          <button type="button" class="play" onClick={onPlay} aria-label={playing ? "Pause" : "Play"} title="Space">
+            {playing ? "❚❚" : "▶"}
+          </button>
+          <button type="button" onClick={() => onStep(1)} aria-label="Step" title="→">→</button>
+          <button type="button" onClick={() => onSeek(length)} aria-label="To the end" title="End">⇥</button>
+        </div>
+        <output class="where">
+          <b data-position={position}>{position}</b> / {length}
+        </output>
+        {replay ? (
+          <div class="group choice" role="radiogroup" aria-label="Step by">
+            {(["line", "block", "program"] as const).map((each) => (
+              <label key={each} class={each === unit ? "on" : ""}>
+                <input type="radio" name="unit" checked={each === unit} onChange={() => onUnit(each)} />
+                {each}
+              </label>
+            ))}
+          </div>
+        ) : null}
+        <label class="speed">
+          <span>per second</span>
+          <select value={speed} onChange={(event) => onSpeed(Number(event.currentTarget.value))} aria-label="Steps per second">
+            {SPEEDS.map((each) => (
+              <option key={each} value={each}>{each}</option>
+            ))}
+          </select>
+        </label>
+        {replay ? <Jump replay={replay} onSeek={onSeek} /> : null}
+      </div>
+    </section>
+  );
+}
+
+/** A list of all programs and their phases, to go to. */
+function Jump({ replay, onSeek }: { replay: Replay; onSeek: (position: number) => void }) {
+  const { phases } = replay.recording;
+  const spans = replay.phaseSpans.slice(0, 600);
+  const at = spans.findLastIndex((each) => each.start < Math.max(1, replay.position));
+  let program = -1;
+  const groups: { label: string; spans: { index: number; text: string }[] }[] = [];
+  spans.forEach((span, index) => {
+    if (span.program !== program) {
+      program = span.program;
+      const { launch, label } = replay.programs[program]!;
+      const name = replay.recording.launches.length > 1 ? `${replay.recording.launches[launch]!.name}, ` : "";
+      groups.push({ label: `${name}program ${label}`, spans: [] });
+    }
+    groups[groups.length - 1]!.spans.push({ index, text: phases[span.phase] ?? `phase ${span.phase}` });
+  });
+  return (
+    <label class="jump">
+      <span>go to</span>
+      <select aria-label="Go to program and phase" value={at} onChange={(event) => onSeek(spans[Number(event.currentTarget.value)]!.start + 1)}>
+        {groups.map((group, index) => (
+          <optgroup key={index} label={group.label}>
+            {group.spans.map((each) => (
+              <option key={each.index} value={each.index}>
+                {group.label.replace(/^.*program /, "")} · {each.text}
+              </option>
+            ))}
+          </optgroup>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+/** Programs as blocks, phases as bands in them. */
+function Map_({ replay, onSeek }: { replay: Replay; onSeek: (position: number) => void }) {
+  const part = (steps: number) => `${(100 * steps) / replay.length}%`;
+  const many = replay.phaseSpans.length > 400;
+  return (
+    <div
+      class="map"
+      aria-hidden="true"
+      onClick={(event) => {
+        const box = event.currentTarget.getBoundingClientRect();
+        onSeek(Math.round(((event.clientX - box.left) / box.width) * replay.length));
+      }}
+    >
+      {replay.programSpans.map((span) => (
+        <span key={span.start} class="program" style={{ left: part(span.start), width: part(span.end - span.start) }}>
+          {replay.programSpans.length <= 24 ? <i>{replay.programs[span.program]!.label}</i> : null}
+        </span>
+      ))}
+      {many
+        ? null
+        : replay.phaseSpans.map((span) => (
+            <span key={span.start} class={`phase p${span.phase % 6}`} style={{ left: part(span.start), width: part(span.end - span.start) }} />
+          ))}
+      <span class="needle" style={{ left: part(replay.position) }} />
+    </div>
+  );
+}
