@@ -142,14 +142,14 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
       view: old.view === "numerics" ? "replay" : old.view,
     }));
   };
-  const open = async (files: FileList | null | undefined) => {
+  const open = async (files: readonly File[]) => {
     try {
-      const texts = await Promise.all([...(files ?? [])].map((each) => each.text()));
+      const texts = await Promise.all(files.map((each) => each.text()));
       const fresh = texts.flatMap((text, index) => {
         try {
           return readRecordings(text);
         } catch (error) {
-          throw new Error(`${files![index]!.name}: ${(error as Error).message}.`);
+          throw new Error(`${files[index]!.name}: ${(error as Error).message}.`);
         }
       });
       add(fresh.map((each) => entryOf(each, "opened")));
@@ -238,7 +238,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
 
   const sentence = view === "compare" ? `${clock} elements moved` : announcement(replay);
   const spoken = useRested(playing ? "" : sentence, 120);
-  const drop = useDrop((files) => void open(files));
+  const drop = useDrop((files) => void open([...files]));
 
   return (
     <div class={`page${drop ? " dropping" : ""}`}>
@@ -286,7 +286,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
               multiple
               hidden
               onChange={(event) => {
-                void open(event.currentTarget.files);
+                void open([...(event.currentTarget.files ?? [])]);
                 event.currentTarget.value = "";
               }}
             />
@@ -303,7 +303,9 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
           />
           <Pick label="block" value={entry.block} options={valuesOf(entries, "block", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(block) => select({ block })} />
           <Pick label="dtype" value={entry.dtype} options={valuesOf(entries, "dtype", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(dtype) => select({ dtype })} />
-          <p class="origin">{originOf(entry)}</p>
+          <p class="about">
+            {entry.recording.summary} <span class="origin">{originOf(entry)}</span>
+          </p>
         </div>
         {message ? (
           <p class="message" role="alert">
@@ -378,16 +380,17 @@ interface ReplayProps {
 
 function ReplayView({ replay, position, row, follow, pinned, values, entry }: ReplayProps) {
   const { recording, step } = replay;
+  // Scratch that is traffic stands where it comes in the computation; what programs exchange stands aside.
+  const aside = (index: number) => recording.tensors[index]!.role === "scratch" && !replay.counted[index];
   const order = recording.tensors
     .map((_, index) => index)
-    .sort((a, b) => rank(recording.tensors[a]!.role) - rank(recording.tensors[b]!.role) || a - b);
+    .sort((a, b) => Number(aside(a)) - Number(aside(b)) || a - b);
   const messages = replay.exchanges.some((each) => each.row === row);
   const state = replay.state(row);
   return (
     <>
       <div class="left">
-        <p class="summary-text">{recording.summary}</p>
-        <dl class="now" aria-label="At hand">
+        <dl class="at-hand" aria-label="At hand">
           <div>
             <dt>program</dt>
             <dd>{step ? replay.programs[replay.program]!.label : "–"}</dd>
@@ -419,8 +422,8 @@ function ReplayView({ replay, position, row, follow, pinned, values, entry }: Re
             <TensorView key={`${entry.matrix}${entry.kernel}${index}`} replay={replay} index={index} position={position} selected={row} onRow={follow} values={values} />
           ))}
         </div>
-        <Meter replay={replay} />
         {replay.state(row, undefined, replay.length) ? <RowChart replay={replay} row={row} /> : null}
+        <Meter replay={replay} />
         {messages ? <Lanes replay={replay} row={row} /> : null}
         <RowsView replay={replay} selected={row} onRow={follow} />
         <p class="quiet follow">{pinned ? `Following row ${row}; choose it again to follow the program.` : "Following the program’s row; choose a row to stay with it."}</p>
@@ -454,10 +457,6 @@ function Pick({ label, value, options, names, onPick, first }: PickProps) {
       </select>
     </label>
   );
-}
-
-function rank(role: string): number {
-  return role === "input" ? 0 : role === "scratch" ? 1 : 2;
 }
 
 /** The state that a link describes, from what is there. */
@@ -539,11 +538,10 @@ function originOf(entry: Entry) {
     );
   }
   const versions = environment ? ["triton", "torch"].flatMap((name) => (environment[name] ? [`${name} ${environment[name]}`] : [])) : [];
-  return (
-    <>
-      Recorded: the real kernel under Triton’s interpreter{versions.length ? `, ${versions.join(", ")}` : ""}.
-    </>
-  );
+  const what = entry.recording.launches.every((each) => each.name.startsWith("aten."))
+    ? "torch’s own operations, as they ran"
+    : "the real kernel under Triton’s interpreter";
+  return `Recorded: ${[what, ...versions].join(", ")}.`;
 }
 
 function reasonOf(text: string): string {

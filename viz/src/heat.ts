@@ -2,7 +2,7 @@
  * A matrix as a table of heat, drawn into the DOM by hand: a step changes a few cells, so only those are touched.
  */
 
-import { exact, short } from "./numbers";
+import { exact, fitted } from "./numbers";
 import type { Memory } from "./model";
 
 /** A box over some cells: rows and columns, half open. */
@@ -19,6 +19,8 @@ export interface HeatOptions {
   role: "input" | "output" | "scratch";
   /** The values that lie at the two ends of the ramp. */
   range: [number, number];
+  /** What stands in a written cell, where its value is bits that mean something else. */
+  word?: string;
 }
 
 /** More cells than these are shown a window at a time. */
@@ -33,6 +35,7 @@ export class Heat {
   private readonly shown: Float64Array;
   private readonly marks: Uint16Array;
   private firstRow = 0;
+  private room = 0;
   private selected = -1;
 
   constructor(
@@ -71,8 +74,12 @@ export class Heat {
     plane.replaceChildren(table);
   }
 
-  /** Shows what memory holds, with boxes over what is at hand; `texts` says whether values fit in the cells. */
-  paint(memory: Readonly<Memory>, boxes: readonly Box[], selected: number): void {
+  /** Shows what memory holds, with boxes over what is at hand; a value gets `room` characters, none where it is 0. */
+  paint(memory: Readonly<Memory>, boxes: readonly Box[], selected: number, room: number): void {
+    if (room !== this.room) {
+      this.room = room;
+      this.marks.fill(0xffff);
+    }
     const { cols, role, rows } = this.options;
     const wanted = boxes[0] ? Math.min(boxes[0].rows[0], rows - 1) : this.firstRow;
     const firstRow = Math.floor(wanted / this.visibleRows) * this.visibleRows;
@@ -97,7 +104,7 @@ export class Heat {
         cell.className = `r${reads}${written ? "" : " blank"}${!Number.isFinite(value) && written ? " odd" : ""}`;
       } else if (!Number.isFinite(value) && written) cell.classList.add("odd");
       if (fresh || (mark & 8) !== (this.marks[index]! & 8) || !Object.is(value, this.shown[index])) {
-        cell.textContent = written ? short(value, 3) : "";
+        cell.textContent = !written || room === 0 ? "" : (this.options.word ?? fitted(value, room));
         cell.dataset["value"] = written ? exact(value) : "";
         const t = !written || Number.isNaN(value) ? 0 : Math.min(1, Math.max(0, (value - low) / (high - low || 1)));
         cell.style.setProperty("--t", t.toFixed(3));

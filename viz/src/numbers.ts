@@ -75,6 +75,16 @@ export function short(x: number, digits = 3): string {
   return sign + trimmed(rounded.toFixed(Math.max(0, digits - 1 - exponent10(rounded))));
 }
 
+/** A number in at most `room` characters where that is possible: digits go first, then the fixed point. */
+export function fitted(x: number, room: number): string {
+  const plain = short(x, 3);
+  if (plain.length <= room) return plain;
+  const size = Math.abs(x);
+  const places = room - 2 - (x < 0 ? 1 : 0);
+  if (size < 1 && places > 0 && Number(size.toFixed(places)) > 0) return (x < 0 ? MINUS : "") + size.toFixed(places);
+  return [2, 1].map((digits) => short(x, digits)).find((each) => each.length <= room) ?? short(x, 1);
+}
+
 /** A number in full, as the recording has it. */
 export function exact(x: number): string {
   if (Number.isNaN(x)) return "nan";

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { BFLOAT16, count, exact, FLOAT16, FLOAT32, FLOAT64, roundByParts, roundTo, short } from "../src/numbers";
+import { BFLOAT16, count, exact, fitted, FLOAT16, FLOAT32, FLOAT64, roundByParts, roundTo, short } from "../src/numbers";
 
 /** Doubles of every size, the same each run. */
 function* doubles(n: number): Generator<number> {
@@ -94,6 +94,17 @@ describe("numbers as text", () => {
     [-Infinity, "−inf"],
     [NaN, "nan"],
   ])("%d is %s", (x, text) => expect(short(x)).toBe(text));
+
+  it.each([
+    [0.00983, 5, "0.010"],
+    [0.0036, 5, "0.004"],
+    [0.00021, 5, "2e−4"],
+    [-0.0123, 5, "−0.01"],
+    [0.197, 5, "0.197"],
+    [-2.5, 5, "−2.5"],
+    [-12.34, 4, "−12"],
+    [-Infinity, 4, "−inf"],
+  ])("%d in %i characters is %s", (x, room, text) => expect(fitted(x, room)).toBe(text));
 
   it("are in full where asked", () => expect(exact(-0.1234567)).toBe("−0.1234567"));
   it("have their thousands apart", () => expect(count(1234567)).toBe("1\u202f234\u202f567"));

@@ -43,9 +43,9 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
 
   return (
     <section class="panel chart" aria-label={`Row ${row} as it is reduced`}>
-      <h3>
+      <h2>
         Row {row} <span class="what">logits, running maximum, running sum</span>
-      </h3>
+      </h2>
       <div ref={holder} class="plot">
         {width > 0 ? (
           <svg width={width} height={base + 20} role="img" aria-label={chartText(replay, row)}>

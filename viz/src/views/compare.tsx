@@ -21,10 +21,13 @@ export function Compare({ left, right, replays, clock, kernels, onKernel, values
   const whole = Math.max(...replays.map((each) => each.moved(each.length)));
   return (
     <div class="compare">
-      <p class="lede">
-        The same matrix, and a clock that counts memory: both kernels move elements at the same rate, as they do on a chip that waits for
-        its memory. Whoever moves fewer is done first.
-      </p>
+      <div class="opening">
+        <p class="lede">
+          The same matrix, and a clock that counts memory: both kernels move elements at the same rate, as they do on a chip that waits
+          for its memory. Whoever moves fewer is done first.
+        </p>
+        <Field entries={field} clock={clock} chosen={[left, right]} />
+      </div>
       <div class="pair">
         {([left, right] as const).map((entry, side) => (
           <Side
@@ -40,7 +43,6 @@ export function Compare({ left, right, replays, clock, kernels, onKernel, values
           />
         ))}
       </div>
-      <Field entries={field} clock={clock} chosen={[left, right]} />
     </div>
   );
 }
@@ -53,9 +55,9 @@ function Field({ entries, clock, chosen }: { entries: readonly Entry[]; clock: n
   const whole = Math.max(...rows.map(({ traffic }) => traffic.reads + traffic.writes));
   return (
     <section class="panel field" aria-label="All kernels on this matrix">
-      <h3>
+      <h2>
         All of them <span class="what">elements moved on this matrix, at the same clock</span>
-      </h3>
+      </h2>
       <table>
         <thead class="unseen">
           <tr>
@@ -128,9 +130,9 @@ function Side({ entry, replay, whole, clock, kernels, onKernel, label, values }:
           </>
         )}
       </p>
-      <Meter replay={replay} scale={whole} compact />
+      <Meter replay={replay} scale={whole} of={label} />
       {tensors.map((index) => (
-        <TensorView key={index} replay={replay} index={index} position={replay.position} selected={-1} values={values} />
+        <TensorView key={index} replay={replay} index={index} position={replay.position} selected={-1} values={values} of={label} />
       ))}
       <p class="summary-text">{replay.recording.summary}</p>
     </section>

@@ -21,9 +21,9 @@ export function Lanes({ replay, row }: { replay: Replay; row: number }) {
   messages.forEach((each) => each.kind === "publish" && published.set(each.from ?? lanes.indexOf(each.program), each));
   return (
     <section class="panel lanes" aria-label="Programs that exchange their state">
-      <h3>
+      <h2>
         Row {row} is split <span class="what">each program reduces a part, tells its (m, s), and waits for the others’</span>
-      </h3>
+      </h2>
       <div ref={holder}>
         {width > 0 && lanes.length > 0 ? (
           <svg width={width} height={30 + lanes.length * LANE} role="img" aria-label={lanesText(replay, messages)}>

@@ -10,9 +10,9 @@ export function LocalsView({ replay }: { replay: Replay }) {
   const variables = frame && replay.step ? replay.locals(frame.frame) : [];
   return (
     <section class="panel locals" aria-label="Local variables">
-      <h3>
+      <h2>
         Locals <span class="what">of {frame?.source.name ?? "nothing yet"}</span>
-      </h3>
+      </h2>
       {variables.length === 0 ? <p class="quiet">Nothing assigned yet.</p> : null}
       <div class="scroll" tabIndex={0} role="group" aria-label="Table of local variables">
         <table class="variables">

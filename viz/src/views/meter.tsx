@@ -7,8 +7,9 @@ import { rowsAndCols } from "../recording";
  * Traffic as copies of the matrix: one small picture for the first read of every element, one for the second, and so on,
  * filled as blocks are visited. Two of them, one read and one write, are the floor; the rest is what a kernel pays extra.
  */
-export function Meter({ replay, scale, compact = false }: { replay: Replay; scale?: number; compact?: boolean }) {
+export function Meter({ replay, scale, of }: { replay: Replay; scale?: number; of?: string }) {
   const { position } = replay;
+  const compact = of !== undefined;
   const [reads, writes] = [replay.reads[position]!, replay.writes[position]!];
   const { traffic } = replay.recording;
   const floor = traffic ? traffic.floor_reads + traffic.floor_writes : 0;
@@ -17,13 +18,13 @@ export function Meter({ replay, scale, compact = false }: { replay: Replay; scal
   const moved = reads + writes;
   const part = (elements: number) => `${(100 * elements) / whole}%`;
   return (
-    <section class={`panel meter${compact ? " compact" : ""}`} aria-label="Memory traffic">
+    <section class={`panel meter${compact ? " compact" : ""}`} aria-label={of ? `Memory traffic, ${of}` : "Memory traffic"}>
       {compact ? null : (
-        <h3>
+        <h2>
           Traffic <span class="what">elements moved between memory and chip, against the floor</span>
-        </h3>
+        </h2>
       )}
-      <div class="layers">
+      <div class={`layers${replay.layers.length > 6 ? " crowd" : ""}`}>
         {replay.layers.map((layer) => (
           <LayerView key={`${layer.tensor}${layer.kind}${layer.k}`} replay={replay} layer={layer} position={position} />
         ))}
@@ -31,7 +32,7 @@ export function Meter({ replay, scale, compact = false }: { replay: Replay; scal
       <div
         class="gauge"
         role="meter"
-        aria-label="Elements moved"
+        aria-label={of ? `Elements moved, ${of}` : "Elements moved"}
         aria-valuemin={0}
         aria-valuemax={whole}
         aria-valuenow={moved}

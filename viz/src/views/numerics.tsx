@@ -71,10 +71,10 @@ export function NumericsView({ row, rowName }: Props) {
       </div>
       {[true, false].map((subtract) => (
         <section key={String(subtract)} aria-label={subtract ? "Maximum subtracted" : "Maximum not subtracted"}>
-          <h3>
+          <h2>
             {subtract ? "With the maximum subtracted" : "Without subtracting it"}{" "}
             <span class="what">{subtract ? <>exp(x − m) / Σ exp(x − m)</> : <>exp(x) / Σ exp(x)</>}</span>
-          </h3>
+          </h2>
           <div class="scroll" tabIndex={0} role="group" aria-label="Table of formats">
             <table class="trials">
               <thead>

@@ -11,9 +11,9 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
   const shown = window_(replay.nRows, selected);
   return (
     <section class="panel rows" aria-label="Rows">
-      <h3>
+      <h2>
         Rows <span class="what">as far as the kernel has come</span>
-      </h3>
+      </h2>
       <div class="scroll" tabIndex={0} role="group" aria-label="Table of rows">
         <table class="figures">
           <thead>

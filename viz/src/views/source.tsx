@@ -29,12 +29,12 @@ export function SourceView({ replay }: { replay: Replay }) {
   const width = String(source.first_line + source.lines.length).length;
   return (
     <section class="panel source" aria-label="Source">
-      <h3>
+      <h2>
         Source <span class="what">{source.file}</span>
-      </h3>
+      </h2>
       <p class="stack">
         {[...stack].reverse().map((each, depth) => (
-          <span key={depth} class={depth === stack.length - 1 ? "frame now" : "frame"}>
+          <span key={depth} class={depth === stack.length - 1 ? "frame top" : "frame"}>
             {each.source.name}
             {each.line ? <span class="at">:{each.line}</span> : null}
           </span>
@@ -81,8 +81,8 @@ const CodeLine = memo(function CodeLine({ text, number, now, first, caller, inli
         {tokens(text).map((token, index) =>
           token.kind === "text" ? token.text : <span key={index} class={`t-${token.kind}`}>{token.text}</span>,
         )}
-        {inline ? <span class="inline">{inline}</span> : null}
       </code>
+      {inline ? <span class="inline">{inline}</span> : null}
     </li>
   );
 });

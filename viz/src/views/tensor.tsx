@@ -15,12 +15,14 @@ interface Props {
   position: number;
   selected: number;
   onRow?: (row: number) => void;
+  /** Whose tensor it is, where two kernels are shown. */
+  of?: string;
   /** Wide matrices scroll with their values, instead of fitting without. */
   values: boolean;
 }
 
 /** One tensor of a recording: its cells, and boxes over what the step at hand reads, writes or holds. */
-export function TensorView({ replay, index, position, selected, onRow, values }: Props) {
+export function TensorView({ replay, index, position, selected, onRow, values, of }: Props) {
   const tensor = replay.tensors[index]!;
   const [rows, cols] = rowsAndCols(tensor.shape);
   const [holder, width] = useWidth<HTMLDivElement>();
@@ -30,10 +32,11 @@ export function TensorView({ replay, index, position, selected, onRow, values }:
   follow.current = onRow;
   const isMatrix = rows === replay.nRows;
 
+  const opaque = tensor.role === "scratch" && tensor.dtype === "int64";
   const range = useMemo(() => rangeOf(tensor), [tensor]);
   useLayoutEffect(() => {
     const select = onRow && isMatrix ? (row: number) => follow.current?.(row) : null;
-    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range }, select);
+    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range, ...(opaque && { word: "m, s" }) }, select);
     return () => (heat.current = null);
   }, [replay, index]);
 
@@ -44,7 +47,7 @@ export function TensorView({ replay, index, position, selected, onRow, values }:
   const boxes = boxesAt(replay, index);
 
   useLayoutEffect(() => {
-    heat.current?.paint(replay.tensor(index), boxes, isMatrix ? selected : -1);
+    heat.current?.paint(replay.tensor(index), boxes, isMatrix ? selected : -1, bare ? 0 : Math.floor((cell - 2) / 6.7));
     const box = boxes[0];
     const scroll = holder.current;
     if (box && heat.current && scroll && scroll.scrollWidth > scroll.clientWidth + 1) {
@@ -60,8 +63,8 @@ export function TensorView({ replay, index, position, selected, onRow, values }:
   const writes = memory.writes.reduce((sum, each) => sum + each, 0);
   const side = tensor.role === "output" ? "result" : tensor.role === "input" ? "source" : "scratch";
   return (
-    <section class={`tensor ${side}`} aria-label={`Tensor ${tensor.name}`} data-tensor={tensor.name}>
-      <h3>
+    <section class={`tensor ${side}`} aria-label={`Tensor ${tensor.name}${of ? `, ${of}` : ""}`} data-tensor={tensor.name}>
+      <h2>
         <var>{tensor.name}</var>
         <span class="what">
           {tensor.role} · {tensor.shape.join(" × ")} {tensor.dtype}
@@ -70,14 +73,14 @@ export function TensorView({ replay, index, position, selected, onRow, values }:
           {tensor.role !== "output" || reads > 0 ? <span class="read">read {count(reads)}</span> : null}
           {tensor.role !== "input" ? <span class="write">written {count(writes)}</span> : null}
         </span>
-      </h3>
+      </h2>
       <div
         class={`scroll${bare ? " bare" : ""}${cols > 24 ? " many" : ""}`}
         ref={holder}
         tabIndex={0}
         role="group"
         aria-label={`Cells of ${tensor.name}`}
-        style={{ "--cell": `${cell}px`, "--row": bare ? `${Math.max(12, Math.min(20, cell * 1.4))}px` : "28px" }}
+        style={{ "--cell": `${cell}px`, "--row": bare ? `${Math.max(12, Math.min(20, cell * 1.4))}px` : "32px" }}
       >
         <div class="plane" ref={plane} />
       </div>

@@ -23,8 +23,8 @@ export function Transport(props: Props) {
   const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, sentence } = props;
   return (
     <section class="transport" aria-label="Playback">
-      <div class="track">
-        {replay ? <Map_ replay={replay} onSeek={onSeek} /> : null}
+      <div class={replay ? "track mapped" : "track"}>
+        {replay ? <Map_ replay={replay} /> : null}
         <input
           type="range"
           min={0}
@@ -107,18 +107,11 @@ function Jump({ replay, onSeek }: { replay: Replay; onSeek: (position: number) =
 }
 
 /** Programs as blocks, phases as bands in them. */
-function Map_({ replay, onSeek }: { replay: Replay; onSeek: (position: number) => void }) {
+function Map_({ replay }: { replay: Replay }) {
   const part = (steps: number) => `${(100 * steps) / replay.length}%`;
   const many = replay.phaseSpans.length > 400;
   return (
-    <div
-      class="map"
-      aria-hidden="true"
-      onClick={(event) => {
-        const box = event.currentTarget.getBoundingClientRect();
-        onSeek(Math.round(((event.clientX - box.left) / box.width) * replay.length));
-      }}
-    >
+    <div class="map" aria-hidden="true">
       {replay.programSpans.map((span) => (
         <span key={span.start} class="program" style={{ left: part(span.start), width: part(span.end - span.start) }}>
           {replay.programSpans.length <= 24 ? <i>{replay.programs[span.program]!.label}</i> : null}
