@@ -1,6 +1,6 @@
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { announcement, columnsText, rowsText } from "./announce";
-import { choose, entryOf, valuesOf, type Choice, type Entry } from "./catalogue";
+import { choiceOf, choose, entryOf, matrixNames, sameChoice, valuesOf, type Choice, type Entry } from "./catalogue";
 import { readHash, writeHash, VIEWS, type Place, type View } from "./link";
 import { Replay, type Unit } from "./model";
 import { short } from "./numbers";
@@ -10,7 +10,7 @@ import { compute, type Modelled } from "./recurrence";
 import { RowChart } from "./views/chart";
 import { Compare } from "./views/compare";
 import { Help, Paste, type PasteRequest } from "./views/dialogs";
-import { useFrames, useRested } from "./views/hooks";
+import { useFrames, useRested, useServer } from "./views/hooks";
 import { Lanes } from "./views/lanes";
 import { LocalsView } from "./views/locals";
 import { Meter } from "./views/meter";
@@ -24,8 +24,8 @@ type Theme = "auto" | "light" | "dark";
 
 const VIEW_NAMES: Record<View, string> = { replay: "Replay", compare: "Compare", numerics: "Numerics" };
 
+/** A server says in its page that it is there; one that does not is asked. */
 const SERVED = document.querySelector('meta[name="fused-softmax-server"]')?.getAttribute("content") === "1";
-const SERVER_KERNELS = document.querySelector('meta[name="fused-softmax-kernels"]')?.getAttribute("content")?.split(/[\s,]+/);
 
 interface State {
   entries: readonly Entry[];
@@ -48,11 +48,13 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const [message, setMessage] = useState(problem);
   const [theme, setTheme] = useTheme();
   const [keys, setKeys] = useState(true);
+  const server = useServer(dialog === "paste", SERVED ? valuesOf(given, "kernel") : []);
   const file = useRef<HTMLInputElement>(null);
 
   const { entries, choice, view } = state;
   const entry = choose(entries, choice)!;
   const replay = useMemo(() => new Replay(entry.recording), [entry]);
+  const names = useMemo(() => matrixNames(entries), [entries]);
   const field = useMemo(() => fieldOf(entries, entry), [entries, entry]);
   const rival = useMemo(() => rivalOf(field, entry, state.versus), [field, entry, state.versus]);
   const pair = useMemo(() => [new Replay(entry.recording), new Replay(rival.recording)] as const, [entry, rival]);
@@ -116,7 +118,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const written = useRef("");
   useEffect(() => {
     written.current = rested;
-    history.replaceState(null, "", rested);
+    remember(rested);
   }, [rested]);
   useEffect(() => {
     const onHash = () => {
@@ -159,7 +161,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
     }
   };
   const submit = async ({ matrix, kernel, block, dtype }: PasteRequest) => {
-    if (!SERVED) {
+    if (!server) {
       const models: Modelled[] = kernel === "online" ? ["online", "three_pass"] : ["three_pass", "online"];
       return add(models.map((each) => entryOf(compute(each, matrix, block), "computed")));
     }
@@ -170,7 +172,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
     add([entryOf(checkRecording(JSON.parse(text)), "recorded")]);
   };
   const copyLink = async () => {
-    history.replaceState(null, "", hash);
+    remember(hash);
     try {
       await navigator.clipboard.writeText(location.href);
       setMessage("The link to this step is copied.");
@@ -178,9 +180,10 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
       setMessage("The link to this step is in the address bar.");
     }
   };
-  const select = (change: Partial<Choice>) => {
+  const select = (field_: keyof Choice, value: string) => {
     setPlaying(false);
-    setState((old) => ({ ...old, choice: { ...choiceOf(entry), ...change }, position: 0, clock: 0, row: null }));
+    const found = choose(entries, { ...choiceOf(entry), [field_]: value }, field_)!;
+    patch({ choice: choiceOf(found), position: 0, clock: 0, row: null });
   };
   const follow = (to: number) => patch({ row: state.row === to ? null : to });
 
@@ -214,12 +217,13 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const act = useRef(actions);
   act.current = actions;
   const listening = useRef(true);
-  listening.current = keys && dialog === null;
+  listening.current = keys;
   useEffect(() => {
     const onKey = (event: KeyboardEvent) => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || !listening.current) return;
+      if (document.querySelector("dialog[open]")) return;
       const target = event.target as HTMLElement;
-      if (target.closest("textarea, select, dialog, input:not([type=range]):not([type=radio])")) return;
+      if (target.closest("textarea, select, input:not([type=range]):not([type=radio])")) return;
       if (target.closest("button, a, [role=tab], input[type=radio]") && /^( |Enter)$/.test(event.key)) return;
       if (target.closest("input, [role=tab]") && /^(Arrow|Home|End)/.test(event.key) && !event.shiftKey) return;
       const key = event.shiftKey && event.key.startsWith("Arrow") ? `Shift+${event.key}` : event.key;
@@ -293,16 +297,16 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
           </div>
         </div>
         <div class="choices">
-          <Pick label="kernel" value={entry.kernel} options={valuesOf(entries, "kernel")} onPick={(kernel) => select({ kernel })} first />
+          <Pick label="kernel" value={entry.kernel} options={valuesOf(entries, "kernel")} onPick={(kernel) => select("kernel", kernel)} first />
           <Pick
             label="matrix"
             value={entry.matrix}
             options={valuesOf(entries, "matrix")}
-            names={new Map(entries.map((each) => [each.matrix, each.matrixLabel]))}
-            onPick={(matrix) => select({ matrix })}
+            names={names}
+            onPick={(matrix) => select("matrix", matrix)}
           />
-          <Pick label="block" value={entry.block} options={valuesOf(entries, "block", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(block) => select({ block })} />
-          <Pick label="dtype" value={entry.dtype} options={valuesOf(entries, "dtype", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(dtype) => select({ dtype })} />
+          <Pick label="block" value={entry.block} options={valuesOf(entries, "block", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(block) => select("block", block)} />
+          <Pick label="dtype" value={entry.dtype} options={valuesOf(entries, "dtype", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(dtype) => select("dtype", dtype)} />
           <p class="about">
             {entry.recording.summary} <span class="origin">{originOf(entry)}</span>
           </p>
@@ -325,7 +329,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
             replays={pair}
             clock={clock}
             kernels={[...new Set(field.map((each) => each.kernel))]}
-            onKernel={(side, kernel) => (side === "kernel" ? select({ kernel }) : patch({ versus: kernel, clock: 0 }))}
+            onKernel={(side, kernel) => (side === "kernel" ? select("kernel", kernel) : patch({ versus: kernel, clock: 0 }))}
             values={values}
             field={field}
           />
@@ -361,7 +365,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
       <Paste
         open={dialog === "paste"}
         onClose={() => setDialog(null)}
-        kernels={SERVED ? (SERVER_KERNELS ?? valuesOf(given, "kernel")) : null}
+        server={server}
         onSubmit={submit}
       />
     </div>
@@ -382,11 +386,21 @@ function ReplayView({ replay, position, row, follow, pinned, values, entry }: Re
   const { recording, step } = replay;
   // Scratch that is traffic stands where it comes in the computation; what programs exchange stands aside.
   const aside = (index: number) => recording.tensors[index]!.role === "scratch" && !replay.counted[index];
-  const order = recording.tensors
-    .map((_, index) => index)
-    .sort((a, b) => Number(aside(a)) - Number(aside(b)) || a - b);
+  const indices = recording.tensors.map((_, index) => index);
   const messages = replay.exchanges.some((each) => each.row === row);
   const state = replay.state(row);
+  const reduces = replay.state(row, undefined, replay.length) !== null;
+  const tensor = (index: number) => (
+    <TensorView
+      key={`${entry.matrix}${entry.kernel}${index}`}
+      replay={replay}
+      index={index}
+      position={position}
+      selected={row}
+      onRow={follow}
+      values={values}
+    />
+  );
   return (
     <>
       <div class="left">
@@ -407,24 +421,23 @@ function ReplayView({ replay, position, row, follow, pinned, values, entry }: Re
             <dt>phase</dt>
             <dd>{step ? recording.phases[step.phase] : "not begun"}</dd>
           </div>
-          <div class="figure">
-            <dt>m</dt>
-            <dd>{state?.m == null ? "–" : short(state.m, 4)}</dd>
-          </div>
-          <div class="figure">
-            <dt>s</dt>
-            <dd>{state?.s == null ? "–" : short(state.s, 4)}</dd>
-          </div>
+          {reduces
+            ? (["m", "s"] as const).map((name) => (
+                <div key={name} class="figure">
+                  <dt>{name}</dt>
+                  <dd>{state?.[name] == null ? "–" : short(state[name], 4)}</dd>
+                </div>
+              ))
+            : null}
         </dl>
         <p class="note">{step ? (step.note ?? "") : "Press → for the first line, or Space to play."}</p>
         <div class={`tensors${replay.nCols > 12 ? " wide" : ""}`}>
-          {order.map((index) => (
-            <TensorView key={`${entry.matrix}${entry.kernel}${index}`} replay={replay} index={index} position={position} selected={row} onRow={follow} values={values} />
-          ))}
+          {indices.filter((each) => !aside(each)).map(tensor)}
         </div>
-        {replay.state(row, undefined, replay.length) ? <RowChart replay={replay} row={row} /> : null}
-        <Meter replay={replay} />
+        {reduces ? <RowChart replay={replay} row={row} /> : null}
         {messages ? <Lanes replay={replay} row={row} /> : null}
+        <Meter replay={replay} />
+        {indices.some(aside) ? <div class="tensors">{indices.filter(aside).map(tensor)}</div> : null}
         <RowsView replay={replay} selected={row} onRow={follow} />
         <p class="quiet follow">{pinned ? `Following row ${row}; choose it again to follow the program.` : "Following the program’s row; choose a row to stay with it."}</p>
       </div>
@@ -469,7 +482,7 @@ function arrive(old: State, place: Place): State {
     entries = [...fresh, ...entries.filter((each) => !fresh.some((one) => sameChoice(one, each)))];
     choice = { ...choice, matrix: fresh[0]!.matrix };
   }
-  if (Object.values(choice).every((each) => each === undefined)) choice = choiceOf(entries[0]!);
+  if (Object.values(choice).every((each) => each === undefined)) choice = choiceOf(opening(entries));
   return {
     entries,
     choice,
@@ -481,12 +494,10 @@ function arrive(old: State, place: Place): State {
   };
 }
 
-function choiceOf(entry: Entry): Choice {
-  return { kernel: entry.kernel, matrix: entry.matrix, block: entry.block, dtype: entry.dtype };
-}
-
-function sameChoice(a: Entry, b: Entry): boolean {
-  return a.kernel === b.kernel && a.matrix === b.matrix && a.block === b.block && a.dtype === b.dtype;
+/** What a page shows first: what it was made for, else the recurrence that it explains. */
+function opening(entries: readonly Entry[]): Entry {
+  const first = entries[0]!;
+  return first.origin === "embedded" ? first : (entries.find((each) => each.kernel === "online") ?? first);
 }
 
 /** One recording of each kernel on the matrix of an entry, those nearest to it in block and dtype. */
@@ -542,6 +553,15 @@ function originOf(entry: Entry) {
     ? "torch’s own operations, as they ran"
     : "the real kernel under Triton’s interpreter";
   return `Recorded: ${[what, ...versions].join(", ")}.`;
+}
+
+/** Puts a hash into the address bar, where the page has one: in a frame without an origin it has not. */
+function remember(hash: string): void {
+  try {
+    history.replaceState(null, "", hash);
+  } catch {
+    // The page works without.
+  }
 }
 
 function reasonOf(text: string): string {

@@ -26,23 +26,28 @@ export function entryOf(recording: Recording, origin: Origin): Entry {
   const { options = {}, tensors } = recording;
   const input = tensors.find((each) => each.role === "input" && each.shape.length >= 2) ?? tensors[0];
   const [rows, cols] = input ? rowsAndCols(input.shape) : [0, 0];
-  const named = options["matrix"] ?? options["preset"];
   const size = `${rows} × ${cols}`;
+  // A title of the form "what is in it: kernel" names the matrix.
+  const ending = `: ${recording.kernel}`;
+  const about = recording.title.endsWith(ending) ? recording.title.slice(0, -ending.length) : "";
   return {
     recording,
     origin,
     kernel: recording.kernel,
-    matrix: typeof named === "string" ? named : `${rows}x${cols}-${digest(input?.before ?? [])}`,
-    matrixLabel: typeof named === "string" ? (named.includes(String(cols)) ? named : `${named}, ${size}`) : size,
+    matrix: `${rows}x${cols}-${digest(input?.before ?? [])}`,
+    matrixLabel: about || size,
     block: options["block"] === undefined || options["block"] === null ? "" : String(options["block"]),
     dtype: typeof options["dtype"] === "string" ? options["dtype"] : (input?.dtype ?? ""),
   };
 }
 
-/** The entry that fits a choice best: each field outweighs all that come after it. */
-export function choose(entries: readonly Entry[], choice: Choice): Entry | undefined {
+const FIELDS = ["matrix", "kernel", "block", "dtype"] as const;
+
+/** The entry that fits a choice best: `first` outweighs the other fields, and each of them all that come after it. */
+export function choose(entries: readonly Entry[], choice: Choice, first?: keyof Choice): Entry | undefined {
+  const fields: readonly (keyof Choice)[] = first ? [first, ...FIELDS.filter((each) => each !== first)] : FIELDS;
   const score = (entry: Entry) =>
-    (["matrix", "kernel", "block", "dtype"] as const).reduce(
+    fields.reduce(
       (sum, field) => sum * 2 + (choice[field] !== undefined && entry[field] === choice[field] ? 1 : 0),
       0,
     );
@@ -55,6 +60,27 @@ export function valuesOf(entries: readonly Entry[], field: keyof Choice, within:
     (Object.keys(within) as (keyof Choice)[]).every((name) => within[name] === undefined || entry[name] === within[name]),
   );
   return [...new Set(fits.map((entry) => entry[field]))];
+}
+
+export function choiceOf(entry: Entry): Choice {
+  return { kernel: entry.kernel, matrix: entry.matrix, block: entry.block, dtype: entry.dtype };
+}
+
+export function sameChoice(a: Entry, b: Entry): boolean {
+  return FIELDS.every((each) => a[each] === b[each]);
+}
+
+/** A name for every matrix; of two with the same label, the later says what is computed from it. */
+export function matrixNames(entries: readonly Entry[]): Map<string, string> {
+  const names = new Map<string, string>();
+  const taken = new Set<string>();
+  for (const { matrix, matrixLabel, recording } of entries) {
+    if (names.has(matrix)) continue;
+    const name = taken.has(matrixLabel) ? `${matrixLabel}, ${recording.operation.replaceAll("_", " ")}` : matrixLabel;
+    names.set(matrix, name);
+    taken.add(matrixLabel);
+  }
+  return names;
 }
 
 /** A short name of the values, coarse enough that a matrix rounded to a narrower dtype keeps it. */

@@ -1,6 +1,6 @@
 import { render } from "preact";
 import { App } from "./app";
-import { entryOf, type Entry, type Origin } from "./catalogue";
+import { entryOf, sameChoice, type Entry, type Origin } from "./catalogue";
 import { readRecordings } from "./recording";
 import { compute } from "./recurrence";
 import "./style.css";
@@ -23,7 +23,9 @@ function embedded(id: string, origin: Origin): Entry[] {
   }
 }
 
-const entries = [...embedded("recordings", "embedded"), ...embedded("presets", "preset")];
+const own = embedded("recordings", "embedded");
+const presets = embedded("presets", "preset").filter((each) => !own.some((one) => sameChoice(one, each)));
+const entries = [...own, ...presets];
 if (entries.length === 0) {
   for (const kernel of ["online", "three_pass"] as const) entries.push(entryOf(compute(kernel, EXAMPLE, 4), "computed"));
 }

@@ -1,6 +1,6 @@
 /** A matrix as people paste it: CSV, TSV, spaces, or JSON; inf, -inf and nan in any case. */
 
-export const MAX_ROWS = 64;
+export const MAX_ROWS = 256;
 export const MAX_COLS = 1024;
 export const MAX_ELEMENTS = 4096;
 

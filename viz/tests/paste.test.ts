@@ -42,7 +42,7 @@ describe("a pasted matrix", () => {
     ["[1, 2", "starts like JSON"],
     ["[]", "empty"],
     ["1 2 3 -", "“-”"],
-    [Array(MAX_ROWS + 1).fill("1").join("\n"), "65 rows are more"],
+    [Array(MAX_ROWS + 1).fill("1").join("\n"), "257 rows are more"],
     [Array(MAX_COLS + 1).fill("1").join(" "), "1025 columns are more"],
     [Array(10).fill(Array(500).fill("1").join(" ")).join("\n"), "10 × 500 is more than the 4096"],
   ])("is refused with a reason: %j", (text, reason) => expect(() => parseMatrix(text)).toThrow(reason));

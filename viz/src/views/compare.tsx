@@ -25,6 +25,7 @@ export function Compare({ left, right, replays, clock, kernels, onKernel, values
         <p class="lede">
           The same matrix, and a clock that counts memory: both kernels move elements at the same rate, as they do on a chip that waits
           for its memory. Whoever moves fewer is done first.
+          <Verdict entries={[left, right]} />
         </p>
         <Field entries={field} clock={clock} chosen={[left, right]} />
       </div>
@@ -45,6 +46,35 @@ export function Compare({ left, right, replays, clock, kernels, onKernel, values
       </div>
     </div>
   );
+}
+
+/** What the comparison comes to, in one sentence. */
+function Verdict({ entries }: { entries: readonly [Entry, Entry] }) {
+  const [[slow, most], [fast, least]] = entries
+    .map((each): [string, number] => [each.kernel, totalOf(each)])
+    .sort((a, b) => b[1] - a[1]) as [[string, number], [string, number]];
+  const { traffic } = entries[0].recording;
+  if (!traffic || least === 0) return null;
+  const floor = traffic.floor_reads + traffic.floor_writes;
+  return (
+    <span class="verdict">
+      {most === least ? (
+        <>
+          {slow === fast ? <b>{slow}</b> : <><b>{slow}</b> and <b>{fast}</b></>} move {count(most)} elements, {(most / floor).toFixed(2)}× the floor.
+        </>
+      ) : (
+        <>
+          <b>{slow}</b> moves {count(most)} elements and <b>{fast}</b> {count(least)}, of {count(floor)} that nobody can do without: where memory
+          is what takes time, {fast} is <b>{(most / least).toFixed(2)}×</b> as fast.
+        </>
+      )}
+    </span>
+  );
+}
+
+function totalOf(entry: Entry): number {
+  const { traffic } = entry.recording;
+  return traffic ? traffic.reads + traffic.writes : 0;
 }
 
 /** The traffic of all kernels on one scale, as far as the clock has come. */

@@ -2,6 +2,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import type { ComponentChildren } from "preact";
 import { MAX_COLS, MAX_ELEMENTS, MAX_ROWS, parseMatrix, type Matrix } from "../paste";
 import type { Modelled } from "../recurrence";
+import type { ServerKernel } from "./hooks";
 
 interface DialogProps {
   title: string;
@@ -87,8 +88,8 @@ export interface PasteRequest {
 interface PasteProps {
   open: boolean;
   onClose: () => void;
-  /** The kernels a server can record; null where there is no server. */
-  kernels: readonly string[] | null;
+  /** The kernels that a server can record; null where there is no server. */
+  server: readonly ServerKernel[] | null;
   onSubmit: (request: PasteRequest) => Promise<void>;
 }
 
@@ -99,13 +100,17 @@ const MODELS: readonly [Modelled, string][] = [
 const DTYPES = ["float32", "float16", "bfloat16", "float64"];
 
 /** Asks for a matrix, and for what is to run on it. */
-export function Paste({ open, onClose, kernels, onSubmit }: PasteProps) {
+export function Paste({ open, onClose, server, onSubmit }: PasteProps) {
   const [text, setText] = useState("2.0, -1.0, 3.0, 0.5\n-inf, 1.5, -2.0, 1.0\n");
-  const [kernel, setKernel] = useState(kernels?.[0] ?? "online");
+  const [wanted, setKernel] = useState("online");
   const [block, setBlock] = useState(4);
-  const [dtype, setDtype] = useState("float32");
+  const [wantedDtype, setDtype] = useState("float32");
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
+  const known = server?.find((each) => each.name === wanted) ?? server?.[0];
+  const kernel = known?.name ?? wanted;
+  const dtypes = known?.dtypes ?? DTYPES;
+  const dtype = dtypes.includes(wantedDtype) ? wantedDtype : dtypes[0]!;
   let matrix: Matrix | null = null;
   let problem = "";
   try {
@@ -153,27 +158,27 @@ export function Paste({ open, onClose, kernels, onSubmit }: PasteProps) {
           <label>
             <span>kernel</span>
             <select name="kernel" value={kernel} onChange={(event) => setKernel(event.currentTarget.value)}>
-              {kernels
-                ? kernels.map((each) => <option key={each} value={each}>{each}</option>)
+              {server
+                ? server.map(({ name, title }) => <option key={name} value={name}>{title ? `${name}: ${title}` : name}</option>)
                 : MODELS.map(([value, name]) => <option key={value} value={value}>{name}</option>)}
             </select>
           </label>
           <label>
             <span>block, columns</span>
-            <select name="block" value={block} onChange={(event) => setBlock(Number(event.currentTarget.value))}>
+            <select name="block" value={block} disabled={known?.block === false} onChange={(event) => setBlock(Number(event.currentTarget.value))}>
               {[1, 2, 4, 8, 16, 32, 64, 128].map((each) => <option key={each} value={each}>{each}</option>)}
             </select>
           </label>
-          {kernels ? (
+          {server ? (
             <label>
               <span>dtype</span>
               <select name="dtype" value={dtype} onChange={(event) => setDtype(event.currentTarget.value)}>
-                {DTYPES.map((each) => <option key={each} value={each}>{each}</option>)}
+                {dtypes.map((each) => <option key={each} value={each}>{each}</option>)}
               </select>
             </label>
           ) : null}
         </div>
-        {kernels ? (
+        {server ? (
           <p class="quiet">The kernel runs on this machine, under Triton’s interpreter, and is recorded.</p>
         ) : (
           <p class="quiet">
@@ -183,7 +188,7 @@ export function Paste({ open, onClose, kernels, onSubmit }: PasteProps) {
         )}
         <div class="actions">
           <button type="submit" class="primary" disabled={busy || matrix === null}>
-            {busy ? "Recording…" : kernels ? "Record and replay" : "Replay"}
+            {busy ? "Recording…" : server ? "Record and replay" : "Replay"}
           </button>
         </div>
       </form>

@@ -31,6 +31,37 @@ export function useFrames(running: boolean, onFrame: (seconds: number) => void):
   }, [running]);
 }
 
+export interface ServerKernel {
+  name: string;
+  title?: string;
+  /** Whether it works in blocks. */
+  block?: boolean;
+  dtypes?: readonly string[];
+}
+
+/**
+ * The kernels of the server that the page comes from, once `asked`; null where there is none, as on a disk.
+ * `announced`: those that the page itself says it has.
+ */
+export function useServer(asked: boolean, announced: readonly string[]): readonly ServerKernel[] | null {
+  const [kernels, setKernels] = useState<readonly ServerKernel[] | null>(() =>
+    announced.length ? announced.map((name) => ({ name })) : null,
+  );
+  const known = useRef(false);
+  useEffect(() => {
+    if (!asked || known.current || !location.protocol.startsWith("http")) return;
+    fetch("kernels")
+      .then((answer) => (answer.ok ? (answer.json() as Promise<{ kernels?: ServerKernel[] }>) : null))
+      .then((value) => {
+        if (!value?.kernels?.length) return;
+        known.current = true;
+        setKernels(value.kernels);
+      })
+      .catch(() => undefined);
+  }, [asked]);
+  return kernels;
+}
+
 /** A value that follows its source only after it has rested for a while. */
 export function useRested<T>(value: T, milliseconds: number): T {
   const [rested, setRested] = useState(value);

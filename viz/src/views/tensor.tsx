@@ -36,7 +36,7 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
   const range = useMemo(() => rangeOf(tensor), [tensor]);
   useLayoutEffect(() => {
     const select = onRow && isMatrix ? (row: number) => follow.current?.(row) : null;
-    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range, ...(opaque && { word: "m, s" }) }, select);
+    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range, ...(opaque && { word: replay.exchanges.some((each) => each.d !== undefined) ? "d" : "m, s" }) }, select);
     return () => (heat.current = null);
   }, [replay, index]);
 
@@ -97,6 +97,8 @@ export function boxesAt(replay: Replay, index: number): Box[] {
   const loads = (step.loads ?? []).filter((each) => each.tensor === index).flatMap((each) => each.at);
   const touched = [...boxesOf(loads, cols, "read"), ...boxesOf(stores, cols, "write")];
   if (touched.length > 0 || !step.rows?.length) return touched.slice(0, 32);
+  // Where intermediates live in memory, nothing is in hand between one operation and the next.
+  if (replay.tensors.some((each, other) => each.role === "scratch" && replay.counted[other])) return [];
   if (rows !== replay.nRows || cols !== replay.nCols || replay.tensors[index]!.role === "scratch") return [];
   const range = step.cols ?? ([0, cols] as const);
   const places = step.rows.flatMap((row) => [row * cols + range[0], row * cols + Math.max(range[0], range[1] - 1)]);
