@@ -4,7 +4,7 @@ ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
 
-.PHONY: env demo presets test test-compiles gpu-test sanitize lint clean
+.PHONY: env demo page presets test test-compiles gpu-test sanitize lint clean
 
 env: $(ENV)
 
@@ -48,6 +48,10 @@ lint: $(ENV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# The visualizer's page, from viz/ and src/fused_softmax/trace/presets.json. Needs Node 20 or newer; commit what it makes.
+page:
+	cd viz && npm ci && npm run build
+
 clean:
-	rm -rf .venv .triton-* build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .triton-* build dist demo viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

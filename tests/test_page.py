@@ -27,8 +27,14 @@ VIZ = ROOT / "viz"
 PAGE = ROOT / "src/fused_softmax/trace/page.html"
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
-    "--no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+    "no-sandbox",
+    "disable-gpu",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
 )
+PRESETS = re.compile(r'<script id="presets" type="application/json">(.*?)</script>', re.DOTALL)
 SLOT = '<script id="recordings" type="application/json">null</script>'
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -91,9 +97,10 @@ class Recording:
             "environment": {"triton": "3.7.1", "torch": "2.13.0"},
             "options": {"dtype": "float32", "block": 4, "unknown": [1]},
             "sources": [
-                {"name": "_forward", "file": "forward.py", "first_line": 11, "lines": [f"line_{n} = {n}" for n in range(11, 31)]},
-                {"name": "helper", "file": "shelf.py", "first_line": 51, "lines": ["def helper(x):", "    return max(", "        x)"],
-                 "ends": {"52": 53}},
+                {"name": "_forward", "file": "forward.py", "first_line": 11,
+                 "lines": [f"line_{n} = {n}" for n in range(11, 31)]},
+                {"name": "helper", "file": "shelf.py", "first_line": 51, "ends": {"52": 53},
+                 "lines": ["def helper(x):", "    return max(", "        x)"]},
             ],
             "tensors": [
                 tensor("x", "input", shape, self.x, self.x),
@@ -177,13 +184,15 @@ SEED = torch.tensor([
 ])  # fmt: skip
 WIDE = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
 PEAKED = torch.tensor([
-    [-math.inf, -math.inf, -math.inf, -math.inf, 1.0, 90.0], [0.0, 1.0, math.nan, 2.0, 3.0, 4.0], [math.inf, 0, 0, 0, 0, 0]
+    [-math.inf, -math.inf, -math.inf, -math.inf, 1.0, 90.0],
+    [0.0, 1.0, math.nan, 2.0, 3.0, 4.0],
+    [math.inf, 0.0, 0.0, 0.0, 0.0, 0.0],
 ])  # fmt: skip
 
 
 def embedded() -> list[dict[str, Any]]:
     """The recordings that ship in the page."""
-    found = re.search(r'<script id="presets" type="application/json">(.*?)</script>', PAGE.read_text(), re.DOTALL)
+    found = PRESETS.search(PAGE.read_text())
     assert found, "the page has no element for presets"
     return json.loads(found[1]) or []
 
@@ -205,7 +214,7 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[f"--{flag}" for flag in FLAGS])
         yield browser
         browser.close()
 
@@ -217,14 +226,16 @@ Open = Callable[..., Any]
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
     contexts, troubles = [], []
 
-    def open_page(*recordings: dict[str, Any], link: str = "", width: int = 1280, height: int = 900, **options: Any) -> Any:
+    def open_page(
+        *recordings: dict[str, Any], link: str = "", width: int = 1280, height: int = 900, **more: Any
+    ) -> Any:
         text = PAGE.read_text()
         assert text.count(SLOT) == 1
         if recordings:
             text = text.replace(SLOT, SLOT.replace("null", json.dumps(recordings).replace("<", "\\u003c")))
         path = tmp_path / f"page{len(contexts)}.html"
         path.write_text(text)
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        context = browser.new_context(viewport={"width": width, "height": height}, **more)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: troubles.append(f"console {message.type}: {message.text}"))
@@ -443,7 +454,7 @@ def test_a_file_is_opened_and_a_bad_one_refused_with_its_reason(open_page: Open,
 
 
 def test_a_page_without_recordings_shows_its_own_model(browser: Any, open_page: Open, tmp_path: Path) -> None:
-    bare = re.sub(r'(<script id="presets" type="application/json">).*?(</script>)', r"\1null\2", PAGE.read_text(), flags=re.DOTALL)
+    bare = PRESETS.sub('<script id="presets" type="application/json">null</script>', PAGE.read_text())
     path = tmp_path / "bare.html"
     path.write_text(bare)
     page = open_page(passes(SEED, 2))
@@ -486,7 +497,8 @@ def test_numbers_show_overflow_and_what_saves_them(open_page: Open) -> None:
     page = open_page(passes(SEED, 2), link="#view=numerics")
 
     def statuses() -> dict[str, str]:
-        return dict(page.eval_on_selector_all("[data-trial]", "rows => rows.map(row => [row.dataset.trial, row.dataset.status])"))
+        pairs = "rows => rows.map(row => [row.dataset.trial, row.dataset.status])"
+        return dict(page.eval_on_selector_all("[data-trial]", pairs))
 
     assert set(statuses().values()) == {"ok"}
     page.get_by_role("button", name="+89").click()

@@ -147,7 +147,7 @@ export class Replay {
       if (index === undefined) {
         index = programs.length;
         names.set(key, index);
-        programs.push({ launch: frame.launch, id: frame.program, label: programLabel(frame.program) });
+        programs.push({ launch: frame.launch, id: frame.program, label: labelOf(recording, frame) });
       }
       return index;
     });
@@ -372,6 +372,13 @@ export function programLabel(id: readonly number[]): string {
   let last = id.length;
   while (last > 1 && id[last - 1] === 0) last--;
   return last === 1 ? String(id[0]) : `(${id.slice(0, last).join(", ")})`;
+}
+
+/** What a program is called: its number, or the operation it is all of. */
+function labelOf(recording: Recording, frame: Frame): string {
+  const { name, grid } = recording.launches[frame.launch]!;
+  const alone = recording.launches.length > 1 && grid.every((extent) => extent === 1);
+  return alone ? name.replace(/^aten\./, "") : programLabel(frame.program);
 }
 
 function copyOf(memory: readonly Memory[]): Memory[] {

@@ -101,7 +101,7 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
               ? Array.from({ length: nCols }, (_, col) => (
                   <text key={col} class={`tick${here(col) ? " here" : ""}`} x={x(col)} y={base + 14}>{col}</text>
                 ))
-              : [0, nCols - 1].map((col) => (
+              : (width > 420 ? [0, nCols - 1] : [0]).map((col) => (
                   <text key={col} class="tick" x={x(col)} y={base + 14}>{col}</text>
                 ))}
             {state?.terms
@@ -129,7 +129,14 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
 
 /** The last change of the state, spelt out in its own numbers. */
 function recurrence(state: RowState | null, past: RowState | null, fresh: boolean) {
-  if (!state || state.m === null) return <>Nothing of this row is known yet.</>;
+  if (!state || state.m === null) {
+    return (
+      <>
+        All that has to be known of a row, before it can be written, are two numbers: its maximum <b>m</b>, and <b>s</b>, the sum of
+        e<sup>x − m</sup> over it.
+      </>
+    );
+  }
   const [m, s] = [state.m, state.s];
   if (s === null) {
     const from = past?.m ?? null;

@@ -80,7 +80,7 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
         tabIndex={0}
         role="group"
         aria-label={`Cells of ${tensor.name}`}
-        style={{ "--cell": `${cell}px`, "--row": bare ? `${Math.max(12, Math.min(20, cell * 1.4))}px` : "32px" }}
+        style={{ "--cell": `${cell}px`, "--row": bare ? `${Math.max(rows > 12 ? 11 : 14, Math.min(18, cell))}px` : "32px" }}
       >
         <div class="plane" ref={plane} />
       </div>
