@@ -241,6 +241,9 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   }, []);
 
   const sentence = view === "compare" ? `${clock} elements moved` : announcement(replay);
+  useEffect(() => {
+    document.title = `${entry.recording.title} · softmax, as the kernel does it`;
+  }, [entry]);
   const spoken = useRested(playing ? "" : sentence, 120);
   const drop = useDrop((files) => void open([...files]));
 
@@ -388,7 +391,8 @@ function ReplayView({ replay, position, row, follow, pinned, values, entry }: Re
   const aside = (index: number) => recording.tensors[index]!.role === "scratch" && !replay.counted[index];
   const indices = recording.tensors.map((_, index) => index);
   const messages = replay.exchanges.some((each) => each.row === row);
-  const state = replay.state(row);
+  const holder = replay.holder(row);
+  const state = holder === null ? null : replay.state(row, holder);
   const reduces = replay.state(row, undefined, replay.length) !== null;
   const tensor = (index: number) => (
     <TensorView
@@ -544,7 +548,7 @@ function originOf(entry: Entry) {
   if (entry.origin === "computed") {
     return (
       <>
-        <b class="badge">Computed by the page, not recorded.</b> For the real kernel: <code>fused-softmax serve</code>
+        <b class="badge">Computed by the page, not recorded.</b> For the real kernel: <code>fused-softmax serve</code>, and paste it there.
       </>
     );
   }

@@ -22,6 +22,9 @@ export const CHECKPOINT_STEPS = 64;
 /** Bytes of checkpoints a replay may keep; a larger recording gets fewer of them. */
 const CHECKPOINT_BYTES = 64 * 2 ** 20;
 
+/** States times columns, beyond which the columns of a sum are not looked for. */
+const MAX_TERMS_WORK = 2 ** 21;
+
 /** What a tensor holds at a position. */
 export interface Memory {
   values: Float64Array;
@@ -92,8 +95,10 @@ export class Replay {
   readonly tensors: readonly Tensor[];
   /** Index of the tensor whose rows and columns the steps speak of. */
   readonly main: number;
-  /** Index of the output with the same rows; -1 where there is none. */
+  /** Index of the output with the same rows and columns; -1 where there is none. */
   readonly result: number;
+  /** Rows and columns of every tensor. */
+  readonly layouts: readonly (readonly [number, number])[];
   readonly nRows: number;
   readonly nCols: number;
   readonly programs: readonly Program[];
@@ -128,7 +133,8 @@ export class Replay {
     this.main = mainTensor(tensors);
     const shown = tensors[this.main];
     [this.nRows, this.nCols] = shown ? rowsAndCols(shown.shape) : [0, 0];
-    this.result = tensors.findIndex((each) => each.role === "output" && rowsAndCols(each.shape)[0] === this.nRows);
+    this.layouts = tensors.map((each) => rowsAndCols(each.shape, this.nRows));
+    this.result = tensors.findIndex((each, index) => each.role === "output" && sameLayout(this.layouts[index]!, [this.nRows, this.nCols]));
 
     this.memory = tensors.map((each) => ({
       values: Float64Array.from(each.before, decode),
@@ -257,6 +263,19 @@ export class Replay {
     return null;
   }
 
+  /**
+   * The program whose state of a row is the one to show: the one at hand, else the last that had one. null while the one
+   * at hand shares the row with others of its launch and knows nothing of it yet.
+   */
+  holder(row: number): number | null {
+    const own = this.program;
+    if (this.state(row, own)) return own;
+    const last = this.state(row);
+    if (!last) return null;
+    const shared = this.programs[last.program]!.launch === this.programs[own]!.launch && this.step?.rows?.includes(row);
+    return shared ? null : last.program;
+  }
+
   /** All states of a row up to a position, the oldest first. */
   history(row: number, position = this.at): readonly RowState[] {
     const states = this.states[row] ?? [];
@@ -275,8 +294,7 @@ export class Replay {
     let [n, sum, min, max, entropy] = [0, 0, Infinity, -Infinity, 0];
     if (this.result >= 0) {
       const { values, writes } = this.memory[this.result]!;
-      const [, cols] = rowsAndCols(this.tensors[this.result]!.shape);
-      for (let at = row * cols; at < (row + 1) * cols; at++) {
+      for (let at = row * this.nCols; at < (row + 1) * this.nCols; at++) {
         if (!writes[at]) continue;
         const p = values[at]!;
         n += 1;
@@ -413,6 +431,10 @@ function upperBound(states: readonly RowState[], position: number): number {
   return low;
 }
 
+function sameLayout(a: readonly [number, number], b: readonly [number, number]): boolean {
+  return a[0] === b[0] && a[1] === b[1];
+}
+
 function spansOf(steps: readonly Step[], programOf: Uint32Array, same: (a: number, b: number) => boolean): Span[] {
   const spans: Span[] = [];
   steps.forEach((step, index) => {
@@ -486,6 +508,8 @@ function rowStates(replay: Replay): RowState[][] {
   const states: RowState[][] = Array.from({ length: nRows }, () => []);
   const values = replay.tensor(main)?.values ?? new Float64Array();
   const scale = typeof recording.options?.["scale"] === "number" ? recording.options["scale"] : 1;
+  const entries = recording.steps.reduce((sum, step) => sum + (step.state?.length ?? 0), 0);
+  const affordable = entries * nCols <= MAX_TERMS_WORK;
   const seenBy = new Map<string, Uint8Array>();
   const counts = (key: string) => {
     let found = seenBy.get(key);
@@ -509,7 +533,7 @@ function rowStates(replay: Replay): RowState[][] {
       const s = entry.s === undefined || entry.s === null ? null : decode(entry.s);
       const row = values.subarray(entry.row * nCols, (entry.row + 1) * nCols);
       const own = counts(`${entry.row}:${program}`);
-      const terms = termsOf(row, m, s, scale, [own, counts(`${entry.row}:any`)]);
+      const terms = affordable ? termsOf(row, m, s, scale, [own, counts(`${entry.row}:any`)]) : null;
       states[entry.row]!.push({ position: index + 1, row: entry.row, program, m, s, terms, torn: false });
     }
   });

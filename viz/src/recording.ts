@@ -165,10 +165,10 @@ export function sizeOf(shape: readonly number[]): number {
   return shape.reduce((product, extent) => product * extent, 1);
 }
 
-/** Rows and columns a tensor is shown in: the last dim is a row; a vector is a column, one element a row. */
-export function rowsAndCols(shape: readonly number[]): [number, number] {
+/** Rows and columns a tensor is shown in: the last dim is a row. A vector is one, unless it has an element for each of `nRows`. */
+export function rowsAndCols(shape: readonly number[], nRows = 1): [number, number] {
   if (shape.length === 0) return [1, 1];
-  if (shape.length === 1) return [shape[0]!, 1];
+  if (shape.length === 1) return nRows > 1 && shape[0] === nRows ? [nRows, 1] : [1, shape[0]!];
   const cols = shape[shape.length - 1]!;
   return [cols === 0 ? 0 : sizeOf(shape) / cols, cols];
 }

@@ -169,3 +169,71 @@ describe("a recording", () => {
     expect(() => checkRecording(broken(good()))).toThrow(reason);
   });
 });
+
+describe("programs that share a row", () => {
+  /** Two programs of a row of four: each reduces two columns, tells, collects, merges and writes. */
+  function split(): Recording {
+    const recording = structuredClone(compute("online", [[1, 3, 2, 5]], 4));
+    const frame = (program: number) => ({ source: 0, launch: 0, program: [program, 0, 0], parent: null, call_line: null });
+    const s = (row: number[], m: number) => row.reduce((sum, x) => sum + Math.exp(x - m), 0);
+    const own = [
+      { m: 3, s: s([1, 3], 3) },
+      { m: 5, s: s([2, 5], 5) },
+    ];
+    const all = { row: 0, m: 5, s: s([1, 3, 2, 5], 5) };
+    const step = (program: number, more: object) => ({ frame: program, line: 3, phase: 0, rows: [0], ...more });
+    return {
+      ...recording,
+      frames: [frame(0), frame(1)],
+      steps: [
+        step(0, { loads: [{ tensor: 0, at: [0, 1] }] }),
+        step(0, { state: [{ row: 0, ...own[0]! }] }),
+        step(0, { message: { kind: "publish", row: 0, from: 0, ...own[0]! } }),
+        step(1, { loads: [{ tensor: 0, at: [2, 3] }] }),
+        step(1, { state: [{ row: 0, ...own[1]! }] }),
+        step(1, { message: { kind: "publish", row: 0, from: 1, ...own[1]! } }),
+        step(0, { message: { kind: "collect", row: 0, from: 1, to: 0, ...own[1]! } }),
+        step(0, { state: [all] }),
+      ],
+    };
+  }
+
+  it("show the state of the one at hand, and nothing while it knows nothing", () => {
+    const replay = new Replay(checkRecording(split()));
+    const held = (position: number) => {
+      replay.seek(position);
+      const holder = replay.holder(0);
+      return holder === null ? null : replay.state(0, holder)!.m;
+    };
+    expect([1, 2, 3, 4, 5, 6, 7, 8].map(held)).toEqual([null, 3, 3, null, 5, 5, 3, 5]);
+  });
+
+  it("add up their own columns, and after the merge all of them", () => {
+    const replay = new Replay(checkRecording(split()));
+    const terms = [2, 5, 8].map((position) => [...replay.state(0, undefined, position)!.terms!]);
+    expect(terms).toEqual([
+      [1, 1, 0, 0],
+      [0, 0, 1, 1],
+      [1, 1, 1, 1],
+    ]);
+  });
+
+  it("are runs of steps of their own, where they take turns", () => {
+    const replay = new Replay(checkRecording(split()));
+    expect(replay.programSpans.map((each) => [each.program, each.end])).toEqual([[0, 3], [1, 6], [0, 8]]);
+    expect(replay.exchanges.map((each) => [each.kind, each.program])).toEqual([["publish", 0], ["publish", 1], ["collect", 0]]);
+  });
+});
+
+describe("a state whose maximum and sum are set by two lines", () => {
+  it("is torn between them", () => {
+    const recording = structuredClone(compute("online", [[1, 3, 2, 5]], 2));
+    const torn = recording.steps.findLastIndex((step) => step.state);
+    const [before] = recording.steps.filter((step) => step.state && step.cols).map((step) => step.state![0]!);
+    const after = recording.steps[torn]!.state![0]!;
+    recording.steps[torn]!.state = [{ row: 0, m: before!.m!, s: after.s! }];
+    recording.steps[torn + 1]!.state = [after];
+    const replay = new Replay(checkRecording(recording));
+    expect(replay.history(0, replay.length).map((each) => each.torn)).toEqual([false, false, true, false]);
+  });
+});

@@ -16,10 +16,10 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
   const values = input.values.subarray(row * nCols, (row + 1) * nCols);
   const reads = input.reads.subarray(row * nCols, (row + 1) * nCols);
   const output = replay.result >= 0 ? replay.tensor(replay.result) : null;
-  const history = replay.history(row).filter((each) => !each.torn);
+  const program = replay.holder(row);
+  const history = replay.history(row).filter((each) => each.program === program && !each.torn);
   const state = history[history.length - 1] ?? null;
-  const past =
-    history.findLast((each) => each.program === state?.program && (each.m !== state.m || each.s !== state.s)) ?? null;
+  const past = history.findLast((each) => each.m !== state?.m || each.s !== state.s) ?? null;
   const step = replay.step;
   const justNow = state !== null && state.position === replay.position;
 
@@ -83,6 +83,8 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
             {terms.map((term, col) => {
               if (!Number.isFinite(term) || reads[col] === 0) return null;
               const within = state?.terms?.[col] === 1;
+              // What is above the maximum is either about to raise it, or another program's.
+              if (!within && term > 1 && !here(col)) return null;
               const written = output !== null && output.writes[row * nCols + col]! > 0;
               const height = Math.max(0.5, Math.min(1.08, term) * (BOTTOM - 12));
               const kind = written ? "term written" : within ? "term within" : "term";
@@ -184,7 +186,7 @@ function highest(replay: Replay, row: number): number {
 }
 
 function chartText(replay: Replay, row: number): string {
-  const state = replay.state(row);
+  const state = replay.state(row, replay.holder(row) ?? undefined);
   const { reads } = replay.tensor(replay.main);
   const seen = reads.subarray(row * replay.nCols, (row + 1) * replay.nCols).filter((each) => each > 0).length;
   const m = state?.m ?? null;

@@ -183,7 +183,8 @@ export function Paste({ open, onClose, server, onSubmit }: PasteProps) {
         ) : (
           <p class="quiet">
             A page from disk cannot run Triton. It replays the recurrence in float32 by itself, and says so. To record the real kernel, run{" "}
-            <code>fused-softmax serve</code> and paste there.
+            <code>fused-softmax serve</code> and paste there, or{" "}
+            <code>fused-softmax trace --kernel online --matrix matrix.csv -o page.html</code>.
           </p>
         )}
         <div class="actions">

@@ -2,7 +2,7 @@ import { useLayoutEffect, useRef } from "preact/hooks";
 import { localText } from "../announce";
 import { changed, numbersOf, type Replay, type Variable } from "../model";
 import { exact, short } from "../numbers";
-import { isTile, rowsAndCols, type Tile } from "../recording";
+import { isTile, type Tile } from "../recording";
 
 /** The locals of the frame at hand; what the step has just set is marked. */
 export function LocalsView({ replay }: { replay: Replay }) {
@@ -58,7 +58,7 @@ function Row({ variable, fresh, replay }: { variable: Variable; fresh: boolean; 
 function pointerText(tile: Tile, replay: Replay): string {
   const tensor = replay.tensors[tile.tensor ?? -1];
   if (!tensor) return "a pointer";
-  const [, cols] = rowsAndCols(tensor.shape);
+  const cols = replay.layouts[tile.tensor!]![1];
   const place = (at: Tile["data"][number]) =>
     typeof at === "number" ? `${tensor.name}[${Math.floor(at / cols)}, ${at % cols}]` : `outside ${tensor.name}`;
   const [first, last] = [place(tile.data[0]!), place(tile.data[tile.data.length - 1]!)];

@@ -1,7 +1,6 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Layer, Replay } from "../model";
 import { count } from "../numbers";
-import { rowsAndCols } from "../recording";
 
 /**
  * Traffic as copies of the matrix: one small picture for the first read of every element, one for the second, and so on,
@@ -72,7 +71,7 @@ const ORDINALS = ["", "", " again", " a 3rd time", " a 4th time", " a 5th time"]
 
 function LayerView({ replay, layer, position }: { replay: Replay; layer: Layer; position: number }) {
   const tensor = replay.tensors[layer.tensor]!;
-  const [rows, cols] = rowsAndCols(tensor.shape);
+  const [rows, cols] = replay.layouts[layer.tensor]!;
   const canvas = useRef<HTMLCanvasElement>(null);
   const memory = replay.tensor(layer.tensor);
   const counts = layer.kind === "read" ? memory.reads : memory.writes;

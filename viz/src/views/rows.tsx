@@ -9,6 +9,7 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
   const results = new Map((replay.recording.rows ?? []).map((each) => [each.row, each]));
   const current = new Set(replay.step?.rows ?? []);
   const shown = window_(replay.nRows, selected);
+  const softmax = isSoftmax(replay);
   return (
     <section class="panel rows" aria-label="Rows">
       <h2>
@@ -21,7 +22,7 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
               <th scope="col">Row</th>
               <th scope="col">Maximum <var>m</var></th>
               <th scope="col">Sum of exponentials <var>s</var></th>
-              <th scope="col">Probability sum</th>
+              <th scope="col">{softmax ? "Probability sum" : "Sum written"}</th>
               <th scope="col">Status</th>
             </tr>
           </thead>
@@ -69,6 +70,10 @@ function Line({ replay, row, selected, onRow, result, here }: LineProps) {
   );
 }
 
+function isSoftmax(replay: Replay): boolean {
+  return replay.recording.operation === "softmax";
+}
+
 function known(value: number | null): string {
   return value === null ? "–" : short(value, 5);
 }
@@ -76,12 +81,18 @@ function known(value: number | null): string {
 function Selected({ replay, row, result }: { replay: Replay; row: number; result: RowResult | undefined }) {
   const written = replay.written(row);
   const all = written.n === replay.nCols && result !== undefined;
-  const figures: [string, number][] = [
-    ["min probability", all ? decode(result.min_probability) : written.min],
-    ["max probability", all ? decode(result.max_probability) : written.max],
-    ["sum", all ? decode(result.probability_sum) : written.sum],
-    ["entropy, nats", all ? decode(result.entropy) : written.entropy],
-  ];
+  const figures: [string, number][] = isSoftmax(replay)
+    ? [
+        ["min probability", all ? decode(result.min_probability) : written.min],
+        ["max probability", all ? decode(result.max_probability) : written.max],
+        ["sum", all ? decode(result.probability_sum) : written.sum],
+        ["entropy, nats", all ? decode(result.entropy) : written.entropy],
+      ]
+    : [
+        ["min", written.min],
+        ["max", written.max],
+        ["sum", written.sum],
+      ];
   return (
     <dl class="summary" aria-label={`Row ${row}`}>
       <div class="which">

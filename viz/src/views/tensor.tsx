@@ -2,7 +2,7 @@ import { useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import { boxesOf, Heat, type Box } from "../heat";
 import type { Replay } from "../model";
 import { count } from "../numbers";
-import { decode, rowsAndCols } from "../recording";
+import { decode } from "../recording";
 import { useWidth } from "./hooks";
 
 /** From this width of a cell on, its value fits in. */
@@ -24,7 +24,7 @@ interface Props {
 /** One tensor of a recording: its cells, and boxes over what the step at hand reads, writes or holds. */
 export function TensorView({ replay, index, position, selected, onRow, values, of }: Props) {
   const tensor = replay.tensors[index]!;
-  const [rows, cols] = rowsAndCols(tensor.shape);
+  const [rows, cols] = replay.layouts[index]!;
   const [holder, width] = useWidth<HTMLDivElement>();
   const plane = useRef<HTMLDivElement>(null);
   const heat = useRef<Heat | null>(null);
@@ -92,7 +92,7 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
 export function boxesAt(replay: Replay, index: number): Box[] {
   const { step } = replay;
   if (!step) return [];
-  const [rows, cols] = rowsAndCols(replay.tensors[index]!.shape);
+  const [rows, cols] = replay.layouts[index]!;
   const stores = (step.stores ?? []).filter((each) => each.tensor === index).flatMap((each) => each.at);
   const loads = (step.loads ?? []).filter((each) => each.tensor === index).flatMap((each) => each.at);
   const touched = [...boxesOf(loads, cols, "read"), ...boxesOf(stores, cols, "write")];

@@ -1,4 +1,5 @@
 import type { Replay, Unit } from "../model";
+import { memo } from "./memo";
 
 export const SPEEDS = [1, 2, 5, 10, 20, 30, 60] as const;
 
@@ -24,7 +25,7 @@ export function Transport(props: Props) {
   return (
     <section class="transport" aria-label="Playback">
       <div class={replay ? "track mapped" : "track"}>
-        {replay ? <Map_ replay={replay} /> : null}
+        {replay ? <Map_ replay={replay} position={position} /> : null}
         <input
           type="range"
           min={0}
@@ -72,46 +73,73 @@ export function Transport(props: Props) {
   );
 }
 
+/** More phases than these are not listed. */
+const MAX_LISTED = 600;
+
 /** A list of all programs and their phases, to go to. */
 function Jump({ replay, onSeek }: { replay: Replay; onSeek: (position: number) => void }) {
-  const { phases } = replay.recording;
-  const spans = replay.phaseSpans.slice(0, 600);
+  const spans = replay.phaseSpans;
   const at = spans.findLastIndex((each) => each.start < Math.max(1, replay.position));
+  return (
+    <label class="jump">
+      <span>go to</span>
+      <select
+        aria-label="Go to program and phase"
+        value={Math.min(at, MAX_LISTED - 1)}
+        onChange={(event) => onSeek(spans[Number(event.currentTarget.value)]!.start + 1)}
+      >
+        <Places replay={replay} />
+      </select>
+    </label>
+  );
+}
+
+const Places = memo(function Places({ replay }: { replay: Replay }) {
+  const { phases } = replay.recording;
+  const spans = replay.phaseSpans.slice(0, MAX_LISTED);
   let program = -1;
   const groups: { label: string; spans: { index: number; text: string }[] }[] = [];
   spans.forEach((span, index) => {
     if (span.program !== program) {
       program = span.program;
       const { launch, label } = replay.programs[program]!;
-      const name = replay.recording.launches.length > 1 ? `${replay.recording.launches[launch]!.name}, ` : "";
-      groups.push({ label: `${name}program ${label}`, spans: [] });
+      const { name } = replay.recording.launches[launch]!;
+      const alone = name.endsWith(label);
+      const prefix = replay.recording.launches.length > 1 && !alone ? `${name}, ` : "";
+      groups.push({ label: alone ? label : `${prefix}program ${label}`, spans: [] });
     }
     groups[groups.length - 1]!.spans.push({ index, text: phases[span.phase] ?? `phase ${span.phase}` });
   });
   return (
-    <label class="jump">
-      <span>go to</span>
-      <select aria-label="Go to program and phase" value={at} onChange={(event) => onSeek(spans[Number(event.currentTarget.value)]!.start + 1)}>
-        {groups.map((group, index) => (
-          <optgroup key={index} label={group.label}>
-            {group.spans.map((each) => (
-              <option key={each.index} value={each.index}>
-                {group.label.replace(/^.*program /, "")} · {each.text}
-              </option>
-            ))}
-          </optgroup>
-        ))}
-      </select>
-    </label>
+    <>
+      {groups.map((group, index) => (
+        <optgroup key={index} label={group.label}>
+          {group.spans.map((each) => (
+            <option key={each.index} value={each.index}>
+              {group.label.replace(/^.*program /, "")} · {each.text}
+            </option>
+          ))}
+        </optgroup>
+      ))}
+    </>
+  );
+});
+
+/** Programs as blocks, phases as bands in them. */
+function Map_({ replay, position }: { replay: Replay; position: number }) {
+  return (
+    <div class="map" aria-hidden="true">
+      <Spans replay={replay} />
+      <span class="needle" style={{ left: `${(100 * position) / replay.length}%` }} />
+    </div>
   );
 }
 
-/** Programs as blocks, phases as bands in them. */
-function Map_({ replay }: { replay: Replay }) {
+const Spans = memo(function Spans({ replay }: { replay: Replay }) {
   const part = (steps: number) => `${(100 * steps) / replay.length}%`;
   const many = replay.phaseSpans.length > 400;
   return (
-    <div class="map" aria-hidden="true">
+    <>
       {replay.programSpans.map((span) => (
         <span key={span.start} class="program" style={{ left: part(span.start), width: part(span.end - span.start) }}>
           {replay.programSpans.length <= 24 ? <i>{replay.programs[span.program]!.label}</i> : null}
@@ -122,7 +150,6 @@ function Map_({ replay }: { replay: Replay }) {
         : replay.phaseSpans.map((span) => (
             <span key={span.start} class={`phase p${span.phase % 6}`} style={{ left: part(span.start), width: part(span.end - span.start) }} />
           ))}
-      <span class="needle" style={{ left: part(replay.position) }} />
-    </div>
+    </>
   );
-}
+});
