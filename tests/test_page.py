@@ -3,6 +3,7 @@
 Needs Debian's chromium and playwright; what rebuilds the page needs node and viz/node_modules (`make page`).
 """
 
+import html
 import json
 import math
 import os
@@ -420,6 +421,7 @@ def test_a_pasted_matrix_is_replayed_and_labelled_as_computed(open_page: Open) -
     page = open_page(passes(SEED, 2))
     page.get_by_role("button", name="Your numbers").click()
     box = page.locator("textarea")
+    assert box.evaluate("each => each === document.activeElement")
     box.fill("1 2 3\n4 five 6")
     assert "“five” at line 2, number 2 is not a number" in page.locator("#paste-state").inner_text()
     assert page.locator("dialog button.primary").is_disabled()
@@ -557,6 +559,31 @@ def test_a_step_is_announced_and_the_theme_can_be_chosen(open_page: Open) -> Non
     page.get_by_role("button", name="Theme: auto").click()
     page.get_by_role("button", name="Theme: light").click()
     until(page, f"{ground} !== {json.dumps(light)}")
+
+
+def test_the_page_works_in_a_frame_without_an_origin(open_page: Open, tmp_path: Path) -> None:
+    inner = html.escape(PAGE.read_text().replace(SLOT, SLOT.replace("null", json.dumps([passes(SEED, 2)]))))
+    path = tmp_path / "notebook.html"
+    path.write_text(f'<iframe srcdoc="{inner}" sandbox="allow-scripts" style="width: 1000px; height: 800px"></iframe>')
+    page = open_page(passes(SEED, 2))
+    page.goto(path.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("button.play").wait_for()
+    frame.get_by_role("button", name="Step", exact=True).click()
+    assert frame.locator("[data-position]").inner_text() == "1"
+    page.wait_for_timeout(400)
+
+
+def test_values_of_a_wide_matrix_can_be_read(open_page: Open) -> None:
+    page = open_page(passes(WIDE, 1, 16))
+    cells = page.locator('[data-tensor="x"] tbody td')
+    assert cells.first.inner_text() == ""
+    page.get_by_role("button", name="values").click()
+    assert float(cells.first.inner_text().replace("−", "-")) == pytest.approx(WIDE[0, 0].item(), rel=0.05)
+    cells.nth(70).hover()
+    assert cells.nth(70).get_attribute("title") == f"x[1, 6] = {json.dumps(WIDE[1, 6].item())}".replace("-", "−")
+    page.keyboard.press("v")
+    assert cells.first.inner_text() == ""
 
 
 def test_motion_is_reduced_where_asked(open_page: Open) -> None:

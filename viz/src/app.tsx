@@ -324,7 +324,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
 
       <main>
         <div id="view" role="tabpanel" aria-labelledby={`tab-${view}`} class={view}>
-        {view === "replay" ? <ReplayView {...{ replay, position, row, follow, values, entry }} pinned={state.row !== null} /> : null}
+        {view === "replay" ? <ReplayView {...{ replay, position, row, follow, values, entry }} onValues={setValues} pinned={state.row !== null} /> : null}
         {view === "compare" ? (
           <Compare
             left={entry}
@@ -360,14 +360,14 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
           onUnit={setUnit}
           onSpeed={setSpeed}
           {...(view === "replay" ? { replay } : {})}
-          sentence={sentence}
+          place={view === "compare" ? `${clock} of ${length} elements` : `Step ${position} of ${length}`}
         />
       )}
       <p class="unseen" role="status" aria-live="polite">{spoken}</p>
-      <Help open={dialog === "help"} onClose={() => setDialog(null)} keys={keys} onKeys={setKeys} />
+      <Help open={dialog === "help"} onClose={() => setDialog((now) => (now === "help" ? null : now))} keys={keys} onKeys={setKeys} />
       <Paste
         open={dialog === "paste"}
-        onClose={() => setDialog(null)}
+        onClose={() => setDialog((now) => (now === "paste" ? null : now))}
         server={server}
         onSubmit={submit}
       />
@@ -382,10 +382,11 @@ interface ReplayProps {
   follow: (row: number) => void;
   pinned: boolean;
   values: boolean;
+  onValues: (values: boolean) => void;
   entry: Entry;
 }
 
-function ReplayView({ replay, position, row, follow, pinned, values, entry }: ReplayProps) {
+function ReplayView({ replay, position, row, follow, pinned, values, onValues, entry }: ReplayProps) {
   const { recording, step } = replay;
   // Scratch that is traffic stands where it comes in the computation; what programs exchange stands aside.
   const aside = (index: number) => recording.tensors[index]!.role === "scratch" && !replay.counted[index];
@@ -434,7 +435,14 @@ function ReplayView({ replay, position, row, follow, pinned, values, entry }: Re
               ))
             : null}
         </dl>
-        <p class="note">{step ? (step.note ?? "") : "Press → for the first line, or Space to play."}</p>
+        <p class="note">
+          <span>{step ? (step.note ?? "") : "Press → for the first line, or Space to play."}</span>
+          {replay.nCols > 12 ? (
+            <button type="button" aria-pressed={values} onClick={() => onValues(!values)}>
+              {values ? "whole width" : "values"}
+            </button>
+          ) : null}
+        </p>
         <div class={`tensors${replay.nCols > 12 ? " wide" : ""}`}>
           {indices.filter((each) => !aside(each)).map(tensor)}
         </div>

@@ -69,6 +69,15 @@ export class Heat {
       line.append(th);
       for (let col = 0; col < cols; col++) this.cells.push(line.insertCell());
     }
+    // What a cell holds in full is written when someone points at it, not at every step.
+    table.addEventListener("mouseover", (event) => {
+      const cell = (event.target as HTMLElement).closest("td");
+      const index = cell ? this.cells.indexOf(cell) : -1;
+      if (!cell || index === -1) return;
+      const [row, col] = [Math.floor(index / cols) + this.firstRow, index % cols];
+      const value = cell.dataset["value"];
+      cell.title = `${name}[${row}, ${col}] ${value ? `= ${value}` : "not written yet"}`;
+    });
     this.table = table;
     this.labelRows();
     plane.replaceChildren(table);

@@ -226,9 +226,10 @@ export class Replay {
     return this.memory[index]!;
   }
 
-  /** The locals of a frame now, in the order of their first assignment. */
+  /** The locals of a frame now, in the order of their first assignment; what it was called with comes first. */
   locals(frame: number, position = this.at): Variable[] {
-    const variables = new Map<string, Variable>();
+    const given = Object.entries(this.recording.frames[frame]?.arguments ?? {});
+    const variables = new Map<string, Variable>(given.map(([name, value]) => [name, { name, value, position: 0 }]));
     for (const index of this.settings[frame] ?? []) {
       if (index >= position) break;
       for (const [name, value] of Object.entries(this.recording.steps[index]!.set!)) {

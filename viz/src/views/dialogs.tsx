@@ -15,7 +15,10 @@ export function Dialog({ title, open, onClose, children }: DialogProps) {
   const ref = useRef<HTMLDialogElement>(null);
   useEffect(() => {
     const dialog = ref.current!;
-    if (open && !dialog.open) dialog.showModal();
+    if (open && !dialog.open) {
+      dialog.showModal();
+      dialog.querySelector<HTMLElement>("[data-first]")?.focus();
+    }
     if (!open && dialog.open) dialog.close();
   }, [open]);
   return (
@@ -140,6 +143,7 @@ export function Paste({ open, onClose, server, onSubmit }: PasteProps) {
           <span>A matrix: commas, tabs, spaces or JSON; inf, -inf and nan are numbers here</span>
           <textarea
             name="matrix"
+            data-first
             rows={8}
             spellcheck={false}
             value={text}

@@ -4,7 +4,7 @@ import { decode } from "../recording";
 import { useWidth } from "./hooks";
 
 const LANE = 46;
-const LEFT = 86;
+const LEFT = 108;
 
 /** Programs that wait for each other, a lane each: what a program publishes, and who collects it, in the order it happened. */
 export function Lanes({ replay, row }: { replay: Replay; row: number }) {

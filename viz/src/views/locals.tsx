@@ -8,11 +8,22 @@ import { isTile, type Tile } from "../recording";
 export function LocalsView({ replay }: { replay: Replay }) {
   const frame = replay.stack()[0];
   const variables = frame && replay.step ? replay.locals(frame.frame) : [];
+  const launch = frame && frame.info.parent === null ? replay.recording.launches[frame.info.launch] : undefined;
+  const given = Object.entries({ ...launch?.arguments, ...launch?.constants }).filter(([, value]) => typeof value !== "object");
   return (
     <section class="panel locals" aria-label="Local variables">
       <h2>
         Locals <span class="what">of {frame?.source.name ?? "nothing yet"}</span>
       </h2>
+      {given.length ? (
+        <details>
+          <summary>
+            launched on {launch!.grid.filter((extent, at) => at === 0 || extent > 1).join(" × ")}{" "}
+            {launch!.grid.every((extent) => extent === 1) ? "program" : "programs"} with {given.length} arguments
+          </summary>
+          <p>{given.map(([name, value]) => `${name} = ${String(value)}`).join(", ")}</p>
+        </details>
+      ) : null}
       {variables.length === 0 ? <p class="quiet">Nothing assigned yet.</p> : null}
       <div class="scroll" tabIndex={0} role="group" aria-label="Table of local variables">
         <table class="variables">

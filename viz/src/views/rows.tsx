@@ -1,3 +1,4 @@
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { exact, short } from "../numbers";
 import type { Replay } from "../model";
 import { decode, type RowResult } from "../recording";
@@ -10,25 +11,33 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
   const current = new Set(replay.step?.rows ?? []);
   const shown = window_(replay.nRows, selected);
   const softmax = isSoftmax(replay);
+  const reduces = replay.recording.steps.some((step) => step.state?.length) || [...results.values()].some((each) => each.max !== undefined);
+  const box = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    const line = box.current?.querySelector<HTMLElement>(`[data-row="${selected}"]`);
+    if (!line || !box.current) return;
+    const above = line.offsetTop - box.current.scrollTop;
+    if (above < 30 || above + line.offsetHeight > box.current.clientHeight) box.current.scrollTop = line.offsetTop - 60;
+  }, [selected, replay]);
   return (
     <section class="panel rows" aria-label="Rows">
       <h2>
         Rows <span class="what">as far as the kernel has come</span>
       </h2>
-      <div class="scroll" tabIndex={0} role="group" aria-label="Table of rows">
+      <div class="scroll" ref={box} tabIndex={0} role="group" aria-label="Table of rows">
         <table class="figures">
           <thead>
             <tr>
               <th scope="col">Row</th>
-              <th scope="col">Maximum <var>m</var></th>
-              <th scope="col">Sum of exponentials <var>s</var></th>
+              {reduces ? <th scope="col">Maximum <var>m</var></th> : null}
+              {reduces ? <th scope="col">Sum of exponentials <var>s</var></th> : null}
               <th scope="col">{softmax ? "Probability sum" : "Sum written"}</th>
               <th scope="col">Status</th>
             </tr>
           </thead>
           <tbody>
             {shown.map((row) => (
-              <Line key={row} {...{ replay, row, selected, onRow }} result={results.get(row)} here={current.has(row)} />
+              <Line key={row} {...{ replay, row, selected, onRow }} result={results.get(row)} here={current.has(row)} reduces={reduces} />
             ))}
           </tbody>
         </table>
@@ -45,9 +54,10 @@ interface LineProps {
   onRow: (row: number) => void;
   result: RowResult | undefined;
   here: boolean;
+  reduces: boolean;
 }
 
-function Line({ replay, row, selected, onRow, result, here }: LineProps) {
+function Line({ replay, row, selected, onRow, result, here, reduces }: LineProps) {
   const progress = replay.progress(row);
   const state = replay.state(row);
   const written = replay.written(row);
@@ -62,8 +72,8 @@ function Line({ replay, row, selected, onRow, result, here }: LineProps) {
           {row}
         </button>
       </th>
-      <td>{known(m)}</td>
-      <td>{known(s)}</td>
+      {reduces ? <td>{known(m)}</td> : null}
+      {reduces ? <td>{known(s)}</td> : null}
       <td>{written.n > 0 ? short(written.sum, 4) : "–"}</td>
       <td class={`status ${done ? (result?.status ?? "") : progress}`}>{status}</td>
     </tr>

@@ -16,12 +16,13 @@ interface Props {
   onSpeed: (speed: number) => void;
   /** Absent in a comparison, whose clock has no lines. */
   replay?: Replay;
-  sentence: string;
+  /** What the slider says of itself. */
+  place: string;
 }
 
 /** Step, play, scrub; over the scrubber, which programs and phases the steps are of. */
 export function Transport(props: Props) {
-  const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, sentence } = props;
+  const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, place } = props;
   return (
     <section class="transport" aria-label="Playback">
       <div class={replay ? "track mapped" : "track"}>
@@ -32,7 +33,7 @@ export function Transport(props: Props) {
           max={length}
           value={position}
           aria-label={replay ? "Step" : "Elements moved"}
-          aria-valuetext={sentence}
+          aria-valuetext={place}
           onInput={(event) => onSeek(Number(event.currentTarget.value))}
         />
       </div>
