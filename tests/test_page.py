@@ -147,7 +147,21 @@ def passes(x: torch.Tensor, reads: int, block: int = 4, kernel: str = "") -> dic
                 s = s * math.exp(m - origin) + (part - origin).exp().sum().item()
                 m = top
                 state = {"row": row, "m": m if math.isfinite(m) else str(m), "s": s if math.isfinite(s) else str(s)}
-                made.step(frame, 17, 1, row, cols, set={"s": state["s"]}, state=[state] if turn == 0 else [])
+                made.step(
+                    frame,
+                    17,
+                    1,
+                    row,
+                    cols,
+                    set={"s": state["s"]},
+                    state=[state] if turn == 0 else [],
+                    computed=[
+                        {
+                            "text": "tl.exp(x - m)",
+                            "value": {"shape": [len(part)], "dtype": "float32", "data": cells((part - origin).exp())},
+                        }
+                    ],
+                )
                 if turn == reads - 1:
                     made.store(frame, 20, 3, row, cols)
     return made.json(n_rows, reads)
@@ -534,7 +548,7 @@ def test_names_roles_and_contrast_pass_axe(scheme: str, view: str, open_page: Op
     axe = VIZ / "node_modules/axe-core/axe.min.js"
     if not axe.exists():
         pytest.skip("needs `make page`")
-    link = f"#view={view}&kernel=split&step=14&clock=30" if view in ("replay", "compare", "numerics") else "#step=5"
+    link = f"#view={view}&kernel=2-reads&step=3&clock=30" if view in ("replay", "compare", "numerics") else "#step=5"
     page = open_page(split(SEED), passes(SEED, 3), passes(SEED, 2), link=link, color_scheme=scheme, bypass_csp=True)
     if view in ("paste", "help"):
         page.keyboard.press({"paste": "p", "help": "?"}[view])
@@ -584,6 +598,12 @@ def test_values_of_a_wide_matrix_can_be_read(open_page: Open) -> None:
     assert cells.nth(70).get_attribute("title") == f"x[1, 6] = {json.dumps(WIDE[1, 6].item())}".replace("-", "−")
     page.keyboard.press("v")
     assert cells.first.inner_text() == ""
+
+
+def test_what_a_line_computes_on_its_way_is_shown_with_its_expression(open_page: Open) -> None:
+    page = open_page(passes(SEED, 2), link="#step=3")
+    assert page.locator(".interim code").inner_text() == "tl.exp(x - m)"
+    assert page.locator(".interim .lane").all_inner_texts() == ["0.368", "0.0183", "1", "0.0821"]
 
 
 def test_motion_is_reduced_where_asked(open_page: Open) -> None:

@@ -473,7 +473,7 @@ interface PickProps {
 function Pick({ label, value, options, names, onPick, first }: PickProps) {
   if (options.length === 0 || (options.length === 1 && options[0] === "")) return null;
   return (
-    <label class={first ? "pick first" : "pick"}>
+    <label class={`pick ${label}${first ? " first" : ""}`}>
       <span>{label}</span>
       <select name={label} value={value} onChange={(event) => onPick(event.currentTarget.value)} disabled={options.length < 2}>
         {options.map((each) => (

@@ -52,6 +52,8 @@ export interface Step {
   state?: StateEntry[];
   message?: Message;
   note?: string;
+  /** What the line computed on its way, by the expression of the source that it is the value of. */
+  computed?: { text: string; value: Local }[];
 }
 
 export interface Source {

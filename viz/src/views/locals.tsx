@@ -2,12 +2,22 @@ import { useLayoutEffect, useRef } from "preact/hooks";
 import { localText } from "../announce";
 import { changed, numbersOf, type Replay, type Variable } from "../model";
 import { exact, short } from "../numbers";
-import { isTile, type Tile } from "../recording";
+import { isTile, type Local, type Tile } from "../recording";
 
 /** The locals of the frame at hand; what the step has just set is marked. */
 export function LocalsView({ replay }: { replay: Replay }) {
   const frame = replay.stack()[0];
   const variables = frame && replay.step ? replay.locals(frame.frame) : [];
+  const box = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    const line = box.current?.querySelector<HTMLElement>(".fresh");
+    if (!line || !box.current) return;
+    const above = line.offsetTop - box.current.scrollTop;
+    if (above < 0 || above + line.offsetHeight > box.current.clientHeight) {
+      box.current.scrollTop = line.offsetTop + line.offsetHeight - box.current.clientHeight + 8;
+    }
+  }, [replay, replay.position]);
+  const interim = replay.step?.computed ?? [];
   const launch = frame && frame.info.parent === null ? replay.recording.launches[frame.info.launch] : undefined;
   const given = Object.entries({ ...launch?.arguments, ...launch?.constants }).filter(([, value]) => typeof value !== "object");
   return (
@@ -24,8 +34,17 @@ export function LocalsView({ replay }: { replay: Replay }) {
           <p>{given.map(([name, value]) => `${name} = ${String(value)}`).join(", ")}</p>
         </details>
       ) : null}
-      {variables.length === 0 ? <p class="quiet">Nothing assigned yet.</p> : null}
-      <div class="scroll" tabIndex={0} role="group" aria-label="Table of local variables">
+      {variables.length === 0 && interim.length === 0 ? <p class="quiet">Nothing assigned yet.</p> : null}
+      <div class="scroll" ref={box} tabIndex={0} role="group" aria-label="Table of local variables">
+        {interim.length ? (
+          <ul class="interim" aria-label="Computed on the way, by this line">
+            {interim.map(({ text, value }, index) => (
+              <li key={index}>
+                <code>{text}</code> = <Value value={value} name={text} replay={replay} />
+              </li>
+            ))}
+          </ul>
+        ) : null}
         <table class="variables">
           <thead class="unseen">
             <tr>
@@ -46,8 +65,6 @@ export function LocalsView({ replay }: { replay: Replay }) {
 
 function Row({ variable, fresh, replay }: { variable: Variable; fresh: boolean; replay: Replay }) {
   const { name, value } = variable;
-  const pointer = isTile(value) && value.dtype === "pointer";
-  const tile = isTile(value) && !pointer && value.data.length > 1;
   return (
     <tr class={fresh ? "fresh" : ""}>
       <th scope="row">
@@ -60,9 +77,17 @@ function Row({ variable, fresh, replay }: { variable: Variable; fresh: boolean; 
         {name}
         <span class="type">{typeOf(value)}</span>
       </th>
-      <td>{tile ? <TileRow tile={value as Tile} name={name} /> : pointer ? pointerText(value as Tile, replay) : localText(value, 8)}</td>
+      <td>
+        <Value value={value} name={name} replay={replay} />
+      </td>
     </tr>
   );
+}
+
+function Value({ value, name, replay }: { value: Local; name: string; replay: Replay }) {
+  if (!isTile(value)) return <>{localText(value, 8)}</>;
+  if (value.dtype === "pointer") return <>{pointerText(value, replay)}</>;
+  return value.data.length > 1 ? <TileRow tile={value} name={name} /> : <>{localText(value, 8)}</>;
 }
 
 /** Where a pointer points: "x[0, 4]", of a tile its first and last. */
