@@ -83,9 +83,9 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
             {terms.map((term, col) => {
               if (!Number.isFinite(term) || reads[col] === 0) return null;
               const within = state?.terms?.[col] === 1;
-              // What is above the maximum is either about to raise it, or another program's.
-              if (!within && term > 1 && !here(col)) return null;
               const written = output !== null && output.writes[row * nCols + col]! > 0;
+              // What is above the maximum, or written, and not in the sum is another program's, unless it is at hand.
+              if (state?.terms && !within && (term > 1 || written) && !here(col)) return null;
               const height = Math.max(0.5, Math.min(1.08, term) * (BOTTOM - 12));
               const kind = written ? "term written" : within ? "term within" : "term";
               return (

@@ -15,6 +15,15 @@ export function useWidth<T extends HTMLElement>(): [RefObject<T | null>, number]
   return [ref, width];
 }
 
+/** Scrolls a box, and nothing around it, so that an element in it is seen, with `margin` pixels above and below. */
+export function reveal(box: HTMLElement, element: Element | null, margin: number): void {
+  if (!element) return;
+  const [outer, inner] = [box.getBoundingClientRect(), element.getBoundingClientRect()];
+  if (inner.top < outer.top + margin || inner.bottom > outer.bottom - margin) {
+    box.scrollTop += inner.top - outer.top - box.clientHeight / 3;
+  }
+}
+
 /** Calls back on every animation frame while `running`, with the seconds since the last. */
 export function useFrames(running: boolean, onFrame: (seconds: number) => void): void {
   const callback = useRef(onFrame);

@@ -1,5 +1,6 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { localText } from "../announce";
+import { reveal } from "./hooks";
 import { changed, numbersOf, type Replay, type Variable } from "../model";
 import { exact, short } from "../numbers";
 import { isTile, type Local, type Tile } from "../recording";
@@ -10,12 +11,7 @@ export function LocalsView({ replay }: { replay: Replay }) {
   const variables = frame && replay.step ? replay.locals(frame.frame) : [];
   const box = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
-    const line = box.current?.querySelector<HTMLElement>(".fresh");
-    if (!line || !box.current) return;
-    const above = line.offsetTop - box.current.scrollTop;
-    if (above < 0 || above + line.offsetHeight > box.current.clientHeight) {
-      box.current.scrollTop = line.offsetTop + line.offsetHeight - box.current.clientHeight + 8;
-    }
+    if (box.current) reveal(box.current, box.current.querySelector(".fresh"), 0);
   }, [replay, replay.position]);
   const interim = replay.step?.computed ?? [];
   const launch = frame && frame.info.parent === null ? replay.recording.launches[frame.info.launch] : undefined;

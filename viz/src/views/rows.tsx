@@ -1,5 +1,6 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { exact, short } from "../numbers";
+import { reveal } from "./hooks";
 import type { Replay } from "../model";
 import { decode, type RowResult } from "../recording";
 
@@ -14,10 +15,7 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
   const reduces = replay.recording.steps.some((step) => step.state?.length) || [...results.values()].some((each) => each.max !== undefined);
   const box = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
-    const line = box.current?.querySelector<HTMLElement>(`[data-row="${selected}"]`);
-    if (!line || !box.current) return;
-    const above = line.offsetTop - box.current.scrollTop;
-    if (above < 30 || above + line.offsetHeight > box.current.clientHeight) box.current.scrollTop = line.offsetTop - 60;
+    if (box.current) reveal(box.current, box.current.querySelector(`[data-row="${selected}"]`), 34);
   }, [selected, replay]);
   return (
     <section class="panel rows" aria-label="Rows">

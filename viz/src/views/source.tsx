@@ -1,4 +1,5 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
+import { reveal } from "./hooks";
 import { memo } from "./memo";
 import { localText } from "../announce";
 import type { Replay } from "../model";
@@ -12,13 +13,7 @@ export function SourceView({ replay }: { replay: Replay }) {
   const list = useRef<HTMLOListElement>(null);
   const line = top?.line ?? 0;
   useLayoutEffect(() => {
-    const box = list.current;
-    const current = box?.querySelector<HTMLElement>("[aria-current]");
-    if (!box || !current) return;
-    const above = current.offsetTop - box.scrollTop;
-    if (above < 24 || above + current.offsetHeight > box.clientHeight - 24) {
-      box.scrollTop = current.offsetTop - box.clientHeight / 3;
-    }
+    if (list.current) reveal(list.current, list.current.querySelector("[aria-current]"), 24);
   }, [line, top?.source]);
   if (!top) return null;
   const { source } = top;
