@@ -1,4 +1,5 @@
 import { existsSync, readFileSync } from "node:fs";
+import { fileURLToPath } from "node:url";
 import { defineConfig, type Plugin } from "vite";
 import { viteSingleFile } from "vite-plugin-singlefile";
 
@@ -31,7 +32,7 @@ export default defineConfig({
   plugins: [embedPresets(), viteSingleFile({ removeViteModuleLoader: true }), named()],
   oxc: { jsx: { runtime: "automatic", importSource: "preact" } },
   build: {
-    outDir: process.env["PAGE_OUT"] ?? trace.pathname,
+    outDir: process.env["PAGE_OUT"] ?? fileURLToPath(trace),
     emptyOutDir: false,
     target: "es2022",
     modulePreload: false,

@@ -11,6 +11,8 @@ export interface Entry {
   /** Names the input: recordings of one matrix can be compared. */
   matrix: string;
   matrixLabel: string;
+  /** Whether the label is of the title, and says more than the size. */
+  titled: boolean;
   block: string;
   dtype: string;
 }
@@ -36,6 +38,7 @@ export function entryOf(recording: Recording, origin: Origin): Entry {
     kernel: recording.kernel,
     matrix: `${rows}x${cols}-${digest(input?.before ?? [])}`,
     matrixLabel: about || size,
+    titled: about !== "",
     block: options["block"] === undefined || options["block"] === null ? "" : String(options["block"]),
     dtype: typeof options["dtype"] === "string" ? options["dtype"] : (input?.dtype ?? ""),
   };
@@ -70,14 +73,15 @@ export function sameChoice(a: Entry, b: Entry): boolean {
   return FIELDS.every((each) => a[each] === b[each]);
 }
 
-/** A name for every matrix; of two with the same label, the later says what is computed from it. */
+/** A name for every matrix: what a title says is in it, else its size; of two alike, the later says what is computed. */
 export function matrixNames(entries: readonly Entry[]): Map<string, string> {
   const names = new Map<string, string>();
   const taken = new Set<string>();
-  for (const { matrix, matrixLabel, recording } of entries) {
+  for (const { matrix } of entries) {
     if (names.has(matrix)) continue;
-    const name = taken.has(matrixLabel) ? `${matrixLabel}, ${recording.operation.replaceAll("_", " ")}` : matrixLabel;
-    names.set(matrix, name);
+    const same = entries.filter((each) => each.matrix === matrix);
+    const { matrixLabel, recording } = same.find((each) => each.titled) ?? same[0]!;
+    names.set(matrix, taken.has(matrixLabel) ? `${matrixLabel}, ${recording.operation.replaceAll("_", " ")}` : matrixLabel);
     taken.add(matrixLabel);
   }
   return names;

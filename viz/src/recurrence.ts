@@ -155,14 +155,21 @@ function online(run: Run, row: number): void {
   for (let start = 0; start < run.nCols; start += run.block) {
     const { x, cols } = run.load(row, start, 4, 0);
     const next = larger(m, x.reduce(larger));
-    run.step(row, 7, 0, { cols, set: { m_new: number(next) } });
+    run.step(row, 7, 0, { cols, set: { m_new: number(next) }, computed: [way("tl.max(x)", x.reduce(larger))] });
     const origin = next === -Infinity ? 0 : next;
     run.step(row, 8, 0, { cols, set: { origin: number(origin) } });
     const factor = exp(f32(m - origin));
-    s = add(f32(s * factor), x.map((each) => exp(f32(each - origin))).reduce(add));
+    const terms = x.map((each) => exp(f32(each - origin)));
+    const sum = terms.reduce(add);
+    s = add(f32(s * factor), sum);
+    const computed = [
+      way("tl.exp(m - origin)", factor),
+      { text: "tl.exp(x - origin)", value: tile(terms) },
+      way("tl.sum(tl.exp(x - origin))", sum),
+    ];
     const note =
       next > m && m > -Infinity ? `The maximum rose from ${m} to ${next}: the old sum is scaled by exp(${m} - ${next}).` : undefined;
-    run.step(row, 9, 0, { cols, set: { s: number(s) }, state: [{ row, m: encode(next), s: encode(s) }], ...(note && { note }) });
+    run.step(row, 9, 0, { cols, set: { s: number(s) }, state: [{ row, m: encode(next), s: encode(s) }], computed, ...(note && { note }) });
     m = next;
     run.step(row, 10, 0, { cols, set: { m: number(m) } });
   }
@@ -176,19 +183,34 @@ function threePass(run: Run, row: number): void {
   for (let start = 0; start < run.nCols; start += run.block) {
     const { x, cols } = run.load(row, start, 4, 0);
     m = larger(m, x.reduce(larger));
-    run.step(row, 7, 0, { cols, set: { m: number(m) }, state: [{ row, m: encode(m), s: null }] });
+    run.step(row, 7, 0, {
+      cols,
+      set: { m: number(m) },
+      state: [{ row, m: encode(m), s: null }],
+      computed: [way("tl.max(x)", x.reduce(larger))],
+    });
   }
   run.step(row, 9, 1, { set: { s: number(s) }, state: [{ row, m: encode(m), s }] });
   for (let start = 0; start < run.nCols; start += run.block) {
     const { x, cols } = run.load(row, start, 10, 1);
-    s = add(s, x.map((each) => exp(f32(each - m))).reduce(add));
-    run.step(row, 13, 1, { cols, set: { s: number(s) }, state: [{ row, m: encode(m), s: encode(s) }] });
+    const terms = x.map((each) => exp(f32(each - m)));
+    s = add(s, terms.reduce(add));
+    run.step(row, 13, 1, {
+      cols,
+      set: { s: number(s) },
+      state: [{ row, m: encode(m), s: encode(s) }],
+      computed: [{ text: "tl.exp(x - m)", value: tile(terms) }, way("tl.sum(tl.exp(x - m))", terms.reduce(add))],
+    });
   }
   run.store(row, m, s, 15, 2);
 }
 
 function tile(data: readonly number[], dtype = "float32"): Local {
   return { shape: [data.length], dtype, data: data.map(encode) };
+}
+
+function way(text: string, x: number): { text: string; value: Local } {
+  return { text, value: number(x) };
 }
 
 function number(x: number): Local {

@@ -43,6 +43,7 @@ describe("matrices", () => {
 
   it("are called what their titles say is in them, else by their size; no two alike", () => {
     const named = [
+      entry("three_pass", A, 2, { title: "three passes, 1 x 4" }),
       entry("online", A, 2, { title: "A small one: online" }),
       entry("online", B, 2, { title: "A small one: online", operation: "softmax_backward" }),
       entry("online", [[1], [2]], 2),

@@ -237,3 +237,12 @@ describe("a state whose maximum and sum are set by two lines", () => {
     expect(replay.history(0, replay.length).map((each) => each.torn)).toEqual([false, false, true, false]);
   });
 });
+
+describe("what a line computes on its way", () => {
+  it.each(KERNELS)("stands in its source, in %s", (kernel) => {
+    const { steps, sources } = compute(kernel, SEED, 4);
+    const seen = steps.flatMap((step) => (step.computed ?? []).map(({ text }) => [sources[0]!.lines[step.line - 1]!, text] as const));
+    expect(seen.length).toBeGreaterThan(0);
+    for (const [line, text] of seen) expect(line).toContain(text);
+  });
+});
