@@ -469,6 +469,16 @@ def test_a_file_is_opened_and_a_bad_one_refused_with_its_reason(open_page: Open,
     assert page.locator("select[name=kernel]").input_value() == "split"
 
 
+def test_text_of_a_recording_stays_text(open_page: Open) -> None:
+    hostile = '</script><img src="x" onerror="document.title = 1">'
+    recording = passes(SEED, 2, kernel=hostile)
+    recording["steps"][0]["note"] = recording["sources"][0]["lines"][3] = hostile
+    page = open_page(recording, link="#step=1")
+    assert page.locator(".note").inner_text() == hostile
+    assert hostile in line(page)
+    assert page.locator("img").count() == 0
+
+
 def test_a_page_without_recordings_shows_its_own_model(browser: Any, open_page: Open, tmp_path: Path) -> None:
     bare = PRESETS.sub('<script id="presets" type="application/json">null</script>', PAGE.read_text())
     path = tmp_path / "bare.html"

@@ -80,11 +80,11 @@ export function NumericsView({ row, rowName }: Props) {
               <thead>
                 <tr>
                   <th scope="col">Arithmetic</th>
+                  <th scope="col">Verdict</th>
                   <th scope="col">Largest term</th>
                   <th scope="col">Sum <var>s</var></th>
                   <th scope="col">Probability sum</th>
                   <th scope="col">Probabilities</th>
-                  <th scope="col">Verdict</th>
                 </tr>
               </thead>
               <tbody>
@@ -110,6 +110,9 @@ function Line({ trial, shown }: { trial: Trial; shown: number }) {
         {WIDTHS[format.name]}
         <span class="type">{format.precision} bits</span>
       </th>
+      <td class="verdict">
+        <span class="sign" aria-hidden="true">{words[status]}</span> {verdict}
+      </td>
       <td class={Number.isFinite(largest) ? "" : "odd"}>{short(largest, 4)}</td>
       <td class={Number.isFinite(s) && s > 0 ? "" : "odd"}>{short(s, 6)}</td>
       <td class={Number.isFinite(sum) ? "" : "odd"}>{short(sum, 5)}</td>
@@ -123,9 +126,6 @@ function Line({ trial, shown }: { trial: Trial; shown: number }) {
             ),
           )}
         </span>
-      </td>
-      <td class="verdict">
-        <span class="sign" aria-hidden="true">{words[status]}</span> {verdict}
       </td>
     </tr>
   );

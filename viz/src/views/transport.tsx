@@ -47,9 +47,9 @@ export function Transport(props: Props) {
           <button type="button" onClick={() => onStep(1)} aria-label="Step" title="→">→</button>
           <button type="button" onClick={() => onSeek(length)} aria-label="To the end" title="End">⇥</button>
         </div>
-        <output class="where">
+        <span class="where">
           <b data-position={position}>{position}</b> / {length}
-        </output>
+        </span>
         {replay ? (
           <div class="group choice" role="radiogroup" aria-label="Step by">
             {(["line", "block", "program"] as const).map((each) => (
