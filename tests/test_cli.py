@@ -154,6 +154,7 @@ def test_an_interrupted_run_keeps_its_points_and_the_earlier_file(monkeypatch, t
     assert [p.n_rows for p in partial.points] == [8]
     assert not partial.complete
     assert "interrupted" in result.output
+    assert "--resume goes on" in result.output
     assert not image.exists()
 
 

@@ -115,6 +115,19 @@ def test_speed_up_is_a_map_of_rows_by_columns_where_the_points_fill_one():
     assert {(row["over"], row["factor"]) for row in data(column)} == {("torch", 16), ("naive", 4)}
 
 
+def test_a_grid_has_curves_over_the_longer_size_and_a_choice_of_the_other():
+    run = run_of(*(timed(rows, cols) for rows in (1, 16, 256) for cols in (1024, 4096)))
+    speed = charts_of(run)["Speed"]
+    assert {row["at"] for row in data(speed)} == {1, 16, 256}
+    assert {row["by"] for row in data(speed)} == {1024, 4096}
+    (choice,) = (param for param in speed.spec["params"] if "bind" in param and "options" in param["bind"])
+    assert (choice["bind"]["options"], choice["value"]) == ([1024, 4096], 4096)
+    assert speed.shown == "4096 columns"
+    scattered = run_of(timed(1, 32768), timed(8, 32000), timed(8, 128), timed(132, 32768), timed(64, 1024))
+    assert charts.grid_of([point.case for point in scattered.points]) is None
+    assert charts_of(scattered)["Speed"].dots
+
+
 def test_what_was_not_measured_has_no_chart():
     names = charts_of(run_of(timed(8, 100), timed(8, 200))).keys()
     assert names == {"Speed", "Ratio to the ceiling", "Call against kernel"}

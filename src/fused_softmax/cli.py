@@ -1,4 +1,4 @@
-"""The command line. It only wires the parts of `bench` and `trace` together; nothing is computed here."""
+"""The command line. It only wires the parts together; nothing is computed here."""
 
 import importlib.util
 import json

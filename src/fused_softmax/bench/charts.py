@@ -5,6 +5,7 @@ A provider has a colour, a shape and a dash of its own everywhere; the ceiling i
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ SHAPES = {
     "o": "circle",
     "s": "square",
     "D": "diamond",
-    "x": "M-.7,-.7L.7,.7M-.7,.7L.7,-.7",
+    "x": "M-1,-.7L-.7,-1L0,-.3L.7,-1L1,-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0Z",
     "^": "triangle-up",
     "v": "triangle-down",
     "P": "cross",
@@ -41,6 +42,7 @@ SIZE_LABEL = (
     "datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + 'Mi' : "
     "datum.value >= 1024 ? format(datum.value / 1024, '~g') + 'Ki' : format(datum.value, '~g')"
 )
+WORDS = {"n_cols": "columns", "n_rows": "rows"}
 # A map of rows by columns is drawn where at least this part of it has a figure.
 DENSE = 0.4
 VALIDATE = False  # against Vega-Lite's schema: half of the time, so the tests do it
@@ -55,6 +57,8 @@ class Chart:
     title: str
     caption: str
     spec: dict[str, Any]
+    shown: str = ""  # of a grid, the line of it that is shown at first
+    dots: bool = False  # marks on a line for each shape: long names on the left, little room for a legend
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class Panel:
         self.on_gpu = any(point.kernel for point in run.points)
         self.points = [point for point in points if (point.kernel if self.on_gpu else point.call)]
         self.axis, self.at = axis_of([point.case for point in self.points])
+        self.by = ""  # in a grid, the size that stays the same along a line
+        if self.axis == "shape" and (grid := grid_of([point.case for point in self.points])):
+            self.axis, self.by = grid
+            self.at = {case: getattr(case, self.axis) for case in self.at}
         names = {point.provider for point in self.points}
         self.names = [*(name for name in STYLES if name in names), *sorted(names - STYLES.keys())]
         self.ceiling = f"best {ceiling_of(run)}"
@@ -87,13 +95,19 @@ class Panel:
         return [case.size for case in sorted(self.at, key=lambda case: (self.at[case], case.n_rows))]
 
     def row(self, point: Point, **more: Any) -> dict[str, Any]:
-        return {"at": self.at[point.case], "shape": point.case.size, "provider": point.provider, **more}
+        return {**self.place(point.case), "provider": point.provider, **more}
+
+    def place(self, case: Case) -> dict[str, Any]:
+        place: dict[str, Any] = {"at": self.at[case], "shape": case.size}
+        return place | ({"by": getattr(case, self.by)} if self.by else {})
 
     def chart(self, kind: str, title: str, caption: str, chart: Any) -> Chart:
         slug = re.sub(r"[^a-z0-9]+", "_", f"{self.stem}_{self.kind}_{kind}".lower())
         autosize = alt.AutoSizeParams(type="fit-x", contains="padding")
         spec = chart.properties(width="container", autosize=autosize).to_dict(validate=VALIDATE)
-        return Chart(slug, f"{title}: {self.kind}", caption, spec)
+        curves = kind in ("speed", "ratio", "memory")
+        shown = f"{max(getattr(p.case, self.by) for p in self.points)} {WORDS[self.by]}" if self.by and curves else ""
+        return Chart(slug, f"{title}: {self.kind}", caption, spec, shown, curves and self.axis == "shape")
 
     def looks(self, ceiling: bool) -> dict[str, Any]:
         """The encodings that tell providers apart, each the whole legend."""
@@ -137,7 +151,7 @@ class Panel:
             marks = marks.transform_filter(f"!({of_ceiling})").add_params(picked)
             return (alt.layer(tops, marks) if ceiling else marks).properties(height=26 * len(self.shapes))
         x, y = self.along(), alt.Y(f"{field}:Q", **value)
-        crowded = len(rows) > CROWDED * len(self.names)
+        crowded = len({row["at"] for row in rows}) > CROWDED
         line = data.mark_line(strokeWidth=1.8).encode(x, y, looks["color"], looks["strokeDash"], **faint)
         marks = data.mark_point(filled=True, size=9 if crowded else 42, strokeWidth=1.5).encode(
             x, y, looks["color"], looks["shape"], tooltip=tooltip, **faint
@@ -149,12 +163,17 @@ class Panel:
                 size=alt.value(42)
             )
         hover = data.mark_point(size=120, opacity=0).encode(x, y, tooltip=tooltip)
-        return alt.layer(line, shown, hover).add_params(picked).properties(height=300)
+        layers = alt.layer(line, shown, hover).add_params(picked).properties(height=300)
+        if not self.by:
+            return layers
+        sizes = sorted({row["by"] for row in rows})
+        chosen = alt.param(bind=alt.binding_select(options=sizes, name=f"{WORDS[self.by]} "), value=sizes[-1])
+        return layers.add_params(chosen).transform_filter(alt.datum.by == chosen)
 
     def along(self) -> alt.X:
         """The axis of what varies: by powers of two where it spans more than four of them."""
         places = list(self.at.values())
-        title = {"n_cols": "columns", "n_rows": "rows"}[self.axis]
+        title = WORDS[self.axis]
         if max(places) <= 16 * min(places):
             return alt.X("at:Q", title=title, scale=alt.Scale(zero=False, nice=False, padding=8))
         low, high = math.floor(math.log2(min(places))), math.ceil(math.log2(max(places)))
@@ -165,16 +184,17 @@ class Panel:
     def placed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Sorted, each with its number along its provider's line."""
         rows = sorted(rows, key=lambda row: row["at"])
-        seen: dict[str, int] = {}
+        seen: Counter[tuple[Any, ...]] = Counter()
         for row in rows:
-            row["place"] = seen[row["provider"]] = seen.get(row["provider"], -1) + 1
+            line = row["provider"], row.get("by")
+            row["place"] = seen[line]
+            seen[line] += 1
         return rows
 
     def speed(self) -> Chart:
         rows = [self.row(p, value=_figure(p, self.on_gpu).gb_per_s) for p in self.points]
         rows += [
-            {"at": self.at[case], "shape": case.size, "provider": self.ceiling, "value": top.gb_per_s}
-            for case, top in self.tops.items()
+            {**self.place(case), "provider": self.ceiling, "value": top.gb_per_s} for case, top in self.tops.items()
         ]
         what = f"GB/s of {self.floor}" + ("" if self.on_gpu else ", eager wall time")
         caption = f"{what}; higher is better." + (
@@ -217,18 +237,19 @@ class Panel:
                 orient="bottom", labelExpr="format(pow(2, datum.value), '.2~r') + '×'", gradientLength=180
             ),
         )
-        cases = [Case((row["rows"], row["cols"])) for row in rows if row["over"] == "torch"]
-        n_rows, n_cols = ({getattr(case, name) for case in cases} for name in ("n_rows", "n_cols"))
-        flat = all(len(p.case.shape) == 2 for p in self.points)
-        if flat and min(len(n_rows), len(n_cols)) > 1 and len(cases) >= DENSE * len(n_rows) * len(n_cols):
-            rows, lines = [row for row in rows if row["over"] == "torch"], max(len(n_rows), len(n_cols))
-            x, y = ("rows", "cols") if len(n_rows) < len(n_cols) else ("cols", "rows")
-            places = alt.X(f"{x}:O", axis=alt.Axis(orient="top", labelAngle=0), sort="ascending"), alt.Y(f"{y}:O")
+        over_torch = [row for row in rows if row["over"] == "torch"]
+        grid = grid_of([Case((row["rows"], row["cols"])) for row in over_torch]) if self.by else None
+        if grid:
+            y, x = (name.removeprefix("n_") for name in grid)
+            rows, lines = over_torch, len({row[y] for row in over_torch})
+            tilt = -45 if len({row[x] for row in rows}) > 4 else 0
+            axis = alt.Axis(orient="top", labelAngle=tilt)
+            places = alt.X(f"{x}:O", axis=axis, sort="ascending"), alt.Y(f"{y}:O")
             how = "over torch, by rows and columns"
         else:
             sort = [shape for shape in self.shapes if any(row["shape"] == shape for row in rows)]
             lines = len(sort)
-            axis = alt.Axis(orient="top", labelAngle=0, labelLimit=90)
+            axis = alt.Axis(orient="top", labelAngle=-45 if len(others) > 3 else 0, labelLimit=90)
             places = (
                 alt.X("over:N", sort=others, title="over", axis=axis),
                 alt.Y("shape:N", sort=sort, title=None, axis=alt.Axis(labelLimit=190)),
@@ -279,8 +300,18 @@ class Panel:
         if not rows:
             return None
         caption = "The most that one call had allocated at once beside its inputs, its result included."
-        chart = self.lines(self.placed(rows), "value", "MiB", ceiling=False, log=self.axis != "shape")
+        chart = self.lines(self.placed(rows), "value", "MiB", ceiling=False, log=True)
         return self.chart("memory", "Memory", caption, chart)
+
+
+def grid_of(cases: Iterable[Case]) -> tuple[str, str] | None:
+    """Of shapes that fill a grid of rows by columns well enough, the size of which there are more, and the other."""
+    different = set(cases)
+    n_rows, n_cols = ({getattr(case, name) for case in different} for name in ("n_rows", "n_cols"))
+    flat = all(len(case.shape) == 2 for case in different)
+    if not flat or min(len(n_rows), len(n_cols)) < 2 or len(different) < DENSE * len(n_rows) * len(n_cols):
+        return None
+    return ("n_rows", "n_cols") if len(n_rows) > len(n_cols) else ("n_cols", "n_rows")
 
 
 def groups(run: Run, stem: str) -> list[Group]:

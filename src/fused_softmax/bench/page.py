@@ -117,7 +117,7 @@ def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for gpu, chart in ((each.gpu, chart) for each in parts for group in each.groups for chart in group.charts):
-        title = {"text": chart.title, "subtitle": gpu}
+        title = {"text": chart.title, "subtitle": ", ".join(filter(None, (gpu, chart.shown)))}
         spec = bare(chart.spec) | {"width": 640, "title": title, "background": "white"}
         svg = vl_convert.vegalite_to_svg(json.dumps(spec), vl_version=VEGA_LITE).encode()
         png = vl_convert.vegalite_to_png(json.dumps(spec), vl_version=VEGA_LITE, scale=2)

@@ -119,6 +119,8 @@ def print_without_figure(run: Run, console: Console) -> None:
 def print_end(run: Run, console: Console, stopped: str, written: Sequence[Path]) -> None:
     if stopped:
         say(console, f"Stopped early: {stopped}. Earlier files are unchanged.")
+        if written:
+            say(console, "The same command with --resume goes on from here.")
     for path in written:
         say(console, f"wrote {path}")
 
