@@ -73,7 +73,7 @@ def logsumexp(
     keepdim: whether the result keeps `dim` with size 1.
     out: where to write, of any floating dtype; resized to the result's shape.
     scale, mask, is_causal: as softmax's, for a single dim. A row of scale 0 gives its maximum.
-    masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN as torch's ("nan"), or zero.
+    masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN ("nan"; 0 if no loss uses it), or zero.
 
     Raises torch's errors, and those of softmax's scale, mask and is_causal.
 
