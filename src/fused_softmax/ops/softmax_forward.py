@@ -327,46 +327,16 @@ def _part_forward(
         y_body = body_of(y_ptr, row, y_row_stride, phase, VECTOR, SHIFTED) + start
         if SPLIT:
             _store_pieces(
-                y_body,
-                x,
-                m,
-                s,
-                factor,
-                cols,
-                size,
-                BLOCK_COLS,
-                FULL_PIECES,
-                CAST,
-                HELD,
-                LOG,
-                TIMES,
-                ZERO,
-                PTX,
-                CAUSAL,
-                live,
-            )
+                y_body, x, m, s, factor, cols, size, BLOCK_COLS, FULL_PIECES, CAST, HELD, LOG, TIMES, ZERO, PTX,
+                CAUSAL, live,
+            )  # fmt: skip
         else:
             # Runs once, which the compiler does not know: it would start this pass early, on twice the registers.
             for _ in range(tl.minimum(n_cols, 1)):
                 _store_pieces(
-                    y_body,
-                    x,
-                    m,
-                    s,
-                    factor,
-                    cols,
-                    size,
-                    BLOCK_COLS,
-                    FULL_PIECES,
-                    CAST,
-                    HELD,
-                    LOG,
-                    TIMES,
-                    ZERO,
-                    PTX,
-                    CAUSAL,
-                    live,
-                )
+                    y_body, x, m, s, factor, cols, size, BLOCK_COLS, FULL_PIECES, CAST, HELD, LOG, TIMES, ZERO, PTX,
+                    CAUSAL, live,
+                )  # fmt: skip
         if SHIFTED:
             y = result_of(edge, m, s, CAST, LOG, ZERO, PTX)
             tl.store(y_ptr + row * y_row_stride + edge_cols, y, mask=on_edge)
