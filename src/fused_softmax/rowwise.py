@@ -265,10 +265,10 @@ def keep_scores(
     keep = on
     if MASK == 2:
         x = scores_of(x, factor, CAST, SCALED)
-        x += tl.load(mask_ptr + cols * mask_col_stride, mask=on, other=0.0).to(x.dtype)
+        x += tl.load(mask_ptr + cols.to(tl.int64) * mask_col_stride, mask=on, other=0.0).to(x.dtype)
         hidden = NEG_INF
     if MASK == 1:
-        keep = keep & (tl.load(mask_ptr + cols * mask_col_stride, mask=on, other=0) != 0)
+        keep = keep & (tl.load(mask_ptr + cols.to(tl.int64) * mask_col_stride, mask=on, other=0) != 0)
     if CAUSAL:
         keep = keep & (cols < visible)
     return tl.where(keep, x, (tl.zeros([], wide) + hidden).to(x.dtype))
@@ -427,9 +427,9 @@ def exchange(
         m = tl.max(m_parts, axis=0)
         s = tl.sum(s_parts * weight_of(m_parts, m, PTX), axis=0)
         if GREEDY:
-            # Of parts that share the maximum the first has it, and s counts all: 1 is left, or NaN.
+            # Of parts that share the maximum the first has it, and s counts all: its own is left, or NaN.
             winner = tl.min(tl.where(m_parts == m, j, LANES), axis=0)
-            s = tl.where(greedy & (s > 0), 1.0, s)
+            s = tl.where(greedy & (s > 0), tl.sum(tl.where(j == winner, s_parts, 0.0), axis=0), s)
             m = tl.where(greedy & (part != winner) & (s == s), float("inf"), m)
     return m, s
 
