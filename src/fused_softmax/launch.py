@@ -21,7 +21,10 @@ from triton import knobs
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
 
+_MOST_LAUNCHES = 4096  # that are kept
+
 _loaded: dict[tuple, tuple[Any, Any]] = {}  # the compiled kernel, and what binds a grid and scalars to it
+_bound: dict[tuple, "Launch"] = {}  # by grid and scalars too
 _loading = Lock()
 
 
@@ -37,17 +40,10 @@ def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
         launch(x, y)
 
-    Another grid, or a scalar of the same kind (`_kind`), costs microseconds: it compiles and loads nothing.
+    The same again is looked up; another grid, or a scalar of the same kind (`_kind`), compiles and loads nothing.
     """
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
-    if grid[0] * grid[1] * grid[2] >= 2**31:
-        raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
-    given = tuple(tensor is not None for tensor in tensors)
-    launch_public = _public(kernel, grid, given, scalars, constexprs, device, options)
-    if not isinstance(kernel, triton.JITFunction):
-        return Launch(launch_public, None)
-
     key = (
         id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
         device,
@@ -56,6 +52,16 @@ def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
         *constexprs.items(),
         *options.items(),
     )
+    same = key, grid, scalars
+    if same in _bound:
+        return _bound[same]
+    if grid[0] * grid[1] * grid[2] >= 2**31:
+        raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
+    given = tuple(tensor is not None for tensor in tensors)
+    launch_public = _public(kernel, grid, given, scalars, constexprs, device, options)
+    if not isinstance(kernel, triton.JITFunction):
+        return Launch(launch_public, None)
+
     compiled, bind = _loaded.get(key, (None, None))
     if compiled is None:
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
@@ -70,7 +76,11 @@ def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
         _loaded[key] = compiled, bind
     # The launcher skips constexprs by their place and never reads their values.
     n_constexprs = len(kernel.arg_names) - len(tensors) - len(scalars)
-    return Launch(bind(grid, given, (*scalars, *[None] * n_constexprs), launch_public), compiled)
+    launch = Launch(bind(grid, given, (*scalars, *[None] * n_constexprs), launch_public), compiled)
+    if len(_bound) >= _MOST_LAUNCHES:
+        _bound.clear()
+    _bound[same] = launch
+    return launch
 
 
 class Launch:
