@@ -112,3 +112,6 @@ def test_strided_dims(target, dtype):
         ):
             for binary in compiled(column, target, prepare):
                 assert binary.stack_bytes == 0
+                if target != "gfx942":  # 16 bytes of a tensor, 8 of a message, and nothing by elements
+                    assert min(binary.load_widths) >= 8, shape
+                    assert max(binary.load_widths) == 16, shape

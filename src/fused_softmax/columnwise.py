@@ -63,8 +63,11 @@ def load_columns(
     step = stride.to(tl.int64) * BLOCK_COLS
     pieces = ()
     for p in tl.static_range(PIECES):
+        # `on`, of a bound that the compiler knows nothing of, makes accesses of one element: only where it is needed.
         if p < FULL_PIECES and WHOLE:
             piece = tl.load(at + p * step)
+        elif WHOLE:
+            piece = tl.load(at + p * step, mask=p * BLOCK_COLS + cols < size, other=OTHER)
         else:
             piece = tl.load(at + p * step, mask=(p * BLOCK_COLS + cols < size) & on[None, :], other=OTHER)
         pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
@@ -72,11 +75,15 @@ def load_columns(
 
 
 @triton.jit
-def store_columns(ptr, stride, inner, on, size, y, p, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr):
+def store_columns(
+    ptr, stride, inner, on, size, y, p, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
     cols = tl.arange(0, BLOCK_COLS)[:, None]
     at = ptr + (cols.to(tl.int64) * stride + inner[None, :]) + p * (stride.to(tl.int64) * BLOCK_COLS)
-    if FULL:
+    if FULL and WHOLE:
         tl.store(at, y, cache_modifier=".cs")
+    elif WHOLE:
+        tl.store(at, y, mask=p * BLOCK_COLS + cols < size, cache_modifier=".cs")
     else:
         tl.store(at, y, mask=(p * BLOCK_COLS + cols < size) & on[None, :], cache_modifier=".cs")
 

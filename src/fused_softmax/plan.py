@@ -236,9 +236,11 @@ _REDUCTION_TILES = (
     (2**62, 32, 1, 8192),
 )  # fmt: skip  bf16 64 0.91, 128 0.93, 256 0.95, 512 0.95; fp32 64 0.92, 128 0.94, 512 0.97
 _REDUCTION_TILE_COLS = 512
-# (row bytes up to, warps): fp32 1024 0.99; bf16 4096 0.97, 32000 0.96, 131072 0.94
+# (row bytes up to, warps): fp32 1024 0.99; bf16 4096 0.97, 32000 0.96
 _REDUCTION_WARPS = ((4096, 1), (8192, 2), (16384, 4), (2**62, 8))
-_REDUCTION_PROGRAMS = 8  # a multiprocessor, that rows are split for: 1 x 1 Mi fp32 4.6 us
+_REDUCTION_PROGRAMS = 8  # a multiprocessor, fewer than which are split; parts of strided dims are as many at least
+# And into how many: bf16 131072 0.92, 1 Mi 0.93, by 8 0.90 and 0.81; where 8 are there, 32 would be worse: 32768 0.84.
+_REDUCTION_PARTS = 32
 # Over a strided dim: (contiguous bytes a program reads at a time, bytes it holds, bytes it fetches ahead), by (inputs,
 # itemsize). 64 x 4096 x 512 fp32 0.95, with 64 and 32 KiB 0.85; bf16 0.71, 0.67. Backward fp32 0.95, bf16 0.84.
 _COLUMN_BYTES = {
@@ -369,7 +371,8 @@ def plan_reduction(
         return candidate("tile", n_rows, n_cols, itemsize, device, alignment=alignment, **choices)
     num_warps = _rung(_REDUCTION_WARPS, n_cols * itemsize)[1]
     tile = 4 * 32 * num_warps * VECTOR_BYTES // itemsize
-    wanted = -(-_REDUCTION_PROGRAMS * device.sm_count // n_rows)
+    few = n_rows < _REDUCTION_PROGRAMS * device.sm_count
+    wanted = -(-_REDUCTION_PARTS * device.sm_count // n_rows) if few else 1
     part_cols = max(tile, -(-n_cols // wanted), n_cols // 1024)
     if writes:
         choices = {"num_warps": num_warps, "part_cols": max(tile, n_cols // 4096)}
@@ -379,7 +382,12 @@ def plan_reduction(
     else:
         choices = {"num_warps": num_warps, "part_cols": part_cols, "copies": 1, "patient": False}
         plan = candidate("split", n_rows, n_cols, itemsize, device, alignment=alignment, **choices)
-    return replace(plan, pieces=min(plan.pieces, 8), full_pieces=0, prefetch=0)
+    # Pieces of one tile: those that pad the part least. bf16 50257 in tiles of 8 is 4, the last of them all but empty.
+    tiles = {
+        p: -(-plan.part_cols // (p * plan.block_cols)) * p for p in range(min(plan.pieces, 4), min(plan.pieces, 8) + 1)
+    }
+    pieces = min(tiles, key=lambda p: (tiles[p], -p))
+    return replace(plan, pieces=pieces, full_pieces=0, prefetch=0)
 
 
 @dataclass(frozen=True)
@@ -453,7 +461,7 @@ def plan_columns(
     most = max(1, held // (inner * block_cols))  # pieces
     parts = -(-n_cols // (most * block_cols))
     if not holds:
-        most = min(4, -(-n_cols // block_cols))
+        most = min(8, -(-n_cols // block_cols))
         wanted = -(-_REDUCTION_PROGRAMS * device.sm_count * inner // (n_outer * n_inner))
         parts = max(1, min(wanted, -(-n_cols // (most * block_cols))))
         if itemsize == 8 or device.backend != "cuda":
@@ -506,10 +514,13 @@ def reduction_rung_ends(itemsize: int) -> list[int]:
     return sorted(end for end in ends if end < 2**40)
 
 
-def most_parts(plan: RowPlan, device: Device) -> int:
-    """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can."""
+def most_parts(plan: RowPlan, device: Device, registers: int | None = None) -> int:
+    """Parts of one row that may wait for each other: half of what is resident at once, so that two streams can.
+
+    registers: of a thread at most; those of softmax's own kernels if None.
+    """
     held = -(-plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
-    registers = 255 if plan.alignment == "scalar" else _rung(_SPLIT_REGISTERS, held)[1]
+    registers = registers or (255 if plan.alignment == "scalar" else _rung(_SPLIT_REGISTERS, held)[1])
     resident = device.registers // (32 * plan.num_warps * registers)
     return device.sm_count * max(1, resident) // 2
 

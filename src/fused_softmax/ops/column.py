@@ -159,7 +159,7 @@ def _column_forward(
         y_ptr += outer * y_outer_stride + start.to(tl.int64) * y_col_stride
         for p in tl.static_range(PIECES):
             y = result_of(widen(x[p], CAST), m, s, CAST, LOG, False, PTX)
-            store_columns(y_ptr, y_col_stride, inner, on, n_cols - start, y, p, BLOCK_COLS, p < FULL_PIECES and WHOLE)
+            store_columns(y_ptr, y_col_stride, inner, on, n_cols - start, y, p, BLOCK_COLS, p < FULL_PIECES, WHOLE)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols", "n_programs", "ahead"])
@@ -183,12 +183,13 @@ def _column_logsumexp(
     for at in range(start, tl.minimum(start + part_cols, n_cols), PIECES * BLOCK_COLS):
         x = load_columns(
             x_ptr + at * x_col_stride, x_col_stride, inner, on,
-            tl.minimum(n_cols, start + part_cols) - at, NEG_INF, BLOCK_COLS, PIECES, 0, False,
+            tl.minimum(n_cols, start + part_cols) - at, NEG_INF, BLOCK_COLS, PIECES, 0, WHOLE,
         )  # fmt: skip
-        top = m
-        for p in tl.static_range(PIECES):
+        top = widen(x[0], CAST)
+        for p in tl.static_range(1, PIECES):
             top = tl.maximum(top, widen(x[p], CAST))
-        top = finite_top(top)
+        top = finite_top(tl.maximum(m, top))  # m last: of narrow numbers alone, two are compared at once
+        x = hold_all(x, PTX)
         scale, base = origin_of(top, PTX)
         s *= weight_of(m, top, PTX)
         for p in tl.static_range(PIECES):
@@ -253,6 +254,4 @@ def _column_backward(
         dx_ptr += outer * dx_outer_stride + start.to(tl.int64) * dx_col_stride
         for p in tl.static_range(PIECES):
             dx = gradient_of(y[p], dy[p], d, 1.0, CAST, LOG, False, False).to(OUT)
-            store_columns(
-                dx_ptr, dx_col_stride, inner, on, n_cols - start, dx, p, BLOCK_COLS, p < FULL_PIECES and WHOLE
-            )
+            store_columns(dx_ptr, dx_col_stride, inner, on, n_cols - start, dx, p, BLOCK_COLS, p < FULL_PIECES, WHOLE)
