@@ -95,3 +95,114 @@ def test_gradients_state_and_copies(name, device):
 def test_errors_are_the_functions(name, device):
     with pytest.raises(IndexError, match=f"{FUNCTIONS[name]}: dim 2 is out of range"):
         getattr(nn, name)(2)(torch.ones(3, 4, device=device))
+
+
+# Losses.
+
+
+def classes(n, n_classes, device):
+    target = torch.randint(n_classes, (n,), generator=torch.Generator().manual_seed(0))
+    target[1] = -100
+    return target.to(device)
+
+
+LOSSES = {
+    "plain": {},
+    "weights": {"weight": torch.linspace(0.5, 2, 70)},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignored, smoothed": {"ignore_index": 3, "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", LOSSES)
+def test_cross_entropy_loss_is_torchs(options, device):
+    options = {name: each.to(device) if name == "weight" else each for name, each in LOSSES[options].items()}
+    x, target = peaked(5, 70).to(device).requires_grad_(), classes(5, 70, device)
+    if "ignore_index" in options:
+        target[target == -100] = options["ignore_index"]
+    ours, theirs = (module.CrossEntropyLoss(**options) for module in (nn, torch.nn))
+    assert isinstance(ours, torch.nn.CrossEntropyLoss)
+    results = [(loss, *torch.autograd.grad(loss.sum(), x)) for loss in (ours(x, target), theirs(x, target))]
+    torch.testing.assert_close(*results)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_cross_entropy_loss_says_what_was_asked_for_beyond_torch(device):
+    assert repr(nn.CrossEntropyLoss()) == repr(torch.nn.CrossEntropyLoss())
+    module = nn.CrossEntropyLoss(softcap=5.0, return_lse=True, dtype=torch.float32)
+    assert repr(module) == "CrossEntropyLoss(softcap=5.0, return_lse=True, dtype=torch.float32)"
+    x, target = peaked(5, 70, torch.bfloat16).to(device), classes(5, 70, device)
+    for other in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        out = other(x, target)
+        expected, lse, _ = reference.cross_entropy(x, target, softcap=5.0, dtype=torch.float32)
+        assert (out.loss.dtype, out.z_loss) == (torch.float32, None)
+        torch.testing.assert_close((out.loss, out.lse), (expected, lse.float()))
+
+
+def test_a_loss_refuses_what_its_function_has_not():
+    for make in (nn.CrossEntropyLoss, lambda **options: nn.LinearCrossEntropyLoss(3, 4, **options)):
+        with pytest.raises(TypeError, match="cross_entropy has no argument 'temperature'"):
+            make(temperature=2.0)
+    with pytest.raises(TypeError, match="cross_entropy has no argument 'chunk_size'"):
+        nn.CrossEntropyLoss(chunk_size=4)
+    with pytest.raises(TypeError, match="linear_cross_entropy has no argument 'return_lse'"):
+        nn.LinearCrossEntropyLoss(3, 4, return_lse=True)
+    with pytest.raises(ValueError, match="reduction"):
+        nn.LinearCrossEntropyLoss(3, 4, reduction="avg")(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("options", LOSSES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_cross_entropy_loss_is_a_layer_and_its_loss(options, bias, device):
+    options = {name: each.to(device) if name == "weight" else each for name, each in LOSSES[options].items()}
+    torch.manual_seed(0)
+    module = nn.LinearCrossEntropyLoss(16, 70, bias=bias, chunk_size=2, **options).to(device)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 70, bias=bias).to(device)
+    assert torch.equal(module.linear_weight, layer.weight)
+    x, target = torch.randn(5, 16, device=device), classes(5, 70, device)
+    if "ignore_index" in options:
+        target[target == -100] = options["ignore_index"]
+    loss, expected = module(x, target), torch.nn.CrossEntropyLoss(**options)(layer(x), target)
+    gradients = torch.autograd.grad(loss.sum(), list(module.parameters()))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), list(layer.parameters())))
+
+
+def test_state_repr_and_copies_of_linear_cross_entropy_loss(device):
+    module = nn.LinearCrossEntropyLoss(16, 70, bias=True, weight=torch.rand(70), softcap=4.0, dtype=torch.float32)
+    assert set(module.state_dict()) == {"linear_weight", "linear_bias", "weight"}
+    assert {name for name, _ in module.named_parameters()} == {"linear_weight", "linear_bias"}
+    assert repr(module) == "LinearCrossEntropyLoss(in_features=16, num_classes=70, bias=True, softcap=4.0)"
+    assert set(nn.LinearCrossEntropyLoss(16, 70).state_dict()) == {"linear_weight"}
+    module.to(device)
+    x, target = torch.randn(5, 16, device=device), classes(5, 70, device)
+    other = nn.LinearCrossEntropyLoss(16, 70, bias=True, weight=torch.rand(70), softcap=4.0).to(device)
+    other.load_state_dict(module.state_dict())
+    for each in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(each(x, target), module(x, target))
+
+
+def test_linear_cross_entropy_loss_in_half_precision(device):
+    module = nn.LinearCrossEntropyLoss(16, 70, dtype=torch.bfloat16, device=device)
+    assert module.linear_weight.dtype == torch.bfloat16
+    loss = module(torch.randn(5, 16, device=device, dtype=torch.bfloat16), classes(5, 70, device))
+    loss.backward()
+    assert (loss.dtype, module.linear_weight.grad.dtype) == (torch.bfloat16,) * 2
+
+
+def test_a_layer_whose_weight_is_tied_to_an_embedding(device):
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(70, 16).to(device)
+    module = nn.LinearCrossEntropyLoss(16, 70).to(device)
+    module.linear_weight = embedding.weight
+    tokens = classes(6, 70, device).clamp(min=0)
+    both = torch.nn.ModuleDict({"embedding": embedding, "loss": module})
+    assert len(list(both.parameters())) == 1
+    module(embedding(tokens[:-1]), tokens[1:]).backward()
+    gradient, embedding.weight.grad = embedding.weight.grad, None
+    hidden = torch.nn.functional.embedding(tokens[:-1], embedding.weight)
+    torch.nn.functional.cross_entropy(hidden @ embedding.weight.t(), tokens[1:]).backward()
+    torch.testing.assert_close(gradient, embedding.weight.grad)

@@ -49,11 +49,12 @@ def ran(monkeypatch):
 
     def count(module, function, name):
         plain = getattr(module, function)
-        monkeypatch.setattr(module, function, lambda *args: calls.append(name) or plain(*args))
+        monkeypatch.setattr(module, function, lambda *args, **options: calls.append(name) or plain(*args, **options))
 
     count(softmax_ops, "_forward", "softmax")
     count(softmax_ops, "_backward", "gradient")
     count(lse_ops, "_forward", "logsumexp")
+    count(patch, "cross_entropy", "cross_entropy")
     yield calls
     assert patch._depth == 0
     assert patch._library is None
@@ -266,6 +267,148 @@ def test_compiled_code_goes_on_as_it_was_compiled(backend, device):
     torch.testing.assert_close(function(x), expected)
 
 
+# cross_entropy, which is taken whole.
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """How often `patch` called ours."""
+    calls = []
+    plain = patch.cross_entropy
+
+    def counted(*args, **kwargs):
+        calls.append(args[4])
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(patch, "cross_entropy", counted)
+    return calls
+
+
+def logits_and_targets(device, n=6, n_classes=40, dtype=FP32):
+    target = torch.randint(n_classes, (n,), generator=torch.Generator().manual_seed(0))
+    target[1] = -100
+    return peaked(n, n_classes, dtype).to(device), target.to(device)
+
+
+LOSSES = {
+    "F.cross_entropy": F.cross_entropy,
+    "sum": lambda x, t: F.cross_entropy(x, t, reduction="sum"),
+    "none": lambda x, t: F.cross_entropy(x, t, reduction="none"),
+    "label smoothing": lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1),
+    "weights": lambda x, t: F.cross_entropy(x, t, torch.linspace(0.5, 2, x.shape[-1], device=x.device)),
+    "weights, smoothing": lambda x, t: F.cross_entropy(
+        x, t, torch.linspace(0.5, 2, x.shape[-1], device=x.device), label_smoothing=0.2, reduction="sum"
+    ),
+    "another ignore_index": lambda x, t: F.cross_entropy(x, t.clamp(min=0), ignore_index=0),
+    "torch.nn.CrossEntropyLoss": lambda x, t: torch.nn.CrossEntropyLoss()(x, t),
+    "one row": lambda x, t: F.cross_entropy(x[0], t[0]),
+    "ATen's operator": lambda x, t: torch.ops.aten.cross_entropy_loss(x, t, None, 2),
+}
+
+
+@pytest.mark.parametrize("mode", ["grad", "no grad", "inference"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_cross_entropy_is_taken(name, mode, losses, device):
+    def results():
+        x, target = logits_and_targets(device)
+        if mode == "grad":
+            x.requires_grad_()
+            loss = LOSSES[name](x, target)
+            return loss.detach(), *torch.autograd.grad(loss.sum(), x)
+        with torch.no_grad() if mode == "no grad" else torch.inference_mode():
+            return LOSSES[name](x, target).clone()
+
+    expected = results()
+    with fused_softmax.enabled():
+        found = results()
+    assert len(losses) == 1
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(results(), expected)
+    assert len(losses) == 1
+
+
+LEFT = {
+    "N-D logits": lambda x, t: F.cross_entropy(x.view(2, 3, -1).movedim(-1, 1), t.view(2, 3)),
+    "probabilities": lambda x, t: F.cross_entropy(x, torch.softmax(x, -1)),
+    "probabilities, smoothed": lambda x, t: F.cross_entropy(x, torch.softmax(x, -1), label_smoothing=0.1),
+    "no rows": lambda x, t: F.cross_entropy(x[:0], t[:0], reduction="sum"),
+    "vmap": lambda x, t: torch.vmap(F.cross_entropy)(x.view(2, 3, -1), t.view(2, 3)),
+    "jvp": lambda x, t: torch.func.jvp(lambda x: F.cross_entropy(x, t), (x,), (x + 1,))[1],
+    "nll_loss": lambda x, t: F.nll_loss(F.log_softmax(x, -1), t),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_losses_stay_torchs(name, losses, device):
+    x, target = logits_and_targets(device)
+    expected = LEFT[name](x, target)
+    with fused_softmax.enabled():
+        torch.testing.assert_close(LEFT[name](x, target), expected)
+    assert not losses
+
+
+def test_second_derivatives_of_cross_entropy(losses, device):
+    x, target = torch.randn(3, 7, dtype=FP64, device=device, requires_grad=True), torch.tensor([1, -100, 6])
+    with fused_softmax.enabled():
+        for reduction in ("mean", "none"):
+            call = lambda x, r=reduction: F.cross_entropy(x, target.to(device), reduction=r)  # noqa: E731
+            assert torch.autograd.gradcheck(call, x, nondet_tol=1e-12)
+            assert torch.autograd.gradgradcheck(call, x)
+    assert losses
+
+
+BAD_LOSSES = {
+    "targets of another length": lambda x, t: F.cross_entropy(x, t[:-1]),
+    "targets of floats": lambda x, t: F.cross_entropy(x, t.float()),
+    "smoothing": lambda x, t: F.cross_entropy(x, t, label_smoothing=2.0),
+    "weights of another length": lambda x, t: F.cross_entropy(x, t, x[0, :-1]),
+    "weights of another dtype": lambda x, t: F.cross_entropy(x, t, x[0].double()),
+    "reduction": lambda x, t: F.cross_entropy(x, t, reduction="avg"),
+    "integers": lambda x, t: F.cross_entropy(x.long(), t),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_errors_of_cross_entropy_are_torchs(name, losses, device):
+    x, target = logits_and_targets(device)
+    with pytest.raises(Exception) as theirs:  # noqa: PT011  whatever torch raises
+        BAD_LOSSES[name](x, target)
+    with fused_softmax.enabled(), pytest.raises(theirs.type) as ours:
+        BAD_LOSSES[name](x, target)
+    assert str(ours.value) == str(theirs.value)
+    assert not losses
+
+
+def loss_registrations(device):
+    keys = ("CPU", "AutogradCPU") if device == "cpu" else ("CUDA", "AutogradCUDA")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [has("aten::cross_entropy_loss", key) for key in keys]
+
+
+def test_cross_entropys_own_registration_is_gone_afterwards(losses, device):
+    assert loss_registrations(device) == [False, False]
+    with fused_softmax.enabled():
+        assert loss_registrations(device) == [True, True]
+    assert loss_registrations(device) == [False, False]
+    x, target = logits_and_targets(device)
+    F.cross_entropy(x.requires_grad_(), target).backward()
+    assert not losses
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_cross_entropy_under_it(backend, device):
+    torch._dynamo.reset()
+    function = torch.compile(F.cross_entropy, backend=backend, fullgraph=True)
+    x, target = logits_and_targets(device)
+    leaf = x.clone().requires_grad_()
+    expected = F.cross_entropy(leaf, target)
+    (gradient,) = torch.autograd.grad(expected, leaf)
+    with fused_softmax.enabled():
+        torch.testing.assert_close(torch.autograd.grad(function(leaf, target), leaf)[0], gradient)
+        torch.testing.assert_close(function(x, target), expected.detach())
+    torch.testing.assert_close(function(x, target), expected.detach())
+
+
 # Enabling and disabling.
 
 
@@ -457,8 +600,8 @@ def check_model(make, device, dtype, ran, tolerances):
     assert not ran
     with fused_softmax.enabled():
         result = outcome(model, tokens)
-    assert ran.count("softmax") == 3  # the attention of two layers, and the loss
-    assert ran.count("gradient") == 3
+    assert ran.count("softmax") == ran.count("gradient") == 2  # the attention of two layers
+    assert ran.count("cross_entropy") == 1
     torch.testing.assert_close(result, expected, **tolerances)
 
 

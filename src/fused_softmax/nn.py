@@ -1,8 +1,14 @@
 """Modules that mirror torch.nn's: the same constructor, repr and state, on these kernels."""
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.scores import MaskedRows
 from fused_softmax.ops.softmax import log_softmax, softmax
 
@@ -60,3 +66,89 @@ class LogSoftmax(_Scored, torch.nn.LogSoftmax):
     """
 
     _function = staticmethod(log_softmax)
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """`fused_softmax.cross_entropy` as a module; a torch.nn.CrossEntropyLoss to whoever asks.
+
+    weight, ignore_index, reduction, label_smoothing: torch's. softcap, scale, lse_square_scale, return_lse,
+    return_z_loss, return_token_stats, inplace_backward, dtype: those of the function, in each call.
+
+    >>> CrossEntropyLoss(label_smoothing=0.1)(logits, target)
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.options = _known(options, cross_entropy)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:  # type: ignore[override]
+        return cross_entropy(
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """A linear layer and its loss, `fused_softmax.linear_cross_entropy`: the logits never exist all at once.
+
+    in_features, num_classes, bias: of the layer, whose parameters are linear_weight [num_classes, in_features] and
+    linear_bias [num_classes] or None, initialised as torch.nn.Linear's. weight, reduction, ignore_index,
+    label_smoothing and `options` are the function's.
+
+    >>> LinearCrossEntropyLoss(4096, 128256)(hidden, target)  # [n, 4096], [n]
+    """
+
+    linear_weight: torch.nn.Parameter
+    linear_bias: torch.nn.Parameter | None
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.linear_weight, self.linear_bias = linear.weight, linear.bias  # type: ignore[assignment]
+        self.register_buffer("weight", weight)
+        self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
+        self.options = _known(options, linear_cross_entropy)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            input, self.linear_weight, target, linear_bias=self.linear_bias, weight=self.weight,
+            reduction=self.reduction, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
+            **self.options,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        n_classes, in_features = self.linear_weight.shape
+        said = [f"in_features={in_features}", f"num_classes={n_classes}", f"bias={self.linear_bias is not None}"]
+        return ", ".join(said + [f"{name}={value!r}" for name, value in self.options.items()])
+
+
+def _known(options: dict[str, Any], function: Callable) -> dict[str, Any]:
+    """options, all of them keyword-only arguments of function, or a TypeError."""
+    kinds = inspect.signature(function).parameters.values()
+    unknown = options.keys() - {each.name for each in kinds if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    if unknown:
+        raise TypeError(f"{function.__name__} has no argument {sorted(unknown)[0]!r}")
+    return options

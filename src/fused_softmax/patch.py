@@ -1,9 +1,10 @@
-"""PyTorch's own softmax, log_softmax and logsumexp on these kernels, in code that knows nothing of them.
+"""PyTorch's own softmax, log_softmax, logsumexp and cross_entropy on these kernels, in code that knows nothing of them.
 
 `enable()` puts the kernels in the place of ATen's for CUDA tensors (CPU tensors with FUSED_SOFTMAX_INTERPRET=1). Below
 autograd, autocast, vmap and modes, so all of these stay PyTorch's, second derivatives included; and below every name:
-functions imported before, methods, modules, and ATen's own callers, such as cross_entropy. What the kernels do not take
-goes on to ATen's. A compiler has replaced softmax before there is a call: what is compiled stays as it compiles it.
+functions imported before, methods, modules, and ATen's own callers. cross_entropy, which ATen composes of others, is
+taken where autograd begins, whole: its gradient is written in the forward pass. What the kernels do not take goes on to
+ATen's. A compiler has replaced softmax before there is a call: what is compiled stays as it compiles it.
 """
 
 import sys
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from fused_softmax.ops import logsumexp as lse_ops
 from fused_softmax.ops import softmax as softmax_ops
-from fused_softmax.ops.arguments import DTYPES, INTERPRET, overlap
+from fused_softmax.ops.arguments import DTYPES, INTERPRET, overlap, runs_here
+from fused_softmax.ops.cross_entropy import cross_entropy
 from fused_softmax.ops.replay import recall
 from fused_softmax.ops.scores import PLAIN
 
@@ -34,10 +36,10 @@ _library: torch.library.Library | None = None  # its registrations live as long 
 
 
 def enable() -> None:
-    """Run torch.softmax, torch.log_softmax and torch.logsumexp on this package's kernels, from now on, in all threads.
+    """Run torch's softmax, log_softmax, logsumexp and cross_entropy on these kernels, from now on, in all threads.
 
-    Results, gradients and errors are torch's. Calls nest: as many `disable()` end it. The first is best made before
-    other threads call these functions.
+    Results, gradients and errors are torch's, but that a target which is no class makes the loss NaN on a GPU. Calls
+    nest: as many `disable()` end it. The first is best made before other threads call these functions.
 
     >>> enable()
     >>> torch.nn.functional.softmax(torch.randn(8, 50257, device="cuda"), dim=-1)  # the kernel `_part_forward`
@@ -97,6 +99,9 @@ def _register() -> torch.library.Library:
             for name, stand_in in _STAND_INS.items():
                 atens = partial(torch.library.get_kernel(f"aten::{name}", device).call_boxed, keys)
                 library.impl(name, _passing_on(atens, stand_in(atens)), device)
+            composed = torch.ops.aten.cross_entropy_loss.default.decompose
+            for key in (device, f"Autograd{device}"):  # in inference mode autograd has no say
+                library.impl("cross_entropy_loss", _passing_on(composed, _cross_entropy(composed)), key)
     return library
 
 
@@ -150,6 +155,33 @@ def _logsumexp(atens: Callable) -> Callable:
         if len(dims) < len(dim) or not taken or (out and not _fits(out["out"], torch.Size(shape), x.dtype, x)):
             return atens(x, dim, keepdim, **out)
         return lse_ops._forward(x, dim[0] if len(dim) == 1 else tuple(dim), keepdim, out.get("out"), PLAIN)
+
+    return kernel
+
+
+def _cross_entropy(atens: Callable) -> Callable:
+    def kernel(
+        x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        tensors = [each for each in (x, target, weight) if each is not None]
+        # Of a class dim that is strided, log_softmax is taken as it lies.
+        taken = (
+            runs_here(*tensors)
+            and x.dtype in DTYPES
+            and x.ndim in (1, 2)
+            and target.dtype in (torch.int64, torch.uint8)
+            and target.shape == x.shape[:-1]
+            and target.device == x.device
+            and x.numel() > 0
+            and reduction in (0, 1, 2)
+            and 0.0 <= label_smoothing <= 1.0
+            and (weight is None or (weight.shape, weight.dtype, weight.device) == (x.shape[-1:], x.dtype, x.device))
+        )
+        if not taken:
+            return atens(x, target, weight, reduction, ignore_index, label_smoothing)
+        name = ("none", "mean", "sum")[reduction]
+        return cross_entropy(x, target, weight, ignore_index, name, label_smoothing, dtype=x.dtype)  # type: ignore[return-value]
 
     return kernel
 

@@ -59,6 +59,57 @@ def of_scores(
     return y.masked_fill(empty if y.ndim == z.ndim else empty.reshape(y.shape), nothing).to(result)
 
 
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    dtype: torch.dtype | None = None,
+    arithmetic: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, z-loss) of fused_softmax.cross_entropy of torch's operations; a target that is no class gives NaN."""
+    result = input.dtype if dtype is None else dtype
+    z = input.to(arithmetic) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    class_dim = 0 if z.ndim == 1 else 1
+    z = z.movedim(class_dim, -1)
+    n_classes = z.shape[-1]
+    lse = torch.logsumexp(z, -1)
+    log_p = torch.log_softmax(z, -1)
+    weights = torch.ones(n_classes, dtype=arithmetic, device=z.device) if weight is None else weight.to(arithmetic)
+    z_loss = lse_square_scale * lse.square()
+    if target.is_floating_point():
+        q = target.to(arithmetic).movedim(class_dim, -1) * (1.0 - label_smoothing) + label_smoothing / n_classes
+        loss = -(weights * q * log_p).sum(-1)
+        of_loss = of_z = torch.tensor(float(lse.numel()), dtype=arithmetic, device=z.device)
+    else:
+        t = target.long()
+        counts = t != ignore_index
+        wrong = counts & ((t < 0) | (t >= n_classes))
+        kept = counts & ~wrong
+        t = torch.where(kept, t, 0)
+        w = weights[t]
+        loss = -w * log_p.gather(-1, t.unsqueeze(-1)).squeeze(-1)
+        if label_smoothing:
+            loss = (1.0 - label_smoothing) * loss - label_smoothing / n_classes * (weights * log_p).sum(-1)
+        spoilt = torch.where(wrong, math.nan, 1.0).to(arithmetic)  # multiplied, so that the gradient is NaN too
+        loss, z_loss = (each.masked_fill(~counts, 0.0) * spoilt for each in (loss, z_loss))
+        of_loss, of_z = (torch.where(kept, w, 0.0).sum() if weight is not None else counts.sum()), counts.sum()
+    if reduction != "none":
+        loss, z_loss = loss.sum(), z_loss.sum()
+    if reduction == "mean":
+        loss, z_loss = loss / of_loss, z_loss / of_z
+    total = loss + z_loss if lse_square_scale else loss
+    return total.to(result), lse, z_loss.to(result)
+
+
 def scores(z: Tensor, dim, scale: float | Tensor | None, mask: Tensor | None, is_causal: bool) -> Tensor:
     """z * scale + mask, with -inf wherever a bool mask or causality hides."""
     greedy = None

@@ -78,6 +78,11 @@ def traced(*tensors: Tensor) -> bool:
     return bool(watched) and not torch.jit.is_tracing() and not _transformed()
 
 
+def traced_whole(*tensors: Tensor) -> bool:
+    """As `traced`, of operators that have no rule for vmap either."""
+    return not _within_functorch() and traced(*tensors)
+
+
 def on_device(tensor: Tensor) -> bool:
     return tensor.is_cuda or (INTERPRET and tensor.device.type == "cpu")
 
@@ -88,12 +93,24 @@ def _transformed() -> bool:
     return forward_ad._current_level >= 0 or any(level.key() != TransformType.Vmap for level in levels)
 
 
+def _within_functorch() -> bool:
+    """Whether a transform of functorch's runs; its own functionalization, by which AOTAutograd traces, is none."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != TransformType.Functionalize for level in levels)
+
+
 # As torch.compiler.assume_constant_result, which imports dynamo: it asks while it traces, and guards on the answer.
 _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_within_functorch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def batched(*tensors: Tensor | None) -> bool:
+    """Whether one stands for many, as the gradients of torch.autograd.grad(is_grads_batched=True) do."""
+    return any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in tensors)
 
 
 def alignment_of(x: Tensor, *others: Tensor) -> Alignment:

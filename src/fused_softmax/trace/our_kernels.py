@@ -12,6 +12,8 @@ import triton
 from torch import Tensor
 
 from fused_softmax.ops import column
+from fused_softmax.ops.cross_entropy_forward import cross_entropy_forward
+from fused_softmax.ops.losses import Loss, totals_of
 from fused_softmax.ops.softmax_backward import softmax_backward
 from fused_softmax.ops.softmax_forward import softmax_forward
 from fused_softmax.plan import H200, ColumnPlan, RowPlan, Strategy, candidate
@@ -26,12 +28,13 @@ COLUMN_INNER = 4
 # What computes only where things are, or does nothing under the interpreter, and what one word of its caller says.
 PLACES = frozenset({
     "body_of", "broadcast_offset", "edges_of", "exp_at", "factor_of", "head_of", "hold", "hold_all", "inner_of",
-    "origin_of", "pack_state", "place_of", "scores_of", "slots_of", "tag_of", "unpack_state", "visible_of", "wait_for",
-    "weight_of", "widen",
+    "logits_of", "numbers_of", "origin_of", "pack_state", "place_of", "scores_of", "slots_of", "tag_of",
+    "unpack_state", "visible_of", "wait_for", "weight_of", "widen",
 })  # fmt: skip
 _ROLES: dict[str, Role] = {"y_ptr": "output", "dx_ptr": "output"}
-_STATES = frozenset({"m_ptr", "s_ptr", "d_ptr"})
-_ROLES |= dict.fromkeys((*_STATES, "slots_ptr"), "scratch")
+_STATES = frozenset({"m_ptr", "s_ptr", "d_ptr", "ls_ptr", "loss_ptr"})
+_SMALL = ("slots_ptr", "target_ptr", "totals_ptr")  # beside the matrix
+_ROLES |= dict.fromkeys((*_STATES, *_SMALL), "scratch")
 _NARROW = ("float32", "float16", "bfloat16")  # messages are fp32
 
 
@@ -105,6 +108,20 @@ def _run_backward(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
     with recorder:
         softmax_backward(dy, y, dx, plan=plan)
     return _facts(plan) | {"dy": "1 in column 0, else 0"}
+
+
+def _run_cross_entropy(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
+    n_rows, n_cols = x.shape
+    target = torch.arange(n_rows) % n_cols
+    dx = torch.empty_like(x)
+    plan = row_plan("split", x, block)
+    loss = Loss(mean=True)
+    totals = totals_of(target, loss, n_cols, torch.float32)
+    recorder.memory.hold("x", x, "input")
+    recorder.memory.hold("dx", dx, "output")
+    with recorder:
+        cross_entropy_forward(x, target, loss, totals, dx, plan)
+    return _facts(plan) | {"target": "column i of row i"}
 
 
 def _story(*, waits: bool = False, message: dict[str, str] | None = None, **told: Told) -> Story:
@@ -258,6 +275,39 @@ OURS = (
                 m=(),
                 s=(),
                 notes={"d = tl.sum": "The parts of d add up; unlike sums of exponentials, they need no rescaling."},
+            ),
+        ),
+        dtypes=_NARROW,
+        merge=True,
+    ),
+    Kernel(
+        name="cross-entropy",
+        title="the loss and its gradient, in one read",
+        summary="The mean cross-entropy of rows whose targets lie on the diagonal. Programs share a row as in split; "
+        "with its maximum and sum they know the loss, and write its gradient, p less 1 at the target, while the logits "
+        "are still in registers.",
+        operation="cross_entropy",
+        run=_run_cross_entropy,
+        formula=Formula(1, 1, read_m=1, written_m=1),
+        story=_story(
+            waits=True,
+            publish=_PUBLISH,
+            collect=_COLLECT,
+            _part_loss=Told(
+                {
+                    "find the part": "program = tl.program_id",
+                    "target": "t, kept, wrong, w = target_of",
+                    "load": "x_body = body_of",
+                    "maximum": "m = max_of",
+                    "sum": "x = hold_all",
+                    "exchange": ("if PREFETCH:", "if SPLIT:"),
+                    "loss": "if COLLECT:",
+                    "gradient": "g, g_z = per_row",
+                    "gradient at the target": "tl.debug_barrier",
+                },
+                notes={
+                    "dx_t = gradient_of_logits": "Less 1 at the target: one element, written over by its own program."
+                },
             ),
         ),
         dtypes=_NARROW,

@@ -1,0 +1,93 @@
+"""linear_cross_entropy, chunk by chunk, against float64 of a layer and its loss; and what it refuses."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_cross_entropy import OPTIONS, named
+
+from fused_softmax import linear_cross_entropy, reference
+from fused_softmax.ops.linear_cross_entropy import linear_of
+
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
+)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+TARGET = torch.tensor([3, -100, 7, 39, 0, -100, 12])
+
+
+def layer(dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (7, 16), (40, 16), (40,)
+    return [(torch.randn(*shape, generator=generator) / 2).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_loss_and_gradients_by_chunks(dtype, reduction, options, device):
+    """Held to a few roundings of the largest; a last chunk that is short, rows left out, gradients made twice."""
+    options, target = named(OPTIONS[options], 40, device=device), TARGET.to(device)
+    exact = [each.detach().double().requires_grad_() for each in layer(dtype, device)]
+    weight = {"weight": options["weight"].double()} if "weight" in options else {}
+    truth = reference.cross_entropy(F.linear(*exact), target, reduction=reduction, **options | weight)[0]
+    dy = torch.linspace(0.5, 1.5, truth.numel(), device=device).view(truth.shape).to(dtype)
+    expected = (truth, *torch.autograd.grad(truth, exact, dy.double()))
+    for chunk_size, skip_ignored in ((None, False), (3, False), (3, True)):
+        tensors = layer(dtype, device)
+        x, w, bias = tensors
+        loss = linear_cross_entropy(
+            x, w, target, linear_bias=bias, reduction=reduction, chunk_size=chunk_size, skip_ignored=skip_ignored,
+            **options,
+        )  # fmt: skip
+        for _ in range(2):  # the second makes the logits again
+            gradients = torch.autograd.grad(loss, tensors, dy, retain_graph=True)
+            for found, want in zip((loss, *gradients), expected, strict=True):
+                assert found.dtype == dtype
+                least = 0 if dtype == torch.float64 else 1e-7
+                allowed = 8 * torch.finfo(dtype).eps * want.abs().max() + least
+                assert (found.double() - want).abs().max() <= allowed
+
+
+BAD = {
+    "features": ({"linear_weight": torch.ones(4, 2)}, ValueError, r"linear_weight.*\(2, 3\).*\(4, 2\)"),
+    "dims": ({"linear_weight": torch.ones(4)}, ValueError, r"linear_weight.*\(4,\)"),
+    "bias": ({"linear_bias": torch.ones(3)}, ValueError, r"linear_bias.*\(4,\).*\(3,\)"),
+    "bias type": ({"linear_bias": 1.0}, TypeError, "linear_bias.*float"),
+    "dtypes": ({"linear_weight": torch.ones(4, 3).half()}, RuntimeError, "linear_weight.*float32.*float16"),
+    "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size.*0"),
+    "chunk_size type": ({"chunk_size": 1.5}, TypeError, "chunk_size.*float"),
+    "accumulate": ({"accumulate": "fp16"}, ValueError, "accumulate.*fp16"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, device):
+    arguments, error, message = BAD[name]
+    given = {"input": torch.ones(2, 3), "linear_weight": torch.ones(4, 3), "target": torch.zeros(2, dtype=torch.int64)}
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in (given | arguments).items()}
+    with pytest.raises(error, match=f"^linear_cross_entropy: {message}"):
+        linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "size"),
+    [
+        (8192, {}, 8192),  # 2004 MiB of logits, as two chunks and an accumulator take
+        (16384, {}, 4096),  # 4008 MiB: equal chunks of 1 GiB at most
+        (9000, {"of_weight": False}, 3072),
+        (8192, {"accumulate": "input"}, 4096),
+        (8192, {"dtype": torch.float16}, 4096),
+        (100, {}, 100),
+        (8192, {"chunk_size": 700}, 700),
+    ],
+    ids=str,
+)
+def test_a_chunk_takes_no_more_memory_than_it_saves(rows, options, size):
+    dtype = options.get("dtype", torch.bfloat16)
+    x, w = torch.empty(1, dtype=dtype).expand(rows, 4096), torch.empty(1, dtype=dtype).expand(128256, 4096)
+    how = {"chunk_size": None, "accumulate": "fp32", "of_weight": True} | options
+    how.pop("dtype", None)
+    assert linear_of(x, w, **how).chunk_size == size
