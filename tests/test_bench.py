@@ -194,7 +194,7 @@ def test_an_operation_counts_its_bytes_and_tells_a_right_result_from_a_wrong_one
     inputs = check.inputs(case, 1, "cpu", seed=0)[0]
     judge = check.Judge(case, inputs)
     y = OPERATIONS[name].baseline(case)(*inputs)
-    assert (tuple(inputs[0].shape), inputs[0].dtype) == (case.shape, getattr(torch, dtype))
+    assert (tuple(inputs[0].shape), inputs[0].dtype) == (case.shape[: inputs[0].ndim], getattr(torch, dtype))
     assert OPERATIONS[name].held_bytes(case) == sum(each.nbytes for each in (*inputs, y))
     assert judge.complaint(y, judge.allowed(own=True))[0] == ""
     formula = OPERATIONS[name].formula(case)(*inputs)
@@ -220,6 +220,32 @@ def test_floor_bytes():
     assert floor("softmax_causal", 1, 1, 2, 5, dtype="float32") == 4 * (4 + 5 + 2 * 5)
     assert floor("softmax_masked", 8, 16, 2048, 2048) == 2 * 2 * rows * 2048 + 8 * 2048 * 2048
     assert floor("softmax_biased", 8, 16, 2048, 2048) == 2 * 2 * rows * 2048 + 2 * 16 * 2048 * 2048
+
+
+def test_of_a_linear_layers_loss_both_gradients_are_judged():
+    case = sample("linear_cross_entropy")
+    x, w, target = check.inputs(case, 1, "cpu", seed=0)[0]
+    judge = check.Judge(case, (x, w, target))
+    limits = judge.allowed(own=False)
+    plain = operations.linear_then_loss
+    for wrong in (
+        lambda x, w, target: plain(x.detach(), w, target) + 0 * x.square().sum(),
+        lambda x, w, target: plain(x, w.detach(), target) + 0 * w.square().sum(),
+        lambda x, w, target: plain(x[:-1], w, target[:-1]),
+    ):
+        y = operations.layer_gradient(wrong)(case)(x, w, target)
+        assert judge.complaint(y, limits)[0].startswith("largest error")
+    assert operations.layer_checking_bytes(case) > 8 * 61 * 781
+    assert OPERATIONS["linear_cross_entropy"].floor_bytes(case) == ceiling.Products().moved_bytes(x, w, target)
+    assert ceiling.Products()(x, w, target).shape == w.shape
+
+
+def test_memory_is_printed_of_losses(tmp_path):
+    of_loss = replace(point(), operation="cross_entropy_gradient", memory_bytes=3 * 2**20)
+    for points, expected in (([of_loss], True), ([point(memory_bytes=2**20)], False)):
+        report.print_run(run_of(*points), console := Console(file=io.StringIO(), width=200))
+        assert ("memory: MiB" in console.file.getvalue()) == expected
+        assert ("3.0" in console.file.getvalue()) == expected
 
 
 def test_causal_and_masked_inputs_empty_no_row():
@@ -749,6 +775,7 @@ def test_real_figures():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_real_figures_of_every_operation(name):
     shape = (4, 8, 512, 512) if len(OPERATIONS[name].sample.shape) == 4 else (2048, 4096)
+    shape = (2048, 512, 8192) if name == "linear_cross_entropy" else shape
     case = sample(name, shape=shape, dtype="bfloat16", dim=0 if name == "softmax_dim" else -1)
     for found in measure.measure(case, ["fused_softmax", "torch", "torch.compile"], measure.Effort(2, 5)):
         assert (found.status, found.method) == ("ok", "graph"), f"{found.provider}: {found.message}"

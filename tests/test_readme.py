@@ -147,9 +147,19 @@ def test_what_the_readme_says_a_command_prints_it_prints(monkeypatch, arguments,
         assert result.output == said
 
 
-def test_the_projects_readme_shows_the_committed_results():
-    readme.replace((ROOT / "README.md").read_text(), "")  # raises where the markers are not in place
-    results = ROOT / "benchmarks/results/h200_softmax.json"
-    if not results.exists():
-        pytest.skip("no results are committed")
-    assert readme.main([str(results), str(ROOT / "README.md"), "--check"]) == 0
+@pytest.mark.parametrize(
+    ("place", "name"), [("", "softmax"), ("losses", "cross_entropy"), ("linear", "linear_cross_entropy")]
+)
+def test_the_projects_readme_shows_the_committed_results(place, name):
+    results = ROOT / f"benchmarks/results/h200_{name}.json"
+    assert readme.main([str(results), str(ROOT / "README.md"), "--place", place, "--check"]) == 0
+
+
+def test_products_are_in_us_and_several_tables_have_places(tmp_path):
+    point = timed(1000, "fused_softmax", 10.0, operation="linear_cross_entropy", parameters={"shape": [64, 8, 1000]})
+    text = EMPTY + "\n".join(readme.markers("linear"))
+    arguments, page = files(tmp_path, run_of(point), text)
+    assert readme.main([*arguments, "--place", "linear"]) == 0
+    assert page.read_text().startswith(EMPTY)
+    assert "| linear_cross_entropy | 64 x 8 x 1000 | bfloat16 | 2 | 0.003 |" in page.read_text()
+    assert "in us" in page.read_text()

@@ -63,7 +63,8 @@ def test_charts_of_committed_results_are_valid_vega_lite(monkeypatch, path):
     part = page.part(path)
     assert {(g.operation, g.dtype) for g in part.groups} == {(p.operation, p.dtype) for p in part.run.points}
     for group in part.groups:
-        assert {"Speed", "Ratio to the ceiling", "Call against kernel"} <= {
+        speed = "Time" if group.operation.startswith("linear_") else "Speed"
+        assert {speed, "Ratio to the ceiling", "Call against kernel"} <= {
             chart.title.partition(":")[0] for chart in group.charts
         }
     assert len({chart.name for group in part.groups for chart in group.charts}) == sum(
@@ -133,10 +134,29 @@ def test_what_was_not_measured_has_no_chart():
     assert names == {"Speed", "Ratio to the ceiling", "Call against kernel"}
     with_memory = run_of(timed(8, 100, memory_bytes=2**20), timed(8, 200, memory_bytes=2**21))
     assert [row["value"] for row in data(charts_of(with_memory)["Memory"])] == [1, 2]
+    assert "Time against memory" not in charts_of(with_memory)
     on_cpu = run_of(*(replace(timed(8, n), kernel=None, ceiling=None, ratio=None) for n in (100, 200)), gpu=None)
     assert charts_of(on_cpu).keys() == {"Speed"}
     assert "eager wall time" in charts_of(on_cpu)["Speed"].caption
     assert charts.groups(run_of(Point(8, 100, "float32", "torch", "absent", "no module")), "stem") == []
+
+
+def test_a_linear_layers_loss_is_time_and_memory():
+    def chunked(shape, provider, us, mib):
+        n_rows, _, n_cols = shape
+        more = {"operation": "linear_cross_entropy", "parameters": {"shape": list(shape)}, "memory_bytes": mib * 2**20}
+        return timed(n_rows, n_cols, provider, us, **more)
+
+    shapes = (64, 8, 1000), (128, 8, 1000)
+    run = run_of(*(chunked(s, *of) for s in shapes for of in (("fused_softmax", 2000, 100), ("torch", 1000, 300))))
+    drawn = charts_of(run)
+    assert "Speed" not in drawn
+    assert {row["value"] for row in data(drawn["Time"])} == {1.0, 2.0, 0.009}  # ms, the products' too
+    frontier = drawn["Time against memory"]
+    assert {(row["provider"], row["mib"], row["ms"]) for row in data(frontier)} == {
+        ("fused_softmax", 100, 2.0), ("torch", 300, 1.0)
+    }  # fmt: skip
+    assert "64 x 8 x 1000" in str(frontier.spec["params"])
 
 
 def test_the_summary_is_of_geometric_means_and_the_lowest_ratio():

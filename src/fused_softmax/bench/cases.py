@@ -56,6 +56,11 @@ class Case:
         return ("" if self.operation == "softmax" else f"{self.operation} ") + f"{self.size} {self.dtype}"
 
 
+def in_time(case: Case) -> bool:
+    """Whether it is bound by products, of which GB/s say nothing."""
+    return case.operation.startswith("linear_")
+
+
 def parse_size(text: str) -> int:
     """A positive integer, with an optional Ki, Mi or Gi."""
     match = re.fullmatch(r"(\d+)(ki|mi|gi|)", text.strip().lower())

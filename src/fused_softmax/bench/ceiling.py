@@ -3,6 +3,7 @@
 copies  y = x: one read and one write; `result` converts what is written, `share` leaves a part of x unread
 adds    c = a + b: two reads and one write
 reads   every program combines what it reads into one number
+products  not of bytes: the three matrix products that a linear layer's loss cannot do without, by cuBLAS
 
 Flat over contiguous elements, so an odd row length does not matter: accesses are of 16 bytes, of fewer only where a
 block gives its threads fewer. The last n % 16 elements (bytes, in reads) are left out; sizes stay divisible, without
@@ -123,7 +124,22 @@ class Read:
         return result
 
 
-Ceiling = Copy | Add | Read
+@dataclass(frozen=True)
+class Products:
+    """logits = x w', then their products with w and with x: what remains of a linear layer's loss without the loss."""
+
+    name: str = "3 GEMMs"
+
+    def moved_bytes(self, x: Tensor, w: Tensor, target: Tensor) -> int:
+        return x.nbytes + 2 * w.nbytes + target.nbytes
+
+    def __call__(self, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        logits = x @ w.t()
+        torch.mm(logits, w)
+        return logits.t() @ x
+
+
+Ceiling = Copy | Add | Read | Products
 
 
 def copies(result: torch.dtype | None = None, share: float = 1.0) -> list[Ceiling]:
@@ -138,6 +154,10 @@ def adds() -> list[Ceiling]:
     sizes = [(512, 4), (1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8)]
     plain = [Shape(block, warps, streaming) for block, warps in sizes for streaming in (False, True)]
     return [Add(shape) for shape in (*plain, Shape(2048, 4, waves=16), Shape(4096, 8, waves=8))]
+
+
+def products() -> list[Ceiling]:
+    return [Products()]
 
 
 def reads() -> list[Ceiling]:

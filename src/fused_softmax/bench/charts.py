@@ -12,7 +12,7 @@ from typing import Any
 
 import altair as alt
 
-from fused_softmax.bench.cases import Case
+from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.compare import geometric_mean
 from fused_softmax.bench.plot import STYLES, axis_of
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of
@@ -31,6 +31,10 @@ SHAPES = {
     "*": "M0,-1L.25,-.35L.95,-.3L.4,.15L.6,.8L0,.45L-.6,.8L-.4,.15L-.95,-.3L-.25,-.35Z",
     "<": "triangle-left",
     ">": "triangle-right",
+    "p": "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z",
+    "d": "M0,-1L.55,0L0,1L-.55,0Z",
+    "X": "M-1,-.5L-.5,-1L0,-.5L.5,-1L1,-.5L.5,0L1,.5L.5,1L0,.5L-.5,1L-1,.5L-.5,0Z",
+    "h": "M0,-1L.87,-.5L.87,.5L0,1L-.87,.5L-.87,-.5Z",
 }
 DASHES = (
     [1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 4], [10, 3], [1, 3], [5, 1, 1, 1], [12, 2, 2, 2, 2, 2], [3, 3, 1, 3],
@@ -192,6 +196,8 @@ class Panel:
         return rows
 
     def speed(self) -> Chart:
+        if self.points and in_time(self.points[0].case):
+            return self.time()
         rows = [self.row(p, value=_figure(p, self.on_gpu).gb_per_s) for p in self.points]
         rows += [
             {**self.place(case), "provider": self.ceiling, "value": top.gb_per_s} for case, top in self.tops.items()
@@ -203,6 +209,18 @@ class Panel:
         return self.chart(
             "speed", "Speed", caption, self.lines(self.placed(rows), "value", "GB/s", ceiling=bool(self.tops))
         )
+
+    def time(self) -> Chart:
+        rows = [self.row(p, value=_figure(p, self.on_gpu).p50_us / 1e3) for p in self.points]
+        rows += [{**self.place(c), "provider": self.ceiling, "value": top.p50_us / 1e3} for c, top in self.tops.items()]
+        caption = (
+            "Time"
+            + (" on the GPU" if self.on_gpu else ", eager wall time")
+            + "; lower is better."
+            + (f" The {self.ceiling} is the matrix products alone, in the same run." if self.tops else "")
+        )
+        chart = self.lines(self.placed(rows), "value", "ms", ceiling=bool(self.tops), log=True)
+        return self.chart("speed", "Time", caption, chart)
 
     def ratio(self) -> Chart | None:
         rows = [self.row(p, value=p.ratio) for p in self.points if p.ratio is not None]
@@ -303,6 +321,40 @@ class Panel:
         chart = self.lines(self.placed(rows), "value", "MiB", ceiling=False, log=True)
         return self.chart("memory", "Memory", caption, chart)
 
+    def frontier(self) -> Chart | None:
+        """Where memory buys time: a linear layer's loss, by chunks of many sizes."""
+        rows = [
+            self.row(p, ms=p.kernel.p50_us / 1e3, mib=p.memory_bytes / 2**20)
+            for p in self.points
+            if p.kernel and p.memory_bytes and in_time(p.case)
+        ]
+        if not rows:
+            return None
+        looks = self.looks(ceiling=False)
+        shapes = [size for size in self.shapes if any(row["shape"] == size for row in rows)]
+        largest = max(shapes, key=lambda size: min(row["ms"] for row in rows if row["shape"] == size))
+        chosen = alt.param(bind=alt.binding_select(options=shapes, name="tokens x hidden x vocabulary "), value=largest)
+        x = alt.X(
+            "mib:Q", title="MiB that a call had allocated at most", scale=alt.Scale(type="log", nice=False, padding=12)
+        )
+        y = alt.Y("ms:Q", title="ms", scale=alt.Scale(type="log", nice=False, padding=12))
+        tooltip = [
+            "provider:N", "shape:N", alt.Tooltip("ms:Q", format=".4~g"),
+            alt.Tooltip("mib:Q", title="MiB", format=".4~g"),
+        ]  # fmt: skip
+        marks = alt.Chart(alt.Data(values=rows)).mark_point(filled=True, size=90, strokeWidth=2)
+        marks = marks.encode(x, y, looks["color"], looks["shape"], tooltip=tooltip)
+        marks = marks.transform_filter(alt.datum.shape == chosen)
+        tops = [{"shape": case.size, "ms": top.p50_us / 1e3, "what": top.name} for case, top in self.tops.items()]
+        floor = alt.Chart(alt.Data(values=tops)).mark_rule(color=INK, strokeDash=CEILING_DASH)
+        floor = floor.encode(alt.Y("ms:Q"), tooltip=["what:N", "shape:N", alt.Tooltip("ms:Q", format=".4~g")])
+        chart = alt.layer(floor.transform_filter(alt.datum.shape == chosen), marks).add_params(chosen)
+        caption = (
+            "Time on the GPU against the most that one call had allocated beside its inputs, its gradients included. "
+            "Left and low is better; the line is the matrix products alone."
+        )
+        return self.chart("frontier", "Time against memory", caption, chart.properties(height=300))
+
 
 def grid_of(cases: Iterable[Case]) -> tuple[str, str] | None:
     """Of shapes that fill a grid of rows by columns well enough, the size of which there are more, and the other."""
@@ -324,7 +376,7 @@ def groups(run: Run, stem: str) -> list[Group]:
         panel = Panel(run, points, stem)
         if panel.points:
             makers: list[Callable[[], Chart | None]] = [
-                panel.speed, panel.ratio, panel.speed_up, panel.call_against_kernel, panel.memory
+                panel.speed, panel.ratio, panel.speed_up, panel.call_against_kernel, panel.memory, panel.frontier,
             ]  # fmt: skip
             charts = [chart for make in makers if (chart := make())]
             found.append(Group(operation, dtype, charts))

@@ -105,6 +105,9 @@ class Judge:
 
     def chunks(self, y: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
         """y and the inputs in parts along one axis other than `dim`; what broadcasts along it stays whole."""
+        if operation_of(self.case).whole:
+            yield y, self.inputs
+            return
         size = self.case.shape[self.axis]
         step = max(1, CHUNK * size // self.case.elements)
         # Without `dim`, the axis after it has moved one to the front.

@@ -140,7 +140,12 @@ def too_large(case: Case, sets: int) -> str:
         free = torch.cuda.mem_get_info()[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    need = sets * operation_of(case).held_bytes(case) + 4 * case.tensor_bytes + check.comparison_bytes(case)
+    operation = operation_of(case)
+    if operation.checking_bytes:
+        beside = operation.checking_bytes(case)
+    else:
+        beside = 4 * case.tensor_bytes + check.comparison_bytes(case)
+    need = sets * operation.held_bytes(case) + beside
     return f"needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if need > free else ""
 
 

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax import logsumexp, softmax
+from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softmax
 from fused_softmax.bench import ceiling, providers
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.providers import COMPILED, NEEDS_GPU, OWN, TORCH, Call, Provider, compiled
@@ -24,13 +24,16 @@ SCALE = 0.125  # of causal scores; a power of two, so that scaling rounds nothin
 class Operation:
     """All the bench has to know.
 
-    inputs: the tensors of one call, on the generator's device; the first is of the case's shape and dtype.
+    inputs: the tensors of one call, on the generator's device; the first is of the case's shape, or the first dims of
+        it, and of its dtype.
     own: this package's call. formula: the same of torch's functions; of float64 tensors it is the truth, and compiled
         it is the provider torch.compile. eager: torch's own call, where it is not the formula. peers: the others.
     held_bytes: of the inputs and the result. unread_bytes: of those, what need not be moved; the rest is the floor.
     ceilings: the plain kernels that the figures are held against, called with the same inputs.
     parameters: what the case does not say, for the record.
     planned: how many inputs the planner counts, where `plan_rows` alone decides the launch; 0 records no plan.
+    whole: the result is no function of its rows of inputs alone, and compared all at once.
+    checking_bytes: what comparing takes beside inputs and results, where the case's elements do not say it.
     own_needs_gpu: our call has no CPU path.
     sample: the case that is checked under Triton's interpreter.
     """
@@ -45,6 +48,8 @@ class Operation:
     unread_bytes: Callable[[Case], int] = lambda case: 0
     parameters: Callable[[Case], dict[str, Any]] = lambda case: {}
     planned: int = 0
+    whole: bool = False
+    checking_bytes: Callable[[Case], int] | None = None
     own_needs_gpu: bool = False
     sample: Case = SAMPLE
 
@@ -183,6 +188,88 @@ def bias_shape(case: Case) -> list[int]:
     return [1, *case.shape[1:]]
 
 
+def with_targets(case: Case, generator: torch.Generator) -> Inputs:
+    """Logits, and of every row a class: none is ignored."""
+    device = generator.device
+    return logits(case, generator), torch.randint(case.n_cols, (case.n_rows,), device=device, generator=generator)
+
+
+def losses(case: Case) -> Call:
+    return lambda x, target: x.logsumexp(-1) - x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def loss_gradient(function: Call) -> Provider:
+    """The gradient of the mean loss, with the forward pass that it takes."""
+
+    def call(x, target):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(function(x, target), x)[0]
+
+    return lambda case: call
+
+
+def loss_gradient_formula(case: Case) -> Call:
+    def call(x, target):
+        dx = torch.softmax(x, -1, dtype=widest(x))
+        one = torch.arange(case.n_cols, device=x.device) == target.unsqueeze(-1)
+        return ((dx - one.to(dx.dtype)) / case.n_rows).to(x.dtype)
+
+    return call
+
+
+def layer(case: Case, generator: torch.Generator) -> Inputs:
+    """Tokens [tokens, hidden], weights [classes, hidden], of one scale, which makes logits of 2; a class a token."""
+    n, n_features, n_classes = case.shape
+    options: dict[str, Any] = {"device": generator.device, "generator": generator}
+    scale = math.sqrt(2) * n_features**-0.25
+    x, w = (torch.randn(rows, n_features, dtype=getattr(torch, case.dtype), **options) for rows in (n, n_classes))
+    return x.mul_(scale), w.mul_(scale), torch.randint(n_classes, (n,), **options)
+
+
+def layer_gradient(function: Call) -> Provider:
+    """The weights' gradient of a linear layer's mean loss, the tokens' summed into its first row: one result, in which
+    a wrong one of either shows, and no copy.
+    """
+
+    def call(x, w, target):
+        with torch.enable_grad():
+            x, w = (each.detach().requires_grad_() for each in (x, w))
+            dx, dw = torch.autograd.grad(function(x, w, target), (x, w))
+        return with_sum(dx, dw)
+
+    return lambda case: call
+
+
+def with_sum(dx: Tensor, dw: Tensor) -> Tensor:
+    dw[0] += dx.sum(0, dtype=widest(dx)) * dx.shape[0] ** -0.5  # of the size of the others
+    return dw
+
+
+def layer_gradient_formula(case: Case) -> Call:
+    def call(x, w, target):
+        dlogits = loss_gradient_formula(Case((case.shape[0], case.n_cols)))(x @ w.t(), target)
+        return with_sum(dlogits @ w, dlogits.t() @ x)
+
+    return call
+
+
+def linear_then_loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, w), target)
+
+
+def layer_bytes(case: Case) -> int:
+    """Tokens, weights, targets and a gradient of the weights."""
+    n, n_features, n_classes = case.shape
+    return (n + 2 * n_classes) * n_features * case.itemsize + 8 * n
+
+
+def layer_checking_bytes(case: Case) -> int:
+    """In float64, logits and what the formula makes of them, and all else."""
+    n, n_features, n_classes = case.shape
+    return 8 * (5 * n * n_classes + 4 * (n + n_classes) * n_features)
+
+
 def with_mask(case: Case, generator: torch.Generator) -> Inputs:
     """Three keys in four are kept, the first one always, so that no row is empty."""
     mask = torch.rand(mask_shape(case), device=generator.device, generator=generator) > 0.25
@@ -280,5 +367,43 @@ OPERATIONS = {
         held_bytes=lambda case: case.tensor_bytes + case.n_rows * case.itemsize,
         ceilings=lambda case: ceiling.reads(),
         sample=Case((3, 131, 37), dim=1),
+    ),
+    "cross_entropy": Operation(
+        inputs=with_targets,
+        own=lambda case: lambda x, target: cross_entropy(x, target, reduction="none"),
+        formula=losses,
+        eager=lambda case: lambda x, target: torch.nn.functional.cross_entropy(x, target, reduction="none"),
+        held_bytes=lambda case: case.tensor_bytes + case.n_rows * (8 + case.itemsize),
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"reduction": "none"},
+    ),
+    "cross_entropy_gradient": Operation(
+        inputs=with_targets,
+        own=loss_gradient(cross_entropy),
+        formula=loss_gradient_formula,
+        eager=loss_gradient(torch.nn.functional.cross_entropy),
+        held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
+        ceilings=lambda case: ceiling.copies(),
+        parameters=lambda case: {"reduction": "mean"},
+    ),
+    "linear_cross_entropy": Operation(
+        inputs=layer,
+        own=layer_gradient(linear_cross_entropy),
+        formula=layer_gradient_formula,
+        eager=layer_gradient(linear_then_loss),
+        peers={
+            "torch chunked": providers.torch_chunked,
+            "liger": providers.liger_linear_cross_entropy,
+            "in one chunk": lambda case: layer_gradient(partial(linear_cross_entropy, chunk_size=case.shape[0]))(case),
+            "chunks of 1024": layer_gradient(partial(linear_cross_entropy, chunk_size=1024)),
+            "chunks of 256": layer_gradient(partial(linear_cross_entropy, chunk_size=256)),
+            "summed in place": layer_gradient(partial(linear_cross_entropy, accumulate="input")),
+        },
+        held_bytes=layer_bytes,
+        ceilings=lambda case: ceiling.products(),
+        parameters=lambda case: {"reduction": "mean"},
+        whole=True,
+        checking_bytes=layer_checking_bytes,
+        sample=Case((61, 24, 781)),
     ),
 }

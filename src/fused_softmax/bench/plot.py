@@ -24,6 +24,12 @@ STYLES = {
     "online": ("#E69F00", "P"),
     "liger": ("#8B6D05", "*"),
     "quack": ("#5D3A9B", "<"),
+    "torch chunked": ("#1B3A57", ">"),
+    # fused_softmax otherwise than by default
+    "in one chunk": ("#7F2704", "p"),
+    "chunks of 1024": ("#F4A582", "d"),
+    "chunks of 256": ("#C51B7D", "X"),
+    "summed in place": ("#4D9221", "h"),
 }
 
 SOURCE = "figures of fused-softmax bench "

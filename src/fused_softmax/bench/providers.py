@@ -68,6 +68,24 @@ def liger_backward(case: Case) -> Call:
     return call
 
 
+def liger_linear_cross_entropy(case: Case) -> Call:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    from fused_softmax.bench.operations import layer_gradient
+
+    return layer_gradient(liger_fused_linear_cross_entropy)(case)
+
+
+def torch_chunked(case: Case) -> Call:
+    from torch.nn import LinearCrossEntropyOptions  # torch 2.13 has it, earlier ones not
+    from torch.nn.functional import linear_cross_entropy
+
+    from fused_softmax.bench.operations import layer_gradient
+
+    options = LinearCrossEntropyOptions()
+    return layer_gradient(lambda x, w, target: linear_cross_entropy(x, w, target, options=options))(case)
+
+
 def quack(case: Case) -> Call:
     from quack.softmax import softmax
 

@@ -1,10 +1,11 @@
 """The README's table of results, from a file that `fused-softmax bench --out` wrote.
 
-    python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json README.md [--check]
+    python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json README.md [--place NAME] [--check]
 
-Rewrites what stands between the two markers, and nothing else; and draws the picture beside the results, which has
-their name, where the README shows it and it shows other figures. With --check it writes nothing, and exits with 1 where
-the README or the picture disagrees with the file. Standard library only, but for the drawing.
+Rewrites what stands between the two markers, those of NAME where there are several tables, and nothing else; and draws
+the picture beside the results, which has their name, where the README shows it and it shows other figures. With --check
+it writes nothing, and exits with 1 where the README or the picture disagrees with the file. Standard library only, but
+for the drawing.
 """
 
 import argparse
@@ -13,10 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fused_softmax.bench import plot, record
-from fused_softmax.bench.cases import Case
+from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.record import Point, Run
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+def markers(place: str = "") -> tuple[str, str]:
+    """Where a table begins and ends."""
+    name = f"results {place}".strip()
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+BEGIN, END = markers()
 OWN = "fused_softmax"
 
 
@@ -54,10 +62,14 @@ def _about(run: Run) -> str:
             ),
         )
     )
-    return (
-        f"GB/s of {record.floor_of(run)}, kernel time; the ratio is to the best {record.ceiling_of(run)} on the same "
-        f"buffers in the same run. {where}. Made by\n`{run.command}`."
-    )
+    if all(in_time(point.case) for point in run.points):
+        what = "Kernel time in us; the ratio is that of the three matrix products alone to it, in the same run."
+    else:
+        what = (
+            f"GB/s of {record.floor_of(run)}, kernel time; the ratio is to the best {record.ceiling_of(run)} on the "
+            "same buffers in the same run."
+        )
+    return f"{what} {where}. Made by\n`{run.command}`."
 
 
 def _notes(run: Run) -> list[str]:
@@ -71,30 +83,33 @@ def _notes(run: Run) -> list[str]:
 
 
 def _cell(point: Point | None) -> str:
-    """GB/s, or why there is none."""
+    """GB/s, or of products us, or why there is none."""
     if point is None:
         return ""
     if point.kernel is None:
         return point.status
-    return f"{point.kernel.gb_per_s:.0f}" + ("\\*" if point.method == "events" else "")
+    figure = point.kernel.p50_us if in_time(point.case) else point.kernel.gb_per_s
+    return f"{figure:.0f}" + ("\\*" if point.method == "events" else "")
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def replace(text: str, table: str) -> str:
+def replace(text: str, table: str, place: str = "") -> str:
     """`text` with `table` between the markers, each of which must stand in it once, in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"needs {BEGIN} and, after it, {END}, once each")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+    begin, end = markers(place)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"needs {begin} and, after it, {end}, once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m fused_softmax.bench.readme", description="Fill the table of results.")
     parser.add_argument("results", type=Path, help="JSON that `fused-softmax bench --out` wrote")
     parser.add_argument("readme", type=Path, help="Markdown file with the two markers")
+    parser.add_argument("--place", default="", help="which pair of markers, where there are several")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they disagree")
     options = parser.parse_args(arguments)
     path = options.results
@@ -103,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = render(run)
         path = options.readme
         old = path.read_text()
-        new = replace(old, table)
+        new = replace(old, table, options.place)
         stale = [] if new == old else [path]
         picture = options.results.with_suffix(".png")
         if f"/{picture.name})" in old and not (picture.exists() and plot.shows(picture, run)):

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -191,7 +192,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def command_line(arguments: list[str]) -> str:
-    return " ".join(["fused-softmax", *(re.sub(r"[^=]*/", "", argument) for argument in arguments)])
+    return shlex.join(["fused-softmax", *(re.sub(r"[^=]*/", "", argument) for argument in arguments)])
 
 
 def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fused_softmax.bench.cases import Case
+from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.compare import Comparison
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only
 from fused_softmax.classic.naive import naive_traffic
@@ -38,6 +38,8 @@ def print_run(run: Run, console: Console) -> None:
         print_table(run, console, "call: GB/s over eager wall time on the CPU, and its us", call_speed)
     elif run.points:
         print_table(run, console, "largest error against float64, and what is allowed", error)
+    if any(point.memory_bytes and "cross_entropy" in point.operation for point in run.points):
+        print_table(run, console, "memory: MiB that a call had allocated at most beside its inputs", memory)
     for check in run.checks:
         detail = check.message or f"largest error {check.error:.1e}"
         shape = f"{check.n_rows} x {check.n_cols} {check.dtype}"
@@ -64,7 +66,8 @@ def print_table(
         cells = [text(points[name]) if name in points else "" for name in shown]
         if with_ceiling:
             ceiling = next((point.ceiling for point in points.values() if point.ceiling), None)
-            cells.append(f"{ceiling.gb_per_s:.0f} {ceiling.name}" if ceiling else "")
+            speed = ceiling and (f"{ceiling.p50_us:.0f} us" if in_time(case) else f"{ceiling.gb_per_s:.0f}")
+            cells.append(f"{speed} {ceiling.name}" if ceiling else "")
         table.add_row(str(case), *cells)
     console.print(table)
     console.print()
@@ -74,6 +77,8 @@ def cell(point: Point) -> str:
     if point.kernel is None:
         return call_speed(point) if point.call else point.status
     mark = "*" if point.method == "events" else ""
+    if in_time(point.case):
+        return f"{point.kernel.p50_us:.0f} us{mark} {point.ratio:.3f}"
     return f"{point.kernel.gb_per_s:.0f}{mark} {point.ratio:.3f}"
 
 
@@ -87,7 +92,13 @@ def error(point: Point) -> str:
     return point.status if point.error is None else f"{point.error:.1e} {point.error_allowed:.1e}"
 
 
+def memory(point: Point) -> str:
+    return point.status if point.memory_bytes is None else f"{point.memory_bytes / 2**20:.1f}"
+
+
 def call_speed(point: Point) -> str:
+    if point.call and in_time(point.case):
+        return f"({point.call.p50_us:.0f})"
     return f"{point.call.gb_per_s:.1f} ({point.call.p50_us:.0f})" if point.call else point.status
 
 

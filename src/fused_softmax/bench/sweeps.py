@@ -106,6 +106,17 @@ SWEEPS = {
         dict.fromkeys(("softmax", "softmax_backward", "logsumexp"), BOTH),
         cols=rung_neighbours,
     ),
+    "cross-entropy": Sweep(
+        "the losses of rows of logits alone, and the gradient of their mean with its forward pass",
+        dict.fromkeys(("cross_entropy", "cross_entropy_gradient"), BOTH),
+        shapes="32768x1024,16384x8192,8192x32000,4096x50257,4096x128256,2048x262144,8x32000",
+    ),
+    "linear-cross-entropy": Sweep(
+        "gradients of a linear layer's mean loss, tokens x hidden x vocabulary, beside its three matrix products",
+        {"linear_cross_entropy": ("bfloat16",)},
+        shapes="4096x2048x32000,8192x4096x32000,4096x4096x128256,8192x4096x128256,4096x4096x151936,2048x3584x262144",
+        ndim=3,
+    ),
     CUSTOM: Sweep(
         "the shapes that --shape, --rows and --cols give, of softmax or of what --op names",
         {"softmax": ("float32",)},

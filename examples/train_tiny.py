@@ -1,0 +1,183 @@
+"""Train a small causal language model twice, with torch's loss and with linear_cross_entropy, and draw both.
+
+The model is transformers' Llama with random weights. The tokens follow a rule, each a fixed function of the one before
+it but for a little noise, so that the loss falls from log(vocabulary) towards the noise's entropy. Both runs begin with
+the same weights and see the same tokens: their curves should lie on each other, and the peaks of memory apart.
+
+    python examples/train_tiny.py -o train_tiny.png
+    python examples/train_tiny.py --vocab 128256 --tokens 8192 --hidden 1024 -o train_gpu.png   # on a GPU
+
+Needs transformers and matplotlib, which the extra `dev` brings. Without a GPU both losses are torch's operations, and
+linear_cross_entropy makes all logits: the curves show that results agree, and the memory is no argument for it.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fused_softmax import linear_cross_entropy
+
+NOISE = 0.05  # the part of tokens that follow no rule
+
+
+@dataclass
+class Curve:
+    """Of one run: the loss of every step, seconds, and bytes allocated at most.
+
+    On a GPU of the whole run, model and optimizer included; on a CPU within the last step, beside what was there.
+    """
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+def torchs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """What models do: all logits, then their loss."""
+    logits = torch.nn.functional.linear(hidden, weight)
+    return torch.nn.functional.cross_entropy(logits.float(), target)
+
+
+def ours(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, weight, target, dtype=torch.float32)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "torch: linear, cross_entropy": torchs,
+    "fused_softmax: linear_cross_entropy": ours,
+}
+
+
+def sequences(batch: int, length: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """Tokens [batch, length]: each is where a fixed table sends the one before it, but for the noise."""
+    table = torch.randperm(vocab, generator=torch.Generator().manual_seed(7))
+    tokens = torch.empty(batch, length, dtype=torch.int64)
+    tokens[:, 0] = torch.randint(vocab, (batch,), generator=generator)
+    for i in range(1, length):
+        follows = table[tokens[:, i - 1]]
+        stray = torch.randint(vocab, (batch,), generator=generator)
+        tokens[:, i] = torch.where(torch.rand(batch, generator=generator) < NOISE, stray, follows)
+    return tokens
+
+
+def make_model(vocab: int, hidden: int, layers: int, length: int) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = max(1, hidden // 64)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=length,
+            tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+def train(
+    name: str, *, steps: int, vocab: int, hidden: int, layers: int, batch: int, length: int, device: str,
+    dtype: torch.dtype,
+) -> Curve:  # fmt: skip
+    """A run of `steps` steps of AdamW, by the loss of that name."""
+    model = make_model(vocab, hidden, layers, length).to(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    generator, curve, loss_of = torch.Generator().manual_seed(1), Curve(name), LOSSES[name]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    losses = []
+
+    def step() -> None:
+        tokens = sequences(batch, length, vocab, generator).to(device)
+        states = model.model(input_ids=tokens[:, :-1]).last_hidden_state
+        loss = loss_of(states.flatten(0, 1), model.lm_head.weight, tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())  # read at the end: a number asked for waits for the GPU
+
+    for _ in range(steps - 1):
+        step()
+    if device == "cuda":
+        step()
+    else:
+        curve.peak_bytes = peak_on_cpu(step)
+    curve.losses = torch.stack(losses).tolist()
+    curve.seconds = time.perf_counter() - start
+    if device == "cuda":
+        curve.peak_bytes = torch.cuda.max_memory_allocated()
+    return curve
+
+
+def peak_on_cpu(step: Callable[[], None]) -> int:
+    """The most bytes that a call of `step` has allocated at once, by PyTorch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes), default=0)
+
+
+def draw(curves: list[Curve], path: Path, on_gpu: bool) -> None:
+    """The picture, in the format that the path's suffix names."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, width_ratios=[3, 1])
+    for curve, (colour, line) in zip(curves, (("#0072B2", "-"), ("#D55E00", "--")), strict=True):
+        panels[0].plot(curve.losses, line, color=colour, label=curve.name)
+    panels[0].set(xlabel="step", ylabel="loss", title="the same model, tokens and steps")
+    panels[0].legend()
+    names = [curve.name.split(":")[0] for curve in curves]
+    bars = panels[1].bar(names, [curve.peak_bytes / 2**20 for curve in curves], color=["#0072B2", "#D55E00"])
+    panels[1].bar_label(bars, fmt="%.1f")
+    panels[1].set(ylabel="MiB", title="peak memory", xlabel="GPU" if on_gpu else "CPU, which has no kernels")
+    panels[1].margins(y=0.1)
+    figure.savefig(path, dpi=150)
+
+
+def main(arguments: list[str] | None = None) -> list[Curve]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path, default=Path("train_tiny.png"), help="the picture: .png, .svg, .pdf")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256, help="of a step, in sequences of --length")
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args(arguments)
+    if min(given.steps, given.layers, given.hidden) < 1 or given.vocab < 2 or given.length < 2:
+        parser.error("--steps, --layers and --hidden must be at least 1, --vocab and --length at least 2")
+    if not given.out.parent.is_dir():
+        parser.error(f"there is no folder {given.out.parent.name}")
+    batch = max(1, given.tokens // given.length)
+    curves = []
+    for name in LOSSES:
+        curve = train(
+            name, steps=given.steps, vocab=given.vocab, hidden=given.hidden, layers=given.layers, batch=batch,
+            length=given.length, device=given.device, dtype=getattr(torch, given.dtype),
+        )  # fmt: skip
+        curves.append(curve)
+        memory = f"{curve.peak_bytes / 2**20:.1f} MiB at most"
+        first, last = curve.losses[0], curve.losses[-1]
+        print(f"{name}: loss {first:.4f} to {last:.4f} in {given.steps} steps, {curve.seconds:.1f} s, {memory}")
+    apart = max(abs(a - b) for a, b in zip(curves[0].losses, curves[1].losses, strict=True))
+    print(f"losses are at most {apart:.2g} apart")
+    draw(curves, given.out, given.device == "cuda")
+    print(f"wrote {given.out.name}")
+    return curves
+
+
+if __name__ == "__main__":
+    main()
