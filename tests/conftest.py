@@ -50,43 +50,13 @@ def _patch_the_language_once_a_launch():
     interpreter.InterpretedFunction.__call__ = call
 
 
-_TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter_as_a_gpu():
-    """Where Triton's interpreter computes otherwise than a GPU, and would hide a fault or show one that is none.
-
-    A GPU's maximum of a NaN and a number is the number; the interpreter's is NaN, which hides a NaN that is lost. It
-    cuts fp32 to bf16 where a GPU rounds, and takes the bits of bf16 for an integer in casts from and to fp64. A float
-    that a launch is given has 32 bits on a GPU, and a fused multiply-add one rounding. Of inline PTX the interpreter
-    knows nothing: what `nvidia` needs is here.
-    """
+    """Of inline PTX the interpreter knows nothing: what `nvidia` needs is here, beside what recordings correct too."""
     import triton.language as tl
-    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    plain_cast = InterpreterBuilder.cast_impl
-
-    def cast(self, source, wanted):
-        kinds = source.dtype.scalar, wanted.scalar
-        if tl.bfloat16 not in kinds or not all(kind.is_floating() for kind in kinds) or kinds[0] == kinds[1]:
-            return plain_cast(self, source, wanted)
-        values = torch.from_numpy(np.ascontiguousarray(source.data))
-        values = values.view(torch.bfloat16) if kinds[0] == tl.bfloat16 else values
-        values = values.to(getattr(torch, _TORCH_NAMES[kinds[1].name]))
-        return TensorHandle((values.view(torch.uint16) if kinds[1] == tl.bfloat16 else values).numpy(), wanted.scalar)
-
-    plain_argument = interpreter._implicit_cvt
-
-    def argument(value):
-        if type(value) is not float:
-            return plain_argument(value)
-        return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
-
-    def fma(self, x, y, z):
-        once = x.data.astype(np.float64) * y.data + z.data  # a product of two fp32 is exact in fp64
-        return TensorHandle(once.astype(z.data.dtype), z.dtype.scalar)
+    from fused_softmax.trace.as_a_gpu import CORRECTIONS
 
     def inline_asm(self, asm, constraints, values, types, is_pure, pack):
         results = {
@@ -96,12 +66,9 @@ def _interpreter_as_a_gpu():
         return SimpleNamespace(get_result=lambda _: results[asm](*values))
 
     if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
-        interpreter._implicit_cvt = argument
-        InterpreterBuilder.create_fma = fma
+        for holder, name, wrap in CORRECTIONS:
+            setattr(holder, name, wrap(holder.__dict__[name]))
         InterpreterBuilder.create_inline_asm = inline_asm
-        InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-        InterpreterBuilder.cast_impl = cast
-        InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
         _patch_the_language_once_a_launch()
         rowwise.POLL_LIMIT = tl.constexpr(100)  # in turn, programs wait for nothing, and a bug should not take hours
     np.seterr(all="ignore")  # NaN and infinity are asked for, and NumPy warns of them

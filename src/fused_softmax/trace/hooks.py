@@ -11,12 +11,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, ReduceOps, TensorHandle
 
+from fused_softmax.trace.as_a_gpu import CORRECTIONS
 from fused_softmax.trace.memory import RecordingError
 from fused_softmax.trace.turns import Turns
 
@@ -81,13 +80,9 @@ class Hooks:
                 (InterpreterBuilder, "create_masked_store", self._store),
                 (InterpreterBuilder, "create_atomic_rmw", self._atomic),
                 (InterpreterBuilder, "create_atomic_cas", self._compare),
-                (InterpreterBuilder, "cast_impl", _rounding),
-                (InterpreterBuilder, "create_maxnumf", lambda plain: _of_numbers(np.fmax)),
-                (InterpreterBuilder, "create_minnumf", lambda plain: _of_numbers(np.fmin)),
                 (ReduceOps, "apply_impl", self._reduce),
                 *((InterpreterBuilder, f"create_{name}", self._compute) for name in _FUNCTIONS),
-                (interpreter, "_patch_lang_tensor", _indices),
-                (interpreter, "_implicit_cvt", _arguments),
+                *CORRECTIONS,
                 (interpreter, "_patch_lang", self._patch),
             ):
                 plain = holder.__dict__[name]
@@ -203,41 +198,3 @@ class Hooks:
             return result
 
         return compute
-
-
-def _indices(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton 3.6 takes an array of one element for a number, as NumPy does no more."""
-
-    def patch(tensor: Any, scope: Any) -> None:
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
-
-    return patch
-
-
-def _arguments(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A float that a launch is given has 32 bits on a GPU; the interpreter leaves it a Python float, of 64."""
-
-    def convert(value: Any) -> Any:
-        if type(value) is float:
-            return tl.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
-        return plain(value)
-
-    return convert
-
-
-def _of_numbers(function: Any) -> Callable[..., Any]:
-    """A GPU's maximum of a NaN and a number is the number; the interpreter's is NaN."""
-    return lambda builder, a, b: builder.binary_op(a, b, function)
-
-
-def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A GPU rounds fp32 to bf16; the interpreter alone would cut bits off."""
-
-    def cast(builder: Any, source: TensorHandle, wanted: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and wanted.scalar == tl.bfloat16:
-            rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
-            return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
-        return plain(builder, source, wanted)
-
-    return cast

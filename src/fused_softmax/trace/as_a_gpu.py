@@ -1,0 +1,79 @@
+"""Where Triton's interpreter computes otherwise than a GPU, and would hide a fault or show one that is none.
+
+CORRECTIONS are what to put in place: (holder, name of its attribute, what makes the new one of the old). Recordings
+wear them while they are made, and the tests from the start.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_TORCH = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A GPU rounds to bf16. The interpreter cuts fp32, and takes bf16 for its bits in casts from and to fp64."""
+
+    def cast(builder: Any, source: TensorHandle, wanted: Any) -> Any:
+        kinds = source.dtype.scalar, wanted.scalar
+        if tl.bfloat16 not in kinds or not all(kind.is_floating() for kind in kinds) or kinds[0] == kinds[1]:
+            return plain(builder, source, wanted)
+        if not all(kind.name in _TORCH for kind in kinds):
+            return plain(builder, source, wanted)
+        values = torch.from_numpy(np.array(source.data))
+        values = values.view(torch.bfloat16) if kinds[0] == tl.bfloat16 else values
+        values = values.to(_TORCH[kinds[1].name])
+        return TensorHandle((values.view(torch.uint16) if kinds[1] == tl.bfloat16 else values).numpy(), wanted.scalar)
+
+    return cast
+
+
+def _arguments(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A float that a launch is given has 32 bits on a GPU; the interpreter leaves it a Python float, of 64."""
+
+    def convert(value: Any) -> Any:
+        if type(value) is float:
+            return tl.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
+        return plain(value)
+
+    return convert
+
+
+def _of_numbers(function: Any) -> Callable[..., Any]:
+    """A GPU's maximum of a NaN and a number is the number; the interpreter's is NaN, which hides a NaN that is lost."""
+    return lambda plain: lambda builder, a, b: builder.binary_op(a, b, function)
+
+
+def _rounded_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A fused multiply-add has one rounding."""
+
+    def fma(builder: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        once = x.data.astype(np.float64) * y.data + z.data  # a product of two fp32 is exact in fp64
+        return TensorHandle(once.astype(z.data.dtype), z.dtype.scalar)
+
+    return fma
+
+
+def _indices(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton 3.6 takes an array of one element for a number, as NumPy does no more."""
+
+    def patch(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    return patch
+
+
+CORRECTIONS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
+    (InterpreterBuilder, "cast_impl", _rounding),
+    (InterpreterBuilder, "create_maxnumf", _of_numbers(np.fmax)),
+    (InterpreterBuilder, "create_minnumf", _of_numbers(np.fmin)),
+    (InterpreterBuilder, "create_fma", _rounded_once),
+    (interpreter, "_patch_lang_tensor", _indices),
+    (interpreter, "_implicit_cvt", _arguments),
+)
