@@ -4,7 +4,7 @@ ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
 
-.PHONY: env demo page presets test test-compiles gpu-test sanitize lint clean
+.PHONY: env demo page presets report test test-compiles gpu-test sanitize lint clean
 
 env: $(ENV)
 
@@ -51,6 +51,10 @@ lint: $(ENV)
 # The visualizer's page, from viz/ and src/fused_softmax/trace/presets.json. Needs Node 20 or newer; commit what it makes.
 page:
 	cd viz && npm ci && npm run build
+
+# The page of all committed results; commit what it makes. A test fails where it shows others.
+report: $(ENV)
+	PYTHONPATH=src $(PY) -m fused_softmax.cli report benchmarks/results/*.json -o benchmarks/report.html
 
 clean:
 	rm -rf .venv .triton-* build dist demo viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis

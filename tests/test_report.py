@@ -1,5 +1,7 @@
 """The page of results: what its charts show, that it needs nothing beside itself, and how a browser takes it."""
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -192,9 +194,19 @@ def test_the_page_asks_for_nothing_and_holds_all(tmp_path):
     assert text.count("fused-softmax bench --out x.json") == 2
     assert "NVIDIA H200" in text
     assert "139.8 GiB" in text
-    specs = json.loads(re.search(r'id="specs">(.*?)</script>', text, re.DOTALL)[1])
+    packed = re.search(r'id="specs">(.*?)</script>', text, re.DOTALL)[1]
+    specs = json.loads(gzip.decompress(base64.b64decode(packed)))
     assert set(specs) == set(re.findall(r'data-chart="(\w+)"', text))
     assert "schema" not in json.dumps(specs)
+
+
+def test_the_committed_report_shows_the_committed_results():
+    text = (RESULTS[0].parents[1] / "report.html").read_text()
+    packed = re.search(r'id="specs">(.*?)</script>', text, re.DOTALL)[1]
+    parts = [page.part(path) for path in sorted(RESULTS)]
+    specs = {chart.name: page.bare(chart.spec) for part in parts for group in part.groups for chart in group.charts}
+    assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(json.dumps(specs)), "run make report"
+    assert len(text) < 2_000_000
 
 
 def test_charts_are_written_as_png_and_svg(tmp_path):

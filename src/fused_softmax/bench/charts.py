@@ -108,7 +108,7 @@ class Panel:
     def chart(self, kind: str, title: str, caption: str, chart: Any) -> Chart:
         slug = re.sub(r"[^a-z0-9]+", "_", f"{self.stem}_{self.kind}_{kind}".lower())
         autosize = alt.AutoSizeParams(type="fit-x", contains="padding")
-        spec = chart.properties(width="container", autosize=autosize).to_dict(validate=VALIDATE)
+        spec = _shortened(chart.properties(width="container", autosize=autosize).to_dict(validate=VALIDATE))
         curves = kind in ("speed", "ratio", "memory")
         shown = f"{max(getattr(p.case, self.by) for p in self.points)} {WORDS[self.by]}" if self.by and curves else ""
         return Chart(slug, f"{title}: {self.kind}", caption, spec, shown, curves and self.axis == "shape")
@@ -354,6 +354,15 @@ class Panel:
             "Left and low is better; the line is the matrix products alone."
         )
         return self.chart("frontier", "Time against memory", caption, chart.properties(height=300))
+
+
+def _shortened(part: Any) -> Any:
+    """A specification with its numbers at five digits: a third of a page of sweeps was what nobody can see."""
+    if isinstance(part, float):
+        return float(f"{part:.5g}")
+    if isinstance(part, dict):
+        return {name: _shortened(value) for name, value in part.items()}
+    return [_shortened(each) for each in part] if isinstance(part, list) else part
 
 
 def grid_of(cases: Iterable[Case]) -> tuple[str, str] | None:

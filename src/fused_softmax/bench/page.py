@@ -1,5 +1,7 @@
 """One page of several results that needs nothing beside itself, and its charts as files."""
 
+import base64
+import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -104,12 +106,17 @@ def render(parts: Sequence[Part], title: str) -> str:
         title=title,
         parts=parts,
         gpus=", ".join(gpus),
-        # `<` is a letter like any other in JSON, and no end of the script it stands in.
-        specs=json.dumps(specs, separators=(",", ":")).replace("<", "\\u003c"),
+        specs=packed(specs),
         dark=json.dumps(DARK),
         font=json.dumps(FONT),
         bundle=vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
     )
+
+
+def packed(specs: dict[str, Any]) -> str:
+    """What the page unpacks: a tenth of its letters, none of which ends the script it stands in."""
+    text = json.dumps(specs, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object] = lambda name: None) -> list[Path]:
