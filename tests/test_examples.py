@@ -10,8 +10,8 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_tiny.py"
 
 @pytest.fixture
 def train_tiny():
-    pytest.importorskip("transformers")
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers", reason="the example trains a model of the transformers package")
+    pytest.importorskip("matplotlib", reason="the example draws its curves")
     spec = importlib.util.spec_from_file_location("train_tiny", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

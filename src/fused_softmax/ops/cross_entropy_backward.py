@@ -40,7 +40,7 @@ def cross_entropy_backward(
     if plan is None:
         plan = plan_reduction(n_rows, n_cols, x.element_size(), gpu, alignment=alignment_of(x, dx), writes=True)
         if loss.softcap is not None and gpu.capability != (9, 0):  # tanh takes registers: Triton 3.9 spills for sm_100
-            plan = replace(plan, pieces=-(-plan.pieces // 2), full_pieces=0)
+            plan = replace(plan, pieces=-(-plan.pieces // 2))
     dtype = arithmetic_of(x)
     dy, dz, dlse = (None if each is None else each.to(dtype).contiguous() for each in (dy, dz, dlse))
     given = (x, dx, target, loss.weight, totals, loss.weight_total(n_cols), loss.numbers(x), m, ls, dy, dz, dlse)

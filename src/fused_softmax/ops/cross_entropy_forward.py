@@ -72,15 +72,15 @@ def cross_entropy_forward(
         loss.kind, totals is not None and totals.shape[1],
         dx is not None and (dx.stride(0), dx.data_ptr() % 16, dx.data_ptr() == x.data_ptr()), plan, dtype,
     )  # fmt: skip
-    run = _forwards.get(key)
-    if run is None:
-        run = _prepared(x, target, loss, totals, dx, plan, dtype)
+    forward = _forwards.get(key)
+    if forward is None:
+        forward = _prepared(x, target, loss, totals, dx, plan, dtype)
         if x.is_cuda:
             if len(_forwards) >= _MOST_FORWARDS:
                 _forwards.clear()
-            _forwards[key] = run
-    rows = run((x, dx, target, loss.weight, totals, loss.weight_total(x.shape[1]), loss.numbers(x)))
-    if dx is not None and not run.writes:
+            _forwards[key] = forward
+    rows = forward.run((x, dx, target, loss.weight, totals, loss.weight_total(x.shape[1]), loss.numbers(x)))
+    if dx is not None and not forward.writes:
         cross_entropy_backward(x, target, rows.m, rows.ls, loss, totals=totals, dx=dx)
     return rows
 
@@ -88,9 +88,6 @@ def cross_entropy_forward(
 class _Forward(NamedTuple):
     run: Callable[[tuple], Rows]
     writes: bool  # the gradient too
-
-    def __call__(self, tensors: tuple) -> Rows:
-        return self.run(tensors)
 
 
 _forwards: dict[tuple, _Forward] = {}

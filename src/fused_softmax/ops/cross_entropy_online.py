@@ -226,24 +226,9 @@ def _merge_losses(
     tl.store(m_ptr + row, m)
     tl.store(ls_ptr + row, ls)
     store_losses(
-        loss_ptr,
-        z_ptr,
-        row,
-        row >= 0,
-        m,
-        ls,
-        z_t,
-        kept,
-        wrong,
-        w,
-        wz,
-        w_total,
-        smoothing,
-        lse_square_scale,
-        n_cols,
-        SMOOTH,
-        ZLOSS,
-    )
+        loss_ptr, z_ptr, row, row >= 0, m, ls, z_t, kept, wrong, w, wz, w_total, smoothing, lse_square_scale, n_cols,
+        SMOOTH, ZLOSS,
+    )  # fmt: skip
     if STATS:
         u_parts = tl.load(states_ptr + 3 * step, mask=on, other=0.0)
         u = tl.sum(faded_terms(u_parts, s_parts, m_parts, m[:, None], fade), axis=1)
