@@ -24,6 +24,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float64: "*fp64",
     torch.int64: "*i64",
+    torch.int32: "*i32",
     torch.uint8: "*u8",
 }
 

@@ -10,6 +10,7 @@ from launches import GPUS, _specialised
 from fused_softmax.ops import cross_entropy_backward as backward
 from fused_softmax.ops import cross_entropy_forward as forward
 from fused_softmax.ops import cross_entropy_online as online
+from fused_softmax.ops import cross_entropy_transposed as transposed
 from fused_softmax.ops.losses import Loss
 
 pytestmark = pytest.mark.compiles
@@ -33,7 +34,8 @@ def binaries(target, run):
 
     instead = {"launch": SimpleNamespace(prepare=record), "device_of": lambda _: GPUS[target]}
     alone = mock.patch.object(online, "launch", instead["launch"])
-    with mock.patch.multiple(forward, **instead), mock.patch.multiple(backward, **instead), alone:
+    by_classes = mock.patch.multiple(transposed, **instead)
+    with mock.patch.multiple(forward, **instead), mock.patch.multiple(backward, **instead), alone, by_classes:
         run()
     return {name: launch.compile(target) for name, launch in recorded.items()}
 
@@ -56,3 +58,32 @@ def test_losses(target, dtype, kind):
             assert binary.stack_bytes == 0, (n_cols, name)
             if target != "gfx942" and name in ("_part_loss", "_online_loss", "_gradient"):
                 assert max(binary.load_widths) >= (8 if kind == "softcap" and dtype == BF16 else 16), (n_cols, name)
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, "all"])
+def test_losses_of_transposed_logits(target, dtype, kind):
+    """Of any number of tokens: a row of logits is a whole number of vectors."""
+    arithmetic = torch.float64 if dtype == torch.float64 else FP32
+    how = {name: value for each in KINDS.values() for name, value in each.items()} if kind == "all" else KINDS[kind]
+    loss = Loss(mean=True, **how | ({"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}))
+    n_tokens = 501
+    x, targets = torch.empty(n_tokens, 64, dtype=dtype), torch.zeros(n_tokens, dtype=torch.int64)
+
+    def run():
+        tokens = transposed.Tokens(x, targets, loss, torch.ones(2, 1, dtype=arithmetic), 1000)
+        logits = torch.empty(1000, tokens.padded, dtype=dtype)[:, :n_tokens]
+        tokens.make_room([1000])
+        tokens.read(logits, 0)
+        tokens.finish()
+        tokens.write_gradient(logits, 0)
+
+    found = binaries(target, run)
+    assert found.keys() == {"_token_states", "_token_losses", "_token_gradient"}
+    for name, binary in found.items():
+        assert binary.stack_bytes == 0, name
+        if target != "gfx942" and name != "_token_losses":
+            assert max(binary.load_widths) == 16, name
+        if target != "gfx942" and name == "_token_gradient":
+            assert set(binary.store_widths) == {16}, name

@@ -100,6 +100,25 @@ def load_logits(
 
 
 @triton.jit
+def load_transposed(
+    ptr, stride, size, there, factor, hidden, cap, BLOCK_CLASSES: tl.constexpr, PIECES: tl.constexpr,
+    CAST: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The same of logits [classes, tokens], tiles one below another, by the pointers [1, tokens] to their first class.
+
+    there: which of the tokens are. Classes from `size` on are hidden.
+    """
+    pieces = ()
+    for p in tl.static_range(PIECES):
+        row = p * BLOCK_CLASSES + tl.arange(0, BLOCK_CLASSES)[:, None]
+        piece = tl.load(ptr + row.to(tl.int64) * stride, mask=(row < size) & there, other=hidden)
+        if CAPPED:
+            piece = tl.where(row < size, logits_of(piece, factor, cap, CAST, SCALED, CAPPED), NEG_INF)
+        pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
+    return pieces
+
+
+@triton.jit
 def target_of(row, target_ptr, weight_ptr, n_classes, ignore_index, WEIGHTED: tl.constexpr):
     """(t, kept, wrong, w) of rows: the class, whether the row counts, whether there is no such class, its weight."""
     t = tl.load(target_ptr + row).to(tl.int64)

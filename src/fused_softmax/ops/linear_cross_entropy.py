@@ -1,7 +1,8 @@
 """Cross-entropy of input @ linear_weight.T + linear_bias, of which a chunk of rows exists at a time.
 
 Three matrix products by cuBLAS, as with all logits in memory; between them the logits of a chunk are read once and
-their gradient written over them. Extra memory: a chunk of logits, and an accumulator of linear_weight's gradient.
+their gradient written over them. Extra memory: a chunk of logits, and an accumulator of linear_weight's gradient. Where
+chunks are many and short, blocks of classes take their place (`linear_by_classes.py`), and no accumulator.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from fused_softmax.ops.arguments import DTYPES, batched, needs_grad, runs_here, 
 from fused_softmax.ops.cross_entropy import _check
 from fused_softmax.ops.cross_entropy_backward import cross_entropy_backward, multiply
 from fused_softmax.ops.cross_entropy_forward import cross_entropy_forward
+from fused_softmax.ops.linear_by_classes import add_product, by_classes, goes_by_classes
 from fused_softmax.ops.losses import Loss, Rows, arithmetic_of, finish, totals_of
 
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
@@ -55,8 +57,11 @@ def linear_cross_entropy(
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     chunk_size: rows whose logits exist at a time; if None as many as fill 1 GiB, or fewer, so that chunks are equal; or
         all, where that takes no more memory than chunks with the accumulator of linear_weight's gradient would.
-    accumulate: "fp32" adds the chunks of the gradients of weight and bias in float32 (float64 of float64); "input" in
-        their own dtype, and allocates no accumulator but for a mean of float16, whose sums its range would not hold.
+        Short chunks may be blocks of classes instead, of as many logits beside those in linear_weight's gradient's own
+        memory.
+    accumulate: "fp32" adds the chunks of the gradients of weight and bias, or blocks of the input's, in float32
+        (float64 of float64); "input" in their own dtype, and allocates no accumulator but for a mean of float16, whose
+        sums its range would not hold.
     skip_ignored: makes no logits for rows that are ignored. Worth it where they are many; asks the device how many, and
         so waits for it. Compiled code makes them.
 
@@ -182,21 +187,30 @@ def forward(x, w, bias, target, loss, linear, reduction, asked):
     """(loss in the dtype of the arithmetic, totals of a mean, gradients that are asked for or None)."""
     dtype = arithmetic_of(x)
     totals = totals_of(target, loss, w.shape[0], dtype) if loss.mean else None
-    values, z = [], []
     late = any(asked) and divides_late(x, loss)
-    gradients = Gradients(x, w, bias, linear, asked, wide=late) if any(asked) else None
-    for start, logits in chunks(x, w, bias, linear):
-        stop = start + len(logits)
-        rows = cross_entropy_forward(
-            logits, target[start:stop], replace(loss, mean=loss.mean and not late), None if late else totals,
-            None if gradients is None else logits,
+    gradients = None
+    # What is divided late may be more than fp16 holds, and by classes nothing wider holds the weight's gradient.
+    if asked[1] and not late and goes_by_classes(x, w, linear.chunk_size):
+        wide = dtype if linear.accumulate else x.dtype
+        of_rows, z_of_rows, made = by_classes(
+            x, w, bias, target, loss, totals, linear.chunk_size * len(w), wide, asked
         )  # fmt: skip
-        values.append(rows.loss)
-        z.append(rows.z)
-        if gradients is not None:
-            gradients.add(start, logits)
-    of_rows = torch.cat(values)
-    z_of_rows = torch.cat(z) if loss.lse_square_scale else None  # type: ignore[arg-type]
+        gradients = Gradients(x, w, bias, linear, asked, made=made)
+    else:
+        values, z = [], []
+        gradients = Gradients(x, w, bias, linear, asked, wide=late) if any(asked) else None
+        for start, logits in chunks(x, w, bias, linear):
+            stop = start + len(logits)
+            rows = cross_entropy_forward(
+                logits, target[start:stop], replace(loss, mean=loss.mean and not late), None if late else totals,
+                None if gradients is None else logits,
+            )  # fmt: skip
+            values.append(rows.loss)
+            z.append(rows.z)
+            if gradients is not None:
+                gradients.add(start, logits)
+        of_rows = torch.cat(values)
+        z_of_rows = torch.cat(z) if loss.lse_square_scale else None  # type: ignore[arg-type]
     if reduction == "none":
         y = of_rows.view(-1) if z_of_rows is None else of_rows.view(-1) + z_of_rows
     else:
@@ -252,22 +266,28 @@ def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear):
 class Gradients:
     """Those of input, linear_weight and linear_bias that are asked for, by the gradients of chunks of logits."""
 
-    def __init__(self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: list[bool], wide=False):
-        """wide: sums over rows are of the dtype of the arithmetic, for they may be more than the input's holds."""
+    def __init__(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: list[bool], wide=False,
+        made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    ):  # fmt: skip
+        """made: those that are there already.
+
+        wide: sums over rows are of the dtype of the arithmetic, for they may be more than the input's holds.
+        """
         self.x, self.w, self.bias = x.detach(), w.detach(), bias
-        self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if asked[0] else None
         self.asked, self.linear = asked, linear
         several = len(x) > linear.chunk_size
         self.dtype = arithmetic_of(x) if wide or (linear.accumulate and several) else x.dtype
-        self.dw: Tensor | None = None
-        self.db: Tensor | None = None
+        self.dx, self.dw, self.db = made
 
     def add(self, start: int, dlogits: Tensor) -> None:
         stop = start + len(dlogits)
-        if self.dx is not None:
+        if self.asked[0]:
+            if self.dx is None:
+                self.dx = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
             torch.mm(dlogits, self.w, out=self.dx[start:stop])
         if self.asked[1]:
-            self.dw = _add_product(self.dw, dlogits.t(), self.x[start:stop], self.dtype)
+            self.dw = add_product(self.dw, dlogits.t(), self.x[start:stop], self.dtype)
         if self.asked[2]:
             db = dlogits.sum(0, dtype=arithmetic_of(dlogits))
             self.db = db if self.db is None else self.db.add_(db)
@@ -284,17 +304,6 @@ class Gradients:
                 gradient = torch.mul(gradient, one, out=rounded)  # read and written once
             found.append(gradient)
         return found
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + a @ b in `dtype`, which may be wider than theirs; in place where there is a total."""
-    if dtype == a.dtype:
-        return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    if not a.is_cuda:
-        return torch.mm(a.to(dtype), b.to(dtype)) if total is None else total.addmm_(a.to(dtype), b.to(dtype))
-    if total is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
 
 def _differentiable(x, w, bias, target, loss, reduction, dy, asked):
