@@ -394,10 +394,12 @@ OPERATIONS = {
         peers={
             "torch chunked": providers.torch_chunked,
             "liger": providers.liger_linear_cross_entropy,
+            "cce": providers.cut_cross_entropy,
             "in one chunk": lambda case: layer_gradient(partial(linear_cross_entropy, chunk_size=case.shape[0]))(case),
             "chunks of 1024": layer_gradient(partial(linear_cross_entropy, chunk_size=1024)),
             "chunks of 256": layer_gradient(partial(linear_cross_entropy, chunk_size=256)),
             "summed in place": layer_gradient(partial(linear_cross_entropy, accumulate="input")),
+            "32 in place": layer_gradient(partial(linear_cross_entropy, chunk_size=32, accumulate="input")),
         },
         held_bytes=layer_bytes,
         ceilings=lambda case: ceiling.products(),

@@ -25,11 +25,13 @@ STYLES = {
     "liger": ("#8B6D05", "*"),
     "quack": ("#5D3A9B", "<"),
     "torch chunked": ("#1B3A57", ">"),
+    "cce": ("#6A6A00", "8"),
     # fused_softmax otherwise than by default
     "in one chunk": ("#7F2704", "p"),
     "chunks of 1024": ("#F4A582", "d"),
     "chunks of 256": ("#C51B7D", "X"),
     "summed in place": ("#4D9221", "h"),
+    "32 in place": ("#00441B", "H"),
 }
 
 SOURCE = "figures of fused-softmax bench "

@@ -76,6 +76,14 @@ def liger_linear_cross_entropy(case: Case) -> Call:
     return layer_gradient(liger_fused_linear_cross_entropy)(case)
 
 
+def cut_cross_entropy(case: Case) -> Call:
+    from cut_cross_entropy import linear_cross_entropy
+
+    from fused_softmax.bench.operations import layer_gradient
+
+    return layer_gradient(linear_cross_entropy)(case)
+
+
 def torch_chunked(case: Case) -> Call:
     from torch.nn import LinearCrossEntropyOptions  # torch 2.13 has it, earlier ones not
     from torch.nn.functional import linear_cross_entropy
