@@ -7,7 +7,7 @@ import pytest
 import torch
 from launches import GPUS, Rows, _specialised, rows_as
 
-from fused_softmax.ops import column, softmax_backward, softmax_forward
+from fused_softmax.ops import column, softmax_backward, softmax_causal, softmax_forward
 from fused_softmax.ops import logsumexp as _  # noqa: F401  the module, which the function's name hides
 from fused_softmax.ops.scores import Scores
 from fused_softmax.plan import plan_reduction, plan_rows
@@ -41,6 +41,7 @@ def compiled(module, target, prepare):
         mock.patch.object(module, "launch", SimpleNamespace(prepare=record)),
         mock.patch.object(module, "device_of", return_value=GPUS[target]),
         mock.patch.object(module.workspace, "slots", return_value=Rows(1, 64, torch.int64)),
+        mock.patch.object(softmax_causal, "launch", SimpleNamespace(prepare=record)),
     ):
         prepare()
     return [launch.compile(target) for launch in recorded]
@@ -115,3 +116,23 @@ def test_strided_dims(target, dtype):
                 if target != "gfx942":  # 16 bytes of a tensor, 8 of a message, and nothing by elements
                     assert min(binary.load_widths) >= 8, shape
                     assert max(binary.load_widths) == 16, shape
+
+
+@pytest.mark.parametrize(("n_inner", "elements"), [(300, 4), (302, 2), (200, 8), (301, 1)])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_strided_dims_of_any_inner_size_are_as_wide_as_it_divides(n_inner, elements, dtype):
+    """And spill nothing: a cap on registers, which holds three programs resident, is left out where it would."""
+    shape = (64, 4001, n_inner)
+    x, width = Cube(shape, dtype), min(16, elements * dtype.itemsize)
+    for prepare in (lambda: column.prepare_softmax(x, x), lambda: column.prepare_backward(x, x, x)):
+        (binary,) = compiled(column, "sm_90", prepare)
+        assert set(binary.store_widths) == {width}
+        assert binary.stack_bytes == 0 or elements <= 2  # narrower accesses take more registers than there are
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_three_programs_over_a_strided_dim_are_resident(dtype):
+    x = Cube((64, 4096, 512), dtype)
+    (binary,) = compiled(column, "sm_90", lambda: column.prepare_softmax(x, x))
+    assert binary.registers <= 168
+    assert binary.stack_bytes == 0

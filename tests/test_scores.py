@@ -14,8 +14,10 @@ from contract import assert_scores, composed, public
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 
 from fused_softmax import launch, reference
+from fused_softmax.ops.arguments import alignment_of
 from fused_softmax.ops.scores import Scores, layout_of
 from fused_softmax.ops.softmax_forward import prepare, softmax_forward
+from fused_softmax.plan import H200, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -161,6 +163,59 @@ def test_causal_by_every_strategy(strategy, alignment, scored, device):
         run_rows(x, y)
         assert not target.changed(), first_sees
         assert_scores(y, "softmax", x, mask=mask, **scored)
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_mask"),
+    [((3, 4, 5), (1, 4, 5)), ((3, 4, 5), (1, 1, 5)), ((3, 4, 5), (1, 4, 1)), ((2, 7), (1, 7)), ((2, 3, 4), (1, 3, 4))],
+)  # fmt: skip
+def test_rows_that_share_a_large_mask_follow_each_other(shape, of_mask, device, monkeypatch):
+    """Another order of the rows, in which a mask that L2 would not keep comes from memory once."""
+    monkeypatch.setattr("fused_softmax.ops.scores._KEPT_BYTES", 0)
+    for n_cols in (700, 2048):
+        for mask in (added(math.prod(of_mask), n_cols), kept(math.prod(of_mask), n_cols)):
+            x, mask = peaked(math.prod(shape), n_cols), mask.view(*of_mask, n_cols).to(device)
+            x = x.view(*shape, n_cols).to(device)
+            assert layout_of(Scores(mask=mask), tuple(x.shape)).shared
+            plan = candidate("row", math.prod(shape), n_cols, 4, H200, num_warps=2, prefetch=2)
+            y = softmax_forward(x, plan=plan, scores=Scores(mask=mask, scale=0.5))
+            assert_scores(y, "softmax", x, mask=mask, scale=0.5)
+
+
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("n_keys", [2048, 1900, 1893])
+def test_causal_rows_of_every_length(function, n_keys, device):
+    """A row has code of its own for each quarter that its diagonal may lie in, and for what causality hides of it."""
+    sees = (-3, 0, 1, 255, 256, 257, 511, 512, 513, 1024, 1025, 1536, 1537, n_keys - 1, n_keys)
+    mask = kept(n_keys)
+    mask[0] = True
+    for scored in ({}, {"scale": -0.7}, {"mask": mask}, {"mask": added(n_keys), "masked_rows": "zero"}):
+        scored = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in scored.items()
+        }
+        for spoilt in (0.0, math.nan, math.inf) if not scored else (0.0,):
+            x = peaked(len(sees), n_keys)
+            x[:, 0] += spoilt  # seen by every row that sees anything
+            for i, n_seen in enumerate(sees):
+                # One query alone, of as many that it sees so many keys.
+                source, target = framed("even" if n_keys % 4 == 0 else "shifted", x[i : i + 1], device=device)
+                n_queries = n_keys + 1 - n_seen
+                plan = candidate(
+                    "row", 1, n_keys, 4, H200, alignment=alignment_of(source.rows, target.rows), num_warps=4
+                )
+                scores = Scores(is_causal=True, **scored)
+                prepare(
+                    source.rows, target.rows, plan, log=function == "log_softmax", scores=scores,
+                    shape=(n_queries, n_keys),
+                )(source.rows, target.rows)  # fmt: skip
+                assert not target.changed(), n_seen
+                seen = (torch.arange(n_keys) < n_seen).to(device)
+                hides = dict(scored)
+                if scored.get("mask") is None or scored["mask"].dtype == torch.bool:
+                    hides["mask"] = seen & scored["mask"] if "mask" in scored else seen
+                else:
+                    hides["mask"] = scored["mask"].masked_fill(~seen, -math.inf)
+                assert_scores(target.rows, function, source.rows, **hides)
 
 
 @every_strategy
@@ -781,6 +836,7 @@ def test_cpu_tensors_take_the_same_of_torchs_operations_without_the_interpreter(
     script = """
 import torch, fused_softmax
 from fused_softmax import launch, reference
+from fused_softmax.ops.arguments import alignment_of
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
 x = torch.randn(2, 3, 40)

@@ -18,38 +18,26 @@ def place_of(n_parts, SPLIT: tl.constexpr):
 
 @triton.jit
 def slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER: tl.constexpr, PUBLISH: tl.constexpr):
-    """(the group's slots, this launch's tag)."""
+    """(the group's slots, those of one inner position side by side; this launch's tag)."""
     slots_ptr += group.to(tl.int64) * n_parts * BLOCK_INNER
-    tag = tag_of(tl.load(slots_ptr + part * BLOCK_INNER, volatile=True))
+    tag = tag_of(tl.load(slots_ptr + part, volatile=True))
     if PUBLISH:
         tag = 1 - tag
     return slots_ptr, tag
 
 
 @triton.jit
-def inner_of(group, n_inner, BLOCK_INNER: tl.constexpr):
-    """(outer, inner positions, which there are) of a group."""
-    blocks = tl.cdiv(n_inner, BLOCK_INNER)
-    inner = group % blocks * BLOCK_INNER + tl.arange(0, BLOCK_INNER)
-    return (group // blocks).to(tl.int64), inner, inner < n_inner
+def multiple_of(size, VECTOR: tl.constexpr):
+    """A size that VECTOR divides, in a form that shows the compiler so: accesses are as wide as it knows them to be."""
+    return size // VECTOR * VECTOR
 
 
 @triton.jit
-def prefetch_columns(
-    ptr, outer_stride, col_stride, n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
-    BLOCK_INNER: tl.constexpr, PART_COLS: tl.constexpr,
-):  # fmt: skip
-    """Ask L2 for what the program `ahead` programs later will read: a line or two a column."""
-    ROWS: tl.constexpr = triton.next_power_of_2(PART_COLS)
-    later = tl.program_id(0) + ahead
-    outer, inner, _ = inner_of(later // n_parts, n_inner, BLOCK_INNER)
-    cols = later % n_parts * part_cols + tl.arange(0, ROWS)
-    wanted = (later < n_programs) & (cols < n_cols) & (tl.arange(0, ROWS) < PART_COLS)
-    at = ptr + outer * outer_stride + cols.to(tl.int64) * col_stride + tl.min(inner, axis=0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", [at, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def inner_of(group, n_inner, BLOCK_INNER: tl.constexpr, VECTOR: tl.constexpr):
+    """(outer, inner positions, which there are) of a group."""
+    blocks = tl.cdiv(n_inner, BLOCK_INNER)
+    inner = group % blocks * BLOCK_INNER + tl.arange(0, BLOCK_INNER)
+    return (group // blocks).to(tl.int64), inner, inner < multiple_of(n_inner, VECTOR)
 
 
 @triton.jit
@@ -89,9 +77,9 @@ def store_columns(
 
 
 @triton.jit
-def publish_columns(m, s, slots_ptr, part, tag, BLOCK_INNER: tl.constexpr):
+def publish_columns(m, s, slots_ptr, part, n_parts, tag, BLOCK_INNER: tl.constexpr):
     """publish, a message an inner position."""
-    slot_ptrs = slots_ptr + part * BLOCK_INNER + tl.arange(0, BLOCK_INNER)[None, :]
+    slot_ptrs = slots_ptr + part + tl.arange(0, BLOCK_INNER)[None, :] * n_parts
     tl.atomic_xchg(slot_ptrs, pack_state(m, s, tag), sem="relaxed")
 
 
@@ -99,10 +87,11 @@ def publish_columns(m, s, slots_ptr, part, tag, BLOCK_INNER: tl.constexpr):
 def collect_columns(slots_ptr, n_parts, tag, LANES: tl.constexpr, BLOCK_INNER: tl.constexpr):
     """collect, [BLOCK_INNER, LANES]: 0 past the parts, and NaN for s where a message never came.
 
-    Parts run along the other axis than columns do: so the compiler lays out the result anew, and not the columns.
+    Parts run along the other axis than columns do: so the compiler lays out the result anew, and not the columns. And
+    side by side: so that few threads share an inner position, of one warp, which reduce without shared memory.
     """
     part = tl.arange(0, LANES)[None, :]
-    slot_ptrs = slots_ptr + part * BLOCK_INNER + tl.arange(0, BLOCK_INNER)[:, None]
+    slot_ptrs = slots_ptr + part + tl.arange(0, BLOCK_INNER)[:, None] * n_parts
     peer = (part < n_parts) & (tl.arange(0, BLOCK_INNER)[:, None] >= 0)
     message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
     message = wait_for(slot_ptrs, message, peer, tag)

@@ -28,20 +28,25 @@ _bound: dict[tuple, "Launch"] = {}  # by grid and scalars too
 _loading = Lock()
 
 
-def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
+def prepare(kernel, grid, tensors, scalars, constexprs, *, device, most_registers=None, **options):
     """Compile `kernel` for these arguments and return the `Launch` that runs it; nothing runs yet.
 
     The kernel's parameters are, in order: the `tensors`, the `scalars` (ints or floats), the `constexprs` (by name).
     Tensors and scalars that a launch does without are None. Scalars, constexprs and grid (an int, or up to three) stay
     with the Launch; the tensors there are are given again at each launch, of the same dtypes and with the same 16-byte
     alignment. `device` is `tensor.get_device()`: an index, or -1 for CPU
-    tensors under the interpreter. `options` are Triton's: `num_warps`, `num_ctas`, `maxnreg` and the like.
+    tensors under the interpreter. `options` are Triton's: `num_warps`, `num_ctas`, `maxnreg` and the like;
+    `most_registers` is a `maxnreg` for where nothing spills by it, and elsewhere none.
 
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
         launch(x, y)
 
     The same again is looked up; another grid, or a scalar of the same kind (`_kind`), compiles and loads nothing.
     """
+    if most_registers is not None:
+        capped = prepare(kernel, grid, tensors, scalars, constexprs, device=device, maxnreg=most_registers, **options)
+        if capped.resources is None or not capped.resources.n_spills:
+            return capped
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
     key = (

@@ -241,11 +241,11 @@ _REDUCTION_WARPS = ((4096, 1), (8192, 2), (16384, 4), (2**62, 8))
 _REDUCTION_PROGRAMS = 8  # a multiprocessor, fewer than which are split; parts of strided dims are as many at least
 # And into how many: bf16 131072 0.92, 1 Mi 0.93, by 8 0.90 and 0.81; where 8 are there, 32 would be worse: 32768 0.84.
 _REDUCTION_PARTS = 32
-# Over a strided dim: (contiguous bytes a program reads at a time, bytes it holds, bytes it fetches ahead), by (inputs,
-# itemsize). 64 x 4096 x 512 fp32 0.95, with 64 and 32 KiB 0.85; bf16 0.71, 0.67. Backward fp32 0.95, bf16 0.84.
+# Over a strided dim: (contiguous bytes a program reads at a time, bytes it holds), by (inputs, itemsize).
+# 64 x 4096 x 512 fp32 0.95, with 64 and 32 KiB 0.85; bf16 0.71, 0.67. Backward fp32 0.95, bf16 0.84.
 _COLUMN_BYTES = {
-    (1, 2): (128, 65536, 0), (1, 4): (128, 65536, 6 << 20), (1, 8): (128, 65536, 0),
-    (2, 2): (64, 65536, 0), (2, 4): (128, 65536, 0), (2, 8): (128, 65536, 0),
+    (1, 2): (128, 65536), (1, 4): (128, 65536), (1, 8): (128, 65536),
+    (2, 2): (64, 65536), (2, 4): (128, 65536), (2, 8): (128, 65536),
 }  # fmt: skip
 _COLUMN_MOST_PARTS = 64
 # itemsize: (columns up to, rows, columns of a block, warps), for short even rows that no block of 128 divides.
@@ -397,7 +397,6 @@ class ColumnPlan:
     inputs: tensors of this shape that are read.
     block_cols: columns of one of the `pieces`; full_pieces, how many leading ones need no mask in any part.
     parts: programs that share their columns' reductions; lanes: of a row of the tile of messages that each awaits.
-    prefetch: how many programs ahead, in launch order, a program asks L2 to fetch; 0 is none.
     """
 
     n_outer: int
@@ -413,7 +412,6 @@ class ColumnPlan:
     part_cols: int
     lanes: int
     num_warps: int
-    prefetch: int
     strategy: Literal["column"] = "column"
 
     @property
@@ -441,17 +439,21 @@ def plan_columns(
     *,
     inputs: int = 1,
     holds: bool = True,
+    access: int = 16,
     **choices: int,
 ) -> ColumnPlan | None:
     """The plan for reductions over the middle dim; None where too many programs would have to wait for each other.
 
     holds: whether a program holds what it reads until all is reduced; logsumexp does not, and splits as it likes.
+    access: elements that lie side by side at an aligned address, wherever a program reads; at most 16 bytes count.
     choices: inner_bytes, held_bytes and num_warps overrule the constants; the tuner and the tests use it.
     """
     vector = choices.get("vector", VECTOR_BYTES // itemsize)
     num_warps = choices.get("num_warps", 4)
-    inner_bytes, held_bytes, ahead_bytes = _COLUMN_BYTES[inputs, itemsize]
+    inner_bytes, held_bytes = _COLUMN_BYTES[inputs, itemsize]
     inner = min(_power_of_two(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)
+    if access * itemsize < 4:  # what is read by 2 bytes waits in 4
+        held_bytes = held_bytes * 3 // 4
     held = choices.get("held_bytes", held_bytes) // (itemsize * inputs)
     while num_warps > 1 and _power_of_two(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
         num_warps //= 2
@@ -472,8 +474,6 @@ def plan_columns(
     apart = itemsize < 8 and device.backend == "cuda" and parts <= min(_COLUMN_MOST_PARTS, device.sm_count)
     if parts > 1 and not apart:
         return None
-    groups = n_outer * -(-n_inner // inner)
-    prefetch = choices.get("prefetch", ahead_bytes) // (part_cols * inner * itemsize * inputs)
     return ColumnPlan(
         n_outer=n_outer,
         n_cols=n_cols,
@@ -488,7 +488,6 @@ def plan_columns(
         part_cols=part_cols,
         lanes=max(_power_of_two(parts), 32 * num_warps // inner),  # no lane twice: copies of one would see it differ
         num_warps=num_warps,
-        prefetch=prefetch if prefetch < groups * parts else 0,
     )
 
 

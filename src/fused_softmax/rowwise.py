@@ -26,16 +26,17 @@ def widen(x, CAST: tl.constexpr):
 
 
 @triton.jit
-def origin_of(m, PTX: tl.constexpr):
+def origin_of(m, PTX: tl.constexpr, APART: tl.constexpr = False):
     """(scale, base) with exp(x - m) = 2 ** (x * scale - base), but for a factor all x share; base 0 if all was -inf.
 
     exp(-inf - -inf) is NaN, while any finite base gives the exact zeros.
     On NVIDIA the exponent is one fused multiply-add, and `base` is m * scale rounded: the row's s shares that error, so
     it cancels. It must not overflow though: from 2 ** 30 on, where fp32 is 128 apart and exp is 0 or 1, scale is 1 and
-    m * scale exact. Elsewhere the subtraction comes first, so base is m.
+    m * scale exact. Elsewhere, and APART, the subtraction comes first, so base is m: an instruction more for every x,
+    and no register for the scale of every m.
     """
     finite = tl.where(m == NEG_INF, 0.0, m)
-    if PTX and m.dtype == tl.float32:
+    if PTX and not APART and m.dtype == tl.float32:
         scale = tl.where(tl.abs(finite) < 1073741824.0, LOG2E, 1.0)
         # Opaque: folded into a later subtraction, the product would not be the one that s was summed with.
         base = tl.inline_asm_elementwise(
@@ -47,9 +48,11 @@ def origin_of(m, PTX: tl.constexpr):
 
 
 @triton.jit
-def exp_at(x, scale, base, PTX: tl.constexpr):
+def exp_at(x, scale, base, PTX: tl.constexpr, APART: tl.constexpr = False):
     """exp(x - m) by the (scale, base) of m; fp32 or fp64."""
-    if PTX and x.dtype == tl.float32:
+    if PTX and APART:
+        return tl.exp2((x - base) * LOG2E)
+    elif PTX and x.dtype == tl.float32:
         return tl.exp2(tl.fma(x, scale, -base))
     else:
         return tl.exp(x - base)
@@ -158,19 +161,12 @@ def max_of(pieces, factor, CAST: tl.constexpr, SCALED: tl.constexpr, AXIS: tl.co
 @triton.jit
 def sum_exp_of(
     pieces, scale, base, factor, CAST: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr, AXIS: tl.constexpr = -1,
-    live=0, BLOCK_COLS: tl.constexpr = 0,
+    APART: tl.constexpr = False,
 ):  # fmt: skip
-    """sum exp(z - m) over the last axis, or AXIS, of all pieces, by the (scale, base) of m as it broadcasts to them.
-
-    With BLOCK_COLS, the width of a piece, only the first `live` columns are more than -inf, and the rest is passed by.
-    """
-    total = exp_at(scores_of(pieces[0], factor, CAST, SCALED), scale, base, PTX)
+    """sum exp(z - m) over the last axis, or AXIS, of all pieces, by the (scale, base) of m as it broadcasts to them."""
+    total = exp_at(scores_of(pieces[0], factor, CAST, SCALED), scale, base, PTX, APART)
     for p in tl.static_range(1, len(pieces)):
-        if BLOCK_COLS:
-            if p * BLOCK_COLS < live:
-                total += exp_at(scores_of(pieces[p], factor, CAST, SCALED), scale, base, PTX)
-        else:
-            total += exp_at(scores_of(pieces[p], factor, CAST, SCALED), scale, base, PTX)
+        total += exp_at(scores_of(pieces[p], factor, CAST, SCALED), scale, base, PTX, APART)
     return tl.sum(total, axis=len(total.shape) - 1 if AXIS == -1 else AXIS)
 
 
@@ -186,19 +182,36 @@ def log_sum_of(m, s, PTX: tl.constexpr):
 
 
 @triton.jit
-def result_of(z, m, s, CAST: tl.constexpr, LOG: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
+def result_of(
+    z, m, s, CAST: tl.constexpr, LOG: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr, APART: tl.constexpr = False
+):  # fmt: skip
     """softmax, or LOG its logarithm, of scores by the state of their row; ZERO: a row with nothing kept is no NaN."""
     if LOG:
-        y = z - m - log_sum_of(m, s, PTX)
+        y = z - m - log_sum_of(m, s, PTX and not APART)
         if ZERO:
             y = tl.where(s == 0.0, NEG_INF, y)
     else:
         inv_s = 1.0 / s
         if ZERO:
             inv_s = tl.where(s == 0.0, 0.0, inv_s)
-        scale, base = origin_of(m, PTX)
-        y = exp_at(z, scale, base, PTX) * inv_s
+        scale, base = origin_of(m, PTX, APART)
+        y = exp_at(z, scale, base, PTX, APART) * inv_s
     return y.to(CAST)
+
+
+@triton.jit
+def store_results(
+    y_ptr, x, m, s, factor, cols, size, BLOCK_COLS: tl.constexpr, FULL_PIECES: tl.constexpr, CAST: tl.constexpr,
+    HELD: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """result_of all pieces, side by side from y_ptr, up to column `size`; FULL_PIECES end before it."""
+    x = hold_all(x, PTX)
+    for p in tl.static_range(len(x)):
+        y = result_of(scores_of(x[p], factor, HELD, SCALED), m, s, CAST, LOG, ZERO, PTX)
+        if p < FULL_PIECES:
+            tl.store(y_ptr + (p * BLOCK_COLS + cols), y, cache_modifier=".cs")
+        else:
+            tl.store(y_ptr + (p * BLOCK_COLS + cols), y, mask=p * BLOCK_COLS + cols < size, cache_modifier=".cs")
 
 
 @triton.jit
@@ -219,7 +232,16 @@ def lse_of(m, s, greedy, GREEDY: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def broadcast_offset(row, n_1, n_2, stride_0, stride_1, stride_2):
     """Where a row, numbered over up to three dims (the last two of n_1 and n_2), begins in a tensor of such strides."""
-    return row // (n_1 * n_2) * stride_0 + row // n_2 % n_1 * stride_1 + row % n_2 * stride_2
+    outer = row // n_2
+    offset = (outer // n_1).to(tl.int64) * stride_0 + (outer % n_1).to(tl.int64) * stride_1
+    return offset + (row % n_2).to(tl.int64) * stride_2
+
+
+@triton.jit
+def shared_row(program, n_rows, n_inner):
+    """The row of a program where those that lie n_inner rows apart, and share a mask's row, follow each other."""
+    n_outer = n_rows // n_inner
+    return (program % n_outer).to(tl.int64) * n_inner + program // n_outer
 
 
 @triton.jit
@@ -278,22 +300,28 @@ def keep_scores(
 def load_scores(
     ptr, first, cols, size, visible, factor, hidden, mask_ptr, mask_col_stride,
     BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr, VECTOR: tl.constexpr,
-    CAST: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr,
+    CAST: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, CAUSAL: tl.constexpr, OPEN: tl.constexpr = 0,
 ):  # fmt: skip
-    """load_pieces from column `first` of a row on, masked and causal; what causality hides is not read."""
+    """load_pieces from column `first` of a row on, masked and causal; what causality hides is not read.
+
+    OPEN: how many leading pieces causality hides nothing of.
+    """
     if CAUSAL:
         read = tl.minimum(size, (visible - first + VECTOR - 1) // VECTOR * VECTOR)
-        pieces = load_pieces(ptr, cols, read, BLOCK_COLS, PIECES, 0, hidden)
+        pieces = load_pieces(ptr, cols, read, BLOCK_COLS, PIECES, OPEN, hidden)
     else:
         read = size
         pieces = load_pieces(ptr, cols, size, BLOCK_COLS, PIECES, FULL_PIECES, hidden)
     if MASK or CAUSAL:
         kept = ()
         for p in tl.static_range(PIECES):
-            piece = keep_scores(
-                pieces[p], first + p * BLOCK_COLS + cols, p * BLOCK_COLS + cols < read, visible, factor, hidden,
-                mask_ptr, mask_col_stride, CAST, MASK, SCALED, CAUSAL,
-            )  # fmt: skip
+            if MASK or p >= OPEN:
+                piece = keep_scores(
+                    pieces[p], first + p * BLOCK_COLS + cols, p * BLOCK_COLS + cols < read, visible, factor, hidden,
+                    mask_ptr, mask_col_stride, CAST, MASK, SCALED, CAUSAL and p >= OPEN,
+                )  # fmt: skip
+            else:
+                piece = pieces[p]
             kept = kept + (piece,)  # noqa: RUF005  the compiler has no unpacking
         return kept
     else:

@@ -18,15 +18,15 @@ from fused_softmax.columnwise import (
     collect_columns,
     inner_of,
     load_columns,
+    multiple_of,
     place_of,
-    prefetch_columns,
     publish_columns,
     slots_of,
     store_columns,
 )
 from fused_softmax.device import device_of
 from fused_softmax.ops.arguments import TLDTYPES
-from fused_softmax.plan import ColumnPlan, plan_columns
+from fused_softmax.plan import VECTOR_BYTES, ColumnPlan, plan_columns
 from fused_softmax.rowwise import (
     NEG_INF,
     dot_of,
@@ -42,6 +42,8 @@ from fused_softmax.rowwise import (
     weight_of,
     widen,
 )
+
+_MOST_REGISTERS = 168  # of a thread, of four warps: three programs reside, where a few registers more leave two
 
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -86,27 +88,37 @@ def _prepare(kernel, inputs, output, how, plan):
     x = inputs[-1]
     device = x.get_device()
     gpu = device_of(device)
+    strides = tuple(stride for tensor in (*inputs, output) for stride in tensor.stride()[:2])
+    vector = 1
+    # Reads alone gain nothing of 4 bytes: 64 x 4001 x 300 fp32 0.76 by elements, 0.65 by 16 bytes.
+    if (kernel is not _column_logsumexp or x.element_size() < 4) and all(
+        tensor.data_ptr() % VECTOR_BYTES == 0 for tensor in (*inputs, output)
+    ):
+        narrowest = min(tensor.element_size() for tensor in (*inputs, output))
+        vector = math.gcd(VECTOR_BYTES // narrowest, x.shape[2], *strides)
     if plan is None:
         itemsize = 8 if output.dtype == torch.float64 else x.element_size()
         n_outer, n_cols, n_inner = x.shape
         holds = kernel is not _column_logsumexp
-        plan = plan_columns(n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds)
+        plan = plan_columns(n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector)
         if plan is None:
             return None
-    sizes = (plan.n_cols, plan.n_inner, plan.parts, plan.part_cols, plan.programs, plan.prefetch)
-    strides = tuple(stride for tensor in (*inputs, output) for stride in tensor.stride()[:2])
+    sizes = (plan.n_cols, plan.n_inner, plan.parts, plan.part_cols)
     constexprs = how | {
         "BLOCK_COLS": plan.block_cols, "BLOCK_INNER": plan.block_inner, "PIECES": plan.pieces,
-        "FULL_PIECES": plan.full_pieces, "WHOLE": plan.n_inner % plan.block_inner == 0,
+        "FULL_PIECES": plan.full_pieces, "WHOLE": plan.n_inner % plan.block_inner == 0, "VECTOR": vector,
         "CAST": TLDTYPES[x.dtype if kernel is _column_backward else output.dtype],
-        "PTX": gpu.backend == "cuda" and device >= 0, "SPLIT": plan.parts > 1,
-        "LANES": plan.lanes, "PREFETCH": bool(plan.prefetch) and gpu.backend == "cuda" and device >= 0,
+        "PTX": gpu.backend == "cuda" and device >= 0, "SPLIT": plan.parts > 1, "LANES": plan.lanes,
     }  # fmt: skip
+    options = {"device": device, "num_warps": plan.num_warps}
+    # logsumexp takes far fewer registers, and would be given more.
+    if constexprs["PTX"] and plan.num_warps == 4 and plan.itemsize < 8 and kernel is not _column_logsumexp:
+        options["most_registers"] = _MOST_REGISTERS
 
     def launcher(slots, publish, collect):
         return launch.prepare(
             kernel, plan.programs, (*inputs, output, slots), (*strides, *sizes),
-            constexprs | {"PUBLISH": publish, "COLLECT": collect}, device=device, num_warps=plan.num_warps,
+            constexprs | {"PUBLISH": publish, "COLLECT": collect}, **options,
         )  # fmt: skip
 
     if plan.parts == 1:
@@ -120,62 +132,62 @@ def _prepare(kernel, inputs, output, how, plan):
     return lambda *tensors: both(*tensors, workspace.slots(device, groups, slots_per_group))
 
 
-@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols", "n_programs", "ahead"])
+@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
 def _column_forward(
     x_ptr, y_ptr, slots_ptr, x_outer_stride, x_col_stride, y_outer_stride, y_col_stride,
-    n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
+    n_cols, n_inner, n_parts, part_cols,
     BLOCK_COLS: tl.constexpr, BLOCK_INNER: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    WHOLE: tl.constexpr, CAST: tl.constexpr, LOG: tl.constexpr, PTX: tl.constexpr,
-    SPLIT: tl.constexpr, LANES: tl.constexpr, PREFETCH: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+    WHOLE: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr, LOG: tl.constexpr, PTX: tl.constexpr,
+    SPLIT: tl.constexpr, LANES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """The columns of one block of inner positions, or a part of them (SPLIT)."""
+    # Of 2 bytes a thread has twice as many inner positions, and one number for each must do: 3 programs fit, not 2.
+    APART: tl.constexpr = CAST.primitive_bitwidth == 16
     group, part = place_of(n_parts, SPLIT)
     if SPLIT:
         slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER, PUBLISH)
-    outer, inner, on = inner_of(group, n_inner, BLOCK_INNER)
+    outer, inner, on = inner_of(group, n_inner, BLOCK_INNER, VECTOR)
     start = part * part_cols
-    if PREFETCH:
-        prefetch_columns(
-            x_ptr, x_outer_stride, x_col_stride, n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
-            BLOCK_INNER, PIECES * BLOCK_COLS,
-        )  # fmt: skip
+    x_outer_stride, x_col_stride = multiple_of(x_outer_stride, VECTOR), multiple_of(x_col_stride, VECTOR)
     x_ptr += outer * x_outer_stride + start.to(tl.int64) * x_col_stride
     x = load_columns(x_ptr, x_col_stride, inner, on, n_cols - start, NEG_INF, BLOCK_COLS, PIECES, FULL_PIECES, WHOLE)
     m = max_of(x, 1.0, CAST, False, 0)[None, :]  # two dims before any asm, past which layouts do not travel
     x = hold_all(x, PTX)
-    scale, base = origin_of(m, PTX)
-    s = sum_exp_of(x, scale, base, 1.0, CAST, False, PTX, 0)[None, :]
+    scale, base = origin_of(m, PTX, APART)
+    s = sum_exp_of(x, scale, base, 1.0, CAST, False, PTX, 0, APART)[None, :]
     if SPLIT:
         if PUBLISH:
-            publish_columns(m, s, slots_ptr, part, tag, BLOCK_INNER)
+            publish_columns(m, s, slots_ptr, part, n_parts, tag, BLOCK_INNER)
         if COLLECT:
             m_parts, s_parts = collect_columns(slots_ptr, n_parts, tag, LANES, BLOCK_INNER)
             m_parts = tl.where(tl.arange(0, LANES)[None, :] < n_parts, m_parts, NEG_INF)
             m = tl.max(m_parts, axis=1)
-            s = tl.sum(s_parts * weight_of(m_parts, m[:, None], PTX), axis=1)[None, :]
+            s = tl.sum(s_parts * weight_of(m_parts, m[:, None], PTX and not APART), axis=1)[None, :]
             m = m[None, :]
     if COLLECT:
         x = hold_all(x, PTX)
+        y_outer_stride, y_col_stride = multiple_of(y_outer_stride, VECTOR), multiple_of(y_col_stride, VECTOR)
         y_ptr += outer * y_outer_stride + start.to(tl.int64) * y_col_stride
         for p in tl.static_range(PIECES):
-            y = result_of(widen(x[p], CAST), m, s, CAST, LOG, False, PTX)
+            y = result_of(widen(x[p], CAST), m, s, CAST, LOG, False, PTX, APART)
             store_columns(y_ptr, y_col_stride, inner, on, n_cols - start, y, p, BLOCK_COLS, p < FULL_PIECES, WHOLE)
 
 
-@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols", "n_programs", "ahead"])
+@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
 def _column_logsumexp(
     x_ptr, lse_ptr, slots_ptr, x_outer_stride, x_col_stride, lse_outer_stride, lse_col_stride,
-    n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
+    n_cols, n_inner, n_parts, part_cols,
     BLOCK_COLS: tl.constexpr, BLOCK_INNER: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    WHOLE: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr,
-    PREFETCH: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+    WHOLE: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr,
+    LANES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """logsumexp of the same, online: every lane of the tile keeps a state of its own until all columns are read."""
     group, part = place_of(n_parts, SPLIT)
     if SPLIT:
         slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER, PUBLISH)
-    outer, inner, on = inner_of(group, n_inner, BLOCK_INNER)
+    outer, inner, on = inner_of(group, n_inner, BLOCK_INNER, VECTOR)
     start = part * part_cols
+    x_outer_stride, x_col_stride = multiple_of(x_outer_stride, VECTOR), multiple_of(x_col_stride, VECTOR)
     x_ptr += outer * x_outer_stride
     m = tl.full([BLOCK_COLS, BLOCK_INNER], NEG_INF, tl.float64 if CAST.is_fp64() else tl.float32)
     s = tl.zeros([BLOCK_COLS, BLOCK_INNER], m.dtype)
@@ -200,7 +212,7 @@ def _column_logsumexp(
     s = tl.sum(s * weight_of(m_lane, m, PTX), axis=0)[None, :]
     if SPLIT:
         if PUBLISH:
-            publish_columns(m, s, slots_ptr, part, tag, BLOCK_INNER)
+            publish_columns(m, s, slots_ptr, part, n_parts, tag, BLOCK_INNER)
         if COLLECT:  # noqa: SIM102  a constexpr, then a value
             if part == n_parts - 1:
                 m_parts, s_parts = collect_columns(slots_ptr, n_parts, tag, LANES, BLOCK_INNER)
@@ -214,29 +226,22 @@ def _column_logsumexp(
         tl.store(lse_ptr + outer * lse_outer_stride + inner[None, :], lse, mask=on[None, :])
 
 
-@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols", "n_programs", "ahead"])
+@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
 def _column_backward(
     dy_ptr, y_ptr, dx_ptr, slots_ptr, dy_outer_stride, dy_col_stride, y_outer_stride, y_col_stride,
-    dx_outer_stride, dx_col_stride, n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
+    dx_outer_stride, dx_col_stride, n_cols, n_inner, n_parts, part_cols,
     BLOCK_COLS: tl.constexpr, BLOCK_INNER: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    WHOLE: tl.constexpr, CAST: tl.constexpr, OUT: tl.constexpr, LOG: tl.constexpr, PTX: tl.constexpr,
-    SPLIT: tl.constexpr, LANES: tl.constexpr, PREFETCH: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+    WHOLE: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr, OUT: tl.constexpr, LOG: tl.constexpr,
+    PTX: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the same."""
     group, part = place_of(n_parts, SPLIT)
     if SPLIT:
         slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER, PUBLISH)
-    outer, inner, on = inner_of(group, n_inner, BLOCK_INNER)
+    outer, inner, on = inner_of(group, n_inner, BLOCK_INNER, VECTOR)
     start = part * part_cols
-    if PREFETCH:
-        prefetch_columns(
-            y_ptr, y_outer_stride, y_col_stride, n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
-            BLOCK_INNER, PIECES * BLOCK_COLS,
-        )  # fmt: skip
-        prefetch_columns(
-            dy_ptr, dy_outer_stride, dy_col_stride, n_cols, n_inner, n_parts, part_cols, n_programs, ahead,
-            BLOCK_INNER, PIECES * BLOCK_COLS,
-        )  # fmt: skip
+    y_outer_stride, y_col_stride = multiple_of(y_outer_stride, VECTOR), multiple_of(y_col_stride, VECTOR)
+    dy_outer_stride, dy_col_stride = multiple_of(dy_outer_stride, VECTOR), multiple_of(dy_col_stride, VECTOR)
     y_ptr += outer * y_outer_stride + start.to(tl.int64) * y_col_stride
     dy_ptr += outer * dy_outer_stride + start.to(tl.int64) * dy_col_stride
     y = load_columns(y_ptr, y_col_stride, inner, on, n_cols - start, 0.0, BLOCK_COLS, PIECES, FULL_PIECES, WHOLE)
@@ -246,11 +251,12 @@ def _column_backward(
     dy = hold_all(dy, PTX)
     if SPLIT:
         if PUBLISH:
-            publish_columns(d, tl.zeros([1, BLOCK_INNER], tl.float32), slots_ptr, part, tag, BLOCK_INNER)
+            publish_columns(d, tl.zeros([1, BLOCK_INNER], tl.float32), slots_ptr, part, n_parts, tag, BLOCK_INNER)
         if COLLECT:
             d_parts, late = collect_columns(slots_ptr, n_parts, tag, LANES, BLOCK_INNER)
             d = tl.sum(d_parts + late, axis=1)[None, :]
     if COLLECT:
+        dx_outer_stride, dx_col_stride = multiple_of(dx_outer_stride, VECTOR), multiple_of(dx_col_stride, VECTOR)
         dx_ptr += outer * dx_outer_stride + start.to(tl.int64) * dx_col_stride
         for p in tl.static_range(PIECES):
             dx = gradient_of(y[p], dy[p], d, 1.0, CAST, LOG, False, False).to(OUT)

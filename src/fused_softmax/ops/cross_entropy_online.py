@@ -104,9 +104,10 @@ def _online_loss(
     TIMES: tl.constexpr = SCALED and not CAPPED
     factor, cap, smoothing, lse_square_scale = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, WIDE)
     t, kept, wrong, w = target_of(row, target_ptr, weight_ptr, n_cols, ignore_index, WEIGHTED)
-    z_t = tl.load(x_ptr + row * x_row_stride + t, mask=kept, other=0.0)
-    z_t = logit_of_target(z_t, factor, cap, CAST, SCALED, CAPPED, PTX)
-    zero = zero_of(z_t)
+    if SMOOTH:
+        z_t = tl.load(x_ptr + row * x_row_stride + t, mask=kept, other=0.0)
+        z_t = logit_of_target(z_t, factor, cap, CAST, SCALED, CAPPED, PTX)
+        zero = zero_of(z_t)
     # A row of the tile a lane, which keeps a state of its own: lanes meet once, at the end.
     WIDTH: tl.constexpr = 4 if VECTOR == 1 else VECTOR
     HEIGHT: tl.constexpr = BLOCK_COLS // WIDTH
@@ -114,6 +115,11 @@ def _online_loss(
     head = head_of(row, x_row_stride, phase, VECTOR, SHIFTED)
     body = (n_cols - head) // VECTOR * VECTOR
     x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
+    if SHIFTED:  # loaded before anything waits for the pieces
+        lane = tl.arange(0, 2 * VECTOR)
+        edge_cols, on_edge = edges_of(lane, head, body, n_cols, VECTOR)
+        on_edge = on_edge & (part == tl.where(lane < VECTOR, 0, n_parts - 1))
+        edge = tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=hidden)
     m = tl.full([HEIGHT, 1], NEG_INF, WIDE)
     s = tl.zeros([HEIGHT, 1], WIDE)
     wz = tl.zeros([HEIGHT, 1], WIDE)
@@ -138,6 +144,9 @@ def _online_loss(
             )
         s = s * fade + sum_exp_of(held, scale, base, factor, HELD, TIMES, PTX)[:, None]
         m = m_tile
+    if not SMOOTH:  # the first read need not wait for the target
+        z_t = tl.load(x_ptr + row * x_row_stride + t, mask=kept, other=0.0)
+        z_t = logit_of_target(z_t, factor, cap, CAST, SCALED, CAPPED, PTX)
     m_lane = m
     m = tl.max(tl.max(m_lane, axis=1), axis=0)
     fade = weight_of(m_lane, m, PTX)
@@ -146,10 +155,6 @@ def _online_loss(
     wz = tl.sum(tl.sum(wz, axis=1), axis=0)
     found = tl.min(tl.min(tl.where(m_lane == m, found, NONE), axis=1), axis=0)
     if SHIFTED:
-        lane = tl.arange(0, 2 * VECTOR)
-        edge_cols, on_edge = edges_of(lane, head, body, n_cols, VECTOR)
-        on_edge = on_edge & (part == tl.where(lane < VECTOR, 0, n_parts - 1))
-        edge = tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=hidden)
         edge = tl.where(on_edge, logits_of(edge, factor, cap, CAST, SCALED, CAPPED), NEG_INF)
         m_edge = tl.max(edge, axis=0)
         scale, base = origin_of(m_edge, PTX)

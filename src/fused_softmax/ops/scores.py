@@ -137,10 +137,12 @@ class Layout:
     tensors: tuple[Tensor | None, Tensor | None]  # mask, scale
     scalars: tuple[Any, ...]
     constexprs: dict[str, Any]
+    shared: int = 0  # how many indices, the last ones, a row of the mask depends on, if not on the one before them
 
 
 _ABSENT = (None,) * 11
 _LEAST = 2.0**-149  # of fp32, above 0
+_KEPT_BYTES = 16 << 20  # of a mask that L2 keeps beside what streams through it
 _PLAIN_CONSTEXPRS = {"MASK": NO_MASK, "SCALED": False, "GREEDY": False, "CAUSAL": False, "ZERO": False}
 
 
@@ -160,6 +162,10 @@ def layout_of(scores: Scores, shape: tuple[int, ...], interpreted: bool = False)
         sizes, strides = _coalesced(
             shape[:-1], [(0,) * (len(shape) - 1) if v is None else v.stride()[:-1] for v in views]
         )
+    shared = 0
+    if views[0] is not None and len(sizes) > 1 and strides[0][0] == 0:
+        distinct = math.prod(size for size, stride in zip(shape, views[0].stride(), strict=True) if stride)
+        shared = len(sizes) - 1 if distinct * views[0].element_size() > _KEPT_BYTES else 0
     sizes = (1,) * (3 - len(sizes)) + sizes
     strides = [(0,) * (3 - len(each)) + each for each in strides]
     mask_view = views[0]
@@ -176,7 +182,7 @@ def layout_of(scores: Scores, shape: tuple[int, ...], interpreted: bool = False)
         "CAUSAL": scores.is_causal,
         "ZERO": scores.masked_rows == "zero",
     }
-    return Layout((mask_view, views[1]), scalars, constexprs)
+    return Layout((mask_view, views[1]), scalars, constexprs, shared)
 
 
 def _dense(view: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ def compile_for(
     constexprs: Mapping[str, Any],
     target: str | GPUTarget,
     divisible_by_16: Collection[str] = (),
+    most_registers: int | None = None,
     **options: Any,
 ) -> "Compiled":
     """The binary of fn, a function under `triton.jit` alone, for one target.
@@ -53,8 +54,14 @@ def compile_for(
     target: a name in TARGETS, or any GPUTarget.
     divisible_by_16: the pointers that are aligned to 16 bytes and the integers that are multiples of 16, which the JIT
         sees for itself in a launch. Leave one out to see the binary that a launch without that luck runs.
+    most_registers: maxnreg, where nothing spills by it.
     options: what a launch takes beside arguments: num_warps, num_stages, num_ctas, maxnreg.
     """
+    if most_registers is not None:
+        given: dict[str, Any] = {"signature": signature, "constexprs": constexprs, "target": target}
+        capped = compile_for(fn, **given, divisible_by_16=divisible_by_16, maxnreg=most_registers, **options)
+        if not capped.stack_bytes:
+            return capped
     missing = set(fn.arg_names) ^ (signature.keys() | constexprs.keys())
     both = signature.keys() & constexprs.keys()
     stray = set(divisible_by_16) - signature.keys()

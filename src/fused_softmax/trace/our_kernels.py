@@ -28,8 +28,8 @@ COLUMN_INNER = 4
 # What computes only where things are, or does nothing under the interpreter, and what one word of its caller says.
 PLACES = frozenset({
     "body_of", "broadcast_offset", "edges_of", "exp_at", "factor_of", "head_of", "hold", "hold_all", "inner_of",
-    "logits_of", "numbers_of", "origin_of", "pack_state", "place_of", "scores_of", "slots_of", "tag_of",
-    "unpack_state", "visible_of", "wait_for", "weight_of", "widen",
+    "logits_of", "multiple_of", "numbers_of", "origin_of", "pack_state", "place_of", "scores_of", "shared_row",
+    "slots_of", "tag_of", "unpack_state", "visible_of", "wait_for", "weight_of", "widen",
 })  # fmt: skip
 _ROLES: dict[str, Role] = {"y_ptr": "output", "dx_ptr": "output"}
 _STATES = frozenset({"m_ptr", "s_ptr", "d_ptr", "ls_ptr", "loss_ptr"})
@@ -62,7 +62,7 @@ def column_plan(x: Tensor, block: int) -> ColumnPlan:
     return ColumnPlan(
         n_outer=1, n_cols=n_cols, n_inner=n_inner, itemsize=x.element_size(), inputs=1, block_cols=block,
         block_inner=min(COLUMN_INNER, triton.next_power_of_2(n_inner)), pieces=-(-n_cols // block),
-        full_pieces=n_cols // block, parts=1, part_cols=n_cols, lanes=1, num_warps=1, prefetch=0,
+        full_pieces=n_cols // block, parts=1, part_cols=n_cols, lanes=1, num_warps=1,
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ OURS = (
             _column_forward=Told(
                 {
                     "find the columns": "group, part = place_of",
-                    "load": "x_ptr += outer",
+                    "load": "x_outer_stride, x_col_stride =",
                     "maximum": "m = max_of",
                     "sum": "x = hold_all",
                     "output": ("if SPLIT:", "if COLLECT:", "if COLLECT:"),
