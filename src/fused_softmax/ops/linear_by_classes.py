@@ -19,7 +19,7 @@ _CHUNKS = 8  # fewer add the weight's gradient up in less time than logits take 
 # As do longer ones: on an H200 that sum takes 256 / rows of what the products take, logits made again up to a third;
 # and of 4 bytes and more an order less, for the products take as much longer.
 _CHUNK_ROWS = {2: 1024, 4: 64, 8: 64}
-_CLASSES = 32  # fewer at a time would make the last products many and small
+_CLASSES = 256  # fewer at a time do not fill the chip
 
 
 class Block(NamedTuple):
