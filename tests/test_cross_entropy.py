@@ -248,6 +248,14 @@ def test_all_targets_ignored(reduction, device):
     torch.testing.assert_close(*found, equal_nan=True)
 
 
+def test_a_gradient_of_one_element_is_scaled(device):
+    """Its number is a constant of the kernel, which could not be converted: a CompilationError on GPUs."""
+    x = torch.ones(1, 1, device=device, requires_grad=True)
+    y = cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=device))
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 3.0))
+    torch.testing.assert_close(dx, torch.zeros_like(x))
+
+
 @every_reduction
 @pytest.mark.parametrize("shape", [(0, 5), (3, 1)], ids=str)
 def test_no_rows_and_one_class(reduction, shape, device):

@@ -87,3 +87,12 @@ def test_losses_of_transposed_logits(target, dtype, kind):
             assert max(binary.load_widths) == 16, name
         if target != "gfx942" and name == "_token_gradient":
             assert set(binary.store_widths) == {16}, name
+
+
+@pytest.mark.parametrize("n", [1, 5, 4096])
+def test_a_gradient_of_any_size_is_multiplied(n):
+    """Of one element too, whose number Triton makes a constant of the kernel."""
+    dx = torch.empty(n)
+    (binary,) = binaries("sm_90", lambda: backward.multiply(dx, torch.ones(1))).values()
+    assert binary.stack_bytes == 0
+    assert (max(binary.store_widths) == 16) == (n == 4096)

@@ -152,7 +152,7 @@ def _gradient(
 def _multiply(dx_ptr, factor_ptr, n, n_programs, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr)
     WIDE: tl.constexpr = tl.float64 if dx_ptr.dtype.element_ty.is_fp64() else tl.float32
-    n = tl.where(factor == 1.0, 0, n.to(tl.int64))
+    n = tl.where(factor == 1.0, tl.zeros([], tl.int64), n)
     factor = factor.to(WIDE)
     for at in range(tl.program_id(0).to(tl.int64) * BLOCK, n, n_programs * BLOCK):
         i = at + tl.arange(0, BLOCK)
