@@ -22,7 +22,7 @@ def edges(itemsize: int, alignment: str = "even") -> list[int]:
     ladders = [
         plan._ROW_WARPS[1, itemsize],
         plan._SPLIT_PARTS.get((1, itemsize), ()),
-        [(size // itemsize,) for size, _ in plan._PREFETCH_BYTES],
+        [(size // itemsize,) for size, _ in plan._prefetch_bytes((1, itemsize))],
         [(plan._TILE_COLS,), (plan._FEW_ROWS_COLS,)],
         # Of one piece of a tile, and of what fills one.
         [(128,), (plan._TILE_BYTES // itemsize,)],

@@ -130,3 +130,15 @@ def test_rows_are_addressed_in_64_bits():
                 products = [line for line in ttir.splitlines() if "arith.muli" in line and "row_stride" in line]
                 assert all(line.split(":")[-1].strip().startswith(("i64", "tensor")) for line in products), products
                 assert not any("xi32" in line for line in products), products
+
+
+@pytest.mark.parametrize("n_cols", [129, 159, 161, 223])
+def test_pieces_of_odd_rows_are_laid_out_once(n_cols):
+    """Loaded before them, the edges of a row leave what is made of both the layout of the pieces."""
+    x, y = rows_as("shifted", MANY, n_cols, BF16)
+    plan = plan_rows(MANY, n_cols, 2, GPUS["sm_90"], alignment="shifted")
+    (launch,) = launches(plan, GPUS["sm_90"], x, y)
+    lines = launch.compile("sm_90").kernel.asm["ttgir"].splitlines()
+    piece = f"tensor<{plan.block_rows}x{plan.block_cols}x"
+    assert [line for line in lines if "tt.load" in line and piece in line]
+    assert not [line for line in lines if "convert_layout" in line and piece in line]

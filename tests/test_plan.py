@@ -7,7 +7,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, STRATEGIES, edges, widths
 
-from fused_softmax.plan import H200, VECTOR_BYTES, Device, candidate, most_parts, plan_rows, row_rung_ends, why
+from fused_softmax.plan import (
+    H200,
+    VECTOR_BYTES,
+    Device,
+    candidate,
+    most_parts,
+    most_registers,
+    plan_rows,
+    row_rung_ends,
+    why,
+)
 
 SMALL_GPU = Device("small", "cuda", (8, 6), 16, shared_bytes=100 * 1024, l2_bytes=4 * 2**20)
 TINY_GPU = Device("tiny", "cuda", (7, 5), 1)
@@ -177,6 +187,23 @@ def test_every_strategy_is_reached(itemsize):
         for n_cols in [*widths(itemsize, alignment), 2**26, 2**27]
     }
     assert reached == set(STRATEGIES) - ({"split"} if itemsize == 8 else set())
+
+
+def test_gradients_of_rows_that_leave_no_room_for_a_second_program_are_split():
+    for n_cols, strategy in ((16384, "row"), (16392, "split"), (28672, "split"), (28680, "row"), (32768, "row")):
+        assert plan_rows(MANY, n_cols, 2, H200, inputs=2).strategy == strategy
+        assert plan_rows(MANY, n_cols, 2, H200).strategy == "row"
+
+
+def test_split_kernels_of_two_bytes_are_held_to_registers_where_that_was_measured():
+    def registers(n_cols, device=H200, **given):
+        return most_registers(plan_rows(MANY, n_cols, given.pop("itemsize", 2), device, **given), device)
+
+    assert [registers(n_cols) for n_cols in (32768, 65536, 131072, 2**20)] == [None, 56, 88, 88]
+    assert [registers(n_cols, inputs=2) for n_cols in (16384, 65536, 2**20)] == [None, 80, 80]
+    assert registers(50257, inputs=2, alignment="shifted") == 128
+    assert registers(131072, itemsize=4) is None
+    assert registers(131072, A100) is None
 
 
 def test_rows_that_no_chip_holds_are_streamed():

@@ -257,7 +257,7 @@ def no_gpu(monkeypatch):
 def test_the_command_prints_one_table_and_why_counters_are_missing(no_gpu):
     result = fused_softmax("--M", 1024, "--N", 131072, "--dtype", "bf16", "--provider", "fused,torch")
     assert result.exit_code == 0, result.output
-    for part in ("no call can move less than 512 MiB", "registers", "load widths", "16 x8", "there is no GPU"):
+    for part in ("no call can move less than 512 MiB", "registers", "load widths", "16 x16", "there is no GPU"):
         assert part in result.output
     facts = json.loads(fused_softmax("--M", 64, "--N", 4096, "--provider", "fused", "--json").output)
     (found,) = facts["profiles"]

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from fused_softmax.rowwise import pack_state, tag_of, unpack_state, wait_for
+from fused_softmax.rowwise import (
+    GREATEST,
+    GREATEST_FP64,
+    finite_top,
+    natural_exp,
+    pack_state,
+    tag_of,
+    unpack_state,
+    wait_for,
+    widen,
+)
 
 
 @triton.jit
@@ -74,6 +84,36 @@ def store_columns(
         tl.store(at, y, mask=p * BLOCK_COLS + cols < size, cache_modifier=".cs")
     else:
         tl.store(at, y, mask=(p * BLOCK_COLS + cols < size) & on[None, :], cache_modifier=".cs")
+
+
+@triton.jit
+def empty_state(BLOCK_COLS: tl.constexpr, BLOCK_INNER: tl.constexpr, CAST: tl.constexpr):
+    """(m, s) of every lane of a tile that has read nothing. m is finite and stays so: -inf - -inf never is."""
+    if CAST.is_fp64():
+        m = tl.full([BLOCK_COLS, BLOCK_INNER], -GREATEST_FP64, tl.float64)
+    else:
+        m = tl.full([BLOCK_COLS, BLOCK_INNER], -GREATEST, tl.float32)
+    return m, tl.zeros_like(m)
+
+
+@triton.jit
+def take_columns(m, s, x, CAST: tl.constexpr, PTX: tl.constexpr):
+    """The state of every lane with its elements of the tiles x."""
+    top = widen(x[0], CAST)
+    for p in tl.static_range(1, len(x)):
+        top = tl.maximum(top, widen(x[p], CAST))
+    top = finite_top(tl.maximum(m, top))  # m last: of narrow numbers alone, two are compared at once
+    s *= natural_exp(m - top, PTX)
+    for p in tl.static_range(len(x)):
+        s += natural_exp(widen(x[p], CAST, PTX) - top, PTX)
+    return top, s
+
+
+@triton.jit
+def merge_states(m_parts, s_parts, AXIS: tl.constexpr, PTX: tl.constexpr):
+    """The state of all states along an axis."""
+    m = tl.max(m_parts, axis=AXIS)
+    return m, tl.sum(s_parts * natural_exp(m_parts - tl.expand_dims(m, AXIS), PTX), axis=AXIS)
 
 
 @triton.jit

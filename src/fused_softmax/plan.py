@@ -185,20 +185,24 @@ _ROW_WARPS = {
         (256, 1), (512, 2), (1024, 4), (2048, 8), (4096, 16), (8192, 32), note="unmeasured: what fits the registers"
     ),
 }
+# (inputs, itemsize): columns more than, up to, whose one program would leave no room for a second on its
+# multiprocessor, and hold too little to fill it: split they are faster. 24000 0.97, by one program 0.94, of log 0.88.
+_RATHER_SPLIT = {(2, 2): (16384, 28672)}
 # Triton 3.9 spills a few bytes of longer rows on sm_80 and sm_100: on other GPUs than were measured they are split.
 _UNMEASURED_ROW_COLS = {(2, 2): 8192}
 # (inputs, itemsize): (columns up to, part columns, warps): how a row is split where rows are enough to fill the chip.
 _SPLIT_PARTS = {
-    (1, 2): Ladder((131072, 8192, 4), (2**62, 16384, 4), note="65536 0.98, 131072 0.97; 262144 0.97, 1 Mi 0.94"),
+    (1, 2): Ladder((65536, 8192, 4), (2**62, 16384, 4), note="65536 0.98; 131072 0.97, 262144 0.96, 1 Mi 0.93"),
     (1, 4): Ladder((262144, 8192, 4), (2**62, 16384, 4), note="65536 1.00, 262144 0.98; 524288 0.98, 1 Mi 0.96"),
-    (2, 2): Ladder(
-        (65536, 8192, 4), (131072, 16384, 4), (524288, 8192, 4), (2**62, 16384, 4), note="0.96, 0.95; 0.91, 1 Mi 0.90"
-    ),
+    (2, 2): Ladder((524288, 8192, 4), (2**62, 16384, 8), note="20000 0.96, 65536 0.97, 524288 0.93; 1 Mi 0.93"),
     (2, 4): Ladder((131072, 8192, 4), (2**62, 8192, 8), note="65536 0.99, 131072 0.98; 262144 0.96, 1 Mi 0.93"),
 }
 _SHIFTED_SPLIT_PARTS = {  # the edges are the first part's work, and long parts hide it
     **_SPLIT_PARTS,
     (1, 2): Ladder((2**62, 16384, 4), note="bf16 50257 0.95, with parts of 8192 0.91"),
+    (2, 2): Ladder(
+        (131072, 16384, 4), (524288, 8192, 4), (2**62, 16384, 4), note="bf16 50257 0.96, with parts of 8192 0.93"
+    ),
     (2, 4): Ladder((2**62, 4096, 4), note="fp32 100003 0.95, with parts of 8192 0.90"),
 }
 # (part columns, warps) for few rows, smallest first.
@@ -211,6 +215,11 @@ _FEW_ROWS_COLS = 8192  # rows no longer than this are not worth an exchange: 1 x
 # (registers of values held by a thread up to, registers of a thread at most, as compiled): what bounds residency.
 # A part read by elements takes up to them all: each element has an address and a mask of its own.
 _SPLIT_REGISTERS = ((32, 96), (64, 128), (128, 176), (2**62, 255))
+
+# inputs: (registers of values held by a thread, of a thread at most): what the compiler is held to where it would take
+# more than it needs, and fewer programs reside. For parts of 2-byte rows: bf16 262144 0.93 -> 0.96, backward 524288
+# 0.91 -> 0.93, 50257 0.93 -> 0.96.
+_HELD_TO = {1: {32: 56, 64: 88}, 2: {64: 80, 104: 128}}
 
 _TILE_BYTES = 2048  # of a one-warp program of short rows
 _TILE_NOTE = "bf16 128 1.00, 256 1.00, fp32 128 1.00"
@@ -238,16 +247,22 @@ _REDUCTION_TILES = (
 _REDUCTION_TILE_COLS = 512
 # (row bytes up to, warps): fp32 1024 0.99; bf16 4096 0.97, 32000 0.96
 _REDUCTION_WARPS = ((4096, 1), (8192, 2), (16384, 4), (2**62, 8))
-_REDUCTION_PROGRAMS = 8  # a multiprocessor, fewer than which are split; parts of strided dims are as many at least
+_REDUCTION_PROGRAMS = 8  # a multiprocessor, fewer than which are split
 # And into how many: bf16 131072 0.92, 1 Mi 0.93, by 8 0.90 and 0.81; where 8 are there, 32 would be worse: 32768 0.84.
 _REDUCTION_PARTS = 32
 # Over a strided dim: (contiguous bytes a program reads at a time, bytes it holds), by (inputs, itemsize).
-# 64 x 4096 x 512 fp32 0.95, with 64 and 32 KiB 0.85; bf16 0.71, 0.67. Backward fp32 0.95, bf16 0.84.
+# 64 x 4096 x 512 fp32 0.94, with 64 and 32 KiB 0.85; bf16 0.80, 40 KiB 0.76. Backward fp32 0.96, bf16 0.85.
 _COLUMN_BYTES = {
     (1, 2): (128, 65536), (1, 4): (128, 65536), (1, 8): (128, 65536),
     (2, 2): (64, 65536), (2, 4): (128, 65536), (2, 8): (128, 65536),
 }  # fmt: skip
 _COLUMN_MOST_PARTS = 64
+# logsumexp's there: positions a thread has a state for; warps a multiprocessor, fewer than which are split; and groups
+# a multiprocessor from which programs of 2-byte numbers have 4 warps, not 8. bf16 64 x 4096 x 512 0.90, 8 positions
+# 0.87, split 0.81; 32 x 1024 x 2048 0.85, by 8 warps 0.74. fp32 0.99, 0.94.
+COLUMN_POSITIONS = 4
+_COLUMN_WARPS = 16
+_COLUMN_GROUPS = 6
 # itemsize: (columns up to, rows, columns of a block, warps), for short even rows that no block of 128 divides.
 _RAGGED_TILES = {
     2: Ladder(
@@ -260,6 +275,9 @@ _RAGGED_TILES = {
 }  # fmt: skip
 # (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
 _PREFETCH_BYTES = Ladder((8 * 1024, 8 << 20), (2**62, 12 << 20), note="bf16 16384 0.97 at 8 MiB, 0.99 at 12")
+_PREFETCH_BYTES_OF = {  # where it is another
+    (2, 2): Ladder((8192, 8 << 20), (1 << 20, 12 << 20), (2**62, 6 << 20), note="1 Mi 0.93 at 6 MiB, 0.92 at 12"),
+}
 _READERS_PER_COPY = (
     4  # programs that poll one copy of a row's slots: 16 copies of 64 slots, bf16 1 Mi 0.92, 1 copy 0.89
 )
@@ -340,12 +358,17 @@ def _decide(
     if rows is _ROW_WARPS[inputs, itemsize] and device.backend == "cuda" and device.capability[0] != H200.capability[0]:
         most = _UNMEASURED_ROW_COLS.get((inputs, itemsize), most)
     fits = n_cols <= most
+    above, upto = _RATHER_SPLIT.get((inputs, itemsize), (0, 0))
+    rather = rows is _ROW_WARPS[inputs, itemsize] and device.backend == "cuda" and alignment == "even"
+    rather = rather and fits and above < n_cols <= upto
     few = n_cols > _FEW_ROWS_COLS and n_rows <= device.sm_count
-    if (inputs, itemsize) in _SPLIT_PARTS and (few or not fits):
+    if (inputs, itemsize) in _SPLIT_PARTS and (few or rather or not fits):
         split = plan("split")
         if 1 < split.parts <= most_parts(split, device):
             if not fits:
                 return split, f"a row of more than {most} columns exceeds one program, and the chip holds it"
+            if rather and not few:
+                return split, f"a row of {above + 1} to {upto} columns leaves no room for a second beside it"
             return (
                 split,
                 f"no more rows than the {device.sm_count} multiprocessors, of more than {_FEW_ROWS_COLS} columns",
@@ -449,9 +472,14 @@ def plan_columns(
     choices: inner_bytes, held_bytes and num_warps overrule the constants; the tuner and the tests use it.
     """
     vector = choices.get("vector", VECTOR_BYTES // itemsize)
-    num_warps = choices.get("num_warps", 4)
     inner_bytes, held_bytes = _COLUMN_BYTES[inputs, itemsize]
     inner = min(_power_of_two(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)
+    num_warps = 4
+    if not holds:
+        vector = min(vector, COLUMN_POSITIONS)
+        if itemsize == 2 and n_outer * -(-n_inner // inner) < _COLUMN_GROUPS * device.sm_count:
+            num_warps = 8
+    num_warps = choices.get("num_warps", num_warps)
     if access * itemsize < 4:  # what is read by 2 bytes waits in 4
         held_bytes = held_bytes * 3 // 4
     held = choices.get("held_bytes", held_bytes) // (itemsize * inputs)
@@ -463,8 +491,9 @@ def plan_columns(
     most = max(1, held // (inner * block_cols))  # pieces
     parts = -(-n_cols // (most * block_cols))
     if not holds:
-        most = min(8, -(-n_cols // block_cols))
-        wanted = -(-_REDUCTION_PROGRAMS * device.sm_count * inner // (n_outer * n_inner))
+        # A mask for every piece takes registers: fp32 64 x 4001 x 300 by 8 pieces 3421 GB/s, by 4 3847.
+        most = min(8 if itemsize == 2 or n_inner % inner == 0 else 4, -(-n_cols // block_cols))
+        wanted = -(-_COLUMN_WARPS // num_warps * device.sm_count // (n_outer * -(-n_inner // inner)))
         parts = max(1, min(wanted, -(-n_cols // (most * block_cols))))
         if itemsize == 8 or device.backend != "cuda":
             parts = 1
@@ -497,9 +526,12 @@ def row_rung_ends(itemsize: int, device: Device, inputs: int = 1) -> list[int]:
     ladders += [ladder[inputs, itemsize] for ladder in (_SPLIT_PARTS, _SHIFTED_SPLIT_PARTS) if itemsize < 8]
     ragged = _RAGGED_TILES.get(itemsize, ()) if inputs == 1 else ()
     ends = {rung[0] for ladder in (*ladders, ragged) for rung in ladder} | {_TILE_COLS, _FEW_ROWS_COLS}
+    ends |= set(_RATHER_SPLIT.get((inputs, itemsize), ()))
     if ragged:  # a whole number of blocks of 128 columns is a rung of one length
         ends |= set(range(128, ragged[-1][0] + 1, 128))
-    ends |= {_LEAST_SHIFTED[itemsize] - 1} | {size // itemsize for size, _ in _PREFETCH_BYTES}
+    ends |= {_LEAST_SHIFTED[itemsize] - 1} | {
+        size // itemsize for size, _ in _prefetch_bytes((inputs, itemsize), device)
+    }
     if (inputs, itemsize) in _SPLIT_PARTS:  # the longest row that the chip holds
         plan = candidate("split", device.sm_count + 1, 2**26, itemsize, device, inputs=inputs)
         ends.add(most_parts(plan, device) * plan.part_cols)
@@ -511,6 +543,14 @@ def reduction_rung_ends(itemsize: int) -> list[int]:
     sizes = {rung[0] for ladder in (_REDUCTION_TILES, _REDUCTION_WARPS) for rung in ladder}
     ends = {size // itemsize for size in sizes} | {_REDUCTION_TILE_COLS, _SHIFTED_TILES[itemsize][-1][0]}
     return sorted(end for end in ends if end < 2**40)
+
+
+def most_registers(plan: RowPlan, device: Device) -> int | None:
+    """Registers of a thread that a split kernel is held to, as far as nothing spills by it; None: what it takes."""
+    if plan.strategy != "split" or plan.itemsize != 2 or device.capability[0] != H200.capability[0]:
+        return None
+    held = plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps)
+    return _HELD_TO[plan.inputs].get(held)
 
 
 def most_parts(plan: RowPlan, device: Device, registers: int | None = None) -> int:
@@ -653,7 +693,7 @@ def _ragged(n_cols: int, itemsize: int, inputs: int) -> tuple[int, int, int, int
 def built_in(inputs: int, itemsize: int) -> Table:
     """The ladders that a table can stand in for, as they are without one."""
     held = inputs, itemsize
-    ladders = {("row_warps", *held): _ROW_WARPS[held], ("prefetch_bytes", *held): _PREFETCH_BYTES}
+    ladders = {("row_warps", *held): _ROW_WARPS[held], ("prefetch_bytes", *held): _prefetch_bytes(held)}
     if held in _SPLIT_PARTS:
         ladders["split_parts", *held] = _SPLIT_PARTS[held]
     return Table(tuple(ladders.items()))
@@ -669,8 +709,9 @@ def _split_parts(held: tuple[int, int], device: Device, alignment: Alignment) ->
     return (device.table and device.table.get("split_parts", *held)) or _SPLIT_PARTS[held]
 
 
-def _prefetch_bytes(held: tuple[int, int], device: Device) -> Ladder:
-    return (device.table and device.table.get("prefetch_bytes", *held)) or _PREFETCH_BYTES
+def _prefetch_bytes(held: tuple[int, int], device: Device | None = None) -> Ladder:
+    table = device and device.table and device.table.get("prefetch_bytes", *held)
+    return table or _PREFETCH_BYTES_OF.get(held, _PREFETCH_BYTES)
 
 
 def _rung(ladder, size):

@@ -13,14 +13,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(2.0**-149)  # of fp32, above 0
 GREATEST = tl.constexpr(3.4028234663852886e38)
 GREATEST_FP64 = tl.constexpr(1.7976931348623157e308)
+UNPACK = tl.constexpr("{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }")
 POLL_LIMIT = tl.constexpr(1 << 24)  # about ten seconds: a row whose other programs never run becomes NaN, not a hang
 
 
 @triton.jit
-def widen(x, CAST: tl.constexpr):
-    """x rounded to the dtype CAST, in the dtype of the arithmetic: fp64 for fp64, fp32 for all else."""
+def widen(x, CAST: tl.constexpr, PTX: tl.constexpr = False):
+    """x rounded to the dtype CAST, in the dtype of the arithmetic: fp64 for fp64, fp32 for all else.
+
+    PTX: bf16 by an instruction an element, where the compiler takes two for the upper one of a register.
+    """
     if CAST.is_fp64():
         return x.to(tl.float64)
+    elif PTX and x.dtype.is_bf16() and (CAST.is_bf16() or CAST.is_fp32()):
+        return tl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
     else:
         return x.to(CAST).to(tl.float32)
 
@@ -38,10 +44,8 @@ def origin_of(m, PTX: tl.constexpr, APART: tl.constexpr = False):
     finite = tl.where(m == NEG_INF, 0.0, m)
     if PTX and not APART and m.dtype == tl.float32:
         scale = tl.where(tl.abs(finite) < 1073741824.0, LOG2E, 1.0)
-        # Opaque: folded into a later subtraction, the product would not be the one that s was summed with.
-        base = tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [finite, scale], dtype=tl.float32, is_pure=True, pack=1
-        )
+        # No multiplication: folded into a later subtraction, it would not be the product that s was summed with.
+        base = tl.fma(finite, scale, 0.0)
         return scale, base
     else:
         return finite, finite  # scale is not used
@@ -55,7 +59,16 @@ def exp_at(x, scale, base, PTX: tl.constexpr, APART: tl.constexpr = False):
     elif PTX and x.dtype == tl.float32:
         return tl.exp2(tl.fma(x, scale, -base))
     else:
-        return tl.exp(x - base)
+        return natural_exp(x - base, PTX)
+
+
+@triton.jit
+def natural_exp(x, PTX: tl.constexpr):
+    """exp(x); on NVIDIA subnormal results are 0, which is three instructions less."""
+    if PTX and x.dtype == tl.float32:
+        return tl.exp2(x * LOG2E)
+    else:
+        return tl.exp(x)
 
 
 @triton.jit
@@ -125,6 +138,13 @@ def edges_of(lane, head, body, n_cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def load_edges(ptr, row, row_stride, head, body, n_cols, hidden, VECTOR: tl.constexpr):
+    """edges_of several rows, and what stands there."""
+    cols, on = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
+    return cols, on, tl.load(ptr + row * row_stride + cols, mask=on, other=hidden)
+
+
+@triton.jit
 def load_pieces(
     ptr, cols, size, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
     other=NEG_INF,
@@ -141,9 +161,9 @@ def load_pieces(
 
 
 @triton.jit
-def scores_of(x, factor, CAST: tl.constexpr, SCALED: tl.constexpr):
+def scores_of(x, factor, CAST: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr = False):
     """z: a piece as the arithmetic sees it, rounded to CAST and then multiplied by the row's factor if SCALED."""
-    z = widen(x, CAST)
+    z = widen(x, CAST, PTX)
     if SCALED:
         z *= factor
     return z
@@ -161,12 +181,12 @@ def max_of(pieces, factor, CAST: tl.constexpr, SCALED: tl.constexpr, AXIS: tl.co
 @triton.jit
 def sum_exp_of(
     pieces, scale, base, factor, CAST: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr, AXIS: tl.constexpr = -1,
-    APART: tl.constexpr = False,
+    APART: tl.constexpr = False, UNPACK: tl.constexpr = True,
 ):  # fmt: skip
     """sum exp(z - m) over the last axis, or AXIS, of all pieces, by the (scale, base) of m as it broadcasts to them."""
-    total = exp_at(scores_of(pieces[0], factor, CAST, SCALED), scale, base, PTX, APART)
+    total = exp_at(scores_of(pieces[0], factor, CAST, SCALED, PTX and UNPACK), scale, base, PTX, APART)
     for p in tl.static_range(1, len(pieces)):
-        total += exp_at(scores_of(pieces[p], factor, CAST, SCALED), scale, base, PTX, APART)
+        total += exp_at(scores_of(pieces[p], factor, CAST, SCALED, PTX and UNPACK), scale, base, PTX, APART)
     return tl.sum(total, axis=len(total.shape) - 1 if AXIS == -1 else AXIS)
 
 
@@ -207,7 +227,7 @@ def store_results(
     """result_of all pieces, side by side from y_ptr, up to column `size`; FULL_PIECES end before it."""
     x = hold_all(x, PTX)
     for p in tl.static_range(len(x)):
-        y = result_of(scores_of(x[p], factor, HELD, SCALED), m, s, CAST, LOG, ZERO, PTX)
+        y = result_of(scores_of(x[p], factor, HELD, SCALED, PTX), m, s, CAST, LOG, ZERO, PTX)
         if p < FULL_PIECES:
             tl.store(y_ptr + (p * BLOCK_COLS + cols), y, cache_modifier=".cs")
         else:
@@ -463,38 +483,42 @@ def exchange(
 
 
 @triton.jit
-def dot_of(y, dy, CAST: tl.constexpr, LOG: tl.constexpr, AXIS: tl.constexpr = -1, HIDDEN: tl.constexpr = False):
+def dot_of(
+    y, dy, CAST: tl.constexpr, LOG: tl.constexpr, PTX: tl.constexpr, AXIS: tl.constexpr = -1,
+    HIDDEN: tl.constexpr = False,
+):  # fmt: skip
     """d over the last axis, or AXIS, of all pieces: sum y * dy, or of log_softmax sum dy; HIDDEN as gradient_of's."""
-    total = product_of(y[0], dy[0], CAST, LOG, HIDDEN)
+    total = product_of(y[0], dy[0], CAST, LOG, HIDDEN, PTX)
     for p in tl.static_range(1, len(dy)):
-        total += product_of(y[p], dy[p], CAST, LOG, HIDDEN)
+        total += product_of(y[p], dy[p], CAST, LOG, HIDDEN, PTX)
     return tl.sum(total, axis=len(total.shape) - 1 if AXIS == -1 else AXIS)
 
 
 @triton.jit
-def product_of(y, dy, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr):
+def product_of(y, dy, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr, PTX: tl.constexpr):
     """What one piece gives to d."""
-    dy = widen(dy, CAST)
+    dy = widen(dy, CAST, PTX)
     if LOG:
         return dy
     elif HIDDEN:
-        return tl.where(dy == 0.0, 0.0, widen(y, CAST) * dy)
+        return tl.where(dy == 0.0, 0.0, widen(y, CAST, PTX) * dy)
     else:
-        return widen(y, CAST) * dy
+        return widen(y, CAST, PTX) * dy
 
 
 @triton.jit
 def gradient_of(
-    y, dy, d, factor, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr
+    y, dy, d, factor, CAST: tl.constexpr, LOG: tl.constexpr, HIDDEN: tl.constexpr, SCALED: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one piece of x by its row's d, times factor if SCALED.
 
     HIDDEN, of scores of which some may be hidden: 0 where log_softmax is -inf, and in a row of NaN with a dy of 0.
     """
-    y = widen(y, CAST)
-    dy = widen(dy, CAST)
+    y = widen(y, CAST, PTX)
+    dy = widen(dy, CAST, PTX)
     if LOG:
-        share = tl.exp(y) * d
+        share = natural_exp(y, PTX) * d
         if HIDDEN:
             share = tl.where(d == 0.0, 0.0, share)
         dx = dy - share

@@ -16,25 +16,26 @@ from torch import Tensor
 from fused_softmax import launch, workspace
 from fused_softmax.columnwise import (
     collect_columns,
+    empty_state,
     inner_of,
     load_columns,
+    merge_states,
     multiple_of,
     place_of,
     publish_columns,
     slots_of,
     store_columns,
+    take_columns,
 )
 from fused_softmax.device import device_of
 from fused_softmax.ops.arguments import TLDTYPES
-from fused_softmax.plan import VECTOR_BYTES, ColumnPlan, plan_columns
+from fused_softmax.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, ColumnPlan, plan_columns
 from fused_softmax.rowwise import (
+    GREATEST,
     NEG_INF,
     dot_of,
-    exp_at,
-    finite_top,
     gradient_of,
     hold_all,
-    lse_of,
     max_of,
     origin_of,
     result_of,
@@ -71,12 +72,14 @@ def columns_of(x: Tensor, dim: int) -> tuple[Tensor, Order] | None:
 
 def prepare_softmax(x: Tensor, y: Tensor, *, log: bool = False, plan: ColumnPlan | None = None):
     """What runs the forward on views [n_outer, n_cols, n_inner]: `run(x, y)`; None where no plan holds the columns."""
-    return _prepare(_column_forward, (x,), y, {"LOG": log}, plan)
+    # Measured on sm_90, where log_softmax lost by it; for sm_80 Triton 3.6 spills.
+    unpack = not log and device_of(x.get_device()).capability[0] == H200.capability[0]
+    return _prepare(_column_forward, (x,), y, {"LOG": log, "UNPACK": unpack}, plan)
 
 
 def prepare_logsumexp(x: Tensor, lse: Tensor, *, plan: ColumnPlan | None = None):
     """The same for lse [n_outer, 1, n_inner]."""
-    return _prepare(_column_logsumexp, (x,), lse, {}, plan)
+    return _prepare(_column_logsumexp, (x,), lse, {"POSITIONS": COLUMN_POSITIONS}, plan)
 
 
 def prepare_backward(dy: Tensor, y: Tensor, dx: Tensor, *, log: bool = False, plan: ColumnPlan | None = None):
@@ -111,9 +114,8 @@ def _prepare(kernel, inputs, output, how, plan):
         "PTX": gpu.backend == "cuda" and device >= 0, "SPLIT": plan.parts > 1, "LANES": plan.lanes,
     }  # fmt: skip
     options = {"device": device, "num_warps": plan.num_warps}
-    # logsumexp takes far fewer registers, and would be given more.
-    if constexprs["PTX"] and plan.num_warps == 4 and plan.itemsize < 8 and kernel is not _column_logsumexp:
-        options["most_registers"] = _MOST_REGISTERS
+    if constexprs["PTX"] and plan.num_warps in (4, 8) and plan.itemsize < 8:
+        options["most_registers"] = 64 if kernel is _column_logsumexp else _MOST_REGISTERS
 
     def launcher(slots, publish, collect):
         return launch.prepare(
@@ -137,8 +139,8 @@ def _column_forward(
     x_ptr, y_ptr, slots_ptr, x_outer_stride, x_col_stride, y_outer_stride, y_col_stride,
     n_cols, n_inner, n_parts, part_cols,
     BLOCK_COLS: tl.constexpr, BLOCK_INNER: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    WHOLE: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr, LOG: tl.constexpr, PTX: tl.constexpr,
-    SPLIT: tl.constexpr, LANES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+    WHOLE: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr, LOG: tl.constexpr, UNPACK: tl.constexpr,
+    PTX: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """The columns of one block of inner positions, or a part of them (SPLIT)."""
     # Of 2 bytes a thread has twice as many inner positions, and one number for each must do: 3 programs fit, not 2.
@@ -154,7 +156,7 @@ def _column_forward(
     m = max_of(x, 1.0, CAST, False, 0)[None, :]  # two dims before any asm, past which layouts do not travel
     x = hold_all(x, PTX)
     scale, base = origin_of(m, PTX, APART)
-    s = sum_exp_of(x, scale, base, 1.0, CAST, False, PTX, 0, APART)[None, :]
+    s = sum_exp_of(x, scale, base, 1.0, CAST, False, PTX, 0, APART, UNPACK)[None, :]
     if SPLIT:
         if PUBLISH:
             publish_columns(m, s, slots_ptr, part, n_parts, tag, BLOCK_INNER)
@@ -169,7 +171,7 @@ def _column_forward(
         y_outer_stride, y_col_stride = multiple_of(y_outer_stride, VECTOR), multiple_of(y_col_stride, VECTOR)
         y_ptr += outer * y_outer_stride + start.to(tl.int64) * y_col_stride
         for p in tl.static_range(PIECES):
-            y = result_of(widen(x[p], CAST), m, s, CAST, LOG, False, PTX, APART)
+            y = result_of(widen(x[p], CAST, PTX and UNPACK), m, s, CAST, LOG, False, PTX, APART)
             store_columns(y_ptr, y_col_stride, inner, on, n_cols - start, y, p, BLOCK_COLS, p < FULL_PIECES, WHOLE)
 
 
@@ -178,51 +180,45 @@ def _column_logsumexp(
     x_ptr, lse_ptr, slots_ptr, x_outer_stride, x_col_stride, lse_outer_stride, lse_col_stride,
     n_cols, n_inner, n_parts, part_cols,
     BLOCK_COLS: tl.constexpr, BLOCK_INNER: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    WHOLE: tl.constexpr, VECTOR: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr,
-    LANES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
+    WHOLE: tl.constexpr, VECTOR: tl.constexpr, POSITIONS: tl.constexpr, CAST: tl.constexpr, PTX: tl.constexpr,
+    SPLIT: tl.constexpr, LANES: tl.constexpr, PUBLISH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     """logsumexp of the same, online: every lane of the tile keeps a state of its own until all columns are read."""
     group, part = place_of(n_parts, SPLIT)
     if SPLIT:
         slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, BLOCK_INNER, PUBLISH)
     outer, inner, on = inner_of(group, n_inner, BLOCK_INNER, VECTOR)
+    inner = tl.max_contiguous(inner, POSITIONS)  # no wider are accesses, and each position takes a state of registers
     start = part * part_cols
     x_outer_stride, x_col_stride = multiple_of(x_outer_stride, VECTOR), multiple_of(x_col_stride, VECTOR)
     x_ptr += outer * x_outer_stride
-    m = tl.full([BLOCK_COLS, BLOCK_INNER], NEG_INF, tl.float64 if CAST.is_fp64() else tl.float32)
-    s = tl.zeros([BLOCK_COLS, BLOCK_INNER], m.dtype)
+    m, s = empty_state(BLOCK_COLS, BLOCK_INNER, CAST)
+    end = tl.minimum(start + part_cols, n_cols)
+    STEP: tl.constexpr = PIECES * BLOCK_COLS
+    whole = start + (end - start) // STEP * STEP
     x_col_stride = x_col_stride.to(tl.int64)
-    for at in range(start, tl.minimum(start + part_cols, n_cols), PIECES * BLOCK_COLS):
-        x = load_columns(
-            x_ptr + at * x_col_stride, x_col_stride, inner, on,
-            tl.minimum(n_cols, start + part_cols) - at, NEG_INF, BLOCK_COLS, PIECES, 0, WHOLE,
-        )  # fmt: skip
-        top = widen(x[0], CAST)
-        for p in tl.static_range(1, PIECES):
-            top = tl.maximum(top, widen(x[p], CAST))
-        top = finite_top(tl.maximum(m, top))  # m last: of narrow numbers alone, two are compared at once
-        x = hold_all(x, PTX)
-        scale, base = origin_of(top, PTX)
-        s *= weight_of(m, top, PTX)
-        for p in tl.static_range(PIECES):
-            s += exp_at(widen(x[p], CAST), scale, base, PTX)
-        m = top
-    m_lane = m
-    m = tl.max(m_lane, axis=0)[None, :]
-    s = tl.sum(s * weight_of(m_lane, m, PTX), axis=0)[None, :]
+    for at in range(start, whole, STEP):
+        at_ptr = x_ptr + at * x_col_stride
+        x = load_columns(at_ptr, x_col_stride, inner, on, STEP, NEG_INF, BLOCK_COLS, PIECES, PIECES, WHOLE)
+        m, s = take_columns(m, s, x, CAST, PTX)
+    for at in range(whole, end, STEP):  # once at most
+        at_ptr = x_ptr + at * x_col_stride
+        x = load_columns(at_ptr, x_col_stride, inner, on, end - at, NEG_INF, BLOCK_COLS, PIECES, 0, WHOLE)
+        m, s = take_columns(m, s, x, CAST, PTX)
+    m, s = merge_states(m, s, 0, PTX)
+    m, s = m[None, :], s[None, :]
     if SPLIT:
         if PUBLISH:
             publish_columns(m, s, slots_ptr, part, n_parts, tag, BLOCK_INNER)
         if COLLECT:  # noqa: SIM102  a constexpr, then a value
             if part == n_parts - 1:
                 m_parts, s_parts = collect_columns(slots_ptr, n_parts, tag, LANES, BLOCK_INNER)
-                m_parts = tl.where(tl.arange(0, LANES)[None, :] < n_parts, m_parts, NEG_INF)
-                m_row = tl.max(m_parts, axis=1)
-                s_row = tl.sum(s_parts * weight_of(m_parts, m_row[:, None], PTX), axis=1)
-                lse = lse_of(m_row, s_row, False, False, PTX).to(CAST)
+                m_parts = tl.where(tl.arange(0, LANES)[None, :] < n_parts, m_parts, -GREATEST)
+                m_group, s_group = merge_states(m_parts, s_parts, 1, PTX)
+                lse = (m_group + tl.log(s_group)).to(CAST)
                 tl.store(lse_ptr + outer * lse_outer_stride + inner, lse, mask=on)
     else:
-        lse = lse_of(m, s, False, False, PTX).to(CAST)
+        lse = (m + tl.log(s)).to(CAST)
         tl.store(lse_ptr + outer * lse_outer_stride + inner[None, :], lse, mask=on[None, :])
 
 
@@ -246,7 +242,7 @@ def _column_backward(
     dy_ptr += outer * dy_outer_stride + start.to(tl.int64) * dy_col_stride
     y = load_columns(y_ptr, y_col_stride, inner, on, n_cols - start, 0.0, BLOCK_COLS, PIECES, FULL_PIECES, WHOLE)
     dy = load_columns(dy_ptr, dy_col_stride, inner, on, n_cols - start, 0.0, BLOCK_COLS, PIECES, FULL_PIECES, WHOLE)
-    d = dot_of(y, dy, CAST, LOG, 0)[None, :]
+    d = dot_of(y, dy, CAST, LOG, PTX, 0)[None, :]
     y = hold_all(y, PTX)
     dy = hold_all(dy, PTX)
     if SPLIT:
@@ -259,5 +255,5 @@ def _column_backward(
         dx_outer_stride, dx_col_stride = multiple_of(dx_outer_stride, VECTOR), multiple_of(dx_col_stride, VECTOR)
         dx_ptr += outer * dx_outer_stride + start.to(tl.int64) * dx_col_stride
         for p in tl.static_range(PIECES):
-            dx = gradient_of(y[p], dy[p], d, 1.0, CAST, LOG, False, False).to(OUT)
+            dx = gradient_of(y[p], dy[p], d, 1.0, CAST, LOG, False, False, PTX).to(OUT)
             store_columns(dx_ptr, dx_col_stride, inner, on, n_cols - start, dx, p, BLOCK_COLS, p < FULL_PIECES, WHOLE)

@@ -46,6 +46,7 @@ from fused_softmax.rowwise import (
     first_max_of,
     head_of,
     hold_all,
+    load_edges,
     log_sum_of,
     max_of,
     origin_of,
@@ -215,14 +216,14 @@ def _tile_loss(
     z_t = tl.load(x_ptr + row * x_row_stride + t, mask=kept, other=0.0)
     z_t = logit_of_target(z_t, factor, cap, CAST, SCALED, CAPPED, PTX)
     zero = zero_of(z_t)
+    if SHIFTED:  # edges first: what is made of both then has the layout of the pieces
+        edge_cols, on_edge, edge = load_edges(x_ptr, row, x_row_stride, head, body, n_cols, hidden, VECTOR)
     x_body = body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED)
     x = load_logits(x_body, cols, body, factor, hidden, cap, BLOCK_COLS, PIECES, FULL_PIECES, CAST, SCALED, CAPPED)
     m = max_of(x, factor, HELD, TIMES)[:, None]
     if INPLACE:  # z_t is read before anything is written over it
         m = tl.maximum(m, tl.where(kept, z_t, NEG_INF))
     if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
-        edge = tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=hidden)
         edge = tl.where(on_edge, logits_of(edge, factor, cap, CAST, SCALED, CAPPED), NEG_INF)
         m = tl.maximum(m, tl.max(edge, axis=1)[:, None])
     x = hold_all(x, PTX)
@@ -359,7 +360,8 @@ def _part_loss(
         m = tl.maximum(m, tl.max(edge, axis=0))
     x = hold_all(x, PTX)
     scale, base = origin_of(m, PTX)
-    s = sum_exp_of(x, scale, base, factor, HELD, TIMES, PTX)
+    # Few pieces would take so few registers that programs crowd: bf16 16384 x 8192 0.92, 0.90 with 32 of 48.
+    s = sum_exp_of(x, scale, base, factor, HELD, TIMES, PTX, UNPACK=SPLIT or PIECES > 4)
     if SHIFTED:
         s += tl.sum(exp_at(edge, scale, base, PTX), axis=0)
     wz = 0.0

@@ -37,6 +37,7 @@ from fused_softmax.rowwise import (
     head_of,
     hold_all,
     keep_scores,
+    load_edges,
     load_scores,
     lse_of,
     max_of,
@@ -365,16 +366,18 @@ def _tile_logsumexp(
     factor, hidden, greedy = factor_of(row, number, scale_ptr, n_1, n_2, scale_0, scale_1, scale_2, SCALED, CAST)
     if MASK:
         mask_ptr += broadcast_offset(row, n_1, n_2, mask_0, mask_1, mask_2)
+    if SHIFTED and PIECES > 1:  # edges first: what is made of both then has the layout of the pieces
+        edge_cols, on_edge, edge = load_edges(x_ptr, row, x_row_stride, head, body, n_cols, hidden, VECTOR)
     x = load_scores(
         body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), head, cols, body, visible, factor, hidden,
         mask_ptr, mask_col_stride, BLOCK_COLS, PIECES, 0, VECTOR, CAST, MASK, SCALED, CAUSAL,
     )  # fmt: skip
+    if SHIFTED and PIECES == 1:
+        edge_cols, on_edge, edge = load_edges(x_ptr, row, x_row_stride, head, body, n_cols, hidden, VECTOR)
     HELD: tl.constexpr = x[0].dtype if MASK == 2 else CAST
     TIMES: tl.constexpr = SCALED and MASK != 2
     m = max_of(x, factor, HELD, TIMES)[:, None]
     if SHIFTED:
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
-        edge = tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=hidden)
         if MASK or CAUSAL:
             edge = keep_scores(
                 edge, edge_cols, on_edge, visible, factor, hidden, mask_ptr, mask_col_stride,

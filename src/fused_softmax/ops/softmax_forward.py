@@ -5,6 +5,8 @@ Traffic: every element is read once and written once (2MN), however long the row
 are read twice (stream, 3MN). What causality hides is not read.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from fused_softmax.device import device_of
 from fused_softmax.ops.arguments import TLDTYPES, alignment_of, as_rows
 from fused_softmax.ops.scores import PLAIN, Scores, layout_of
 from fused_softmax.ops.softmax_causal import prepare_causal
-from fused_softmax.plan import H200, RowPlan, candidate, plan_rows
+from fused_softmax.plan import H200, RowPlan, candidate, most_registers, plan_rows
 from fused_softmax.rowwise import (
     NEG_INF,
     body_of,
@@ -29,6 +31,7 @@ from fused_softmax.rowwise import (
     hold_all,
     keep_column,
     keep_scores,
+    load_edges,
     load_scores,
     max_of,
     merge,
@@ -127,7 +130,7 @@ def prepare(
     } | layout.constexprs  # fmt: skip
     # Causal rows end at different columns: what lies ahead is not what is read next. 2048 x 2048 0.85, fetched 0.80.
     ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0) and whole and not scores.is_causal}
-    options = {"device": device, "num_warps": plan.num_warps}
+    options: dict[str, Any] = {"device": device, "num_warps": plan.num_warps}
 
     def with_extra(run):
         return run if not extra else lambda x, y: run(x, y, *extra)
@@ -145,7 +148,9 @@ def prepare(
     if plan.strategy == "stream":
         return _prepare_stream(x, y, plan, strides, phase, layout, constexprs, options)
 
-    device, n_rows, slots_per_row = x.get_device(), plan.n_rows, plan.slots_per_row
+    if ptx and not (scores.mask is not None or scores.is_causal):  # a mask takes more
+        options["most_registers"] = most_registers(plan, gpu)
+    n_rows, slots_per_row = plan.n_rows, plan.slots_per_row
     sizes = (plan.n_cols, plan.parts, plan.part_cols, plan.programs, phase, plan.prefetch)
     waiting = {"LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.patient}
 
@@ -216,13 +221,16 @@ def _tile_forward(
     factor, hidden, greedy = factor_of(row, number, scale_ptr, n_1, n_2, scale_0, scale_1, scale_2, SCALED, CAST)
     if MASK:
         mask_ptr += broadcast_offset(row, n_1, n_2, mask_0, mask_1, mask_2)
+    # Edges first, so that what is made of both gets the layout of the pieces: else they are all laid out anew.
+    FIRST: tl.constexpr = SHIFTED and (PIECES > 1 or x_ptr.dtype.element_ty.is_bf16())
+    if FIRST:
+        edge_cols, on_edge, edge = load_edges(x_ptr, row, x_row_stride, head, body, n_cols, hidden, VECTOR)
     x = load_scores(
         body_of(x_ptr, row, x_row_stride, phase, VECTOR, SHIFTED), head, cols, body, visible, factor, hidden,
         mask_ptr, mask_col_stride, BLOCK_COLS, PIECES, FULL_PIECES, VECTOR, CAST, MASK, SCALED, CAUSAL,
     )  # fmt: skip
-    if SHIFTED:  # loaded before anything waits for the pieces
-        edge_cols, on_edge = edges_of(tl.arange(0, 2 * VECTOR)[None, :], head, body, n_cols, VECTOR)
-        edge = tl.load(x_ptr + row * x_row_stride + edge_cols, mask=on_edge, other=hidden)
+    if SHIFTED and not FIRST:
+        edge_cols, on_edge, edge = load_edges(x_ptr, row, x_row_stride, head, body, n_cols, hidden, VECTOR)
     HELD: tl.constexpr = x[0].dtype if MASK == 2 else CAST
     TIMES: tl.constexpr = SCALED and MASK != 2  # else the scores are finished as they are loaded
     m = max_of(x, factor, HELD, TIMES)[:, None]
