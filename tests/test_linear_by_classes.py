@@ -17,7 +17,8 @@ from fused_softmax.ops.losses import Loss, totals_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="needs a GPU or FUSED_SOFTMAX_INTERPRET=1: without, CPU tensors take torch's operators",
 )
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 SHAPES = [  # classes, features, tokens, elements apart

@@ -13,7 +13,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(2.0**-149)  # of fp32, above 0
 GREATEST = tl.constexpr(3.4028234663852886e38)
 GREATEST_FP64 = tl.constexpr(1.7976931348623157e308)
-UNPACK = tl.constexpr("{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }")
+HALVES = tl.constexpr("{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }")
 POLL_LIMIT = tl.constexpr(1 << 24)  # about ten seconds: a row whose other programs never run becomes NaN, not a hang
 
 
@@ -26,7 +26,7 @@ def widen(x, CAST: tl.constexpr, PTX: tl.constexpr = False):
     if CAST.is_fp64():
         return x.to(tl.float64)
     elif PTX and x.dtype.is_bf16() and (CAST.is_bf16() or CAST.is_fp32()):
-        return tl.inline_asm_elementwise(UNPACK, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(HALVES, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
     else:
         return x.to(CAST).to(tl.float32)
 
