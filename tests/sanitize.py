@@ -32,7 +32,7 @@ TOOLS = {"memcheck": ["--report-api-errors", "no", "--padding", "4096"], "racech
 SHAPES = {
     "tile": (19, 376, {"num_warps": 4, "block_rows": 8, "prefetch": 1}),
     "row": (5, 8120, {"num_warps": 8, "prefetch": 2}),
-    "split": (3, 16304, {"num_warps": 4, "part_cols": 4096, "copies": 2, "patient": True, "prefetch": 2}),
+    "split": (3, 16304, {"num_warps": 4, "part_cols": 4096, "copies": 2, "poll_last_first": True, "prefetch": 2}),
     "stream": (3, 17000, {"num_warps": 4}),
 }
 ALIGNMENTS = ("even", "shifted")

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from fused_softmax import plan
 from fused_softmax.ops.arguments import alignment_of
-from fused_softmax.plan import H200, VECTOR_BYTES, RowPlan, candidate, plan_rows
+from fused_softmax.plan import H200, UNBOUNDED, VECTOR_BYTES, RowPlan, candidate, ladders, plan_rows
 
 ALIGNMENTS = ("even", "shifted", "scalar")
 STRATEGIES = ("tile", "row", "split", "stream")
@@ -14,24 +13,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FEW, MANY = 3, 4096  # rows: fewer than a GPU has multiprocessors, and many more
 PRIME = 50021
 
-_UNBOUNDED = 2**40  # a last rung holds from its edge on
-
 
 def edges(itemsize: int, alignment: str = "even") -> list[int]:
     """The widths that end a rung of a ladder, ascending."""
-    ladders = [
-        plan._ROW_WARPS[1, itemsize],
-        plan._SPLIT_PARTS.get((1, itemsize), ()),
-        [(size // itemsize,) for size, _ in plan._prefetch_bytes((1, itemsize))],
-        [(plan._TILE_COLS,), (plan._FEW_ROWS_COLS,)],
-        # Of one piece of a tile, and of what fills one.
-        [(128,), (plan._TILE_BYTES // itemsize,)],
-        plan._RAGGED_TILES.get(itemsize, ()),
-    ]
+    held = 1, itemsize
+    climbed = [ladders.ROW_WARPS[held], ladders.SPLIT_PARTS.get(held, ()), ladders.RAGGED_TILES.get(itemsize, ())]
+    found = {ladders.TILE_COLS, ladders.FEW_ROWS_COLS}
+    found |= {ladders.TILE_BLOCK_COLS, ladders.TILE_BYTES // itemsize}  # one piece of a tile, and a whole program
+    found |= {size // itemsize for size, _ in ladders.prefetch_bytes(held) if size < UNBOUNDED}
     if alignment == "shifted":
-        ladders += [plan._SHIFTED_SPLIT_PARTS.get((1, itemsize), ()), plan._SHIFTED_TILES[itemsize]]
-        ladders += [[(plan._LEAST_SHIFTED[itemsize],)]]
-    return sorted({rung[0] for ladder in ladders for rung in ladder if rung[0] < _UNBOUNDED})
+        climbed += [ladders.SHIFTED_SPLIT_PARTS.get(held, ()), ladders.SHIFTED_TILES[itemsize]]
+        found.add(ladders.LEAST_SHIFTED[itemsize])
+    return sorted(found | {rung[0] for ladder in climbed for rung in ladder if rung[0] < UNBOUNDED})
 
 
 def widths(itemsize: int, alignment: str = "even", most: int = 2**27) -> list[int]:

@@ -125,8 +125,9 @@ def test_short_and_odd_rows(strategy, alignment, n_cols, device):
 def test_split_in_few_and_many_parts(alignment, parts, device):
     n_cols = parts * 64 + (-8 if alignment == "even" else -5)
     y = torch.softmax(peaked(2, n_cols, BF16), -1)
-    for copies, lanes, patient in ((1, 64, False), (3, 128, True)):
-        choices = {"part_cols": 64, "copies": copies, "lanes": lanes, "patient": patient, "num_warps": 2}
+    for copies, lanes, poll_last_first in ((1, 64, False), (3, 128, True)):
+        choices = {"part_cols": 64, "num_warps": 2, "copies": copies, "lanes": lanes}
+        choices |= {"poll_last_first": poll_last_first}
         dx, dy, y_rows = run("split", "softmax", weights(2, n_cols, dtype=BF16), y, alignment, device, choices=choices)
         assert_gradient(dx, dy, y_rows, "softmax")
 

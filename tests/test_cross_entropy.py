@@ -365,7 +365,7 @@ def test_token_statistics(device):
 
 def test_no_gradient_is_computed_where_none_is_asked_for(monkeypatch, device):
     x, target = peaked(4, 700).to(device), targets(4, 700, device=device)
-    monkeypatch.setattr(forward, "plan_rows", lambda *a, **k: pytest.fail("planned to hold rows for a gradient"))
+    monkeypatch.setattr(forward, "plan_loss", lambda *a, **k: pytest.fail("planned to hold rows for a gradient"))
     cross_entropy(x, target)
     with torch.no_grad():
         cross_entropy(x.requires_grad_(), target)

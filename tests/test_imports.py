@@ -29,8 +29,7 @@ MAY_IMPORT = {
     "reference": set(),
     "launch": set(),
     "workspace": set(),
-    "tuned": {"plan"},
-    "device": {"plan", "tuned"},
+    "device": {"plan"},
     "ops": {"losswise", "plan", "device", "launch", "rowwise", "columnwise", "reference", "workspace"},
     "nn": {"ops"},
     "patch": {"ops"},
@@ -38,7 +37,7 @@ MAY_IMPORT = {
     "bench": {PUBLIC, "ops", "classic", "reference", "plan", "device"},
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
     "trace": {PUBLIC, "ops", "classic", "plan"},
-    "cli": {"bench", "profile", "trace", "plan", "device", "tuned"},
+    "cli": {"bench", "profile", "trace", "plan", "device"},
 }
 
 
@@ -80,6 +79,7 @@ assert not is_initialized()
     "module",
     [
         "plan",
+        "plan.tuned",
         "bench.cases",
         "bench.clocks",
         "bench.plot",
@@ -136,6 +136,17 @@ def test_the_parts_have_no_cycle():
     for _ in MAY_IMPORT:
         below = {part: parts | {p for each in parts for p in below[each]} for part, parts in MAY_IMPORT.items()}
     assert not [part for part in MAY_IMPORT if part in below[part]]
+
+
+def test_no_file_takes_an_underscored_name_of_the_planner():
+    """Ladders are public data: a test or a bench that derives widths from them needs no other."""
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "lab").glob("*.py")]:
+        names = [name for name in imported(path) if f"{name}.".startswith(f"{PUBLIC}.plan.")]
+        assert not [name for name in names if "._" in name], path
+        bound = {name.rpartition(".")[2] for name in names}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
+                assert not node.attr.startswith("_") or node.attr.endswith("__"), f"{path}: {node.value.id}.{node.attr}"
 
 
 def test_nothing_imports_an_experiment():

@@ -14,9 +14,9 @@ from fused_softmax.plan import (
     candidate,
     most_parts,
     most_registers,
+    plan_reduction,
     plan_rows,
     row_rung_ends,
-    why,
 )
 
 SMALL_GPU = Device("small", "cuda", (8, 6), 16, shared_bytes=100 * 1024, l2_bytes=4 * 2**20)
@@ -135,10 +135,10 @@ def test_choices_are_taken():
     plan = candidate("tile", 100, 300, 4, H200, block_rows=8, block_cols=64, num_warps=2)
     assert (plan.block_rows, plan.block_cols, plan.num_warps, plan.pieces) == (8, 64, 2, 5)
     plan = candidate(
-        "split", 1000, 65536, 2, H200, part_cols=4096, num_warps=8, copies=5, lanes=64, patient=True, prefetch=7
+        "split", 1000, 65536, 2, H200, part_cols=4096, num_warps=8, copies=5, lanes=64, poll_last_first=True, prefetch=7
     )
     assert (plan.part_cols, plan.parts, plan.num_warps, plan.copies) == (4096, 16, 8, 5)
-    assert (plan.lanes, plan.patient, plan.prefetch) == (64, True, 7)
+    assert (plan.lanes, plan.poll_last_first, plan.prefetch) == (64, True, 7)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_every_plan_says_why_and_on_which_measurement(itemsize, inputs):
         for n_rows in (3, 4096):
             for alignment in ("even", "shifted", "scalar"):
                 plan = plan_rows(n_rows, n_cols, itemsize, H200, alignment=alignment, inputs=inputs)
-                said = why(n_rows, n_cols, itemsize, H200, alignment=alignment, inputs=inputs)
+                said = plan.reasons
                 assert said[0].startswith(f"{plan.strategy}: ")
                 text = " ".join(said)
                 assert ("by elements" in text) == (plan.alignment == "scalar")
@@ -264,7 +264,15 @@ def test_every_plan_says_why_and_on_which_measurement(itemsize, inputs):
 
 
 def test_a_reason_names_the_rung_and_its_note():
-    assert why(4096, 4096, 2, H200)[1].startswith("8 warps for rows of at most 32768 columns (1024 1.01, 4096 1.00")
-    assert why(4096, 264, 2, H200)[1].startswith("8 rows a program for rows of at most 448 columns (136 0.96")
-    assert "so that few rows fill the chip (1 x 32768 2.5 us" in why(1, 32768, 4, H200)[1]
-    assert "unmeasured" in why(4096, 4096, 8, H200)[1]
+    def second(*arguments, plan=plan_rows, **given):
+        return plan(*arguments, H200, **given).reasons[1]
+
+    assert second(4096, 4096, 2).startswith("8 warps for rows of at most 32768 columns (1024 1.01, 4096 1.00")
+    assert second(4096, 264, 2).startswith("8 rows a program for rows of at most 448 columns (136 0.96")
+    assert "so that few rows fill the chip (1 x 32768 2.5 us" in second(1, 32768, 4)
+    assert "unmeasured" in second(4096, 4096, 8)
+    assert second(4096, 4096, 2, causal=True).startswith("4 warps for rows of at most 16384 columns (4096 with 4 0.96")
+    assert second(4096, 256, 2, plan=plan_reduction).startswith(
+        "8 rows a program of 1 x 32 threads for rows of at most 1024"
+    )
+    assert second(4096, 4096, 2, plan=plan_reduction).startswith("2 warps for rows of at most 8192 bytes (fp32 1024")

@@ -99,9 +99,10 @@ def test_split_in_few_and_many_parts(alignment, parts, device):
     # With copies of the slots that do and do not divide the programs, one poll for all warps or one for each.
     n_cols = parts * 64 + (-8 if alignment == "even" else -5)
     x = peaked(2, n_cols, BF16)
-    for copies, lanes, patient in ((1, 64, False), (3, 128, True)):
+    for copies, lanes, poll_last_first in ((1, 64, False), (3, 128, True)):
         source, target = framed(alignment, x, device=device)
-        choices = {"part_cols": 64, "copies": copies, "lanes": lanes, "patient": patient, "num_warps": 2}
+        choices = {"part_cols": 64, "num_warps": 2, "copies": copies, "lanes": lanes}
+        choices |= {"poll_last_first": poll_last_first}
         assert_softmax(run("split", source, target, **choices), source.rows)
 
 

@@ -10,10 +10,21 @@ import torch
 from click.testing import CliRunner
 from test_imports import python
 
-from fused_softmax import cli, device, tuned
+from fused_softmax import cli, device
 from fused_softmax.bench import measure, tune
 from fused_softmax.bench.tune import Trial
-from fused_softmax.plan import H200, UNBOUNDED, Ladder, built_in, candidate, most_parts, plan_rows, table_of, why
+from fused_softmax.plan import (
+    H200,
+    HELD_BYTES,
+    UNBOUNDED,
+    Ladder,
+    built_in,
+    candidate,
+    most_parts,
+    plan_rows,
+    table_of,
+    tuned,
+)
 
 ROWS = {"name": "row_warps", "inputs": 1, "itemsize": 2, "rungs": [[2048, 2], [16384, 16]], "note": "tuned: 2048 0.99"}
 PARTS = {"name": "split_parts", "inputs": 1, "itemsize": 2, "rungs": [[65536, 4096, 8], [None, 8192, 4]]}
@@ -33,7 +44,8 @@ def test_the_planner_follows_a_table_where_it_has_one_and_its_own_ladders_elsewh
     assert plan_rows(4096, 32768, 2, H200).strategy == "row"
     assert plan_rows(4096, 2**20, 2, tuned_gpu).part_cols == 8192
     assert long.prefetch == 2**20 // (4096 * 2)
-    assert why(4096, 4096, 2, tuned_gpu)[1] == "16 warps for rows of at most 16384 columns (tuned: 2048 0.99)"
+    reasons = plan_rows(4096, 4096, 2, tuned_gpu).reasons
+    assert reasons[1] == "16 warps for rows of at most 16384 columns (tuned: 2048 0.99)"
     for arguments in ((4096, 4096, 4), (4096, 131072, 4)):
         assert plan_rows(*arguments, tuned_gpu) == plan_rows(*arguments, H200)
 
@@ -232,7 +244,7 @@ def test_candidates_fit_registers_and_the_chip():
             assert plans
             for plan in plans:
                 held = (n_cols if plan.strategy == "row" else plan.part_cols) * itemsize * inputs
-                assert held <= 32 * plan.num_warps * tune.MOST_HELD
+                assert held <= 32 * plan.num_warps * HELD_BYTES
                 assert plan.strategy == "row" or plan.parts <= most_parts(plan, H200)
     assert tune.WIDTHS[:3] == (1024, 1536, 2048)
     assert tune.WIDTHS[-1] == 2**19

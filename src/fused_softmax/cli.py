@@ -341,9 +341,9 @@ def tune(
     The table is the file that FUSED_SOFTMAX_PLANS names, or plans.json in the folder of configuration. Results of
     `bench` say when one is in use; delete it to be without.
     """
-    from fused_softmax import tuned
     from fused_softmax.bench import run
     from fused_softmax.bench import tune as tuner
+    from fused_softmax.plan import tuned
 
     device, gpu = _device()
     chosen, dtypes = chosen or ["softmax"], dtypes or ["float32", "bfloat16"]
@@ -438,7 +438,7 @@ def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
     if not gpu and not as_json:
         click.echo(f"no GPU: planned for the built-in {device.name}")
     asked = device, n_rows, n_cols, cases.ITEMSIZE[dtype]
-    _print(report.plan_facts(providers.plan_on(*asked), device, providers.why_on(*asked)), as_json)
+    _print(report.plan_facts(providers.plan_on(*asked), device), as_json)
 
 
 @main.command()

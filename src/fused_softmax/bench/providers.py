@@ -2,7 +2,6 @@
 returns `call(*inputs)`. One that cannot be imported is absent, and its error is the reason that is shown.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -131,13 +130,6 @@ def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int, inputs: int
     return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize), inputs=inputs)
 
 
-def why_on(device: Device, n_rows: int, n_cols: int, itemsize: int, inputs: int = 1) -> list[str]:
-    """Why that plan, a sentence for each decision."""
-    from fused_softmax.plan import why
-
-    return why(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize), inputs=inputs)
-
-
 def plan_of(case: Case, x: "Tensor", inputs: int) -> dict[str, Any] | None:
     """The same for a case on the device of x, as a dict; None on a CPU, which takes ATen."""
     if not x.is_cuda:
@@ -145,7 +137,7 @@ def plan_of(case: Case, x: "Tensor", inputs: int) -> dict[str, Any] | None:
     from fused_softmax.device import device_of
 
     device = device_of(x.get_device())
-    return dataclasses.asdict(plan_on(device, case.n_rows, case.n_cols, case.itemsize, inputs))
+    return plan_on(device, case.n_rows, case.n_cols, case.itemsize, inputs).data()
 
 
 def alignment(n_cols: int, itemsize: int) -> Alignment:

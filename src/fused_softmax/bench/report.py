@@ -1,6 +1,5 @@
 """What a run prints: a row for every shape, then everything that has no figure and why."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -180,7 +179,7 @@ def _table(console: Console, *heads: str) -> Table:
     return table
 
 
-def plan_facts(plan: RowPlan, device: Device, why: Sequence[str] = ()) -> dict[str, Any]:
+def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
     """The plan, why, what it moves beside others, and the time that the floor takes at the device's copy speed.
 
     torch_bytes: by torch's own source for aligned rows; what its kernel reads again may come from L2.
@@ -191,9 +190,9 @@ def plan_facts(plan: RowPlan, device: Device, why: Sequence[str] = ()) -> dict[s
     speed = device.copy_bytes_per_second
     return {
         "device": device.name,
-        **dataclasses.asdict(plan),
+        **plan.data(),
         "programs": plan.programs,
-        "why": list(why),
+        "why": list(plan.reasons),
         "traffic_bytes": moved,
         "floor_bytes": floor,
         "traffic_over_floor": moved / floor,

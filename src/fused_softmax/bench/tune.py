@@ -22,6 +22,7 @@ from fused_softmax.bench.timing import Entrant, GraphTimer, figure, require_cont
 from fused_softmax.ops.softmax_backward import softmax_backward
 from fused_softmax.ops.softmax_forward import softmax_forward
 from fused_softmax.plan import (
+    HELD_BYTES,
     TUNABLE,
     UNBOUNDED,
     Device,
@@ -42,7 +43,6 @@ ROUNDS, BUDGET_MS = 3, 12  # of each plan at a width
 MARGIN = 0.01  # below this a change of plan is noise
 PREFETCHES = (0, 4 << 20, 8 << 20, 12 << 20, 16 << 20)
 OPERATIONS = {"softmax": 1, "softmax_backward": 2}
-MOST_HELD = 512  # bytes of a thread, as plan.table_of allows
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def candidates(n_rows: int, n_cols: int, itemsize: int, inputs: int, device: Dev
     found = []
     for strategy, part_cols, num_warps in _choices():
         held = (part_cols or n_cols) * itemsize * inputs
-        if not 32 * num_warps * 16 <= 2 * held or held > 32 * num_warps * MOST_HELD:
+        if not 32 * num_warps * 16 <= 2 * held or held > 32 * num_warps * HELD_BYTES:
             continue  # too few bytes for the warps, or too many
         choices: dict[str, Any] = {"num_warps": num_warps} | ({"part_cols": part_cols} if part_cols else {})
         try:
@@ -143,7 +143,7 @@ def _few(found: Sequence[Any]) -> list[Any]:
 
 
 def source(table: Table) -> str:
-    """The ladders as they would stand in plan.py, to be committed."""
+    """The ladders as they would stand in plan/ladders.py, to be committed."""
 
     def text(rung: tuple[int, ...]) -> str:
         return f"({', '.join('2**62' if size == UNBOUNDED else str(size) for size in rung)})"

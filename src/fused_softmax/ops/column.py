@@ -29,7 +29,7 @@ from fused_softmax.columnwise import (
 )
 from fused_softmax.device import device_of
 from fused_softmax.ops.arguments import TLDTYPES
-from fused_softmax.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, ColumnPlan, plan_columns
+from fused_softmax.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, ColumnPlan, most_column_registers, plan_columns
 from fused_softmax.rowwise import (
     GREATEST,
     NEG_INF,
@@ -43,9 +43,6 @@ from fused_softmax.rowwise import (
     weight_of,
     widen,
 )
-
-_MOST_REGISTERS = 168  # of a thread, of four warps: three programs reside, where a few registers more leave two
-_MOST_REGISTERS_OF_READS = 64  # of what holds nothing: 32 warps reside
 
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -115,11 +112,8 @@ def _prepare(kernel, inputs, output, how, plan):
         "PTX": gpu.backend == "cuda" and device >= 0, "SPLIT": plan.parts > 1, "LANES": plan.lanes,
     }  # fmt: skip
     options = {"device": device, "num_warps": plan.num_warps}
-    if constexprs["PTX"] and plan.itemsize < 8:
-        if kernel is _column_logsumexp and plan.num_warps >= 4:
-            options["most_registers"] = _MOST_REGISTERS_OF_READS
-        elif plan.num_warps == 4:
-            options["most_registers"] = _MOST_REGISTERS
+    if constexprs["PTX"] and (most_registers := most_column_registers(plan, gpu)):
+        options["most_registers"] = most_registers
 
     def launcher(slots, publish, collect):
         return launch.prepare(

@@ -4,8 +4,6 @@ dx_c = (p_c a - [c = t] b - w_c u) dz_c / dx_c,  p = exp(z - m - log s).
 Traffic: the logits are read once and the gradient written once (2MN); a product with 1 moves nothing.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -38,9 +36,8 @@ def cross_entropy_backward(
     if dx is None:
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if plan is None:
-        plan = plan_reduction(n_rows, n_cols, x.element_size(), gpu, alignment=alignment_of(x, dx), writes=True)
-        if loss.softcap is not None and gpu.capability != (9, 0):  # tanh takes registers: Triton 3.9 spills for sm_100
-            plan = replace(plan, pieces=-(-plan.pieces // 2))
+        alignment, capped = alignment_of(x, dx), loss.softcap is not None
+        plan = plan_reduction(n_rows, n_cols, x.element_size(), gpu, alignment=alignment, writes=True, capped=capped)
     dtype = arithmetic_of(x)
     dy, dz, dlse = (None if each is None else each.to(dtype).contiguous() for each in (dy, dz, dlse))
     given = (x, dx, target, loss.weight, totals, loss.weight_total(n_cols), loss.numbers(x), m, ls, dy, dz, dlse)

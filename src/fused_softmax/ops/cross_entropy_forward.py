@@ -36,7 +36,7 @@ from fused_softmax.ops.arguments import TLDTYPES, alignment_of
 from fused_softmax.ops.cross_entropy_backward import cross_entropy_backward
 from fused_softmax.ops.cross_entropy_online import prepare_online
 from fused_softmax.ops.losses import Loss, Rows, arithmetic_of, there
-from fused_softmax.plan import RowPlan, candidate, most_parts, plan_reduction, plan_rows
+from fused_softmax.plan import RowPlan, fetches_ahead, plan_loss, plan_reduction
 from fused_softmax.rowwise import (
     NEG_INF,
     body_of,
@@ -104,11 +104,7 @@ def _prepared(x, target, loss, totals, dx, plan, result_dtype) -> _Forward:
     if plan is None and dx is None:
         plan = plan_reduction(n_rows, n_cols, itemsize, gpu, alignment=alignment)
     elif plan is None:
-        plan = plan_rows(n_rows, n_cols, itemsize, gpu, alignment=alignment)
-        if plan.num_warps == 32 and dtype == torch.float32:  # 64 registers a thread: too few for what a loss adds
-            plan = candidate("split", n_rows, n_cols, itemsize, gpu, alignment=alignment)
-        if plan.strategy == "split" and plan.parts > most_parts(plan, gpu, registers=255):
-            plan = candidate("stream", n_rows, n_cols, itemsize, gpu, alignment=alignment)
+        plan = plan_loss(n_rows, n_cols, itemsize, gpu, alignment=alignment)
     ptx = gpu.backend == "cuda" and device >= 0
     vector = min(plan.vector, 16 // x.element_size()) if plan.alignment != "scalar" else 1
     phase = x.data_ptr() // x.element_size() % vector
@@ -151,11 +147,11 @@ def _prepared(x, target, loss, totals, dx, plan, result_dtype) -> _Forward:
     of_parts = partial(of_rows, parts=plan.parts if loss.label_smoothing > 0 else 1)
 
     def prepare(slots, publish, collect):
-        ahead = bool(plan.prefetch) and ptx and gpu.capability >= (9, 0) and vector * x.element_size() == 16
+        ahead = ptx and fetches_ahead(plan, gpu, x.element_size())
         return launch.prepare(
             _part_loss, plan.programs, (slots, *given, *of_parts()[:4]), (*strides, *sizes),
             constexprs | of_gradient | {
-                "LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.patient, "SPLIT": slots is not None,
+                "LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.poll_last_first, "SPLIT": slots is not None,
                 "PUBLISH": publish, "COLLECT": collect, "PREFETCH": ahead,
             }, **options,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from fused_softmax.ops.arguments import DTYPES, TLDTYPES, alignment_of, as_rows,
 from fused_softmax.ops.replay import Calls, keep, recall, replay
 from fused_softmax.ops.scores import PLAIN, MaskedRows, Scores, check_scores, layout_of
 from fused_softmax.ops.shards import is_sharded, on_shards
-from fused_softmax.plan import RowPlan, plan_reduction
+from fused_softmax.plan import RowPlan, fetches_ahead, plan_reduction
 from fused_softmax.rowwise import (
     NEG_INF,
     body_of,
@@ -278,8 +278,7 @@ def prepare_forward(x: Tensor, lse: Tensor, plan: RowPlan | None = None, *, scor
     extra = tuple(tensor for tensor in layout.tensors if tensor is not None)
     constexprs, phase = _constexprs(rows, plan, layout, ptx)
     options = {"device": device, "num_warps": plan.num_warps}
-    whole = plan.vector * x.element_size() == 16
-    ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0) and whole}
+    ahead = {"PREFETCH": ptx and fetches_ahead(plan, gpu, x.element_size())}
     flat = rows if rows.data_ptr() == x.data_ptr() else None
     if plan.strategy == "tile":
         tile = launch.prepare(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_softmax import launch, workspace
 from fused_softmax.device import device_of
 from fused_softmax.ops.arguments import TLDTYPES, alignment_of, as_rows
-from fused_softmax.plan import RowPlan, most_registers, plan_rows
+from fused_softmax.plan import RowPlan, fetches_ahead, most_registers, plan_rows
 from fused_softmax.rowwise import (
     body_of,
     collect,
@@ -72,7 +72,7 @@ def prepare(dy: Tensor, y: Tensor, dx: Tensor, plan: RowPlan, *, log: bool, hidd
         "SHIFTED": plan.alignment == "shifted", "CAST": TLDTYPES[y.dtype], "OUT": TLDTYPES[dx.dtype],
         "LOG": log, "HIDDEN": hidden, "SCALED": scale != 1.0, "PTX": ptx,
     }  # fmt: skip
-    ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0)}
+    ahead = {"PREFETCH": ptx and fetches_ahead(plan, gpu, y.element_size())}
     options: dict[str, Any] = {"device": device, "num_warps": plan.num_warps}
     if plan.strategy == "tile":
         sizes = (plan.n_rows, plan.n_cols, phase, plan.prefetch, float(scale))
@@ -107,7 +107,7 @@ def prepare(dy: Tensor, y: Tensor, dx: Tensor, plan: RowPlan, *, log: bool, hidd
 def _prepare_parts(dy, y, dx, plan, strides, phase, scale, constexprs, options):
     device, n_rows, slots_per_row = y.get_device(), plan.n_rows, plan.slots_per_row
     sizes = (plan.n_cols, plan.parts, plan.part_cols, plan.programs, phase, plan.prefetch, scale)
-    constexprs |= {"LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.patient}
+    constexprs |= {"LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.poll_last_first}
 
     def launcher(slots, publish, collect):
         split = {"SPLIT": slots is not None, "PUBLISH": publish, "COLLECT": collect}

@@ -17,7 +17,7 @@ from fused_softmax.device import device_of
 from fused_softmax.ops.arguments import TLDTYPES, alignment_of, as_rows
 from fused_softmax.ops.scores import PLAIN, Scores, layout_of
 from fused_softmax.ops.softmax_causal import prepare_causal
-from fused_softmax.plan import H200, RowPlan, candidate, most_registers, plan_rows
+from fused_softmax.plan import RowPlan, fetches_ahead, most_registers, plan_rows
 from fused_softmax.rowwise import (
     NEG_INF,
     body_of,
@@ -46,10 +46,6 @@ from fused_softmax.rowwise import (
     visible_of,
     weight_of,
 )
-
-# itemsize: (columns up to, warps) of causal rows, half of which is not seen: bf16 4096 with 4 0.96, 8 0.93; 16384 with
-# 4 0.91, 8 0.88; 32768 with 16 0.68, 8 0.56; fp32 32768 with 16 0.96, 32 0.87.
-_CAUSAL_WARPS = {2: ((2048, 2), (16384, 4), (32768, 16)), 4: ((2048, 4), (32768, 16))}
 
 
 def softmax_forward(
@@ -95,12 +91,8 @@ def plan_forward(x: Tensor, y: Tensor, scores: Scores = PLAIN) -> RowPlan:
     # The dtype of what is held: of the arithmetic where that is fp64, or where sums with a mask are held and not x.
     itemsize = 8 if y.dtype == torch.float64 else max(x.element_size(), 4 if scores.added else 0)
     device, alignment = device_of(x.get_device()), alignment_of(x, y)
-    plan = plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment)
-    causal = scores.is_causal and not scores.greedy and itemsize in _CAUSAL_WARPS  # a greedy row takes more registers
-    if causal and plan.strategy == "row" and device.capability == H200.capability:
-        warps = next((warps for most, warps in _CAUSAL_WARPS[itemsize] if n_cols <= most), plan.num_warps)
-        plan = candidate("row", n_rows, n_cols, itemsize, device, alignment=alignment, num_warps=warps)
-    return plan
+    causal = scores.is_causal and not scores.greedy  # a greedy row takes more registers
+    return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment, causal=causal)
 
 
 def prepare(
@@ -123,13 +115,11 @@ def prepare(
     extra = tuple(tensor for tensor in layout.tensors if tensor is not None)
     strides = (x.stride(0), y.stride(0))
     phase = x.data_ptr() // x.element_size() % plan.vector
-    whole = plan.vector * x.element_size() == 16  # else boundaries of 16 bytes are not where the phase says
     constexprs = {
         "BLOCK_COLS": plan.block_cols, "PIECES": plan.pieces, "FULL_PIECES": plan.full_pieces, "VECTOR": plan.vector,
         "SHIFTED": plan.alignment == "shifted", "CAST": TLDTYPES[y.dtype], "LOG": log, "PTX": ptx,
     } | layout.constexprs  # fmt: skip
-    # Causal rows end at different columns: what lies ahead is not what is read next. 2048 x 2048 0.85, fetched 0.80.
-    ahead = {"PREFETCH": bool(plan.prefetch) and ptx and gpu.capability >= (9, 0) and whole and not scores.is_causal}
+    ahead = {"PREFETCH": ptx and fetches_ahead(plan, gpu, x.element_size(), causal=scores.is_causal)}
     options: dict[str, Any] = {"device": device, "num_warps": plan.num_warps}
 
     def with_extra(run):
@@ -152,7 +142,7 @@ def prepare(
         options["most_registers"] = most_registers(plan, gpu)
     n_rows, slots_per_row = plan.n_rows, plan.slots_per_row
     sizes = (plan.n_cols, plan.parts, plan.part_cols, plan.programs, phase, plan.prefetch)
-    waiting = {"LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.patient}
+    waiting = {"LANES": plan.lanes, "COPIES": plan.copies, "PATIENT": plan.poll_last_first}
 
     def parts(slots, publish, collect):
         return launch.prepare(

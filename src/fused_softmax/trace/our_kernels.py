@@ -42,7 +42,7 @@ def row_plan(strategy: Strategy, x: Tensor, block: int, *, inputs: int = 1) -> R
     """A plan of a strategy for x [n_rows, n_cols] with tiles of `block` columns; rows of split and stream in parts."""
     n_rows, n_cols = x.shape
     like = candidate(strategy, n_rows, n_cols, 4, H200, alignment="scalar", inputs=inputs, num_warps=1, prefetch=0)
-    plan = replace(like, itemsize=x.element_size(), block_cols=block, copies=1, patient=False)
+    plan = replace(like, itemsize=x.element_size(), block_cols=block, copies=1, poll_last_first=False)
     tiles = -(-n_cols // block)
     if strategy in ("tile", "row"):
         rows = TILE_ROWS if strategy == "tile" else 1

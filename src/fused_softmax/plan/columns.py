@@ -1,0 +1,157 @@
+"""How reductions over a strided dim meet the chip: a pure function from sizes and a device to a frozen plan."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fused_softmax.plan.device import Device
+from fused_softmax.plan.ladders import (
+    COLUMN_BYTES,
+    COLUMN_GROUPS,
+    COLUMN_MASKED_PIECES,
+    COLUMN_MOST_PARTS,
+    COLUMN_NOTE,
+    COLUMN_POSITIONS,
+    COLUMN_READ_NOTE,
+    COLUMN_READ_PIECES,
+    COLUMN_READ_REGISTERS,
+    COLUMN_REGISTERS,
+    COLUMN_WARPS,
+)
+from fused_softmax.plan.sizes import VECTOR_BYTES, next_power_of_2
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """A reduction over a strided dim of [n_outer, n_cols, n_inner]: a program covers part_cols by block_inner of one.
+
+    inputs: tensors of this shape that are read.
+    block_cols: columns of one of the `pieces`; full_pieces, how many leading ones need no mask in any part.
+    parts: programs that share their columns' reductions; lanes: of a row of the tile of messages that each awaits.
+    holds: whether a program holds the columns until all is reduced; only logsumexp does not.
+    reasons: why the plan is as it is, a sentence for each decision; they do not count when plans are compared.
+    """
+
+    n_outer: int
+    n_cols: int
+    n_inner: int
+    itemsize: int
+    inputs: int
+    block_cols: int
+    block_inner: int
+    pieces: int
+    full_pieces: int
+    parts: int
+    part_cols: int
+    lanes: int
+    num_warps: int
+    holds: bool = True
+    strategy: Literal["column"] = "column"
+    reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def groups(self) -> int:
+        """Blocks of inner positions over all of outer, each the work of `parts` programs."""
+        return self.n_outer * -(-self.n_inner // self.block_inner)
+
+    @property
+    def programs(self) -> int:
+        """Programs in the grid."""
+        return self.groups * self.parts
+
+    @property
+    def slots_per_group(self) -> int:
+        """64-bit messages that the programs of one group exchange."""
+        return self.parts * self.block_inner if self.parts > 1 else 0
+
+
+def plan_columns(
+    n_outer: int,
+    n_cols: int,
+    n_inner: int,
+    itemsize: int,
+    device: Device,
+    *,
+    inputs: int = 1,
+    holds: bool = True,
+    access: int = 16,
+    **choices: int,
+) -> ColumnPlan | None:
+    """The plan for reductions over the middle dim; None where too many programs would have to wait for each other.
+
+    holds: whether a program holds what it reads until all is reduced; logsumexp does not, and splits as it likes.
+    access: elements that lie side by side at an aligned address, wherever a program reads; at most 16 bytes count.
+    choices: inner_bytes, held_bytes, num_warps and vector overrule the constants; the tuner and the tests use it.
+
+    >>> plan_columns(64, 4096, 512, 4, H200).parts
+    8
+    """
+    vector = choices.get("vector", VECTOR_BYTES // itemsize)
+    inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
+    inner = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)
+    num_warps = 4
+    if not holds:
+        vector = min(vector, COLUMN_POSITIONS)
+        if itemsize == 2 and n_outer * -(-n_inner // inner) < COLUMN_GROUPS * device.sm_count:
+            num_warps = 8
+    num_warps = choices.get("num_warps", num_warps)
+    if access * itemsize < 4:  # 2-byte elements read one by one wait in 4 bytes each
+        held_bytes = held_bytes * 3 // 4
+    held = choices.get("held_bytes", held_bytes) // (itemsize * inputs)
+    while num_warps > 1 and next_power_of_2(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
+        num_warps //= 2
+    piece = 32 * num_warps * vector
+    inner = max(inner, min(next_power_of_2(n_inner), piece // next_power_of_2(n_cols)))
+    block_cols = max(1, min(next_power_of_2(n_cols), piece // inner))
+    most = max(1, held // (inner * block_cols))  # pieces
+    parts = -(-n_cols // (most * block_cols))
+    if not holds:
+        whole = itemsize == 2 or n_inner % inner == 0
+        most = min(COLUMN_READ_PIECES if whole else COLUMN_MASKED_PIECES, -(-n_cols // block_cols))
+        wanted = -(-COLUMN_WARPS // num_warps * device.sm_count // (n_outer * -(-n_inner // inner)))
+        parts = max(1, min(wanted, -(-n_cols // (most * block_cols))))
+        if itemsize == 8 or device.backend != "cuda":
+            parts = 1
+    part_cols = -(-n_cols // (parts * block_cols)) * block_cols
+    parts = -(-n_cols // part_cols)
+    # Messages are fp32; and AMD's compiler has no exchange of 64 bits for addresses like these.
+    apart = itemsize < 8 and device.backend == "cuda" and parts <= min(COLUMN_MOST_PARTS, device.sm_count)
+    if parts > 1 and not apart:
+        return None
+    return ColumnPlan(
+        n_outer=n_outer,
+        n_cols=n_cols,
+        n_inner=n_inner,
+        itemsize=itemsize,
+        inputs=inputs,
+        block_cols=block_cols,
+        block_inner=inner,
+        pieces=part_cols // block_cols if holds else most,
+        full_pieces=(n_cols - (parts - 1) * part_cols) // block_cols,
+        parts=parts,
+        part_cols=part_cols,
+        lanes=max(next_power_of_2(parts), 32 * num_warps // inner),  # no lane twice: copies of one would see it differ
+        num_warps=num_warps,
+        holds=holds,
+        reasons=(
+            f"column: a reduction over a strided dim, in tiles of {block_cols} columns by {inner} inner positions",
+            _why_parts(parts, part_cols, holds),
+            f"{num_warps} warps, which {'hold' if holds else 'read'} up to {inner * itemsize} contiguous bytes of each "
+            f"column ({COLUMN_NOTE if holds else COLUMN_READ_NOTE})",
+        ),
+    )
+
+
+def _why_parts(parts: int, part_cols: int, holds: bool) -> str:
+    if parts == 1:
+        return "one part: a program holds all columns" if holds else "one part: programs enough without a split"
+    more = "more than one program holds" if holds else f"so that {COLUMN_WARPS} warps a multiprocessor have work"
+    return f"{parts} parts of {part_cols} columns, {more}"
+
+
+def most_column_registers(plan: ColumnPlan, device: Device) -> int | None:
+    """Registers of a thread that the plan's kernel is held to; None: what it takes."""
+    if device.backend != "cuda" or plan.itemsize == 8:
+        return None
+    if not plan.holds and plan.num_warps >= 4:
+        return COLUMN_READ_REGISTERS
+    return COLUMN_REGISTERS if plan.num_warps == 4 else None

@@ -1,0 +1,286 @@
+"""Ladders and thresholds as data, each beside the measurement that set it (MEASURED.md), and what a table may overrule.
+
+Figures are of an H200 at 128 Mi elements unless they say otherwise: a width, and its speed as a ratio to a copy.
+A key is (inputs, itemsize), or the itemsize alone where only softmax forward takes the ladder.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fused_softmax.plan.sizes import UNBOUNDED
+
+
+class Ladder(tuple[tuple[Any, ...], ...]):
+    """Rungs, each first the largest size it holds for, and a note of the widths and ratios that were measured."""
+
+    note: str
+
+    def __new__(cls, *rungs: tuple[Any, ...], note: str = "") -> "Ladder":
+        ladder = super().__new__(cls, rungs)
+        ladder.note = note
+        return ladder
+
+    @property
+    def end(self) -> int:
+        """The largest size that any rung holds for."""
+        return self[-1][0]
+
+    def rung(self, size: int) -> tuple[Any, ...]:
+        """The first rung that holds for the size, or the last one."""
+        return next((rung for rung in self if size <= rung[0]), self[-1])
+
+    def sentence(self, choice: str, end: int, unit: str = "columns") -> str:
+        """A plan's reason: the choice, the end of the rung that it is from, and the measurement."""
+        upto = f"for rows of at most {end} {unit}" if end < UNBOUNDED else "for all longer rows"
+        return f"{choice} {upto} ({self.note})" if self.note else f"{choice} {upto}"
+
+
+# Rows that are held: softmax, its gradient, and the losses with theirs.
+
+# (columns up to, warps): how many warps hold one row.
+ROW_WARPS = {
+    (1, 2): Ladder((1024, 1), (2048, 2), (3072, 4), (32768, 8), note="1024 1.01, 4096 1.00, 16384 1.00, 32000 0.98"),
+    (1, 4): Ladder(
+        (512, 1), (1024, 2), (2304, 4), (3072, 8), (16384, 16), (32768, 32), note="1024 1.01, 4096 1.00, 32768 0.99"
+    ),
+    (1, 8): Ladder(
+        (512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16), (16384, 32), note="unmeasured: what fits the registers"
+    ),
+    (2, 2): Ladder((1024, 1), (2048, 2), (4096, 4), (8192, 8), (32768, 16), note="1024 1.00, 8192 0.99, 32000 0.97"),
+    (2, 4): Ladder((512, 2), (1024, 4), (2048, 8), (16384, 16), note="1024 1.00, 4096 1.00, 16384 0.99"),
+    (2, 8): Ladder(
+        (256, 1), (512, 2), (1024, 4), (2048, 8), (4096, 16), (8192, 32), note="unmeasured: what fits the registers"
+    ),
+}
+# (columns up to, warps) of causal rows, half of which is hidden.
+CAUSAL_WARPS = {
+    2: Ladder(
+        (2048, 2), (16384, 4), (32768, 16),
+        note="4096 with 4 0.96, 8 0.93; 16384 with 4 0.91, 8 0.88; 32768 with 16 0.68, 8 0.56",
+    ),
+    4: Ladder((2048, 4), (32768, 16), note="32768 with 16 0.96, 32 0.87"),
+}  # fmt: skip
+# Columns more than, up to: one such row a program leaves no room for a second program on its multiprocessor, and
+# holds too little to fill it. Split these rows are faster: 24000 0.97, by one program 0.94, of log_softmax 0.88.
+RATHER_SPLIT = {(2, 2): (16384, 28672)}
+# The longest row of one program on a GPU that was not measured: Triton 3.9 spills a few bytes of longer ones on sm_80
+# and sm_100.
+UNMEASURED_ROW_COLS = {(2, 2): 8192}
+
+# (columns up to, columns of a part, warps): how a row is split where the rows are enough to fill the chip.
+SPLIT_PARTS = {
+    (1, 2): Ladder((65536, 8192, 4), (UNBOUNDED, 16384, 4), note="65536 0.98; 131072 0.97, 262144 0.96, 1 Mi 0.93"),
+    (1, 4): Ladder((262144, 8192, 4), (UNBOUNDED, 16384, 4), note="65536 1.00, 262144 0.98; 524288 0.98, 1 Mi 0.96"),
+    (2, 2): Ladder(
+        (524288, 8192, 4), (UNBOUNDED, 16384, 8), note="20000 0.96, 65536 0.97, 524288 0.93; 1 Mi 0.93"
+    ),
+    (2, 4): Ladder((131072, 8192, 4), (UNBOUNDED, 8192, 8), note="65536 0.99, 131072 0.98; 262144 0.96, 1 Mi 0.93"),
+}  # fmt: skip
+SHIFTED_SPLIT_PARTS = {  # the first part does the edges too, and a long part hides that work
+    **SPLIT_PARTS,
+    (1, 2): Ladder((UNBOUNDED, 16384, 4), note="bf16 50257 0.95, with parts of 8192 0.91"),
+    (2, 2): Ladder(
+        (131072, 16384, 4), (524288, 8192, 4), (UNBOUNDED, 16384, 4), note="bf16 50257 0.96, with parts of 8192 0.93"
+    ),
+    (2, 4): Ladder((UNBOUNDED, 4096, 4), note="fp32 100003 0.95, with parts of 8192 0.90"),
+}
+# (columns of a part up to, warps) for few rows: the first rung whose parts are no more than fill the chip.
+FEW_ROWS_PARTS = Ladder(
+    (1024, 1), (2048, 4), (4096, 4), (8192, 4), note="1 x 32768 2.5 us, 1 x 1 Mi fp32 6.0 us, 132 x 32768 11.3 us"
+)
+FEW_ROWS_MOST_PARTS = 256
+FEW_ROWS_PROGRAMS = 8  # a multiprocessor at most
+FEW_ROWS_COLS = 8192  # an exchange pays from here on: 1 x 16384 bf16 2.9 us by one program, split 2.3
+MASKED_PIECES = 15  # of a part whose last piece has a mask: one of 16 takes 127 registers for 96; 262152 0.89 to 0.95
+READERS_PER_COPY = 4  # programs that poll one copy of a row's slots: bf16 1 Mi 0.92 with 16 copies, 0.89 with one
+POLL_LAST_FIRST_PARTS = 32  # parts from which programs await the last one first: bf16 1 Mi 0.92, without 0.90
+
+# (registers that hold a thread's values up to, registers of a thread at most, as compiled): they bound residency.
+SPLIT_REGISTERS = Ladder((32, 96), (64, 128), (128, 176), (UNBOUNDED, 255))
+ALL_REGISTERS = 255  # rows read by elements, and the losses, take up to all: each element has an address and a mask
+# inputs: {registers that hold a thread's values: registers it may take}: split kernels of 2-byte rows where the
+# compiler would take more than it needs, and fewer programs would reside. bf16 262144 0.93 to 0.96, gradients of
+# 524288 0.91 to 0.93, of 50257 0.92 to 0.96.
+HELD_TO = {1: {32: 56, 64: 88}, 2: {64: 80, 104: 128}}
+
+TILE_COLS = 512  # rows longer than this get programs of their own
+TILE_BYTES = 2048  # of a one-warp program of short rows
+TILE_NOTE = "bf16 128 1.00, 256 1.00, fp32 128 1.00"
+TILE_BLOCK_COLS = 128
+# itemsize: (columns up to, rows, columns of a block, warps), for short even rows that no block of 128 divides.
+RAGGED_TILES = {
+    2: Ladder(
+        (160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 256, 4),
+        note="136 0.96, 264 0.98, 520 0.985; by one-warp programs 0.84, 0.82, 0.81",
+    ),
+    4: Ladder(
+        (160, 4, 128, 2), (320, 4, 128, 4), (636, 2, 128, 2), note="136 1.00, 264 1.00; by one-warp programs 0.84, 0.82"
+    ),
+}  # fmt: skip
+# itemsize: (columns up to, rows or 0 for TILE_BYTES of them, columns of a block, warps), for short rows with edges
+# that are guarded one by one: longer rows share programs, and more of them.
+SHIFTED_TILES = {
+    1: Ladder((1024, 4, 128, 4)),
+    2: Ladder(
+        (160, 8, 128, 1), (224, 8, 64, 1), (448, 16, 128, 4), (1024, 4, 128, 4),
+        note="131 0.84, 195 0.88, 387 0.93, 515 0.97, 781 0.98",
+    ),
+    4: Ladder((160, 0, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4), note="781 1.00"),
+    8: Ladder((512, 0, 128, 1)),
+}  # fmt: skip
+# itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.
+LEAST_SHIFTED = {1: 256, 2: 128, 4: 12, 8: 4}
+
+# (row bytes up to, bytes): how far ahead, in launch order, programs ask L2 to fetch. 17 MB and more collapses.
+PREFETCH_BYTES = Ladder((8 << 10, 8 << 20), (UNBOUNDED, 12 << 20), note="bf16 16384 0.97 at 8 MiB, 0.99 at 12")
+PREFETCH_BYTES_OF = {  # where it is another
+    (2, 2): Ladder((8192, 8 << 20), (1 << 20, 12 << 20), (UNBOUNDED, 6 << 20), note="1 Mi 0.93 at 6 MiB, 0.92 at 12"),
+}
+
+STREAM_WARPS = 8
+STREAM_PIECES = 4
+STREAM_PROGRAMS = 8  # a multiprocessor, from which on rows are cut into longer parts
+STREAM_MOST_PARTS = 1024  # whose states a program of the second pass merges at once
+GRADIENT_MOST_PARTS = 4096  # a row, where no part needs another's state
+
+# Reductions: rows are read and none is written; figures are ratios to a read.
+
+# (row bytes up to, columns of a block, warps, bytes of a program)
+REDUCTION_TILES = Ladder(
+    (128, 32, 2, 4096), (256, 32, 2, 4096), (1024, 32, 1, 4096), (UNBOUNDED, 32, 1, 8192),
+    note="bf16 64 0.91, 128 0.93, 256 0.95, 512 0.95; fp32 64 0.92, 128 0.94, 512 0.97",
+)  # fmt: skip
+REDUCTION_TILE_COLS = 512
+# (row bytes up to, warps)
+REDUCTION_WARPS = Ladder(
+    (4096, 1), (8192, 2), (16384, 4), (UNBOUNDED, 8), note="fp32 1024 0.99; bf16 4096 0.97, 32000 0.96"
+)
+# Programs a multiprocessor: fewer rows than this are split. bf16 32768, of which there are enough, split 0.84.
+REDUCTION_PROGRAMS = 8
+# And into how many programs a multiprocessor.
+REDUCTION_PARTS = 32
+REDUCTION_NOTE = "bf16 131072 0.92, 1 Mi 0.93; by 8 programs a multiprocessor 0.90, 0.81"
+# Pieces of a tile, from and to: the number that pads a part least. bf16 50257 in tiles of 8 leaves the last one of 4
+# tiles all but empty.
+REDUCTION_PIECES = (4, 8)
+
+# Reductions over a strided dim.
+
+# (contiguous bytes that a program reads at a time, bytes that it holds)
+COLUMN_BYTES = {
+    (1, 2): (128, 65536), (1, 4): (128, 65536), (1, 8): (128, 65536),
+    (2, 2): (64, 65536), (2, 4): (128, 65536), (2, 8): (128, 65536),
+}  # fmt: skip
+COLUMN_NOTE = "64 x 4096 x 512 fp32 0.94, 64 and 32 KiB 0.85; bf16 0.80, 40 KiB 0.76; backward 0.96, 0.85"
+COLUMN_MOST_PARTS = 64
+# Registers of a thread where four warps hold columns: three programs reside, where a few registers more leave two.
+COLUMN_REGISTERS = 168
+COLUMN_READ_REGISTERS = 64  # where nothing is held: 32 warps reside
+# logsumexp: positions that a thread has a state for; warps a multiprocessor, fewer than which are split; and groups a
+# multiprocessor, from which on programs of 2-byte elements have 4 warps, not 8.
+COLUMN_POSITIONS = 4
+COLUMN_WARPS = 16
+COLUMN_GROUPS = 6
+COLUMN_READ_NOTE = (
+    "bf16 64 x 4096 x 512 0.91, with 8 positions 4 % less, split 14 %; 32 x 1024 x 2048 0.90, by 8 warps 13 % less; "
+    "fp32 0.97, 0.95"
+)
+# Pieces at most where nothing is held, and where each needs a mask, which takes registers: fp32 64 x 4001 x 300 by 8
+# pieces 3421 GB/s, by 4 3847.
+COLUMN_READ_PIECES, COLUMN_MASKED_PIECES = 8, 4
+
+# The ladders that a table may hold, and the figures of a rung: a program of `warps` holds a row, or a part of one.
+TUNABLE = {
+    "row_warps": ("columns", "warps"),
+    "split_parts": ("columns", "part_columns", "warps"),
+    "prefetch_bytes": ("row_bytes", "bytes"),
+}
+HELD_BYTES = 512  # of a thread at most: 128 of its 255 registers
+
+
+@dataclass(frozen=True)
+class Table:
+    """Ladders that stand in for the built-in ones, by (name in TUNABLE, inputs, itemsize). Made by `table_of`."""
+
+    ladders: tuple[tuple[tuple[str, int, int], Ladder], ...]
+
+    def get(self, name: str, inputs: int, itemsize: int) -> Ladder | None:
+        return dict(self.ladders).get((name, inputs, itemsize))
+
+    def data(self) -> list[dict[str, Any]]:
+        """As `table_of` takes it, for a JSON file: an unbounded size is null."""
+        return [
+            {
+                "name": name, "inputs": inputs, "itemsize": itemsize, "note": ladder.note,
+                "rungs": [[None if size == UNBOUNDED else size for size in rung] for rung in ladder],
+            }
+            for (name, inputs, itemsize), ladder in self.ladders
+        ]  # fmt: skip
+
+
+def built_in(inputs: int, itemsize: int) -> Table:
+    """The ladders that a table can stand in for, as they are without one."""
+    held = inputs, itemsize
+    ladders = {("row_warps", *held): ROW_WARPS[held], ("prefetch_bytes", *held): prefetch_bytes(held)}
+    if held in SPLIT_PARTS:
+        ladders["split_parts", *held] = SPLIT_PARTS[held]
+    return Table(tuple(ladders.items()))
+
+
+def row_warps(held: tuple[int, int], table: Table | None = None) -> Ladder:
+    """The ladder of one program's warps for (inputs, itemsize): the table's, or the built-in one."""
+    return (table and table.get("row_warps", *held)) or ROW_WARPS[held]
+
+
+def split_parts(held: tuple[int, int], table: Table | None = None, *, shifted: bool = False) -> Ladder:
+    """The ladder of parts for (inputs, itemsize). A table was measured on even rows, and holds for these alone."""
+    if shifted:
+        return SHIFTED_SPLIT_PARTS[held]
+    return (table and table.get("split_parts", *held)) or SPLIT_PARTS[held]
+
+
+def prefetch_bytes(held: tuple[int, int], table: Table | None = None) -> Ladder:
+    """The ladder of bytes to fetch ahead for (inputs, itemsize)."""
+    return (table and table.get("prefetch_bytes", *held)) or PREFETCH_BYTES_OF.get(held, PREFETCH_BYTES)
+
+
+def table_of(data: Any) -> Table:
+    """The table that `Table.data` wrote. ValueError for data that no planner could follow, saying what is wrong."""
+    if not isinstance(data, list):
+        raise ValueError(f"a table is a list of ladders, not {type(data).__name__}")
+    ladders: dict[tuple[str, int, int], Ladder] = {}
+    for each in data:
+        if not isinstance(each, dict) or each.get("name") not in TUNABLE:
+            raise ValueError(f"a ladder's name is one of {', '.join(TUNABLE)}; got {each!r:.80}")
+        name, inputs, itemsize = each["name"], each.get("inputs", 0), each.get("itemsize", 0)
+        known = SPLIT_PARTS if name == "split_parts" else ROW_WARPS
+        if [inputs, itemsize] not in map(list, known) or (name, inputs, itemsize) in ladders:
+            raise ValueError(f"{name} is for {', '.join(map(str, known))}, each once; got {(inputs, itemsize)}")
+        ladders[name, inputs, itemsize] = _checked(name, inputs, itemsize, each.get("rungs"), str(each.get("note", "")))
+    return Table(tuple(ladders.items()))
+
+
+def _checked(name: str, inputs: int, itemsize: int, rungs: Any, note: str) -> Ladder:
+    width = len(TUNABLE[name])
+    if not isinstance(rungs, list) or not rungs or any(not isinstance(r, list) or len(r) != width for r in rungs):
+        raise ValueError(f"{name} is a list of rungs of {', '.join(TUNABLE[name])}; got {rungs!r:.80}")
+    rungs = [[UNBOUNDED, *r[1:]] if r[0] is None else r for r in rungs]
+    if any(type(size) is not int or size < 0 for rung in rungs for size in rung):
+        raise ValueError(f"{name} has whole numbers of at least 0; got {rungs!r:.80}")
+    ends = [rung[0] for rung in rungs]
+    if ends != sorted(set(ends)) or ends[0] < 1:
+        raise ValueError(f"{name} has rungs of rising sizes; got {ends}")
+    if (ends[-1] == UNBOUNDED) != (name != "row_warps"):
+        last = "bounded" if name == "row_warps" else "for all sizes"
+        raise ValueError(f"the last rung of {name} is {last}; got {ends}")
+    for end, *rest in rungs:
+        if name == "prefetch_bytes":
+            continue
+        held, warps = (end, rest[0]) if name == "row_warps" else rest
+        if warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"{name} has 1, 2, 4, 8, 16 or 32 warps; got {warps}")
+        if not 1 <= held * itemsize * inputs <= 32 * warps * HELD_BYTES:
+            raise ValueError(f"{name}: {warps} warps do not hold {held} columns of {inputs} x {itemsize} bytes")
+        if name == "split_parts" and held % 64:
+            raise ValueError(f"{name} has parts of whole cache lines, multiples of 64 columns; got {held}")
+    return Ladder(*map(tuple, rungs), note=note)

@@ -1,0 +1,330 @@
+"""Which strategy, for which rows: pure functions from sizes and a device to a frozen plan that says why.
+
+Allocation, launch, tests, the bench and `fused-softmax plan` all read the one record that they return.
+"""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+from fused_softmax.plan.device import H200, Device
+from fused_softmax.plan.ladders import (
+    ALL_REGISTERS,
+    CAUSAL_WARPS,
+    FEW_ROWS_COLS,
+    GRADIENT_MOST_PARTS,
+    HELD_TO,
+    LEAST_SHIFTED,
+    RAGGED_TILES,
+    RATHER_SPLIT,
+    REDUCTION_NOTE,
+    REDUCTION_PARTS,
+    REDUCTION_PIECES,
+    REDUCTION_PROGRAMS,
+    REDUCTION_TILE_COLS,
+    REDUCTION_TILES,
+    REDUCTION_WARPS,
+    ROW_WARPS,
+    SHIFTED_SPLIT_PARTS,
+    SHIFTED_TILES,
+    SPLIT_PARTS,
+    SPLIT_REGISTERS,
+    STREAM_MOST_PARTS,
+    TILE_BLOCK_COLS,
+    TILE_COLS,
+    UNMEASURED_ROW_COLS,
+    Ladder,
+    prefetch_bytes,
+    row_warps,
+)
+from fused_softmax.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
+from fused_softmax.plan.strategies import Alignment, RowPlan, Rows, Strategy, build, ragged_tiles, rows_of, split
+
+_CHOICES = {"part_cols", "block_rows", "block_cols", "num_warps", "copies", "lanes", "poll_last_first", "prefetch"}
+
+
+def plan_rows(
+    n_rows: int,
+    n_cols: int,
+    itemsize: int,
+    device: Device,
+    *,
+    alignment: Alignment = "even",
+    inputs: int = 1,
+    causal: bool = False,
+) -> RowPlan:
+    """The plan for softmax over rows of n_cols elements of `itemsize` bytes; n_rows and n_cols are at least 1.
+
+    inputs: 1, or 2 for kernels that read two tensors of the shape, as backward does.
+    causal: whether a row ends at its query, so that on average half of it is read.
+
+    >>> plan_rows(4096, 131072, 2, H200).strategy
+    'split'
+    >>> plan_rows(4096, 32768, 2, H200).reasons[0]
+    'row: a row of at most 32768 columns fits one program'
+    """
+    rows = rows_of(n_rows, n_cols, itemsize, inputs, alignment, device)
+    plan = _held_rows(rows, alignment)
+    ladder = CAUSAL_WARPS.get(itemsize) if causal and device.capability == H200.capability else None
+    if ladder and plan.strategy == "row" and n_cols <= ladder.end:
+        end, num_warps = ladder.rung(n_cols)
+        said = ladder.sentence(f"{num_warps} warps", end)
+        because = "a causal row, half of which is hidden, fits one program"
+        return build("row", rows, because, {"num_warps": num_warps}, said=said, same_rows=plan.same_rows)
+    return plan
+
+
+def _held_rows(rows: Rows, alignment: Alignment) -> RowPlan:
+    """The decision which strategy. alignment: as the caller has it, whatever rows of this length allow."""
+    n_cols, device = rows.n_cols, rows.device
+    shared = SHIFTED_TILES[rows.itemsize].end if alignment == "shifted" else TILE_COLS
+    if n_cols <= shared:
+        return build("tile", rows, f"rows of at most {shared} columns share programs")
+    if alignment == "even" and ragged_tiles(rows):
+        return build("tile", rows, "short rows that blocks of 128 columns do not divide share programs")
+
+    most, built_in = _longest_row(rows)
+    fits = n_cols <= most
+    above, upto = RATHER_SPLIT.get(rows.held, (0, 0))
+    alone = fits and built_in and device.backend == "cuda" and alignment == "even" and above < n_cols <= upto
+    few = n_cols > FEW_ROWS_COLS and rows.n_rows <= device.sm_count
+    same_rows = ANY_ROWS
+    if rows.held in SPLIT_PARTS and n_cols > FEW_ROWS_COLS and fits:
+        same_rows = side_of(rows.n_rows, device.sm_count)
+
+    if rows.held in SPLIT_PARTS and (few or alone or not fits):
+        if not fits:
+            because = f"a row of more than {most} columns exceeds one program, and the chip holds it"
+        elif few:
+            because = f"no more rows than the {device.sm_count} multiprocessors, of more than {FEW_ROWS_COLS} columns"
+        else:
+            because = f"a row of {above + 1} to {upto} columns leaves no room for a second beside it"
+        plan = build("split", rows, because, same_rows=same_rows)
+        if 1 < plan.parts <= most_parts(plan, device):
+            return plan
+        same_rows = both(same_rows, split(rows, {}).same_rows)  # other numbers of rows may have parts that fit
+    if fits:
+        return build("row", rows, f"a row of at most {most} columns fits one program", same_rows=same_rows)
+    because = f"a row of more than {most} columns exceeds one program, and its parts the chip: read twice"
+    return build("stream", rows, because, same_rows=same_rows)
+
+
+def _longest_row(rows: Rows) -> tuple[int, bool]:
+    """The longest row that one program holds, and whether the built-in ladder says so."""
+    ladder, device = row_warps(rows.held, rows.device.table), rows.device
+    built_in = ladder is ROW_WARPS[rows.held]
+    if built_in and device.backend == "cuda" and device.capability[0] != H200.capability[0]:
+        return UNMEASURED_ROW_COLS.get(rows.held, ladder.end), True
+    return ladder.end, built_in
+
+
+def plan_loss(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even") -> RowPlan:
+    """The plan for losses of rows of logits with their gradient in one pass, which hold each row until it is written.
+
+    itemsize: of the logits as they are held. A loss without gradient is a reduction: `plan_reduction`.
+
+    >>> plan_loss(4096, 32768, 4, H200).strategy, plan_rows(4096, 32768, 4, H200).strategy
+    ('split', 'row')
+    """
+    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device)
+    plan = _held_rows(rows, alignment)
+    if plan.num_warps == 32 and rows.held in SPLIT_PARTS:
+        because = "a program of 32 warps has 64 registers a thread, too few for what a loss adds"
+        plan = build("split", rows, because, same_rows=plan.same_rows)
+    if plan.strategy == "split" and plan.parts > most_parts(plan, device, registers=ALL_REGISTERS):
+        because = f"with all {ALL_REGISTERS} registers, as a loss may take, the chip holds too few parts: read twice"
+        plan = build("stream", rows, because, same_rows=plan.same_rows)
+    return plan
+
+
+def plan_reduction(
+    n_rows: int,
+    n_cols: int,
+    itemsize: int,
+    device: Device,
+    *,
+    alignment: Alignment = "even",
+    writes: bool = False,
+    capped: bool = False,
+) -> RowPlan:
+    """The plan for kernels that read rows tile by tile and hold none: logsumexp, and (writes) its gradient.
+
+    Rows are split as far as programs are wanted; where parts of a row are merged, the last alone waits for the others.
+    capped: whether a gradient goes through the tanh of a softcap.
+
+    >>> plan_reduction(8, 32000, 2, H200).strategy
+    'split'
+    """
+    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device)
+    if n_cols <= (SHIFTED_TILES[itemsize].end if alignment == "shifted" else REDUCTION_TILE_COLS):
+        plan = _short_reduction(rows, alignment)
+    elif writes:
+        plan = _written_reduction(rows)
+    else:
+        plan = _long_reduction(rows)
+    if writes and capped and device.capability != H200.capability:
+        because = f"{plan.pieces} pieces halved: tanh takes registers, and Triton 3.9 spills for sm_100"
+        plan = replace(plan, pieces=-(-plan.pieces // 2), reasons=(*plan.reasons, because))
+    return plan
+
+
+def _short_reduction(rows: Rows, alignment: Alignment) -> RowPlan:
+    choices: dict[str, Any] = {"prefetch": 0}
+    said = None
+    if alignment == "even":
+        row_bytes = rows.n_cols * rows.itemsize
+        end, block_cols, num_warps, size = REDUCTION_TILES.rung(row_bytes)
+        block_rows = max(1, next_power_of_2(size // row_bytes + 1) // 2)
+        choices |= {"block_cols": block_cols, "num_warps": num_warps, "block_rows": block_rows}
+        said = REDUCTION_TILES.sentence(f"{block_rows} rows a program of {num_warps} x 32 threads", end, "bytes")
+    return build("tile", rows, "short rows share programs", choices, said=said)
+
+
+def _written_reduction(rows: Rows) -> RowPlan:
+    num_warps, tile_cols, warps = _reduction_warps(rows)
+    choices = {"num_warps": num_warps, "part_cols": max(tile_cols, rows.n_cols // GRADIENT_MOST_PARTS)}
+    because = "the state of a row is known, and each of its parts is read and written alone"
+    return build("stream", rows, because, choices, said=warps)
+
+
+def _long_reduction(rows: Rows) -> RowPlan:
+    n_rows, n_cols, sm_count = rows.n_rows, rows.n_cols, rows.device.sm_count
+    num_warps, tile_cols, warps = _reduction_warps(rows)
+    few = n_rows < REDUCTION_PROGRAMS * sm_count
+    same_rows = side_of(n_rows, REDUCTION_PROGRAMS * sm_count - 1)
+    programs = REDUCTION_PARTS * sm_count
+    least = max(tile_cols, n_cols // STREAM_MOST_PARTS)
+    part_cols = max(least, -(-n_cols // -(-programs // n_rows)) if few else n_cols)
+    choices: dict[str, Any] = {"num_warps": num_warps, "prefetch": 0}
+    if least >= n_cols or rows.held not in SPLIT_PARTS:
+        because = "a row is one part, of which its program holds no more than a tile"
+        plan = build("row", rows, because, choices, said=warps)
+    elif part_cols >= n_cols:
+        because = f"at least {REDUCTION_PROGRAMS} rows a multiprocessor, each read by one program"
+        plan = build("row", rows, because, choices, said=warps, same_rows=same_rows)
+    else:
+        because = f"fewer than {REDUCTION_PROGRAMS} rows a multiprocessor: parts fill the chip ({REDUCTION_NOTE})"
+        choices |= {"part_cols": part_cols, "copies": 1, "poll_last_first": False}
+        same_rows = both(same_rows, _rows_of_parts(rows, part_cols, least, programs))
+        plan = build("split", rows, because, choices, said=warps, same_rows=same_rows)
+    pieces = _reduction_pieces(plan)
+    return replace(plan, pieces=pieces, full_pieces=0)
+
+
+def _reduction_warps(rows: Rows) -> tuple[int, int, str]:
+    """Warps of a program, the columns of its tile, and why."""
+    end, num_warps = REDUCTION_WARPS.rung(rows.n_cols * rows.itemsize)
+    tile_cols = 4 * 32 * num_warps * VECTOR_BYTES // rows.itemsize
+    return num_warps, tile_cols, REDUCTION_WARPS.sentence(f"{num_warps} warps", end, "bytes")
+
+
+def _rows_of_parts(rows: Rows, part_cols: int, least: int, programs: int) -> Span:
+    """The numbers of rows for which max(least, n_cols / (programs / n_rows)) gives as many parts as part_cols does."""
+    n_cols, parts = rows.n_cols, -(-rows.body // part_cols)
+    if parts == 1:
+        return rows.n_rows, rows.n_rows
+    shortest, longest = -(-rows.body // parts), -(-rows.body // (parts - 1)) - 1  # parts that are as many
+    fewest = -(-n_cols // longest)  # programs that are wanted for a row
+    most_rows = (programs - 1) // (fewest - 1) if fewest > 1 else UNBOUNDED
+    if least >= shortest:
+        return 1, most_rows
+    most = -(-n_cols // (shortest - 1)) - 1
+    return -(-programs // most), most_rows
+
+
+def _reduction_pieces(plan: RowPlan) -> int:
+    """Pieces of one tile: the number that pads a part least, the greatest of those."""
+    least, most = (min(plan.pieces, pieces) for pieces in REDUCTION_PIECES)
+    padded = {p: -(-plan.part_cols // (p * plan.block_cols)) * p for p in range(least, most + 1)}
+    return min(padded, key=lambda p: (padded[p], -p))
+
+
+def candidate(
+    strategy: Strategy,
+    n_rows: int,
+    n_cols: int,
+    itemsize: int,
+    device: Device,
+    *,
+    alignment: Alignment = "even",
+    inputs: int = 1,
+    **choices: Any,
+) -> RowPlan:
+    """The plan of one strategy, whether or not `plan_rows` would choose it.
+
+    `choices` overrule the ladders: part_cols, block_rows, block_cols, num_warps, copies, lanes, poll_last_first,
+    prefetch. Tests, the tuner and the bench use it; a plan with impossible choices raises ValueError.
+
+    >>> candidate("row", 4096, 4096, 2, H200, num_warps=4).num_warps
+    4
+    """
+    if strategy not in get_args(Strategy) or choices.keys() - _CHOICES:
+        raise ValueError(
+            f"strategy is one of {get_args(Strategy)}, choices are of {sorted(_CHOICES)}; got {strategy!r}, {choices}"
+        )
+    if any(choice < (name != "prefetch") for name, choice in choices.items() if name != "poll_last_first"):
+        raise ValueError(f"choices are at least 1, prefetch 0; got {choices}")
+    rows = rows_of(n_rows, n_cols, itemsize, inputs, alignment, device)
+    said = ", ".join(f"{name} {choice}" for name, choice in choices.items()) + ", as asked" if choices else None
+    plan = build(strategy, rows, "asked for by name", choices, said=said, same_rows=(n_rows, n_rows))
+    sizes = plan.block_rows, plan.block_cols, plan.num_warps, plan.lanes
+    if any(size != next_power_of_2(size) for size in sizes) or plan.num_warps > 32:
+        raise ValueError(
+            f"blocks, lanes and warps are powers of two, warps at most 32; got {plan.block_rows} rows, "
+            f"{plan.block_cols} columns, {plan.lanes} lanes, {plan.num_warps} warps"
+        )
+    if plan.lanes < max(plan.parts, plan.copies):
+        raise ValueError(f"a lane for each of {plan.parts} parts and {plan.copies} copies; got {plan.lanes}")
+    return plan
+
+
+def most_registers(plan: RowPlan, device: Device) -> int | None:
+    """Registers of a thread that a split kernel is held to, as far as nothing spills by it; None: what it takes."""
+    if plan.strategy != "split" or plan.itemsize != 2 or device.capability[0] != H200.capability[0]:
+        return None
+    held = plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps)
+    return HELD_TO[plan.inputs].get(held)
+
+
+def most_parts(plan: RowPlan, device: Device, registers: int | None = None) -> int:
+    """Parts of one row that may wait for each other: half of those that reside at once, so that two streams can.
+
+    registers: of a thread at most; those of softmax's own kernels if None.
+    """
+    held = -(-plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
+    registers = registers or (ALL_REGISTERS if plan.alignment == "scalar" else SPLIT_REGISTERS.rung(held)[1])
+    resident = device.registers // (32 * plan.num_warps * registers)
+    return device.sm_count * max(1, resident) // 2
+
+
+def fetches_ahead(plan: RowPlan, device: Device, itemsize: int, *, causal: bool = False) -> bool:
+    """Whether programs of a plan ask L2 for the data of later ones: only sm_90 and newer can.
+
+    itemsize: of the tensor that is read, which the plan's may exceed: then boundaries of 16 bytes are elsewhere.
+    causal: rows end at different columns, and the data ahead is not read next. 2048 x 2048 0.85, fetched 0.80.
+    """
+    able = device.backend == "cuda" and device.capability >= (9, 0)
+    return able and plan.prefetch > 0 and plan.vector * itemsize == VECTOR_BYTES and not causal
+
+
+def row_rung_ends(itemsize: int, device: Device, inputs: int = 1) -> list[int]:
+    """The last column count of every rung that `plan_rows` climbs where rows are enough to fill the chip, in order."""
+    held = inputs, itemsize
+    ladders: list[Ladder] = [ROW_WARPS[held], SHIFTED_TILES[itemsize]]
+    ladders += [ladder[held] for ladder in (SPLIT_PARTS, SHIFTED_SPLIT_PARTS) if held in ladder]
+    ends = {TILE_COLS, FEW_ROWS_COLS, LEAST_SHIFTED[itemsize] - 1, *RATHER_SPLIT.get(held, ())}
+    ends |= {size // itemsize for size, _ in prefetch_bytes(held, device.table)}
+    if inputs == 1 and itemsize in RAGGED_TILES:  # a whole number of blocks of 128 columns is a rung of one length
+        ladders.append(RAGGED_TILES[itemsize])
+        ends |= set(range(TILE_BLOCK_COLS, RAGGED_TILES[itemsize].end + 1, TILE_BLOCK_COLS))
+    ends |= {rung[0] for ladder in ladders for rung in ladder}
+    if held in SPLIT_PARTS:  # the longest row that the chip holds
+        plan = candidate("split", device.sm_count + 1, 2**26, itemsize, device, inputs=inputs)
+        ends.add(most_parts(plan, device) * plan.part_cols)
+    return sorted(end for end in ends if end < UNBOUNDED // 8)
+
+
+def reduction_rung_ends(itemsize: int) -> list[int]:
+    """The last column count of every rung that `plan_reduction` climbs, in order."""
+    ends = {rung[0] // itemsize for ladder in (REDUCTION_TILES, REDUCTION_WARPS) for rung in ladder}
+    ends |= {REDUCTION_TILE_COLS, SHIFTED_TILES[itemsize].end}
+    return sorted(end for end in ends if end < UNBOUNDED // 8)
