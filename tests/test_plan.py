@@ -12,8 +12,12 @@ from fused_softmax.plan import (
     VECTOR_BYTES,
     Device,
     candidate,
+    fetches_ahead,
+    most_column_registers,
     most_parts,
     most_registers,
+    plan_columns,
+    plan_loss,
     plan_reduction,
     plan_rows,
     row_rung_ends,
@@ -168,6 +172,9 @@ def test_a_shape_of_nothing_is_refused(n_rows, n_cols):
     for strategy in STRATEGIES:
         with pytest.raises(ValueError, match=r".+"):
             candidate(strategy, n_rows, n_cols, 4, H200)
+    for plan in (plan_rows, plan_loss, plan_reduction):
+        with pytest.raises(ValueError, match=f"got {n_rows} x {n_cols}"):
+            plan(n_rows, n_cols, 4, H200)
 
 
 def test_fp64_is_never_split():
@@ -276,3 +283,65 @@ def test_a_reason_names_the_rung_and_its_note():
         "8 rows a program of 1 x 32 threads for rows of at most 1024"
     )
     assert second(4096, 4096, 2, plan=plan_reduction).startswith("2 warps for rows of at most 8192 bytes (fp32 1024")
+
+
+@pytest.mark.parametrize("itemsize", ITEMSIZES)
+def test_losses_reductions_and_columns_say_why_too(itemsize):
+    for n_rows in (3, MANY):
+        for n_cols in (64, 700, 4096, 32768, 128256, 2**26):
+            for alignment in ALIGNMENTS:
+                given = (n_rows, n_cols, itemsize, H200)
+                plans = [plan_loss(*given, alignment=alignment), plan_reduction(*given, alignment=alignment)]
+                plans.append(plan_reduction(*given, alignment=alignment, writes=True))
+                for plan in plans:
+                    assert plan.reasons[0].startswith(f"{plan.strategy}: ")
+                    assert all(plan.reasons)
+            for holds in (True, False):
+                plan = plan_columns(n_rows, n_cols, 512, itemsize, H200, holds=holds)
+                assert plan is None or (plan.reasons[0].startswith("column: ") and len(plan.reasons) == 3)
+
+
+def test_reasons_and_spans_do_not_count_when_plans_are_compared():
+    plan = plan_rows(MANY, 4096, 2, H200)
+    other = replace(plan, reasons=(), same_rows=(1, 1))
+    assert plan == other
+    assert hash(plan) == hash(other)
+    assert "reasons" not in repr(plan)
+    assert plan.data() == other.data()
+    assert not {"reasons", "same_rows"} & plan.data().keys()
+    assert replace(plan_columns(64, 4096, 512, 4, H200), reasons=()) == plan_columns(64, 4096, 512, 4, H200)
+
+
+def test_a_loss_splits_a_row_of_32_warps_and_streams_what_the_chip_cannot_hold():
+    assert (plan_rows(MANY, 32768, 4, H200).num_warps, plan_loss(MANY, 32768, 4, H200).strategy) == (32, "split")
+    assert plan_loss(MANY, 16384, 8, H200) == plan_rows(MANY, 16384, 8, H200), "fp64 is not split"
+    assert plan_loss(MANY, 4096, 2, H200) == plan_rows(MANY, 4096, 2, H200)
+    lengths = [2**power for power in range(16, 23)]
+    streamed = [n_cols for n_cols in lengths if plan_loss(MANY, n_cols, 2, H200).strategy == "stream"]
+    assert streamed == [n_cols for n_cols in lengths if plan_rows(MANY, n_cols, 2, H200).parts > 132]
+    assert streamed
+
+
+def test_gradients_of_capped_losses_have_half_the_pieces_where_that_was_not_measured():
+    for device, pieces in ((H200, 4), (A100, 2)):
+        assert plan_reduction(MANY, 50257, 2, device, writes=True, capped=True).pieces == pieces
+        assert plan_reduction(MANY, 50257, 2, device, writes=True).pieces == 4
+        assert plan_reduction(MANY, 50257, 2, device, capped=True) == plan_reduction(MANY, 50257, 2, device)
+
+
+def test_programs_fetch_ahead_where_the_gpu_can_and_the_next_data_is_known():
+    plan = plan_rows(MANY, 4096, 2, H200)
+    assert fetches_ahead(plan, H200, 2)
+    assert not fetches_ahead(plan, H200, 2, causal=True)
+    assert not fetches_ahead(plan, A100, 2)
+    assert not fetches_ahead(plan, MI300, 2)
+    assert not fetches_ahead(plan_rows(MANY, 4096, 4, H200), H200, 2), "held wider than it is read"
+    assert not fetches_ahead(plan_rows(FEW, 4096, 2, H200), H200, 2)
+
+
+def test_columns_are_held_to_registers_where_that_was_measured():
+    held, read = (plan_columns(64, 4096, 512, 2, H200, holds=holds) for holds in (True, False))
+    assert (most_column_registers(held, H200), most_column_registers(read, H200)) == (168, 64)
+    assert most_column_registers(held, MI300) is None
+    assert most_column_registers(plan_columns(64, 4096, 512, 8, H200, holds=False), H200) is None
+    assert most_column_registers(replace(held, num_warps=2), H200) is None
