@@ -291,7 +291,8 @@ def build(
     shortest = min(part_cols, least_body - (parts - 1) * part_cols)
     full_pieces = 0 if strategy == "stream" else max(0, min(pieces, shortest // block_cols))
     same_rows = both(same_rows, shape.same_rows)
-    poll_last_first = choices.get("poll_last_first", parts >= POLL_LAST_FIRST_PARTS and not shape.few)
+    waits = strategy == "split" and parts >= POLL_LAST_FIRST_PARTS and not shape.few
+    poll_last_first = choices.get("poll_last_first", waits)
 
     ladder = prefetch_bytes(rows.held, rows.device.table)
     end, fetched = ladder.rung(rows.n_cols * rows.itemsize)
