@@ -3,8 +3,10 @@ PY ?= .venv/bin/python
 ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
+COMPILED := compiles and not gpu and not exhaustive
+PYTEST_XDIST := -n auto --dist worksteal
 
-.PHONY: env demo page presets report test test-compiles gpu-test sanitize lint clean
+.PHONY: env demo page presets report test test-compiles test-all gpu-test sanitize lint clean
 
 env: $(ENV)
 
@@ -21,16 +23,22 @@ demo: $(ENV)
 presets: $(ENV)
 	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m fused_softmax.trace.presets
 
-# One process cannot both interpret and compile kernels, so the suite runs as two. Every plan is for test-compiles.
+# One process cannot both interpret and compile kernels, so the suite runs as two.
 test: $(ENV)
-	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m pytest -m "not gpu and not compiles" -n auto
-	PYTHONPATH=src $(PY) -m pytest -m "compiles and not gpu" -k "not every_plan" -n auto
+	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 \
+	  $(PY) -m pytest -m "not gpu and not compiles and not exhaustive" $(PYTEST_XDIST)
+	PYTHONPATH=src $(PY) -m pytest -m "$(COMPILED) and not plans" $(PYTEST_XDIST)
 
-# Every plan compiled by the oldest and the newest Triton supported, each beside the environment's own packages.
+# With every plan of one GPU, by the oldest and the newest Triton supported, each beside the environment's own packages.
 test-compiles: $(TEST_TRITONS:%=.triton-%/.ready)
 	for version in $(TEST_TRITONS); do \
-	  PYTHONPATH=.triton-$$version:src $(PY) -m pytest -m "compiles and not gpu" -n auto || exit 1; \
+	  PYTHONPATH=.triton-$$version:src $(PY) -m pytest -m "$(COMPILED)" $(PYTEST_XDIST) || exit 1; \
 	done
+
+# Whole products of parameters, every edge of every ladder, every plan of every GPU: an hour and more.
+test-all: $(ENV)
+	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m pytest -m "not gpu and not compiles" $(PYTEST_XDIST)
+	$(MAKE) test-compiles COMPILED="compiles and not gpu"
 
 .triton-%/.ready: $(ENV)
 	$(PY) -m pip install --quiet --no-deps --target .triton-$* triton==$*

@@ -2,6 +2,7 @@ import os
 from types import SimpleNamespace
 
 import numpy as np
+import products
 import pytest
 import torch
 
@@ -13,6 +14,15 @@ def device() -> str:
     """The GPU where there is one; the CPU, for Triton's interpreter, where there is none or where it was asked for."""
     interpreting = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
     return "cuda" if torch.cuda.is_available() and not interpreting else "cpu"
+
+
+def pytest_configure(config):
+    products.QUICK = "not exhaustive" in config.option.markexpr
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` takes out what it does not ask for
+def pytest_collection_modifyitems(items):
+    products.mark_exhaustive(items)
 
 
 def pytest_runtest_setup(item):

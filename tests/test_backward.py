@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import peaked
 from contract import assert_gradients, composed, gradients, public
+from products import QUICK, pairwise
 from shapes import ALIGNMENTS, DTYPES, SMALL, STRATEGIES, Frame
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -94,6 +95,7 @@ def run(strategy, function, dy, y, alignment, device, *, out_dtype=None, choices
     return dx_frame.rows, dy_frame.rows, y_frame.rows
 
 
+@pairwise(("strategy", "alignment", "dtype"))
 @every_strategy
 @every_alignment
 @every_function
@@ -108,6 +110,7 @@ def test_every_strategy(strategy, alignment, function, dtype, device):
     assert_gradient(dx, dy, y, function)
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("n_cols", [1, 2, 7, 16, 33, 129, 512, 1025])
@@ -132,6 +135,7 @@ def test_split_in_few_and_many_parts(alignment, parts, device):
         assert_gradient(dx, dy, y_rows, "softmax")
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize(
@@ -149,6 +153,7 @@ def test_a_result_of_another_dtype_and_scaled(strategy, alignment, of, into, dev
     assert_gradient(dx, dy, y, "softmax", scale=-0.375, result=into)
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @every_function
@@ -163,6 +168,7 @@ def test_hidden_columns_have_no_gradient(strategy, alignment, function, device):
     assert_gradient(dx, dy, y, function, hidden=True)
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @every_function
@@ -216,6 +222,7 @@ SCORES = {
 }
 
 
+@pairwise()
 @every_function
 @pytest.mark.parametrize("dtype", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("name", SCORES)
@@ -566,7 +573,7 @@ def test_gradcheck_and_gradgradcheck(function, name, device):
         return y.masked_fill(y == -math.inf, 0.0) if function == "log_softmax" else y
 
     leaves = [tiny(device, 2, 3).requires_grad_(), *(scored[name].requires_grad_() for name in names)]
-    assert gradcheck(of, leaves, check_forward_ad=True)
+    assert gradcheck(of, leaves, check_forward_ad=True, fast_mode=QUICK)
     assert gradgradcheck(of, leaves, fast_mode=True)
 
 
@@ -577,7 +584,7 @@ def test_gradcheck_and_gradgradcheck_of_another_dim(function, device):
     def of(x, scale, mask):
         return public(function, x, 0, scale=scale, mask=mask)
 
-    assert gradcheck(of, leaves)
+    assert gradcheck(of, leaves, fast_mode=QUICK)
     assert gradgradcheck(of, leaves, fast_mode=True)
 
 

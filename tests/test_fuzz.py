@@ -13,6 +13,7 @@ from conftest import peaked
 from contract import assert_gradients, assert_scores, public
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from products import QUICK
 from shapes import DTYPES, STRATEGIES, Frame, small
 
 from fused_softmax import reference
@@ -31,7 +32,8 @@ LONG = int(os.environ.get("FUSED_SOFTMAX_FUZZ", "0"))
 
 def examples(number):
     return settings(
-        max_examples=LONG or number, derandomize=not LONG, print_blob=True, deadline=None, database=None,
+        max_examples=LONG or (number // 5 if QUICK else number),
+        derandomize=not LONG, print_blob=True, deadline=None, database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import peaked
+from products import QUICK, pairwise
 from test_cross_entropy import OPTIONS, held, named, targets, torchs, truth_of
 from test_library import compiled
 from test_library import targets as nodes
@@ -75,6 +76,7 @@ def with_joint_graphs(function, **options):
 # cross_entropy
 
 
+@pairwise()
 @every_reduction
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -256,6 +258,7 @@ def composed(x, w, bias, target, **options):
     return reference.cross_entropy(F.linear(x, w, bias), target, **options)[0]
 
 
+@pairwise()
 @every_reduction
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
@@ -396,14 +399,14 @@ def test_first_and_second_derivatives(reduction, device):
         loss, z, m, ls, *_ = operators.cross_entropy(x, target, None, -100, reduction, 0.1, 5.0, 2.0, 0.1)
         return loss, z, m + ls
 
-    assert torch.autograd.gradcheck(call, x)
-    assert torch.autograd.gradgradcheck(call, x)
+    assert torch.autograd.gradcheck(call, x, fast_mode=QUICK)
+    assert torch.autograd.gradgradcheck(call, x, fast_mode=QUICK)
     tensors = layer(4, 3, 5, FP64, device)
     call = lambda x, w, b: operators.linear_cross_entropy(  # noqa: E731
         x, w, target, b, None, -100, reduction, 0.1, None, 1.0, 0.1, 3, "fp32", [True] * 3
     )[0]
-    assert torch.autograd.gradcheck(call, tensors)
-    assert torch.autograd.gradgradcheck(call, tensors)
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=QUICK)
+    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=QUICK)
 
 
 def test_the_derivative_of_the_gradient_operator(device):
@@ -416,7 +419,7 @@ def test_the_derivative_of_the_gradient_operator(device):
         ls = (x.detach() - m.unsqueeze(-1)).exp().sum(-1).log()
         return operators.cross_entropy_backward(x, target, m, ls, dy, None, dls, None, -100, "mean", 0.1)
 
-    assert torch.autograd.gradcheck(call, (x, dy, dls))
+    assert torch.autograd.gradcheck(call, (x, dy, dls), fast_mode=QUICK)
 
 
 def test_where_there_are_no_kernels_they_are_made_of_torchs_operations():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import peaked
 from losses import wanted
+from products import pairwise
 from test_cross_entropy import OPTIONS, named
 
 from fused_softmax import linear_cross_entropy, reference
@@ -91,6 +92,7 @@ KERNEL_OPTIONS = OPTIONS | {"smoothing alone": {"label_smoothing": 1.0}, "large 
 
 
 @kernels
+@pairwise()
 @pytest.mark.parametrize("options", KERNEL_OPTIONS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @pytest.mark.parametrize("mean", [False, True])
@@ -179,6 +181,7 @@ def small(monkeypatch):
 
 
 @kernels
+@pairwise()
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @pytest.mark.parametrize(("reduction", "accumulate"), [("mean", "fp32"), ("sum", "input")])
 @pytest.mark.parametrize("options", OPTIONS)

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from products import pairwise
 from test_cross_entropy import OPTIONS, named
 
 from fused_softmax import linear_cross_entropy, reference
@@ -24,6 +25,7 @@ def layer(dtype, device):
     return [(torch.randn(*shape, generator=generator) / 2).to(device, dtype).requires_grad_() for shape in shapes]
 
 
+@pairwise()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS)

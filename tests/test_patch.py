@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import peaked
 from contract import assert_softmax
+from products import QUICK
 from torch.nn.functional import log_softmax as imported_log_softmax
 from torch.nn.functional import softmax as imported_softmax
 from torch.overrides import TorchFunctionMode
@@ -136,8 +137,8 @@ def test_gradients_and_second_derivatives(name, ran, device):
         if name != "logsumexp":  # whose gradient ATen composes, element by element
             assert ran.count("gradient") >= 1
         x = torch.randn(2, 5, dtype=FP64, device=device, requires_grad=True)
-        assert torch.autograd.gradcheck(lambda t: getattr(torch, name)(t, 0), x)
-        assert torch.autograd.gradgradcheck(lambda t: getattr(torch, name)(t, 0), x)
+        assert torch.autograd.gradcheck(lambda t: getattr(torch, name)(t, 0), x, fast_mode=QUICK)
+        assert torch.autograd.gradgradcheck(lambda t: getattr(torch, name)(t, 0), x, fast_mode=QUICK)
 
 
 def test_half_to_float(device):
@@ -352,8 +353,8 @@ def test_second_derivatives_of_cross_entropy(losses, device):
     with fused_softmax.enabled():
         for reduction in ("mean", "none"):
             call = lambda x, r=reduction: F.cross_entropy(x, target.to(device), reduction=r)  # noqa: E731
-            assert torch.autograd.gradcheck(call, x, nondet_tol=1e-12)
-            assert torch.autograd.gradgradcheck(call, x)
+            assert torch.autograd.gradcheck(call, x, nondet_tol=1e-12, fast_mode=QUICK)
+            assert torch.autograd.gradgradcheck(call, x, fast_mode=QUICK)
     assert losses
 
 

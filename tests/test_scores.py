@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import peaked
 from contract import assert_scores, composed, public
+from products import pairwise
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 
 from fused_softmax import launch, reference
@@ -121,6 +122,7 @@ SCORES = {
 }  # fmt: skip
 
 
+@pairwise()
 @every_strategy
 @pytest.mark.parametrize(
     ("alignment", "function", "dtype"),
@@ -145,6 +147,7 @@ def test_every_strategy(strategy, alignment, function, dtype, name, device):
     assert_scores(y, function, x, **scored)
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("scored", [{}, {"scale": -0.5}, {"masked_rows": "zero"}], ids=["plain", "scaled", "zero"])
@@ -235,6 +238,7 @@ DTYPE_PAIRS = [
 ]  # fmt: skip
 
 
+@pairwise()
 @every_strategy
 @pytest.mark.parametrize("alignment", ["even", "shifted"])
 @pytest.mark.parametrize(("given", "wanted"), DTYPE_PAIRS, ids=str)
@@ -256,6 +260,7 @@ def test_dtypes_by_every_strategy(strategy, alignment, given, wanted, device):
 # Values.
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("where", [slice(0, 512), slice(128, 600), slice(256, None), slice(0, -1), slice(1, None)])
@@ -292,6 +297,7 @@ VALUES = {
 }
 
 
+@pairwise()
 @every_strategy
 @pytest.mark.parametrize("alignment", ["even", "shifted"])
 @pytest.mark.parametrize(
@@ -321,6 +327,7 @@ def test_special_values(strategy, alignment, scored, device):
             raise AssertionError(f"{name}: {error}") from None
 
 
+@pairwise()
 @pytest.mark.parametrize("arithmetic", ["nvidia", "other"])
 @every_strategy
 @every_alignment
@@ -365,6 +372,7 @@ def test_scale_0_compares_sums_with_a_mask_as_they_are_and_not_rounded_to_the_re
     assert (y.sum(-1) == 1).all()
 
 
+@pairwise()
 @every_strategy
 @every_function
 @pytest.mark.parametrize("scale", [1e3, -1e3, 1e30, 1e-30, 1e-42], ids=str)
@@ -384,6 +392,7 @@ def test_a_number_that_vanishes_in_fp32_is_no_scale_of_0(scale, device):
 HEIGHTS = [0.0, 100.0, 12345.0, 3e8, 2.0**31]
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("height", HEIGHTS)
@@ -401,6 +410,7 @@ def test_logsumexp_of_high_rows_in_the_arithmetic_of_nvidia(height, nvidia, devi
     assert_scores(public("logsumexp", x), "logsumexp", x)
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("name", ["scale a row", "mask, empty rows zero", "added, scale a row"])
@@ -447,6 +457,7 @@ def test_a_scale_tensor_that_vanishes_in_fp32_is_no_scale_of_0(scale, device):
     torch.testing.assert_close(public("softmax", x, scale=scale), torch.full_like(x, 1 / 60))
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("height", HEIGHTS)
@@ -590,6 +601,7 @@ def test_input_layouts(function, device):
         assert torch.equal(x, before)
 
 
+@pairwise()
 @reducing_too
 @pytest.mark.parametrize("n_keys", [1, 2, 40, 700])
 @pytest.mark.parametrize("n_queries", [1, 2, 5, 41])
@@ -643,6 +655,7 @@ def test_no_dims_one_column_and_empty(shape, function, device):
 # dtype= and out=
 
 
+@pairwise()
 @every_function
 @pytest.mark.parametrize("wanted", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("given", [FP32, BF16, torch.int64, torch.float8_e4m3fn], ids=str)

@@ -13,6 +13,7 @@ from conftest import peaked
 from contract import assert_softmax
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from products import QUICK, pairwise
 from shapes import ALIGNMENTS, DTYPES, FEW, MANY, STRATEGIES, Frame, framed, planned, small, widths
 from torch.autograd import forward_ad
 
@@ -62,6 +63,7 @@ def skip_impossible(strategy, dtype):
 # Strategies, by name.
 
 
+@pairwise(("strategy", "alignment", "dtype"))
 @every_strategy
 @every_dtype
 @every_alignment
@@ -74,6 +76,7 @@ def test_every_strategy(strategy, dtype, alignment, n_cols, device):
     assert_softmax(run(strategy, source, target), source.rows)
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("n_cols", [1, 2, 3, 7, 16, 31, 64, 65, 129, 511, 512, 513, 767, 769, 1025])
@@ -205,6 +208,7 @@ SPECIAL = {
 }
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16, FP64], ids=str)
@@ -231,6 +235,7 @@ def test_special_values(strategy, alignment, dtype, device):
             raise AssertionError(f"{name}: {error}") from None
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
@@ -247,6 +252,7 @@ def test_one_nan_makes_the_whole_row_nan_wherever_it_stands(strategy, alignment,
     assert run(strategy, source, target).isnan().all()
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("where", ["leading", "middle", "trailing"])
@@ -290,6 +296,7 @@ def test_same_inputs_give_the_same_bits(strategy, dtype, device):
 # dtype=
 
 
+@pairwise()
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize(
@@ -320,6 +327,7 @@ def test_dtype(given, wanted, device):
     assert_softmax(softmax(x, 0, dtype=wanted), x, 0, dtype=wanted)
 
 
+@pairwise()
 @pytest.mark.parametrize("given", DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", DTYPES, ids=str)
 @pytest.mark.parametrize("n_cols", [9000, 33000, 70000])
@@ -463,6 +471,7 @@ def test_out_of_every_alignment_by_every_strategy(strategy, alignment, device):
         assert_softmax(run(strategy, source, target), source.rows)
 
 
+@pairwise()
 @pytest.mark.parametrize("shape", [(5, 700), (3, 7), (2, 3, 65), (1, 1), (4,)], ids=str)
 @pytest.mark.parametrize("given", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("wanted", [None, FP32, FP16], ids=str)
@@ -937,7 +946,7 @@ assert y is out and torch.equal(out, torch.softmax(x, -1))
 # Properties. The same examples every run; what fails prints a blob to reproduce it.
 
 held = settings(
-    max_examples=60, derandomize=True, print_blob=True, deadline=None, database=None,
+    max_examples=15 if QUICK else 60, derandomize=True, print_blob=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 EXTREMES = (math.nan, math.inf, -math.inf, LOWEST, -LOWEST, 1e30, -1e30, 2.0**30, 88.7, -104.0, 0.0, 1e-40)
@@ -995,7 +1004,7 @@ def test_any_tensor_any_out(device, drawn, drawn_out, data):
     assert_softmax(out, x, dim)
 
 
-@settings(held, max_examples=80)
+@settings(held, max_examples=20 if QUICK else 80)
 @given(
     strategy=st.sampled_from(STRATEGIES),
     dtype=st.sampled_from([FP32, FP16, BF16]),

@@ -1,0 +1,74 @@
+"""Which cases of a product of parameters `make test` runs; the others are marked `exhaustive`, for `make test-all`.
+
+A test that is marked `pairwise` keeps the whole product of its parameters. Of these cases the quick suite takes a few
+in which every two values of two parameters meet, the same few every time:
+
+    @pairwise(("strategy", "alignment", "dtype"))
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    ...
+"""
+
+from collections import Counter, defaultdict
+from itertools import combinations
+
+import pytest
+import torch
+
+# Whether this run leaves out what is exhaustive: conftest.py sets it before any test is imported. gradcheck is then in
+# fast mode, which looks at a projection of the Jacobian instead of every element.
+QUICK = False
+
+
+def pairwise(*whole: tuple[str, ...], strength: int = 2):
+    """The marker. whole: names of parameters whose product stays whole; strength: how many of the others meet."""
+    return pytest.mark.pairwise(*whole, strength=strength)
+
+
+def mark_exhaustive(items) -> None:
+    """Mark the cases of tests that are `pairwise` that the quick suite leaves out."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairwise"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("pairwise")
+        possible = [case for case in cases if not _skips(case) and not case.get_closest_marker("exhaustive")]
+        chosen = cover([_places(case) for case in possible], *marker.args, **marker.kwargs)
+        quick = {possible[i].nodeid for i in chosen}
+        for case in cases:
+            if case.nodeid not in quick:
+                case.add_marker(pytest.mark.exhaustive)
+
+
+def cover(cases: list[dict[str, int]], *whole: tuple[str, ...], strength: int = 2) -> list[int]:
+    """Places of cases that hold every combination of values of `strength` parameters, and of each group of `whole`.
+
+    The cases may be less than a product: what no case holds is not asked for.
+    """
+    names = sorted(cases[0]) if cases else []
+    groups = [*combinations(names, min(strength, len(names))), *whole]
+    holds = [[(group, *[case[name] for name in group]) for group in groups] for case in cases]
+    # What few cases hold decides between them, so take it first.
+    number = Counter(combination for held in holds for combination in held)
+    missing, chosen = dict.fromkeys(number), []
+    while missing:
+        rarest = min(missing, key=number.__getitem__)
+        candidates = [i for i, held in enumerate(holds) if rarest in held]
+        best = max(candidates, key=lambda i: (sum(each in missing for each in holds[i]), -i))
+        chosen.append(best)
+        for combination in holds[best]:
+            missing.pop(combination, None)
+    return sorted(chosen)
+
+
+def _places(case) -> dict[str, int]:
+    """The parameters' values by identity, which every case of a test shares: they need not be hashable."""
+    return {name: id(value) for name, value in case.callspec.params.items()}
+
+
+def _skips(case) -> bool:
+    """Programs exchange fp32 states, so tests skip rows of fp64 that are split."""
+    values = case.callspec.params.values()
+    return any(value is torch.float64 for value in values) and any(
+        isinstance(value, str) and value == "split" for value in values
+    )

@@ -1,0 +1,39 @@
+"""What the quick suite takes of a product of parameters."""
+
+from itertools import combinations, product
+
+import pytest
+from products import cover
+
+SIZES = {"strategy": 4, "alignment": 3, "dtype": 2, "option": 8}
+CASES = [dict(zip(SIZES, values, strict=True)) for values in product(*map(range, SIZES.values()))]
+
+
+def meet(cases, names):
+    return {tuple(case[name] for name in names) for case in cases}
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_every_two_values_meet_in_few_cases(strength):
+    chosen = [CASES[i] for i in cover(CASES, strength=strength)]
+    for names in combinations(SIZES, strength):
+        assert meet(chosen, names) == meet(CASES, names)
+    assert len(chosen) <= {1: 8, 2: 36, 3: 110}[strength]
+
+
+def test_a_group_is_covered_whole():
+    chosen = [CASES[i] for i in cover(CASES, ("strategy", "alignment", "dtype"))]
+    assert len(meet(chosen, ("strategy", "alignment", "dtype"))) == 24
+    assert len(chosen) <= 40
+
+
+def test_of_less_than_a_product_what_is_there_is_covered():
+    possible = [case for case in CASES if case["strategy"] != 2 or case["dtype"] == 0]
+    chosen = [possible[i] for i in cover(possible)]
+    for names in combinations(SIZES, 2):
+        assert meet(chosen, names) == meet(possible, names)
+    assert cover([]) == []
+
+
+def test_the_same_cases_every_time():
+    assert cover(CASES) == cover(CASES) == sorted(cover(CASES))
