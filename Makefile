@@ -27,7 +27,7 @@ presets: $(ENV)
 test: $(ENV)
 	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 \
 	  $(PY) -m pytest -m "not gpu and not compiles and not exhaustive" $(PYTEST_XDIST)
-	PYTHONPATH=src $(PY) -m pytest -m "$(COMPILED) and not plans" $(PYTEST_XDIST)
+	PYTHONPATH=src $(PY) -m pytest -m "$(COMPILED) and not guard" $(PYTEST_XDIST)
 
 # With every plan of one GPU, by the oldest and the newest Triton supported, each beside the environment's own packages.
 test-compiles: $(TEST_TRITONS:%=.triton-%/.ready)

@@ -1,5 +1,7 @@
 """Which cases of a product of parameters `make test` runs; the others are marked `exhaustive`, for `make test-all`.
 
+Kernels it compiles for sm_90. What is compiled for other GPUs is marked `guard`, for `make test-compiles`.
+
 A test that is marked `pairwise` keeps the whole product of its parameters. Of these cases the quick suite takes a few
 in which every two values of two parameters meet, the same few every time:
 
@@ -38,6 +40,9 @@ def mark_exhaustive(items) -> None:
         for case in cases:
             if case.nodeid not in quick:
                 case.add_marker(pytest.mark.exhaustive)
+    for item in items:
+        if item.get_closest_marker("compiles") and _parameters(item).get("target", "sm_90") != "sm_90":
+            item.add_marker(pytest.mark.guard)
 
 
 def cover(cases: list[dict[str, int]], *whole: tuple[str, ...], strength: int = 2) -> list[int]:
@@ -50,25 +55,35 @@ def cover(cases: list[dict[str, int]], *whole: tuple[str, ...], strength: int = 
     holds = [[(group, *[case[name] for name in group]) for group in groups] for case in cases]
     # What few cases hold decides between them, so take it first.
     number = Counter(combination for held in holds for combination in held)
-    missing, chosen = dict.fromkeys(number), []
+    missing, chosen, used = dict.fromkeys(number), [], Counter()
     while missing:
         rarest = min(missing, key=number.__getitem__)
         candidates = [i for i, held in enumerate(holds) if rarest in held]
-        best = max(candidates, key=lambda i: (sum(each in missing for each in holds[i]), -i))
+        # Of equals the one whose values have been taken least, so that no value stands in all cases but one.
+        best = max(candidates, key=lambda i: (sum(each in missing for each in holds[i]), -_uses(cases[i], used), -i))
         chosen.append(best)
+        used.update(cases[best].items())
         for combination in holds[best]:
             missing.pop(combination, None)
     return sorted(chosen)
 
 
+def _uses(case: dict[str, int], used: Counter) -> int:
+    return sum(used[value] for value in case.items())
+
+
 def _places(case) -> dict[str, int]:
     """The parameters' values by identity, which every case of a test shares: they need not be hashable."""
-    return {name: id(value) for name, value in case.callspec.params.items()}
+    return {name: id(value) for name, value in _parameters(case).items()}
+
+
+def _parameters(item) -> dict:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def _skips(case) -> bool:
     """Programs exchange fp32 states, so tests skip rows of fp64 that are split."""
-    values = case.callspec.params.values()
+    values = _parameters(case).values()
     return any(value is torch.float64 for value in values) and any(
         isinstance(value, str) and value == "split" for value in values
     )

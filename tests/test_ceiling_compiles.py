@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compile_only import compile_for
+from products import pairwise
 
 from fused_softmax.bench import ceiling
 
@@ -41,6 +42,7 @@ def compiled(kernel, dtype):
 CASES = [(kind, dtype) for kind in KINDS for dtype in ("fp32", "bf16") if dtype == "bf16" or kind != "convert"]
 
 
+@pairwise()
 @pytest.mark.parametrize("which", [0, 1, -3, -2, -1])
 @pytest.mark.parametrize(("kind", "dtype"), [case for case in CASES if case != ("read", "bf16")])
 def test_accesses_are_whole_and_nothing_spills(kind, dtype, which):

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from compile_only import TARGETS, amd_widths, compile_for, ptx_widths
+from products import pairwise
 
 from fused_softmax.classic import hybrid, hybrid_softmax, online, online_softmax, persistent, persistent_softmax, rows
 from fused_softmax.classic.online import CONFIGS
@@ -83,6 +84,7 @@ def compiled_online(target, dtype, name, *, aligned=True):
     return compiled(online._forward, target, dtype, aligned=aligned, constexprs=tile, **options)
 
 
+@pairwise()
 @every_target
 @every_dtype
 @pytest.mark.parametrize("one_block", [True, False], ids=["fast", "tiled"])
@@ -134,6 +136,7 @@ def test_persistent_spills_rows_longer_than_it_says(target):
     assert 100 < spilled < 350 or (target == "gfx942" and spilled == 0)
 
 
+@pairwise()
 @every_target
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", CONFIGS)

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from launches import GPUS, launches, rows_as
+from products import pairwise
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, edges, widths
 
 from fused_softmax.plan import RowPlan, most_parts, plan_rows
@@ -78,12 +79,15 @@ def check_registers(target, plan, launch, binary):
         assert plan.parts <= most_parts(plan, gpu) <= gpu.sm_count * resident // 2, where(plan, launch)
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "alignment"),
-    # fp16 takes the plans of bf16.
-    [*product(GPUS, (FP32, BF16, FP64), ALIGNMENTS), ("sm_90", FP16, "even")],
-    ids=str,
-)
+# fp16 takes the plans of bf16.
+PLANS = [*product(GPUS, (FP32, BF16, FP64), ALIGNMENTS), ("sm_90", FP16, "even")]
+exhaustive_of_others = [
+    pytest.param(*plans, marks=() if plans[0] == "sm_90" else pytest.mark.exhaustive) for plans in PLANS
+]
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(("target", "dtype", "alignment"), exhaustive_of_others, ids=str)
 def test_every_plan(target, dtype, alignment):
     # Blocks are sized for warps of 32 lanes; of the 64 on AMD each moves half as much, and of short rows a quarter.
     widest, least = (8, 4) if target == "gfx942" else (16, 8)
@@ -103,6 +107,8 @@ def test_every_plan(target, dtype, alignment):
     assert found >= 5
 
 
+@pytest.mark.guard
+@pairwise(strength=1)
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("dtypes", CASTS, ids=str)
 def test_every_plan_with_a_cast(target, dtypes):

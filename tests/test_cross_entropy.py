@@ -308,6 +308,7 @@ def test_a_second_backward_and_a_changed_first_gradient(reduction, device):
     torch.testing.assert_close(third.double(), truth, rtol=1e-5, atol=1e-6)
 
 
+@pairwise(strength=1)
 @every_reduction
 @pytest.mark.parametrize("options", OPTIONS)
 def test_derivatives(reduction, options, device):

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from launches import GPUS, Rows, _specialised, rows_as
+from products import pairwise
 
 from fused_softmax.ops import column, softmax_backward, softmax_causal, softmax_forward
 from fused_softmax.ops import logsumexp as _  # noqa: F401  the module, which the function's name hides
@@ -54,6 +55,7 @@ def assert_lean(binaries, target, even):
             assert max(binary.load_widths) == 16
 
 
+@pairwise()
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("alignment", ["even", "shifted"])

@@ -92,7 +92,7 @@ KERNEL_OPTIONS = OPTIONS | {"smoothing alone": {"label_smoothing": 1.0}, "large 
 
 
 @kernels
-@pairwise()
+@pairwise(("options", "mean"), ("dtype", "mean", "multiple"), strength=1)
 @pytest.mark.parametrize("options", KERNEL_OPTIONS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @pytest.mark.parametrize("mean", [False, True])
@@ -181,7 +181,7 @@ def small(monkeypatch):
 
 
 @kernels
-@pairwise()
+@pairwise(("name", "dtype"), ("options", "dtype"), ("options", "reduction"), strength=1)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @pytest.mark.parametrize(("reduction", "accumulate"), [("mean", "fp32"), ("sum", "input")])
 @pytest.mark.parametrize("options", OPTIONS)

@@ -25,7 +25,7 @@ def layer(dtype, device):
     return [(torch.randn(*shape, generator=generator) / 2).to(device, dtype).requires_grad_() for shape in shapes]
 
 
-@pairwise()
+@pairwise(("dtype", "reduction"), strength=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS)

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from launches import GPUS, _specialised
+from products import pairwise
 
 from fused_softmax.ops import cross_entropy_backward as backward
 from fused_softmax.ops import cross_entropy_forward as forward
@@ -40,6 +41,7 @@ def binaries(target, run):
     return {name: launch.compile(target) for name, launch in recorded.items()}
 
 
+@pairwise()
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,6 +62,7 @@ def test_losses(target, dtype, kind):
                 assert max(binary.load_widths) >= (8 if kind == "softcap" and dtype == BF16 else 16), (n_cols, name)
 
 
+@pairwise()
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "all"])

@@ -13,7 +13,14 @@ import fused_softmax
 OPS = {}
 for op in op_db:
     OPS.setdefault(op.name.removeprefix("nn.functional."), op)  # variants differ by options for torch's own chunks
-every_dtype = pytest.mark.parametrize("dtype", DIFFERENTIABLE, ids=str)
+every_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.exhaustive) if dtype == torch.float16 else dtype
+        for dtype in DIFFERENTIABLE
+    ],
+    ids=str,
+)
 
 
 def samples(name, dtype, device):
