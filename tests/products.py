@@ -26,6 +26,14 @@ def pairwise(*whole: tuple[str, ...], strength: int = 2):
     return pytest.mark.pairwise(*whole, strength=strength)
 
 
+def one_in(number: int, values) -> list:
+    """The values, all but one in so many of them exhaustive: of what takes the same path whatever its value."""
+    return [
+        value if i % number == 0 else pytest.param(value, marks=pytest.mark.exhaustive)
+        for i, value in enumerate(values)
+    ]
+
+
 def mark_exhaustive(items) -> None:
     """Mark the cases of tests that are `pairwise` that the quick suite leaves out."""
     tests = defaultdict(list)

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from products import QUICK
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, STRATEGIES, edges, widths
 
 from fused_softmax.plan import (
@@ -30,7 +31,7 @@ MI300 = Device("AMD Instinct MI300X", "hip", (9, 4), 304, registers=131072, shar
 DEVICES = (H200, A100, SMALL_GPU, TINY_GPU, MI300)
 ITEMSIZES = (2, 4, 8)
 
-held = settings(max_examples=600, derandomize=True, print_blob=True, deadline=None, database=None)
+held = settings(max_examples=150 if QUICK else 600, derandomize=True, print_blob=True, deadline=None, database=None)
 sizes = st.one_of(st.integers(1, 2**27), st.integers(1, 70_000), st.integers(0, 27).map(lambda power: 2**power))
 row_counts = st.one_of(st.integers(1, 2**20), st.integers(1, 300))
 itemsizes = st.sampled_from(ITEMSIZES)
@@ -97,7 +98,7 @@ def check(plan, device):
     assert plan.reads == plan.writes * (2 if plan.strategy == "stream" else 1)
 
 
-@settings(held, max_examples=3000)
+@settings(held, max_examples=500 if QUICK else 3000)
 @given(row_counts, sizes, itemsizes, devices, alignments)
 def test_every_shape_has_a_plan_that_covers_it(n_rows, n_cols, itemsize, device, alignment):
     plan = plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment)
