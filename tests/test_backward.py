@@ -135,7 +135,7 @@ def test_split_in_few_and_many_parts(alignment, parts, device):
         assert_gradient(dx, dy, y_rows, "softmax")
 
 
-@pairwise()
+@pairwise(("strategy", "of", "into"))
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize(

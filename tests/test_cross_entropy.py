@@ -98,7 +98,7 @@ def run(strategy, x, dx, target, loss):
     return finish(rows, totals, loss, arithmetic_of(x))[0]
 
 
-@pairwise()
+@pairwise(("strategy", "alignment", "dtype"))
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize("options", OPTIONS)

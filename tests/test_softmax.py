@@ -302,7 +302,7 @@ def test_same_inputs_give_the_same_bits(strategy, dtype, device):
 # dtype=
 
 
-@pairwise()
+@pairwise(("strategy", "given", "wanted"))
 @every_strategy
 @every_alignment
 @pytest.mark.parametrize(
