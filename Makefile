@@ -29,7 +29,7 @@ test: $(ENV)
 	  $(PY) -m pytest -m "not gpu and not compiles and not exhaustive" $(PYTEST_XDIST)
 	PYTHONPATH=src $(PY) -m pytest -m "$(COMPILED) and not guard" $(PYTEST_XDIST)
 
-# With every plan of one GPU, by the oldest and the newest Triton supported, each beside the environment's own packages.
+# For other GPUs too, by the oldest and the newest Triton supported, each beside the environment's own packages.
 test-compiles: $(TEST_TRITONS:%=.triton-%/.ready)
 	for version in $(TEST_TRITONS); do \
 	  PYTHONPATH=.triton-$$version:src $(PY) -m pytest -m "$(COMPILED)" $(PYTEST_XDIST) || exit 1; \

@@ -84,7 +84,7 @@ def compiled_online(target, dtype, name, *, aligned=True):
     return compiled(online._forward, target, dtype, aligned=aligned, constexprs=tile, **options)
 
 
-@pairwise()
+@pairwise(strength=1)
 @every_target
 @every_dtype
 @pytest.mark.parametrize("one_block", [True, False], ids=["fast", "tiled"])
@@ -110,6 +110,7 @@ def test_hybrid_float64_accumulation_adds_in_float64_on_both_paths(target, one_b
     assert "add.f64" in double.ptx.replace(".rn", "")
 
 
+@pairwise(strength=1)
 @every_target
 @every_dtype
 def test_persistent(target, dtype):
@@ -136,7 +137,7 @@ def test_persistent_spills_rows_longer_than_it_says(target):
     assert 100 < spilled < 350 or (target == "gfx942" and spilled == 0)
 
 
-@pairwise()
+@pairwise(strength=1)
 @every_target
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", CONFIGS)
