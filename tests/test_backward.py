@@ -123,6 +123,7 @@ def test_short_and_odd_rows(strategy, alignment, n_cols, device):
         assert_gradient(dx, dy, y, function)
 
 
+@pairwise(strength=1)
 @every_alignment
 @pytest.mark.parametrize("parts", [1, 2, 7, 33])
 def test_split_in_few_and_many_parts(alignment, parts, device):

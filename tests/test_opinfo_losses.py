@@ -16,7 +16,7 @@ for op in op_db:
 every_dtype = pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param(dtype, marks=pytest.mark.exhaustive) if dtype == torch.float16 else dtype
+        pytest.param(dtype, marks=pytest.mark.exhaustive) if dtype in (torch.float16, torch.float64) else dtype
         for dtype in DIFFERENTIABLE
     ],
     ids=str,

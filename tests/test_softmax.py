@@ -96,6 +96,7 @@ def test_tile_with_rows_left_over(n_rows, n_cols, device):
     assert_softmax(run("tile", source, target), source.rows)
 
 
+@pairwise(strength=1)
 @every_alignment
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 33, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_split_in_few_and_many_parts(alignment, parts, device):
