@@ -561,6 +561,7 @@ CHECKED = {
 }
 
 
+@pairwise(strength=1)
 @every_function
 @pytest.mark.parametrize("name", CHECKED)
 def test_gradcheck_and_gradgradcheck(function, name, device):

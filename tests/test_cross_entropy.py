@@ -119,7 +119,7 @@ def test_loss_and_gradient_in_one_pass(strategy, alignment, options, dtype, devi
     held(out.rows, dtype, theirs[1], truth[1])
 
 
-@pairwise()
+@pairwise(("parts", "options"), ("alignment", "parts"), strength=1)
 @every_alignment
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("options", OPTIONS)

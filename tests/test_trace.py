@@ -16,6 +16,7 @@ import triton.language as tl
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products import QUICK, pairwise
 from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUBLISHED_OUTPUTS, PUBLISHED_SUMS, SUMS
 
 from fused_softmax import trace
@@ -187,6 +188,7 @@ def test_the_gradient_is_that_of_the_first_probability(example):
     assert all(abs(row["gradient_sum"]) < 1e-6 for row in example["backward"]["rows"])
 
 
+@pairwise(strength=1)
 @every_kernel
 @pytest.mark.parametrize("shape", [(3, 8), (2, 5), (1, 3)], ids=str)
 def test_traffic_is_what_the_formula_says(name, shape):
@@ -198,7 +200,7 @@ def test_traffic_is_what_the_formula_says(name, shape):
     assert (traffic["floor_reads"], traffic["floor_writes"]) == (inputs * math.prod(shape), math.prod(shape))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8 if QUICK else 25, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(NAMES),
     shape=st.tuples(st.integers(1, 6), st.integers(2, 11)),
@@ -307,6 +309,7 @@ SPECIAL = [
 ]
 
 
+@pairwise(strength=1)
 @every_softmax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_infinities_and_nan_survive(name, dtype):
@@ -317,6 +320,7 @@ def test_infinities_and_nan_survive(name, dtype):
     assert read_numbers(recording["tensors"][0]["before"])[:4] == SPECIAL[0]
 
 
+@pairwise(strength=1)
 @every_kernel
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_every_dtype_that_is_offered(name, dtype):
