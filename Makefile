@@ -4,7 +4,8 @@ ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
 COMPILED := compiles and not gpu and not exhaustive
-PYTEST_XDIST := -n auto --dist worksteal
+# A worker a core, so PyTorch needs no threads of its own in any of them.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 .PHONY: env demo page presets report test test-compiles test-all gpu-test sanitize lint clean
 
@@ -25,19 +26,18 @@ presets: $(ENV)
 
 # One process cannot both interpret and compile kernels, so the suite runs as two.
 test: $(ENV)
-	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 \
-	  $(PY) -m pytest -m "not gpu and not compiles and not exhaustive" $(PYTEST_XDIST)
-	PYTHONPATH=src $(PY) -m pytest -m "$(COMPILED) and not guard" $(PYTEST_XDIST)
+	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PYTEST) -m "not gpu and not compiles and not exhaustive"
+	PYTHONPATH=src $(PYTEST) -m "$(COMPILED) and not guard"
 
 # For other GPUs too, by the oldest and the newest Triton supported, each beside the environment's own packages.
 test-compiles: $(TEST_TRITONS:%=.triton-%/.ready)
 	for version in $(TEST_TRITONS); do \
-	  PYTHONPATH=.triton-$$version:src $(PY) -m pytest -m "$(COMPILED)" $(PYTEST_XDIST) || exit 1; \
+	  PYTHONPATH=.triton-$$version:src $(PYTEST) -m "$(COMPILED)" || exit 1; \
 	done
 
 # Whole products of parameters, every edge of every ladder, every plan of every GPU: an hour and more.
 test-all: $(ENV)
-	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m pytest -m "not gpu and not compiles" $(PYTEST_XDIST)
+	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PYTEST) -m "not gpu and not compiles"
 	$(MAKE) test-compiles COMPILED="compiles and not gpu"
 
 .triton-%/.ready: $(ENV)

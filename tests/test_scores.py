@@ -622,7 +622,6 @@ def test_causal(function, n_queries, n_keys, device):
                 assert_scores(public(function, x, **more), function, x, **more)
 
 
-@pairwise(strength=1)
 @reducing_too
 @pytest.mark.parametrize(("n_cols", "dtype"), [(700, FP32), (700, BF16), (9000, FP16), (17000, FP64)], ids=str)
 def test_what_the_planner_chooses_for_long_rows(function, dtype, n_cols, device):
