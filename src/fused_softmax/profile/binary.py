@@ -1,4 +1,4 @@
-"""Compiles a kernel for a GPU that need not be present, and reads off the binary what it takes and how it reads.
+"""Compiles a kernel for a GPU that need not be present, and reads resources and access widths off the binary.
 
     kernel = compile_for(
         softmax._forward,
@@ -10,8 +10,8 @@
     )
     assert kernel.stack_bytes == 0 and set(kernel.load_widths) == {16}
 
-The process must not run under TRITON_INTERPRET. What Triton keeps private is used here; it reads the same on Triton
-3.6, 3.7 and 3.9.
+The process must not run under TRITON_INTERPRET. This module uses Triton's private interface, which is the same in
+Triton 3.6, 3.7 and 3.9.
 """
 
 import re
@@ -47,15 +47,15 @@ def compile_for(
     most_registers: int | None = None,
     **options: Any,
 ) -> "Compiled":
-    """The binary of fn, a function under `triton.jit` alone, for one target.
+    """The binary of fn, which only `triton.jit` decorates, for one target.
 
     signature: the type of each runtime argument by name: "*bf16", "*fp32", "i32", "i64", "fp32".
-    constexprs: the value of every other argument. An integer argument that is 1 belongs here: the JIT makes it so.
+    constexprs: the value of every other argument. An integer argument of 1 belongs here, because the JIT makes it one.
     target: a name in TARGETS, or any GPUTarget.
-    divisible_by_16: the pointers that are aligned to 16 bytes and the integers that are multiples of 16, which the JIT
-        sees for itself in a launch. Leave one out to see the binary that a launch without that luck runs.
-    most_registers: maxnreg, where nothing spills by it.
-    options: what a launch takes beside arguments: num_warps, num_stages, num_ctas, maxnreg.
+    divisible_by_16: the pointers that are aligned to 16 bytes and the integers that are multiples of 16. In a launch
+        the JIT detects them. Leave one out to see the binary of a launch whose value is not divisible.
+    most_registers: maxnreg, unless the kernel would spill with it.
+    options: a launch's other options: num_warps, num_stages, num_ctas, maxnreg.
     """
     if most_registers is not None:
         given: dict[str, Any] = {"signature": signature, "constexprs": constexprs, "target": target}
@@ -67,8 +67,9 @@ def compile_for(
     stray = set(divisible_by_16) - signature.keys()
     if missing or both or stray:
         raise ValueError(
-            f"{fn.__name__}: an argument stands either in signature or in constexprs, and divisible_by_16 names some "
-            f"in signature; missing or unknown {sorted(missing)}, twice {sorted(both)}, not there {sorted(stray)}"
+            f"{fn.__name__}: every argument must be in signature or in constexprs, and divisible_by_16 must name "
+            f"arguments in signature; missing or unknown {sorted(missing)}, in both {sorted(both)}, not in signature "
+            f"{sorted(stray)}"
         )
     source = ASTSource(
         fn,
@@ -82,7 +83,7 @@ def compile_for(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A binary and what can be read off it. `kernel` is Triton's own CompiledKernel."""
+    """A binary and the facts read off it. `kernel` is Triton's own CompiledKernel."""
 
     kernel: Any
 
@@ -107,22 +108,22 @@ class Compiled:
 
     @property
     def registers(self) -> int:
-        """Registers of one thread; on AMD the vector registers, accumulation registers in use among them."""
+        """Registers of one thread; on AMD the vector registers, including accumulation registers in use."""
         return self._amd_field("vgpr_count") if self.is_amd else self._nvidia_usage["REG"]
 
     @property
     def stack_bytes(self) -> int:
-        """Bytes of one thread's values that found no register. 0 is a kernel that does not spill."""
+        """Bytes of one thread's values that found no register. 0 means that the kernel does not spill."""
         return self._amd_field("private_segment_fixed_size") if self.is_amd else self._nvidia_usage["STACK"]
 
     @property
     def load_widths(self) -> list[int]:
-        """Bytes one thread asks for at a time, for each load from global memory in program order; cp.async included."""
+        """Bytes that one thread loads at a time, for each global load (and cp.async) in program order."""
         return amd_widths(self.amdgcn, "load") if self.is_amd else ptx_widths(self.ptx, "ld")
 
     @property
     def store_widths(self) -> list[int]:
-        """Bytes one thread writes at a time, for each store to global memory in program order."""
+        """Bytes that one thread writes at a time, for each global store in program order."""
         return amd_widths(self.amdgcn, "store") if self.is_amd else ptx_widths(self.ptx, "st")
 
     def _amd_field(self, name: str) -> int:

@@ -1,22 +1,22 @@
-"""The command that has NVIDIA's Nsight Compute profile one call. Pure: from names to arguments."""
+"""The command line by which NVIDIA's Nsight Compute profiles one call. Pure functions from names to arguments."""
 
 from collections.abc import Sequence
 
-# Why warps do not issue, as ncu names it, and what that says in a sentence.
+# ncu's names for why warps do not issue, and a sentence on what to do about each.
 STALLS = {
-    "long_scoreboard": "warps wait for data from memory: more bytes in flight, by prefetch or by more programs",
-    "lg_throttle": "the queue of loads and stores is full: fewer and wider accesses",
+    "long_scoreboard": "warps wait for data from memory: put more bytes in flight, by prefetch or by more programs",
+    "lg_throttle": "the queue of loads and stores is full: use fewer and wider accesses",
     "short_scoreboard": "warps wait for shared memory or special functions: look at the reductions and exponentials",
-    "barrier": "warps wait for each other: fewer reductions across warps, or fewer warps a program",
+    "barrier": "warps wait for each other: use fewer reductions across warps, or fewer warps a program",
     "membar": "warps wait for a memory fence: look at the exchange between programs",
     "mio_throttle": "the shared-memory queue is full: look at reductions across warps",
     "math_pipe_throttle": "an arithmetic pipe is full: look at the exponentials",
-    "wait": "fixed latencies of dependent instructions: more independent work for a warp",
+    "wait": "warps wait for dependent instructions: give each warp more independent work",
     "not_selected": "enough warps are ready: nothing is lost here",
-    "drain": "warps wait for their last stores: memory takes no more",
+    "drain": "warps wait for their last stores: memory accepts no more",
     "sleeping": "warps sleep: look at the polling in the exchange",
-    "branch_resolving": "warps wait for branches: look at loops and early ends",
-    "no_instruction": "instructions are not there in time: the kernel's code is long",
+    "branch_resolving": "warps wait for branches: look at loops and early returns",
+    "no_instruction": "instructions arrive late: the kernel's code is long",
     "imc_miss": "constants are not in their cache: look at the kernel's arguments",
     "dispatch_stall": "the dispatcher holds warps back",
     "tex_throttle": "the texture queue is full",
@@ -51,14 +51,14 @@ METRICS = (
 
 
 def target(python: str, case: Sequence[str], provider: str, *more: str) -> list[str]:
-    """The process that makes the call: `case` is operation, shape and dtype."""
+    """The command of the process that makes the call. case: operation, shape and dtype."""
     return [python, "-m", "fused_softmax.profile.target", *case, provider, *more]
 
 
 def ncu(program: str, log: str, application: Sequence[str]) -> list[str]:
-    """ncu's arguments: only what stands between the profiler's start and stop, caches cold, the clocks left alone.
+    """ncu's arguments: profile from the profiler's start to its stop, with cold caches and the clocks left alone.
 
-    log: the file for the CSV and for ncu's own messages; the application keeps stdout.
+    log: the file for the CSV and ncu's own messages. The application keeps stdout.
     """
     return [
         program,

@@ -1,10 +1,10 @@
-"""What this package's kernels would be for a case, compiled for a GPU that need not be present: JSON, a line a kernel.
+"""Compiles this package's kernels for a case and a GPU that need not be present. Prints a line of JSON for each kernel.
 
     python -m fused_softmax.profile.compiled softmax 4096x32768 bfloat16 < device.json
 
-The operator's own host path runs, on tensors without memory that say they are on that GPU; what it would launch is
-compiled and not launched. That takes putting stand-ins into its modules, so this is a process of its own, and one that
-does not interpret.
+The operator's own host path runs on tensors without memory that claim to be on that GPU. Its launches are compiled
+instead of launched. That needs stand-ins in the operator's modules, so it runs in a process of its own, which must not
+interpret.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _TYPES = {
 
 
 class OnGpu(torch.Tensor):
-    """A tensor without memory, as the host path sees one on a GPU: 16-byte aligned, on device 0."""
+    """A tensor without memory that looks like one on a GPU: on device 0, aligned to 16 bytes."""
 
     is_cuda = True
 
@@ -46,14 +46,14 @@ class OnGpu(torch.Tensor):
 
 
 class Nowhere(torch.Generator):
-    """Makes inputs without memory."""
+    """A generator whose tensors have no memory."""
 
     device = torch.device("meta")
 
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """A launch that was asked for."""
+    """A launch that the host path asked for."""
 
     kernel: Any
     grid: Any
@@ -67,7 +67,7 @@ class Listed:
         return self.grid if isinstance(self.grid, int) else math.prod(self.grid)
 
     def compile(self, target: GPUTarget) -> Compiled:
-        """Specialised as Triton's JIT does: for aligned pointers, multiples of 16, and ones."""
+        """The binary, specialised like Triton's JIT does: for aligned pointers, multiples of 16, and ones."""
         names = self.kernel.arg_names
         unspecialised = {param.name for param in self.kernel.params if param.do_not_specialize}
         signature, constants, divisible = {}, dict(self.constexprs), set()
@@ -94,7 +94,7 @@ class Listed:
 
 
 def listed(case: Case, device: Device) -> list[Listed]:
-    """What this package would launch for a case on a device. It changes this process for good."""
+    """This package's launches for a case on a device. Changes the process for good."""
     found: list[Listed] = []
 
     def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options) -> Callable[..., None]:
@@ -105,7 +105,7 @@ def listed(case: Case, device: Device) -> list[Listed]:
         return torch.empty(n_rows * slots_per_row, dtype=torch.int64, device="meta").as_subclass(OnGpu)
 
     stand_ins: dict[str, Callable[..., Any]] = {"device_of": lambda index: device, "runs_here": lambda *tensors: True}
-    setattr(launch, "prepare", prepare)  # noqa: B010  to mypy a function is no attribute to set
+    setattr(launch, "prepare", prepare)  # noqa: B010  mypy lets nobody assign to a function
     setattr(workspace, "slots", slots)  # noqa: B010
     for name, module in list(sys.modules.items()):
         if name.startswith("fused_softmax.ops."):
@@ -137,7 +137,7 @@ def kernel_of(each: Listed, device: Device) -> Kernel:
 
 
 def device_from(facts: dict[str, Any]) -> Device:
-    """A device as `run.by_binary` writes it."""
+    """The device that `run.by_binary` wrote."""
     table = facts.pop("table")
     return Device(
         **facts | {"capability": tuple(facts["capability"])}, table=None if table is None else table_of(table)

@@ -1,4 +1,4 @@
-"""What profilers and compilers print, read: ncu's CSV, Proton's tree, PTX and resource usage. Standard library only."""
+"""Parses the output of profilers and compilers: ncu's CSV, Proton's tree, PTX, resources. Standard library only."""
 
 import csv
 import io
@@ -11,7 +11,7 @@ from typing import Any
 
 from fused_softmax.profile.command import STALL, STALLS
 
-# What a unit of ncu's is in bytes, microseconds or as it is.
+# ncu's units in bytes or microseconds.
 _UNITS = {
     "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12,
     "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
@@ -22,12 +22,15 @@ _LIMITS = {"registers": "registers", "shared_mem": "shared memory", "warps": "wa
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch, as far as it is known: by counters, or by its binary alone.
+    """One launch, as far as it is known from counters or from its binary alone.
 
-    grid, block: programs, and threads of one. occupancy: percent of the warps that a multiprocessor could hold which
-    were there; occupancy_limit: which could be, by what limited_by names. dram_percent: of the memory's peak.
-    loads, stores: bytes of one access of a thread to global memory; measured, their mean. spilled_bytes: moved to and
-    from local memory, or, of a binary, held there by a thread. stalls: warps stalled for each instruction issued.
+    grid, block: programs, and threads of a program.
+    occupancy: resident warps, in percent of a multiprocessor's. occupancy_limit: the most that could reside;
+        limited_by names the limit.
+    dram_percent: percent of the memory's peak.
+    loads, stores: bytes of a thread's access to global memory; when measured, their mean.
+    spilled_bytes: moved to and from local memory; from a binary, held there by a thread.
+    stalls: warps stalled for each instruction issued.
     """
 
     name: str
@@ -51,15 +54,15 @@ class Kernel:
 
 
 def ncu(text: str) -> list[Kernel]:
-    """The kernels of `ncu --csv --page raw`, or of its long form, in the order of their launches.
+    """The kernels in the output of `ncu --csv --page raw`, or in its long form, in the order of their launches.
 
-    Lines that ncu or the application put around the table are passed over. ValueError where there is no table.
+    Lines around the table, by ncu or the application, are skipped. ValueError if there is no table.
     """
     return [_kernel(metrics) for metrics in _tables(text)]
 
 
 def _tables(text: str) -> Iterator[dict[str, str]]:
-    """A dict for each kernel: its name, and each metric's value in bytes, microseconds or its own unit."""
+    """A dict for each kernel: its name, and every metric's value in bytes, microseconds or its own unit."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
@@ -88,7 +91,7 @@ def _scaled(value: str, unit: str) -> str:
 
 
 def _number(text: str | None) -> float | None:
-    """A figure with commas between thousands; None for "n/a" and what else is no number."""
+    """A number with commas between thousands; None for "n/a" and anything else."""
     try:
         return float((text or "").replace(",", ""))
     except ValueError:
@@ -142,7 +145,7 @@ def _kernel(metrics: dict[str, str]) -> Kernel:
 
 
 def problem(log: str, code: int) -> str:
-    """Why ncu gave no counters, in a sentence; "" where it says nothing of the kind."""
+    """Why ncu gave no counters, in a sentence, or "" if it does not say."""
     if "ERR_NVGPUCTRPERM" in log:
         return (
             "the driver lets only administrators read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or have "
@@ -157,7 +160,7 @@ def problem(log: str, code: int) -> str:
 
 
 def proton(text: str, scope: str) -> dict[str, tuple[float, int]]:
-    """Of Proton's tree, microseconds and launches of each kernel under `scope`. ValueError for what is no such tree."""
+    """Microseconds and launches of each kernel under `scope` in Proton's tree. ValueError for anything else."""
     found: dict[str, tuple[float, int]] = {}
 
     def walk(node: Any, inside: bool) -> None:
@@ -192,7 +195,7 @@ _AMD_ACCESS = re.compile(
 
 
 def ptx_widths(ptx: str, op: str) -> list[int]:
-    """Bytes of each access to global memory in PTX text; op is "ld", which counts cp.async too, or "st"."""
+    """Bytes of each access to global memory in PTX text. op: "ld", which includes cp.async, or "st"."""
     accesses = [
         (each.start(), int(each["count"] or 1) * int(each["bits"]) // 8)
         for each in _PTX_ACCESS.finditer(ptx)
@@ -203,7 +206,7 @@ def ptx_widths(ptx: str, op: str) -> list[int]:
 
 
 def amd_widths(amdgcn: str, op: str) -> list[int]:
-    """Bytes of each access to global memory in amdgcn text; op is "load" or "store". Scalar loads are not counted."""
+    """Bytes of each access to global memory in amdgcn text, without scalar loads. op: "load" or "store"."""
     size = {"byte": 1, "short": 2, "dword": 4}
     return [
         int(each["bits"]) // 8 if each["bits"] else size[each["word"]] * int(each["count"] or 1)
@@ -213,11 +216,11 @@ def amd_widths(amdgcn: str, op: str) -> list[int]:
 
 
 def widths(found: list[int]) -> str:
-    """Widest first, with how many accesses have it: 16 x8, 2 x1."""
+    """The widths, widest first, each with its number of accesses: 16 x8, 2 x1."""
     counted = sorted(Counter(found).items(), reverse=True)
     return ", ".join(f"{width} x{count}" for width, count in counted) or "none"
 
 
 def usage(text: str) -> dict[str, int]:
-    """REG, STACK, SHARED and LOCAL of `cuobjdump -res-usage`."""
+    """REG, STACK, SHARED and LOCAL in the output of `cuobjdump -res-usage`."""
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}

@@ -1,4 +1,4 @@
-"""One call of each provider under ncu; where its counters cannot be read, what is known without them, and why."""
+"""Profiles one call of each provider under ncu, or without counters says why and finds out what it can."""
 
 import dataclasses
 import json
@@ -25,17 +25,17 @@ from fused_softmax.profile.parse import Kernel
 from fused_softmax.profile.target import PROTON_CALLS, SCOPE
 
 INTERPRETERS = ("FUSED_SOFTMAX_INTERPRET", "TRITON_INTERPRET")
-SECONDS = 600  # of one profiler's run; ncu runs the call some forty times
+SECONDS = 600  # for one run of a profiler; ncu runs the call some forty times
 
 
 def arguments(case: Case) -> tuple[str, str, str]:
-    """The case as the processes take it."""
+    """The case as command-line arguments of the processes."""
     shape = "x".join(map(str, case.shape)) + ("" if case.dim == -1 else f":{case.dim}")
     return case.operation, shape, case.dtype
 
 
 def by_counters(case: Case, provider: str, program: str | None) -> tuple[list[Kernel], str]:
-    """The kernels of one call, or why there are none. program: ncu's path."""
+    """The kernels of one call, or the reason why there are none. program: ncu's path."""
     if program is None:
         return [], "ncu is not on PATH: it comes with the CUDA toolkit"
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def by_counters(case: Case, provider: str, program: str | None) -> tuple[list[Ke
 
 
 def by_proton(case: Case, provider: str) -> dict[str, tuple[float, float]]:
-    """By Triton's own profiler, of each kernel microseconds a launch and launches a call; {} where it cannot."""
+    """Each kernel's microseconds a launch and launches a call, by Triton's own profiler; {} if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         name = Path(folder) / "call"
         done = _run(command.target(sys.executable, arguments(case), provider, "--proton", str(name)))
@@ -70,9 +70,9 @@ def by_proton(case: Case, provider: str) -> dict[str, tuple[float, float]]:
 
 
 def by_binary(case: Case, device: Device) -> tuple[list[Kernel], str]:
-    """This package's kernels for a case as they are compiled for a device, or why they cannot be."""
+    """This package's kernels for a case, compiled for a device, or the reason why they cannot be."""
     if device.backend != "cuda":
-        return [], f"kernels are compiled here for NVIDIA's GPUs, not for {device.name}"
+        return [], f"profile compiles kernels only for NVIDIA's GPUs, not for {device.name}"
     process = [sys.executable, "-m", "fused_softmax.profile.compiled", *arguments(case)]
     facts = dataclasses.asdict(replace(device, table=None)) | {"table": device.table and device.table.data()}
     done = _run(process, json.dumps(facts))
@@ -86,11 +86,13 @@ def by_binary(case: Case, device: Device) -> tuple[list[Kernel], str]:
 
 
 def profile(case: Case, provider: str, device: Device, *, gpu: bool) -> table.Profile:
-    """A provider's call by the best means there is. gpu: the device is here and can be called."""
+    """Profile a provider's call by the best means available. gpu: the machine has the device."""
     kernels, why = by_counters(case, provider, shutil.which("ncu")) if gpu else ([], "there is no GPU")
     if kernels:
         return table.Profile(provider, "counters (ncu)", tuple(kernels))
-    binaries, not_compiled = by_binary(case, device) if provider == OWN else ([], "only this package's are compiled")
+    binaries, not_compiled = (
+        by_binary(case, device) if provider == OWN else ([], "only this package's kernels are compiled")
+    )
     times = by_proton(case, provider) if gpu else {}
     if times:
         known = {kernel.name: kernel for kernel in binaries}
@@ -109,7 +111,7 @@ def profile(case: Case, provider: str, device: Device, *, gpu: bool) -> table.Pr
 def print_table(
     case: Case, profiles: Sequence[table.Profile], floor_bytes: int, device: Device, console: Console
 ) -> None:
-    """A line a fact, a column a provider; then why counters are missing, and what to look at."""
+    """Print a row for each fact and a column for each provider, why counters are missing, and what to look at."""
     say(console, f"{case} on {device.name}; no call can move less than {table.size(floor_bytes)}")
     lines = table.rows(profiles, floor_bytes, device)
     if lines:
@@ -128,7 +130,7 @@ def print_table(
 
 
 def _run(arguments: Sequence[str], given: str = "") -> subprocess.CompletedProcess[str] | str:
-    """What the process said, or why it did not end by itself. It never interprets: a binary is what is asked about."""
+    """The finished process, or why it did not finish. It never interprets, because the subject is a binary."""
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     environment = {name: value for name, value in os.environ.items() if name not in INTERPRETERS}

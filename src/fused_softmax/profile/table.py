@@ -1,4 +1,4 @@
-"""Profiles beside each other, a fact a line, and the sentence on what to look at. Standard library only."""
+"""Profiles side by side, one line for each fact, and a sentence on what to look at. Standard library only."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from fused_softmax.profile.command import STALLS
 from fused_softmax.profile.parse import Kernel
 
 MAX_WARPS, MAX_PROGRAMS = 64, 32  # of a multiprocessor, on compute capability 8.0, 9.0 and 10.0
-RESERVED_SHARED = 1024  # bytes that the system takes of every program's, from 8.0 on
+RESERVED_SHARED = 1024  # bytes that the system takes from every program, from 8.0 on
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The kernels of one call of a provider. how: by what they are known; why: why not by counters."""
+    """The kernels of one call of a provider. how: the source of the facts. why: why there are no counters."""
 
     provider: str
     how: str
@@ -24,7 +24,7 @@ class Profile:
 
     @property
     def longest(self) -> Kernel | None:
-        """The kernel that takes most of the time, or where none is known the last, which writes the result."""
+        """The kernel that takes most of the time. Without times, the last one, which writes the result."""
         return max(reversed(self.kernels), key=lambda kernel: kernel.time_us or 0, default=None)
 
     @property
@@ -32,13 +32,13 @@ class Profile:
         return self.total("time_us")
 
     def total(self, name: str) -> float | None:
-        """A figure summed over the kernels; None unless all have it."""
+        """A figure summed over the kernels, or None unless all have it."""
         values = [getattr(kernel, name) for kernel in self.kernels]
         return sum(values) if values and None not in values else None
 
 
 def occupancy(device: Device, registers: int, shared_bytes: int, block: int) -> tuple[float, str]:
-    """Percent of a multiprocessor's warps that can reside, and what limits them, from what a binary takes."""
+    """The percentage of a multiprocessor's warps that can reside, and its limit, from a binary's resources."""
     warps = -(-block // 32)
     each = -(-registers // 8) * 8 * 32  # registers are handed to a warp in units of 256
     programs = {
@@ -52,7 +52,7 @@ def occupancy(device: Device, registers: int, shared_bytes: int, block: int) -> 
 
 
 def rows(profiles: Sequence[Profile], floor_bytes: int, device: Device | None) -> list[tuple[str, list[str]]]:
-    """A name and a cell for each profile, for every fact that any of them knows."""
+    """For every fact that any profile has: its name and a cell for each profile."""
     copy = device.copy_bytes_per_second if device else None
 
     def bandwidth(each: Profile) -> float | None:
@@ -100,7 +100,7 @@ def rows(profiles: Sequence[Profile], floor_bytes: int, device: Device | None) -
 
 
 def advice(profile: Profile, floor_bytes: int, device: Device | None) -> str:
-    """One sentence on what to look at, the most telling fact first; "" where nothing is known."""
+    """A sentence on what to look at, from the most telling fact, or "" if nothing is known."""
     kernel = profile.longest
     if kernel is None:
         return ""
@@ -110,12 +110,12 @@ def advice(profile: Profile, floor_bytes: int, device: Device | None) -> str:
         return f"{size(kernel.spilled_bytes)} spilled: registers do not hold a row's values; use more warps or parts"
     if moved is not None and moved > 1.15 * floor_bytes:
         many = f", in {len(profile.kernels)} kernels" if len(profile.kernels) > 1 else ""
-        return f"moves {moved / floor_bytes:.2f} times the floor{many}: what is read or written again comes first"
+        return f"moves {moved / floor_bytes:.2f} times the floor{many}: first avoid reading or writing data again"
     if kernel.dram_percent is not None and kernel.dram_percent >= 88:
         return f"at {kernel.dram_percent:.0f} % of the memory's peak: only fewer bytes would be faster"
     narrow = _narrowest(kernel)
     if narrow is not None and narrow < 8:
-        return f"accesses of {narrow:g} bytes a thread where 16 are possible: look at alignment and masks"
+        return f"accesses of {narrow:g} bytes a thread, where 16 are possible: look at alignment and masks"
     if device and kernel.grid is not None and kernel.grid < device.sm_count:
         return f"{kernel.grid} programs leave {device.sm_count - kernel.grid} multiprocessors idle: split the rows"
     if by_counters:
@@ -127,7 +127,7 @@ def advice(profile: Profile, floor_bytes: int, device: Device | None) -> str:
 
 
 def _narrowest(kernel: Kernel) -> float | None:
-    """Bytes of most accesses in a binary; of those that were measured, a load's mean."""
+    """The width of most accesses in a binary; if measured, a load's mean."""
     counts: Counter[float] = Counter()
     for text in (kernel.loads, kernel.stores):
         for width, times, count in (part.partition(" x") for part in (text or "").split(", ")):
@@ -159,7 +159,7 @@ def unit(value: float | None, name: str) -> str:
 
 
 def facts(profiles: Sequence[Profile], floor_bytes: int, device: Device | None) -> dict[str, Any]:
-    """All that is known, for a program to read."""
+    """Everything known, for a program to read."""
     return {
         "floor_bytes": floor_bytes,
         "device": device.name if device else None,

@@ -1,8 +1,8 @@
-"""The process that a profiler wraps: it makes one call of one provider between the profiler's start and stop.
+"""The process that a profiler wraps. It makes one call of one provider between the profiler's start and stop.
 
     python -m fused_softmax.profile.target softmax 4096x32768 bfloat16 torch [--proton FOLDER/NAME]
 
-With --proton it profiles itself: twenty calls, caches flushed between them, into NAME.hatchet.
+With --proton it profiles itself: twenty calls, with flushed caches, into NAME.hatchet.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from fused_softmax.bench.one import NoFigure, prepared
 from fused_softmax.bench.providers import Call
 
 PROTON_CALLS = 20
-SCOPE = "call"  # what stands outside it is not the call's
+SCOPE = "call"  # kernels outside it are not the call's
 
 
 def parse_case(operation: str, shape: str, dtype: str) -> Case:
@@ -25,7 +25,7 @@ def parse_case(operation: str, shape: str, dtype: str) -> Case:
 
 
 def between_start_and_stop(call: Call, inputs: tuple[torch.Tensor, ...]) -> None:
-    """The call alone, for `ncu --profile-from-start off`."""
+    """Make only the call, for `ncu --profile-from-start off`."""
     runtime = torch.cuda.cudart()
     runtime.cudaProfilerStart()
     call(*inputs)
