@@ -1,14 +1,14 @@
 """Train a small causal language model twice, with torch's loss and with linear_cross_entropy, and draw both.
 
-The model is transformers' Llama with random weights. The tokens follow a rule, each a fixed function of the one before
-it but for a little noise, so that the loss falls from log(vocabulary) towards the noise's entropy. Both runs begin with
-the same weights and see the same tokens: their curves should lie on each other, and the peaks of memory apart.
+The model is transformers' Llama with random weights. Each token is a fixed function of the one before it, with a little
+noise, so the loss falls from log(vocabulary) towards the noise's entropy. Both runs begin with the same weights and see
+the same tokens. Their curves should coincide, and their memory peaks should differ.
 
     python examples/train_tiny.py -o train_tiny.png
     python examples/train_tiny.py --vocab 128256 --tokens 8192 --hidden 1024 -o train_gpu.png   # on a GPU
 
-Needs transformers and matplotlib, which the extra `dev` brings. Without a GPU both losses are torch's operations, and
-linear_cross_entropy makes all logits: the curves show that results agree, and the memory is no argument for it.
+Needs transformers and matplotlib, which the extra `dev` installs. Without a GPU both losses are torch's operations, and
+linear_cross_entropy makes all logits. The curves then show that the results agree; the memory shows nothing.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from fused_softmax import linear_cross_entropy
 
-NOISE = 0.05  # the part of tokens that follow no rule
+NOISE = 0.05  # the share of tokens that are random
 
 
 @dataclass
 class Curve:
-    """Of one run: the loss of every step, seconds, and bytes allocated at most.
+    """One run: the loss of every step, the seconds it took, and its peak of allocated bytes.
 
-    On a GPU of the whole run, model and optimizer included; on a CPU within the last step, beside what was there.
+    peak_bytes: on a GPU of the whole run, with model and optimizer; on a CPU allocated within the last step.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Curve:
 
 
 def torchs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """What models do: all logits, then their loss."""
+    """The usual way: all logits, then their loss."""
     logits = torch.nn.functional.linear(hidden, weight)
     return torch.nn.functional.cross_entropy(logits.float(), target)
 
@@ -56,7 +56,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def sequences(batch: int, length: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Tokens [batch, length]: each is where a fixed table sends the one before it, but for the noise."""
+    """Tokens [batch, length]. A fixed table maps each token to the next, except for the noise."""
     table = torch.randperm(vocab, generator=torch.Generator().manual_seed(7))
     tokens = torch.empty(batch, length, dtype=torch.int64)
     tokens[:, 0] = torch.randint(vocab, (batch,), generator=generator)
@@ -85,7 +85,7 @@ def train(
     name: str, *, steps: int, vocab: int, hidden: int, layers: int, batch: int, length: int, device: str,
     dtype: torch.dtype,
 ) -> Curve:  # fmt: skip
-    """A run of `steps` steps of AdamW, by the loss of that name."""
+    """Train for `steps` steps of AdamW with the loss of that name."""
     model = make_model(vocab, hidden, layers, length).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     generator, curve, loss_of = torch.Generator().manual_seed(1), Curve(name), LOSSES[name]
@@ -101,7 +101,7 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())  # read at the end: a number asked for waits for the GPU
+        losses.append(loss.detach())  # read at the end, because reading a number waits for the GPU
 
     for _ in range(steps - 1):
         step()
@@ -117,7 +117,7 @@ def train(
 
 
 def peak_on_cpu(step: Callable[[], None]) -> int:
-    """The most bytes that a call of `step` has allocated at once, by PyTorch's profiler."""
+    """The most bytes that a call of `step` allocates at once, from PyTorch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -126,7 +126,7 @@ def peak_on_cpu(step: Callable[[], None]) -> int:
 
 
 def draw(curves: list[Curve], path: Path, on_gpu: bool) -> None:
-    """The picture, in the format that the path's suffix names."""
+    """Draw the picture, in the format of the path's suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> list[Curve]:
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=256, help="of a step, in sequences of --length")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a step, in sequences of --length")
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")

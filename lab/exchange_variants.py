@@ -1,11 +1,11 @@
-"""Split with other exchanges between the programs of a row. Rejected.
+"""Split with other exchanges between a row's programs. Rejected.
 
-Tried, each for rows of 1 Mi bf16 in 64 parts of 16384, 4 warps:
-    COUNTER  all publish, then poll one arrival counter a row, and read the slots once it is complete
-    ANSWER   the last to arrive merges the slots and answers; the others poll one of COPIES answers
-Predicted: one polled word in place of 64 slots is less L2 traffic, so both come nearer to the bound.
+Tried on rows of 1 Mi bf16 in 64 parts of 16384, 4 warps:
+    COUNTER  all programs publish, then poll one arrival counter a row, and read the slots once it is complete
+    ANSWER   the last program to arrive merges the slots and answers; the others poll one of COPIES answers
+Predicted: polling one word instead of 64 slots takes less L2 traffic, so both come nearer to the bound.
 
-Measured, 2026-11-21, NVIDIA H200, driver 580.159, torch 2.11, Triton 3.6.0; ratio to the best copy kernel in the run:
+Measured 2026-11-21, NVIDIA H200, driver 580.159, torch 2.11, Triton 3.6.0; ratio to the best copy kernel in the run:
                                                 128 x 1 Mi    512 x 1 Mi
     no exchange (wrong results, the bound)      0.962         0.984         162 registers, so 3 programs resident
     every slot polled, 1 copy                   0.889         0.916
@@ -15,8 +15,9 @@ Measured, 2026-11-21, NVIDIA H200, driver 580.159, torch 2.11, Triton 3.6.0; rat
     ANSWER, 2 answers                           0.872         0.892
     COUNTER                                     0.636         0.634
 
-Looking back: COUNTER puts 64 readers on the word that all must write, ANSWER adds a trip through L2 to the last program
-and back. More copies and fewer polls help. This rewrite has no prefetch, and was compiled for sm_90, not run.
+Looking back: with COUNTER, 64 readers poll the word that all programs must write. ANSWER adds a trip through L2 to the
+last program and back. More copies and fewer polls help.
+This rewrite has no prefetch. It was compiled for sm_90, not run.
 """
 
 import torch
@@ -61,7 +62,8 @@ def by_counter(m, s, count_ptr, slots_ptr, part, n_parts, tag, LANES: tl.constex
     j = tl.arange(0, LANES)
     peer = j < n_parts
     message = tl.load(slots_ptr + j, mask=peer, other=0, volatile=True)
-    return merged(wait_for(slots_ptr + j, message, peer, tag), peer)  # relaxed: the count may be seen before a slot
+    # relaxed, so the count may be visible before a slot
+    return merged(wait_for(slots_ptr + j, message, peer, tag), peer)
 
 
 @triton.jit
@@ -112,7 +114,7 @@ def _split(
 
 
 def split(x: torch.Tensor, way: tl.constexpr, slots: torch.Tensor, part_cols: int = 16384, copies: int = 16):
-    """softmax of contiguous x; `slots`, int64 zeros [n_rows * (1 + n_parts + copies)], are kept between calls."""
+    """softmax of contiguous x. slots: int64 zeros [n_rows * (1 + n_parts + copies)], kept between calls."""
     y, parts = torch.empty_like(x), x.shape[1] // part_cols
     blocks = {"BLOCK_COLS": 1024, "PIECES": part_cols // 1024, "LANES": 128, "COPIES": copies}
     _split[(x.shape[0] * parts,)](x, y, slots, parts, part_cols, **blocks, WAY=way, num_warps=4)

@@ -1,10 +1,10 @@
-"""Split with an online state in each thread, in place of a block-wide maximum before the first exponential. Rejected.
+"""Split with an online state in each thread, instead of a block-wide maximum before the first exponential. Rejected.
 
 Tried: every thread keeps (m, s) of its own elements, GROUP pieces at a time, and the block merges the states once.
-Predicted: one wait for the block's maximum less, and exponentials begin while later pieces are still on their way.
+Predicted: the wait for the block's maximum goes, and exponentials begin while later pieces are still on their way.
 
-Measured, 2026-11-21, NVIDIA H200, driver 580.159, torch 2.11, Triton 3.6.0; bf16, parts of 16384, 4 warps, prefetch
-10 MiB ahead, every slot polled at once; ratio to the best copy kernel in the run, "no" is the adopted kernel:
+Measured 2026-11-21, NVIDIA H200, driver 580.159, torch 2.11, Triton 3.6.0; bf16, parts of 16384, 4 warps, prefetch
+10 MiB ahead, every slot polled at once; ratio to the best copy kernel in the run; "no" is the adopted kernel:
     GROUP               no      4       2       1
     2048 x 65536        0.962   0.957   0.953   0.947
     1024 x 131072       0.957   0.947   0.944   0.940
@@ -13,9 +13,9 @@ Measured, 2026-11-21, NVIDIA H200, driver 580.159, torch 2.11, Triton 3.6.0; bf1
     128 x 1048576       0.909   0.896   0.888   0.887
     512 x 1048576       0.926   0.923   0.911   0.909
 
-Looking back: no gain at any width but 524288 (+0.6 %). Registers stayed at 95 or 96, so no resident program is won, and
-the other resident programs already hide the wait that it saves; the rescaling of s is extra instructions.
-This rewrite has no prefetch, and was compiled for sm_90, not run.
+Looking back: no gain at any width except 524288 (+0.6 %). Registers stayed at 95 or 96, so no more programs reside. The
+other resident programs already hide the wait that this saves, and rescaling s takes extra instructions.
+This rewrite has no prefetch. It was compiled for sm_90, not run.
 """
 
 import triton
@@ -26,7 +26,7 @@ from fused_softmax.rowwise import exchange, exp_at, hold, load_pieces, origin_of
 
 @triton.jit
 def online_state(x, GROUP: tl.constexpr, CAST: tl.constexpr):
-    """(m, s) of pieces [rows of threads, elements of a thread], GROUP pieces at a time, merged over the block."""
+    """(m, s) of pieces [rows of threads, a thread's elements], GROUP pieces at a time, merged over the block."""
     m = tl.max(widen(x[0], CAST), axis=1)
     s = tl.zeros_like(m)
     for first in tl.static_range(0, len(x), GROUP):
@@ -53,7 +53,7 @@ def _split(
     row, part = program // n_parts, program % n_parts
     slots_ptr += row * n_parts * COPIES
     tag = 1 - tag_of(tl.load(slots_ptr + part, volatile=True))
-    # A row of a piece is what one thread loads at once, so that axis 1 is reduced within threads.
+    # One thread loads a row of a piece at once, so axis 1 is reduced within threads.
     cols = tl.arange(0, BLOCK_COLS // vector)[:, None] * vector + tl.arange(0, vector)[None, :]
     start = program.to(tl.int64) * part_cols
     x = load_pieces(x_ptr + start, cols, part_cols, BLOCK_COLS, PIECES, PIECES)
