@@ -17,13 +17,12 @@ Measured 2026-11-21, NVIDIA H200, driver 580.159, torch 2.11, Triton 3.6.0; rati
 
 Looking back: with COUNTER, 64 readers poll the word that all programs must write. ANSWER adds a trip through L2 to the
 last program and back. More copies and fewer polls help.
-This rewrite has no prefetch. It was compiled for sm_90, not run.
+This rewrite has no prefetch. It was compiled for sm_90, not run. It imports the device shelf of version 0.1.0.
 """
 
 import torch
 import triton
 import triton.language as tl
-
 from fused_softmax.rowwise import (
     NEG_INF,
     POLL_LIMIT,

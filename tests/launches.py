@@ -1,15 +1,17 @@
 """What the operator would launch on a GPU that need not be present: its own kernels, arguments and constants."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from compile_only import Compiled, compile_for
 
-from fused_softmax.ops import softmax_forward as ops
-from fused_softmax.ops.arguments import alignment_of
+from fused_softmax import runner
+from fused_softmax.kernels.spec import Spec
+from fused_softmax.ops import cross_entropy_calls, logsumexp_calls, softmax_rows
 from fused_softmax.plan import Device, RowPlan
 
 GPUS = {
@@ -19,6 +21,7 @@ GPUS = {
     "gfx942": Device("AMD Instinct MI300X", "hip", (9, 4), 304, registers=131072, shared_bytes=64 * 1024),
 }
 _TYPES = {
+    torch.bool: "*u8",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -62,6 +65,10 @@ class Launch:
     divisible_by_16: frozenset[str]
     options: tuple[tuple[str, Any], ...]
 
+    @property
+    def spec(self) -> Spec:
+        return dict(self.constexprs)["K"]
+
     def compile(self, target: str) -> Compiled:
         return compile_for(
             self.kernel,
@@ -80,25 +87,34 @@ def rows_as(alignment, n_rows, n_cols, dtype, out_dtype=None):
     return x, y
 
 
-def launches(plan: RowPlan, gpu: Device, x: Rows, y: Rows) -> list[Launch]:
-    """What `prepare` launches for a plan, specialised as Triton's JIT does."""
+def launched(gpu: Device, run: Callable[[], Any]) -> list[Launch]:
+    """What `run` launches on `gpu`, specialised as Triton's JIT does."""
     recorded = []
 
-    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options):
-        recorded.append(_specialised(kernel, tensors, scalars, constexprs, options))
-        return lambda *tensors: None
+    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), **options):
+        recorded.append(specialised(kernel, tensors, scalars, constexprs, options))
+        return _nothing
 
-    slots = Rows(1, plan.n_rows * plan.slots_per_row, torch.int64)
-    with (
-        mock.patch.object(ops, "launch", SimpleNamespace(prepare=prepare)),
-        mock.patch.object(ops, "device_of", return_value=gpu),
-        mock.patch.object(ops.workspace, "slots", return_value=slots),
-    ):
-        ops.prepare(x, y, plan)
+    with ExitStack() as replaced:
+        for module in (runner, softmax_rows, logsumexp_calls, cross_entropy_calls):
+            replaced.enter_context(mock.patch.object(module, "device_of", return_value=gpu))
+        slots = Rows(1, 64, torch.int64)
+        replaced.enter_context(mock.patch.object(runner.workspace, "slots", return_value=slots))
+        replaced.enter_context(mock.patch.object(runner.launch, "prepare", prepare))
+        run()
     return recorded
 
 
-def _specialised(kernel, tensors, scalars, constexprs, options):
+def _nothing(*tensors):
+    pass
+
+
+def launches(plan: RowPlan, gpu: Device, x: Rows, y: Rows) -> list[Launch]:
+    """What softmax launches for a plan."""
+    return launched(gpu, lambda: softmax_rows.prepare_forward(x, y, plan))
+
+
+def specialised(kernel, tensors, scalars, constexprs, options):
     names = kernel.arg_names
     tensor_names, scalar_names = names[: len(tensors)], names[len(tensors) : len(tensors) + len(scalars)]
     fixed = {kernel.params[i].name for i in range(len(names)) if kernel.params[i].do_not_specialize}
@@ -117,7 +133,3 @@ def _specialised(kernel, tensors, scalars, constexprs, options):
         if value % 16 == 0 and name not in fixed:
             divisible.add(name)
     return Launch(kernel, tuple(signature), tuple(constants.items()), frozenset(divisible), tuple(options.items()))
-
-
-def alignment(x: Rows, y: Rows) -> str:
-    return alignment_of(x, y)

@@ -76,7 +76,7 @@ def test_preparing_launches_nothing_and_loads_all():
     launch(X, Y)
     assert stub.modules == modules
     assert (launch.resources.n_regs, launch.resources.n_spills) == (40, 0)  # as the stub says
-    assert launch._compiled.metadata.enable_fp_fusion
+    assert launch._loaded.compiled.metadata.enable_fp_fusion
 
 
 def test_another_row_count_compiles_nothing():
@@ -162,8 +162,8 @@ def test_a_kernel_taken_by_a_compile_hook_launches_once_it_is_gone():
 @direct_only
 @pytest.mark.parametrize("surprise", ["version", "backend", "convention", "hooks", "instrumented"])
 def test_what_is_untested_is_launched_the_public_way(surprise, monkeypatch):
-    compiled = prepare_scale()._compiled
-    assert launch._binder(compiled, 0) is not None
+    compiled = prepare_scale()._loaded.compiled
+    assert launch._direct(_scale, compiled, 0) is not None
     metadata = compiled.metadata
     if surprise == "version":
         monkeypatch.setattr(triton, "__version__", "3.10.0")
@@ -175,7 +175,7 @@ def test_what_is_untested_is_launched_the_public_way(surprise, monkeypatch):
         monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
     elif surprise == "instrumented":
         monkeypatch.setattr(compiled, "metadata", metadata._replace(instrumentation_mode="consan"))
-    assert launch._binder(compiled, 0) is None
+    assert launch._direct(_scale, compiled, 0) is None
 
 
 def test_a_grid_the_launcher_would_drop_is_an_error():

@@ -20,9 +20,9 @@ from conftest import peaked
 from contract import assert_softmax
 
 from fused_softmax.device import device_of
-from fused_softmax.ops.arguments import INTERPRET
-from fused_softmax.ops.softmax_forward import prepare
+from fused_softmax.ops.softmax_rows import prepare_forward
 from fused_softmax.plan import candidate
+from fused_softmax.route import INTERPRET
 
 # memcheck: no complaint of what torch asks the driver in vain, and room after each allocation for what misses it.
 TOOLS = {"memcheck": ["--report-api-errors", "no", "--padding", "4096"], "racecheck": []}
@@ -52,7 +52,7 @@ def launch(strategy, alignment, dtype, device):
     plan = candidate(strategy, n_rows, n_cols, dtype.itemsize, gpu, alignment=alignment, **choices)
     assert (plan.strategy, plan.alignment) == (strategy, alignment)
     assert (plan.parts > 1) == (strategy in ("split", "stream"))
-    run = prepare(source, target, plan)
+    run = prepare_forward(source, target, plan)
     for _ in range(2):
         run(source, target)
         assert_softmax(target.cpu(), x)  # on the CPU, so that no kernel but ours is in the tool's way

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fused_softmax.ops.arguments import alignment_of
+from fused_softmax.layout import alignment_of
 from fused_softmax.plan import H200, UNBOUNDED, VECTOR_BYTES, RowPlan, candidate, ladders, plan_rows
 
 ALIGNMENTS = ("even", "shifted", "scalar")

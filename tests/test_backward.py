@@ -13,8 +13,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import fused_softmax
 from fused_softmax import reference
-from fused_softmax.ops.arguments import alignment_of
-from fused_softmax.ops.softmax_backward import softmax_backward
+from fused_softmax.layout import alignment_of
+from fused_softmax.ops.softmax_calls import backward_by_plan
 from fused_softmax.plan import H200, VECTOR_BYTES, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -88,7 +88,7 @@ def run(strategy, function, dy, y, alignment, device, *, out_dtype=None, choices
         strategy, n_rows, n_cols, y.element_size(), H200, alignment=found, inputs=2, **SMALL[strategy] | (choices or {})
     )
     assert plan.strategy == strategy
-    softmax_backward(dy_frame.rows, y_frame.rows, dx_frame.rows, log=function == "log_softmax", plan=plan, **options)
+    backward_by_plan(dy_frame.rows, y_frame.rows, dx_frame.rows, plan, log=function == "log_softmax", **options)
     assert not dy_frame.changed(outside=False), "dy was written, or what lies around it"
     assert not y_frame.changed(outside=False), "y was written, or what lies around it"
     assert not dx_frame.changed(), "something outside the rows of dx was written"
@@ -149,7 +149,7 @@ def test_a_result_of_another_dtype_and_scaled(strategy, alignment, of, into, dev
     n_cols = 616 if alignment == "even" else 613
     y = torch.softmax(peaked(2, n_cols, of), -1)
     dx, dy, y = run(
-        strategy, "softmax", weights(2, n_cols, dtype=of), y, alignment, device, out_dtype=into, scale=-0.375
+        strategy, "softmax", weights(2, n_cols, dtype=of), y, alignment, device, out_dtype=into, factor=-0.375
     )
     assert_gradient(dx, dy, y, "softmax", scale=-0.375, result=into)
 
@@ -164,7 +164,7 @@ def test_hidden_columns_have_no_gradient(strategy, alignment, function, device):
     mask = torch.rand(4, n_cols, generator=torch.Generator().manual_seed(3)) < 0.7
     mask[0, :300] = mask[1, 200:520] = mask[2, 250:] = mask[3] = False
     y = getattr(reference, function)(peaked(4, n_cols), mask=mask, masked_rows="zero")
-    dx, dy, y = run(strategy, function, weights(4, n_cols), y, alignment, device, hidden=True)
+    dx, dy, y = run(strategy, function, weights(4, n_cols), y, alignment, device, hides=True)
     assert (dx[~mask.to(device)] == 0).all()
     assert_gradient(dx, dy, y, function, hidden=True)
 
@@ -192,7 +192,7 @@ def test_rows_that_start_at_every_phase(strategy, device):
         dy, y, dx = (frame.rows for frame in made)
         plan = candidate(strategy, 5, 517, 4, H200, alignment=alignment_of(y, dy, dx), inputs=2, **SMALL[strategy])
         assert plan.alignment == "shifted"
-        softmax_backward(dy, y, dx, plan=plan)
+        backward_by_plan(dy, y, dx, plan)
         assert not any(frame.changed(outside=frame is not made[2]) for frame in made[:2])
         assert not made[2].changed()
         assert_gradient(dx, dy, y, "softmax")

@@ -37,6 +37,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
 from fused_softmax.plan import H200, plan_rows
+from fused_softmax.register.table import OPERATORS
 
 ROOT = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not measure.on_gpu(), reason="needs a CUDA GPU")
@@ -66,6 +67,11 @@ def test_cases_from_rows_columns_shapes_and_elements():
     assert sweeps.build(cols=[2**20]) == [Case((128, 2**20))]
     assert sweeps.build(quick=True, dtypes=["float16"])[0].dtype == "float16"
     assert sweeps.cut([Case((4096, 256)), Case((4, 10**6))], 2**10) == [Case((4, 256)), Case((1, 10**6))]
+
+
+def test_operations_are_those_of_the_table_of_operators_in_its_order():
+    assert list(OPERATIONS) == [name for each in OPERATORS for name in each.bench]
+    assert verify.STRATEGIES == ("tile", "row", "split", "stream")
 
 
 STANDING = [name for name in sweeps.SWEEPS if name != sweeps.CUSTOM]

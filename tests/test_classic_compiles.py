@@ -223,7 +223,7 @@ def test_amd_widths():
 
 
 def test_compile_for_names_the_arguments_that_do_not_add_up():
-    with pytest.raises(ValueError, match=r"missing or unknown \['VALUE', 'n_cols'\], twice \['VEC'\].*\['n_row'\]"):
+    with pytest.raises(ValueError, match=r"missing or unknown \['VALUE', 'n_cols'\], in both \['VEC'\].*\['n_row'\]"):
         compile_for(
             online._forward,
             signature={"x_ptr": "*fp32", "y_ptr": "*fp32", "x_row_stride": "i32", "y_row_stride": "i32", "VEC": "i32"},

@@ -163,7 +163,7 @@ def test_an_interrupted_run_keeps_its_points_and_the_earlier_file(monkeypatch, t
     assert [p.n_rows for p in partial.points] == [8]
     assert not partial.complete
     assert "interrupted" in result.output
-    assert "--resume goes on" in result.output
+    assert "--resume continues from here" in result.output
     assert not image.exists()
 
 
@@ -221,7 +221,7 @@ def test_a_run_of_another_kind_is_not_gone_on_with(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
     result = bench("--provider", "torch", "--out", out, "--resume", "--seed", "1")
     assert result.exit_code == 2
-    assert "cannot go on with results.json: seed 0 then, 1 now" in result.output
+    assert "cannot resume results.json: seed 0 then, 1 now" in result.output
     old = record.load(out)
     old.environment["commit"] = "0123456789ab"
     record.save(old, out)
@@ -386,15 +386,15 @@ def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, opt
         (["--cols", "8:4"], "range '8:4' is empty"),
         (["--cols", "1:2:3:4"], "is not a range"),
         (["--shape", "4096"], "is not a shape"),
-        (["--shape", "4x8:2"], "names no dim of 0 to 1"),
+        (["--shape", "4x8:2"], "must name a dim from 0 to 1"),
         (["--shape", "4x8:0"], "tutorial takes shapes of 2 dims, along the last one, not 4 x 8 dim 0"),
         (["masked", "--shape", "64x64"], "masked takes shapes of 4 dims"),
         (["nothing"], "unknown sweep 'nothing'; known: tutorial, backward, dims, masked, logsumexp, vocab"),
         (["dims", "--provider", "liger"], "dims has no provider 'liger'; it has fused_softmax, torch, torch.compile"),
-        (["--rows", "4", "--elements", "8"], "give one of them"),
+        (["--rows", "4", "--elements", "8"], "give only one of them"),
         (["--plot", "figure.txt"], "must end in .png"),
         (["--reps", "0"], "0 is not in the range"),
-        (["--resume"], "--resume goes on with the file that --out names"),
+        (["--resume"], "--resume continues the file that --out names"),
         (["custom"], "custom measures the shapes that --shape"),
         (["batch", "vocab", "--op", "logsumexp"], "batch has no operation 'logsumexp'"),
         (["--op", "matmul"], "unknown operation 'matmul'; known: softmax, softmax_dim"),

@@ -60,7 +60,7 @@ def accesses(binary, launch, itemsize):
         stores = stores[:0]
     elif name == "_stream_forward":
         loads = [width for width in loads if width == max(loads)]  # what is narrower may be states
-    elif name == "_part_forward" and dict(launch.constexprs)["SPLIT"] and itemsize != 8:
+    elif name == "_part_forward" and launch.spec.split and itemsize != 8:
         loads = [width for width in loads if width != 8]  # slots
     return loads, stores
 

@@ -12,11 +12,9 @@ from products import QUICK, pairwise
 from shapes import ALIGNMENTS, STRATEGIES, framed, small
 
 from fused_softmax import reference
-from fused_softmax.ops import cross_entropy_forward as forward
+from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
-from fused_softmax.ops.cross_entropy_backward import cross_entropy_backward
-from fused_softmax.ops.cross_entropy_forward import cross_entropy_forward
-from fused_softmax.ops.losses import Loss, arithmetic_of, finish, totals_of
+from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.plan import H200, plan_reduction
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -92,10 +90,10 @@ def held(ours, dtype, theirs, truth):
 
 def run(strategy, x, dx, target, loss):
     """Loss of the sum or mean, and dx, by a small plan of a named strategy."""
-    totals = totals_of(target, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None
+    totals = losses.totals_of(target, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None
     itemsize = arithmetic_of(x).itemsize if loss.softcap is not None else None
-    rows = cross_entropy_forward(x, target, loss, totals, dx, plan=small(strategy, x, dx, itemsize=itemsize))
-    return finish(rows, totals, loss, arithmetic_of(x))[0]
+    rows = losses.forward(x, target, loss, totals, dx, plan=small(strategy, x, dx, itemsize=itemsize))
+    return losses.finish(rows, totals, loss, arithmetic_of(x))[0]
 
 
 @pairwise(("strategy", "alignment", "dtype"))
@@ -110,7 +108,7 @@ def test_loss_and_gradient_in_one_pass(strategy, alignment, options, dtype, devi
     target = targets(4, n_cols, device=device)
     options = named(OPTIONS[options], n_cols, device=device)
     mean = strategy != "row"
-    y = run(strategy, source.rows, out.rows, target, Loss(mean=mean, **options))
+    y = run(strategy, source.rows, out.rows, target, Loss(reduction="mean" if mean else "sum", **options))
     assert not source.changed(outside=False)
     assert not out.changed()
     how = {"reduction": "mean" if mean else "sum", **options}
@@ -132,8 +130,8 @@ def test_losses_alone(alignment, parts, options, device):
     options = named(OPTIONS[options], n_cols, device=device)
     plan = small("row" if parts == 1 else "split", source.rows, source.rows)
     plan = replace(plan, pieces=min(plan.pieces, 2), full_pieces=0)
-    loss = Loss(stats=True, **options)
-    rows = cross_entropy_forward(source.rows, target, loss, plan=plan)
+    loss = Loss(reduction="none", stats=True, **options)
+    rows = losses.forward(source.rows, target, loss, plan=plan)
     truth, theirs = (
         of(source.rows, target, "none", **(options | {"lse_square_scale": 0.0}))[0] for of in (truth_of, torchs)
     )
@@ -162,10 +160,10 @@ def test_gradient_by_a_second_read(alignment, n_cols, options, device):
     source, out = framed(alignment, peaked(4, n_cols) / 2, device=device)
     target = targets(4, n_cols, device=device)
     options = named(OPTIONS[options], n_cols, device=device)
-    loss = Loss(**options)
-    rows = cross_entropy_forward(source.rows, target, loss)
+    loss = Loss(reduction="none", **options)
+    rows = losses.forward(source.rows, target, loss)
     dy = torch.tensor([1.0, 2.0, -0.5, 0.0], device=device)
-    cross_entropy_backward(source.rows, target, rows.m, rows.ls, loss, dy=dy, dx=out.rows)
+    losses.backward(source.rows, target, rows.m, rows.ls, loss, dy=dy, dx=out.rows)
     assert not out.changed()
     truth, theirs = (of(source.rows, target, "none", dy=dy, **options)[1] for of in (truth_of, torchs))
     held(out.rows, FP32, theirs, truth)
@@ -278,7 +276,7 @@ def test_a_target_that_is_no_class_spoils_its_own_row_alone(strategy, bad, devic
     source, out = framed("shifted", peaked(3, 613), device=device)
     target = targets(3, 613, ignored=False, device=device)
     target[1] = bad
-    y = run(strategy, source.rows, out.rows, target, Loss())
+    y = run(strategy, source.rows, out.rows, target, Loss(reduction="sum"))
     assert y.isnan()
     assert not out.changed()
     assert out.rows.isnan().all(-1).tolist() == [False, True, False]
@@ -371,7 +369,7 @@ def test_token_statistics(device):
 
 def test_no_gradient_is_computed_where_none_is_asked_for(monkeypatch, device):
     x, target = peaked(4, 700).to(device), targets(4, 700, device=device)
-    monkeypatch.setattr(forward, "plan_loss", lambda *a, **k: pytest.fail("planned to hold rows for a gradient"))
+    monkeypatch.setattr(losses, "plan_loss", lambda *a, **k: pytest.fail("planned to hold rows for a gradient"))
     cross_entropy(x, target)
     with torch.no_grad():
         cross_entropy(x.requires_grad_(), target)
@@ -380,7 +378,7 @@ def test_no_gradient_is_computed_where_none_is_asked_for(monkeypatch, device):
 @pytest.mark.parametrize("n_rows", [1, 40000])
 def test_totals_of_many_targets(n_rows, device):
     target, weight = targets(n_rows, 50, device=device), weights(50, device=device)
-    totals = totals_of(target, Loss(weight=weight), 50, FP32)
+    totals = losses.totals_of(target, Loss(weight=weight), 50, FP32)
     kept = target[target != -100]
     torch.testing.assert_close(totals[0].sum(), weight[kept].sum())
     assert totals[1].sum() == len(kept)

@@ -1,16 +1,12 @@
 """Gradients, scores, logsumexp and strided dims compiled for GPUs that need not be present: no spill, wide accesses."""
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
-from launches import GPUS, Rows, _specialised, rows_as
+from launches import GPUS, Rows, launched, rows_as
 from products import pairwise
 
-from fused_softmax.ops import column, softmax_backward, softmax_causal, softmax_forward
-from fused_softmax.ops import logsumexp as _  # noqa: F401  the module, which the function's name hides
-from fused_softmax.ops.scores import Scores
+from fused_softmax.ops import logsumexp_calls, softmax_rows
+from fused_softmax.options import Scores
 from fused_softmax.plan import plan_reduction, plan_rows
 
 pytestmark = pytest.mark.compiles
@@ -30,22 +26,9 @@ class Cube(Rows):
         return strides if dim is None else strides[dim]
 
 
-def compiled(module, target, prepare):
-    """The binaries of what `prepare` launches from `module`."""
-    recorded = []
-
-    def record(kernel, grid, tensors, scalars, constexprs, *, device, **options):
-        recorded.append(_specialised(kernel, tensors, scalars, constexprs, options))
-        return lambda *tensors: None
-
-    with (
-        mock.patch.object(module, "launch", SimpleNamespace(prepare=record)),
-        mock.patch.object(module, "device_of", return_value=GPUS[target]),
-        mock.patch.object(module.workspace, "slots", return_value=Rows(1, 64, torch.int64)),
-        mock.patch.object(softmax_causal, "launch", SimpleNamespace(prepare=record)),
-    ):
-        prepare()
-    return [launch.compile(target) for launch in recorded]
+def compiled(target, prepare):
+    """The binaries of what `prepare` launches."""
+    return [launch.compile(target) for launch in launched(GPUS[target], prepare)]
 
 
 def assert_lean(binaries, target, even):
@@ -65,7 +48,8 @@ def test_backward(target, dtype, alignment):
         plan = plan_rows(MANY, n_cols, dtype.itemsize, GPUS[target], alignment=alignment, inputs=2)
         x, y = rows_as(alignment, MANY, n_cols, dtype)
         for log in (False, True):
-            binaries = compiled(softmax_backward, target, lambda: softmax_backward.prepare(x, y, y, plan, log=log))  # noqa: B023
+            prepare = lambda: softmax_rows.prepare_backward(x, y, y, plan, log=log)  # noqa: B023, E731
+            binaries = compiled(target, prepare)
             assert_lean(binaries, target, alignment == "even")
 
 
@@ -74,7 +58,7 @@ def test_backward(target, dtype, alignment):
 def test_six_parts_of_a_gradient_are_resident(n_cols, log):
     x = rows_as("even", MANY, n_cols, BF16)[0]
     plan = plan_rows(MANY, n_cols, 2, GPUS["sm_90"], inputs=2)
-    (binary,) = compiled(softmax_backward, "sm_90", lambda: softmax_backward.prepare(x, x, x, plan, log=log))
+    (binary,) = compiled("sm_90", lambda: softmax_rows.prepare_backward(x, x, x, plan, log=log))
     assert binary.registers <= 80
     assert binary.stack_bytes == 0
 
@@ -92,23 +76,19 @@ def test_scores(target, scores):
         itemsize = 4 if scores == "added" else dtype.itemsize
         x, y = rows_as("even", MANY, 2048, dtype)
         plan = plan_rows(MANY, 2048, itemsize, GPUS[target])
-        prepare = lambda: softmax_forward.prepare(x, y, plan, scores=kinds[scores], shape=shape)  # noqa: B023, E731
-        for binary in compiled(softmax_forward, target, prepare):
+        prepare = lambda: softmax_rows.prepare_forward(x, y, plan, scores=kinds[scores], shape=shape)  # noqa: B023, E731
+        for binary in compiled(target, prepare):
             assert binary.stack_bytes == 0
 
 
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_logsumexp(target, dtype):
-    import sys
-
-    module = sys.modules["fused_softmax.ops.logsumexp"]
     for n_cols in (128, 1024, 4096, 131072):
         for n_rows in (3, MANY):
             x, lse = rows_as("even", n_rows, n_cols, dtype)
             plan = plan_reduction(n_rows, n_cols, dtype.itemsize, GPUS[target])
-            with mock.patch.object(module, "as_rows", lambda rows: rows):
-                binaries = compiled(module, target, lambda: module.prepare_forward(x, lse, plan))  # noqa: B023
+            binaries = compiled(target, lambda: logsumexp_calls.prepare_forward(x, lse, plan))  # noqa: B023
             assert_lean(binaries, target, True)
 
 
@@ -119,11 +99,11 @@ def test_strided_dims(target, dtype):
         x = Cube(shape, dtype)
         lse = Cube((shape[0], 1, shape[2]), dtype)
         for width, prepare in (
-            (16, lambda: column.prepare_softmax(x, x)),  # noqa: B023
-            (16, lambda: column.prepare_backward(x, x, x)),  # noqa: B023
-            (4 * dtype.itemsize, lambda: column.prepare_logsumexp(x, lse)),  # noqa: B023  a state for each position
+            (16, lambda: softmax_rows.prepare_columns(x, x)),  # noqa: B023
+            (16, lambda: softmax_rows.prepare_columns_backward(x, x, x)),  # noqa: B023
+            (4 * dtype.itemsize, lambda: logsumexp_calls.prepare_columns(x, lse)),  # noqa: B023  a state for each position
         ):
-            for binary in compiled(column, target, prepare):
+            for binary in compiled(target, prepare):
                 assert binary.stack_bytes == 0
                 if target != "gfx942":  # so wide of a tensor, 8 bytes of a message, and nothing by elements
                     assert min(binary.load_widths) >= 8, shape
@@ -136,8 +116,8 @@ def test_strided_dims_of_any_inner_size_are_as_wide_as_it_divides(n_inner, eleme
     """And spill nothing: a cap on registers, which holds three programs resident, is left out where it would."""
     shape = (64, 4001, n_inner)
     x, width = Cube(shape, dtype), min(16, elements * dtype.itemsize)
-    for prepare in (lambda: column.prepare_softmax(x, x), lambda: column.prepare_backward(x, x, x)):
-        (binary,) = compiled(column, "sm_90", prepare)
+    for prepare in (lambda: softmax_rows.prepare_columns(x, x), lambda: softmax_rows.prepare_columns_backward(x, x, x)):
+        (binary,) = compiled("sm_90", prepare)
         assert set(binary.store_widths) == {width}
         assert binary.stack_bytes == 0 or elements <= 2  # narrower accesses take more registers than there are
 
@@ -145,6 +125,6 @@ def test_strided_dims_of_any_inner_size_are_as_wide_as_it_divides(n_inner, eleme
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_three_programs_over_a_strided_dim_are_resident(dtype):
     x = Cube((64, 4096, 512), dtype)
-    (binary,) = compiled(column, "sm_90", lambda: column.prepare_softmax(x, x))
+    (binary,) = compiled("sm_90", lambda: softmax_rows.prepare_columns(x, x))
     assert binary.registers <= 168
     assert binary.stack_bytes == 0

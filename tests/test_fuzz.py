@@ -17,8 +17,8 @@ from products import QUICK
 from shapes import DTYPES, STRATEGIES, Frame, small
 
 from fused_softmax import reference
-from fused_softmax.ops.scores import Scores
-from fused_softmax.ops.softmax_forward import softmax_forward
+from fused_softmax.ops.softmax_calls import forward_by_plan
+from fused_softmax.options import Scores
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -189,7 +189,7 @@ def test_any_rows_by_any_strategy(nvidia, device, data):
     itemsize = 4 if "mask" in scored and scored["mask"].dtype != torch.bool else None
     plan = small(strategy, source.rows, target.rows, itemsize=itemsize, **choices)
     x, y = source.rows.unflatten(0, shape[:2]), target.rows.unflatten(0, shape[:2])
-    softmax_forward(x, y, plan, log=log, scores=Scores(**scored))
+    forward_by_plan(x, plan, y=y, log=log, scores=Scores(**scored))
     assert not source.changed(outside=False)
     assert not target.changed()
     assert_scores(y, "log_softmax" if log else "softmax", x, dtype=wanted, **scored)

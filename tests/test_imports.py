@@ -17,28 +17,34 @@ MODULES = sorted(
     for path in PACKAGE.rglob("*.py")
 )
 PARTS = {path.stem for path in PACKAGE.iterdir()}
-PUBLIC = "fused_softmax"  # the package's own names, which its __init__ takes from ops
+PUBLIC = "fused_softmax"  # the package's own names, which its __init__ takes from ops, nn and register
 
 # Each part, and the parts of ours that it may import. What is not here yet gets a line: dependencies point one way.
 MAY_IMPORT = {
-    PUBLIC: {"ops", "nn", "patch"},
+    PUBLIC: {"ops", "nn", "register"},
     "plan": set(),
-    "rowwise": set(),
-    "columnwise": {"rowwise"},
-    "losswise": {"rowwise"},
+    "kernels": set(),
     "reference": set(),
     "launch": set(),
     "workspace": set(),
+    "calls": set(),
+    "route": set(),
+    "options": set(),
     "device": {"plan"},
-    "ops": {"losswise", "plan", "device", "launch", "rowwise", "columnwise", "reference", "workspace"},
-    "nn": {"ops"},
-    "patch": {"ops"},
+    "layout": {"options", "kernels", "plan"},
+    "runner": {"plan", "kernels", "device", "launch", "workspace"},
+    "ops": {
+        "calls", "options", "layout", "route", "runner", "plan", "kernels", "device", "launch", "workspace",
+        "reference",
+    },
+    "register": {"ops", "calls", "layout", "options", "route", "reference"},
+    "nn": {"ops", "options"},
     "classic": set(),
-    "bench": {PUBLIC, "ops", "classic", "reference", "plan", "device"},
+    "bench": {PUBLIC, "ops", "classic", "reference", "register", "plan", "device"},
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
-    "trace": {PUBLIC, "ops", "classic", "plan"},
+    "trace": {PUBLIC, "ops", "classic", "options", "plan"},
     "cli": {"bench", "profile", "trace", "plan", "device"},
-}
+}  # fmt: skip
 
 
 def python(script):
@@ -138,15 +144,49 @@ def test_the_parts_have_no_cycle():
     assert not [part for part in MAY_IMPORT if part in below[part]]
 
 
+def test_kernels_are_named_where_they_are_launched_alone():
+    """The others know of kernels what a Spec says."""
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0]
+        names = {name for name in imported(path) if f"{name}.".startswith(f"{PUBLIC}.kernels.")}
+        names = {name for name in names if not name.startswith(f"{PUBLIC}.kernels.spec.")}
+        assert part in ("ops", "kernels") or not names, f"{path} imports {names}"
+
+
+def of_others(path):
+    """Every name of ours that a file takes from another module: imported, or as an attribute of what it imported."""
+    bound = {}
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            bound |= {alias.asname or alias.name: origin + alias.name for alias in node.names}
+    bound = {name: origin for name, origin in bound.items() if f"{origin}.".startswith(f"{PUBLIC}.")}
+    yield from bound.values()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (origin := bound.get(ast.unparse(node.value))) is not None:
+            yield f"{origin}.{node.attr}"
+
+
+def is_underscored(name):
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def test_no_module_takes_an_underscored_name_of_another():
+    """But kernels, which whatever launches or records them must name."""
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0]
+        named = ("kernels",) if part == "ops" else ("classic",) if part == "trace" else ()
+        kernels = tuple(f"{PUBLIC}.{each}." for each in named)
+        names = [name for name in of_others(path) if is_underscored(name) and not name.startswith(kernels)]
+        assert not names, f"{path}: {names}"
+
+
 def test_no_file_takes_an_underscored_name_of_the_planner():
     """Ladders are public data: a test or a bench that derives widths from them needs no other."""
-    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "lab").glob("*.py")]:
-        names = [name for name in imported(path) if f"{name}.".startswith(f"{PUBLIC}.plan.")]
-        assert not [name for name in names if "._" in name], path
-        bound = {name.rpartition(".")[2] for name in names}
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
-                assert not node.attr.startswith("_") or node.attr.endswith("__"), f"{path}: {node.value.id}.{node.attr}"
+    for path in [*(ROOT / "tests").glob("*.py"), *(ROOT / "lab").glob("*.py")]:
+        names = [name for name in of_others(path) if f"{name}.".startswith(f"{PUBLIC}.plan.")]
+        assert not [name for name in names if is_underscored(name)], path
 
 
 def test_nothing_imports_an_experiment():

@@ -11,10 +11,10 @@ from products import pairwise
 from test_cross_entropy import OPTIONS, named
 
 from fused_softmax import linear_cross_entropy, reference
-from fused_softmax.ops import cross_entropy_transposed as transposed
 from fused_softmax.ops import linear_by_classes as by_classes
+from fused_softmax.ops.cross_entropy_calls import totals_of
 from fused_softmax.ops.linear_by_classes import steps_of
-from fused_softmax.ops.losses import Loss, totals_of
+from fused_softmax.options import Loss
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 kernels = pytest.mark.skipif(
@@ -101,8 +101,8 @@ def test_losses_and_gradients_of_transposed_logits(
     options, dtype, mean, shift, programs, multiple, device, nvidia, monkeypatch
 ):  # fmt: skip
     """Blocks of many parts, of few or of one; peaks in any of them, parts of nothing but -inf, NaN and infinity."""
-    monkeypatch.setattr(transposed, "_PROGRAMS", programs)
-    monkeypatch.setattr(transposed, "MULTIPLE", multiple)
+    monkeypatch.setattr(by_classes, "_PROGRAMS", programs)
+    monkeypatch.setattr(by_classes, "MULTIPLE", multiple)
     n_tokens, sizes = 12, (300, 130, 7)
     n_classes = sum(sizes)
     x = peaked(n_tokens, n_classes) / 2 + shift
@@ -120,9 +120,9 @@ def test_losses_and_gradients_of_transposed_logits(
     weight = options.get("weight")
     if weight is not None:
         options["weight"] = weight.to(FP64 if dtype == FP64 else FP32)
-    loss = Loss(mean=mean, **options)
+    loss = Loss(reduction="mean" if mean else "sum", **options)
     totals = totals_of(target, loss, n_classes, FP64 if dtype == FP64 else FP32) if mean else None
-    tokens = transposed.Tokens(x, target, loss, totals, n_classes)
+    tokens = by_classes.Tokens(x, target, loss, totals, n_classes)
     tokens.make_room(list(sizes))
     blocks, first = [], 0
     for size in sizes:

@@ -1,18 +1,16 @@
 """The losses' kernels compiled for GPUs that need not be present: no spill, wide accesses."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from launches import GPUS, _specialised
+from launches import GPUS, launched
 from products import pairwise
 
-from fused_softmax.ops import cross_entropy_backward as backward
-from fused_softmax.ops import cross_entropy_forward as forward
-from fused_softmax.ops import cross_entropy_online as online
-from fused_softmax.ops import cross_entropy_transposed as transposed
-from fused_softmax.ops.losses import Loss
+from fused_softmax import calls
+from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.ops import linear_by_classes as by_classes
+from fused_softmax.options import Loss
 
 pytestmark = pytest.mark.compiles
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -23,22 +21,17 @@ KINDS = {
 
 
 def binaries(target, run):
-    """Of what `run` launches, as on a GPU: launches that the interpreter makes two are one, with inline PTX."""
-    recorded = {}
-
-    def record(kernel, grid, tensors, scalars, constexprs, *, device, **options):
-        cuda = GPUS[target].backend == "cuda"
-        on_gpu = {"PTX": cuda, "PREFETCH": cuda and target != "sm_80", "PUBLISH": True, "COLLECT": True}
-        constexprs = {name: on_gpu.get(name, value) for name, value in constexprs.items()}
-        recorded[kernel.__name__] = _specialised(kernel, tensors, scalars, constexprs, options)
-        return lambda *tensors: None
-
-    instead = {"launch": SimpleNamespace(prepare=record), "device_of": lambda _: GPUS[target]}
-    alone = mock.patch.object(online, "launch", instead["launch"])
-    by_classes = mock.patch.multiple(transposed, **instead)
-    with mock.patch.multiple(forward, **instead), mock.patch.multiple(backward, **instead), alone, by_classes:
-        run()
-    return {name: launch.compile(target) for name, launch in recorded.items()}
+    """Of what `run` launches, as of tensors on a GPU, by the names of the kernels; of two launches the last."""
+    calls.forget()
+    on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
+    of_classes = mock.patch.object(by_classes, "device_of", return_value=GPUS[target])
+    with on_gpu, of_classes:
+        recorded = launched(GPUS[target], run)
+    calls.forget()  # what was kept launches nothing
+    cuda = GPUS[target].backend == "cuda"
+    specs = [spec for launch in recorded if (spec := dict(launch.constexprs).get("K")) is not None]
+    assert all(spec.publish and spec.collect and (cuda or not spec.ptx) for spec in specs)
+    return {launch.kernel.__name__: launch.compile(target) for launch in recorded}
 
 
 @pairwise()
@@ -47,14 +40,14 @@ def binaries(target, run):
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses(target, dtype, kind):
     for n_cols in (128, 1000, 4096, 32000, 128256):
-        loss = Loss(mean=True, **KINDS[kind] | ({"weight": torch.ones(n_cols)} if "weight" in KINDS[kind] else {}))
+        loss = Loss(**KINDS[kind] | ({"weight": torch.ones(n_cols)} if "weight" in KINDS[kind] else {}))
         x, targets = torch.empty(512, n_cols, dtype=dtype), torch.zeros(512, dtype=torch.int64)
         totals, row = torch.ones(2, 1), torch.ones(512)
 
         def run():
-            forward.cross_entropy_forward(x, targets, loss, totals, torch.empty_like(x))  # noqa: B023
-            forward.cross_entropy_forward(x, targets, loss)  # noqa: B023
-            backward.cross_entropy_backward(x, targets, row, row, loss, totals=totals, dy=row)  # noqa: B023
+            losses.forward(x, targets, loss, totals, torch.empty_like(x))  # noqa: B023
+            losses.forward(x, targets, loss)  # noqa: B023
+            losses.backward(x, targets, row, row, loss, totals=totals, dy=row)  # noqa: B023
 
         for name, binary in binaries(target, run).items():
             assert binary.stack_bytes == 0, (n_cols, name)
@@ -70,12 +63,12 @@ def test_losses_of_transposed_logits(target, dtype, kind):
     """Of any number of tokens: a row of logits is a whole number of vectors."""
     arithmetic = torch.float64 if dtype == torch.float64 else FP32
     how = {name: value for each in KINDS.values() for name, value in each.items()} if kind == "all" else KINDS[kind]
-    loss = Loss(mean=True, **how | ({"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}))
+    loss = Loss(**how | ({"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}))
     n_tokens = 501
     x, targets = torch.empty(n_tokens, 64, dtype=dtype), torch.zeros(n_tokens, dtype=torch.int64)
 
     def run():
-        tokens = transposed.Tokens(x, targets, loss, torch.ones(2, 1, dtype=arithmetic), 1000)
+        tokens = by_classes.Tokens(x, targets, loss, torch.ones(2, 1, dtype=arithmetic), 1000)
         logits = torch.empty(1000, tokens.padded, dtype=dtype)[:, :n_tokens]
         tokens.make_room([1000])
         tokens.read(logits, 0)
@@ -96,6 +89,6 @@ def test_losses_of_transposed_logits(target, dtype, kind):
 def test_a_gradient_of_any_size_is_multiplied(n):
     """Of one element too, whose number Triton makes a constant of the kernel."""
     dx = torch.empty(n)
-    (binary,) = binaries("sm_90", lambda: backward.multiply(dx, torch.ones(1))).values()
+    (binary,) = binaries("sm_90", lambda: losses.multiply(dx, torch.ones(1))).values()
     assert binary.stack_bytes == 0
     assert (max(binary.store_widths) == 16) == (n == 4096)

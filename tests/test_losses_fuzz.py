@@ -15,11 +15,10 @@ from shapes import DTYPES, STRATEGIES, Frame, small
 from test_fuzz import examples, extremes, generated, laid_out, layouts, same
 
 from fused_softmax import reference
+from fused_softmax.ops import cross_entropy_calls
 from fused_softmax.ops.cross_entropy import cross_entropy
-from fused_softmax.ops.cross_entropy_backward import cross_entropy_backward
-from fused_softmax.ops.cross_entropy_forward import cross_entropy_forward
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
-from fused_softmax.ops.losses import Loss, arithmetic_of, finish, totals_of
+from fused_softmax.options import Loss, arithmetic_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -111,15 +110,15 @@ def test_any_rows_by_any_strategy(arithmetic, request, device, data):
     plan = small(strategy, source.rows, out.rows, itemsize=itemsize, **choices)
     form = draw(st.sampled_from(["one pass", "alone", "second read"]))
     reduction = draw(st.sampled_from(REDUCTIONS[:2] if form == "one pass" else REDUCTIONS))
-    loss = Loss(mean=reduction == "mean", stats=form == "alone", **how)
-    totals = totals_of(target, loss, n_cols, arithmetic_of(x)) if loss.mean else None
+    loss = Loss(reduction=reduction, stats=form == "alone", **how)
+    totals = cross_entropy_calls.totals_of(target, loss, n_cols, arithmetic_of(x)) if loss.mean else None
     dy = dlse = dz = None
     if form == "one pass":
-        rows = cross_entropy_forward(source.rows, target, loss, totals, out.rows, plan=plan)
+        rows = cross_entropy_calls.forward(source.rows, target, loss, totals, out.rows, plan=plan)
     else:
         if strategy != "tile":
             plan = replace(plan, pieces=min(plan.pieces, 4), full_pieces=0)
-        rows = cross_entropy_forward(source.rows, target, loss, totals, plan=plan)
+        rows = cross_entropy_calls.forward(source.rows, target, loss, totals, plan=plan)
     if form == "second read":
         seed = draw(st.integers(0, 9))
         size = (n_rows,) if reduction == "none" else ()
@@ -128,7 +127,7 @@ def test_any_rows_by_any_strategy(arithmetic, request, device, data):
         dlse = generated((n_rows,), seed + 1, torch.randn).to(wide).to(device) if draw(st.booleans()) else None
         dz = generated(size, seed + 2, torch.randn).to(wide).to(device) if draw(st.booleans()) else None
         again = small("tile" if strategy == "tile" else "stream", source.rows, out.rows, **SMALL_AGAIN[strategy])
-        cross_entropy_backward(
+        cross_entropy_calls.backward(
             source.rows, target, rows.m, rows.ls, loss, totals=totals, dy=dy, dz=None if dz is None else dy + dz,
             dlse=dlse, dx=out.rows, plan=again,
         )  # fmt: skip
@@ -140,7 +139,7 @@ def test_any_rows_by_any_strategy(arithmetic, request, device, data):
         y = y if z is None else y + z
         spoilt = found.wrong
     else:
-        y, z = finish(rows, totals, loss, arithmetic_of(x))
+        y, z = cross_entropy_calls.finish(rows, totals, loss, arithmetic_of(x))
         spoilt = found.wrong.any()
     found.check("loss", y, spoilt=spoilt)
     if z is not None:

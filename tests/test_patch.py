@@ -18,9 +18,9 @@ from torch.nn.functional import softmax as imported_softmax
 from torch.overrides import TorchFunctionMode
 
 import fused_softmax
-from fused_softmax import patch, reference
-from fused_softmax.ops import logsumexp as lse_ops
-from fused_softmax.ops import softmax as softmax_ops
+from fused_softmax import reference
+from fused_softmax.ops import logsumexp_calls, softmax_calls
+from fused_softmax.register import patch
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -35,27 +35,28 @@ def ran(monkeypatch):
     """The calls of what launches kernels, by name; the test must leave nothing enabled."""
     calls = []
 
-    def recall(kept, input, dim):
-        result = plain_recall(kept, input, dim)
-        if result is not None:
-            calls.append("softmax")
-        return result
+    def find(name, *arguments):
+        call = plain_find(name, *arguments)
+        if call is not None:
+            known = {"aten::cross_entropy": "cross_entropy", "softmax_backward": "gradient"}
+            calls.append(known.get(name.removeprefix("log_"), "softmax"))
+        return call
 
     # The thread by which a worker of pytest-xdist hears from its master waits, in a place of its own.
     threads = [frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]
     waiting = {(frame.f_globals["__name__"], frame.f_code.co_name) for frame in threads}
     monkeypatch.setattr(patch, "_IDLE", patch._IDLE | waiting)
-    plain_recall = patch.recall
-    monkeypatch.setattr(patch, "recall", recall)
+    plain_find = patch.find
+    monkeypatch.setattr(patch, "find", find)
 
     def count(module, function, name):
         plain = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *args, **options: calls.append(name) or plain(*args, **options))
 
-    count(softmax_ops, "_forward", "softmax")
-    count(softmax_ops, "_backward", "gradient")
-    count(lse_ops, "_forward", "logsumexp")
-    count(patch, "cross_entropy", "cross_entropy")
+    count(softmax_calls, "forward", "softmax")
+    count(softmax_calls, "backward", "gradient")
+    count(logsumexp_calls, "forward", "logsumexp")
+    count(patch, "prepare_plain", "cross_entropy")
     yield calls
     assert patch._depth == 0
     assert patch._library is None
@@ -273,15 +274,15 @@ def test_compiled_code_goes_on_as_it_was_compiled(backend, device):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """How often `patch` called ours."""
+    """The reductions of those calls that `patch` prepared of ours."""
     calls = []
-    plain = patch.cross_entropy
+    plain = patch.prepare_plain
 
     def counted(*args, **kwargs):
         calls.append(args[4])
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(patch, "cross_entropy", counted)
+    monkeypatch.setattr(patch, "prepare_plain", counted)
     return calls
 
 

@@ -233,7 +233,7 @@ def test_what_is_no_result_is_refused_and_an_earlier_page_stays(tmp_path):
     for arguments, complaint in (
         ((good, tmp_path / "bad.json"), "bad.json has schema None"),
         ((good, tmp_path / "none.json"), "cannot read"),
-        ((good, again), "two of the results are named good"),
+        ((good, again), "two results files are named good"),
         ((), "Missing argument"),
     ):
         result, out = report(tmp_path, *arguments)

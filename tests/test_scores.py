@@ -15,9 +15,10 @@ from products import pairwise
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 
 from fused_softmax import launch, reference
-from fused_softmax.ops.arguments import alignment_of
-from fused_softmax.ops.scores import Scores, layout_of
-from fused_softmax.ops.softmax_forward import prepare, softmax_forward
+from fused_softmax.layout import alignment_of, scores_against
+from fused_softmax.ops.softmax_calls import forward_by_plan
+from fused_softmax.ops.softmax_rows import prepare_forward
+from fused_softmax.options import Scores
 from fused_softmax.plan import H200, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -41,6 +42,11 @@ def held_itemsize(x, y, scored):
     return 8 if y.dtype == FP64 else max(x.element_size(), 4 if added else 0)
 
 
+def given_with(scores):
+    """What a launch takes after its rows."""
+    return [each for each in (scores.mask, scores.scale) if each is not None]
+
+
 def run(strategy, function, source, target, leading=None, *, choices=None, **scored):
     """`function` by a named strategy, in small pieces and parts, from one frame into the other: nothing else changes.
 
@@ -52,7 +58,7 @@ def run(strategy, function, source, target, leading=None, *, choices=None, **sco
     assert plan.strategy == strategy
     if leading:
         x, y = x.unflatten(0, leading), y.unflatten(0, leading)
-    softmax_forward(x, y, plan, log=function == "log_softmax", scores=Scores(**scored))
+    forward_by_plan(x, plan, y=y, log=function == "log_softmax", scores=Scores(**scored))
     assert not source.changed(outside=False), "the input was written, or what lies around it"
     assert not target.changed(), "something outside the output's rows was written"
     return x, y
@@ -162,8 +168,8 @@ def test_causal_by_every_strategy(strategy, alignment, scored, device):
         source, target = framed(alignment, x, device=device)
         x, y = source.rows, target.rows
         scores = Scores(is_causal=True, **scored)
-        run_rows = prepare(x, y, small(strategy, x, y), scores=scores, shape=(n_queries, n_cols))
-        run_rows(x, y)
+        run_rows = prepare_forward(x, y, small(strategy, x, y), scores=scores, shape=(n_queries, n_cols))
+        run_rows(x, y, *given_with(scores))
         assert not target.changed(), first_sees
         assert_scores(y, "softmax", x, mask=mask, **scored)
 
@@ -174,14 +180,14 @@ def test_causal_by_every_strategy(strategy, alignment, scored, device):
 )  # fmt: skip
 def test_rows_that_share_a_large_mask_follow_each_other(shape, of_mask, device, monkeypatch):
     """Another order of the rows, in which a mask that L2 would not keep comes from memory once."""
-    monkeypatch.setattr("fused_softmax.ops.scores._KEPT_BYTES", 0)
+    monkeypatch.setattr("fused_softmax.layout._KEPT_BYTES", 0)
     for n_cols in (700, 2048):
         for mask in (added(math.prod(of_mask), n_cols), kept(math.prod(of_mask), n_cols)):
             x, mask = peaked(math.prod(shape), n_cols), mask.view(*of_mask, n_cols).to(device)
             x = x.view(*shape, n_cols).to(device)
-            assert layout_of(Scores(mask=mask), tuple(x.shape)).shared
+            assert scores_against(Scores(mask=mask), tuple(x.shape)).shared_dims
             plan = candidate("row", math.prod(shape), n_cols, 4, H200, num_warps=2, prefetch=2)
-            y = softmax_forward(x, plan=plan, scores=Scores(mask=mask, scale=0.5))
+            y = forward_by_plan(x, plan, scores=Scores(mask=mask, scale=0.5))
             assert_scores(y, "softmax", x, mask=mask, scale=0.5)
 
 
@@ -208,10 +214,10 @@ def test_causal_rows_of_every_length(function, n_keys, device):
                     "row", 1, n_keys, 4, H200, alignment=alignment_of(source.rows, target.rows), num_warps=4
                 )
                 scores = Scores(is_causal=True, **scored)
-                prepare(
+                prepare_forward(
                     source.rows, target.rows, plan, log=function == "log_softmax", scores=scores,
                     shape=(n_queries, n_keys),
-                )(source.rows, target.rows)  # fmt: skip
+                )(source.rows, target.rows, *given_with(scores))  # fmt: skip
                 assert not target.changed(), n_seen
                 seen = (torch.arange(n_keys) < n_seen).to(device)
                 hides = dict(scored)
@@ -488,7 +494,7 @@ def test_a_mask_whose_columns_lie_far_apart(n_cols, strategy):
     mask.fill_(True)
     x = peaked(2, n_cols).to("cuda")
     y = torch.empty_like(x)
-    softmax_forward(x, y, small(strategy, x, y), scores=Scores(mask=mask))
+    forward_by_plan(x, small(strategy, x, y), y=y, scores=Scores(mask=mask))
     torch.testing.assert_close(y, torch.softmax(x, -1))
 
 
@@ -563,7 +569,7 @@ def test_scales_of_every_layout(layout, function, device):
 
 def test_a_scale_with_dims_that_do_not_coalesce_is_expanded_along_no_key(device):
     scale = torch.ones(2, 1, 2, 1, 1, device=device)
-    laid_out = layout_of(Scores(scale=scale), (2, 3, 2, 3, 5000)).tensors[1]
+    laid_out = scores_against(Scores(scale=scale), (2, 3, 2, 3, 5000)).scale
     assert laid_out.untyped_storage().nbytes() == 36 * 4
 
 
@@ -853,7 +859,6 @@ def test_cpu_tensors_take_the_same_of_torchs_operations_without_the_interpreter(
     script = """
 import torch, fused_softmax
 from fused_softmax import launch, reference
-from fused_softmax.ops.arguments import alignment_of
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
 x = torch.randn(2, 3, 40)

@@ -18,10 +18,8 @@ from shapes import ALIGNMENTS, DTYPES, FEW, MANY, STRATEGIES, Frame, framed, pla
 from torch.autograd import forward_ad
 
 import fused_softmax
-from fused_softmax import launch
-from fused_softmax.ops import replay
-from fused_softmax.ops import softmax as ops
-from fused_softmax.ops.softmax import softmax_forward
+from fused_softmax import calls, launch
+from fused_softmax.ops.softmax_calls import forward_by_plan
 from fused_softmax.plan import H200, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -42,7 +40,7 @@ def run(strategy, source, target, **choices):
     """softmax by a named strategy, in small pieces and parts, from one frame into the other: nothing else changes."""
     plan = small(strategy, source.rows, target.rows, **choices)
     assert plan.strategy == strategy
-    y = softmax_forward(source.rows, target.rows, plan)
+    y = forward_by_plan(source.rows, plan, y=target.rows)
     assert y is target.rows
     assert not source.changed(outside=False), "the input was written, or what lies around it"
     assert not target.changed(), "something outside the output's rows was written"
@@ -52,7 +50,7 @@ def run(strategy, source, target, **choices):
 def by_strategy(strategy, x, **choices):
     """softmax of contiguous x [n_rows, n_cols] by a named strategy, into memory that is NaN before."""
     y = torch.full_like(x, math.nan)
-    return softmax_forward(x, y, small(strategy, x, y, **choices))
+    return forward_by_plan(x, small(strategy, x, y, **choices), y=y)
 
 
 def skip_impossible(strategy, dtype):
@@ -154,7 +152,7 @@ def test_what_the_planner_chooses_around_every_edge(like, dtype, alignment, ever
         n_rows = 3 if n_cols < 1100 else 2 if n_cols < 5000 else 1
         source, target = framed(alignment, peaked(n_rows, n_cols, dtype), device=device)
         plan = planned(n_rows, like, n_cols, dtype.itemsize, alignment)
-        softmax_forward(source.rows, target.rows, plan)
+        forward_by_plan(source.rows, plan, y=target.rows)
         assert_softmax(target.rows, source.rows)
         assert not target.changed()
         seen.add(plan.strategy)
@@ -430,7 +428,7 @@ def test_row_strides_by_every_strategy(strategy, row_stride, device):
     source.fill(peaked(n_rows, n_cols))
     x = source.buffer.as_strided((n_rows, n_cols), (row_stride, 1), source.rows.storage_offset())
     y = torch.full((n_rows, n_cols), math.nan, device=device)
-    softmax_forward(x, y, small(strategy, x, y))
+    forward_by_plan(x, small(strategy, x, y), y=y)
     if row_stride < n_cols:  # of a buffer that has values and no NaN between the rows
         assert_softmax(y, x.clone())
     else:
@@ -570,9 +568,7 @@ def no_launch(monkeypatch):
     def fail(*args, **options):
         pytest.fail("a kernel was prepared for a call that is refused")
 
-    ops._calls.clear()
     monkeypatch.setattr(launch, "prepare", fail)
-    monkeypatch.setattr(ops, "softmax_forward", fail)
 
 
 BAD = {
@@ -859,10 +855,10 @@ def test_views_with_the_negative_bit(device):
 
 def test_repeated_calls_take_the_launch_that_was_kept(monkeypatch, device):
     x = peaked(3, 700).to(device)
-    ops._calls.clear()
     first = softmax(x)
-    assert len(ops._calls) == 1
-    monkeypatch.setattr(ops, "_softmax", lambda *arguments: pytest.fail("not by the kept launch"))
+    assert [key for key in calls._kept if key[0] == "softmax" and x.shape in key]
+    monkeypatch.setattr(launch, "prepare", lambda *arguments: pytest.fail("not by the kept launch"))
+    monkeypatch.setattr("fused_softmax.ops.softmax._softmax", lambda *arguments: pytest.fail("not by the kept call"))
     again = softmax(x.clone())
     assert torch.equal(again, first)
     assert again.data_ptr() != first.data_ptr()
@@ -870,7 +866,6 @@ def test_repeated_calls_take_the_launch_that_was_kept(monkeypatch, device):
 
 def test_launches_are_kept_apart(device):
     """By dtype, shape, strides, alignment and dim."""
-    ops._calls.clear()
     buffer = peaked(1, 6000).flatten().to(device)
     calls = [
         (buffer[:1024].view(2, 512), -1),
@@ -899,18 +894,16 @@ def test_launches_are_kept_apart(device):
 
 
 def test_the_kept_launches_have_a_bound(monkeypatch, device):
-    ops._calls.clear()
-    monkeypatch.setattr(replay, "_MOST_CALLS", 4)
+    monkeypatch.setattr(calls, "MOST_CALLS", 4)
     for n_cols in (*range(1, 12), *range(1, 12)):
         x = peaked(2, n_cols).to(device)
         assert_softmax(softmax(x), x)
-        assert 0 < len(ops._calls) <= 4
+        assert 0 < len(calls._kept) <= 4
 
 
 def test_a_kept_launch_holds_no_tensor_of_a_call(device):
     import weakref
 
-    ops._calls.clear()
     for n_cols, dtype in ((100, FP32), (5000, FP32), (40000, FP32), (40000, FP64)):
         x = torch.randn(2, n_cols, dtype=dtype, device=device)
         y = softmax(x)
@@ -923,7 +916,6 @@ def test_threads(device):
     from concurrent.futures import ThreadPoolExecutor
 
     inputs = [peaked(3, n_cols).to(device) for n_cols in (5, 70, 700, 1500)]
-    ops._calls.clear()
     if INTERPRETED:
         pytest.skip("Triton's interpreter keeps one grid position for the process")
     with ThreadPoolExecutor(8) as pool:

@@ -11,9 +11,8 @@ from contract import assert_softmax
 
 import fused_softmax
 from fused_softmax.device import device_of
-from fused_softmax.ops import softmax as ops
-from fused_softmax.ops.arguments import alignment_of
-from fused_softmax.ops.softmax import softmax_forward
+from fused_softmax.layout import alignment_of
+from fused_softmax.ops.softmax_calls import forward_by_plan
 from fused_softmax.plan import candidate, plan_rows
 
 # A wait of one program for another that never comes ends as NaN after seconds, and a launch that hangs ends here.
@@ -115,7 +114,7 @@ def test_a_named_strategy_at_many_rows(strategy, n_cols, n_rows):
     alignment = alignment_of(x, y)
     choices = {"split": {"part_cols": 1024}, "stream": {"part_cols": 4096}}.get(strategy, {})
     plan = candidate(strategy, n_rows, n_cols, 2, device_of(0), alignment=alignment, **choices)
-    check(softmax_forward(x, y, plan), x)
+    check(forward_by_plan(x, plan, y=y), x)
 
 
 # Past 2**31 elements.
@@ -273,7 +272,6 @@ def test_threads(references):
             stream.synchronize()
         return wrong.tolist()
 
-    ops._calls.clear()
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(work, range(8))) == [[0] * len(references)] * 8
 
@@ -317,7 +315,7 @@ def test_splits_that_share_slots():
     y = torch.empty_like(x)
     for i in range(2_000):
         y.fill_(math.nan)
-        softmax_forward(x, y, plans[i * 3 % 4])
+        forward_by_plan(x, plans[i * 3 % 4], y=y)
         wrong += (y.sum(-1, dtype=FP32) - 1).abs().gt(0.01).any().long() + y.isnan().any()
     assert wrong.item() == 0
     check(y, x)

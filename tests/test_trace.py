@@ -4,8 +4,10 @@ import copy
 import itertools
 import json
 import math
+from dataclasses import dataclass
 from html import unescape
 from html.parser import HTMLParser
+from typing import Any, NamedTuple
 
 import jsonschema
 import numpy as np
@@ -21,15 +23,23 @@ from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUB
 
 from fused_softmax import trace
 from fused_softmax.cli import main
+from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace import files, page, presets, recorder
 from fused_softmax.trace.encode import numbers, read_numbers
 from fused_softmax.trace.hooks import interpreting
+from fused_softmax.trace.our_kernels import OURS
+from fused_softmax.trace.recorder import Recorder
+from fused_softmax.trace.story import Story, Told
 
 NAMES = tuple(trace.kernels())
 SOFTMAX = tuple(name for name, kernel in trace.kernels().items() if kernel.operation == "softmax")
 every_kernel = pytest.mark.parametrize("name", NAMES)
 every_softmax = pytest.mark.parametrize("name", SOFTMAX)
 interpreted = pytest.mark.skipif(not interpreting(), reason="looks into the process that interprets")
+
+
+def test_the_table_of_operators_names_what_is_recorded():
+    assert {name for each in OPERATORS for name in each.recordings} == {kernel.name for kernel in OURS}
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +406,7 @@ def test_a_late_worker_is_ended_and_the_next_recording_has_another():
         (("online", [[1.0, "two"]]), "row 0, column 1: 'two' is not a number"),
         (("online", [[1.0, True]]), "row 0, column 1: must be a number, got true or false"),
         (("online", [[10**400]]), "row 0, column 0: an integer too large"),
-        (("online", [[1e39]]), r"row 0, column 0: 1e\+39 is past 3\.40282e\+38, the most of float32"),
+        (("online", [[1e39]]), r"row 0, column 0: 1e\+39 is past 3\.40282e\+38, the largest float32"),
         (("online", torch.zeros(65, 64)), "65 x 64 = 4160 elements"),
         (("online", torch.zeros(2, 2, 2)), "must be 2-D, .* got 3-D"),
         (("online", [[1.0]], 3), "block must be a power of two from 1 to 4096, got 3"),
@@ -488,7 +498,7 @@ def test_the_command(to, tmp_path):
     assert found[0]["options"] == {"dtype": "float16", "block": 2}
     if to != "-":
         again = run()
-        assert (again.exit_code, again.output) == (1, f"Error: {out} exists; --force writes over it\n")
+        assert (again.exit_code, again.output) == (1, f"Error: {out} exists; --force overwrites it\n")
         assert run("--force").exit_code == 0
         assert out.read_text() != text
 
@@ -536,8 +546,8 @@ def test_a_matrix_of_numpy(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kernel", "online"], "-o FILE says where to"),
-        (["-o", "x.txt"], "x.txt must end in .html, a page, or .json"),
+        (["--kernel", "online"], "-o FILE is missing"),
+        (["-o", "x.txt"], "x.txt must end in .html (a page) or .json"),
         (["--kernel", "fast", "-o", "x.json"], "unknown kernel 'fast'; known: naive"),
         (["--matrix", "missing.csv", "-o", "x.json"], "missing.csv: No such file"),
         (["--block", "3", "-o", "x.json"], "block must be a power of two"),
@@ -725,6 +735,78 @@ def test_phases_of_ones_own():
     assert recording["phases"] == ["start", "add up", "write"]
     with pytest.raises(trace.RecordingError, match=r"no line of _sums .* begins with 'while'"):
         trace.record_kernel(_sums, phases={"start": "while"})[1](x, torch.zeros(1), 8, 8, BLOCK=8)
+
+
+class _Row(NamedTuple):
+    ptr: Any
+    n: Any
+
+
+@dataclass(frozen=True)
+class _Kind:
+    block: int
+    twice: bool = False
+
+
+@triton.jit
+def _total_of(row, K: tl.constexpr):
+    return tl.sum(_load(row, K), axis=0)
+
+
+@triton.jit
+def _load(row, K: tl.constexpr):
+    at = tl.arange(0, K.block)
+    return tl.load(row.ptr + at, mask=at < row.n, other=0.0)
+
+
+@triton.jit
+def _totals(x_ptr, y_ptr, n_cols, K: tl.constexpr):
+    program = tl.program_id(0)
+    row = _Row(x_ptr + program * n_cols, n_cols)
+    tl.store(y_ptr + program, _total_of(row, K))
+
+
+def totals(**story):
+    """A recording of sums of rows by kernels that take a NamedTuple and a dataclass."""
+    recording = Recorder(Story(roles={"y_ptr": "output"}, **story))
+    x, y = torch.arange(6.0).view(2, 3), torch.empty(2)
+    with recording:
+        _totals[(2,)](x, y, 3, _Kind(4))
+    assert y.tolist() == [3.0, 12.0]
+    return recording
+
+
+@interpreted
+def test_the_fields_of_a_namedtuple_are_told_by_name_and_those_of_a_dataclass_as_constants():
+    recording = totals()
+    (launch,) = recording.launches
+    assert launch["constants"] == {"K.block": 4, "K.twice": False}
+    sets = {name: value for step in recording.steps for name, value in step.get("set", {}).items()}
+    assert sets["row.n"] == 3
+    assert sets["row.ptr"]["data"] == [3]
+    names = [recording.sources[frame["source"]].name for frame in recording.frames]
+    assert names == 2 * ["_totals", "_total_of", "_load"]
+    given = [sorted(frame.get("arguments", {})) for frame in recording.frames]
+    assert given[:3] == [[], [], ["row.n", "row.ptr"]], "of its arguments' fields, those that a function reads"
+
+
+@interpreted
+def test_a_function_that_is_stepped_through_has_no_lines_and_those_it_calls_have():
+    recording = totals(step_through=frozenset({"_total_of"}))
+    names = [recording.sources[frame["source"]].name for frame in recording.frames]
+    assert names == 2 * ["_totals", "_load"]
+    assert [frame["parent"] for frame in recording.frames] == [None, 0, None, 2]
+    (stored,) = {recording.sources[0].line(frame["call_line"]) for frame in recording.frames if frame["parent"] == 0}
+    assert stored.startswith("tl.store(")
+
+
+@interpreted
+def test_a_phase_that_opens_within_a_function_lasts_to_the_end_of_its_call():
+    told = {"_totals": Told({"start": "program =", "add": "tl.store"}), "_load": Told({"read": "return"})}
+    recording = totals(told=told)
+    first = [recording.phases[step["phase"]] for step in recording.steps if step["rows"] == [0]]
+    assert recording.phases == ["start", "add", "read"]
+    assert first == ["start", "start", "add", "read", "read", "read"]
 
 
 @triton.autotune([triton.Config({"BLOCK": 4})], key=["n_cols"])

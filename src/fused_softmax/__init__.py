@@ -6,14 +6,13 @@ import os
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import fused_softmax.ops.library
-import fused_softmax.ops.library_losses  # noqa: F401
+import fused_softmax.register.library  # noqa: F401
 from fused_softmax import nn
 from fused_softmax.ops.cross_entropy import cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.logsumexp import logsumexp
 from fused_softmax.ops.softmax import log_softmax, softmax
-from fused_softmax.patch import disable, enable, enabled
+from fused_softmax.register.patch import disable, enable, enabled
 
 __all__ = [
     "cross_entropy",

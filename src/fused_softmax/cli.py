@@ -1,4 +1,4 @@
-"""The command line. It only wires the parts together; nothing is computed here."""
+"""The command line. It wires the parts together and computes nothing itself."""
 
 import importlib.util
 import json
@@ -20,16 +20,16 @@ from fused_softmax.plan import H200, Device, built_in
 
 
 class _Keeping(click.Command):
-    """Keeps its arguments as they were typed, for the record."""
+    """A command that records its arguments as they were typed."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # Going on with a run makes it no other run.
+        # A resumed run is still the same run.
         ctx.meta["typed"] = [argument for argument in args if argument != "--resume"]
         return super().parse_args(ctx, args)
 
 
 class _Bench(click.Group):
-    """A group of commands whose first word need not be a command: then all its words are for the measurement."""
+    """A group whose first word need not name a command. If it does not, all words belong to the measurement."""
 
     def __init__(self, sweep: click.Command, **settings: Any):
         super().__init__(help=sweep.help, **settings)
@@ -44,7 +44,7 @@ class _Bench(click.Group):
 
 
 def _each(parse: Callable[[str], Any]) -> Callable[..., list[Any]]:
-    """A click callback for a repeatable option: parse every value, and say of a bad one what is wrong with it."""
+    """A click callback for a repeatable option: parses every value, and says what is wrong with a bad one."""
 
     def callback(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[Any]:
         parsed: list[Any] = []
@@ -116,13 +116,13 @@ def _backends(text: str) -> list[str]:
 
 
 def _columns(title: str, lines: dict[str, str]) -> str:
-    """A titled line for each, for an epilog; \\b keeps click from joining them."""
+    """One line for each entry under a title, for an epilog. \\b keeps click from joining the lines."""
     width = max(map(len, lines))
     return "\n".join(("\b", title, *(f"  {name:{width}}  {about}" for name, about in lines.items())))
 
 
 def _output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Found out before anything is measured."""
+    """Fails before anything is measured if the file cannot be written."""
     try:
         if path:
             record.require_writable(path)
@@ -145,7 +145,7 @@ _file = click.Path(path_type=Path)
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(record.version())
 def main() -> None:
-    """Softmax kernels at the speed of the memory: measure them, see how a shape is planned, and step through a run."""
+    """Softmax kernels at memory speed: measure them, see how a shape is planned, and step through a run."""
 
 
 @click.command(cls=_Keeping)
@@ -156,7 +156,7 @@ def main() -> None:
     metavar="NAME",
     multiple=True,
     callback=_each(_operations),
-    help="Of the sweep's operations these alone; of custom, any.",
+    help="Measure only these of the sweep's operations; with custom, any operation.",
 )
 @click.option(
     "--shape",
@@ -164,49 +164,60 @@ def main() -> None:
     metavar="ROWSxCOLS",
     multiple=True,
     callback=_each(cases.parse_shapes),
-    help="One shape; 64x4096x512:1 is along dim 1, in sweeps that take other dims.",
+    help="One shape. Sweeps that take other dims accept 64x4096x512:1, which runs along dim 1.",
 )
-@click.option("--rows", metavar="N", multiple=True, callback=_each(cases.parse_sizes), help="With --cols, every pair.")
+@click.option(
+    "--rows",
+    metavar="N",
+    multiple=True,
+    callback=_each(cases.parse_sizes),
+    help="Rows; with --cols, every pair is measured.",
+)
 @click.option(
     "--cols",
     metavar="N|START:STOP:STEP",
     multiple=True,
     callback=_each(cases.parse_sizes),
-    help="Columns; STOP is not included. Without --rows, as many rows as hold --elements.",
-)
-@click.option("--elements", metavar="N", callback=_one(cases.parse_size), help="Elements a tensor; 128Mi unless told.")
-@click.option(
-    "--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="The sweep's own unless told."
+    help="Columns; STOP is excluded. Without --rows, there are as many rows as hold --elements.",
 )
 @click.option(
-    "--provider", "names", metavar="NAME", multiple=True, callback=_each(_providers), help="All of them unless told."
+    "--elements", metavar="N", callback=_one(cases.parse_size), help="Elements of a tensor.  [default: 128Mi]"
 )
-@click.option("--quick", is_flag=True, help="A short representative set.")
+@click.option(
+    "--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="Default: the sweep's dtypes."
+)
+@click.option(
+    "--provider", "names", metavar="NAME", multiple=True, callback=_each(_providers), help="Default: all providers."
+)
+@click.option("--quick", is_flag=True, help="Measure a short, representative set.")
 @click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
-@click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which providers take turns.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--out", type=_file, callback=_output, help="Results as JSON.")
+@click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the inputs.")
+@click.option("--out", type=_file, callback=_output, help="File for the results, as JSON.")
 @click.option(
     "--resume",
     is_flag=True,
-    help="Measure what --out does not hold yet; refused if it is of another GPU, version, commit or effort.",
+    help="Measure what --out does not contain yet. Refused if GPU, version, commit or effort differ.",
 )
 @click.option(
-    "--plot", type=_file, callback=_image, help="GB/s over columns, or what varies instead, as .png, .svg or .pdf."
+    "--plot",
+    type=_file,
+    callback=_image,
+    help="Draw GB/s over the columns, or over what varies instead, as .png, .svg or .pdf.",
 )
 @click.pass_context
 def _sweep_command(ctx: click.Context, /, **options: Any) -> None:
-    """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel of as many bytes.
+    """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel that moves as much.
 
-    A sweep says which operations are measured, and on which shapes and dtypes unless options give others; without one
-    it is the tutorial's. Values may be repeated or stand between commas. Ctrl-C keeps what was measured.
+    A sweep names the operations to measure, and their shapes and dtypes unless options give others. Without one, the
+    tutorial's sweep runs. Repeat an option or separate its values by commas. Ctrl-C keeps what was measured.
     """
     from fused_softmax.bench import run
 
     if options["elements"] and options["rows"]:
-        raise click.UsageError("--elements takes the place of --rows: give one of them")
+        raise click.UsageError("--elements takes the place of --rows: give only one of them")
     if options["resume"] and not options["out"]:
-        raise click.UsageError("--resume goes on with the file that --out names: give it")
+        raise click.UsageError("--resume continues the file that --out names: give --out too")
     named = options.pop("names_of_sweeps") or [sweeps.TUTORIAL]
     asked = {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements", "dtypes")}
     asked["operations"] = options.pop("asked_operations")
@@ -234,8 +245,14 @@ main.add_command(bench)
 @bench.command()
 @click.option("--M", "n_rows", metavar="ROWS", required=True, callback=_one(cases.parse_size), help="Rows.")
 @click.option("--N", "n_cols", metavar="COLS", required=True, callback=_one(cases.parse_size), help="Columns.")
-@click.option("--dtype", default="float16", show_default=True, callback=_one(cases.parse_dtype))
-@click.option("--op", "operation", default="softmax", show_default=True, callback=_one(_operation))
+@click.option(
+    "--dtype",
+    default="float16",
+    show_default=True,
+    callback=_one(cases.parse_dtype),
+    help="float32, float16, bfloat16 or float64.",
+)
+@click.option("--op", "operation", default="softmax", show_default=True, callback=_one(_operation), help="Operation.")
 @click.option(
     "--backend",
     default="fused",
@@ -243,12 +260,10 @@ main.add_command(bench)
     callback=_one(_backend),
     help="fused, torch, compile or a provider.",
 )
-@click.option("--warmup", type=click.IntRange(0), default=10, show_default=True, help="Calls that are not timed.")
-@click.option(
-    "--iters", type=click.IntRange(1), default=100, show_default=True, help="Calls that are timed, each alone."
-)
-@click.option("--profile-only", is_flag=True, help="One call and no figure, for a profiler that wraps this command.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--warmup", type=click.IntRange(0), default=10, show_default=True, help="Calls before the timed ones.")
+@click.option("--iters", type=click.IntRange(1), default=100, show_default=True, help="Timed calls, each timed alone.")
+@click.option("--profile-only", is_flag=True, help="Make one call and print no figure, for a profiler.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def one(
     n_rows: int,
     n_cols: int,
@@ -260,7 +275,7 @@ def one(
     profile_only: bool,
     as_json: bool,
 ) -> None:
-    """One provider at one shape: the average of the middle 80 % of its calls."""
+    """Time one provider at one shape: the average of the middle 80 % of its calls."""
     from fused_softmax.bench import one as single
 
     case = cases.Case((n_rows, n_cols), dtype, operation)
@@ -276,6 +291,31 @@ def one(
 
 
 @bench.command()
+@click.option("--out", type=_file, callback=_output, help="File for the rows, as JSON.")
+@click.pass_context
+def host(ctx: click.Context, out: Path | None) -> None:
+    """Time what one small eager call costs the host, ours beside torch's own for the same result, in under a minute.
+
+    Exits with 1 if a result differs from torch's: it then has no figure.
+    """
+    from fused_softmax.bench import host as hosts
+    from fused_softmax.bench import run
+
+    _, gpu = _device()
+    console = _console()
+    if not gpu:
+        console.print("No GPU: these are times of calls on the CPU.", highlight=False)
+    arguments = record.command_line(["bench", "host", *(["--out", str(out)] if out else [])])
+    rows = hosts.measure_all("cuda" if gpu else "cpu")
+    hosts.print_rows(rows, console)
+    if out:
+        environment = record.environment(*run.gpu_facts())
+        record.write_whole(out, hosts.text(rows, environment, arguments).encode())
+        click.echo(f"wrote {out}")
+    ctx.exit(int(any(row.wrong for row in rows)))
+
+
+@bench.command()
 @click.argument("before", type=_file)
 @click.argument("after", type=_file)
 @click.option(
@@ -283,25 +323,25 @@ def one(
     type=click.Choice(["time", "ratio"]),
     default="time",
     show_default=True,
-    help="ratio: times in units of each run's own ceiling.",
+    help="ratio: compare times in units of each run's own ceiling.",
 )
-@click.option("--clock", type=click.Choice(["kernel", "call"]), help="The kernel's where both have it unless told.")
+@click.option("--clock", type=click.Choice(["kernel", "call"]), help="Default: kernel where both have it, else call.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),
     default=2,
     show_default=True,
-    help="Percent that a median must move by to count.",
+    help="Percent by which a median must change to count.",
 )
-@click.option("--provider", "names", metavar="NAME", multiple=True, callback=_each(_providers), help="These alone.")
-@click.option("--all", "everything", is_flag=True, help="Show what stayed the same too.")
+@click.option("--provider", "names", metavar="NAME", multiple=True, callback=_each(_providers), help="Only these.")
+@click.option("--all", "everything", is_flag=True, help="Also show what stayed the same.")
 @click.pass_context
 def compare(
     ctx: click.Context, before: Path, after: Path, names: list[str], everything: bool, tolerance: float, **options: Any
 ) -> None:
-    """What got faster or slower between two results, beyond the spread of both.
+    """Say what got faster or slower between two results, beyond the spread of both.
 
-    Exits with 0 where nothing got slower, 1 where something did or lost its figure, 2 where nothing can be compared.
+    Exits with 0 if nothing got slower, 1 if something got slower or lost its figure, 2 if nothing can be compared.
     """
     from fused_softmax.bench import compare as comparing
     from fused_softmax.bench import report
@@ -316,16 +356,16 @@ def compare(
 
 
 @bench.command()
-@click.option("--op", "chosen", metavar="NAME", multiple=True, callback=_each(_tunable), help="softmax unless told.")
+@click.option("--op", "chosen", metavar="NAME", multiple=True, callback=_each(_tunable), help="Default: softmax.")
 @click.option(
-    "--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="float32,bfloat16 unless told."
+    "--dtype", "dtypes", metavar="NAME", multiple=True, callback=_each(_dtypes), help="Default: float32,bfloat16."
 )
+@click.option("--cols", metavar="N", multiple=True, callback=_each(cases.parse_sizes), help="Default: 1024 to 524288.")
 @click.option(
-    "--cols", metavar="N", multiple=True, callback=_each(cases.parse_sizes), help="1024 to 524288 unless told."
+    "--elements", metavar="N", callback=_one(cases.parse_size), help="Elements of a tensor.  [default: 128Mi]"
 )
-@click.option("--elements", metavar="N", callback=_one(cases.parse_size), help="Elements a tensor; 128Mi unless told.")
-@click.option("--out", type=_file, callback=_output, help="The table's file; the user's own unless told.")
-@click.option("--print-only", is_flag=True, help="Write no table.")
+@click.option("--out", type=_file, callback=_output, help="File for the table.  [default: the user's own]")
+@click.option("--print-only", is_flag=True, help="Print the ladders, write no table.")
 @click.pass_context
 def tune(
     ctx: click.Context,
@@ -336,10 +376,11 @@ def tune(
     out: Path | None,
     print_only: bool,
 ) -> None:
-    """Time the planner's choices on this GPU, print the ladders of the best, and write them for the planner to use.
+    """Time the planner's choices on this GPU, and write the best ones for the planner to use.
 
-    The table is the file that FUSED_SOFTMAX_PLANS names, or plans.json in the folder of configuration. Results of
-    `bench` say when one is in use; delete it to be without.
+    It also prints them as ladders, the planner's tables of thresholds. The file is the one that FUSED_SOFTMAX_PLANS
+    names, or plans.json in the user's configuration folder. Results of `bench` say when it is in use. Delete the file
+    to return to the built-in plans.
     """
     from fused_softmax.bench import run
     from fused_softmax.bench import tune as tuner
@@ -355,12 +396,12 @@ def tune(
     try:
         where = out or tuned.path()
         if not print_only and where.exists():
-            tuned.load(where)  # found out before anything is measured
+            tuned.load(where)  # a bad file fails before anything is measured
         table = tuner.tune(device, chosen, dtypes, cols or tuner.WIDTHS, elements or tuner.ELEMENTS, click.echo)
         click.echo(tuner.source(table))
         if not print_only:
             tuned.save(where, device.name, table, record.environment(*run.gpu_facts()))
-            click.echo(f"wrote {where}: plans for {device.name} follow it from the next process on")
+            click.echo(f"wrote {where}: plans for {device.name} use it from the next process on")
     except KeyboardInterrupt:
         click.echo("interrupted: nothing was written", err=True)
         ctx.exit(130)
@@ -371,16 +412,22 @@ def tune(
 @main.command()
 @click.option("--M", "n_rows", metavar="ROWS", required=True, callback=_one(cases.parse_size), help="Rows.")
 @click.option("--N", "n_cols", metavar="COLS", required=True, callback=_one(cases.parse_size), help="Columns.")
-@click.option("--dtype", default="float16", show_default=True, callback=_one(cases.parse_dtype))
-@click.option("--op", "operation", default="softmax", show_default=True, callback=_one(_operation))
 @click.option(
-    "--provider", "names", metavar="NAME", multiple=True, callback=_each(_backends), help="fused and torch unless told."
+    "--dtype",
+    default="float16",
+    show_default=True,
+    callback=_one(cases.parse_dtype),
+    help="float32, float16, bfloat16 or float64.",
 )
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--op", "operation", default="softmax", show_default=True, callback=_one(_operation), help="Operation.")
+@click.option(
+    "--provider", "names", metavar="NAME", multiple=True, callback=_each(_backends), help="Default: fused and torch."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(n_rows: int, n_cols: int, dtype: str, operation: str, names: list[str], as_json: bool) -> None:
-    """One call of each provider under ncu, in one table: bytes moved, occupancy, registers, widths, stalls.
+    """Run one call of each provider under ncu and print one table: bytes moved, occupancy, registers, widths, stalls.
 
-    Where counters cannot be read it says why, and gives what the compiled kernel tells and Proton's times.
+    Where counters cannot be read, it says why and prints facts of the compiled kernel, and Proton's times.
     """
     from fused_softmax.profile import run, table
 
@@ -403,11 +450,11 @@ def profile(n_rows: int, n_cols: int, dtype: str, operation: str, names: list[st
 
 @main.command("report")
 @click.argument("results", nargs=-1, required=True, type=_file)
-@click.option("-o", "--out", type=_file, required=True, callback=_output, help="The page.")
-@click.option("--charts", "folder", type=_file, help="A folder for PNG and SVG of every chart.")
-@click.option("--title", default="Measured: fused-softmax", show_default=True)
+@click.option("-o", "--out", type=_file, required=True, callback=_output, help="File for the page.")
+@click.option("--charts", "folder", type=_file, help="Folder for every chart as PNG and SVG.")
+@click.option("--title", default="Measured: fused-softmax", show_default=True, help="Title of the page.")
 def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, title: str) -> None:
-    """One self-contained page of RESULTS, which `bench --out` wrote: charts, tables, how it was measured."""
+    """Write one self-contained page from RESULTS of `bench --out`: charts, tables, how it was measured."""
     try:
         from fused_softmax.bench import page
     except ImportError as error:
@@ -415,7 +462,7 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
 
     names = [path.stem for path in results]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise click.UsageError(f"two of the results are named {twice[0]}: rename one")
+        raise click.UsageError(f"two results files are named {twice[0]}: rename one")
     for path in results:
         _results(path)
     parts = [page.part(path) for path in results]
@@ -428,10 +475,16 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
 @main.command()
 @click.argument("n_rows", metavar="ROWS", callback=_one(cases.parse_size))
 @click.argument("n_cols", metavar="COLS", callback=_one(cases.parse_size))
-@click.option("--dtype", default="float32", show_default=True, callback=_one(cases.parse_dtype))
-@click.option("--json", "as_json", is_flag=True)
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    callback=_one(cases.parse_dtype),
+    help="float32, float16, bfloat16 or float64.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
-    """The plan for contiguous ROWS x COLS on this GPU and why: its traffic and others', the time no kernel can beat."""
+    """Print the plan for contiguous ROWS x COLS on this GPU: why, its traffic and others', the least possible time."""
     from fused_softmax.bench import report
 
     device, gpu = _device()
@@ -442,25 +495,29 @@ def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
-    """The environment that results are recorded with."""
+    """Print the environment that results are recorded with."""
     from fused_softmax.bench import run
 
     _print(record.environment(*run.gpu_facts()), as_json)
 
 
 @main.command()
-@click.option("--kernel", "names", metavar="NAME", multiple=True, help="What to record; see --list. Repeat to compare.")
-@click.option("--second", metavar="KERNEL", help="A second kernel, on the same matrix: as another --kernel.")
 @click.option(
-    "--matrix", metavar="FILE", help="Rows of numbers: .npy, or text such as CSV; - is standard input. A 3 x 8 example."
+    "--kernel", "names", metavar="NAME", multiple=True, help="Kernel to record; see --list. Repeat to compare."
+)
+@click.option("--second", metavar="KERNEL", help="A second kernel on the same matrix, like a second --kernel.")
+@click.option(
+    "--matrix",
+    metavar="FILE",
+    help="Rows of numbers: .npy, or text such as CSV; - is standard input.  [default: a 3 x 8 example]",
 )
 @click.option("--block", type=int, help="Columns of a tile, a power of two.  [default: 4]")
-@click.option("--dtype", callback=_one(cases.parse_dtype), help="The matrix's own, or float32, unless told.")
-@click.option("-o", "--out", type=_file, help="A page (.html), or the recordings alone (.json; - is standard output).")
-@click.option("--force", is_flag=True, help="Write over a file that exists.")
-@click.option("--list", "listed", is_flag=True, help="The kernels that can be recorded, and leave.")
+@click.option("--dtype", callback=_one(cases.parse_dtype), help="Default: the matrix's, or float32.")
+@click.option("-o", "--out", type=_file, help="A page (.html) or only the recordings (.json; - is standard output).")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--list", "listed", is_flag=True, help="List the kernels that can be recorded, and exit.")
 def trace(
     names: tuple[str, ...],
     second: str | None,
@@ -471,9 +528,9 @@ def trace(
     force: bool,
     listed: bool,
 ) -> None:
-    """A page that steps through kernels line by line, as they run under Triton's interpreter.
+    """Write a page that steps through kernels line by line, as they run under Triton's interpreter.
 
-    The page holds the recordings that it comes with, too; without --kernel and --matrix, they are what is written.
+    The page also contains its built-in recordings. Without --kernel and --matrix, only these are written.
     """
     try:
         from fused_softmax import trace as tracing
@@ -485,13 +542,11 @@ def trace(
             click.echo(f"{kernel.name:14}{kernel.title}")
         return
     if out is None:
-        raise click.UsageError(
-            "-o FILE says where to: a page (.html) or the recordings (.json, or - for standard output)"
-        )
+        raise click.UsageError("-o FILE is missing: a page (.html) or the recordings (.json, or - for standard output)")
     if out.suffix not in (".html", ".json") and str(out) != "-":
-        raise click.UsageError(f"{out.name} must end in .html, a page, or .json, the recordings alone")
+        raise click.UsageError(f"{out.name} must end in .html (a page) or .json (only the recordings)")
     if out.exists() and not force:
-        raise click.ClickException(f"{out} exists; --force writes over it")
+        raise click.ClickException(f"{out} exists; --force overwrites it")
     wanted = [*names, *([second] if second else [])]
     try:
         recordings, kept = [], presets.load()
@@ -519,10 +574,10 @@ def _missing(error: ImportError) -> click.ClickException:
 
 
 @main.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="What to listen on; loopback alone unless told.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0 is any that is free.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; by default only loopback.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0 takes any free port.")
 def serve(host: str, port: int) -> None:
-    """The page with a server behind it, that records the reader's own matrix. Ctrl+C ends it."""
+    """Serve the page, and record the matrices that its reader types. Ctrl+C ends it."""
     try:
         from fused_softmax.trace import page, presets
         from fused_softmax.trace import serve as server
@@ -543,7 +598,7 @@ _sweep_command.epilog = "\n\n".join(
 
 
 def _results(path: Path) -> record.Run:
-    """What `bench --out` wrote; a usage error, exit code 2, where it cannot be read."""
+    """The results that `bench --out` wrote. A file that cannot be read is a usage error, exit code 2."""
     try:
         return record.read(path)
     except OSError as error:
@@ -553,7 +608,7 @@ def _results(path: Path) -> record.Run:
 
 
 def _device() -> tuple[Device, bool]:
-    """The GPU here, and that it is; without one the built-in H200."""
+    """The GPU and True, or without a GPU the built-in H200 and False."""
     import torch
 
     if not torch.cuda.is_available():
@@ -564,7 +619,7 @@ def _device() -> tuple[Device, bool]:
 
 
 def _console() -> Console:
-    """A table in a file or a pipe is not folded to the width of a terminal that is not there."""
+    """A console that does not fold tables when the output is a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else 1000)
 
 

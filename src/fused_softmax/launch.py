@@ -1,16 +1,20 @@
 """Launch a Triton kernel at the cost of the launch itself.
 
-`kernel[grid](...)` spends about 8 us of host time on every call to find out what it knew the call before: the types,
-the specialisation, the compiled kernel. `prepare` finds these once, and the `Launch` it returns hands plain integers to
-the compiled kernel's own launcher. That calling convention is undocumented, though Inductor emits the same; so it is
-known to this file only, probed before it is used, and replaced by the public `kernel[grid](...)` wherever anything
-about it is untested, or somebody listens to Triton's launch hooks.
+`kernel[grid](...)` spends about 8 us of host time on every call to find out again what it knew the call before: the
+types, the specialisation, the compiled kernel. `prepare` finds these once, and the `Launch` it returns hands the
+driver its arguments by a few lines of C (`launcher.c`). Nothing documents how Triton's kernels are called; so this file
+alone knows it, probes it first, and takes the public `kernel[grid](...)` wherever anything about it is untested, no C
+compiler is found, or somebody listens to Triton's launch hooks.
 """
 
 import inspect
 import math
 import os
+import warnings
 from contextlib import nullcontext
+from functools import cache
+from operator import itemgetter
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -20,90 +24,88 @@ from triton import knobs
 
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
+_KINDS = {"fp32": "f", **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"), "i")}
 
-_MOST_LAUNCHES = 4096  # that are kept
+_LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neighbours
 
-_loaded: dict[tuple, tuple[Any, Any]] = {}  # the compiled kernel, and what binds a grid and scalars to it
-_bound: dict[tuple, "Launch"] = {}  # by grid and scalars too
+_loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
 _loading = Lock()
 
 
-def prepare(kernel, grid, tensors, scalars, constexprs, *, device, most_registers=None, **options):
+def prepare(
+    kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), most_registers=None, **options
+) -> "Launch":
     """Compile `kernel` for these arguments and return the `Launch` that runs it; nothing runs yet.
 
     The kernel's parameters are, in order: the `tensors`, the `scalars` (ints or floats), the `constexprs` (by name).
-    Tensors and scalars that a launch does without are None. Scalars, constexprs and grid (an int, or up to three) stay
-    with the Launch; the tensors there are are given again at each launch, of the same dtypes and with the same 16-byte
-    alignment. `device` is `tensor.get_device()`: an index, or -1 for CPU
-    tensors under the interpreter. `options` are Triton's: `num_warps`, `num_ctas`, `maxnreg` and the like;
-    `most_registers` is a `maxnreg` for where nothing spills by it, and elsewhere none.
+    Tensors and scalars that a launch does without are None. bool tensors are bytes to a kernel.
+    Scalars, constexprs and grid (an int, or up to three) stay with the Launch. Every launch takes the non-None tensors
+    again, of the same dtypes and with the same 16-byte alignment, and then the scalars whose indices are in `numbers`,
+    of the same types; a float that 32 bits would round to 0 becomes its nearest neighbour.
+    `device` is `tensor.get_device()`: an index, or -1 for CPU tensors under the interpreter. `options` are Triton's:
+    `num_warps`, `num_ctas`, `maxnreg` and the like; `most_registers` is a `maxnreg` that is dropped where values spill
+    by it.
 
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
         launch(x, y)
 
-    The same again is looked up; another grid, or a scalar of the same kind (`_kind`), compiles and loads nothing.
+    The same kinds of arguments again compile and load nothing.
     """
     if most_registers is not None:
-        capped = prepare(kernel, grid, tensors, scalars, constexprs, device=device, maxnreg=most_registers, **options)
+        given: dict[str, Any] = {"device": device, "numbers": numbers, **options}
+        capped = prepare(kernel, grid, tensors, scalars, constexprs, maxnreg=most_registers, **given)
         if capped.resources is None or not capped.resources.n_spills:
             return capped
-    grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    tensors = [_as_bytes(tensor) for tensor in tensors]
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
+    fixed = _unspecialised(kernel)
+    names = kernel.arg_names[len(tensors) : len(tensors) + len(scalars)]
     key = (
         id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
         device,
         *[tensor is not None and (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
-        *[_kind(scalar) for scalar in scalars],
+        *[_kind(scalar, name in fixed) for scalar, name in zip(scalars, names, strict=True)],
         *constexprs.items(),
         *options.items(),
     )
-    same = key, grid, scalars
-    if same in _bound:
-        return _bound[same]
-    if grid[0] * grid[1] * grid[2] >= 2**31:
-        raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
-    given = tuple(tensor is not None for tensor in tensors)
-    launch_public = _public(kernel, grid, given, scalars, constexprs, device, options)
-    if not isinstance(kernel, triton.JITFunction):
-        return Launch(launch_public, None)
-
-    compiled, bind = _loaded.get(key, (None, None))
-    if compiled is None:
-        # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
-        with _loading, torch.cuda.device(device):
-            compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
-            if not isinstance(compiled, triton.compiler.CompiledKernel):  # a compile hook took it, or it is in a queue
-                return Launch(launch_public, None)
-            compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
-            bind = _binder(compiled, device)
-        if bind is None:
-            return Launch(launch_public, compiled)
-        _loaded[key] = compiled, bind
-    # The launcher skips constexprs by their place and never reads their values.
-    n_constexprs = len(kernel.arg_names) - len(tensors) - len(scalars)
-    launch = Launch(bind(grid, given, (*scalars, *[None] * n_constexprs), launch_public), compiled)
-    if len(_bound) >= _MOST_LAUNCHES:
-        _bound.clear()
-    _bound[same] = launch
-    return launch
+    loaded = _loaded.get(key)
+    if loaded is None:
+        loaded = _load(kernel, _grid(grid), tensors, scalars, constexprs, device, options)
+        if loaded.keeps:
+            _loaded[key] = loaded
+    return Launch(loaded, _grid(grid), tuple(scalars), tuple(numbers), tuple(each is not None for each in tensors))
 
 
 class Launch:
     """A loaded kernel with its grid and scalars: call it with the tensors, to run on their device's current stream."""
 
-    # A closure in the slot of `__call__` is called with no Python method in between: 0.1 us of 1.8.
-    __slots__ = ("__call__", "_compiled")
+    # The launcher's own object in the slot of `__call__` is called with no Python method in between.
+    __slots__ = ("__call__", "_given", "_loaded", "_numbers", "_scalars")
 
-    def __init__(self, call, compiled):
-        self.__call__ = call
-        self._compiled = compiled
+    def __init__(self, loaded, grid, scalars, numbers, given):
+        if grid[0] * grid[1] * grid[2] >= 2**31:
+            raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
+        self._loaded, self._scalars, self._numbers, self._given = loaded, scalars, numbers, given
+        self.__call__ = loaded.bind(grid, given, scalars, numbers)
+
+    def again(self, grid, changed: dict[int, int]) -> "Launch | None":
+        """The same kernel with another grid and other integers among the scalars, by index.
+
+        None where Triton would compile another kernel for one of them.
+        """
+        scalars = list(self._scalars)
+        for i, value in changed.items():
+            fixed = self._loaded.is_fixed(len(self._given) + i)
+            if _kind(value, fixed) != _kind(scalars[i], fixed):
+                return None
+            scalars[i] = value
+        return Launch(self._loaded, _grid(grid), tuple(scalars), self._numbers, self._given)
 
     @property
     def resources(self) -> "Resources | None":
-        """What the kernel takes of the chip, None where nothing was compiled (the interpreter)."""
-        if self._compiled is None:
-            return None
-        return Resources(self._compiled.n_regs, self._compiled.n_spills, self._compiled.metadata.shared)
+        """What the kernel takes of the chip; None where nothing was compiled (the interpreter)."""
+        compiled = self._loaded.compiled
+        return None if compiled is None else Resources(compiled.n_regs, compiled.n_spills, compiled.metadata.shared)
 
 
 class Resources(NamedTuple):
@@ -112,82 +114,168 @@ class Resources(NamedTuple):
     shared: int  # of a program, in bytes
 
 
-def _binder(compiled, device):
-    """What makes launches of a loaded kernel, or None where only the public way is known to work."""
+class _Loaded:
+    """A kernel, compiled and loaded if it could be, and the ways to launch it."""
+
+    def __init__(self, kernel, compiled, constexprs, device, options, direct, keeps):
+        self.kernel, self.compiled, self.constexprs = kernel, compiled, constexprs
+        self.device, self.options, self.keeps = device, options, keeps
+        self._direct = direct
+
+    def is_fixed(self, place: int) -> bool:
+        return self.kernel.arg_names[place] in _unspecialised(self.kernel)
+
+    def bind(self, grid, given, scalars, numbers):
+        public = self._public(grid, given, scalars, numbers)
+        if self._direct is None:
+            return public
+        if self._direct.current_device is None:
+            elsewhere = public
+        else:
+
+            def elsewhere(*arguments):
+                if self._direct.current_device() == self.device:
+                    return public(*arguments)
+                with torch.cuda.device(self.device):
+                    return bound(*arguments)
+
+        bound = self._direct.bind(grid, given, scalars, numbers, elsewhere)
+        return bound
+
+    def _public(self, grid, given, scalars, numbers):
+        kernel, constexprs, options, device = self.kernel, self.constexprs, self.options, self.device
+        n_tensors = sum(given)
+
+        def launch(*arguments):
+            rest = iter(arguments)
+            tensors = [_as_bytes(next(rest)) if there else None for there in given]
+            now = list(scalars)
+            for i, value in zip(numbers, arguments[n_tensors:], strict=True):
+                now[i] = math.copysign(_LEAST, value) if 0 < abs(value) < _LEAST else float(value)
+            with torch.cuda.device(device) if device >= 0 else nullcontext():
+                kernel[grid](*tensors, *now, **constexprs, **options)
+
+        return launch
+
+
+class _Direct:
+    """How the driver launches a compiled kernel: what `launcher.c` wants to know of it."""
+
+    def __init__(self, bound, compiled, kernel, device, hooks):
+        driver = triton.runtime.driver.active
+        self._bound, self._device, self._function = bound, device, compiled.function
+        num_warps, _, self._shared = compiled.packed_metadata
+        self._block = 32 * num_warps
+        types = [compiled.src.signature[name] for name in kernel.arg_names]
+        self._places = {}  # of the kernel's own parameters among all arguments; the others are compiled in
+        kinds = ""
+        for i, kind in enumerate(types):
+            if kind != "constexpr":
+                self._places[i] = len(kinds)
+                kinds += "p" if kind[0] == "*" else _KINDS[kind]
+        self._kinds = kinds
+        self._laid_out = {}  # by the tensors and numbers that a call supplies
+        self.current_device = None
+        if torch.cuda.device_count() != 1:  # one device alone is always the current one
+            self.current_device = driver.get_current_device
+            if self.current_device is torch.cuda.current_device:
+                # The same less a check that CUDA is up, which a tensor on it proves.
+                self.current_device = torch._C._cuda_getDevice
+        enter, leave = hooks
+        self._asked = (
+            driver.get_current_stream, device, self.current_device,
+            (knobs.runtime, enter, leave, enter.calls, leave.calls),
+        )  # fmt: skip
+
+    def bind(self, grid, given, scalars, numbers, elsewhere):
+        laid_out = self._laid_out.get((given, numbers))
+        if laid_out is None:
+            at = [i for i, there in enumerate(given) if there] + [len(given) + i for i in numbers]
+            kept = [i - len(given) for i in self._places if i >= len(given)]
+            n_tensors = sum(i < len(given) for i in self._places)
+            laid_out = (None,) * n_tensors, itemgetter(*kept, 0, 0), tuple(self._places[i] for i in at)
+            self._laid_out[given, numbers] = laid_out
+        absent, kept_of, supplied = laid_out
+        values = (*absent, *kept_of(scalars)[:-2]) if scalars else absent
+        return self._bound(
+            self._function, grid, self._block, self._shared, self._kinds, values, supplied, *self._asked, elsewhere
+        )  # fmt: skip
+
+
+def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> _Loaded:
+    compiled, direct, keeps = None, None, True
+    if isinstance(kernel, triton.JITFunction):
+        # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
+        with _loading, torch.cuda.device(device):
+            compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
+            if isinstance(compiled, triton.compiler.CompiledKernel):
+                compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
+                direct = _direct(kernel, compiled, device)
+            else:  # a compile hook took it, or it is in a queue
+                compiled, keeps = None, False
+    return _Loaded(kernel, compiled, dict(constexprs), device, dict(options), direct, keeps)
+
+
+def _direct(kernel, compiled, device) -> _Direct | None:
+    """The direct way to a loaded kernel, or None where only the public way is known to work."""
     hooks: list[Any] = [getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook")]
+    launcher, metadata = compiled.run, compiled.metadata
+    scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if (
         _PUBLIC_ONLY
         or ".".join(triton.__version__.split(".")[:2]) not in _TESTED_TRITONS
-        or compiled.metadata.target.backend != "cuda"
-        or getattr(compiled.metadata, "instrumentation_mode", "")  # a profiler or sanitizer adds arguments of its own
+        or metadata.target.backend != "cuda"
+        or getattr(metadata, "instrumentation_mode", "")  # a profiler or sanitizer adds arguments of its own
+        or scratch != [0, 0]
+        or metadata.launch_cooperative_grid
+        or metadata.launch_pdl
+        or metadata.num_ctas != 1
+        or len(compiled.packed_metadata) != 3
         or not all(isinstance(getattr(hook, "calls", None), list) for hook in hooks)
-        or list(inspect.signature(compiled.run).parameters)[:5] != ["gridX", "gridY", "gridZ", "stream", "function"]
+        or list(inspect.signature(launcher).parameters)[:5] != ["gridX", "gridY", "gridZ", "stream", "function"]
+        or any(kind[0] != "*" and kind not in _KINDS for kind in compiled.src.signature.values() if kind != "constexpr")
     ):
         return None
+    launcher_type = _launcher()
+    return None if launcher_type is None else _Direct(launcher_type, compiled, kernel, device, hooks)
 
-    enter, leave = hooks
-    driver = triton.runtime.driver.active
-    current_device = driver.get_current_device
-    if current_device is torch.cuda.current_device:
-        current_device = torch._C._cuda_getDevice  # the same less a check that CUDA is up, which a tensor on it proves
-    known = {
-        "function": compiled.function, "metadata": compiled.packed_metadata, "runtime": knobs.runtime,
-        "enter": enter, "leave": leave, "entered": enter.calls, "left": leave.calls,
-        "stream_of": driver.get_current_stream, "current_device": current_device,
-    }  # fmt: skip
-    run, known["run"] = _calling_convention(compiled.run, known)
-    # One device is always the current one. Otherwise a kernel runs in the context it was loaded in, and a null stream
-    # is that of the current context.
-    here = "" if torch.cuda.device_count() == 1 else f" or current_device() != {device}"
 
-    def bind(grid, given, values, launch_public):
-        def elsewhere(*tensors):
-            if current_device() == device:
-                return launch_public(*tensors)
-            with torch.cuda.device(device):
-                return launch(*tensors)
+@cache
+def _launcher():
+    """`Bound` of launcher.c, built once and kept in Triton's cache; None, and a warning, where it cannot be."""
+    from triton.runtime.build import compile_module_from_src
 
-        # As source, like Inductor's own: literals and names in one call cost half of unpacking tuples into it.
-        tensors = ", ".join(f"t{i}" for i, there in enumerate(given) if there)
-        pointers = [f"t{i}.data_ptr()" if there else "None" for i, there in enumerate(given)]
-        arguments = ", ".join(pointers + [repr(value) for value in values])
-        launch = eval(
-            f"lambda {tensors}: elsewhere({tensors})"
-            " if entered or left or runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave"
-            f"{here} else {run.format(grid=', '.join(map(str, grid)), device=device, arguments=arguments)}",
-            {**known, "elsewhere": elsewhere, "inf": math.inf, "nan": math.nan},
+    try:
+        source = Path(__file__).with_name("launcher.c").read_text()
+        return compile_module_from_src(source, "fused_softmax_launcher", libraries=["dl"]).Bound
+    except Exception as error:
+        warnings.warn(
+            f"launches take about 10 us more of host time each: launcher.c could not be built ({error})",
+            RuntimeWarning,
+            stacklevel=2,
         )
-        return launch
-
-    return bind
+        return None
 
 
-def _calling_convention(launcher, known):
-    """The call, as source, and what it calls: Triton's C launcher where nothing else is needed, else the Python one."""
-    direct = getattr(launcher, "launch", None)
-    sizes = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if direct is None or sizes != [0, 0]:
-        return "run({grid}, stream_of({device}), function, metadata, None, None, None, {arguments})", launcher
-    known |= {"cooperative": launcher.launch_cooperative_grid, "dependent": launcher.launch_pdl}
-    start = "run({grid}, stream_of({device}), function, cooperative, dependent, "
-    if hasattr(launcher, "kernel_signature"):  # from Triton 3.7 on
-        known |= {"annotations": launcher.arg_annotations, "signature": launcher.kernel_signature}
-        return start + "metadata, None, None, None, None, None, annotations, signature, ({arguments},))", direct
-    return start + "None, None, metadata, None, None, None, {arguments})", direct
+def _as_bytes(tensor):
+    """A bool tensor as the bytes that kernels read."""
+    return tensor.view(torch.uint8) if getattr(tensor, "dtype", None) == torch.bool else tensor
 
 
-def _public(kernel, grid, given, scalars, constexprs, device, options):
-    def launch(*tensors):
-        rest = iter(tensors)
-        tensors = tuple(next(rest) if there else None for there in given)
-        with torch.cuda.device(device) if device >= 0 else nullcontext():
-            kernel[grid](*tensors, *scalars, **constexprs, **options)
-
-    return launch
+@cache
+def _unspecialised(kernel) -> frozenset[str]:
+    """The parameters that Triton compiles nothing in of, but their width."""
+    params = getattr(kernel, "params", ())
+    return frozenset(param.name for param in params if param.do_not_specialize)
 
 
-def _kind(scalar):
-    """All of a scalar that Triton may compile in: its type, and of an int also 1, a multiple of 16, the width."""
+def _grid(grid) -> tuple[int, int, int]:
+    return (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+
+
+def _kind(scalar, fixed=False):
+    """All of a scalar that Triton may compile in: its type, and of an int its width; unless fixed, 1 and 16 too."""
     if type(scalar) is not int:
         return type(scalar)
-    return scalar == 1, scalar % 16 == 0, -(2**31) <= scalar < 2**31, scalar < 2**63
+    width = -(2**31) <= scalar < 2**31, scalar < 2**63
+    return width if fixed else (scalar == 1, scalar % 16 == 0, *width)

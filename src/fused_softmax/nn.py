@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
-from fused_softmax.ops.scores import MaskedRows
 from fused_softmax.ops.softmax import log_softmax, softmax
+from fused_softmax.options import MaskedRows
 
 
 class _Scored(torch.nn.Module):

@@ -110,6 +110,47 @@ def cross_entropy(
     return total.to(result), lse, z_loss.to(result)
 
 
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    dtype: torch.dtype | None = None, arithmetic: torch.dtype = torch.float64, **arguments,
+) -> Tensor:  # fmt: skip
+    """fused_softmax.linear_cross_entropy likewise, all logits at once. arguments: `cross_entropy`'s."""
+    bias = None if linear_bias is None else linear_bias.to(arithmetic)
+    z = torch.nn.functional.linear(input.to(arithmetic), linear_weight.to(arithmetic), bias)
+    if z.ndim > 2:
+        z = z.movedim(-1, 1)
+        target = target.movedim(-1, 1) if target.is_floating_point() else target
+    return cross_entropy(z, target, dtype=dtype or input.dtype, arithmetic=arithmetic, **arguments)[0]
+
+
+def token_stats(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, *, softcap: float | None = None, scale: float = 1.0, lse_square_scale: float = 0.0,
+    arithmetic: torch.dtype = torch.float64, **_,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, entropy, likeliest class, whether that is the target) of every target, in the dtype `arithmetic`."""
+    with torch.no_grad():
+        class_dim = 0 if input.ndim == 1 else 1
+        of_tokens, lse, z_loss = cross_entropy(
+            input, target, weight, ignore_index, "none", label_smoothing, softcap=softcap, scale=scale,
+            lse_square_scale=lse_square_scale, dtype=arithmetic, arithmetic=arithmetic,
+        )  # fmt: skip
+        logits = input.to(arithmetic) * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        p = torch.softmax(logits, class_dim)
+        entropy = lse - torch.where(p == 0, 0.0, p * logits).sum(class_dim)
+        predicted = logits.argmax(class_dim)
+        if target.is_floating_point():
+            counts, best = torch.ones_like(predicted, dtype=torch.bool), target.argmax(class_dim)
+        else:
+            counts, best = target.long() != ignore_index, target
+        of_tokens = of_tokens - z_loss if lse_square_scale else of_tokens
+        return (
+            of_tokens, entropy.masked_fill(~counts, 0.0), predicted.masked_fill(~counts, 0),
+            (predicted == best) & counts,
+        )  # fmt: skip
+
+
 def scores(z: Tensor, dim, scale: float | Tensor | None, mask: Tensor | None, is_causal: bool) -> Tensor:
     """z * scale + mask, with -inf wherever a bool mask or causality hides."""
     greedy = None

@@ -1,4 +1,4 @@
-"""A case: one call that is measured, and how its shape and dtype are written."""
+"""Cases: a case is one measured call. Also parses shapes and dtypes."""
 
 import math
 import re
@@ -13,9 +13,10 @@ SUFFIX = {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 @dataclass(frozen=True)
 class Case:
-    """One operation on a contiguous tensor of `shape` (its first input), along `dim`: -1, or another from the front.
+    """One operation on a contiguous tensor of `shape` (its first input), along `dim`.
 
-    operation: a name in `operations.OPERATIONS`. A row is what is reduced to one sum: n_rows of n_cols elements.
+    dim: -1, or another dim counted from the front. operation: a name in `operations.OPERATIONS`.
+    A row is the n_cols elements that are reduced to one sum; there are n_rows of them.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class Case:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What n_rows, n_cols and dtype do not say, for the record."""
+        """The facts that n_rows, n_cols and dtype do not give, for the record."""
         return {} if len(self.shape) == 2 and self.dim == -1 else {"shape": list(self.shape), "dim": self.dim}
 
     @property
@@ -57,7 +58,7 @@ class Case:
 
 
 def in_time(case: Case) -> bool:
-    """Whether it is bound by products, of which GB/s say nothing."""
+    """Whether matrix products bound the case, so that its figure is a time and not GB/s."""
     return case.operation.startswith("linear_")
 
 
@@ -70,7 +71,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Sizes and ranges between commas. start:stop:step is Python's range: stop is not included."""
+    """Sizes and ranges, separated by commas. start:stop:step is Python's range: stop is excluded."""
     sizes: list[int] = []
     for part in text.split(","):
         if ":" not in part:
@@ -87,7 +88,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_shapes(text: str) -> list[Case]:
-    """Shapes between commas: ROWSxCOLS, or any number of sizes and, after a colon, the dim that is not the last."""
+    """Shapes, separated by commas: ROWSxCOLS, or any number of sizes with the dim after a colon if not the last."""
     shapes = []
     for part in text.split(","):
         sizes, colon, dim = part.lower().partition(":")
@@ -95,7 +96,7 @@ def parse_shapes(text: str) -> list[Case]:
             raise ValueError(f"{part!r} is not a shape such as 4096x32768, or 64x4096x512:1 for dim 1")
         shape = tuple(map(parse_size, sizes.split("x")))
         if colon and (not dim.isdecimal() or int(dim) >= len(shape)):
-            raise ValueError(f"{part!r} names no dim of 0 to {len(shape) - 1} after its colon")
+            raise ValueError(f"{part!r} must name a dim from 0 to {len(shape) - 1} after its colon")
         shapes.append(Case(shape, dim=-1 if not colon or int(dim) == len(shape) - 1 else int(dim)))
     return shapes
 

@@ -1,13 +1,13 @@
-"""The ceilings: what plain kernels reach that move as many bytes the same way, and do nothing with them.
+"""The ceilings: plain kernels that move as many bytes in the same way and do nothing with them.
 
-copies  y = x: one read and one write; `result` converts what is written, `share` leaves a part of x unread
+copies  y = x: one read and one write; `result` converts the written values, `share` leaves a part of x unread
 adds    c = a + b: two reads and one write
-reads   every program combines what it reads into one number
-products  not of bytes: the three matrix products that a linear layer's loss cannot do without, by cuBLAS
+reads   every program combines its elements into one number
+products  not a matter of bytes: the three matrix products that a linear layer's loss needs, by cuBLAS
 
-Flat over contiguous elements, so an odd row length does not matter: accesses are of 16 bytes, of fewer only where a
-block gives its threads fewer. The last n % 16 elements (bytes, in reads) are left out; sizes stay divisible, without
-which Triton would load scalars.
+The kernels run flat over contiguous elements, so an odd row length does not matter. Accesses have 16 bytes, or fewer if
+a block gives its threads fewer. The last n % 16 elements (bytes, in reads) are left out, because Triton would load
+scalars if sizes were not divisible.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ SHARES = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """How a ceiling's programs are cut, in elements. `waves` > 0: a grid of that many programs per multiprocessor
-    strides over the blocks.
+    """How a ceiling's programs are cut, in elements.
+
+    waves: if > 0, a grid of that many programs per multiprocessor strides over the blocks.
     """
 
     block: int
@@ -44,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Copy:
-    """y = x in the dtype `result`, or x's. Of every 64 blocks `share` are read, and zeros stand for the others."""
+    """y = x in the dtype `result`, or x's. `share` of every 64 blocks are read; zeros replace the others."""
 
     shape: Shape
     result: torch.dtype | None = None
@@ -73,7 +74,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Add:
-    """c = a + b, both of one shape and dtype."""
+    """c = a + b, both with the same shape and dtype."""
 
     shape: Shape
 
@@ -99,7 +100,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Read:
-    """The exclusive or of the 4-byte words that each program reads: it depends on every bit. Blocks count words."""
+    """The exclusive or of each program's 4-byte words, which depends on every bit. Blocks count words."""
 
     shape: Shape
 
@@ -126,7 +127,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Products:
-    """logits = x w', then their products with w and with x: what remains of a linear layer's loss without the loss."""
+    """logits = x w', then their products with w and with x: a linear layer's loss without the loss."""
 
     name: str = "3 GEMMs"
 
@@ -143,7 +144,7 @@ Ceiling = Copy | Add | Read | Products
 
 
 def copies(result: torch.dtype | None = None, share: float = 1.0) -> list[Ceiling]:
-    """share: of x that is read, to the nearest 64th."""
+    """Copy kernels. share: the part of x that is read, to the nearest 64th."""
     sizes = [(1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8)]
     plain = [Shape(block, warps, streaming) for block, warps in sizes for streaming in (False, True)]
     shapes = [*plain, Shape(2048, 4, waves=16), Shape(4096, 8, waves=8), Shape(8192, 8, True, waves=8)]

@@ -1,6 +1,6 @@
-"""A run's charts, as Vega-Lite by Altair: the same ones for the page and for image files.
+"""A run's charts, as Vega-Lite by Altair. The page and the image files show the same ones.
 
-A provider has a colour, a shape and a dash of its own everywhere; the ceiling is a line above them.
+A provider has the same colour, shape and dash everywhere; the ceiling is a line of its own.
 """
 
 import math
@@ -18,8 +18,8 @@ from fused_softmax.bench.plot import STYLES, axis_of
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of
 
 OWN = "fused_softmax"
-INK = "#1a1c1f"  # of the ceiling; the page turns it light in the dark
-# Vega's shapes for the markers of the plots, so that a provider looks alike in both.
+INK = "#1a1c1f"  # the ceiling's colour; the dark page replaces it by a light one
+# Vega's shapes for the plots' markers, so that a provider looks alike in both.
 SHAPES = {
     "o": "circle",
     "s": "square",
@@ -51,20 +51,20 @@ SIZE_LABEL = (
 WORDS = {"n_cols": "columns", "n_rows": "rows"}
 # A map of rows by columns is drawn where at least this part of it has a figure.
 DENSE = 0.4
-VALIDATE = False  # against Vega-Lite's schema: half of the time, so the tests do it
-CROWDED = 60  # points of a line from which its marks are small
+VALIDATE = False  # against Vega-Lite's schema: takes half of the time, so only the tests do it
+CROWDED = 60  # from so many points on, a line's marks are small
 
 
 @dataclass(frozen=True)
 class Chart:
-    """name: of its files; caption: what it shows, a sentence for people who do not see it either."""
+    """A chart. name: of its files. caption: a sentence on what it shows, also for people who cannot see it."""
 
     name: str
     title: str
     caption: str
     spec: dict[str, Any]
-    shown: str = ""  # of a grid, the line of it that is shown at first
-    dots: bool = False  # marks on a line for each shape: long names on the left, little room for a legend
+    shown: str = ""  # in a grid, the line that is shown at first
+    dots: bool = False  # one line of marks for each shape: long names on the left leave little room for a legend
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Group:
 
 
 class Panel:
-    """The points of one operation and dtype, as rows of data, and what their charts share."""
+    """The points of one operation and dtype as rows of data, and everything that their charts share."""
 
     def __init__(self, run: Run, points: Sequence[Point], stem: str):
         self.run, self.stem = run, stem
@@ -97,7 +97,7 @@ class Panel:
 
     @property
     def shapes(self) -> list[str]:
-        """In the order of their places."""
+        """The shapes, in the order of their places."""
         return [case.size for case in sorted(self.at, key=lambda case: (self.at[case], case.n_rows))]
 
     def row(self, point: Point, **more: Any) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Panel:
         )
         if not crowded:
             shown = marks.transform_filter(alt.datum.provider != self.ceiling)
-        else:  # of a crowd every eighth is marked, enough to tell the lines apart
+        else:  # on a crowded line every eighth point is marked, enough to tell the lines apart
             shown = marks.transform_filter(f"datum.place % 8 == 0 && datum.provider != '{self.ceiling}'").encode(
                 size=alt.value(42)
             )
@@ -177,7 +177,7 @@ class Panel:
         return layers.add_params(chosen).transform_filter(alt.datum.by == chosen)
 
     def along(self) -> alt.X:
-        """The axis of what varies: by powers of two where it spans more than four of them."""
+        """The axis of the varying size: logarithmic if it spans more than four powers of two."""
         places = list(self.at.values())
         title = WORDS[self.axis]
         if max(places) <= 16 * min(places):
@@ -188,7 +188,7 @@ class Panel:
         return alt.X("at:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False, padding=8), axis=axis)
 
     def placed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Sorted, each with its number along its provider's line."""
+        """The rows, sorted, each with its number along its provider's line."""
         rows = sorted(rows, key=lambda row: row["at"])
         seen: Counter[tuple[Any, ...]] = Counter()
         for row in rows:
@@ -235,7 +235,7 @@ class Panel:
         return self.chart("ratio", "Ratio to the ceiling", caption, (one + chart).properties(height=chart.height))
 
     def speed_up(self) -> Chart | None:
-        """This package over the others; of rows by columns over torch, where the points fill such a map."""
+        """This package over the others, or a map of rows by columns over torch if the points fill it."""
         own = {p.case: _figure(p, self.on_gpu).p50_us for p in self.points if p.provider == OWN}
         others = [name for name in self.names if name != OWN]
         rows = [
@@ -283,7 +283,7 @@ class Panel:
             alt.Text("factor:Q", format=".2f"),
             color=alt.when(dark).then(alt.value("#ffffff")).otherwise(alt.value("#16181a")),
         )
-        caption = f"How many times as fast this package is, {how}; by {'kernel' if self.on_gpu else 'wall'} time."
+        caption = f"How many times as fast this package is, {how}, by {'kernel' if self.on_gpu else 'wall'} time."
         return self.chart("speed_up", "Speed-up", caption, (cells + text).properties(height=20 * lines))
 
     def call_against_kernel(self) -> Chart | None:
@@ -311,7 +311,7 @@ class Panel:
             x, y, looks["color"], looks["shape"], tooltip=tooltip,
             opacity=alt.when(picked).then(alt.value(0.85)).otherwise(alt.value(0.1)),
         ).add_params(picked)  # fmt: skip
-        caption = "Eager wall time against time on the GPU. On the line the host keeps up; above it, it is what counts."
+        caption = "Eager wall time against time on the GPU. On the line the host keeps up; above it, it does not."
         chart = (same.encode(x, y) + marks).properties(height=300)
         return self.chart("call", "Call against kernel", caption, chart)
 
@@ -319,12 +319,12 @@ class Panel:
         rows = [self.row(p, value=p.memory_bytes / 2**20) for p in self.points if p.memory_bytes]
         if not rows:
             return None
-        caption = "The most that one call had allocated at once beside its inputs, its result included."
+        caption = "The most memory that one call allocated at once, its result included, its inputs not."
         chart = self.lines(self.placed(rows), "value", "MiB", ceiling=False, log=True)
         return self.chart("memory", "Memory", caption, chart)
 
     def frontier(self) -> Chart | None:
-        """Where memory buys time: a linear layer's loss, by chunks of many sizes."""
+        """Time against memory: a linear layer's loss with chunks of many sizes."""
         rows = [
             self.row(p, ms=p.kernel.p50_us / 1e3, mib=p.memory_bytes / 2**20)
             for p in self.points
@@ -337,7 +337,7 @@ class Panel:
         largest = max(shapes, key=lambda size: min(row["ms"] for row in rows if row["shape"] == size))
         chosen = alt.param(bind=alt.binding_select(options=shapes, name="tokens x hidden x vocabulary "), value=largest)
         x = alt.X(
-            "mib:Q", title="MiB that a call had allocated at most", scale=alt.Scale(type="log", nice=False, padding=12)
+            "mib:Q", title="MiB that a call allocated at most", scale=alt.Scale(type="log", nice=False, padding=12)
         )
         y = alt.Y("ms:Q", title="ms", scale=alt.Scale(type="log", nice=False, padding=12))
         tooltip = [
@@ -352,14 +352,14 @@ class Panel:
         floor = floor.encode(alt.Y("ms:Q"), tooltip=["what:N", "shape:N", alt.Tooltip("ms:Q", format=".4~g")])
         chart = alt.layer(floor.transform_filter(alt.datum.shape == chosen), marks).add_params(chosen)
         caption = (
-            "Time on the GPU against the most that one call had allocated beside its inputs, its gradients included. "
-            "Left and low is better; the line is the matrix products alone."
+            "Time on the GPU against the most memory that one call allocated, its gradients included, its inputs not. "
+            "Lower left is better; the line is the matrix products alone."
         )
         return self.chart("frontier", "Time against memory", caption, chart.properties(height=300))
 
 
 def _shortened(part: Any) -> Any:
-    """A specification with its numbers at five digits: a third of a page of sweeps was what nobody can see."""
+    """A specification with numbers of five digits. More digits made a third of the page and cannot be seen."""
     if isinstance(part, float):
         return float(f"{part:.5g}")
     if isinstance(part, dict):
@@ -368,7 +368,7 @@ def _shortened(part: Any) -> Any:
 
 
 def grid_of(cases: Iterable[Case]) -> tuple[str, str] | None:
-    """Of shapes that fill a grid of rows by columns well enough, the size of which there are more, and the other."""
+    """The two sizes of shapes that fill a grid of rows by columns well enough, the more numerous size first."""
     different = set(cases)
     n_rows, n_cols = ({getattr(case, name) for case in different} for name in ("n_rows", "n_cols"))
     flat = all(len(case.shape) == 2 for case in different)
@@ -378,7 +378,7 @@ def grid_of(cases: Iterable[Case]) -> tuple[str, str] | None:
 
 
 def groups(run: Run, stem: str) -> list[Group]:
-    """The charts of a run, by operation and dtype; those that it has no figures for are left out."""
+    """A run's charts, by operation and dtype. Charts without figures are left out."""
     kinds: dict[tuple[str, str], list[Point]] = {}
     for point in run.points:
         kinds.setdefault((point.operation, point.dtype), []).append(point)
@@ -396,7 +396,7 @@ def groups(run: Run, stem: str) -> list[Group]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one operation and dtype: geometric means of this package, over all its shapes."""
+    """This package's geometric means over all shapes of one operation and dtype."""
 
     operation: str
     dtype: str
@@ -407,7 +407,7 @@ class Summary:
 
 
 def summaries(run: Run) -> list[Summary]:
-    """This package's figures in a line for each operation and dtype that has any."""
+    """One summary for each operation and dtype for which this package has figures."""
     on_gpu = any(point.kernel for point in run.points)
     kinds: dict[tuple[str, str], dict[str, dict[Case, Point]]] = {}
     for point in run.points:

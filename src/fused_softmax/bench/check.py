@@ -1,4 +1,4 @@
-"""Inputs that can fail, and the comparison with float64 that comes before every figure."""
+"""Inputs that can make a kernel fail, and the comparison with float64 that precedes every figure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,18 +10,20 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import Inputs, operation_of
 from fused_softmax.bench.providers import Call
 
-# Elements compared at once: float64 copies of a whole tensor would not fit beside large inputs.
+# Elements compared at once. float64 copies of a whole tensor would not fit beside large inputs.
 CHUNK = 2**24
-# Others may round their intermediates to the dtype, as naive does: a few roundings, no more.
+# Other providers may round their intermediates to the dtype, as naive does: a few roundings, no more.
 OTHERS_ROUNDINGS = 8
-# The state is fp32: the exponential's argument and the sum are rounded too. Little beside a rounding of 2-byte outputs.
+# The state is fp32, so the exponential's argument and the sum are rounded too. 2-byte outputs round far more.
 STATE_ERROR = 2 * 2.0**-23
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest distance from float64; of a row's sum from its sum in float64 (0 where a row has one result); and what to
-    expect in float64: the largest magnitude, and of a row the largest sum of magnitudes.
+    """How far a result is from float64, and how large the float64 result is.
+
+    largest: the largest distance of an element. row_sum: of a row's sum (0 if a row has one result).
+    peak: the largest magnitude in float64. mass: a row's largest sum of magnitudes in float64.
     """
 
     largest: float
@@ -31,23 +33,23 @@ class Errors:
 
 
 def inputs(case: Case, count: int, device: str, seed: int) -> list[Inputs]:
-    """The tensors of `count` calls, different ones for each."""
+    """The tensors of `count` calls; each call has its own."""
     generator = torch.Generator(device).manual_seed(seed)
     return [operation_of(case).inputs(case, generator) for _ in range(count)]
 
 
 def cut_axis(case: Case) -> int:
-    """The axis along which a comparison is cut into chunks: the first that is not reduced."""
+    """The axis along which a comparison is cut into chunks: the first axis that is not reduced."""
     return 1 if case.dim == 0 else 0
 
 
 def comparison_bytes(case: Case) -> int:
-    """What the float64 tensors of a comparison take at once."""
+    """Bytes that the float64 tensors of a comparison take at once."""
     return 8 * 8 * min(CHUNK + case.elements // case.shape[cut_axis(case)], case.elements)
 
 
 class Judge:
-    """What the result for these inputs must be: within torch's own distance from float64, and a few roundings."""
+    """Judges a result for these inputs. It may be as far from float64 as torch's, plus a few roundings."""
 
     def __init__(self, case: Case, inputs: Inputs):
         self.case, self.inputs = case, inputs
@@ -59,13 +61,13 @@ class Judge:
         self.torch_errors = self.errors(y)
 
     def poisoned(self, call: Call) -> object:
-        """The call's result, allocated where NaN has just been, so that what it does not write shows."""
+        """The call's result, allocated where NaN has just been, so that elements it does not write show."""
         poison = torch.full(self.shape, float("nan"), dtype=self.dtype, device=self.inputs[0].device)
         del poison
         return call(*self.inputs)
 
     def allowed(self, own: bool) -> tuple[float, float]:
-        """The largest error and row-sum error to accept: torch's own in the same dtype, one rounding of the output."""
+        """The largest accepted error and row-sum error: torch's in the same dtype, plus one rounding of the output."""
         rounding = torch.finfo(self.dtype).eps / 2 * (1 if own else OTHERS_ROUNDINGS)
         if self.dtype == torch.float64:  # the reference is rounded too
             rounding *= OTHERS_ROUNDINGS
@@ -75,7 +77,7 @@ class Judge:
         return torchs.largest + rounding * torchs.peak, torchs.row_sum + 4 * rounding * torchs.mass
 
     def complaint(self, y: object, limits: tuple[float, float]) -> tuple[str, Errors | None]:
-        """What is wrong with y ("" if nothing), and its errors."""
+        """What is wrong with y ("" if nothing is), and its errors."""
         if not isinstance(y, Tensor) or y.shape != self.shape or y.dtype != self.dtype:
             got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
             return f"returned {got} where {tuple(self.shape)} {self.dtype} is expected", None
@@ -104,13 +106,13 @@ class Judge:
         return Errors(*found.tolist())
 
     def chunks(self, y: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
-        """y and the inputs in parts along one axis other than `dim`; what broadcasts along it stays whole."""
+        """y and the inputs, cut along one axis other than `dim`. Inputs that broadcast along it stay whole."""
         if operation_of(self.case).whole:
             yield y, self.inputs
             return
         size = self.case.shape[self.axis]
         step = max(1, CHUNK * size // self.case.elements)
-        # Without `dim`, the axis after it has moved one to the front.
+        # The result lacks `dim`, so the axes after it have moved forward by one.
         y_axis = self.axis - (self.reduced and self.dim < self.axis)
         for start in range(0, size, step):
             here = min(step, size - start)
@@ -119,6 +121,6 @@ class Judge:
 
 
 def fingerprint(inputs: Inputs) -> list[int]:
-    """Changes when one of them is written: no provider may spoil the inputs that all share."""
+    """A number for each input that changes when the input is written: providers share the inputs."""
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     return [int(x.view(integer[x.element_size()]).sum(dtype=torch.int64)) for x in inputs]

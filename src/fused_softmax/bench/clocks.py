@@ -1,10 +1,10 @@
-"""What the GPU's clocks did while it was timed, through NVML where that is installed. Nothing is changed."""
+"""Reads the GPU's clocks while it is timed, through NVML if that is installed. Changes nothing."""
 
 import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons that say why clocks are lower than they could be.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that say why the clocks are lowered.
 THROTTLE_REASONS = {
     0x004: "software power cap",
     0x008: "hardware slowdown",
@@ -17,10 +17,10 @@ THROTTLE_REASONS = {
 
 
 class Clocks:
-    """Readings of one GPU. Without NVML, or where it refuses, there are none and no error."""
+    """Readings of one GPU. Without NVML, or if it refuses, there are none and no error."""
 
     def __init__(self, uuid: str | None = None, index: int = 0):
-        """uuid: the GPU's, as torch gives it, since NVML counts GPUs that CUDA_VISIBLE_DEVICES hides."""
+        """uuid: the GPU's, from torch. An index does not do: NVML counts GPUs that CUDA_VISIBLE_DEVICES hides."""
         self._handle: Any = None
         try:
             import pynvml
@@ -38,7 +38,7 @@ class Clocks:
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode())
 
     def read(self) -> dict[str, Any]:
-        """Now: MHz of the multiprocessors and the memory, degrees Celsius, watts, reasons for lower clocks."""
+        """MHz of the multiprocessors and the memory now, degrees Celsius, watts, and reasons for lower clocks."""
         if self._handle is None:
             return {}
         nvml, handle = self._nvml, self._handle
@@ -57,7 +57,7 @@ class Clocks:
 
 
 def _event_reasons(nvml: Any, handle: Any) -> int:
-    """By the newer name where the driver's library has it."""
+    """Reads the reasons by their newer name if the driver's library has it."""
     for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
         if hasattr(nvml, name):
             with contextlib.suppress(Exception):
@@ -70,7 +70,7 @@ def reasons(bits: int) -> list[str]:
 
 
 def summary(readings: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of several readings the lowest clocks, the highest temperature and power, every reason; None of none."""
+    """The lowest clocks, highest temperature and power, and all reasons of several readings. None for none."""
     seen = [reading for reading in readings if reading]
     if not seen:
         return None

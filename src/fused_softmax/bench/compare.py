@@ -1,4 +1,4 @@
-"""Two runs side by side: what got faster or slower by more than either run's own spread."""
+"""Compares two runs: what got faster or slower by more than either run's own spread."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from fused_softmax.bench.record import Figure, Point, Run
 Clock = Literal["kernel", "call"]
 By = Literal["time", "ratio"]
 Verdict = Literal["slower", "faster", "same"]
-# Figures that are gone, and why that is worse than any time.
+# Statuses of a point that lost its figure, which is worse than any time.
 LOST = ("wrong", "refused")
 
 
@@ -19,8 +19,8 @@ LOST = ("wrong", "refused")
 class Change:
     """One provider at one case in both runs.
 
-    factor: time after over time before; by ratio, of times in units of each run's own ceiling.
-    verdict: "same" where the spans from p20 to p80 overlap, or the medians differ by less than the tolerance.
+    factor: the time after over the time before; by ratio, both in units of each run's own ceiling.
+    verdict: "same" if the spans from p20 to p80 overlap or the medians differ by less than the tolerance.
     """
 
     case: Case
@@ -34,7 +34,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Lost:
-    """What had a figure before and has none now."""
+    """A point that had a figure before and has none now."""
 
     case: Case
     provider: str
@@ -44,7 +44,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Comparison:
-    """changes, in the order of the first run; lost; how many points stand in one run alone; differences, in words."""
+    """Changes in the order of the first run, lost figures, counts of points in one run alone, differences in words."""
 
     changes: list[Change]
     lost: list[Lost]
@@ -60,7 +60,7 @@ class Comparison:
         return int(bool(self.lost) or any(change.verdict == "slower" for change in self.changes))
 
     def means(self) -> dict[tuple[str, str, str, Clock], tuple[float, int, int, int]]:
-        """By operation, dtype, provider and clock: the geometric mean of the factors; how many, faster, slower."""
+        """By operation, dtype, provider and clock: the factors' geometric mean; counts of all, faster and slower."""
         groups: dict[tuple[str, str, str, Clock], list[Change]] = {}
         for each in self.changes:
             key = each.case.operation, each.case.dtype, each.provider, each.clock
@@ -87,9 +87,9 @@ def compare(
 ) -> Comparison:
     """Match the points of two runs by case and provider.
 
-    by: "time", or "ratio", which takes out of kernel times what moved the ceilings of both runs alike.
-    clock: which figures; None takes the kernel's where both have them, else the call's. Never one against the other.
-    tolerance: the least change of a median that counts, as a part of 1.
+    by: "time", or "ratio", which measures kernel times in units of each run's ceiling and so removes a common drift.
+    clock: which figures to compare. None takes the kernel's if both runs have them, else the call's, never a mix.
+    tolerance: the smallest relative change of a median that counts.
     """
     olds, news = ({(p.case, p.provider): p for p in run.points if wanted(p)} for run in (before, after))
     changes, lost = [], []
@@ -132,7 +132,7 @@ def _span(figure: Figure, unit: float) -> tuple[float, float]:
 
 
 def differences(before: Run, after: Run) -> list[str]:
-    """What makes the two runs two experiments: the GPU first, then versions, source, dtypes, moved ceilings."""
+    """How the runs differ as experiments: the GPU first, then versions, source, dtypes and moved ceilings."""
     said = []
     gpus = [(run.environment.get("gpu") or {}).get("name", "no GPU") for run in (before, after)]
     if gpus[0] != gpus[1]:
@@ -148,7 +148,7 @@ def differences(before: Run, after: Run) -> list[str]:
     if moved := [tops[1][case] / tops[0][case] for case in tops[0].keys() & tops[1].keys()]:
         mean = geometric_mean(moved)
         if abs(mean - 1) > 0.01:
-            said.append(f"the ceilings are {mean:.3f} of what they were: --by ratio takes that out")
+            said.append(f"the ceilings are {mean:.3f} of what they were: --by ratio removes that")
     return said
 
 

@@ -1,4 +1,4 @@
-"""From a case to its points: every provider is compared with float64, and what passed is timed."""
+"""Measures a case: compares every provider with float64, then times those that pass."""
 
 import gc
 import os
@@ -27,15 +27,15 @@ from fused_softmax.bench.timing import (
 )
 from fused_softmax.bench.verify import interpreting
 
-# Host time says something only where the GPU does not keep the queue full anyway.
+# Host time matters only if the GPU does not keep the queue full anyway.
 SMALL_CALL_US = 100
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds in turns, and milliseconds for each provider in each.
+    """How long to measure: rounds in which providers take turns, and milliseconds for each provider in a round.
 
-    named: the providers were chosen, not all taken.
+    named: the user named the providers; by default all are taken.
     """
 
     rounds: int = 3
@@ -45,7 +45,7 @@ class Effort:
     named: bool = False
 
     def recorded(self) -> dict[str, Any]:
-        """What figures of two runs must share to stand in one file."""
+        """The facts that two runs must share for their figures to be in one file."""
         return {"rounds": self.rounds, "budget_ms": self.budget_ms, "seed": self.seed, "timed": self.time}
 
 
@@ -55,7 +55,7 @@ def measure(case: Case, names: Sequence[str], effort: Effort) -> list[Point]:
 
 
 def known(case: Case, names: Iterable[str]) -> list[str]:
-    """Those of the names that are providers of the case's operation."""
+    """The names that are providers of the case's operation."""
     return [name for name in names if name in operation_of(case).providers]
 
 
@@ -89,7 +89,7 @@ def _measure_gpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point
 def _time(
     case: Case, sets: list[Inputs], points: dict[str, Point], entrants: dict[str, Entrant], effort: Effort
 ) -> dict[str, Point]:
-    """The points of the entrants, with figures."""
+    """The entrants' points, with figures."""
     operation = operation_of(case)
     floor = operation.floor_bytes(case)
     timer = GraphTimer(floor, sets)
@@ -135,7 +135,7 @@ def _clocks() -> clocks.Clocks:
 
 
 def too_large(case: Case, sets: int) -> str:
-    """Why `sets` of inputs and results do not fit beside what checking and torch's intermediate tensors take, or ""."""
+    """Why `sets` of inputs and results do not fit into memory beside the tensors of the check, or ""."""
     if on_gpu():
         free = torch.cuda.mem_get_info()[0]
     else:
@@ -158,7 +158,7 @@ def point(case: Case, name: str, status: str, message: str = "", **figures) -> P
 def _check_all(
     case: Case, names: Iterable[str], inputs: Inputs, effort: Effort
 ) -> tuple[dict[str, Point], dict[str, Entrant]]:
-    """A point for every name, and those fit to be timed."""
+    """A point for every name, and the entrants that may be timed."""
     points, entrants = {}, {}
     judge = Judge(case, inputs)
     before = check.fingerprint(inputs)
@@ -192,7 +192,7 @@ def _check_all(
 
 
 def _with_memory(judge: Judge, call: Call) -> tuple[object, int | None]:
-    """The call's result, and on a GPU the bytes it had allocated at most beside what was there."""
+    """The call's result, and on a GPU the most bytes that the call allocated."""
     if not judge.inputs[0].is_cuda:
         return judge.poisoned(call), None
     judge.poisoned(call)  # compilers and caches allocate on the first call
@@ -218,7 +218,7 @@ def _measure_cpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point
 
 
 def not_on_cpu(case: Case, name: str, named: bool) -> str:
-    """Why a provider has no time on a CPU, or "". named: it was asked for by name."""
+    """Why a provider has no time on a CPU, or "". named: the user asked for it by name."""
     if operation_of(case).needs_gpu(name):
         return "a GPU kernel, and there is no GPU"
     if name == OWN and interpreting():

@@ -1,7 +1,7 @@
-"""One provider at one shape, call after call: what to run beside a profiler, or to see a single figure soon.
+"""Times one provider at one shape, call after call: for a single quick figure, or to run under a profiler.
 
-Every call is timed alone, on the same inputs, the queue empty before it: launch latency counts, and what fits L2 is
-read from there. `fused-softmax bench --shape` measures kernels apart from that, and beside a ceiling.
+Every call is timed alone, on the same inputs, with an empty queue before it. So launch latency counts, and inputs that
+fit into L2 are read from there. `fused-softmax bench --shape` measures kernels without either, and beside a ceiling.
 """
 
 import statistics
@@ -29,7 +29,7 @@ class NoFigure(RuntimeError):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each call, in the order they were made."""
+    """Seconds of each call, in order."""
 
     case: Case
     provider: str
@@ -38,7 +38,7 @@ class Times:
 
     @property
     def trimmed(self) -> int:
-        """How many are left out at each end."""
+        """How many calls are left out at each end."""
         return int(TRIMMED * len(self.seconds))
 
     @property
@@ -64,7 +64,7 @@ class Times:
 
 
 def prepared(case: Case, name: str, seed: int = 0) -> tuple[Call, Inputs]:
-    """The provider's call and inputs for it, on the GPU where there is one. NoFigure where it has no call."""
+    """The provider's call and its inputs, on the GPU if there is one. NoFigure if it has no call."""
     operation = operation_of(case)
     if name not in operation.providers:
         raise NoFigure(f"{case.operation} has no provider {name!r}; it has {', '.join(operation.providers)}")
@@ -80,7 +80,7 @@ def prepared(case: Case, name: str, seed: int = 0) -> tuple[Call, Inputs]:
 
 
 def call_once(case: Case, name: str, seed: int = 0) -> None:
-    """One call and no more, unchecked, for a profiler that wraps this process."""
+    """Make exactly one call, unchecked, for a profiler that wraps this process."""
     call, inputs = prepared(case, name, seed)
     try:
         call(*inputs)
@@ -90,7 +90,7 @@ def call_once(case: Case, name: str, seed: int = 0) -> None:
 
 
 def time_calls(case: Case, name: str, warmup: int, iterations: int, seed: int = 0) -> Times:
-    """The times of `iterations` calls. NoFigure where the first result is further from float64 than it may be."""
+    """The times of `iterations` calls. NoFigure if the first result is further from float64 than allowed."""
     call, inputs = prepared(case, name, seed)
     judge = Judge(case, inputs)
     try:

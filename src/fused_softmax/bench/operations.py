@@ -1,4 +1,4 @@
-"""What can be measured: an operation is one entry of OPERATIONS, which a sweep then names."""
+"""The operations that can be measured. Each is one entry of OPERATIONS; sweeps name them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,27 +13,30 @@ from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softma
 from fused_softmax.bench import ceiling, providers
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.providers import COMPILED, NEEDS_GPU, OWN, TORCH, Call, Provider, compiled
-from fused_softmax.ops.softmax_backward import softmax_backward
+from fused_softmax.ops import softmax_calls
+from fused_softmax.register.table import OPERATORS
 
 Inputs = tuple[Tensor, ...]
-SAMPLE = Case((61, 781))  # the tutorial's irregular 1823 x 781, with rows for seconds of interpreting
+SAMPLE = Case((61, 781))  # the tutorial's irregular 1823 x 781 with fewer rows, for seconds of interpreting
 SCALE = 0.125  # of causal scores; a power of two, so that scaling rounds nothing
 
 
 @dataclass(frozen=True)
 class Operation:
-    """All the bench has to know.
+    """Everything the bench knows about an operation.
 
-    inputs: the tensors of one call, on the generator's device; the first is of the case's shape, or the first dims of
-        it, and of its dtype.
-    own: this package's call. formula: the same of torch's functions; of float64 tensors it is the truth, and compiled
-        it is the provider torch.compile. eager: torch's own call, where it is not the formula. peers: the others.
-    held_bytes: of the inputs and the result. unread_bytes: of those, what need not be moved; the rest is the floor.
-    ceilings: the plain kernels that the figures are held against, called with the same inputs.
-    parameters: what the case does not say, for the record.
-    planned: how many inputs the planner counts, where `plan_rows` alone decides the launch; 0 records no plan.
-    whole: the result is no function of its rows of inputs alone, and compared all at once.
-    checking_bytes: what comparing takes beside inputs and results, where the case's elements do not say it.
+    inputs: the tensors of one call, on the generator's device. The first has the case's dtype, and its shape or first
+        dims.
+    own: this package's call.
+    formula: the same in torch's functions. On float64 tensors it is the truth; compiled, it is the provider
+        torch.compile.
+    eager: torch's own call, if it is not the formula. peers: the other providers.
+    held_bytes: bytes of the inputs and the result. unread_bytes: the part that need not move; the rest is the floor.
+    ceilings: the plain kernels that the figures are compared with, called with the same inputs.
+    parameters: facts that the case does not give, for the record.
+    planned: how many inputs the planner counts, if `plan_rows` alone decides the launch. 0 records no plan.
+    whole: a row of the result depends on more than its row of inputs, so the whole result is compared at once.
+    checking_bytes: bytes of the comparison beside inputs and results, if the case's elements do not give them.
     own_needs_gpu: our call has no CPU path.
     sample: the case that is checked under Triton's interpreter.
     """
@@ -59,11 +62,11 @@ class Operation:
 
     @property
     def baseline(self) -> Provider:
-        """torch's own call, whose errors in the case's dtype are what others are allowed."""
+        """torch's own call. Its errors in the case's dtype bound the others'."""
         return self.eager or self.formula
 
     def floor_bytes(self, case: Case) -> int:
-        """What no call can avoid moving. The same for every provider."""
+        """The bytes that every call must move; the same for every provider."""
         return self.held_bytes(case) - self.unread_bytes(case)
 
     def needs_gpu(self, name: str) -> bool:
@@ -75,12 +78,12 @@ def operation_of(case: Case) -> Operation:
 
 
 def provider_names(names: Iterable[str] = ()) -> list[str]:
-    """Who measures any of the operations named, or any at all."""
+    """The providers of the named operations, or of all operations."""
     return list(dict.fromkeys(who for name in names or OPERATIONS for who in OPERATIONS[name].providers))
 
 
 def logits(case: Case, generator: torch.Generator) -> Tensor:
-    """Peaked logits: twice a normal, and in every row one value far above the rest."""
+    """Peaked logits: normal with deviation 2, and one value in every row far above the rest."""
     device, dtype = generator.device, getattr(torch, case.dtype)
     one_a_row = [1 if axis == case.dim % len(case.shape) else size for axis, size in enumerate(case.shape)]
     x = torch.randn(case.shape, device=device, dtype=dtype, generator=generator).mul_(2)
@@ -102,7 +105,7 @@ def alone(case: Case, generator: torch.Generator) -> Inputs:
 
 
 def output_and_gradient(function: Call, mean: float) -> Callable[[Case, torch.Generator], Inputs]:
-    """(dy, y): a normal around `mean`, and what `function` gives for peaked logits."""
+    """(dy, y): normal values around `mean`, and `function` of peaked logits."""
 
     def inputs(case: Case, generator: torch.Generator) -> Inputs:
         y = function(logits(case, generator), dim=-1)
@@ -112,7 +115,7 @@ def output_and_gradient(function: Call, mean: float) -> Callable[[Case, torch.Ge
 
 
 def own_backward(log: bool) -> Provider:
-    return lambda case: lambda dy, y: softmax_backward(dy, y, torch.empty_like(y), log=log)
+    return lambda case: lambda dy, y: softmax_calls.backward(dy, y, -1, y.dtype, log, False, 1.0)
 
 
 def torch_backward(function: Call) -> Provider:
@@ -136,17 +139,17 @@ def log_softmax_gradient(case: Case) -> Call:
 
 
 def widest(x: Tensor) -> torch.dtype:
-    """That of the arithmetic: at least float32."""
+    """The dtype of the arithmetic: at least float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def scores(case: Case, generator: torch.Generator) -> Inputs:
-    """Logits that are peaked once they are scaled."""
+    """Logits that are peaked after scaling."""
     return (logits(case, generator).div_(SCALE),)
 
 
 def causal(case: Case) -> Call:
-    """With the mask made of indices, which torch.compile computes as it goes."""
+    """Causal softmax with a mask made from indices, which torch.compile can fuse."""
     n_queries, n_keys = case.shape[-2:]
 
     def call(x):
@@ -158,7 +161,7 @@ def causal(case: Case) -> Call:
 
 
 def causal_eager(case: Case) -> Call:
-    """With the mask made beforehand."""
+    """Causal softmax with a mask made beforehand."""
     n_queries, n_keys = case.shape[-2:]
 
     def call(x):
@@ -173,7 +176,7 @@ def above_diagonal(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
 
 
 def above_diagonal_elements(case: Case) -> int:
-    """How many keys causality hides: none from the last query, from each one before it one more."""
+    """How many elements causality hides: no key from the last query, one more from each query before it."""
     n_queries, n_keys = case.shape[-2:]
     return case.elements // (n_queries * n_keys) * sum(min(i, n_keys) for i in range(n_queries))
 
@@ -184,12 +187,12 @@ def mask_shape(case: Case) -> list[int]:
 
 
 def bias_shape(case: Case) -> list[int]:
-    """One bias for all sequences, for each head its own: [1, heads, queries, keys]."""
+    """One bias for each head, shared by all sequences: [1, heads, queries, keys]."""
     return [1, *case.shape[1:]]
 
 
 def with_targets(case: Case, generator: torch.Generator) -> Inputs:
-    """Logits, and of every row a class: none is ignored."""
+    """Logits and one class for every row; no row is ignored."""
     device = generator.device
     return logits(case, generator), torch.randint(case.n_cols, (case.n_rows,), device=device, generator=generator)
 
@@ -199,7 +202,7 @@ def losses(case: Case) -> Call:
 
 
 def loss_gradient(function: Call) -> Provider:
-    """The gradient of the mean loss, with the forward pass that it takes."""
+    """The gradient of the mean loss, including the forward pass."""
 
     def call(x, target):
         with torch.enable_grad():
@@ -219,7 +222,7 @@ def loss_gradient_formula(case: Case) -> Call:
 
 
 def layer(case: Case, generator: torch.Generator) -> Inputs:
-    """Tokens [tokens, hidden], weights [classes, hidden], of one scale, which makes logits of 2; a class a token."""
+    """Tokens [tokens, hidden] and weights [classes, hidden], scaled for logits of deviation 2; a class a token."""
     n, n_features, n_classes = case.shape
     options: dict[str, Any] = {"device": generator.device, "generator": generator}
     scale = math.sqrt(2) * n_features**-0.25
@@ -228,8 +231,9 @@ def layer(case: Case, generator: torch.Generator) -> Inputs:
 
 
 def layer_gradient(function: Call) -> Provider:
-    """The weights' gradient of a linear layer's mean loss, the tokens' summed into its first row: one result, in which
-    a wrong one of either shows, and no copy.
+    """The gradients of a linear layer's mean loss as one result: the tokens' is summed into the weights' first row.
+
+    An error in either gradient shows in it, and nothing is copied.
     """
 
     def call(x, w, target):
@@ -242,7 +246,7 @@ def layer_gradient(function: Call) -> Provider:
 
 
 def with_sum(dx: Tensor, dw: Tensor) -> Tensor:
-    dw[0] += dx.sum(0, dtype=widest(dx)) * dx.shape[0] ** -0.5  # of the size of the others
+    dw[0] += dx.sum(0, dtype=widest(dx)) * dx.shape[0] ** -0.5  # as large as the other rows
     return dw
 
 
@@ -259,19 +263,19 @@ def linear_then_loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
 
 
 def layer_bytes(case: Case) -> int:
-    """Tokens, weights, targets and a gradient of the weights."""
+    """Bytes of the tokens, weights, targets and the weights' gradient."""
     n, n_features, n_classes = case.shape
     return (n + 2 * n_classes) * n_features * case.itemsize + 8 * n
 
 
 def layer_checking_bytes(case: Case) -> int:
-    """In float64, logits and what the formula makes of them, and all else."""
+    """Bytes in float64 of the logits, the formula's intermediates and the other tensors."""
     n, n_features, n_classes = case.shape
     return 8 * (5 * n * n_classes + 4 * (n + n_classes) * n_features)
 
 
 def with_mask(case: Case, generator: torch.Generator) -> Inputs:
-    """Three keys in four are kept, the first one always, so that no row is empty."""
+    """Logits and a mask that keeps three keys in four, always the first one, so that no row is empty."""
     mask = torch.rand(mask_shape(case), device=generator.device, generator=generator) > 0.25
     mask[..., 0] = True
     return logits(case, generator), mask
@@ -283,7 +287,7 @@ def with_bias(case: Case, generator: torch.Generator) -> Inputs:
     return logits(case, generator), bias
 
 
-OPERATIONS = {
+_ENTRIES = {
     "softmax": Operation(
         inputs=alone,
         own=lambda case: softmax,
@@ -340,7 +344,7 @@ OPERATIONS = {
         sample=Case((2, 3, 17, 131)),
     ),
     "softmax_backward": Operation(
-        inputs=output_and_gradient(torch.softmax, mean=1),  # a part of sum y * dy that is lost shows in every row
+        inputs=output_and_gradient(torch.softmax, mean=1),  # a lost part of sum y * dy then shows in every row
         own=own_backward(log=False),
         formula=softmax_gradient,
         eager=torch_backward(torch._softmax_backward_data),
@@ -409,3 +413,14 @@ OPERATIONS = {
         sample=Case((61, 24, 781)),
     ),
 }
+
+
+def _as_registered(entries: Mapping[str, Operation]) -> dict[str, Operation]:
+    """The entries in the order of the operators that they are of; each is named by one operator."""
+    named = [name for operator in OPERATORS for name in operator.bench]
+    if sorted(named) != sorted(entries):
+        raise ValueError(f"operators name {sorted(named)} for the bench, and its entries are {sorted(entries)}")
+    return {name: entries[name] for name in named}
+
+
+OPERATIONS = _as_registered(_ENTRIES)

@@ -1,4 +1,4 @@
-"""One page of several results that needs nothing beside itself, and its charts as files."""
+"""One self-contained page of several results, and its charts as files."""
 
 import base64
 import gzip
@@ -16,7 +16,7 @@ from fused_softmax.bench import charts, record
 from fused_softmax.bench.record import Run
 
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-# What is dark on white paper, and what stands for it on black.
+# Colours for a white page, and their replacements on a black one.
 DARK = {charts.INK: "#e8e6e1", "#5D3A9B": "#b39ae0", "#0072B2": "#6f8dff", "#8B6D05": "#cdaa33", "#D55E00": "#ff8740"}
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -44,7 +44,7 @@ class Part:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """The environment, a line each, what is not known left out."""
+        """The environment, one line for each known fact."""
         env = dict(self.run.environment)
         gpu = {f"GPU {name}": value for name, value in (env.pop("gpu", None) or {"": "none"}).items()}
         pairs = [*((name, env[name]) for name in env), *gpu.items(), *self.run.options.items()]
@@ -52,7 +52,7 @@ class Part:
 
     @property
     def notes(self) -> list[str]:
-        """What has no figure, a line for each reason, and what the clocks did."""
+        """Why points have no figure, one line for each reason, and what the clocks did."""
         reasons: dict[tuple[str, str], list[str]] = {}
         for point in self.run.points:
             if point.status not in ("ok", "untimed") or (point.message and not point.kernel and not point.call):
@@ -62,16 +62,16 @@ class Part:
             for (provider, status), where in reasons.items()
         ]
         if events := sorted({point.provider for point in self.run.points if point.method == "events"}):
-            lines.append(f"Timed by events around eager calls, not captured in a graph: {', '.join(events)}.")
+            lines.append(f"Timed by events around eager calls, because capture in a graph failed: {', '.join(events)}.")
         if throttled := sorted({why for p in self.run.points for why in (p.clocks or {}).get("throttled", ())}):
             lines.append(f"The GPU lowered its clocks while it was timed: {', '.join(throttled)}.")
         if not self.run.complete:
-            lines.append("The run stopped early: shapes are missing.")
+            lines.append("The run stopped early: some shapes are missing.")
         return lines
 
     @property
     def rows(self) -> Iterable[dict[str, Any]]:
-        """All figures, a line for each point that has some."""
+        """All figures, one row for each point."""
         for point in self.run.points:
             kernel, call = point.kernel, point.call
             best = kernel or call
@@ -88,13 +88,13 @@ class Part:
 
 
 def part(path: Path) -> Part:
-    """Raises ValueError for what is no result, OSError for what cannot be read."""
+    """A results file as a part of the page. ValueError if it holds no results, OSError if it cannot be read."""
     run = record.read(path)
     return Part(path.stem, run, charts.groups(run, path.stem), charts.summaries(run))
 
 
 def render(parts: Sequence[Part], title: str) -> str:
-    """The page as text: styles, scripts, data and all. It asks the network for nothing."""
+    """The whole page as text, with styles, scripts and data. It asks the network for nothing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fused_softmax.bench"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -114,13 +114,13 @@ def render(parts: Sequence[Part], title: str) -> str:
 
 
 def packed(specs: dict[str, Any]) -> str:
-    """What the page unpacks: a tenth of its letters, none of which ends the script it stands in."""
+    """The specifications compressed to a tenth, in letters that cannot end a script element."""
     text = json.dumps(specs, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object] = lambda name: None) -> list[Path]:
-    """PNG and SVG of every chart, named after the file, the operation, the dtype and what it shows."""
+    """Write every chart as PNG and SVG, named after the file, the operation, the dtype and the kind of chart."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for gpu, chart in ((each.gpu, chart) for each in parts for group in each.groups for chart in group.charts):
@@ -137,7 +137,7 @@ def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object
 
 
 def bare(spec: dict[str, Any]) -> dict[str, Any]:
-    """Without the address of the schema, which nothing reads, and Altair's own sizes."""
+    """A specification without its schema's address, which nothing reads, and without Altair's own sizes."""
     return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
 

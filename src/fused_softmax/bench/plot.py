@@ -1,6 +1,6 @@
-"""GB/s over row length, or over what varies instead: a line for every provider, and the ceiling above them.
+"""Plots GB/s over row length, or over what varies instead: a line for every provider, and the ceiling.
 
-Kernel figures where a run has them, wall time otherwise; never both in one plot.
+A plot shows kernel figures if the run has them, wall time otherwise, and never both.
 """
 
 import hashlib
@@ -12,8 +12,8 @@ from pathlib import Path
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, write_whole
 
-# Order and colours stand for providers, so that two plots read alike.
-# Okabe and Ito's colours: apart without colour vision.
+# Order and colours belong to providers, so that two plots read alike.
+# Okabe and Ito's colours can be told apart without colour vision.
 STYLES = {
     "fused_softmax": ("#D55E00", "o"),
     "torch": ("#0072B2", "s"),
@@ -26,7 +26,7 @@ STYLES = {
     "quack": ("#5D3A9B", "<"),
     "torch chunked": ("#1B3A57", ">"),
     "cce": ("#6A6A00", "8"),
-    # fused_softmax otherwise than by default
+    # fused_softmax with other options than the default
     "in one chunk": ("#7F2704", "p"),
     "chunks of 1024": ("#F4A582", "d"),
     "chunks of 256": ("#C51B7D", "X"),
@@ -63,7 +63,7 @@ def plot(run: Run, path: Path) -> None:
 
 
 def digest(run: Run) -> str:
-    """Of the figures that a plot shows: it stands in the file, so that a picture of other figures is found out."""
+    """A digest of the plotted figures. It is stored in the picture, so that a stale picture can be told."""
     shown = [
         (
             str(p.case),
@@ -107,7 +107,7 @@ def draw_panel(panel, points: list[Point], on_gpu: bool, ceiling: str) -> None:
 
 
 def axis_of(cases: Iterable[Case]) -> tuple[str, dict[Case, int]]:
-    """What tells the cases apart, and where each stands: row length, the number of rows, or one after the other."""
+    """The axis that tells the cases apart (row length, number of rows, or shape) and each case's place on it."""
     different = list(dict.fromkeys(cases))
     if all(len(case.shape) == 2 for case in different):
         for axis in ("n_cols", "n_rows"):

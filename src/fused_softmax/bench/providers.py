@@ -1,5 +1,7 @@
-"""Who is measured beside this package and torch. A provider is a function of a case that imports what it needs and
-returns `call(*inputs)`. One that cannot be imported is absent, and its error is the reason that is shown.
+"""The providers that are measured beside this package and torch.
+
+A provider is a function of a case. It imports what it needs and returns `call(*inputs)`. If the import fails, the
+provider is absent, and the error is shown as the reason.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ Provider = Callable[[Case], Call]
 
 
 def compiled(provider: Provider) -> Provider:
-    """By torch.compile, for the one shape it then meets: its best case. The reset keeps it off the recompile limit."""
+    """A provider under torch.compile, for one shape: its best case. The reset avoids the recompile limit."""
     import torch
 
     def provide(case: Case) -> Call:
@@ -84,7 +86,7 @@ def cut_cross_entropy(case: Case) -> Call:
 
 
 def torch_chunked(case: Case) -> Call:
-    from torch.nn import LinearCrossEntropyOptions  # torch 2.13 has it, earlier ones not
+    from torch.nn import LinearCrossEntropyOptions  # new in torch 2.13
     from torch.nn.functional import linear_cross_entropy
 
     from fused_softmax.bench.operations import layer_gradient
@@ -112,26 +114,26 @@ NEEDS_GPU = frozenset({"persistent", "hybrid", "online", "liger", "quack"})
 
 
 def forced(strategy: Strategy, x: "Tensor") -> Call:
-    """fused_softmax by one strategy, whatever the planner would choose for a tensor like x."""
+    """fused_softmax with one strategy, whatever the planner would choose for a tensor like x."""
     from fused_softmax.device import device_of
-    from fused_softmax.ops.softmax import softmax_forward
+    from fused_softmax.ops.softmax_calls import forward_by_plan
     from fused_softmax.plan import candidate
 
     n_rows, n_cols = x.shape
     itemsize, device = x.element_size(), device_of(x.get_device())
     plan = candidate(strategy, n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize))
-    return lambda x: softmax_forward(x, plan=plan)
+    return lambda x: forward_by_plan(x, plan)
 
 
 def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int, inputs: int = 1) -> RowPlan:
-    """The plan fused_softmax follows on a device for contiguous rows; inputs=2 for its gradient."""
+    """The plan that fused_softmax follows on a device for contiguous rows. inputs=2 is for its gradient."""
     from fused_softmax.plan import plan_rows
 
     return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize), inputs=inputs)
 
 
 def plan_of(case: Case, x: "Tensor", inputs: int) -> dict[str, Any] | None:
-    """The same for a case on the device of x, as a dict; None on a CPU, which takes ATen."""
+    """The plan for a case on x's device, as a dict. None on a CPU, which takes ATen."""
     if not x.is_cuda:
         return None
     from fused_softmax.device import device_of
@@ -141,7 +143,7 @@ def plan_of(case: Case, x: "Tensor", inputs: int) -> dict[str, Any] | None:
 
 
 def alignment(n_cols: int, itemsize: int) -> Alignment:
-    """How contiguous rows lie in fresh tensors, which start on 16 bytes: as the operator finds it for such tensors."""
+    """The alignment that the operator finds for contiguous rows of a fresh tensor, which starts on 16 bytes."""
     if n_cols * itemsize % 16 == 0:
         return "even"
     return "shifted" if n_cols * itemsize >= 32 else "scalar"

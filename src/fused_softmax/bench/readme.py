@@ -2,10 +2,10 @@
 
     python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json README.md [--place NAME] [--check]
 
-Rewrites what stands between the two markers, those of NAME where there are several tables, and nothing else; and draws
-the picture beside the results, which has their name, where the README shows it and it shows other figures. With --check
-it writes nothing, and exits with 1 where the README or the picture disagrees with the file. Standard library only, but
-for the drawing.
+Rewrites the text between two markers, and nothing else. NAME selects the markers if there are several tables. It also
+draws the picture beside the results, which has their name, if the README shows it and its figures are stale. With
+--check it writes nothing and exits with 1 if the README or the picture disagrees with the file. Standard library only,
+except for drawing.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from fused_softmax.bench.record import Point, Run
 
 
 def markers(place: str = "") -> tuple[str, str]:
-    """Where a table begins and ends."""
+    """The markers at the beginning and the end of a table."""
     name = f"results {place}".strip()
     return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
@@ -29,7 +29,7 @@ OWN = "fused_softmax"
 
 
 def render(run: Run) -> str:
-    """The Markdown between the markers: what was measured and how, a row for every shape, who was absent."""
+    """The Markdown between the markers: how it was measured, a row for every shape, absent providers."""
     timed = any(point.kernel for point in run.points)
     if not run.complete or not timed:
         raise ValueError("not a finished run on a GPU: it stopped early" if timed else "it has no kernel figures")
@@ -63,11 +63,14 @@ def _about(run: Run) -> str:
         )
     )
     if all(in_time(point.case) for point in run.points):
-        what = "Kernel time in us; the ratio is that of the three matrix products alone to it, in the same run."
+        what = (
+            "Kernel time in us. The ratio divides the time of the three matrix products alone by this package's, in "
+            "the same run."
+        )
     else:
         what = (
-            f"GB/s of {record.floor_of(run)}, kernel time; the ratio is to the best {record.ceiling_of(run)} on the "
-            "same buffers in the same run."
+            f"Kernel time as GB/s of {record.floor_of(run)}. The ratio compares this package with the best "
+            f"{record.ceiling_of(run)} on the same buffers in the same run."
         )
     return f"{what} {where}. Made by\n`{run.command}`."
 
@@ -76,14 +79,14 @@ def _notes(run: Run) -> list[str]:
     absent = list(dict.fromkeys(point.provider for point in run.points if point.status == "absent"))
     notes = []
     if any(point.method == "events" for point in run.points):
-        notes.append("\\* could not be captured in a CUDA graph: timed by events around eager calls.")
+        notes.append("\\* Could not be captured in a CUDA graph, so it was timed by events around eager calls.")
     if absent:
         notes.append(f"Not installed there: {', '.join(absent)}.")
     return [line for note in notes for line in ("", note)]
 
 
 def _cell(point: Point | None) -> str:
-    """GB/s, or of products us, or why there is none."""
+    """GB/s, or us if products are timed, or why there is no figure."""
     if point is None:
         return ""
     if point.kernel is None:
@@ -97,7 +100,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def replace(text: str, table: str, place: str = "") -> str:
-    """`text` with `table` between the markers, each of which must stand in it once, in order."""
+    """`text` with `table` between the markers. Each marker must occur once, in order."""
     begin, end = markers(place)
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"needs {begin} and, after it, {end}, once each")
@@ -109,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m fused_softmax.bench.readme", description="Fill the table of results.")
     parser.add_argument("results", type=Path, help="JSON that `fused-softmax bench --out` wrote")
     parser.add_argument("readme", type=Path, help="Markdown file with the two markers")
-    parser.add_argument("--place", default="", help="which pair of markers, where there are several")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they disagree")
+    parser.add_argument("--place", default="", help="which pair of markers, if there are several")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the two disagree")
     options = parser.parse_args(arguments)
     path = options.results
     try:

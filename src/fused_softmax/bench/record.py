@@ -1,6 +1,6 @@
-"""What a run leaves behind: one JSON file with its environment, its command and a point for every shape and provider.
+"""The record of a run: one JSON file with its environment, its command and a point for every shape and provider.
 
-No host name, user name or path is written. Files are replaced whole: a reader never sees half a run, and a run that
+It contains no host name, user name or path. Files are replaced whole, so a reader never sees half a run. A run that
 stops early leaves the earlier file alone and its own points in NAME.partial.json.
 """
 
@@ -27,7 +27,7 @@ Status = Literal["ok", "wrong", "refused", "absent", "untimed", "skipped"]
 
 @dataclass(frozen=True)
 class Figure:
-    """A time for one call, and the operation's floor bytes over its median."""
+    """The time of one call in us, and the operation's floor bytes over its median in GB/s."""
 
     p20_us: float
     p50_us: float
@@ -37,7 +37,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The fastest plain kernel that moves as many bytes the same way, in the same rounds."""
+    """The fastest plain kernel that moves as many bytes in the same way, in the same rounds."""
 
     name: str
     p50_us: float
@@ -48,14 +48,14 @@ class Ceiling:
 class Point:
     """One provider at one case.
 
-    operation, parameters: what is computed, and all of it that n_rows, n_cols and dtype do not say.
-    kernel: time on the GPU over rotating buffers; call: eager wall time. They are different experiments.
-    method: "graph" for graph replay, "events" where the provider could not be captured.
-    buffers, rotated_bytes: distinct sets of inputs and outputs in rotation, and their bytes (cold when above 4 x L2).
+    operation, parameters: what is computed; parameters hold what n_rows, n_cols and dtype do not say.
+    kernel: time on the GPU over rotating buffers. call: eager wall time. They are different experiments.
+    method: "graph" for graph replay, "events" if the provider could not be captured.
+    buffers: distinct sets of inputs and outputs in rotation. rotated_bytes: their bytes (cold when above 4 x L2).
     host_us: time to enqueue one call.
-    error, row_sum_error: largest distance from float64, and of a row's sum from what it is there.
-    memory_bytes: the most that the call had allocated at once beside its inputs, on a GPU.
-    clocks: while the case was timed, as `clocks.summary` gives them.
+    error, row_sum_error: largest distance from float64, of an element and of a row's sum.
+    memory_bytes: on a GPU, the most bytes that the call allocated at once, beside its inputs.
+    clocks: the GPU's clocks while the case was timed, from `clocks.summary`.
     """
 
     n_rows: int
@@ -89,7 +89,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Check:
-    """A kernel run under Triton's interpreter and compared, never timed."""
+    """A kernel that ran under Triton's interpreter and was compared, but never timed."""
 
     kernel: str
     n_rows: int
@@ -102,7 +102,7 @@ class Check:
 
 @dataclass
 class Run:
-    """options: what a point depends on beside its case: rounds, milliseconds, seed, whether it was timed."""
+    """A run. options: what its points depend on beside their cases: rounds, milliseconds, seed, whether timed."""
 
     environment: dict[str, Any]
     command: str
@@ -119,7 +119,7 @@ def save(run: Run, path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename over it; an interrupt leaves the target as it was and nothing beside it."""
+    """Write beside the target, then rename over it. An interrupt leaves the target as it was and no other file."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as temporary:
@@ -142,7 +142,7 @@ def load(path: Path) -> Run:
 
 
 def read(path: Path) -> Run:
-    """As `load`, with one kind of error, ValueError, for whatever is wrong with the file; OSError where it has none."""
+    """Like `load`, but anything wrong with the content is a ValueError. OSError if there is no readable file."""
     try:
         return load(path)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
@@ -155,12 +155,12 @@ def _point(data: dict[str, Any]) -> Point:
 
 
 def rows_only(run: Run) -> bool:
-    """Whether all of it is softmax of rows, which a report need not say of every line."""
+    """Whether every point is softmax of rows. A report then need not say so on every line."""
     return all(point.operation == "softmax" and not point.parameters for point in run.points)
 
 
 def floor_of(run: Run) -> str:
-    """The bytes that GB/s count, in words."""
+    """The bytes that GB/s counts, in words."""
     return "one read and one write" if rows_only(run) else "the bytes that must move"
 
 
@@ -183,7 +183,7 @@ def require_writable(path: Path) -> None:
 
 
 def one_line(error: BaseException | str) -> str:
-    """The first line of a message, with directories taken off its paths."""
+    """The first line of a message, with the directories of its paths removed."""
     text = str(error).strip()
     line = text.splitlines()[0] if text else ""
     line = re.sub(r"(?<![\w.])[~/][^\s'\":,()]*/", "", line)
@@ -196,7 +196,7 @@ def command_line(arguments: list[str]) -> str:
 
 
 def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) -> dict[str, Any]:
-    """Versions, and of the GPU what the caller knows plus what nvidia-smi reads. Nothing is changed."""
+    """Versions, and facts of the GPU: those the caller knows and those nvidia-smi reads. Changes nothing."""
     found: dict[str, Any] = {name.replace("-", "_"): version(name) for name in ("fused-softmax", "torch", "triton")}
     found["python"] = platform.python_version()
     found["platform"] = f"{platform.system()} {platform.machine()}"
@@ -217,7 +217,7 @@ def version(distribution: str = "fused-softmax") -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit this package was read from, with a plus when files differ from it."""
+    """The commit of this package's files, with a plus if files differ from it."""
     here = Path(__file__).parents[1]
     if _output("git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
@@ -227,7 +227,7 @@ def _commit() -> str | None:
 
 
 def _source() -> str:
-    """A digest of this package's Python files: what was run, where no commit can say so."""
+    """A digest of this package's Python files. It says what ran even without a commit."""
     here = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(here.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What a run prints: a row for every shape, then everything that has no figure and why."""
+"""What a run prints: a row for every shape, then everything without a figure, and why."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_on
 from fused_softmax.classic.naive import naive_traffic
 from fused_softmax.plan import Device, RowPlan
 
-# What stands in a column of its own even without a figure; the rest is named beneath the table.
+# Statuses that get a column even without a figure. Providers with another status are named beneath the table.
 SHOWN = ("ok", "wrong", "refused", "skipped")
-WORDS = ("", "case", "operation", "dtype", "provider", "clock")  # heads of columns that hold no numbers
+WORDS = ("", "case", "operation", "dtype", "provider", "clock")  # columns that hold no numbers
 
 
 def print_head(run: Run, console: Console, gpu: bool) -> None:
@@ -25,20 +25,20 @@ def print_head(run: Run, console: Console, gpu: bool) -> None:
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "python"))
     say(console, f"{env['gpu']['name'] if env['gpu'] else 'no GPU'}; {versions}")
     if not gpu:
-        say(console, "The CPU path is timed. Kernels are compared under Triton's interpreter and not timed.")
+        say(console, "The CPU path is timed. The kernels are compared under Triton's interpreter and not timed.")
 
 
 def print_run(run: Run, console: Console) -> None:
     if any(point.kernel for point in run.points):
-        title = f"kernel: GB/s of {floor_of(run)}, and the ratio to the best {ceiling_of(run)} of as many bytes"
+        title = f"kernel: GB/s of {floor_of(run)}, and the ratio to the best {ceiling_of(run)} that moves as much"
         print_table(run, console, title, cell, with_ceiling=True)
-        print_table(run, console, "call: us of eager wall time, and us to enqueue it where the shape is small", call)
+        print_table(run, console, "call: us of eager wall time; in brackets, us to enqueue a small call", call)
     elif any(point.call for point in run.points):
-        print_table(run, console, "call: GB/s over eager wall time on the CPU, and its us", call_speed)
+        print_table(run, console, "call: GB/s over eager wall time on the CPU; in brackets, its us", call_speed)
     elif run.points:
-        print_table(run, console, "largest error against float64, and what is allowed", error)
+        print_table(run, console, "largest error against float64, and the error allowed", error)
     if any(point.memory_bytes and "cross_entropy" in point.operation for point in run.points):
-        print_table(run, console, "memory: MiB that a call had allocated at most beside its inputs", memory)
+        print_table(run, console, "memory: MiB that a call allocated at most, beside its inputs", memory)
     for check in run.checks:
         detail = check.message or f"largest error {check.error:.1e}"
         shape = f"{check.n_rows} x {check.n_cols} {check.dtype}"
@@ -102,7 +102,7 @@ def call_speed(point: Point) -> str:
 
 
 def print_without_figure(run: Run, console: Console) -> None:
-    """One line for each different reason, with the shapes it holds for."""
+    """One line for each reason, with the shapes that it applies to."""
     reasons: dict[tuple[str, str, str], list[Point]] = {}
     for point in run.points:
         if point.message:
@@ -119,24 +119,24 @@ def print_without_figure(run: Run, console: Console) -> None:
         warm = sorted({p.case.size for p in run.points if p.rotated_bytes and p.rotated_bytes <= 4 * l2})
         say(console, f"Kernel figures rotate over {span} sets of inputs and outputs.")
         if warm:
-            say(console, f"Partly from L2, too small for rotation over four times its size: {', '.join(warm)}.")
+            say(console, f"Read partly from L2, too small to rotate over four times its size: {', '.join(warm)}.")
     if throttled := sorted({reason for p in run.points for reason in (p.clocks or {}).get("throttled", ())}):
         say(console, f"The GPU lowered its clocks while it was timed: {', '.join(throttled)}.")
     if any(point.method == "events" for point in run.points):
-        say(console, "* could not be captured in a CUDA graph: timed by events around eager calls.")
+        say(console, "* could not be captured in a CUDA graph; timed by events around eager calls.")
 
 
 def print_end(run: Run, console: Console, stopped: str, written: Sequence[Path]) -> None:
     if stopped:
         say(console, f"Stopped early: {stopped}. Earlier files are unchanged.")
         if written:
-            say(console, "The same command with --resume goes on from here.")
+            say(console, "The same command with --resume continues from here.")
     for path in written:
         say(console, f"wrote {path}")
 
 
 def duration(seconds: float) -> str:
-    """A span for people: 40 s, 12 min, 1 h 5 min."""
+    """A time span for people: 40 s, 12 min, 1 h 5 min."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -148,12 +148,12 @@ def say(console: Console, text: str) -> None:
 
 
 def print_comparison(found: Comparison, console: Console, everything: bool) -> None:
-    """What changed, a line each (or all of it), then geometric means, then the sum of it."""
+    """One line for each change (or for every point), then geometric means, then totals."""
     for difference in found.differences:
         say(console, f"note: {difference}")
     shown = [change for change in found.changes if everything or change.verdict != "same"]
     if shown:
-        table = _table(console, "case", "provider", "clock", "before us", "after us", "after/before", "")
+        table = new_table(console, "case", "provider", "clock", "before us", "after us", "after/before", "")
         for each in shown:
             times = (f"{figure.p50_us:.2f}" for figure in (each.before, each.after))
             table.add_row(str(each.case), each.provider, each.clock, *times, f"{each.factor:.3f}", each.verdict)
@@ -162,7 +162,7 @@ def print_comparison(found: Comparison, console: Console, everything: bool) -> N
         say(console, f"{lost.provider} at {lost.case}: had a figure, now {lost.status}: {lost.message}")
     if found.changes:
         heads = ("operation", "dtype", "provider", "clock", "points", "faster", "slower", "geometric mean")
-        table = _table(console, *heads)
+        table = new_table(console, *heads)
         for key, (mean, count, faster, slower) in found.means().items():
             table.add_row(*key, str(count), str(faster), str(slower), f"{mean:.3f}")
         console.print(table)
@@ -172,7 +172,7 @@ def print_comparison(found: Comparison, console: Console, everything: bool) -> N
     say(console, "; ".join([what, *alone]))
 
 
-def _table(console: Console, *heads: str) -> Table:
+def new_table(console: Console, *heads: str) -> Table:
     table = Table(box=None if not console.is_terminal else box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         table.add_column(head, overflow="fold", justify="left" if head in WORDS else "right")
@@ -180,9 +180,9 @@ def _table(console: Console, *heads: str) -> Table:
 
 
 def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
-    """The plan, why, what it moves beside others, and the time that the floor takes at the device's copy speed.
+    """The plan, its reasons, the bytes it and others move, and the floor's time at the device's copy speed.
 
-    torch_bytes: by torch's own source for aligned rows; what its kernel reads again may come from L2.
+    torch_bytes: counted in torch's source for aligned rows; bytes that its kernel reads again may come from L2.
     """
     moved = (plan.reads + plan.writes) * plan.itemsize
     floor = 2 * plan.n_rows * plan.n_cols * plan.itemsize
@@ -203,13 +203,13 @@ def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
 
 
 def torch_reads(n_cols: int, itemsize: int) -> int:
-    """How often torch's softmax reads a row: once where a warp, the registers or 48 KiB hold it, else three times."""
+    """How often torch's softmax reads a row: once if a warp, the registers or 48 KiB hold it, else three times."""
     held = n_cols <= 9 * 1024 or (n_cols * itemsize < 48 * 1024 and n_cols * itemsize % 16 == 0)
     return 1 if held else 3
 
 
 def print_facts(facts: dict[str, Any], console: Console) -> None:
-    """Names and values, one to a line; what is nested is indented."""
+    """Names and values, one to a line; nested ones are indented."""
     for name, value in facts.items():
         if isinstance(value, list):
             for line in value or ["unknown"]:

@@ -1,4 +1,4 @@
-"""Going on with a run that stopped: which of its points still hold, and why it must not be gone on with."""
+"""Continues a run that stopped: which of its points still hold, or why it must not be continued."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,18 +8,18 @@ from fused_softmax.bench import record
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.record import Point, Run
 
-# A reading of the moment, not a property of the machine.
+# Readings of the moment, not properties of the machine.
 PASSING = {"clocks_sm", "clocks_mem"}
-# What another try cannot change on the same machine, with the same source.
+# Statuses that another try on the same machine with the same source cannot change.
 HELD = ("ok", "wrong", "untimed")
 
 
 class CannotResume(ValueError):
-    """The file is of another machine, source or effort, or no results at all."""
+    """The file has no results, or they are from another machine, source or effort."""
 
 
 def earlier(out: Path) -> Run | None:
-    """The run to go on with: what was left when one stopped, else the finished one, else None.
+    """The run to continue: the partial one if there is one, else the finished one, else None.
 
     Raises CannotResume for a file that `fused-softmax bench --out` did not write.
     """
@@ -33,7 +33,7 @@ def earlier(out: Path) -> Run | None:
 
 
 def mismatch(old: Run, new: Run) -> str:
-    """What tells the two runs apart, "then, now" of each, or "": the machine, the versions, the source, the effort."""
+    """The differences between two runs, as "then, now", or "": machine, versions, source and effort."""
     pairs = [(_flat(old.environment), _flat(new.environment)), (_flat(old.options), _flat(new.options))]
     said = [
         f"{name} {before.get(name)} then, {now.get(name)} now"
@@ -60,7 +60,7 @@ class Held:
         return [name for name in names if (case, name) not in self.points]
 
     def merged(self, points: Iterable[Point]) -> list[Point]:
-        """Those held and those measured since, as if in one run: the points of a case beside each other."""
+        """The held points and the new ones as one run, with the points of a case side by side."""
         by_case: dict[Case, list[Point]] = {}
         for point in [*self.points.values(), *points]:
             by_case.setdefault(point.case, []).append(point)

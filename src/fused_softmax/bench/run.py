@@ -1,4 +1,4 @@
-"""A run from its options to its files: the loop over cases, progress on stderr, the table on stdout."""
+"""A run, from its options to its files: the loop over cases, progress on stderr, the table on stdout."""
 
 import hashlib
 import time
@@ -21,7 +21,7 @@ from fused_softmax.bench.timing import ContextLost
 from fused_softmax.bench.verify import verify
 from fused_softmax.device import device_of
 
-# Elements of a tensor in the standing sets on a CPU; shapes asked for by name are measured as they are.
+# Elements of a tensor of a sweep's own shapes on a CPU. Shapes that the user gives are measured as they are.
 CPU_ELEMENTS = 2**20
 INTERRUPTED = "interrupted"
 
@@ -44,9 +44,9 @@ def bench(
 ) -> int:
     """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted.
 
-    standing: nobody asked for these shapes, so a machine without a GPU measures smaller ones.
-    resume: keep the points that `out`, or what an interrupted run left beside it, holds.
-    Raises CannotResume for a file that cannot be gone on with; nothing is measured then.
+    standing: the user gave no shapes, so a machine without a GPU measures smaller ones.
+    resume: keep the points of `out`, or of the partial file that an interrupted run left beside it.
+    Raises CannotResume, before anything is measured, for a file that cannot be continued.
     """
     gpu = measure.on_gpu()
     operations = list(dict.fromkeys(case.operation for case in chosen))
@@ -57,7 +57,9 @@ def bench(
     report.print_head(run, console, gpu)
     if not gpu and standing:
         chosen = sweeps.cut(chosen, CPU_ELEMENTS)
-        note = f"No GPU: rows are cut to {CPU_ELEMENTS // 2**20} Mi elements a tensor; --shape or --rows sets them."
+        note = (
+            f"No GPU: tensors have fewer rows, {CPU_ELEMENTS // 2**20} Mi elements each; --shape or --rows sets them."
+        )
         report.say(console, note)
     if held.points:
         report.say(console, f"{len(held.points)} points are kept from the earlier run.")
@@ -77,12 +79,12 @@ def bench(
 
 
 def hold(run: Run, out: Path) -> Held:
-    """The points to keep. CannotResume where they were measured by another source, on another machine or otherwise."""
+    """The points to keep. CannotResume if their source, machine or effort differs from this run's."""
     old = earlier(out)
     if old is None:
         return Held()
     if difference := mismatch(old, run):
-        raise CannotResume(f"cannot go on with {out.name}: {difference}. Give another --out, or leave out --resume")
+        raise CannotResume(f"cannot resume {out.name}: {difference}. Give another --out, or leave out --resume")
     if old.command != run.command:
         run.command = f"{old.command} && {run.command}"
     return Held(old.points)
@@ -97,7 +99,7 @@ def run_cases(
     console: Console,
     held: Held,
 ) -> str:
-    """Measure into `run`. Why it ended early, or "". The partial file holds the points so far at any time."""
+    """Measure into `run`, and keep the partial file up to date. Returns why it ended early, or ""."""
     left = [(case, missing) for case in chosen if (missing := held.missing(case, measure.known(case, names)))]
     measured: list[Point] = []
     run.points = held.merged(measured)
@@ -141,7 +143,7 @@ def check_kernels(run: Run, operations: Sequence[str], console: Console) -> str:
 
 
 def save(run: Run, out: Path | None) -> Path | None:
-    """A finished run goes to its file; one that stopped early stays beside it, and the earlier file stays."""
+    """Write a finished run to its file. A run that stopped early goes beside it, and the earlier file stays."""
     if out is None:
         return None
     partial = record.partial_path(out)
@@ -161,7 +163,7 @@ def exit_code(run: Run, stopped: str) -> int:
 
 
 def gpu_facts() -> tuple[dict[str, Any] | None, str | None]:
-    """What torch knows of the GPU, and the id under which nvidia-smi knows it (not recorded)."""
+    """Facts of the GPU from torch, and the id that nvidia-smi knows it by (not recorded)."""
     if not torch.cuda.is_available():
         return None, None
     properties = torch.cuda.get_device_properties(0)
@@ -173,6 +175,6 @@ def gpu_facts() -> tuple[dict[str, Any] | None, str | None]:
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
     }
-    if table := device_of(0).table:  # figures of other plans than the built-in ones
+    if table := device_of(0).table:  # a table replaces the built-in plans
         facts["plans"] = hashlib.sha256(repr(table).encode()).hexdigest()[:12]
     return facts, str(getattr(properties, "uuid", "")) or None

@@ -1,4 +1,4 @@
-"""Which cases are measured: the named sweeps, the tutorial's among them, and what the options of `bench` ask for."""
+"""Which cases are measured: the named sweeps, the tutorial's among them, and the cases that options ask for."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,16 +20,16 @@ LONG_ROWS = "32768x4096,4096x32768,2670x50257,1024x131072,128x1048576,1x1048576"
 FEW_ROWS = "1x32768,1x131072,8x32000,32x128256,132x32768"
 FEWEST_ROWS = f"64x1024,{FEW_ROWS},1x1048576,16x8388608,1x8388608,1x67108864"
 BOTH = ("float32", "bfloat16")
-# Nothing is widened where the input is as wide as the result.
+# Skipped for inputs as wide as the result: nothing is widened.
 WIDENING = "softmax_float32"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every pair of rows and cols, without rows as many as hold `ELEMENTS`; then `shapes`. For every operation.
+    """For every operation: every pair of rows and cols, then `shapes`. Without rows, as many rows as hold `ELEMENTS`.
 
-    dtypes: of each operation. cols: the same for all, or a function of operation and dtype.
-    ndim: how many dims its operations take, along the last; None: any, along any.
+    dtypes: for each operation. cols: the same for all, or a function of operation and dtype.
+    ndim: how many dims its operations take, along the last one. None: any number, along any dim.
     """
 
     about: str
@@ -44,7 +44,7 @@ class Sweep:
 
 
 def rung_neighbours(operation: str, dtype: str) -> tuple[int, ...]:
-    """Around the last column count of every rung of the planner: the even neighbours, and the odd ones beside it."""
+    """The columns around the end of each of the planner's rungs: its even neighbours and the odd ones next to it."""
     itemsize = ITEMSIZE[dtype]
     if operation == "logsumexp":
         ends = reduction_rung_ends(itemsize)
@@ -56,19 +56,19 @@ def rung_neighbours(operation: str, dtype: str) -> tuple[int, ...]:
 
 SWEEPS = {
     TUTORIAL: Sweep(
-        "softmax of 4096 rows by 256, 384, ... 12672 columns, float32; where no sweep is named",
+        "softmax of 4096 rows by 256, 384, ... 12672 columns, float32; the default sweep",
         {"softmax": ("float32",)},
         rows=(4096,),
         cols=TUTORIAL_COLS,
     ),
     "backward": Sweep(
-        "the gradients of softmax and of log_softmax alone, from y and dy",
+        "only the gradients of softmax and log_softmax, from y and dy",
         {"softmax_backward": BOTH, "log_softmax_backward": BOTH},
         cols=WIDTHS,
     ),
     "dims": Sweep("softmax along strided dims", {"softmax_dim": BOTH}, shapes=STRIDED, ndim=None),
     "masked": Sweep(
-        "softmax of attention scores: causal and scaled, under a bool mask, with an added mask",
+        "softmax of attention scores: causal and scaled, with a bool mask, with an added mask",
         dict.fromkeys(("softmax_causal", "softmax_masked", "softmax_biased"), ("bfloat16",)),
         shapes="8x16x2048x2048",
         ndim=4,
@@ -80,7 +80,7 @@ SWEEPS = {
         ndim=None,
     ),
     "vocab": Sweep(
-        "softmax of 4096 rows of real vocabularies; from bfloat16 to float32 too",
+        "softmax of 4096 rows of real vocabularies, also from bfloat16 to float32",
         {"softmax": BOTH, WIDENING: ("bfloat16",)},
         rows=(4096,),
         cols=VOCABULARIES,
@@ -102,12 +102,12 @@ SWEEPS = {
         shapes=FEWEST_ROWS,
     ),
     "peaks": Sweep(
-        "columns where the planner's choice changes, and their neighbours, odd ones too: softmax, gradient, logsumexp",
+        "columns where the planner's choice changes, and even and odd neighbours: softmax, gradient, logsumexp",
         dict.fromkeys(("softmax", "softmax_backward", "logsumexp"), BOTH),
         cols=rung_neighbours,
     ),
     "cross-entropy": Sweep(
-        "the losses of rows of logits alone, and the gradient of their mean with its forward pass",
+        "the losses of rows of logits, and the gradient of their mean with its forward pass",
         dict.fromkeys(("cross_entropy", "cross_entropy_gradient"), BOTH),
         shapes="32768x1024,16384x8192,8192x32000,4096x50257,4096x128256,2048x262144,8x32000",
     ),
@@ -118,7 +118,7 @@ SWEEPS = {
         ndim=3,
     ),
     CUSTOM: Sweep(
-        "the shapes that --shape, --rows and --cols give, of softmax or of what --op names",
+        "the shapes of --shape, --rows and --cols, for softmax or the operations of --op",
         {"softmax": ("float32",)},
     ),
 }
@@ -142,11 +142,11 @@ def build(
     quick: bool = False,
     operations: Sequence[str] = (),
 ) -> list[Case]:
-    """The cases of a sweep in order, without repeats, its shapes, dtypes and operations replaced by those given.
+    """The cases of a sweep in order, without repeats. Given shapes, dtypes and operations replace the sweep's own.
 
-    With columns and no rows, a tensor has as many rows as hold `elements` elements, or the named sweep's own number.
-    quick: in the tutorial's place a standing set of shapes; of another sweep the first, the middle and the last one.
-    operations: of the sweep's own, those that are measured; of custom, any.
+    With columns but no rows, a tensor has as many rows as hold `elements` elements, or the sweep's own number of rows.
+    quick: QUICK in place of the tutorial; the first, middle and last shape of any other sweep.
+    operations: a selection of the sweep's own, or any operations for custom.
     Raises ValueError for a shape or an operation that the sweep does not take.
     """
     sweep = SWEEPS[name]
@@ -178,7 +178,7 @@ def build(
 
 
 def ndim_of(operation: str) -> int | None:
-    """How many dims an operation takes, as the sweep says that names it."""
+    """How many dims an operation takes, according to the first sweep that names it."""
     return next((sweep.ndim for sweep in SWEEPS.values() if operation in sweep.dtypes), None)
 
 
@@ -194,7 +194,7 @@ def _pairs(rows: Sequence[int], cols: Sequence[int], elements: int) -> list[Case
 
 
 def cut(cases: Iterable[Case], elements: int) -> list[Case]:
-    """The same rows, so few that no tensor has more than `elements` elements (but at least one row)."""
+    """The same cases with fewer rows: at most `elements` elements a tensor, but at least one row."""
     return unique(_cut(case, elements) for case in cases)
 
 

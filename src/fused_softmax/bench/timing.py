@@ -1,10 +1,10 @@
 """The two clocks.
 
-kernel  graph replay over rotating inputs and outputs, together larger than four times L2 where the count allows.
-call    eager wall time of back-to-back calls, and apart from it the time to enqueue one.
+kernel  graph replay over rotating inputs and outputs, together larger than four times L2 if the count allows
+call    eager wall time of back-to-back calls and, separately, the time to enqueue one
 
-Providers and ceilings share the inputs, write the same output addresses (one graph pool) and take turns in several
-rounds, so that clocks and addresses favour no one.
+Providers and ceilings share the inputs, write to the same output addresses (one graph pool) and take turns in several
+rounds, so that clocks and addresses favour none of them.
 """
 
 import itertools
@@ -32,14 +32,14 @@ WALL_BATCHES = 7
 
 
 def rotation(floor_bytes: int, l2_bytes: int) -> int:
-    """How many distinct sets of inputs and outputs: more than four times L2, two at least, within the caps."""
+    """How many sets of inputs and outputs to rotate: more than four times L2, at least two, within the caps."""
     cold = 4 * l2_bytes // floor_bytes + 1
     return max(2, min(cold, MAX_BUFFERS, ROTATION_BYTES // floor_bytes))
 
 
 @dataclass
 class Entrant:
-    """One that passed the check, or a ceiling and the bytes it moves, and its samples in seconds per call."""
+    """A provider that passed the check, or a ceiling and the bytes it moves. samples: seconds per call."""
 
     name: str
     call: Call
@@ -53,7 +53,7 @@ class Entrant:
 
 
 class ContextLost(RuntimeError):
-    """A provider broke the process's CUDA context: nothing more can run in it."""
+    """A provider broke the process's CUDA context, so nothing more can run in it."""
 
 
 class GraphTimer:
@@ -68,7 +68,7 @@ class GraphTimer:
         self.order = [i % len(sets) for i in range(cycles * len(sets))]
 
     def prepare(self, entrant: Entrant, complaint: Callable[[object], tuple[str, object]] | None = None) -> str:
-        """Capture one pass over the sets, or fall back to eager passes; `complaint` of the last set's output, or ""."""
+        """Capture one pass over the sets, or fall back to eager passes. Returns the last output's complaint or ""."""
         ys: list[Tensor | None] = [None] * len(self.sets)
 
         def one_pass() -> None:
@@ -107,7 +107,7 @@ class GraphTimer:
         return wrong and f"on replay: {wrong}"
 
     def ceilings(self, kernels: Sequence[Ceiling]) -> list[Entrant]:
-        """The fastest of a short trial, one for all tensors of about a size; the rounds decide between them."""
+        """The fastest kernels of a short trial, made once for each size of tensor. The rounds decide between them."""
         first = self.sets[0][0]
         key = tuple(kernels), first.dtype, round(8 * math.log2(first.nbytes))
         trial = [Entrant(each.name, each, each.moved_bytes(*self.sets[0])) for each in _finalists.get(key) or kernels]
@@ -125,7 +125,7 @@ class GraphTimer:
     def rounds(
         self, entrants: list[Entrant], rounds: int, budget_ms: float, watch: Callable[[], object] = lambda: None
     ) -> None:
-        """Samples of all, in turns: in every round `budget_ms` of each, every round beginning with another.
+        """Sample all entrants in turns: `budget_ms` of each in every round. Each round begins with another one.
 
         watch: called once in each round, while the GPU is busy with a pass that is not timed.
         """
@@ -145,7 +145,7 @@ class GraphTimer:
 
 
 def sample(entrant: Entrant, count: int) -> None:
-    """Queue one pass to fill the queue and then `count` timed ones: between events the GPU never waits for the host."""
+    """Enqueue one pass, then `count` timed ones, so that the GPU never waits for the host between events."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     entrant.enqueue()
     for event in events[:-1]:
@@ -158,7 +158,7 @@ def sample(entrant: Entrant, count: int) -> None:
 
 
 def walls(floor_bytes: int, entrants: Sequence[Entrant], sets: Sequence[Inputs], budget_ms: float) -> dict[str, Figure]:
-    """Eager wall time of each: batches of back-to-back calls, in turns, the device idle before and after a batch."""
+    """Eager wall time of each entrant: batches of back-to-back calls, in turns. The device is idle around a batch."""
     idle = torch.cuda.synchronize if sets[0][0].is_cuda else lambda: None
 
     def seconds(call: Call, calls: int) -> float:
@@ -183,7 +183,7 @@ def walls(floor_bytes: int, entrants: Sequence[Entrant], sets: Sequence[Inputs],
 
 
 def host(call: Call, sets: Sequence[Inputs], calls: int = 64, batches: int = 9) -> float:
-    """Microseconds to enqueue one call, the queue never full."""
+    """Microseconds to enqueue one call while the queue is never full."""
     arguments = list(itertools.islice(itertools.cycle(sets), calls))
     times = []
     for _ in range(batches):
@@ -220,7 +220,7 @@ _streams: list[torch.cuda.Stream] = []
 
 
 def _capture_stream() -> torch.cuda.Stream:
-    """One stream for all: the memory of a pool can be reused only on the stream it was allocated on."""
+    """One stream for all, because a pool's memory can be reused only on the stream it was allocated on."""
     if not _streams:
         _streams.append(torch.cuda.Stream())
     return _streams[0]

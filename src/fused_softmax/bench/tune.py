@@ -1,7 +1,8 @@
-"""Plans for this GPU: every strategy's choices timed at widths that matter, and the ladders that the best of them make.
+"""Tunes plans for this GPU: times every strategy's choices at widths that matter, and makes ladders of the best.
 
-First the warps of a row and the parts of a split, for each width; where both hold a row, the faster one ends the row
-ladder. Then, with these, how far ahead to fetch. A width keeps what the planner has where nothing beats it by MARGIN.
+For each width it first times the warps of a row and the parts of a split. Where both can hold a row, the faster one
+decides where the row ladder ends. Then it times how far ahead to prefetch. A width keeps the planner's own choice
+unless another beats it by MARGIN.
 """
 
 import gc
@@ -19,8 +20,7 @@ from fused_softmax.bench.check import Judge
 from fused_softmax.bench.operations import operation_of
 from fused_softmax.bench.providers import Call
 from fused_softmax.bench.timing import Entrant, GraphTimer, figure, require_context, rotation
-from fused_softmax.ops.softmax_backward import softmax_backward
-from fused_softmax.ops.softmax_forward import softmax_forward
+from fused_softmax.ops.softmax_calls import backward_by_plan, forward_by_plan
 from fused_softmax.plan import (
     HELD_BYTES,
     TUNABLE,
@@ -47,7 +47,7 @@ OPERATIONS = {"softmax": 1, "softmax_backward": 2}
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan at a width, its median, its ratio to the ceiling. own: it is what the planner chooses without a table."""
+    """A plan at a width, its median and its ratio to the ceiling. own: the planner chooses it without a table."""
 
     plan: RowPlan
     us: float
@@ -56,13 +56,13 @@ class Trial:
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """What of the plan a ladder holds."""
+        """The part of the plan that a ladder holds."""
         parts = (self.plan.part_cols,) if self.plan.strategy == "split" else ()
         return self.plan.strategy, *parts, self.plan.num_warps
 
 
 def candidates(n_rows: int, n_cols: int, itemsize: int, inputs: int, device: Device) -> list[RowPlan]:
-    """Every plan of row and split that a table may hold for these rows, with what the planner fetches ahead."""
+    """Every row and split plan that a table may hold for these rows, with the planner's prefetch distance."""
     found = []
     for strategy, part_cols, num_warps in _choices():
         held = (part_cols or n_cols) * itemsize * inputs
@@ -87,16 +87,16 @@ def _choices() -> Iterable[tuple[Strategy, int, int]]:
 
 
 def best(trials: Sequence[Trial]) -> Trial:
-    """The fastest, or the planner's own where that is no slower by MARGIN."""
+    """The fastest plan, or the planner's own if that is slower by no more than MARGIN."""
     fastest = min(trials, key=lambda trial: trial.us)
     own = next((trial for trial in trials if trial.own), fastest)
     return own if own.us <= fastest.us * (1 + MARGIN) else fastest
 
 
 def ladders(winners: Sequence[Trial], inputs: int, itemsize: int) -> dict[tuple[str, int, int], Ladder]:
-    """The rungs that hold the winners, in order of their widths; neighbours with one choice share a rung.
+    """Ladders that hold the winners, in order of their widths. Neighbours with the same choice share a rung.
 
-    A row ladder ends at the last width from which rows won without a break; what is longer is split.
+    The row ladder ends before the first width that split won; all longer rows are split.
     """
     ordered = sorted(winners, key=lambda trial: trial.plan.n_cols)
     rows: list[Trial] = []
@@ -117,19 +117,19 @@ def ladders(winners: Sequence[Trial], inputs: int, itemsize: int) -> dict[tuple[
 
 
 def _asked(plan: RowPlan) -> tuple[int, int]:
-    """The columns of a part that lead to this plan, a power of two, and its warps."""
+    """The columns of a part (a power of two) and the warps that lead to this plan."""
     return 1 << (plan.part_cols - 1).bit_length(), plan.num_warps
 
 
 def prefetch_ladder(winners: Sequence[tuple[int, int, float]], itemsize: int) -> Ladder:
-    """winners: columns, bytes ahead, ratio, in order of columns."""
+    """The prefetch ladder. winners: (columns, bytes ahead, ratio), in order of columns."""
     rungs = _merged([(n_cols * itemsize, ahead) for n_cols, ahead, _ in winners])
     note = ", ".join(f"{n_cols} {ratio:.2f}" for n_cols, _, ratio in _few(winners))
     return Ladder(*rungs[:-1], (UNBOUNDED, *rungs[-1][1:]), note=f"tuned: {note}")
 
 
 def _merged(rungs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Each run of rungs with one choice as its last one."""
+    """The rungs with each run of equal choices replaced by its last rung."""
     return [rung for i, rung in enumerate(rungs) if i + 1 == len(rungs) or rungs[i + 1][1:] != rung[1:]]
 
 
@@ -138,12 +138,12 @@ def _note(trials: Sequence[Trial]) -> str:
 
 
 def _few(found: Sequence[Any]) -> list[Any]:
-    """The first, the last and two between."""
+    """The first, the last and two in between."""
     return [found[i] for i in sorted({0, len(found) // 3, 2 * len(found) // 3, len(found) - 1})]
 
 
 def source(table: Table) -> str:
-    """The ladders as they would stand in plan/ladders.py, to be committed."""
+    """The ladders as source for plan/ladders.py."""
 
     def text(rung: tuple[int, ...]) -> str:
         return f"({', '.join('2**62' if size == UNBOUNDED else str(size) for size in rung)})"
@@ -156,7 +156,7 @@ def source(table: Table) -> str:
 
 
 def time_plans(case: Case, plans: Sequence[RowPlan], device: Device) -> list[Trial]:
-    """Compare each plan with float64, then time those that are right, in turns, beside the ceilings."""
+    """Compare each plan with float64, then time the right ones in turns, beside the ceilings."""
     operation = operation_of(case)
     floor = operation.floor_bytes(case)
     buffers = rotation(floor, device.l2_bytes)
@@ -191,8 +191,8 @@ def time_plans(case: Case, plans: Sequence[RowPlan], device: Device) -> list[Tri
 
 def _call(plan: RowPlan) -> Call:
     if plan.inputs == 1:
-        return lambda x: softmax_forward(x, plan=plan)
-    return lambda dy, y: softmax_backward(dy, y, torch.empty_like(y), plan=plan)
+        return lambda x: forward_by_plan(x, plan)
+    return lambda dy, y: backward_by_plan(dy, y, torch.empty_like(y), plan)
 
 
 def tune(
@@ -204,7 +204,7 @@ def tune(
     say: Callable[[str], object],
     timed: Callable[[Case, Sequence[RowPlan], Device], list[Trial]] = time_plans,
 ) -> Table:
-    """The table of what was fastest. timed: measures plans for a case; those that are wrong or refused are left out."""
+    """The table of the fastest plans. timed: measures plans for a case and leaves out wrong and refused ones."""
     found: dict[tuple[str, int, int], Ladder] = {}
     for operation in operations:
         inputs = OPERATIONS[operation]
@@ -214,7 +214,7 @@ def tune(
                 case = Case((max(1, math.ceil(elements / n_cols)), n_cols), dtype, operation)
                 trials = timed(case, candidates(case.n_rows, n_cols, case.itemsize, inputs, device), device)
                 if not trials:
-                    say(f"{case}: no plan was right and fast enough to be timed")
+                    say(f"{case}: no plan could be timed: all were wrong, refused or too large")
                     continue
                 winner = best(trials)
                 winners.append(winner)
@@ -243,5 +243,5 @@ def _ahead(plan: RowPlan, ahead: int) -> RowPlan:
 
 
 def _ahead_bytes(plan: RowPlan) -> int:
-    """The entry of PREFETCHES that a plan was made with."""
+    """The entry of PREFETCHES that made this plan."""
     return next(ahead for ahead in PREFETCHES if _ahead(plan, ahead).prefetch == plan.prefetch)

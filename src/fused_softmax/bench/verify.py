@@ -1,7 +1,8 @@
-"""Without a GPU: the kernels of the measured operations under Triton's interpreter, compared with float64.
+"""Checks without a GPU: runs the measured operations' kernels under Triton's interpreter and compares with float64.
 
-Of softmax every strategy and every classic, of others what our call launches for the operation's sample. A process
-either interprets kernels or compiles them, so this runs as its own, one JSON line for each kernel.
+For softmax it runs every strategy and every classic, for other operations what our call launches for the operation's
+sample. A process either interprets kernels or compiles them, so the checks run in a process of their own, which prints
+one JSON line for each kernel.
 """
 
 import json
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from fused_softmax.bench import check
 from fused_softmax.bench.cases import Case
@@ -23,7 +24,7 @@ from fused_softmax.bench.record import Check, one_line
 from fused_softmax.plan import Strategy
 
 SWITCH = "FUSED_SOFTMAX_INTERPRET"
-STRATEGIES: tuple[Strategy, ...] = ("tile", "row", "split", "stream")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 def interpreting() -> bool:
@@ -31,7 +32,7 @@ def interpreting() -> bool:
 
 
 def verify(operations: Sequence[str] = ("softmax",), seconds: float = 60) -> Iterator[Check]:
-    """The checks as they come; those not reached in time are "not run"."""
+    """The checks as they finish. Checks that were not reached in time are "not run"."""
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "fused_softmax.bench.verify", *operations]
@@ -61,12 +62,12 @@ def verify(operations: Sequence[str] = ("softmax",), seconds: float = 60) -> Ite
 
 
 def complete(line: str) -> bool:
-    """A killed process can leave half a line."""
+    """Whether a line is whole: a killed process can leave half a line."""
     return line.endswith("\n")
 
 
 def kernels(operations: Sequence[str] = ("softmax",)) -> dict[str, str]:
-    """What is checked, and the operation it belongs to."""
+    """The kernels that are checked, each with its operation."""
     of_softmax = dict.fromkeys((*STRATEGIES, *CLASSIC), "softmax") if "softmax" in operations else {}
     return of_softmax | {name: name for name in operations if name != "softmax"}
 
@@ -76,7 +77,7 @@ def unchecked(kernel: str, case: Case) -> Check:
 
 
 def check_kernel(kernel: str, case: Case | None = None) -> Check:
-    """One kernel in this process, which must be interpreting; at its operation's sample unless told."""
+    """Check one kernel in this process, which must interpret. case: by default the operation's sample."""
     operation = OPERATIONS.get(kernel, OPERATIONS["softmax"])
     case = case or replace(operation.sample, operation=kernel if kernel in OPERATIONS else "softmax")
     result = unchecked(kernel, case)

@@ -5,21 +5,32 @@ Traffic: reduction mean or sum with a gradient reads the logits once and writes 
 none reads them twice and writes once (3MN); without a gradient they are read once (MN).
 """
 
-import math
 import os
-from numbers import Real
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_softmax import reference
-from fused_softmax.ops.arguments import DTYPES, batched, needs_grad, runs_here, traced_whole
-from fused_softmax.ops.cross_entropy_backward import cross_entropy_backward, multiply
-from fused_softmax.ops.cross_entropy_forward import cross_entropy_forward
-from fused_softmax.ops.losses import Loss, Rows, arithmetic_of, finish, totals_of
+from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.ops.cross_entropy_calls import (
+    LossRows,
+    backward,
+    finish,
+    forward,
+    given_of,
+    prepare_finish,
+    prepare_losses,
+    prepare_multiply,
+    prepare_totals,
+    totals_of,
+)
+from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, kind_of_scale, loss_of
+from fused_softmax.route import Route, batched, dtype_under_autocast, needs_grad, route_of
 
-_INDICES = (torch.int64, torch.int32, torch.uint8)
+_LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
 _CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 
 
@@ -36,12 +47,27 @@ class TokenStats(NamedTuple):
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss, and what else was asked for; None what was not."""
+    """The loss, and what else was asked for; None for the rest."""
 
     loss: Tensor
     lse: Tensor | None = None
     z_loss: Tensor | None = None
     token_stats: TokenStats | None = None
+
+
+class Wanted(NamedTuple):
+    """What a call returns beside its loss, and how."""
+
+    lse: bool = False
+    z_loss: bool = False
+    stats: bool = False
+    inplace: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def beside(self) -> bool:
+        """Whether more than the loss is returned."""
+        return self.lse or self.z_loss or self.stats
 
 
 def cross_entropy(
@@ -88,156 +114,319 @@ def cross_entropy(
     >>> cross_entropy(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), torch.tensor([2], device="cuda"))
     tensor(0.4076, device='cuda:0')
     """
-    _check(input, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype)
-    more = return_lse or return_z_loss or return_token_stats
-    scale = 1.0 if scale is None else float(scale)
-    result_dtype = dtype or input.dtype
-    if input.is_cuda and dtype is None and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
-        result_dtype = torch.float32
+    options = _options_of(
+        ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
+        (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype),
+    )  # fmt: skip
+    if options is not None:
+        call = find("cross_entropy", options, input, target, weight)
+        if call is not None:
+            return call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale)
+    wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
+    numbers = label_smoothing, softcap, scale, lse_square_scale
+    return _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, options)
+
+
+def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
+    """All that a kept call depends on but tensors and the values of numbers; None where a number wants a check."""
+    if _CHECK or type(ignore_index) is not int:
+        return None
+    if label_smoothing == 0 and softcap is None and scale is None and lse_square_scale == 0:
+        plain = type(label_smoothing) is not bool and type(lse_square_scale) is not bool
+        return (ignore_index, reduction, wanted) if plain else None
+    if type(label_smoothing) is not float or not 0.0 <= label_smoothing <= 1.0:
+        return None
+    if softcap is not None and (type(softcap) is not float or not 0.0 < softcap < float("inf")):
+        return None
+    if scale is not None and (type(scale) is not float or scale == 0 or not -float("inf") < scale < float("inf")):
+        return None
+    if type(lse_square_scale) is not float:
+        return None
+    kind = label_smoothing > 0, softcap is not None, kind_of_scale(scale), lse_square_scale != 0
+    return ignore_index, reduction, wanted, kind
+
+
+def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, options):
+    name = "cross_entropy"
+    label_smoothing, softcap, scale, lse_square_scale = numbers
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{name}: input must be a Tensor, not {type(input).__name__}")
+    if input.is_nested or input.layout != torch.strided:
+        raise RuntimeError(f"{name}: input must be a dense strided tensor, got {input.layout}")
+    check_logits(name, "input", input.dtype, tuple(input.shape), target)
+    n_classes = input.shape[0 if input.ndim == 1 else 1]
+    loss = loss_of(
+        name, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
+        lse_square_scale, wanted.dtype, wanted.stats,
+    )  # fmt: skip
+    result_dtype = dtype_under_autocast(input, wanted.dtype)
     tensors = [each for each in (input, target, weight) if each is not None]
-    takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and scale != 0
+    takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and input.numel() > 0 and target.numel() > 0
-    if not takes or not runs_here(*tensors):
-        if takes and traced_whole(*tensors):
-            return _traced(
-                input, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
-                result_dtype, return_lse, return_z_loss, return_token_stats,
-            )  # fmt: skip
-        plain = scale == 1 and softcap is None and not lse_square_scale and not more and dtype is None
+    route = route_of(*tensors, takes=takes, batches=False)
+    if route is Route.OPERATOR:
+        return _traced(input, target, loss, wanted, result_dtype)
+    if route is Route.COMPOSED:
+        plain = loss.plain and wanted == Wanted()
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
             return torch.nn.functional.cross_entropy(
                 input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
             )
-        return _composed(
-            input, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
-            result_dtype, return_lse, return_z_loss, return_token_stats,
-        )  # fmt: skip
+        return composed(input, target, loss, wanted, result_dtype)
+
     if _CHECK:
-        _check_targets(target, input.shape[0 if input.ndim == 1 else 1], ignore_index)
-    rows = _rows_of(input)
+        _check_targets(target, n_classes, ignore_index)
+    rows = rows_of(input)
+    inplace = wanted.inplace and reduction != "none" and needs_grad(input)
+    if inplace:
+        _check_inplace(input, rows, wanted)
+    # Of fp16, what loss scaling would have kept is lost before the scaled loss comes back.
+    at_once = needs_grad(input) and reduction != "none" and not wanted.stats
+    at_once = at_once and (input.dtype != torch.float16 or inplace)
+    kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
+    prepared = _prepare_call(kind, input, target, weight, numbers)
+    if options is not None:
+        keep(prepared, name, options, input, target, weight)
+    return prepared.call(input, target, weight, *numbers)
+
+
+class Kind(NamedTuple):
+    """What a kept call does, beside its tensors and numbers."""
+
+    loss: Loss
+    wanted: Wanted
+    dtype: torch.dtype
+    inplace: bool
+    at_once: bool
+
+
+class Steps(NamedTuple):
+    """A loss's launches, prepared: the targets' totals, the rows, their sum, their gradient times a number.
+
+    None for a launch that a call has no need of.
+    """
+
+    totals: Any
+    rows: Any
+    finish: Any
+    multiply: Any = None
+
+
+def prepare_plain(
+    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+) -> Prepared:
+    """torch's own cross_entropy, for arguments that were checked: call(input, target, weight, label_smoothing, ...)."""
+    loss = Loss(None, ignore_index, reduction, label_smoothing)
+    at_once = needs_grad(input) and reduction != "none" and input.dtype != torch.float16
+    kind = Kind(loss, Wanted(), input.dtype, False, at_once)
+    return _prepare_call(kind, input, target, weight, (label_smoothing, None, None, 0.0))
+
+
+def _prepare_call(kind: Kind, input: Tensor, target: Tensor, weight: Tensor | None, numbers: tuple) -> Prepared:
+    """The call for tensors like these: call(input, target, weight, and the loss's numbers)."""
+    differentiates, given = needs_grad(input), kind.loss
+    simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
+    plain_numbers = given.numbers() if given.plain and not given.smooth and input.dtype != torch.float64 else None
+    steps = prepare_steps(kind, *_as_rows(input, target), _loss_now(given, weight, input, numbers))
+
+    def made(steps, target_shape):
+        def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale):
+            if kind.inplace and input.is_leaf:
+                raise RuntimeError(_LEAF)
+            rows, flat = (input, target) if simple else _as_rows(input, target)
+            if plain_numbers is not None and weight is None:
+                of_call = given, plain_numbers
+            else:
+                loss = _loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
+                of_call = loss, loss.numbers()
+            if differentiates:
+                results = _apply(rows, flat, of_call, (kind, steps))
+                if not kind.wanted.beside and not kind.inplace:
+                    return results if given.reduction != "none" else results.view(target_shape)
+                y, lse, z, *stats = results
+            else:
+                y, lse, z, *stats = run_steps(steps, rows, flat, *of_call, kind, None)[0]
+            return output_of(y, lse, z, stats, kind.wanted, given.reduction, target_shape)
+
+        return call
+
+    def again(n):
+        others = [each and each.again and each.again(n) for each in steps]
+        if any(made_again is None for made_again, each in zip(others, steps, strict=True) if each is not None):
+            return None
+        return made(Steps(*others), (n, *target_shape[1:]))
+
+    target_shape = tuple(target.shape)
+    calls = Steps(*[each and each.call for each in steps])
+    return Prepared(made(calls, target_shape), again if simple and target.ndim == 1 else None)
+
+
+def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [n, n_classes] with contiguous columns, and targets [n]."""
+    rows = rows_of(input)
     if rows.stride(-1) != 1 and rows.shape[-1] > 1:
         rows = rows.contiguous()
-    loss = Loss(
-        None if weight is None else weight.detach().to(arithmetic_of(input)).contiguous(), ignore_index,
-        reduction == "mean", label_smoothing, softcap, scale, lse_square_scale, return_token_stats,
+    return rows, target.reshape(-1).contiguous()
+
+
+def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) -> Loss:
+    """A kept call's loss with the weight and the numbers of one call."""
+    label_smoothing, softcap, scale, lse_square_scale = numbers
+    return Loss(
+        None if weight is None else weight.detach().to(arithmetic_of(input)).contiguous(), loss.ignore_index,
+        loss.reduction, label_smoothing if loss.smooth else 0.0, None if loss.softcap is None else softcap,
+        1.0 if scale is None else scale, lse_square_scale if loss.lse_square_scale else 0.0, loss.stats,
     )  # fmt: skip
-    # Of fp16, what loss scaling would have kept is lost before the scaled loss comes back.
-    at_once = needs_grad(input) and reduction != "none" and not return_token_stats
-    at_once = at_once and (input.dtype != torch.float16 or inplace_backward)
-    inplace_backward = inplace_backward and reduction != "none" and needs_grad(input)
-    if inplace_backward:
-        if input.is_leaf:
-            raise RuntimeError(
-                "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
-            )
-        alone = len(rows) == 1 or rows.stride(0) >= rows.shape[1]  # and not one memory for several rows
-        if rows.data_ptr() != input.data_ptr() or not alone or return_token_stats:
-            raise RuntimeError(
-                "cross_entropy: inplace_backward takes logits [n, n_classes] of contiguous rows, without token stats"
-            )
-    y, lse, z, *stats = _CrossEntropy.apply(
-        rows, target.reshape(-1).contiguous(), loss, reduction, result_dtype, return_lse, return_z_loss,
-        inplace_backward, at_once,
-    )  # fmt: skip
-    return _output(y, lse, z if return_z_loss else None, stats if return_token_stats else [], target, reduction)
 
 
-def _traced(
-    input, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, result_dtype,
-    return_lse, return_z_loss, return_token_stats,
-):  # fmt: skip
-    """One operator of `library_losses`, which has no place for a gradient over the logits: it gets one of its own."""
-    y, z, m, ls, *stats = torch.ops.fused_softmax.cross_entropy.default(
-        _rows_of(input), target.reshape(-1), weight, ignore_index, reduction, float(label_smoothing),
-        None if softcap is None else float(softcap), scale, float(lse_square_scale), result_dtype, return_token_stats,
-    )  # fmt: skip
-    lse = m + ls if return_lse else None
-    return _output(y, lse, z if return_z_loss else None, stats if return_token_stats else [], target, reduction)
+def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Steps:
+    """The steps of a loss for rows and targets like these, as Prepared."""
+    arithmetic, wanted = arithmetic_of(x), kind.wanted
+    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean else None
+    dx = None
+    if kind.at_once:
+        dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    counted = None if totals is None or totals.like is None else totals.like()
+    states = (dx is None and needs_grad(x)) or wanted.lse or loss.stats
+    given = given_of(x, dx, target, loss, counted)
+    rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states)
+    if loss.reduction == "none":
+        return Steps(totals, rows, None)
+    assert rows.like is not None
+    like = rows.like()
+    finishing = prepare_finish(like.loss, like.z, counted, loss.mean, kind.dtype)
+    multiplying = None if dx is None else prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
+    return Steps(totals, rows, finishing, multiplying)
 
 
-def _rows_of(input: Tensor) -> Tensor:
-    if input.ndim == 1:
-        return input.unsqueeze(0)
-    return input if input.ndim == 2 else input.movedim(1, -1).flatten(0, -2)
+def rows_of(input: Tensor) -> Tensor:
+    """Logits as [n, n_classes]."""
+    if input.ndim == 2:
+        return input
+    return input.unsqueeze(0) if input.ndim == 1 else input.movedim(1, -1).flatten(0, -2)
 
 
-def _output(y, lse, z, stats, target, reduction):
+def output_of(y, lse, z, stats, wanted: Wanted, reduction: str, shape) -> Tensor | CrossEntropyOutput:
     """What the caller asked for, in the shape of the targets."""
     if reduction == "none":
-        y, z = y.view(target.shape), None if z is None else z.view(target.shape)
-    if lse is None and z is None and not stats:
+        y, z = y.view(shape), None if z is None else z.view(shape)
+    if not wanted.beside:
         return y
-    token_stats = TokenStats(*(each.view(target.shape) for each in stats)) if stats else None
-    return CrossEntropyOutput(y, None if lse is None else lse.view(target.shape), z, token_stats)
+    return CrossEntropyOutput(
+        y, lse.view(shape) if wanted.lse else None, z if wanted.z_loss else None,
+        TokenStats(*(each.view(shape) for each in stats)) if wanted.stats else None,
+    )  # fmt: skip
+
+
+def run_steps(steps: Steps, x: Tensor, target: Tensor, loss: Loss, numbers: tuple, kind: Kind, dx: Tensor | None):
+    """((loss, lse, z-loss, statistics), rows, totals): what was not asked for is None, or missing."""
+    totals = None if steps.totals is None else steps.totals(target, loss.weight)
+    rows = steps.rows(given_of(x, dx, target, loss, totals), numbers)
+    if steps.finish is None:
+        y, z = rows.loss.view(-1), rows.z
+        y = (y if z is None else y + z).to(kind.dtype)
+        z = None if z is None else z.to(kind.dtype)
+    else:
+        y, z = steps.finish(rows.loss, rows.z, totals)
+    lse = rows.m + rows.ls if kind.wanted.lse else None
+    if kind.wanted.z_loss and z is None:
+        z = torch.zeros_like(y)
+    stats = stats_of(rows, target, loss) if loss.stats else ()
+    return (y, lse, z, *stats), rows, totals
+
+
+def losses_of(x: Tensor, target: Tensor, loss: Loss, kind: Kind):
+    """`run_steps` of a call that is not kept whole: its steps are, each by itself."""
+    steps = Steps(
+        partial(_totals_step, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None,
+        lambda given, numbers: forward(x, target, loss, given.totals, dtype=_dtype_of_rows(loss, kind)),
+        None if loss.reduction == "none" else partial(_finish_step, loss, kind.dtype),
+    )
+    return run_steps(steps, x, target, loss, (), kind, None)
+
+
+def _dtype_of_rows(loss: Loss, kind: Kind) -> torch.dtype | None:
+    return kind.dtype if loss.reduction == "none" and not loss.stats and not loss.lse_square_scale else None
+
+
+def _totals_step(loss, n_classes, dtype, target, weight):
+    return totals_of(target, loss, n_classes, dtype)
+
+
+def _finish_step(loss, dtype, values, z, totals):
+    return finish(LossRows(None, None, values, z), totals, loss, dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
     """(loss, lse, z-loss, statistics) of rows; the gradient of a sum or mean is there when the loss is."""
 
     @staticmethod
-    def forward(ctx, x, target, loss, reduction, result_dtype, return_lse, return_z_loss, inplace_backward, at_once):
+    def forward(ctx, x, target, of_call, how):
         ctx.set_materialize_grads(False)
-        totals = totals_of(target, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None
+        loss, numbers = of_call
+        kind, steps = how
         dx = None
-        if at_once:
-            dx = x if inplace_backward else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        ctx.dx, ctx.used = dx, False
-        plain = reduction == "none" and not loss.stats and not loss.lse_square_scale
-        rows = cross_entropy_forward(x, target, loss, totals, dx, dtype=result_dtype if plain else None)
-        if inplace_backward:
+        if kind.at_once:
+            dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        results, rows, totals = run_steps(steps, x, target, loss, numbers, kind, dx)
+        ctx.dx, ctx.loss, ctx.multiply = dx, loss, steps.multiply
+        if kind.inplace:
             ctx.mark_dirty(x)
-        ctx.how = loss, reduction, result_dtype
-        ctx.save_for_backward(None if inplace_backward else x, target, totals, rows.m, rows.ls)
-        if reduction == "none":
-            y, z = rows.loss.view(-1), rows.z
-            y = (y if z is None else y + z).to(result_dtype)
-            z = None if z is None else z.to(result_dtype)
-        else:
-            y, z = finish(rows, totals, loss, result_dtype)
-        lse = rows.m + rows.ls if return_lse else None
-        if return_z_loss and z is None:
-            z = torch.zeros_like(y)
-        stats = stats_of(rows, target, loss)
-        if stats:
-            ctx.mark_non_differentiable(*stats)
-        return y, lse, z, *stats, *([x] if inplace_backward else [])
+        ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
+        if len(results) > 3:
+            ctx.mark_non_differentiable(*results[3:])
+        if not kind.wanted.beside and not kind.inplace:
+            return results[0]
+        return *results, *([x] if kind.inplace else [])
 
     @staticmethod
     def backward(ctx, dy, dlse=None, dz=None, *_):
-        loss, reduction, _ = ctx.how
-        nothing = (None,) * 8
+        loss = ctx.loss
         if dy is None and dlse is None and dz is None:
-            return None, *nothing
+            return None, None, None, None
         x, target, totals, m, ls = ctx.saved_tensors
         alone = dlse is None and dz is None
         if torch.is_grad_enabled():
             if x is None:
                 raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
-            return _differentiable_gradient(x, target, loss, reduction, dy, dlse, dz), *nothing
+            return differentiable_gradient(x, target, loss, dy, dlse, dz), None, None, None
         if x is not None and batched(dy, dlse, dz):
-            return _one_by_one(x, target, m, ls, loss, reduction, dy, dlse, dz), *nothing
+            return _one_by_one(x, target, m, ls, loss, dy, dlse, dz), None, None, None
         if ctx.dx is not None and alone:
             # Given away: whoever has it may change it, and a second backward computes it again.
             dx, ctx.dx = ctx.dx, None
-            return multiply(dx, dy), *nothing
+            ctx.multiply(dx, dy)
+            return dx, None, None, None
         if x is None:
             raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
-        zero = torch.zeros((), dtype=m.dtype, device=m.device)
-        dy = zero if dy is None else dy
+        m, ls = _states(x, target, loss, m, ls)
+        dy = torch.zeros((), dtype=m.dtype, device=m.device) if dy is None else dy
         total_dz = None if dz is None else dy + dz
-        return cross_entropy_backward(x, target, m, ls, loss, totals=totals, dy=dy, dz=total_dz, dlse=dlse), *nothing
+        dx = backward(x, target, m, ls, loss, totals=totals, dy=dy, dz=total_dz, dlse=dlse)
+        return dx, None, None, None
 
 
-def _one_by_one(x, target, m, ls, loss, reduction, dy, dlse, dz):
+# As _CrossEntropy.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+_apply = super(torch.autograd.Function, _CrossEntropy).apply
+
+
+def _states(x, target, loss, m, ls):
+    """m and ls of every row; made again where the gradient was written with the loss, and they were not kept."""
+    if m is not None:
+        return m, ls
+    rows = forward(x, target, loss)
+    return rows.m, rows.ls
+
+
+def _one_by_one(x, target, m, ls, loss, dy, dlse, dz):
     """The gradients of a batch, each by the operator, which PyTorch calls for one after the other."""
-    return torch.ops.fused_softmax.cross_entropy_backward.default(
-        x, target, m, ls, dy, dz, dlse, loss.weight, loss.ignore_index, reduction, loss.label_smoothing, loss.softcap,
-        loss.scale, loss.lse_square_scale,
-    )  # fmt: skip
+    m, ls = _states(x, target, loss, m, ls)
+    operator = torch.ops.fused_softmax.cross_entropy_backward.default
+    return operator(x, target, m, ls, dy, dz, dlse, *loss.operator_arguments())
 
 
-def stats_of(rows: Rows, target: Tensor, loss: Loss) -> list[Tensor]:
-    """Those of TokenStats, of targets [n], or nothing if `loss` does not ask for them."""
+def stats_of(rows: LossRows, target: Tensor, loss: Loss) -> list[Tensor]:
+    """The TokenStats of targets [n], or nothing if `loss` does not ask for them."""
     if rows.entropy is None or rows.predicted is None:
         return []
     counts = target.long() != loss.ignore_index  # of uint8, -100 would be 156
@@ -245,48 +434,45 @@ def stats_of(rows: Rows, target: Tensor, loss: Loss) -> list[Tensor]:
     return [rows.loss.view(-1).clone(), entropy, predicted, (rows.predicted == target) & counts]
 
 
-def _differentiable_gradient(x, target, loss, reduction, dy, dlse, dz):
-    """The same of torch's operations, for a second derivative."""
+def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz):
+    """The gradient by torch's operations, for a second derivative."""
     y, lse, z = reference.cross_entropy(
-        x, target, loss.weight, loss.ignore_index, reduction, loss.label_smoothing, softcap=loss.softcap,
-        scale=loss.scale, lse_square_scale=loss.lse_square_scale, dtype=arithmetic_of(x), arithmetic=arithmetic_of(x),
+        x, target, reduction=loss.reduction, **loss.reference_arguments(), dtype=arithmetic_of(x),
+        arithmetic=arithmetic_of(x),
     )  # fmt: skip
     pairs = [(y, dy), (lse, dlse), (z, dz)]
     outputs, gradients = zip(*[(o, g.to(o.dtype)) for o, g in pairs if g is not None], strict=True)
     return torch.autograd.grad(outputs, x, gradients, create_graph=True)[0]
 
 
-def _composed(
-    input, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, result_dtype,
-    return_lse, return_z_loss, return_token_stats,
-):  # fmt: skip
-    """Of torch's operations: on devices without kernels, for probabilities, and under functorch's transforms."""
-    arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
-    options = {"softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale, "arithmetic": arithmetic}
-    call = input, target, weight, ignore_index
-    loss, lse, z = reference.cross_entropy(*call, reduction, label_smoothing, dtype=result_dtype, **options)
-    if not (return_lse or return_z_loss or return_token_stats):
-        return loss
-    stats = None
-    if return_token_stats:
-        with torch.no_grad():
-            class_dim = 0 if input.ndim == 1 else 1
-            of_tokens = reference.cross_entropy(*call, "none", label_smoothing, dtype=arithmetic, **options)[0]
-            z_of_tokens = reference.cross_entropy(*call, "none", label_smoothing, dtype=arithmetic, **options)[2]
-            logits = input.to(arithmetic) * scale
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            p = torch.softmax(logits, class_dim)
-            entropy = lse - torch.where(p == 0, 0.0, p * logits).sum(class_dim)
-            predicted = logits.argmax(class_dim)
-            if target.is_floating_point():
-                counts, best = torch.ones_like(predicted, dtype=torch.bool), target.argmax(class_dim)
-            else:
-                counts, best = target.long() != ignore_index, target
-            stats = TokenStats(
-                of_tokens - z_of_tokens if lse_square_scale else of_tokens, entropy.masked_fill(~counts, 0.0),
-                predicted.masked_fill(~counts, 0), (predicted == best) & counts,
-            )  # fmt: skip
-    return CrossEntropyOutput(loss, lse if return_lse else None, z if return_z_loss else None, stats)
+def composed(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype) -> Tensor | CrossEntropyOutput:
+    """By torch's operations: on devices without kernels, for probabilities, and under functorch's transforms."""
+    arithmetic = torch.float64 if torch.float64 in (input.dtype, dtype) else torch.float32
+    arguments = {"reduction": loss.reduction, **loss.reference_arguments(), "dtype": dtype, "arithmetic": arithmetic}
+    y, lse, z = reference.cross_entropy(input, target, **arguments)
+    if not wanted.beside:
+        return y
+    stats = TokenStats(*reference.token_stats(input, target, **arguments)) if wanted.stats else None
+    return CrossEntropyOutput(y, lse if wanted.lse else None, z if wanted.z_loss else None, stats)
+
+
+def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype):
+    """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
+    y, z, m, ls, *stats = torch.ops.fused_softmax.cross_entropy.default(
+        rows_of(input), target.reshape(-1), *loss.operator_arguments(), dtype, wanted.stats
+    )
+    return output_of(y, m + ls if wanted.lse else None, z, stats, wanted, loss.reduction, target.shape)
+
+
+def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:
+    if input.is_leaf:
+        raise RuntimeError(_LEAF)
+    alone = len(rows) == 1 or rows.stride(0) >= rows.shape[1]  # and not one memory for several rows
+    contiguous = rows.stride(-1) == 1 or rows.shape[-1] <= 1
+    if rows.data_ptr() != input.data_ptr() or not alone or not contiguous or wanted.stats:
+        raise RuntimeError(
+            "cross_entropy: inplace_backward takes logits [n, n_classes] of contiguous rows, without token stats"
+        )
 
 
 def _check_targets(target: Tensor, n_classes: int, ignore_index: int) -> None:
@@ -295,65 +481,3 @@ def _check_targets(target: Tensor, n_classes: int, ignore_index: int) -> None:
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise IndexError(f"cross_entropy: target {int(flat[row])} of row {row} is out of range [0, {n_classes - 1}]")
-
-
-def _check(input, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype):
-    name = "cross_entropy"
-    for argument, tensor in (("input", input), ("target", target)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a Tensor, not {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {tensor.layout}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'{name}: reduction must be "mean", "sum" or "none", got {reduction!r}')
-    if not input.is_floating_point():
-        raise NotImplementedError(f"{name}: input must be of a float dtype, got {input.dtype}")
-    if input.ndim == 0:
-        raise (RuntimeError if target.ndim == 0 else ValueError)(f"{name}: input must have a class dim, got shape ()")
-    shape = tuple(input.shape)
-    n_classes = shape[0] if len(shape) == 1 else shape[1]
-    of_targets = () if len(shape) == 1 else (shape[0], *shape[2:])
-    if target.is_floating_point():
-        if tuple(target.shape) != shape:
-            raise RuntimeError(
-                f"{name}: target of probabilities must have the input's shape {shape}, got {tuple(target.shape)}"
-            )
-    elif target.dtype not in _INDICES:
-        raise (NotImplementedError if target.is_cuda else RuntimeError)(  # as torch
-            f"{name}: target must be of int64, int32 or uint8, or of probabilities, got {target.dtype}"
-        )
-    elif tuple(target.shape) != of_targets:
-        # torch's types of error: of the batch, and of what follows it.
-        batches = input.ndim < 3 or target.ndim == 0 or target.shape[0] != shape[0]
-        raise (ValueError if batches else RuntimeError)(
-            f"{name}: target must have shape {of_targets} for input of shape {shape}, got {tuple(target.shape)}"
-        )
-    if target.device != input.device:
-        raise RuntimeError(f"{name}: target must be on the input's device {input.device}, got {target.device}")
-    if weight is not None:
-        if not isinstance(weight, Tensor):
-            raise TypeError(f"{name}: weight must be a Tensor, not {type(weight).__name__}")
-        if tuple(weight.shape) != (n_classes,):
-            raise RuntimeError(
-                f"{name}: weight must have shape ({n_classes},), one of every class, got {tuple(weight.shape)}"
-            )
-        if weight.device != input.device:
-            raise RuntimeError(f"{name}: weight must be on the input's device {input.device}, got {weight.device}")
-        if not weight.is_floating_point():
-            raise RuntimeError(f"{name}: weight must be of a float dtype, got {weight.dtype}")
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"{name}: ignore_index must be an int, not {type(ignore_index).__name__} ({ignore_index!r})")
-    for argument, value in (("label_smoothing", label_smoothing), ("lse_square_scale", lse_square_scale)):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise RuntimeError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    for argument, value in (("softcap", softcap), ("scale", scale)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{name}: {argument} must be finite, got {value}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: softcap must be more than 0, got {softcap}")
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"{name}: dtype must be a float torch.dtype, got {dtype!r}")

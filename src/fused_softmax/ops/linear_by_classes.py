@@ -7,23 +7,33 @@ Traffic: all logits are read once, and once more read and written. Extra memory:
 several products are added up in a wider dtype, the input's gradient in it; the states of tokens before that.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_softmax.ops.cross_entropy_transposed import MULTIPLE, Tokens, padded_of
-from fused_softmax.ops.losses import Loss, arithmetic_of
+from fused_softmax.device import device_of
+from fused_softmax.kernels.loss_transposed import _token_gradient, _token_losses, _token_states
+from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.plan import VECTOR_BYTES
+from fused_softmax.runner import TLDTYPES, has_ptx, prepare
 
-_CHUNKS = 8  # fewer add the weight's gradient up in less time than logits take that are made again
+MULTIPLE = 128  # of classes, that matrix products like; and of those that a program reads at a time
+_CHUNKS = 8  # fewer add the weight's gradient up in less time than it takes to make logits again
 # As do longer ones: on an H200 that sum takes 256 / rows of what the products take, logits made again up to a third;
 # and of 4 bytes and more an order less, for the products take as much longer.
 _CHUNK_ROWS = {2: 1024, 4: 64, 8: 64}
 _CLASSES = 256  # fewer at a time do not fill the chip
+_TOKENS = 128  # of a tile
+_PROGRAMS = 16  # a multiprocessor
+_WARPS = 4
 
 
 class Block(NamedTuple):
-    """Classes [first, stop). apart: whether its product, or its logits, lie in memory of their own."""
+    """Classes [first, stop). apart: whether their product, or their logits, lie in memory of their own."""
 
     first: int
     stop: int
@@ -31,7 +41,7 @@ class Block(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Blocks in their order: of the states, the last one's logits kept; of the kept logits; of those made again."""
+    """Blocks in their order: of the states, where the last one's logits are kept; of those; of logits made again."""
 
     states: list[Block]
     kept: list[Block]
@@ -82,7 +92,7 @@ def _blocks(first: int, stop: int, most: int) -> list[Block]:
 
 
 def goes_by_classes(x: Tensor, w: Tensor, chunk_size: int) -> bool:
-    """Whether it takes less time so than by chunks of so many rows, where a gradient of w is asked for."""
+    """Whether this takes less time than chunks of so many rows, where a gradient of w is asked for."""
     most = chunk_size * len(w)
     return (
         -(-len(x) // chunk_size) >= _CHUNKS
@@ -93,7 +103,7 @@ def goes_by_classes(x: Tensor, w: Tensor, chunk_size: int) -> bool:
 
 def by_classes(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None,
-    most: int, dtype: torch.dtype, asked: list[bool],
+    most: int, dtype: torch.dtype, asked: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor, Tensor | None]]:  # fmt: skip
     """(losses, z-losses, gradients of x, w and bias) of rows x; that of x in `dtype` where it is a sum of several.
 
@@ -145,6 +155,103 @@ def by_classes(
         make_gradient(logits, block)
         torch.mm(logits, x, out=dw[block.first : block.stop])
     return losses, z, (dx, dw, db)
+
+
+def padded_of(x: Tensor) -> int:
+    """The tokens x [tokens, features] as a whole number of vectors."""
+    vector = VECTOR_BYTES // x.element_size()
+    return -(-len(x) // vector) * vector
+
+
+class Tokens:
+    """The losses of tokens by blocks of logits [classes, tokens], whose rows take `padded` elements.
+
+    In this order: make_room; read of every block; finish; write_gradient of every block.
+    loss: its weight contiguous, in the dtype of the arithmetic.
+    """
+
+    def __init__(self, x: Tensor, target: Tensor, loss: Loss, totals: Tensor | None, n_classes: int):
+        self.n, self.padded, self.n_classes = len(x), padded_of(x), n_classes
+        self.x, self.target, self.loss, self.totals = x, target, loss, totals
+        self.device, self.dtype = x.get_device(), arithmetic_of(x)
+        self.numbers = loss.exact_numbers(x)
+        vector = VECTOR_BYTES // x.element_size()
+        # States and gradients are the same for a mean, a sum and a z-loss: one kernel does for all.
+        self.spec = LossSpec(
+            block_cols=32 * _WARPS * vector // _TOKENS, block_tokens=_TOKENS, pieces=4, vector=vector,
+            cast_dtype=TLDTYPES[x.dtype], ptx=has_ptx(self.device),
+            **loss.kind() | {"mean": False, "z_loss": False},
+        )  # fmt: skip
+        self.blocks = -(-self.padded // _TOKENS)
+        # Of each token: m, and a, b and u of its gradient; its target's class, or -1 if it is no class, or -2 if the
+        # token does not count.
+        self.shares = self._empty(4, self.padded)
+        self.place = self._empty(self.padded, dtype=torch.int32)
+
+    def make_room(self, sizes: list[int]) -> None:
+        """Memory for the states of blocks of so many classes, one for every token and part, and the targets' logits."""
+        parts = sum(self._parts(size)[0] for size in sizes)
+        m, s = self._empty(2, parts, self.padded)
+        wz = self._empty(parts, self.padded) if self.loss.smooth else None
+        self.states = {"m": m, "s": s, "wz": wz, "w": self._empty(parts)}
+        self.z_t, self.n_read = self._empty(self.padded, dtype=self.x.dtype), 0
+
+    def read(self, logits: Tensor, first: int) -> None:
+        """Take the states of a block of logits from class `first` on."""
+        parts, part_classes = self._parts(len(logits))
+        tensors = {
+            "x": logits, "target": self.target, "weight": self.loss.weight, "numbers": self.numbers, "z_t": self.z_t,
+        }  # fmt: skip
+        sizes = {"first": first, "n_classes": len(logits), "part_classes": part_classes, "n_read": self.n_read}
+        spec = self.spec if self.spec.capped or self.spec.smooth else replace(self.spec, pieces=8)
+        self._launch(_token_states, parts * self.blocks, tensors | self.states, sizes, spec)
+        self.n_read += parts
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """The losses and z-losses by all states; it also makes what the gradient needs of the tokens."""
+        loss = self.loss
+        losses, z = self._empty(self.n), self._empty(self.n) if loss.lse_square_scale else None
+        tensors = {
+            "target": self.target, "weight": loss.weight, "totals": self.totals, "w_total": loss.weight_total(),
+            "numbers": self.numbers, "z_t": self.z_t, **self.states,
+            "loss": losses, "z": z, "shares": self.shares, "place": self.place,
+        }  # fmt: skip
+        spec = replace(
+            self.spec, block_tokens=32, lanes=16, mean=loss.mean, z_loss=z is not None,
+            totals=1 if self.totals is None else self.totals.shape[1],
+        )  # fmt: skip
+        sizes = {"n_parts": self.n_read, "n_classes": self.n_classes}
+        self._launch(_token_losses, -(-self.n // spec.block_tokens), tensors, sizes, spec)
+        del self.states, self.z_t
+        return losses, z
+
+    def write_gradient(self, logits: Tensor, first: int) -> None:
+        """The gradient of a block of logits from class `first` on, over them."""
+        parts, part_classes = self._parts(len(logits))
+        tensors = {
+            "x": logits, "weight": self.loss.weight, "numbers": self.numbers, "shares": self.shares,
+            "place": self.place,
+        }  # fmt: skip
+        sizes = {"first": first, "n_classes": len(logits), "part_classes": part_classes}
+        self._launch(_token_gradient, parts * self.blocks, tensors, sizes, self.spec)
+
+    def _parts(self, n_classes: int) -> tuple[int, int]:
+        """How many parts of how many classes."""
+        parts = max(1, _PROGRAMS * device_of(self.device).sm_count // self.blocks)
+        size = -(-n_classes // (parts * MULTIPLE)) * MULTIPLE
+        return -(-n_classes // size), size
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
+
+    def _launch(
+        self, kernel: Any, programs: int, tensors: Mapping[str, Tensor | None], sizes: dict[str, int], spec: LossSpec
+    ) -> None:
+        values = {"n_tokens": self.n, "padded": self.padded, **self.loss.values(), **sizes}
+        run = prepare(
+            kernel, None, spec, tensors, values, device=self.device, programs=lambda _: programs, num_warps=_WARPS
+        )
+        run(*[each for each in tensors.values() if each is not None])
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,30 +1,30 @@
-"""Cross-entropy of input @ linear_weight.T + linear_bias, of which a chunk of rows exists at a time.
+"""Cross-entropy of input @ linear_weight.T + linear_bias, whose logits exist a chunk of rows at a time.
 
 Three matrix products by cuBLAS, as with all logits in memory; between them the logits of a chunk are read once and
 their gradient written over them. Extra memory: a chunk of logits, and an accumulator of linear_weight's gradient. Where
 chunks are many and short, blocks of classes take their place (`linear_by_classes.py`), and no accumulator.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fused_softmax import reference
-from fused_softmax.ops.arguments import DTYPES, batched, needs_grad, runs_here, traced_whole
-from fused_softmax.ops.cross_entropy import _check
-from fused_softmax.ops.cross_entropy_backward import cross_entropy_backward, multiply
-from fused_softmax.ops.cross_entropy_forward import cross_entropy_forward
+from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.linear_by_classes import add_product, by_classes, goes_by_classes
-from fused_softmax.ops.losses import Loss, Rows, arithmetic_of, finish, totals_of
+from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
+from fused_softmax.route import Route, batched, needs_grad, route_of
 
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
 _CHUNK_ROWS = 128  # a multiple that matrix products like
+_NAME = "linear_cross_entropy"
 
 
 @dataclass(frozen=True)
 class Linear:
-    """What a call says of its products. accumulate: whether chunks add up in the dtype of the arithmetic."""
+    """How a call makes its products. accumulate: whether chunks add up in the dtype of the arithmetic."""
 
     chunk_size: int
     accumulate: bool
@@ -51,23 +51,24 @@ def linear_cross_entropy(
     """cross_entropy(linear(input, linear_weight, linear_bias), target, ...), without all logits in memory at once.
 
     input: [in_features] or [..., in_features]; float32, float16, bfloat16 or float64.
-    linear_weight: [n_classes, in_features], linear_bias: [n_classes], of the input's dtype.
-    target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes], for
-        which all logits are made.
+    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]; both of the input's dtype.
+    target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
+        which take all logits at once.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
-    chunk_size: rows whose logits exist at a time; if None as many as fill 1 GiB, or fewer, so that chunks are equal; or
-        all, where that takes no more memory than chunks with the accumulator of linear_weight's gradient would.
-        Short chunks may be blocks of classes instead, of as many logits beside those in linear_weight's gradient's own
-        memory.
-    accumulate: "fp32" adds the chunks of the gradients of weight and bias, or blocks of the input's, in float32
-        (float64 of float64); "input" in their own dtype, and allocates no accumulator but for a mean of float16, whose
-        sums its range would not hold.
-    skip_ignored: makes no logits for rows that are ignored. Worth it where they are many; asks the device how many, and
-        so waits for it. Compiled code makes them.
+    chunk_size: how many rows' logits exist at a time. If None, as many as fill 1 GiB, or fewer, so that chunks are
+        equal; or all, where that takes no more memory than chunks with the accumulator of linear_weight's gradient.
+        Blocks of classes may take the place of short chunks; as many logits then exist beside those that lie in the
+        memory of linear_weight's gradient.
+    accumulate: "fp32" adds chunks of the gradients of linear_weight and linear_bias, or blocks of the input's, in
+        float32 (float64 for float64). "input" adds them in their own dtype and allocates no accumulator, except for a
+        mean in float16, whose range would not hold the sums.
+    skip_ignored: makes no logits for rows that are ignored. It pays where they are many; it asks the device how many
+        they are, and so waits for it. Compiled code makes them all the same.
 
-    With reduction mean or sum the gradients are made in the forward pass, of those tensors alone that require one; a
-    second backward, and reduction none, make the logits again. Returns the loss, [] or of the targets' shape.
-    Raises as cross_entropy, and ValueError for shapes that do not fit, chunk_size < 1 or an unknown accumulate.
+    With reduction "mean" or "sum" the forward pass makes the gradients of those tensors alone that require one. A
+    second backward makes the logits again, as "none" does. Returns the loss, [] or of the targets' shape.
+    Raises as cross_entropy; also ValueError for shapes that do not fit, chunk_size < 1 or an unknown accumulate, and
+    RuntimeError for a linear_weight or linear_bias of another dtype or device than the input's.
 
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens)  # [8192, 4096], [128256, 4096], [8192]
     """
@@ -77,54 +78,38 @@ def linear_cross_entropy(
         dtype = dtype or torch.float32
         input, linear_weight = input.to(cast), linear_weight.to(cast)
         linear_bias = None if linear_bias is None else linear_bias.to(cast)
-    n_classes = linear_weight.shape[0]
-    logits_like = torch.empty(1, device=input.device, dtype=input.dtype).expand(*input.shape[:-1], n_classes)
-    class_dim_at_1 = logits_like if input.ndim < 3 else logits_like.movedim(-1, 1)
-    of_target = (
-        target.movedim(-1, 1)
-        if isinstance(target, Tensor) and target.is_floating_point() and input.ndim > 2
-        else target
-    )
-    _check(
-        class_dim_at_1,
-        of_target,
-        weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        softcap,
-        scale,
-        lse_square_scale,
-        dtype,
-    )
-    scale = 1.0 if scale is None else float(scale)
+    n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+    of_target = target  # as cross_entropy takes it: the class dim at 1
+    if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
+        of_target = target.movedim(-1, 1)
+    check_logits(_NAME, "logits", input.dtype, (*leading[:1], n_classes, *leading[1:]), of_target)
+    loss = loss_of(
+        _NAME, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
+        lse_square_scale, dtype,
+    )  # fmt: skip
     result_dtype = dtype or input.dtype
-    tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
-    takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and scale != 0
+    takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and target.numel() > 0 and linear_weight.numel() > 0
-    if not takes or not runs_here(*tensors):
-        if takes and traced_whole(*tensors):
-            # One operator, which gives the gradients beside the loss: a loop over chunks would be unrolled for one
-            # number of rows, and what were made of the loss alone would multiply by the weight once more.
-            asked = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in (
-                input, linear_weight, linear_bias
-            )]  # fmt: skip
-            y = torch.ops.fused_softmax.linear_cross_entropy.default(
-                input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), linear_bias, weight,
-                ignore_index, reduction, float(label_smoothing), None if softcap is None else float(softcap), scale,
-                float(lse_square_scale), chunk_size, accumulate, asked,
-            )[0]  # fmt: skip
-            return (y if reduction != "none" else y.view(target.shape)).to(result_dtype)
+    tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
+    route = route_of(*tensors, takes=takes, batches=False)
+    if route is Route.OPERATOR:
+        # One operator, which gives the gradients beside the loss: a loop over chunks would be unrolled for one number
+        # of rows, and a backward that made them from the loss alone would multiply by linear_weight once more.
+        asked = _asked(input, linear_weight, linear_bias)
+        y = torch.ops.fused_softmax.linear_cross_entropy.default(
+            input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), linear_bias,
+            *loss.operator_arguments(), chunk_size, accumulate, asked,
+        )[0]  # fmt: skip
+        return (y if reduction != "none" else y.view(target.shape)).to(result_dtype)
+    if route is Route.COMPOSED:
         logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
         return reference.cross_entropy(
-            logits, of_target, weight, ignore_index, reduction, label_smoothing, softcap=softcap, scale=scale,
-            lse_square_scale=lse_square_scale, dtype=result_dtype, arithmetic=arithmetic_of(input),
+            logits, of_target, **loss.reference_arguments(), reduction=reduction, dtype=result_dtype,
+            arithmetic=arithmetic_of(input),
         )[0]  # fmt: skip
-    loss = Loss(
-        None if weight is None else weight.detach().to(arithmetic_of(input)).contiguous(), ignore_index,
-        reduction == "mean", label_smoothing, softcap, scale, lse_square_scale,
-    )  # fmt: skip
+    if loss.weight is not None:
+        loss = replace(loss, weight=loss.weight.detach().to(arithmetic_of(input)).contiguous())
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
     kept = None
     if skip_ignored:
@@ -134,10 +119,8 @@ def linear_cross_entropy(
         else:
             kept = None
     linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight))
-    at_once = reduction != "none" and needs_grad(
-        *[each for each in (rows, linear_weight, linear_bias) if each is not None]
-    )
-    y = _LinearCrossEntropy.apply(rows, linear_weight, linear_bias, flat, loss, linear, reduction, at_once)
+    at_once = reduction != "none" and any(_asked(rows, linear_weight, linear_bias))
+    y = _LinearCrossEntropy.apply(rows, linear_weight, linear_bias, flat, loss, linear, at_once)
     if reduction == "none":
         y = y if kept is None else y.new_zeros(target.numel()).index_put((kept,), y)
         y = y.view(target.shape)
@@ -148,49 +131,59 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The loss in the dtype of the arithmetic; gradients of input, linear_weight and linear_bias, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, target, loss, linear, reduction, at_once):
+    def forward(ctx, x, w, bias, target, loss, linear, at_once):
         asked = [at_once and each is not None and each.requires_grad for each in (x, w, bias)]
-        y, totals, gradients = forward(x, w, bias, target, loss, linear, reduction, asked)
+        y, totals, gradients = forward(x, w, bias, target, loss, linear, asked)
         ctx.gradients = gradients
-        # In fp16 what a mean divides would vanish, where a scaled loss would have kept it: divided later.
+        # In fp16 a mean's division would make gradients vanish that a scaled loss would have kept: it comes later.
         ctx.late = None
-        if gradients is not None and divides_late(x, loss):  # of nothing but ignored targets there is a gradient, of 0
-            ctx.late = 1.0 / torch.where(totals[1].sum() == 0, 1.0, totals[0].sum())
+        if gradients is not None and divides_late(x, loss):  # where every target is ignored there is a gradient, of 0
+            ctx.late = 1.0 / torch.where(totals[1].sum() == 0, 1.0, totals[0].sum())  # type: ignore[index]
         if ctx.late is not None and loss.lse_square_scale and loss.weight is not None:
             ctx.gradients = None  # loss and z-loss are divided by totals of their own
-        ctx.how = loss, linear, reduction
+        ctx.loss, ctx.linear = loss, linear
         ctx.save_for_backward(x, w, bias, target, totals)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        loss, linear, reduction = ctx.how
+        loss, linear = ctx.loss, ctx.linear
         x, w, bias, target, totals = ctx.saved_tensors
         asked = list(ctx.needs_input_grad[:3])
-        nothing = (None,) * 5
+        nothing = (None,) * 4
         if torch.is_grad_enabled():
-            return *_differentiable(x, w, bias, target, loss, reduction, dy, asked), *nothing
+            return *differentiable_gradient(x, w, bias, target, loss, dy, asked), *nothing
         if batched(dy):
             found = torch.ops.fused_softmax.linear_cross_entropy_backward.default(
-                dy, x, w, target, bias, loss.weight, loss.ignore_index, reduction, loss.label_smoothing, loss.softcap,
-                loss.scale, loss.lse_square_scale, linear.chunk_size, "fp32" if linear.accumulate else "input", asked,
+                dy, x, w, target, bias, *loss.operator_arguments(), linear.chunk_size,
+                "fp32" if linear.accumulate else "input", asked,
             )  # fmt: skip
             return *[each if wanted else None for each, wanted in zip(found, asked, strict=True)], *nothing
         if ctx.gradients is not None:
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
             return *gradients.times(dy if ctx.late is None else dy * ctx.late), *nothing
-        return *backward(x, w, bias, target, totals, loss, linear, reduction, dy, asked), *nothing
+        return *backward(x, w, bias, target, totals, loss, linear, dy, asked), *nothing
 
 
-def forward(x, w, bias, target, loss, linear, reduction, asked):
-    """(loss in the dtype of the arithmetic, totals of a mean, gradients that are asked for or None)."""
+def _asked(*tensors: Tensor | None) -> list[bool]:
+    """Which of them a gradient is asked for."""
+    return [each is not None and needs_grad(each) for each in tensors]
+
+
+def forward(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, linear: Linear, asked: Sequence[bool]
+) -> "tuple[Tensor, Tensor | None, Gradients | None]":
+    """(loss in the dtype of the arithmetic, a mean's totals, those gradients of x, w and bias that are asked for).
+
+    None where there are none. loss: its weight contiguous, in the dtype of the arithmetic; here and below.
+    """
     dtype = arithmetic_of(x)
-    totals = totals_of(target, loss, w.shape[0], dtype) if loss.mean else None
+    totals = losses.totals_of(target, loss, len(w), dtype) if loss.mean else None
     late = any(asked) and divides_late(x, loss)
     gradients = None
     # What is divided late may be more than fp16 holds, and by classes nothing wider holds the weight's gradient.
-    if asked[1] and not late and goes_by_classes(x, w, linear.chunk_size):
+    if any(asked) and asked[1] and not late and goes_by_classes(x, w, linear.chunk_size):
         wide = dtype if linear.accumulate else x.dtype
         of_rows, z_of_rows, made = by_classes(
             x, w, bias, target, loss, totals, linear.chunk_size * len(w), wide, asked
@@ -198,44 +191,60 @@ def forward(x, w, bias, target, loss, linear, reduction, asked):
         gradients = Gradients(x, w, bias, linear, asked, made=made)
     else:
         values, z = [], []
+        of_chunk, totals_of_chunk = (replace(loss, reduction="sum"), None) if late else (loss, totals)
         gradients = Gradients(x, w, bias, linear, asked, wide=late) if any(asked) else None
         for start, logits in chunks(x, w, bias, linear):
-            stop = start + len(logits)
-            rows = cross_entropy_forward(
-                logits, target[start:stop], replace(loss, mean=loss.mean and not late), None if late else totals,
-                None if gradients is None else logits,
-            )  # fmt: skip
+            part = target[start : start + len(logits)]
+            rows = losses.forward(logits, part, of_chunk, totals_of_chunk, None if gradients is None else logits)
             values.append(rows.loss)
             z.append(rows.z)
             if gradients is not None:
                 gradients.add(start, logits)
         of_rows = torch.cat(values)
         z_of_rows = torch.cat(z) if loss.lse_square_scale else None  # type: ignore[arg-type]
-    if reduction == "none":
+    if loss.reduction == "none":
         y = of_rows.view(-1) if z_of_rows is None else of_rows.view(-1) + z_of_rows
     else:
-        y, _ = finish(Rows(of_rows, of_rows, of_rows, z_of_rows), totals, loss, dtype)
+        of_all = losses.LossRows(None, None, of_rows, z_of_rows)  # m and ls take no part
+        y, _ = losses.finish(of_all, totals, loss, dtype)
     return y, totals, gradients
 
 
-def backward(x, w, bias, target, totals, loss, linear, reduction, dy, asked):
-    """The gradients that are asked for, the logits made again."""
+def backward(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, totals: Tensor | None, loss: Loss, linear: Linear,
+    dy: Tensor, asked: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients that are asked for, by logits that are made again."""
     gradients = Gradients(x, w, bias, linear, asked)
     for start, logits in chunks(x, w, bias, linear):
         part = target[start : start + len(logits)]
-        rows = cross_entropy_forward(logits, part, loss, totals)
-        dy_rows = dy if reduction != "none" else dy[start : start + len(logits)]
-        cross_entropy_backward(logits, part, rows.m, rows.ls, loss, totals=totals, dy=dy_rows, dx=logits)
+        rows = losses.forward(logits, part, loss, totals)
+        dy_rows = dy if loss.reduction != "none" else dy[start : start + len(logits)]
+        losses.backward(logits, part, rows.m, rows.ls, loss, totals=totals, dy=dy_rows, dx=logits)  # type: ignore[arg-type]
         gradients.add(start, logits)
     return gradients.times(None)
 
 
+def differentiable_gradient(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, dy: Tensor, asked: Sequence[bool]
+) -> list[Tensor | None]:
+    """The same composed of torch's operations, for a second derivative."""
+    y = reference.cross_entropy(
+        torch.nn.functional.linear(x, w, bias), target, **loss.reference_arguments(), reduction=loss.reduction,
+        dtype=arithmetic_of(x), arithmetic=arithmetic_of(x),
+    )[0]  # fmt: skip
+    inputs = [each for each, wanted in zip((x, w, bias), asked, strict=True) if wanted]
+    found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))  # type: ignore[arg-type]
+    return [next(found) if wanted else None for wanted in asked]
+
+
 def divides_late(x: Tensor, loss: Loss) -> bool:
+    """Whether gradients are divided by a mean's total only when what scales the loss is known."""
     return x.dtype == torch.float16 and loss.mean
 
 
 def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_weight: bool) -> Linear:
-    """of_weight: whether the gradient of w is asked for: several chunks need an accumulator for it, one does not."""
+    """The chunks of a call. of_weight: whether w's gradient is asked for, which takes several chunks an accumulator."""
     if chunk_size is None:
         row_bytes = w.shape[0] * x.element_size()
         fits = _CHUNK_BYTES // row_bytes
@@ -250,7 +259,7 @@ def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_
     return Linear(min(chunk_size, len(x)), accumulate == "fp32")
 
 
-def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear):
+def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterator[tuple[int, Tensor]]:
     """(first row, logits [rows, n_classes]) of each chunk, all in one buffer."""
     buffer = torch.empty(linear.chunk_size, w.shape[0], dtype=x.dtype, device=x.device)
     for start in range(0, len(x), linear.chunk_size):
@@ -264,15 +273,15 @@ def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear):
 
 
 class Gradients:
-    """Those of input, linear_weight and linear_bias that are asked for, by the gradients of chunks of logits."""
+    """The gradients asked for, of input, linear_weight and linear_bias, by those of chunks of logits."""
 
     def __init__(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: list[bool], wide=False,
+        self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: Sequence[bool], wide: bool = False,
         made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ):  # fmt: skip
-        """made: those that are there already.
+        """wide: sums over rows take the dtype of the arithmetic, for the input's may not hold them.
 
-        wide: sums over rows are of the dtype of the arithmetic, for they may be more than the input's holds.
+        made: the gradients that are there already.
         """
         self.x, self.w, self.bias = x.detach(), w.detach(), bias
         self.asked, self.linear = asked, linear
@@ -293,11 +302,11 @@ class Gradients:
             self.db = db if self.db is None else self.db.add_(db)
 
     def times(self, factor: Tensor | None) -> list[Tensor | None]:
-        """The gradients, in the dtypes of what they are of, times a factor of one element."""
+        """The gradients times a factor of one element, in the dtypes of their tensors."""
         found: list[Tensor | None] = []
         for gradient, of in ((self.dx, self.x), (self.dw, self.w), (self.db, self.bias)):
             if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
-                gradient = gradient if factor is None else multiply(gradient, factor)
+                gradient = gradient if factor is None else losses.multiply(gradient, factor)
             elif gradient is not None:
                 rounded = torch.empty(gradient.shape, dtype=of.dtype, device=of.device)  # type: ignore[union-attr]
                 one = gradient.new_ones(()) if factor is None else factor
@@ -306,42 +315,39 @@ class Gradients:
         return found
 
 
-def _differentiable(x, w, bias, target, loss, reduction, dy, asked):
-    """The same of torch's operations, for a second derivative."""
-    logits = torch.nn.functional.linear(x, w, bias)
-    y = reference.cross_entropy(
-        logits, target, loss.weight, loss.ignore_index, reduction, loss.label_smoothing, softcap=loss.softcap,
-        scale=loss.scale, lse_square_scale=loss.lse_square_scale, dtype=arithmetic_of(x), arithmetic=arithmetic_of(x),
-    )[0]  # fmt: skip
-    inputs = [each for each, wanted in zip((x, w, bias), asked, strict=True) if wanted]
-    found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-    return [next(found) if wanted else None for wanted in asked]
-
-
 def _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate):
-    name = "linear_cross_entropy"
     for argument, tensor in (("input", input), ("linear_weight", linear_weight)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a Tensor, not {type(tensor).__name__}")
+            raise TypeError(f"{_NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got a {kind} one")
+    if not input.dtype.is_floating_point:
+        raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
     if input.ndim == 0 or linear_weight.ndim != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise ValueError(
-            f"{name}: linear_weight must have shape [n_classes, in_features] for input of shape {tuple(input.shape)}, "
+            f"{_NAME}: linear_weight must have shape [n_classes, in_features] for input of shape {tuple(input.shape)}, "
             f"got {tuple(linear_weight.shape)}"
         )
     if linear_bias is not None and not isinstance(linear_bias, Tensor):
-        raise TypeError(f"{name}: linear_bias must be a Tensor, not {type(linear_bias).__name__}")
+        raise TypeError(f"{_NAME}: linear_bias must be a Tensor, not {type(linear_bias).__name__}")
     if linear_bias is not None and tuple(linear_bias.shape) != (linear_weight.shape[0],):
         raise ValueError(
-            f"{name}: linear_bias must have shape ({linear_weight.shape[0]},), got {tuple(linear_bias.shape)}"
+            f"{_NAME}: linear_bias must have shape ({linear_weight.shape[0]},), got {tuple(linear_bias.shape)}"
         )
     for argument, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if tensor is not None and tensor.device != input.device:
-            raise RuntimeError(f"{name}: {argument} must be on the input's device {input.device}, got {tensor.device}")
-        if tensor is not None and tensor.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
-            raise RuntimeError(f"{name}: {argument} must be of the input's dtype {input.dtype}, got {tensor.dtype}")
+            raise RuntimeError(f"{_NAME}: {argument} must be on the input's device {input.device}, got {tensor.device}")
+        if tensor is not None and tensor.dtype != input.dtype and not _both_cast(input, tensor):
+            raise RuntimeError(f"{_NAME}: {argument} must be of the input's dtype {input.dtype}, got {tensor.dtype}")
     if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
-        raise TypeError(f"{name}: chunk_size must be an int, not {type(chunk_size).__name__}")
+        raise TypeError(f"{_NAME}: chunk_size must be an int, not {type(chunk_size).__name__}")
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{name}: chunk_size must be at least 1, got {chunk_size}")
+        raise ValueError(f"{_NAME}: chunk_size must be at least 1, got {chunk_size}")
     if accumulate not in ("fp32", "input"):
-        raise ValueError(f'{name}: accumulate must be "fp32" or "input", got {accumulate!r}')
+        raise ValueError(f'{_NAME}: accumulate must be "fp32" or "input", got {accumulate!r}')
+
+
+def _both_cast(input: Tensor, other: Tensor) -> bool:
+    """Whether autocast gives both one dtype; it leaves float64 alone."""
+    return torch.is_autocast_enabled(input.device.type) and torch.float64 not in (input.dtype, other.dtype)

@@ -7,11 +7,6 @@ import torch
 from torch import Tensor
 
 
-def is_sharded(x: Tensor) -> bool:
-    """Whether x is a DTensor, told by what it has: its module takes a second to import."""
-    return type(x) is not Tensor and hasattr(type(x), "to_local")
-
-
 def on_shards(
     function: Callable[[Tensor], Tensor],
     x: Any,

@@ -11,6 +11,7 @@ from fused_softmax.plan.rows import (
     fetches_ahead,
     most_parts,
     most_registers,
+    plan_for,
     plan_loss,
     plan_reduction,
     plan_rows,
@@ -23,6 +24,6 @@ from fused_softmax.plan.strategies import Alignment, RowPlan, Strategy
 __all__ = [
     "COLUMN_POSITIONS", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment", "ColumnPlan",
     "Device", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
-    "most_column_registers", "most_parts", "most_registers", "plan_columns", "plan_loss", "plan_reduction",
-    "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
+    "most_column_registers", "most_parts", "most_registers", "plan_columns", "plan_for", "plan_loss",
+    "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
 ]  # fmt: skip

@@ -145,11 +145,13 @@ def plan_reduction(
     alignment: Alignment = "even",
     writes: bool = False,
     capped: bool = False,
+    merges: bool = False,
 ) -> RowPlan:
     """The plan for kernels that read rows tile by tile and hold none: logsumexp, and (writes) its gradient.
 
     Rows are split as far as programs are wanted; where parts of a row are merged, the last alone waits for the others.
     capped: whether a gradient goes through the tanh of a softcap.
+    merges: whether a launch of its own merges parts, which rows of a few thousand columns are not worth.
 
     >>> plan_reduction(8, 32000, 2, H200).strategy
     'split'
@@ -160,7 +162,7 @@ def plan_reduction(
     elif writes:
         plan = _written_reduction(rows)
     else:
-        plan = _long_reduction(rows)
+        plan = _long_reduction(rows, alone=merges and n_cols <= FEW_ROWS_COLS)
     if writes and capped and device.capability != H200.capability:
         because = f"{plan.pieces} pieces halved: tanh takes registers, and Triton 3.9 spills for sm_100"
         plan = replace(plan, pieces=-(-plan.pieces // 2), reasons=(*plan.reasons, because))
@@ -186,7 +188,8 @@ def _written_reduction(rows: Rows) -> RowPlan:
     return build("stream", rows, because, choices, said=warps)
 
 
-def _long_reduction(rows: Rows) -> RowPlan:
+def _long_reduction(rows: Rows, *, alone: bool) -> RowPlan:
+    """alone: whether a row is one part, however few there are."""
     n_rows, n_cols, sm_count = rows.n_rows, rows.n_cols, rows.device.sm_count
     num_warps, tile_cols, warps = _reduction_warps(rows)
     few = n_rows < REDUCTION_PROGRAMS * sm_count
@@ -195,7 +198,7 @@ def _long_reduction(rows: Rows) -> RowPlan:
     least = max(tile_cols, n_cols // STREAM_MOST_PARTS)
     part_cols = max(least, -(-n_cols // -(-programs // n_rows)) if few else n_cols)
     choices: dict[str, Any] = {"num_warps": num_warps, "prefetch": 0}
-    if least >= n_cols or rows.held not in SPLIT_PARTS:
+    if alone or least >= n_cols or rows.held not in SPLIT_PARTS:
         because = "a row is one part, of which its program holds no more than a tile"
         plan = build("row", rows, because, choices, said=warps)
     elif part_cols >= n_cols:
@@ -275,6 +278,12 @@ def candidate(
     if plan.lanes < max(plan.parts, plan.copies):
         raise ValueError(f"a lane for each of {plan.parts} parts and {plan.copies} copies; got {plan.lanes}")
     return plan
+
+
+def plan_for(plan: RowPlan, n_rows: int) -> RowPlan | None:
+    """The plan for another number of rows, if the same decision holds for it."""
+    least, greatest = plan.same_rows
+    return plan.with_rows(n_rows) if least <= n_rows <= greatest else None
 
 
 def most_registers(plan: RowPlan, device: Device) -> int | None:

@@ -97,9 +97,9 @@ def listed(case: Case, device: Device) -> list[Listed]:
     """This package's launches for a case on a device. Changes the process for good."""
     found: list[Listed] = []
 
-    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, **options) -> Callable[..., None]:
+    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), **options) -> Callable[..., None]:
         found.append(Listed(kernel, grid, tensors, scalars, constexprs, options))
-        return lambda *tensors: None
+        return lambda *arguments: None
 
     def slots(index: int, n_rows: int, slots_per_row: int) -> torch.Tensor:
         return torch.empty(n_rows * slots_per_row, dtype=torch.int64, device="meta").as_subclass(OnGpu)
@@ -108,7 +108,7 @@ def listed(case: Case, device: Device) -> list[Listed]:
     setattr(launch, "prepare", prepare)  # noqa: B010  mypy lets nobody assign to a function
     setattr(workspace, "slots", slots)  # noqa: B010
     for name, module in list(sys.modules.items()):
-        if name.startswith("fused_softmax.ops."):
+        if name.startswith("fused_softmax."):
             for attribute, stand_in in stand_ins.items():
                 if hasattr(module, attribute):
                     setattr(module, attribute, stand_in)

@@ -1,4 +1,4 @@
-"""Recordings of kernels: what they really read, hold and write, line by line, under Triton's interpreter.
+"""Recordings of kernels: what they read, hold and write, line by line, under Triton's interpreter.
 
     from fused_softmax import trace
 
@@ -6,26 +6,26 @@
     recording["rows"][0]["max"]   # 3.0, as the kernel held it
     trace.show("online", x)       # a page that steps through it, in a notebook
 
-Kernels of the registry (`kernels()`) are recorded by name, any other `@triton.jit` kernel by a launch:
+Kernels of the registry (`kernels()`) are recorded by name. Any other `@triton.jit` kernel is recorded by a launch:
 
     recording = trace.record_kernel(my_kernel)[(n_rows,)](x, y, x.stride(0), n_cols, BLOCK_COLS=4)
 
-A recording is a dict that JSON holds, of schema 1 (`schema()`, trace/schema.json, which describes every field):
+A recording is a dict that can be stored as JSON. Its schema is 1 (`schema()`, trace/schema.json describes every field):
 
-    sources, tensors, phases    the text of each function; each tensor before and after; names of what goes on
-    launches, frames            each launch with its grid; each call of a kernel or of one of its functions, by program
-    steps                       each statement that was run: `frame`, `line`, `phase`, the `rows` and `cols` it
-                                concerns, what it `set`, `computed` on its way, `loads`, `stores`, the `state` (m, s)
-                                known of its rows after it, a `message` between programs of one row, a `note`
-    rows, traffic               of each row of the result: maximum, sum, status, entropy; elements moved, and their
+    sources, tensors, phases    each function's text; each tensor before and after; the names of the phases
+    launches, frames            each launch with its grid; each program's calls of the kernel and of its functions
+    steps                       each statement that ran: `frame`, `line`, `phase`, the `rows` and `cols` it concerns,
+                                the locals it `set`, the values it `computed` on the way, `loads`, `stores`, the
+                                `state` (m, s) of its rows afterwards, a `message` between a row's programs, a `note`
+    rows, traffic               each result row's maximum, sum, status and entropy; the elements moved, and their
                                 floor
 
-Numbers are those that the kernel held: floats are the shortest decimals that read back to the same value of their
+Numbers are the values that the kernel held. Floats are the shortest decimals that read back to the same value of their
 dtype, or "inf", "-inf" and "nan" (`read_number` reads them); integers past 2**53 are text. Elements are counted in a
-tensor's logical order, row after row. Fields may be added to a schema, and readers ignore what they do not know.
+tensor's logical order, row after row. A schema may gain fields; readers ignore fields they do not know.
 
-One process cannot both interpret and compile kernels, for Triton's flag is read once. Where this one does not
-interpret, recordings are made in a worker, which is started once and kept.
+One process cannot both interpret and compile kernels, because Triton's flag is read once. A process that does not
+interpret makes recordings in a worker, which is started once and kept.
 """
 
 import atexit
@@ -52,15 +52,15 @@ __all__ = [
 def record(
     kernel: str, matrix: Any, *, block: int | None = None, dtype: Any = None, title: str | None = None
 ) -> dict[str, Any]:
-    """The recording of a kernel of the registry on a matrix.
+    """Record a kernel of the registry on a matrix.
 
-    kernel: a name of `kernels()`.
-    matrix: [n_rows, n_cols], at most 4096 elements: a tensor, an array, or rows of numbers, with "inf", "-inf" and
-        "nan" as they are or as text.
-    block: columns of a tile, a power of two; 4 unless told, or less, so that a row is more than one tile.
-    dtype: of torch, or its name; the matrix's own where that is floating, else float32, unless told.
+    kernel: a name in `kernels()`.
+    matrix: [n_rows, n_cols], at most 4096 elements: a tensor, an array, or rows of numbers. "inf", "-inf" and "nan" may
+        be floats or text.
+    block: columns of a tile, a power of two. By default 4, or less so that a row has more than one tile.
+    dtype: a torch dtype or its name. By default the matrix's own if that is floating, else float32.
 
-    Raises ValueError for what cannot be asked, RecordingError for what cannot be recorded.
+    Raises ValueError for a bad argument, RecordingError for a run that cannot be recorded.
 
     >>> record("naive", [[1.0, 2.0]])["traffic"]["reads"]  # 5MN + 2M
     12
@@ -84,18 +84,19 @@ def record_kernel(
     m: str = "m",
     s: str = "s",
 ) -> Any:
-    """What records launches of a kernel of your own: `record_kernel(kernel)[grid](*arguments, **constants)`.
+    """Record a launch of your own kernel: `record_kernel(kernel)[grid](*arguments, **constants)`.
 
-    The launch runs on copies of its tensors, of 65536 elements at most, under the interpreter; yours stay as they are.
+    The launch runs under the interpreter, on copies of its tensors (65536 elements each at most). Yours do not change.
 
-    phases: by name, how the statement that opens it begins, in the order of the kernel's lines: {"maximum": "m = "}.
-        Of several statements, that follow each other, the last opens it. Without: "load", "compute" and "store".
-    outputs: parameters that are only written: they are NaN before. scratch: what programs talk through.
-    operation: "softmax" where the result is that of the first matrix, so that its rows are summed up.
-    row, m, s: the kernel's locals with a program's row, or rows, and their running maximum and sum.
+    phases: for each phase, the beginning of the statement that opens it, in the order of the kernel's lines:
+        {"maximum": "m = "}. A tuple names successive statements, of which the last opens the phase. By default the
+        phases are "load", "compute" and "store".
+    outputs: parameters that are only written; they start as NaN. scratch: parameters through which programs talk.
+    operation: "softmax" if the result is the first matrix's softmax; the recording then sums up its rows.
+    row, m, s: the kernel's locals for a program's row or rows, and for their running maximum and sum.
 
-    Where this process does not interpret, a worker imports the kernel by its module, or by the file that is run (keep
-    what that file does under `if __name__ == "__main__":`). A kernel that is in neither is recorded where
+    If this process does not interpret, a worker imports the kernel from its module, or from the file that is being run
+    (keep that file's actions under `if __name__ == "__main__":`). A kernel that is in neither can be recorded if
     TRITON_INTERPRET=1 is set before Triton is imported.
 
         @triton.jit
@@ -114,9 +115,9 @@ def record_kernel(
 
 
 def show(kernel: str | dict[str, Any], matrix: Any = None, *, height: int = 900, **options: Any) -> Page:
-    """A page that steps through a recording, shown where a notebook displays it; `str(page)` is its HTML.
+    """A page that steps through a recording. A notebook displays it; `str(page)` is its HTML.
 
-    kernel: a name, recorded on `matrix` with the options of `record`; or a recording.
+    kernel: a recording, or a name to record on `matrix` with the options of `record`.
     """
     recording = kernel if isinstance(kernel, dict) else record(kernel, matrix, **options)
     return Page([recording], height)

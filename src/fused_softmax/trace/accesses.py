@@ -1,4 +1,4 @@
-"""What kernels read and write: each access as the elements that it is of, and how often each element was moved."""
+"""Kernels' reads and writes: the elements of each access, and how often each element was moved."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fused_softmax.trace.memory import Memory
 
 
 class OutsideError(Exception):
-    """An access of so many elements that are no tensor's."""
+    """An access outside all tensors. elements: how many."""
 
     def __init__(self, elements: int) -> None:
         super().__init__(elements)
@@ -19,7 +19,7 @@ class OutsideError(Exception):
 
 
 class Accesses:
-    """The accesses of one recording. reads, writes: by tensor, how often each of its elements was moved."""
+    """The accesses of one recording. reads, writes: for each tensor, how often each element was moved."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -27,10 +27,10 @@ class Accesses:
         self.writes: dict[int, np.ndarray] = {}
 
     def note(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> list[dict[str, Any]]:
-        """One access, "loads" or "stores", as an entry for each tensor that it is of.
+        """One access ("loads" or "stores") as an entry for each tensor that it touches.
 
-        An element counts once, however many lanes want it: the memory sees it once. Without a value, a store is of what
-        memory holds now. Raises OutsideError for an access that may not be made.
+        An element counts once, however many lanes ask for it, because memory sees it once. A store without a value
+        stores what memory holds now. Raises OutsideError for an access outside all tensors.
         """
         addresses = np.asarray(ptrs.data)
         on = np.ones(addresses.shape, bool) if mask is None else np.asarray(getattr(mask, "data", mask), bool)

@@ -1,7 +1,7 @@
-"""Where Triton's interpreter computes otherwise than a GPU, and would hide a fault or show one that is none.
+"""Corrects Triton's interpreter where it computes differently from a GPU and would hide a fault or invent one.
 
-CORRECTIONS are what to put in place: (holder, name of its attribute, what makes the new one of the old). Recordings
-wear them while they are made, and the tests from the start.
+CORRECTIONS: (holder, name of its attribute, function from the old attribute to the new one). They are in place while a
+recording is made, and in the tests from the start.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _TORCH = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A GPU rounds to bf16. The interpreter cuts fp32, and takes bf16 for its bits in casts from and to fp64."""
+    """A GPU rounds to bf16. The interpreter truncates fp32, and reads bf16 as its bits in casts from and to fp64."""
 
     def cast(builder: Any, source: TensorHandle, wanted: Any) -> Any:
         kinds = source.dtype.scalar, wanted.scalar
@@ -34,7 +34,7 @@ def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _arguments(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A float that a launch is given has 32 bits on a GPU; the interpreter leaves it a Python float, of 64."""
+    """On a GPU, a float argument of a launch has 32 bits. The interpreter keeps a Python float of 64."""
 
     def convert(value: Any) -> Any:
         if type(value) is float:
@@ -45,7 +45,7 @@ def _arguments(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_numbers(function: Any) -> Callable[..., Any]:
-    """A GPU's maximum of a NaN and a number is the number; the interpreter's is NaN, which hides a NaN that is lost."""
+    """On a GPU, the maximum of NaN and a number is the number. The interpreter's is NaN, which hides a lost NaN."""
     return lambda plain: lambda builder, a, b: builder.binary_op(a, b, function)
 
 
@@ -60,7 +60,7 @@ def _rounded_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _indices(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton 3.6 takes an array of one element for a number, as NumPy does no more."""
+    """Triton 3.6 uses an array of one element as a number, which NumPy no longer allows."""
 
     def patch(tensor: Any, scope: Any) -> None:
         plain(tensor, scope)

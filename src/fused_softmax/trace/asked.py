@@ -1,6 +1,6 @@
-"""What a recording is asked for, checked before anything runs: a kernel, a matrix, a block, a dtype.
+"""Checks a request for a recording before anything runs: a kernel, a matrix, a block, a dtype.
 
-Every error is a ValueError that names what is wrong, and where; nothing here runs, imports or opens what it is given.
+Every error is a ValueError that names the fault and its place. Nothing here runs, imports or opens its input.
 """
 
 import math
@@ -31,7 +31,7 @@ class Asked:
     block: int
 
     def request(self) -> dict[str, Any]:
-        """The same as JSON holds it."""
+        """The request as JSON."""
         values, n_cols = tensor_numbers(self.x), self.x.shape[1]
         rows = [values[at : at + n_cols] for at in range(0, len(values), n_cols)]
         dtype = dtype_name(self.x.dtype)
@@ -39,10 +39,10 @@ class Asked:
 
 
 def asked(kernel: Any, matrix: Any, block: Any = None, dtype: Any = None) -> Asked:
-    """What is asked, or a ValueError.
+    """The checked request, or a ValueError.
 
-    matrix: a tensor or array [n_rows, n_cols], or rows of numbers, in which "inf", "-inf" and "nan" may stand as text.
-    block: columns of a tile, a power of two; 4 unless told, or less, so that a row is more than one tile.
+    matrix: a tensor or array [n_rows, n_cols], or rows of numbers, in which "inf", "-inf" and "nan" may be text.
+    block: columns of a tile, a power of two. By default 4, or less so that a row has more than one tile.
     """
     if not isinstance(kernel, str) or kernel not in kernels():
         raise ValueError(f"unknown kernel {_shown(kernel)}; known: {', '.join(kernels())}")
@@ -59,7 +59,7 @@ def asked(kernel: Any, matrix: Any, block: Any = None, dtype: Any = None) -> Ask
 
 
 def to_matrix(matrix: Any, dtype: Any = None) -> Tensor:
-    """A matrix as a tensor of `dtype`: of its own, where it has a floating one, else float32, unless told."""
+    """A matrix as a tensor of `dtype`; by default of its own dtype if that is floating, else of float32."""
     wanted = None if dtype is None else _dtype(dtype)
     if hasattr(matrix, "__array__") and not isinstance(matrix, Tensor):
         _check_shape(tuple(getattr(matrix, "shape", ())))
@@ -112,7 +112,7 @@ def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
     if len(lost):
         row, col = lost[0].tolist()
         value, most = x[row, col].item(), torch.finfo(dtype).max
-        raise ValueError(f"row {row}, column {col}: {value:g} is past {most:g}, the most of {dtype_name(dtype)}")
+        raise ValueError(f"row {row}, column {col}: {value:g} is past {most:g}, the largest {dtype_name(dtype)}")
     return fitted
 
 
@@ -124,7 +124,7 @@ def _check_shape(shape: tuple[int, ...]) -> None:
     if shape[0] * shape[1] > MOST_ELEMENTS:
         raise ValueError(
             f"matrix has {shape[0]} x {shape[1]} = {shape[0] * shape[1]} elements; a recording holds what happens to "
-            f"each, so it may have {MOST_ELEMENTS}"
+            f"each, so a matrix may have {MOST_ELEMENTS}"
         )
 
 
@@ -137,7 +137,7 @@ def _dtype(dtype: Any) -> torch.dtype:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, and on one line."""
+    """A value for a message: short, and on one line."""
     if isinstance(value, int) and abs(value) > 10**30:
         return "a huge integer"
     text = repr(value)

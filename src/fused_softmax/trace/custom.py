@@ -1,4 +1,4 @@
-"""Recordings of anybody's kernel: what a launch is, as text that a worker can be sent, and how it is run."""
+"""Records other kernels: packs a launch as text for a worker, and runs it there."""
 
 import base64
 import importlib
@@ -25,7 +25,7 @@ _ELSE = "define it in a module, or set TRITON_INTERPRET=1 before anything import
 
 
 class Launches:
-    """`Launches(kernel, ...)[grid](*arguments, **constants)` records one launch, spelt as `kernel[grid](...)` is."""
+    """`Launches(kernel, ...)[grid](*arguments, **constants)` records one launch, spelt like `kernel[grid](...)`."""
 
     def __init__(self, kernel: Any, ask: Any, **told: Any) -> None:
         self._kernel, self._ask, self._told = kernel, ask, told
@@ -52,7 +52,7 @@ class Launches:
 
 
 def unwrapped(kernel: Any) -> Any:
-    """The @triton.jit function, compiled or interpreted, or a TypeError."""
+    """The @triton.jit function, compiled or interpreted. Raises TypeError for anything else."""
     if isinstance(kernel, triton.runtime.Autotuner | triton.runtime.Heuristics):
         raise TypeError("the kernel is within an autotuner or heuristics: give its `.fn`, and every constant")
     if not isinstance(kernel, triton.JITFunction | InterpretedFunction):
@@ -61,7 +61,7 @@ def unwrapped(kernel: Any) -> Any:
 
 
 def record(kernel: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The recording of a launch, in this process."""
+    """Record a launch in this process."""
     told = request["told"]
     story = Story(
         {kernel.__name__: Told(told["phases"], told["row"], (told["m"],), (told["s"],))},
@@ -70,7 +70,7 @@ def record(kernel: Any, request: dict[str, Any]) -> dict[str, Any]:
     given = unpack(request)
     recorder = Recorder(story)
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    # The matrix that steps are placed in: of two dims where there is one, and read rather than written.
+    # The matrix in which steps have a place: preferably one of two dims, and read rather than written.
     main = min(tensors, key=lambda name: (name in story.roles, tensors[name].ndim != 2), default=None)
     x = None
     if main is not None:
@@ -92,7 +92,7 @@ def record(kernel: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def whereabouts(kernel: Any) -> dict[str, str]:
-    """Where a worker finds a kernel: its module, or the file that is being run, and its name there."""
+    """Where a worker finds a kernel: its name, and its module or the file that is being run."""
     function = kernel.fn
     name, module = function.__qualname__, function.__module__
     if "<" in name:
@@ -101,12 +101,12 @@ def whereabouts(kernel: Any) -> dict[str, str]:
         return {"module": module, "name": name}
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
-        raise RecordingError(f"{name} is in no file, where a worker could find it: {_ELSE}")
+        raise RecordingError(f"{name} is in no file in which a worker could find it: {_ELSE}")
     return {"file": str(Path(file).resolve()), "name": name}
 
 
 def found(where: dict[str, str]) -> Any:
-    """The kernel that `whereabouts` told of, in a worker. A file is imported under another name than __main__."""
+    """In a worker, the kernel that `whereabouts` described. A file is imported under a name other than __main__."""
     if "module" in where:
         holder: Any = importlib.import_module(where["module"])
     else:
@@ -114,7 +114,7 @@ def found(where: dict[str, str]) -> Any:
     for name in where["name"].split("."):
         holder = getattr(holder, name)
     while isinstance(holder, triton.runtime.Autotuner | triton.runtime.Heuristics):
-        holder = holder.fn  # by its name a kernel is found with all that was put around it
+        holder = holder.fn  # the name leads to the kernel with everything wrapped around it
     return unwrapped(holder)
 
 
@@ -129,7 +129,7 @@ def _import_file(file: str) -> ModuleType:
 
 
 def pack(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, as JSON; tensors are views of storages, so that those that share memory still do."""
+    """Arguments by name, as JSON. Tensors are views of storages, so tensors that share memory still share it."""
     storages: dict[int, int] = {}
     bytes_of: list[str] = []
 
@@ -139,7 +139,7 @@ def pack(given: dict[str, Any]) -> dict[str, Any]:
             storage = value.untyped_storage()
             if value.numel() > MOST_ELEMENTS or storage.nbytes() > 16 * MOST_ELEMENTS:
                 raise RecordingError(
-                    f"{name} has {value.numel()} elements; a recording takes small examples, of {MOST_ELEMENTS}"
+                    f"{name} has {value.numel()} elements; a recording takes small examples, up to {MOST_ELEMENTS}"
                 )
             if storage.data_ptr() not in storages:
                 storages[storage.data_ptr()] = len(bytes_of)
@@ -163,7 +163,7 @@ def pack(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(request: dict[str, Any]) -> dict[str, Any]:
-    """What `pack` packed, on memory of its own."""
+    """The arguments that `pack` packed, in new memory."""
     storages = [torch.frombuffer(bytearray(base64.b64decode(text)) or bytearray(8), dtype=torch.uint8)
                 for text in request["storages"]]  # fmt: skip
 

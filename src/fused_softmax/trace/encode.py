@@ -1,6 +1,6 @@
-"""Values as JSON holds them: the shortest decimals that read back to the same value of their dtype.
+"""Encodes values as JSON: the shortest decimals that read back to the same value of their dtype.
 
-JSON has neither infinities nor NaN, and a page's numbers are doubles: those are "inf", "-inf" and "nan", and integers
+JSON has neither infinities nor NaN, so these are "inf", "-inf" and "nan". A page's numbers are doubles, so integers
 past 2**53 are strings of digits.
 """
 
@@ -15,18 +15,18 @@ from torch import Tensor
 
 Number = float | int | bool | str
 
-_EXACT = 2**53  # the integers up to which a double has no gaps
+_EXACT = 2**53  # up to here a double holds every integer
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a torch, NumPy or Triton dtype, as torch has it: "float32", "bfloat16", "int64", "bool"."""
+    """torch's name of a torch, NumPy or Triton dtype: "float32", "bfloat16", "int64", "bool"."""
     text = str(dtype).removeprefix("torch.")
     short = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int1": "bool"}
     return short.get(text, text)
 
 
 def numbers(values: np.ndarray, dtype: str) -> list[Number]:
-    """Values of a dtype as JSON holds them. Of bfloat16: the 16 bits as unsigned integers, or the values as float32.
+    """Values of a dtype as JSON. bfloat16 values are given as their 16 bits in unsigned integers, or as float32.
 
     >>> numbers(np.array([0.1, np.inf], np.float32), "float32")
     [0.1, 'inf']
@@ -36,7 +36,7 @@ def numbers(values: np.ndarray, dtype: str) -> list[Number]:
         values = _widen(values) if values.dtype == np.uint16 else values.astype(np.float32)
         return [_short_bfloat16(value) if value else value for value in values.tolist()]
     if values.dtype.kind == "f":
-        # Zeros apart: to a cache -0.0 is 0.0.
+        # Zeros skip the cache, for which -0.0 equals 0.0.
         return [_short(value, values.dtype.itemsize) if value else value for value in values.tolist()]
     if values.dtype.kind == "b":
         return [bool(value) for value in values.tolist()]
@@ -52,7 +52,7 @@ def tensor_numbers(tensor: Tensor) -> list[Number]:
 
 
 def number(value: float, dtype: str = "float32") -> Number:
-    """One value."""
+    """One value as JSON."""
     return numbers(np.array([value], np.float64 if dtype == "float64" else np.float32), dtype)[0]
 
 

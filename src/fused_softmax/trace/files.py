@@ -1,4 +1,4 @@
-"""Matrices read from files, and pages and recordings written to them: whole, and over nothing unless told."""
+"""Reads matrices from files. Writes pages and recordings whole, and overwrites a file only if forced."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ _WORDS = {"inf": "inf", "+inf": "inf", "-inf": "-inf", "nan": "nan", "infinity":
 
 
 def read_matrix(path: str) -> Any:
-    """The matrix in a .npy file, or as text in any other, or on standard input for "-": rows of numbers.
+    """The matrix in a .npy file, or as rows of numbers in a text file or on standard input ("-").
 
-    Text is a row a line, numbers parted by commas, semicolons or space, with inf, -inf and nan among them; empty lines
-    and what follows a # are passed over. Raises ValueError for what is no matrix, OSError for what cannot be read.
+    A line of text is a row. Commas, semicolons or spaces separate its numbers, which may be inf, -inf and nan. Empty
+    lines and everything after a # are skipped. Raises ValueError if there is no matrix, OSError if reading fails.
     """
     if path.endswith(".npy"):
         try:
@@ -53,7 +53,7 @@ def _row(line: str, where: str) -> list[float]:
 
 
 def write(path: Path, text: str, *, force: bool = False) -> None:
-    """Write a file whole, beside its place and then in it. Raises FileExistsError where one is, unless forced."""
+    """Write a file whole: beside its place, then into it. Raises FileExistsError if it exists, unless forced."""
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write(path: Path, text: str, *, force: bool = False) -> None:
             if force:
                 os.replace(temporary.name, path)
             else:
-                os.link(temporary.name, path)  # fails where a file has come in between
+                os.link(temporary.name, path)  # fails if the file has appeared in the meantime
                 os.unlink(temporary.name)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
-"""Where Triton's interpreter is overheard. Launches, loads, stores, atomics and reductions pass through a few methods,
-which are wrapped while a recording is made, and restored after it, also on an error.
+"""Listens to Triton's interpreter. Launches, loads, stores, atomics and reductions pass through a few methods. They are
+wrapped while a recording is made and restored afterwards, also after an error.
 
-Triton 3.6 to 3.9 differ in what the methods are called with past a pointer, a value and a mask; that is handed through.
+Triton 3.6 to 3.9 call these methods with different arguments after a pointer, a value and a mask. Those pass through.
 """
 
 import inspect
@@ -25,17 +25,17 @@ _REDUCTIONS = {"_elementwise_max": "max", "_elementwise_min": "min", "_sum_combi
 
 
 def interpreting() -> bool:
-    """Whether this process interprets kernels; Triton's flag is read once, when it is imported."""
+    """Whether this process interprets kernels. Triton reads its flag once, at the import."""
     return isinstance(tl.max, InterpretedFunction)
 
 
 class Listener(Protocol):
-    """What is told of a run. `take_turns`: whether the programs of a launch wait for each other."""
+    """Hears about a run. take_turns: whether the programs of a launch wait for each other."""
 
     take_turns: bool
 
     def prepare(self, function: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments to launch a kernel with, given those it was called with; None to leave the launch out."""
+        """The arguments to launch a kernel with, from those of its call, or None to skip the launch."""
 
     def launched(self, function: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: list[str]) -> None: ...
 
@@ -46,7 +46,7 @@ class Listener(Protocol):
         """A launch is over."""
 
     def switch(self, program: Any) -> Any:
-        """Another program runs from here on; returns the one that ran."""
+        """Another program runs from here on. Returns the one that ran before."""
 
     def accessed(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> None: ...
 
@@ -55,7 +55,7 @@ class Listener(Protocol):
 
 
 class Hooks:
-    """A context in which a listener is told of all that the interpreter runs. One at a time in a process."""
+    """A context in which a listener hears everything that the interpreter runs. One at a time in a process."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -66,10 +66,10 @@ class Hooks:
     def __enter__(self) -> "Hooks":
         if not interpreting():
             raise RecordingError(
-                "this process does not interpret Triton: TRITON_INTERPRET=1 must be set before Triton is imported"
+                "this process does not interpret Triton: set TRITON_INTERPRET=1 before Triton is imported"
             )
         if not _one_at_a_time.acquire(blocking=False):
-            raise RecordingError("a recording is being made in this process already; one at a time")
+            raise RecordingError("this process is already making a recording; it can make one at a time")
         with ExitStack() as stack:
             stack.callback(_one_at_a_time.release)
             stack.enter_context(warnings.catch_warnings())
@@ -95,7 +95,7 @@ class Hooks:
         self._restore.close()
 
     def _patch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Triton patches its language anew at every call of a function, which is most of its time: once is enough."""
+        """Patch Triton's language once. Triton does so at every call of a function, which takes most of its time."""
 
         def patch(function: Any) -> Any:
             if id(function.__globals__) in self._patched:
@@ -128,7 +128,7 @@ class Hooks:
         return launch
 
     def _program(self, function: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        """What Triton calls for each program in place of the kernel."""
+        """The function that Triton calls for each program in place of the kernel."""
         turns = self.turns = Turns(interpreter.interpreter_builder) if self._listener.take_turns else None
         last = tuple(size - 1 for size in grid)
 
@@ -141,7 +141,7 @@ class Hooks:
             if at == last:
                 turns.run(self._listener.switch)
 
-        # The interpreter asks for its parameters and their types.
+        # The interpreter looks at the parameters and their types.
         program.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         program.__annotations__ = function.__annotations__
         return program

@@ -1,5 +1,7 @@
-"""The locals of a kernel as a recording holds them."""
+"""Encodes a kernel's locals for a recording."""
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -11,26 +13,40 @@ from fused_softmax.trace.memory import Memory
 
 
 def changed(now: dict[str, Any], before: dict[str, Any], memory: Memory) -> dict[str, Any]:
-    """Locals that are not the objects they were, as tiles, numbers, bools and strings; tuples part by part."""
+    """Locals that are new objects, as tiles, numbers, bools and strings; tuples are split into their parts."""
     found: dict[str, Any] = {}
     for name, value in now.items():
-        old = before.get(name)
-        if name in before and value is old:
+        if name in before and value is before[name]:
             continue
-        if isinstance(value, tuple | tl.tuple):
-            parts, olds = list(value), list(old) if isinstance(old, tuple | tl.tuple) else []
-            values = {f"{name}[{at}]": each for at, each in enumerate(parts) if at >= len(olds) or each is not olds[at]}
-        else:
-            values = {name: value}
-        for key, each in values.items():
-            encoded = encode(each, memory)
+        olds = dict(parts(name, before.get(name)))
+        for key, each in parts(name, value):
+            encoded = None if key in olds and each is olds[key] else encode(each, memory)
             if encoded is not None:
                 found[key] = encoded
     return found
 
 
+def parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a local by their names in the kernel: "x[0]" of a tuple, "r.row" of a NamedTuple."""
+    if not isinstance(value, tuple | tl.tuple):
+        yield name, value
+        return
+    keys = getattr(value, "_fields", None)
+    for at, each in enumerate(value):
+        yield from parts(f"{name}.{keys[at]}" if keys else f"{name}[{at}]", each)
+
+
+def named(now: dict[str, Any], name: str) -> Any:
+    """The local with a name, or a field of one: "row", "r.row". None if there is none."""
+    name, *path = name.split(".")
+    value = now.get(name)
+    for each in path:
+        value = getattr(value, each, None)
+    return value
+
+
 def encode(value: Any, memory: Memory) -> Any:
-    """One local; None for what a recording has no room for: functions, modules, descriptors."""
+    """One local, or None for functions, modules, descriptors and other objects that a recording leaves out."""
     if isinstance(value, tl.tensor) and isinstance(value.handle, TensorHandle):
         shape = [int(size) for size in value.shape]
         data = np.asarray(value.handle.data)
@@ -45,8 +61,16 @@ def encode(value: Any, memory: Memory) -> Any:
     return plain(value)
 
 
+def constants(name: str, value: Any) -> dict[str, Any]:
+    """A constexpr as plain values: of a dataclass its fields, by the names that a kernel has for them."""
+    value = value.value if isinstance(value, tl.constexpr) else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f"{name}.{each.name}": plain(getattr(value, each.name)) for each in fields(value)}
+    return {name: plain(value)}
+
+
 def plain(value: Any) -> Any:
-    """A number, bool or string as it is, the name of a dtype; None for anything else."""
+    """A number, bool or string as it is, a dtype's name, or None for anything else."""
     if isinstance(value, tl.constexpr):
         value = value.value
     if isinstance(value, bool | int | str):
@@ -57,7 +81,7 @@ def plain(value: Any) -> Any:
 
 
 def flat(value: Any) -> np.ndarray | None:
-    """The numbers of a tile or of a number, or None."""
+    """The numbers of a tile, or one number, as an array. None for anything else."""
     if isinstance(value, tl.constexpr):
         value = value.value
     if isinstance(value, tl.tensor) and isinstance(value.handle, TensorHandle):
@@ -66,7 +90,7 @@ def flat(value: Any) -> np.ndarray | None:
 
 
 def _pointer(data: np.ndarray, shape: list[int], memory: Memory) -> dict[str, Any] | None:
-    """Addresses as the elements that they are of one tensor."""
+    """Addresses as indices of one tensor's elements."""
     tensor, index = memory.locate(data)
     known = tensor[tensor >= 0]
     of = int(known[0]) if known.size else memory.near(int(data.reshape(-1)[0])) if data.size else None

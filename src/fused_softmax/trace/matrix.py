@@ -1,4 +1,4 @@
-"""Where in the matrix a program is: its rows and columns, and what it knows of its rows."""
+"""A program's place in the matrix: its rows and columns, and its knowledge of these rows."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from fused_softmax.trace.encode import dtype_name, numbers
-from fused_softmax.trace.locals import flat
+from fused_softmax.trace.locals import flat, named
 from fused_softmax.trace.memory import Memory
 from fused_softmax.trace.story import Told
 
 
 @dataclass
 class Place:
-    """Of one program: the rows it is at, the columns it is at or None, and (m, s) of each row as far as it knows."""
+    """One program's current rows, its columns or None, and (m, s) of each row as far as it knows them."""
 
     rows: list[int] = field(default_factory=list)
     cols: tuple[int, int] | None = None
@@ -21,13 +21,13 @@ class Place:
 
 
 class Matrix:
-    """The first tensor of a recording, of which steps are told where they are."""
+    """The first tensor of a recording. Each step has a place in it."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
     def shape(self) -> tuple[int, int]:
-        """(rows, columns); of a tensor of one dim, one row."""
+        """(rows, columns). A tensor of one dim is one row."""
         if not self._memory.tensors:
             return 0, 1
         view = self._memory.tensors[0].view
@@ -40,7 +40,7 @@ class Matrix:
         return [] if rows is None else sorted({int(row) for row in rows if 0 <= row < self.shape()[0]})
 
     def reach(self, entry: dict[str, Any]) -> tuple[list[int], tuple[int, int]] | None:
-        """(rows, columns) of an access, if it is of an input or output of the matrix's size."""
+        """(rows, columns) of an access, if its tensor is an input or output of the matrix's size."""
         n_rows, n_cols = self.shape()
         held = self._memory.tensors[entry["tensor"]]
         if held.view.numel() != n_rows * n_cols or held.role == "scratch" or not entry["at"]:
@@ -49,13 +49,13 @@ class Matrix:
         return sorted(set(rows)), (min(cols), max(cols) + 1)
 
     def learn(self, place: Place, told: Told, now: dict[str, Any], reduced: dict[str, Any]) -> list[dict[str, Any]]:
-        """The rows whose maximum or sum is news, with all that is known of them now."""
-        rows = flat(now.get(told.row))
+        """The rows whose maximum or sum has changed, with everything known of them now."""
+        rows = flat(named(now, told.row))
         if rows is None:
             return []
         news = set()
         for letter, names in (("m", told.m), ("s", told.s)):
-            values = [reduced.get(name) if name.endswith("()") else now.get(name) for name in names]
+            values = [reduced.get(name) if name.endswith("()") else named(now, name) for name in names]
             value: Any = next((value for value in values if value is not None), None)
             of_rows = flat(value)
             if of_rows is None or of_rows.size not in (1, rows.size) or of_rows.dtype.kind != "f":

@@ -1,7 +1,7 @@
-"""The tensors of a recording as the kernels address them: copies with guards around, and which element an address is.
+"""The tensors of a recording as the kernels address them: guarded copies, and a map from addresses to elements.
 
-A kernel of the interpreter reads and writes real memory. Here every storage is a copy with guard bytes before and after
-it, all 0xFF (NaN, in every float dtype); an access of anything but an element of a tensor is an error, and is not made.
+An interpreted kernel reads and writes real memory. So every storage is copied, with guard bytes before and after the
+copy, all 0xFF (NaN in every float dtype). An access outside the elements of a tensor is an error and is not made.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ MOST_ELEMENTS = 65536  # of one tensor
 
 
 class RecordingError(RuntimeError):
-    """What was asked cannot be recorded; the message says why, and what can."""
+    """A run cannot be recorded. The message says why, and what can be recorded."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Held:
     name: str
     argument: str | None
     role: Role
-    view: Tensor  # of the guarded copy
+    view: Tensor  # into the guarded copy
     dtype: str
     before: list[Any]
 
@@ -47,9 +47,9 @@ class Held:
 
 @dataclass
 class _Region:
-    """The guarded copy of one storage, and of each element which tensor it is of and where in it."""
+    """The guarded copy of one storage, and each element's tensor and index in that tensor."""
 
-    original: Tensor  # all bytes of the storage; it keeps them alive, so their address stays their own
+    original: Tensor  # all bytes of the storage; keeps them alive, so that no other storage gets their address
     guarded: Tensor
     start: int  # address of the first byte of the copy
     itemsize: int
@@ -68,16 +68,16 @@ class Memory:
     def hold(
         self, name: str, tensor: Tensor, role: Role, argument: str | None = None, *, unset: bool = False
     ) -> Tensor:
-        """The guarded copy of a tensor, which becomes one of the recording's unless its elements are already.
+        """The guarded copy of a tensor. The tensor joins the recording unless its elements already belong to it.
 
-        An output, and what is unset, is poisoned: NaN everywhere, before a kernel writes it.
+        Outputs and unset tensors are poisoned with NaN before a kernel writes them.
         """
         if tensor.device.type != "cpu":
             raise RecordingError(f"{name} is on {tensor.device}; a recording is made on the CPU, of x.cpu()")
         if tensor.numel() > MOST_ELEMENTS:
             raise RecordingError(
                 f"{name} has {tensor.numel()} elements of shape {tuple(tensor.shape)}; a recording holds every value, "
-                f"so a tensor may have {MOST_ELEMENTS}: take a small example"
+                f"so a tensor may have {MOST_ELEMENTS}: use a small example"
             )
         region = self._region(tensor, name)
         view = _as(region.guarded, tensor)
@@ -99,17 +99,17 @@ class Memory:
         return view
 
     def bring(self) -> None:
-        """Into the copies, what the host has written since the last launch."""
+        """Copy into the guarded copies what the host has written since the last launch."""
         for region in self._regions.values():
             region.guarded.copy_(region.original)
 
     def take(self) -> None:
-        """Back from the copies, what a launch has written."""
+        """Copy back from the guarded copies what a launch has written."""
         for region in self._regions.values():
             region.original.copy_(region.guarded)
 
     def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tensor, logical index) of each address, -1 where no element begins."""
+        """(tensor, logical index) of each address, -1 if no element begins there."""
         flat = addresses.reshape(-1).astype(np.int64)
         tensor = np.full(flat.shape, -1, np.int64)
         index = np.full(flat.shape, -1, np.int64)
@@ -121,7 +121,7 @@ class Memory:
         return tensor, index
 
     def near(self, address: int) -> int | None:
-        """The tensor whose storage or guard an address lies in: what a pointer that is masked off points past."""
+        """The tensor whose storage or guard contains an address: a masked-off pointer points past that tensor."""
         for region in self._regions.values():
             if region.held and -GUARD <= address - region.start < region.tensor.size * region.itemsize + GUARD:
                 return region.held[0]
@@ -149,14 +149,14 @@ class Memory:
 
 
 def _as(memory: Tensor, like: Tensor) -> Tensor:
-    """A view of bytes that lies in them as `like` lies in its storage."""
+    """A view of `memory` with the position, shape and strides that `like` has in its storage."""
     first = memory.storage_offset() // like.element_size() + like.storage_offset()
     whole = torch.empty(0, dtype=like.dtype).set_(memory.untyped_storage())
     return whole.as_strided(tuple(like.shape), like.stride(), first)
 
 
 def _offsets(tensor: Tensor) -> np.ndarray:
-    """Where in its storage, in elements, each element of a tensor lies, in logical order."""
+    """The offset of each element in its storage, in elements, in logical order."""
     at = np.full((), tensor.storage_offset(), np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         at = at[..., None] + np.arange(size) * stride

@@ -1,7 +1,7 @@
-"""Entries of the registry: the strategies of `ops`, by plans small enough to be read.
+"""Entries of the registry: the strategies of `ops`, with plans small enough to read.
 
-The planner's own plans begin at 128 columns. These hold the same fields, for blocks of any size, and read element by
-element ("scalar"), so that parts and pieces may begin anywhere.
+The planner's own plans begin at 128 columns. These plans have the same fields, for blocks of any size. They read
+element by element ("scalar"), so parts and pieces may begin anywhere.
 """
 
 from dataclasses import replace
@@ -11,11 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_softmax.ops import column
-from fused_softmax.ops.cross_entropy_forward import cross_entropy_forward
-from fused_softmax.ops.losses import Loss, totals_of
-from fused_softmax.ops.softmax_backward import softmax_backward
-from fused_softmax.ops.softmax_forward import softmax_forward
+from fused_softmax.ops import cross_entropy_calls
+from fused_softmax.ops.softmax_calls import backward_by_plan, forward_by_plan
+from fused_softmax.ops.softmax_rows import prepare_columns
+from fused_softmax.options import Loss
 from fused_softmax.plan import H200, ColumnPlan, RowPlan, Strategy, candidate
 from fused_softmax.trace.memory import Role
 from fused_softmax.trace.recorder import Recorder
@@ -25,11 +24,17 @@ from fused_softmax.trace.story import Story, Told
 TILE_ROWS = 2
 COLUMN_INNER = 4
 
-# What computes only where things are, or does nothing under the interpreter, and what one word of its caller says.
+# Functions that only compute positions, do nothing under the interpreter, or are clear from one word of the caller.
 PLACES = frozenset({
-    "body_of", "broadcast_offset", "edges_of", "exp_at", "factor_of", "head_of", "hold", "hold_all", "inner_of",
-    "logits_of", "multiple_of", "numbers_of", "origin_of", "pack_state", "place_of", "scores_of", "shared_row",
-    "slots_of", "tag_of", "unpack_state", "visible_of", "wait_for", "weight_of", "widen",
+    "at_columns", "body_of", "columns_of", "exp_at", "head_of", "hold", "hold_all", "load_target_logit", "mask_of_row",
+    "multiple_of", "numbers_of", "of_each_row", "origin_of", "pack_state", "part_of", "place_of", "row_of_part",
+    "scores_of", "scores_of_row", "slope_of", "slots_of", "store_piece", "stream_part", "tag_of", "tile_of",
+    "unpack_state", "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "zero_of",
+})  # fmt: skip
+# Functions that take a row's pieces, and its edge where it has one, to the functions that do the work.
+_THROUGH = frozenset({
+    "collect_states", "dot_of_row", "load_logits", "load_row", "load_scores", "max_of_row", "store_gradient",
+    "store_row", "sum_of_row",
 })  # fmt: skip
 _ROLES: dict[str, Role] = {"y_ptr": "output", "dx_ptr": "output"}
 _STATES = frozenset({"m_ptr", "s_ptr", "d_ptr", "ls_ptr", "loss_ptr"})
@@ -39,7 +44,7 @@ _NARROW = ("float32", "float16", "bfloat16")  # messages are fp32
 
 
 def row_plan(strategy: Strategy, x: Tensor, block: int, *, inputs: int = 1) -> RowPlan:
-    """A plan of a strategy for x [n_rows, n_cols] with tiles of `block` columns; rows of split and stream in parts."""
+    """A strategy's plan for x [n_rows, n_cols] with tiles of `block` columns; split and stream cut rows into parts."""
     n_rows, n_cols = x.shape
     like = candidate(strategy, n_rows, n_cols, 4, H200, alignment="scalar", inputs=inputs, num_warps=1, prefetch=0)
     plan = replace(like, itemsize=x.element_size(), block_cols=block, copies=1, poll_last_first=False)
@@ -47,7 +52,7 @@ def row_plan(strategy: Strategy, x: Tensor, block: int, *, inputs: int = 1) -> R
     if strategy in ("tile", "row"):
         rows = TILE_ROWS if strategy == "tile" else 1
         return replace(plan, block_rows=rows, pieces=tiles, full_pieces=n_cols // block)
-    # Of split a tile is a part, so that there are many to wait for; of stream two, so that a part has what to merge.
+    # In split a part is one tile, so that there are many to wait for; in stream two, so that a part merges something.
     part_cols = block if strategy == "split" else 2 * block
     parts = -(-n_cols // part_cols)
     last = n_cols - (parts - 1) * part_cols
@@ -57,7 +62,7 @@ def row_plan(strategy: Strategy, x: Tensor, block: int, *, inputs: int = 1) -> R
 
 
 def column_plan(x: Tensor, block: int) -> ColumnPlan:
-    """A plan for the dim of x [n_cols, n_inner] that is not contiguous, with tiles of `block` columns."""
+    """A plan for the strided dim of x [n_cols, n_inner], with tiles of `block` columns."""
     n_cols, n_inner = x.shape
     return ColumnPlan(
         n_outer=1, n_cols=n_cols, n_inner=n_inner, itemsize=x.element_size(), inputs=1, block_cols=block,
@@ -78,22 +83,24 @@ def _forward(strategy: Strategy) -> Run:
         recorder.memory.hold("x", x, "input")
         recorder.memory.hold("y", y, "output")
         with recorder:
-            softmax_forward(x, y, plan)
+            forward_by_plan(x, plan, y=y)
         return _facts(plan)
 
     return run
 
 
 def _run_column(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
-    """The same matrix, laid out column by column: its rows are the strided dim."""
+    """Run softmax on the same matrix laid out column by column, so that its rows are strided."""
     x = x.t().contiguous()
     y = torch.empty_like(x)
     plan = column_plan(x, block)
     recorder.memory.hold("x", x.t(), "input")
     recorder.memory.hold("y", y.t(), "output")
     views = x[None], y[None]
+    run = prepare_columns(*views, plan=plan)
+    assert run is not None  # a plan that is given holds any columns
     with recorder:
-        column.prepare_softmax(*views, plan=plan)(*views)
+        run(*views)
     return _facts(plan)
 
 
@@ -106,7 +113,7 @@ def _run_backward(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
     recorder.memory.hold("dy", dy, "input")
     recorder.memory.hold("dx", dx, "output")
     with recorder:
-        softmax_backward(dy, y, dx, plan=plan)
+        backward_by_plan(dy, y, dx, plan)
     return _facts(plan) | {"dy": "1 in column 0, else 0"}
 
 
@@ -115,23 +122,24 @@ def _run_cross_entropy(recorder: Recorder, x: Tensor, block: int) -> dict[str, A
     target = torch.arange(n_rows) % n_cols
     dx = torch.empty_like(x)
     plan = row_plan("split", x, block)
-    loss = Loss(mean=True)
-    totals = totals_of(target, loss, n_cols, torch.float32)
+    loss = Loss()
+    totals = cross_entropy_calls.totals_of(target, loss, n_cols, torch.float32)
     recorder.memory.hold("x", x, "input")
     recorder.memory.hold("dx", dx, "output")
     with recorder:
-        cross_entropy_forward(x, target, loss, totals, dx, plan)
+        cross_entropy_calls.forward(x, target, loss, totals, dx, plan)
     return _facts(plan) | {"target": "column i of row i"}
 
 
 def _story(*, waits: bool = False, message: dict[str, str] | None = None, **told: Told) -> Story:
-    """message: of each number of a message, the local of `publish` that holds it; that of `collect` is of all parts."""
+    """message: for each number of a message, the local of `publish` that holds it; `collect` adds "_parts" to it."""
     message = message or {"m": "m", "s": "s"}
     return Story(
         told,
         roles=_ROLES,
         unset=_STATES,
         step_over=PLACES,
+        step_through=_THROUGH,
         waits=frozenset({"collect"}) if waits else frozenset(),
         publishes={"publish": message} if waits else {},
         collects={"collect": {name: f"{local}_parts" for name, local in message.items()}} if waits else {},
@@ -140,18 +148,18 @@ def _story(*, waits: bool = False, message: dict[str, str] | None = None, **told
 
 _ROW = {
     "find the row": "program = tl.program_id",
-    "load": "x = load_scores",
-    "maximum": "m = max_of",
-    "sum": "x = hold_all",
-    "output": "if COLLECT:",
+    "load": "z, edge = load_row",
+    "maximum": "m, edge = max_of_row",
+    "sum": "z = hold_all",
+    "output": "if K.collect:",
 }
 _PART: dict[str, str | tuple[str, ...]] = {
     "find the part": "program = tl.program_id",
-    "load": "x = load_scores",
-    "maximum": "m = max_of",
-    "sum": "x = hold_all",
-    "exchange": ("if PREFETCH and SPLIT", "if SPLIT:"),
-    "output": "if COLLECT:",
+    "load": "z, edge = load_row",
+    "maximum": "m, edge = max_of_row",
+    "sum": "z = hold_all",
+    "exchange": ("if K.prefetch and K.split", "if K.split and K.greedy"),
+    "output": "if K.collect:",
 }
 _ALL = {"m, s = exchange(": "From here on the program knows the maximum and sum of the whole row."}
 _PUBLISH = Told(
@@ -176,13 +184,14 @@ OURS = (
         story=_story(
             _tile_forward=Told(
                 {
-                    "find the rows": "first_row = tl.program_id",
-                    "load": "x = load_scores",
-                    "maximum": "m = max_of",
-                    "sum": "x = hold_all",
-                    "output": "y_body = body_of",
+                    "find the rows": "r = tile_of",
+                    "load": "z, edge = load_row",
+                    "maximum": "m, edge = max_of_row",
+                    "sum": "z = hold_all",
+                    "output": "store_row(",
                 },
-                notes={"row =": "Rows past the end repeat the last one."},
+                row="r.row",
+                notes={"r = tile_of": "Rows past the end repeat the last one."},
             )
         ),
     ),
@@ -217,9 +226,12 @@ OURS = (
         run=_forward("stream"),
         formula=Formula(2, 1),
         story=_story(
-            _stream_state=Told({"find the part": "program = tl.program_id", "maximum and sum": "x_body = body_of"}),
+            _stream_state=Told(
+                {"find the part": "program = tl.program_id", "maximum and sum": "x_body = body_of"}, row="r.row"
+            ),
             _stream_forward=Told(
-                {"merge": "program = tl.program_id", "output": "start = part"},
+                {"merge": "j = tl.arange", "output": "q = scores_of_row"},
+                row="r.row",
                 notes={
                     "s = tl.sum": "The states of the row's parts merge: each sum is rescaled to the common maximum."
                 },
@@ -241,12 +253,12 @@ OURS = (
             _column_forward=Told(
                 {
                     "find the columns": "group, part = place_of",
-                    "load": "x_outer_stride, x_col_stride =",
+                    "load": "x = load_columns",
                     "maximum": "m = max_of",
                     "sum": "x = hold_all",
-                    "output": ("if SPLIT:", "if COLLECT:", "if COLLECT:"),
+                    "output": ("if K.split:", "if K.collect:"),
                 },
-                row="inner",
+                row="c.inner",
             )
         ),
     ),
@@ -267,14 +279,16 @@ OURS = (
             _part_backward=Told(
                 {
                     "find the part": "program = tl.program_id",
-                    "load": "y_body = body_of",
-                    "sum of y dy": "d = dot_of",
-                    "exchange": ("if PREFETCH:", "prefetch_l2(dy_ptr", "if SPLIT:"),
-                    "output": ("if COLLECT:", "if COLLECT:"),
+                    "load": "y, dy = load_both",
+                    "sum of y dy": "d, edge_y, edge_dy = dot_of_row",
+                    "exchange": ("if K.prefetch:", "if K.split:"),
+                    "output": "if K.collect:",
                 },
                 m=(),
                 s=(),
-                notes={"d = tl.sum": "The parts of d add up; unlike sums of exponentials, they need no rescaling."},
+            ),
+            exchange_sum=Told(
+                notes={"d = tl.sum": "The parts of d add up; unlike sums of exponentials, they need no rescaling."}
             ),
         ),
         dtypes=_NARROW,
@@ -296,15 +310,17 @@ OURS = (
             _part_loss=Told(
                 {
                     "find the part": "program = tl.program_id",
-                    "target": "t, kept, wrong, w = target_of",
-                    "load": "x_body = body_of",
+                    "target": "T = target_of",
+                    "load": "z = load_logits",
                     "maximum": "m = max_of",
-                    "sum": "x = hold_all",
-                    "exchange": ("if PREFETCH:", "if SPLIT:"),
-                    "loss": "if COLLECT:",
+                    "sum": "z = hold_all",
+                    "exchange": ("if K.prefetch:", "if K.split:"),
+                    "loss": "if K.collect:",
                     "gradient": "g, g_z = per_row",
-                    "gradient at the target": "tl.debug_barrier",
-                },
+                }
+            ),
+            store_part=Told(
+                {"gradient": "scale, base = origin_of", "gradient at the target": "tl.debug_barrier"},
                 notes={
                     "dx_t = gradient_of_logits": "Less 1 at the target: one element, written over by its own program."
                 },

@@ -1,4 +1,4 @@
-"""The page: one HTML file, into which recordings are put. What they say can leave no script element."""
+"""The page: one HTML file that holds recordings. No text in a recording can leave its script element."""
 
 import html
 import json
@@ -12,10 +12,10 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def embed(recordings: Sequence[dict[str, Any]], presets: Sequence[dict[str, Any]] = (), page: str | None = None) -> str:
-    """The page with recordings in it, in the order given, and what it comes with besides.
+    """The page with these recordings, in order, and with its presets.
 
-    page: one that holds the elements `<script id="recordings" type="application/json">` and the same of presets, once
-        each; the built one unless another is given. What they hold is replaced, by null for nothing.
+    page: by default the built page. It must contain `<script id="recordings" type="application/json">` and the same
+        element for presets, once each. Their contents are replaced, by null if there is nothing to hold.
     """
     page = BUILT.read_text() if page is None else page
     return _fill(_fill(page, "presets", presets), "recordings", recordings)
@@ -31,13 +31,13 @@ def _fill(page: str, name: str, recordings: Sequence[dict[str, Any]]) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: hostile text cannot leave it."""
+    """JSON that is safe in a script element: hostile text cannot leave it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII, so no line ends but JavaScript's own
     return text.translate(_ESCAPES)
 
 
 class Page:
-    """A page with recordings, which a notebook displays in a frame of its own."""
+    """A page with recordings. A notebook displays it in a frame of its own."""
 
     def __init__(self, recordings: Sequence[dict[str, Any]], height: int = 900) -> None:
         self.recordings = list(recordings)
@@ -47,7 +47,7 @@ class Page:
         return embed(self.recordings)
 
     def _repr_html_(self) -> str:
-        # Scripts alone: the frame has no origin, so nothing of the notebook is in its reach.
+        # The frame may run scripts but has no origin, so it cannot reach the notebook.
         return (
             f'<iframe srcdoc="{html.escape(str(self))}" sandbox="allow-scripts allow-downloads" title="recording" '
             f'style="width: 100%; height: {self.height}px; border: 0"></iframe>'

@@ -1,4 +1,4 @@
-"""Records torch's own operations, each as a pass over memory: what is read and written is seen as it is dispatched."""
+"""Records torch's own operations, each as a pass over memory, from what is dispatched."""
 
 import inspect
 import sys
@@ -16,10 +16,10 @@ from fused_softmax.trace.story import Source, Story, Told
 
 
 class Passes(TorchDispatchMode):
-    """What a function of torch operations reads and writes while it is entered, one step an operation.
+    """While entered, records the reads and writes of a function of torch operations, one step an operation.
 
-    Views move nothing, and are the tensor that they are views of. Every result is a tensor in memory: the last of the
-    function is the output, all before it are scratch.
+    Views move nothing and count as the tensor they view. Every result is a tensor in memory: the function's last one is
+    the output, all earlier ones are scratch.
     """
 
     counts_scratch = True

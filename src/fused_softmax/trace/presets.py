@@ -1,7 +1,7 @@
-"""The recordings that the page comes with. `python -m fused_softmax.trace.presets` writes presets.json anew.
+"""The page's built-in recordings. `python -m fused_softmax.trace.presets` writes presets.json anew.
 
-They are what the post that the project grew from tells, held to the truth: its 3 x 8 example by every kernel, its 2 x 8
-demonstration with blocks of 2, and rows at which kernels go wrong.
+They tell the story of the post that the project grew from, with the true numbers: its 3 x 8 example by every kernel,
+its 2 x 8 demonstration with blocks of 2, and rows at which kernels go wrong.
 """
 
 import json
@@ -22,8 +22,8 @@ EXAMPLE: Rows = (
     (4.0, -3.0, 2.5, 1.0, -1.5, 0.0, -0.5, 2.0),
     (-1.0, 3.5, -2.5, 1.5, 0.0, -3.0, 2.5, -0.5),
 )
-# What the post prints of it, and the kernels do not hold: of row 0 two last digits, rounded from rounded parts; of rows
-# 1 and 2 sums two and three times the truth (1.443, 1.567), and outputs that neither they nor the truth give.
+# The post prints numbers that the kernels do not hold. In row 0 two last digits differ, rounded from rounded parts. In
+# rows 1 and 2 the sums are two and three times the truth (1.443, 1.567), and the outputs fit neither.
 PRINTED_SUMS = (1.863, 3.717, 4.982)
 PRINTED_OUTPUTS = (
     (0.197, 0.010, 0.537, 0.044, 0.016, 0.120, 0.004, 0.072),
@@ -35,21 +35,21 @@ ERRATUM = (
     "neither these nor the input: the sums are 1.443 and 1.567."
 )
 DEMONSTRATION = EXAMPLE[:2]  # the post gives no numbers for its 2 x 8
-# A tile of -inf at the start, in the middle and at the end: what a causal or padded row looks like.
+# A tile of -inf at the start, in the middle and at the end, like in causal or padded rows.
 HIDDEN: Rows = (
     ("-inf", "-inf", 1.0, 2.0, 0.5, -1.0),
     (1.0, 2.0, "-inf", "-inf", 0.5, -1.0),
     (1.0, 2.0, 0.5, -1.0, "-inf", "-inf"),
 )
 EMPTY: Rows = (("-inf", "-inf", "-inf", "-inf"), (0.0, "nan", 1.0, 2.0))
-# Logits as a trained model gives them: few stand far above the rest, and the greatest comes last.
+# Logits like a trained model's: a few are far above the rest, and the greatest comes last.
 PEAKED: Rows = ((-2.0, 9.5, 0.5, -1.0, 1.0, 12.0, -0.5, 14.0), (88.0, 90.0, 1.0, 0.0, -90.0, 89.0, 3.0, 2.0))
 RISING: Rows = ((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
 
 
 def asked_for() -> list[tuple[str, Rows, int, str, str]]:
     """(kernel, matrix, block, dtype, title) of each preset."""
-    # Blocks of 2 where the parts of a row are what there is to see.
+    # Blocks of 2 where the point is a row's parts.
     blocks = dict.fromkeys(kernels(), 4) | {"stream": 2}
     worked = [(name, EXAMPLE, blocks[name], "float32", f"3 x 8 worked example: {name}") for name in kernels()]
     return [
@@ -66,7 +66,7 @@ def asked_for() -> list[tuple[str, Rows, int, str, str]]:
 
 
 def presets() -> list[dict[str, Any]]:
-    """The recordings, made anew in this process, which must interpret."""
+    """The recordings, made anew. This process must interpret."""
     recordings = [run.kernel(asked.asked(*call), title) for *call, title in asked_for()]
     posted = next(each for each in recordings if each["kernel"] == "hybrid-tiled")
     posted["summary"] += ERRATUM
@@ -74,7 +74,7 @@ def presets() -> list[dict[str, Any]]:
 
 
 def text(recordings: list[dict[str, Any]]) -> str:
-    """presets.json: a recording a line."""
+    """The text of presets.json: one recording a line."""
     lines = [json.dumps(recording, separators=(",", ":"), allow_nan=False) for recording in recordings]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
@@ -86,6 +86,6 @@ def load() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     if not interpreting():
-        sys.exit("set TRITON_INTERPRET=1: presets are recorded in this process")
+        sys.exit("set TRITON_INTERPRET=1: this process records the presets itself")
     files.write(FILE, text(presets()), force=True)
     print(f"{FILE.name}: {FILE.stat().st_size} bytes")

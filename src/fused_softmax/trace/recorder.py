@@ -1,7 +1,7 @@
 """Records what kernels do under Triton's interpreter, line by line.
 
-The interpreter rewrites a kernel as plain Python that keeps its file and line numbers, so `sys.settrace` sees each line
-run, and the locals it leaves. What passes between a kernel and memory comes from `hooks`.
+The interpreter rewrites a kernel as plain Python with the same file and line numbers. So `sys.settrace` sees each line
+run, and the locals after it. The traffic between a kernel and memory comes from `hooks`.
 """
 
 import sys
@@ -20,13 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_softmax.trace.accesses import Accesses, OutsideError
 from fused_softmax.trace.encode import numbers
 from fused_softmax.trace.hooks import Hooks
-from fused_softmax.trace.locals import changed, encode, flat, plain
+from fused_softmax.trace.locals import changed, constants, encode, flat, named, plain
 from fused_softmax.trace.matrix import Matrix, Place
 from fused_softmax.trace.memory import Memory, RecordingError
 from fused_softmax.trace.story import Source, Story, Told
 
 MOST_STEPS = 20000
-MOST_BYTES = 2**23  # of tiles, as the kernel holds them
+MOST_BYTES = 2**23  # of tiles, in the kernel's dtypes
 
 _TRITON = str(Path(triton.__file__).parent)
 _PACKAGE = Path(__file__).parents[1]
@@ -34,7 +34,11 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass
 class _Frame:
-    """A function of a kernel that is running. over: how deep it is in calls whose lines are not recorded."""
+    """A running function of a kernel.
+
+    over: its depth in calls whose lines are not recorded. opened: the phase of its last line, if it or a function that
+    it called opened one. within: the same of a function that the running line has called.
+    """
 
     number: int
     running: FrameType
@@ -48,6 +52,8 @@ class _Frame:
     computed: list[dict[str, Any]] = field(default_factory=list)
     reduced: dict[str, Any] = field(default_factory=dict)
     over: int = 0
+    opened: str | None = None
+    within: str | None = None
 
 
 @dataclass
@@ -61,15 +67,15 @@ class _Program:
 
 
 class Recorder:
-    """The steps of the kernels that are launched while it is entered.
+    """While entered, records the steps of all launched kernels.
 
         recorder = Recorder(story)
         x = recorder.memory.hold("x", x, "input")
         with recorder:
             kernel[grid](x, y)
 
-    The first tensor that is held is the matrix whose rows and columns steps are placed in.
-    merge: launches of which one only publishes and the next only collects are run as the one they are on a GPU.
+    The first held tensor is the matrix: each step has rows and columns in it.
+    merge: runs a launch that only publishes and the next one, which only collects, as the one launch of a GPU.
     """
 
     counts_scratch = False
@@ -103,18 +109,19 @@ class Recorder:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._hooks.__exit__()
         cause = error
-        while cause is not None:  # Triton wraps what is raised in a kernel, once for every function on the way
+        while cause is not None:  # Triton wraps a kernel's exception once for every function on the way
             if isinstance(cause, RecordingError) and cause is not error:
                 raise cause from None
             cause = cause.__cause__
 
-    # What the hooks tell of launches.
+    # Launches, from the hooks.
 
     def prepare(self, function: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-        if self._merge and given.get("PUBLISH") is True and given.get("COLLECT") is False:
-            return None
-        if self._merge and given.get("COLLECT") is True:
-            given["PUBLISH"] = True
+        spec: Any = given.get("K")
+        if self._merge and spec.split:
+            if not spec.collect:
+                return None
+            given["K"] = replace(spec, publish=True)
         self.memory.bring()
         return {name: self._guarded(name, value) for name, value in given.items()}
 
@@ -131,11 +138,13 @@ class Recorder:
     def launched(self, function: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: list[str]) -> None:
         source = self._source(function.__code__)
         if source is None:
-            raise RecordingError(f"the source of {function.__name__} is not to be had: define it in a file")
-        constants = {name: plain(given[name]) for name in constexprs if name in given}
+            raise RecordingError(f"the source of {function.__name__} cannot be found: define it in a file")
+        fixed: dict[str, Any] = {}
+        for name in constexprs:
+            fixed |= constants(name, given.get(name))
         arguments = {name: plain(value) for name, value in given.items() if name not in constexprs}
         launch: dict[str, Any] = {"name": source.name, "source": self.sources.index(source), "grid": list(grid)}
-        launch["constants"] = {name: value for name, value in constants.items() if value is not None}
+        launch["constants"] = {name: value for name, value in fixed.items() if value is not None}
         launch["arguments"] = {name: value for name, value in arguments.items() if value is not None}
         self.launches.append(launch)
 
@@ -151,12 +160,12 @@ class Recorder:
         before = sys.gettrace()
         sys.settrace(self._called)
         try:
-            with np.errstate(all="ignore"):  # NumPy warns of the NaN and infinities that kernels compute with
+            with np.errstate(all="ignore"):  # NumPy warns of NaN and infinities, which kernels compute with
                 function(**args)
         finally:
             sys.settrace(before)
 
-    # What Python tells of lines.
+    # Lines, from Python.
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         program = self._program
@@ -175,6 +184,8 @@ class Recorder:
             top.over += 1
             frame.f_trace_lines = False
             return self._stepped_over
+        if top is not None and name in self.story.step_through:
+            return None
         self._enter(program, frame, source)
         return self._ran
 
@@ -209,14 +220,14 @@ class Recorder:
         }
         phase = None
         if caller is not None:
-            arguments = self._changed(frame.f_locals, {})
+            arguments = source.read(self._changed(frame.f_locals, {}))
             entry |= {"arguments": arguments} if arguments else {}
             phase = caller.source.phase(caller.line or 0) or caller.phase
         program.frames.append(_Frame(len(self.frames), frame, source, phase, dict(frame.f_locals)))
         self.frames.append(entry)
 
     def _close(self, program: _Program, top: _Frame, frame: FrameType, result: Any = None) -> None:
-        """The line that was running is done, and its function with it where there is a result."""
+        """The running line is done. If there is a result, so is its function."""
         if top.line is None:
             return
         now = dict(frame.f_locals)
@@ -226,7 +237,7 @@ class Recorder:
         top.known = now
         place, state = program.place, []
         if len(program.frames) == 1:
-            place.rows = self._matrix.rows_of(now.get(top.source.told.row)) or place.rows
+            place.rows = self._matrix.rows_of(named(now, top.source.told.row)) or place.rows
             if top.source.starts(top.line, "for ", "while "):
                 place.cols = None
             state = self._matrix.learn(place, top.source.told, now, top.reduced)
@@ -234,7 +245,8 @@ class Recorder:
         if top.reached:
             place.rows, place.cols = top.reached
         step: dict[str, Any] = {"frame": top.number, "line": top.line}
-        step["phase"] = self._phase(top.source.phase(top.line) or top.phase or self._guess(top.step))
+        top.opened = top.within or top.source.phase(top.line)
+        step["phase"] = self._phase(top.opened or top.phase or self._guess(top.step))
         step["rows"] = list(place.rows)
         step |= {"cols": list(place.cols)} if place.cols else {}
         step |= {"set": news} if news else {}
@@ -244,9 +256,9 @@ class Recorder:
         messages, note = top.messages, top.source.notes.get(top.line)
         step |= {"message": messages[0]} if messages else {}
         step |= {"note": note} if note else {}
-        top.step, top.reached, top.messages, top.computed, top.reduced = {}, None, [], [], {}
-        if step.keys() <= {"frame", "line", "phase", "rows", "cols"} and top.source.starts(top.line, "if "):
-            return  # what was asked is known when the kernel is compiled
+        top.step, top.reached, top.within, top.messages, top.computed, top.reduced = {}, None, None, [], [], {}
+        if step.keys() <= {"frame", "line", "phase", "rows", "cols"} and top.source.starts(top.line, "if ", "elif "):
+            return  # the condition is known when the kernel is compiled
         self._add(step)
         for message in messages[1:]:
             self._add({"frame": top.number, "line": step["line"], "phase": step["phase"], "rows": [message["row"]],
@@ -264,6 +276,7 @@ class Recorder:
         if names:
             self._collected(program, dict(frame.f_locals), names)
         program.frames[-1].reduced = top.reduced | program.frames[-1].reduced
+        program.frames[-1].within = top.opened or program.frames[-1].within
 
     def _steps_of(self, program: _Program) -> Iterator[dict[str, Any]]:
         here = {"launch": len(self.launches) - 1, "program": list(program.grid)}
@@ -274,13 +287,13 @@ class Recorder:
     def _add(self, step: dict[str, Any]) -> None:
         self.steps.append(step)
         if len(self.steps) > MOST_STEPS:
-            raise RecordingError(f"more than {MOST_STEPS} steps: take fewer rows or columns, or larger blocks")
+            raise RecordingError(f"more than {MOST_STEPS} steps: use fewer rows or columns, or larger blocks")
 
     def _changed(self, now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         self._bytes += sum(tile.nbytes for name, value in now.items()
                            if value is not before.get(name) and (tile := flat(value)) is not None)  # fmt: skip
         if self._bytes > MOST_BYTES:
-            raise RecordingError(f"more than {MOST_BYTES} bytes of tiles: take fewer rows or columns")
+            raise RecordingError(f"more than {MOST_BYTES} bytes of tiles: use fewer rows or columns")
         return changed(now, before, self.memory)
 
     def _phase(self, name: str) -> int:
@@ -289,12 +302,12 @@ class Recorder:
         return self.phases.index(name)
 
     def _guess(self, step: dict[str, Any]) -> str:
-        """The phase of a step of a kernel of which none was told."""
+        """The phase of a step if the story gives none."""
         if self._told:
             return self.phases[0]
         return "store" if "stores" in step else "load" if "loads" in step else "compute"
 
-    # What the hooks tell of memory and arithmetic.
+    # Memory and arithmetic, from the hooks.
 
     def computed(self, kind: str | None, value: Any) -> None:
         program = self._program
@@ -356,7 +369,7 @@ class Recorder:
     # Sources.
 
     def _source(self, code: CodeType) -> Source | None:
-        """The source of a kernel's function; None for any other code, and for Triton's own library."""
+        """The source of a kernel's function, or None for other code and for Triton's own library."""
         if code in self._functions:
             return self._functions[code]
         rewritten = InterpretedFunction.rewritten_fn
@@ -364,7 +377,7 @@ class Recorder:
             self._codes = {getattr(now, "__code__", None): function for function, now in rewritten.items()}
         function = self._codes.get(code)
         if function is None:
-            return None  # and not kept: a function is rewritten when it is first called
+            return None  # not cached, because a function is rewritten when it is first called
         source = None
         if not code.co_filename.startswith(_TRITON):
             source = Source(function, _file_name(code.co_filename), self.story.told.get(function.__name__, Told()))
@@ -374,13 +387,13 @@ class Recorder:
 
 
 def _file_name(path: str) -> str:
-    """A name that says nothing of this machine: within the package, or the file's own."""
+    """A file name without the machine's paths: within the package, or the bare name."""
     found = Path(path)
     return found.relative_to(_PACKAGE).as_posix() if found.is_relative_to(_PACKAGE) else found.name
 
 
 def _item(value: Any, at: int = 0) -> np.ndarray:
-    """One of the numbers of a tile, or of a number."""
+    """One number of a tile, or the number itself."""
     found = flat(value)
     if found is None:
         raise TypeError(f"no number: {value!r}")

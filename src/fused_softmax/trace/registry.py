@@ -1,4 +1,4 @@
-"""The kernels that are recorded by name. Adding one is adding an entry to `classic_kernels` or `our_kernels`."""
+"""The kernels that are recorded by name. To add one, add an entry to `classic_kernels` or `our_kernels`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Run = Callable[[Recorder, Tensor, int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Formula:
-    """Elements that a kernel moves, of M rows by N columns: so many times MN, and M, read and written."""
+    """Elements that a kernel reads and writes for M rows by N columns, as multiples of MN and of M."""
 
     read_mn: int
     written_mn: int
@@ -28,7 +28,7 @@ class Formula:
         return self.written_mn * n_rows * n_cols + self.written_m * n_rows
 
     def __str__(self) -> str:
-        """As one says it: "5MN + 2M read, 3MN + 2M written"."""
+        """In words: "5MN + 2M read, 3MN + 2M written"."""
 
         def text(mn: int, m: int) -> str:
             return " + ".join(f"{n if n > 1 else ''}{of}" for n, of in ((mn, "MN"), (m, "M")) if n)
@@ -40,14 +40,14 @@ class Formula:
 class Kernel:
     """An entry of the registry.
 
-    run: `run(recorder, x, block)`, x [n_rows, n_cols] on the CPU, contiguous: holds the tensors of the call in the
-        recorder's memory, runs the kernel in the recorder's context, and returns what a reader may want to know of it.
-    formula: the traffic, which a test holds against what was recorded.
-    story: what the recorder is told of its lines.
-    block: whether `block` changes anything; else a row is one block, or there are no blocks.
-    dtypes: of x.
-    merge: as of Recorder.
-    watch: for what is made of torch's operations, the function whose lines they are.
+    run: `run(recorder, x, block)` with x [n_rows, n_cols] contiguous on the CPU. It holds the call's tensors in the
+        recorder's memory, runs the kernel in the recorder's context, and returns facts that a reader may want.
+    formula: the traffic, which a test compares with the recorded traffic.
+    story: the recorder's knowledge of the kernel's lines.
+    block: whether `block` changes anything. If not, a row is one block, or there are no blocks.
+    dtypes: the dtypes that x may have.
+    merge: passed to Recorder.
+    watch: for kernels made of torch's operations, the function that contains them.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Kernel:
 
 
 def kernels() -> dict[str, Kernel]:
-    """All of them, by name, in the order in which one would learn them."""
+    """All kernels by name, in the order in which to learn them."""
     from fused_softmax.trace.classic_kernels import CLASSIC
     from fused_softmax.trace.our_kernels import OURS
 

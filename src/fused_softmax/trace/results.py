@@ -1,4 +1,4 @@
-"""What a recording says at its end: of each row of the result, and of the traffic against the floor."""
+"""The end of a recording: facts of each row of the result, and the traffic against its floor."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fused_softmax.trace.encode import number, tensor_numbers
 
 
 def traffic(recorder: Any) -> dict[str, Any]:
-    """Elements moved, each counted once an access. What programs exchange (slots, states) is counted apart."""
+    """Elements moved, counted once for each access. Slots and states, which programs exchange, count apart."""
     moved = dict.fromkeys(("reads", "writes", "scratch_reads", "scratch_writes", "floor_reads", "floor_writes"), 0)
     passes = 0
     for at, held in enumerate(recorder.memory.tensors):
@@ -25,8 +25,8 @@ def traffic(recorder: Any) -> dict[str, Any]:
 
 
 def rows(operation: str, recorder: Any, x: Tensor) -> list[dict[str, Any]]:
-    """Of each row of softmax of x [n_rows, n_cols], or of its gradient: the state that the kernel ended with, the
-    probabilities, and what became of the row. Entropy is in nats."""
+    """For each row of softmax of x [n_rows, n_cols] or of its gradient: the kernel's final state, facts of the
+    probabilities, and the row's status. Entropy is in nats."""
     y = next((held.view for held in recorder.memory.tensors if held.role == "output"), x)
     p = y.double() if operation == "softmax" else torch.softmax(x.double(), dim=1)
     entropy = -(p * torch.where(p > 0, p.log(), 0.0)).sum(1)
@@ -51,5 +51,5 @@ def rows(operation: str, recorder: Any, x: Tensor) -> list[dict[str, Any]]:
 
 
 def _rounded(value: Tensor) -> Any:
-    """To seven digits, which is what sums of float32 are worth."""
+    """A number of seven digits; a sum in float32 has no more."""
     return number(float(f"{value.item():.7g}"), "float64")

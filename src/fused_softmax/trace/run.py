@@ -1,4 +1,4 @@
-"""Makes recordings, in this process, which must interpret Triton's kernels."""
+"""Makes recordings in this process, which must interpret Triton's kernels."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def kernel(asked: Asked, title: str | None = None) -> dict[str, Any]:
 
 
 def heading(title: str, name: str, operation: str, summary: str, options: dict[str, Any]) -> dict[str, Any]:
-    """How a recording begins."""
+    """The first fields of a recording."""
     return {
         "schema": SCHEMA,
         "title": title,
@@ -47,7 +47,7 @@ def heading(title: str, name: str, operation: str, summary: str, options: dict[s
 
 
 def content(recorder: Any) -> dict[str, Any]:
-    """What was recorded."""
+    """The recorded fields."""
     return {
         "sources": [source.entry() for source in recorder.sources],
         "tensors": [held.entry() for held in recorder.memory.tensors],
@@ -59,7 +59,7 @@ def content(recorder: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """The versions that a recording is made with."""
+    """The versions of this package, Triton and torch."""
     from fused_softmax import __version__
 
     return {"fused_softmax": __version__, "triton": triton.__version__, "torch": str(torch.__version__).split("+")[0]}

@@ -1,9 +1,9 @@
-"""The page with a server behind it, which records what the reader asks for.
+"""Serves the page, and records the matrices that its reader asks for.
 
-Nothing of a request is run: it names a kernel of the registry and holds numbers. Sizes are limited before anything is
-parsed, a recording is made in a process of its own that is ended when it is late, and so many at a time. A server on
-loopback answers only to loopback's names, so that no site can reach it by a name of its own (DNS rebinding), and takes
-only JSON, which no form of another site can send.
+No part of a request runs: it names a kernel of the registry and holds numbers. Sizes are limited before anything is
+parsed. A recording is made in a process of its own, which is killed when it is late; only a few run at a time. A server
+on loopback answers only to loopback's names, so that no site can reach it under a name of its own (DNS rebinding). It
+takes only JSON, which no form of another site can send.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ HEADERS = {
 
 
 def app(page: str, host: str = "127.0.0.1", *, seconds: float = SECONDS, workers: int = WORKERS) -> Starlette:
-    """The server: `GET /` is the page, `GET /kernels` what can be asked, `POST /record` a recording of what is asked.
+    """The server: `GET /` is the page, `GET /kernels` lists kernels and limits, `POST /record` makes a recording.
 
-    host: what it listens on. seconds: how long a recording may take. workers: how many are made at a time.
+    host: the address it listens on. seconds: how long a recording may take. workers: how many are made at a time.
     """
     pool = _Pool(workers, seconds)
 
@@ -84,7 +84,7 @@ def app(page: str, host: str = "127.0.0.1", *, seconds: float = SECONDS, workers
 
 
 def serve(page: str, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until interrupted; `say` is told the address, once it is listened on. Port 0 is any that is free."""
+    """Serve until interrupted. Calls `say` with the address once it listens. Port 0 takes any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family)
     shown = f"[{host}]" if ":" in host else host
@@ -119,13 +119,13 @@ class _Pool:
 
     async def record(self, wanted: asking.Asked) -> dict[str, Any]:
         if self._waiting >= MOST_WAITING:
-            raise HTTPException(503, "too many recordings are waited for; ask again in a few seconds")
+            raise HTTPException(503, "too many recordings are in the queue; ask again in a few seconds")
         self._waiting += 1
         try:
             worker = await self._free.get()
         finally:
             self._waiting -= 1
-        # A client that goes away frees its worker when the recording is done, which is soon.
+        # If the client goes away, its worker becomes free when the recording is done, which is soon.
         return await asyncio.shield(asyncio.ensure_future(self._record(worker, wanted)))
 
     async def _record(self, worker: Worker, wanted: asking.Asked) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _asked(body: bytes) -> asking.Asked:
     except RecursionError:
         raise HTTPException(400, "the JSON is nested too deeply") from None
     except ValueError as error:
-        raise HTTPException(400, "an integer of too many digits" if "digits" in str(error) else str(error)) from None
+        raise HTTPException(400, "an integer with too many digits" if "digits" in str(error) else str(error)) from None
     if not isinstance(request, dict):
         raise HTTPException(400, 'a request must be an object: {"kernel": ..., "matrix": [[...], ...]}')
     if unknown := sorted(request.keys() - set(FIELDS)):
@@ -211,7 +211,7 @@ async def _failed(_: Request, __: Exception) -> Response:
 
 
 def _names(host: str) -> frozenset[str] | None:
-    """What a server on this host may be called; None where it is open to others, who know it by names of their own."""
+    """The names that a server on this host answers to. None if others can reach it, under names of their own."""
     name = host.strip("[]").lower()
     try:
         loopback = ipaddress.ip_address(name).is_loopback
@@ -221,7 +221,7 @@ def _names(host: str) -> frozenset[str] | None:
 
 
 class _Names:
-    """Refuses requests that call the server by another name, or come from another site's page."""
+    """Refuses requests that use another name for the server, or come from another site's page."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
         self._app, self._allowed = app, names
@@ -235,7 +235,7 @@ class _Names:
             if self._allowed is not None and name not in self._allowed:
                 wrong = f"this server is not {name[:60]!r}; it answers to {', '.join(sorted(self._allowed))}"
             elif origin is not None and origin.partition("://")[2].lower() != host.lower():
-                wrong = "requests of other sites' pages are not answered"
+                wrong = "requests from other sites' pages are not answered"
             if wrong:
                 await JSONResponse({"error": wrong}, 403, headers=HEADERS)(scope, receive, send)
                 return
@@ -243,7 +243,7 @@ class _Names:
 
 
 def _name(host: str) -> str:
-    """The name of a Host header, less the port."""
+    """The name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.rpartition(":")[0].lower() if ":" in host else host.lower()

@@ -1,4 +1,4 @@
-"""What a recorder is told of a kernel: which lines are which phase, what its state is called, what is passed over."""
+"""A recorder's knowledge of a kernel: the phase of each line, the names of its state, functions to step over."""
 
 import ast
 import inspect
@@ -11,18 +11,18 @@ from typing import Any
 from fused_softmax.trace.memory import RecordingError, Role
 
 Span = tuple[int | None, int | None, int | None, int | None]
-"""First and last line, first column and the one past the last, in bytes: as code objects and the syntax tree count."""
+"""First and last line, first column and the column past the last, in bytes, like code objects and the syntax tree."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What there is to know of one kernel function.
+    """Knowledge of one kernel function.
 
-    phases: by name, how the statement that opens it begins, or several statements that follow each other, of which the
-        last opens it. In the order of the file: a phase lasts to the next one's.
-    row: the local with the row, or rows, that a program is at.
-    m, s: locals with the running maximum and sum, the first that is there; "max()" is what the last tl.max gave.
-    notes: by how a statement begins, a sentence for the step that runs it.
+    phases: for each phase, the beginning of the statement that opens it, or of successive statements, of which the last
+        opens it. In the order of the file; a phase lasts until the next one begins.
+    row: the local that holds a program's current row or rows.
+    m, s: locals that may hold the running maximum and sum; the first that exists counts. "max()" is the last tl.max.
+    notes: for the beginning of a statement, a sentence for the step that runs it.
     """
 
     phases: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -34,26 +34,28 @@ class Told:
 
 @dataclass(frozen=True)
 class Story:
-    """What there is to know of all functions of a recording, by name.
+    """Knowledge of all functions of a recording. told: by function name.
 
-    roles: of kernel parameters that are not inputs.
-    unset: parameters that, as outputs, hold nothing until a kernel writes them.
-    step_over: functions whose lines are not recorded; what they read and write counts for the line that called them.
-    waits: functions in which a program waits for others; it lets them run when it gets there.
-    publishes, collects: functions that write, and read, messages; of each number of a message, the local that holds it.
+    roles: the roles of kernel parameters that are not inputs.
+    unset: parameters that, like outputs, hold nothing until a kernel writes them.
+    step_over: functions whose lines are not recorded. Their reads and writes count for the calling line.
+    step_through: functions whose lines are not recorded while those of the functions that they call are.
+    waits: functions in which a program waits for others. It lets them run when it gets there.
+    publishes, collects: functions that write and read messages, with the local that holds each number of a message.
     """
 
     told: Mapping[str, Told] = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
     unset: frozenset[str] = frozenset()
     step_over: frozenset[str] = frozenset()
+    step_through: frozenset[str] = frozenset()
     waits: frozenset[str] = frozenset()
     publishes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     collects: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 class Source:
-    """The source of one function: its lines, its statements, the phase of each."""
+    """The source of one function: its lines, its statements and their phases."""
 
     def __init__(self, function: Callable[..., Any], file: str, told: Told) -> None:
         lines, self.first_line = inspect.getsourcelines(function)
@@ -70,7 +72,7 @@ class Source:
 
     @cached_property
     def statements(self) -> dict[int, tuple[int, int]]:
-        """For each line of the file, the first and last line of the statement, or header of one, that it is of."""
+        """For each line of the file, the first and last line of the statement or statement header that contains it."""
         found: dict[int, tuple[int, int]] = {}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.stmt):
@@ -84,7 +86,7 @@ class Source:
         return found
 
     def statement(self, line: int) -> int:
-        """The first line of the statement that a line is of."""
+        """The first line of the statement that contains a line."""
         return self.statements.get(line, (line, line))[0]
 
     def starts(self, line: int, *words: str) -> bool:
@@ -92,12 +94,21 @@ class Source:
         return self.line(line).startswith(words)
 
     def line(self, line: int) -> str:
-        """The text of a line of the file, less its indent."""
+        """The text of a line of the file, without its indent."""
         return self.lines[line - self.first_line].strip()
 
     @cached_property
+    def _fields(self) -> set[str]:
+        """The fields that the function reads, like "r.row"."""
+        return {ast.unparse(node) for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
+
+    def read(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the function reads of its arguments; of most fields it only passes them on."""
+        return {name: value for name, value in given.items() if "." not in name or name in self._fields}
+
+    @cached_property
     def results(self) -> set[Span]:
-        """Where the expressions are that a local is set to, or that are returned, with nothing done to them."""
+        """The spans of expressions that are assigned to a local or returned as they are."""
         values = [node.value for node in ast.walk(self._tree) if isinstance(node, ast.Assign | ast.Return)]
         return {(v.lineno, v.end_lineno, v.col_offset, v.end_col_offset) for v in values if v is not None}
 
@@ -106,7 +117,7 @@ class Source:
         first, last, start, stop = span
         if first is None or last is None:
             return ""
-        indent = len(self.lines[0]) - len(self.lines[0].lstrip())  # which the interpreter takes away
+        indent = len(self.lines[0]) - len(self.lines[0].lstrip())  # the interpreter removes it
         lines = [line[indent:].encode() for line in self.lines[first - self.first_line : last - self.first_line + 1]]
         lines[-1] = lines[-1][:stop]
         lines[0] = lines[0][start:]
@@ -114,7 +125,7 @@ class Source:
 
     @cached_property
     def phases(self) -> list[tuple[int, str]]:
-        """(line, phase) where each phase begins."""
+        """(line, phase) for the beginning of each phase."""
         found, at = [], -1
         for phase, openings in self.told.phases.items():
             for opening in (openings,) if isinstance(openings, str) else openings:
@@ -124,11 +135,11 @@ class Source:
 
     @cached_property
     def notes(self) -> dict[int, str]:
-        """A sentence by line."""
+        """A sentence for each line that has one."""
         return {self._find(opening, 0) + self.first_line: note for opening, note in self.told.notes.items()}
 
     def phase(self, line: int) -> str | None:
-        """The phase of a line; None before the first."""
+        """The phase of a line, None before the first phase."""
         return next((phase for first, phase in reversed(self.phases) if first <= line), None)
 
     def _find(self, opening: str, start: int) -> int:
@@ -140,7 +151,7 @@ class Source:
         )
 
     def entry(self) -> dict[str, Any]:
-        """Its entry in a recording."""
+        """The function's entry in a recording."""
         ends = {str(first): last for first, last in self.statements.values() if last > first}
         entry = {"name": self.name, "file": self.file, "first_line": self.first_line, "lines": self.lines}
         return entry | ({"ends": ends} if ends else {})

@@ -1,7 +1,7 @@
-"""Programs that wait for each other, run in turns: each is a thread, and one of them runs at a time.
+"""Runs programs that wait for each other in turns: each is a thread, and only one runs at a time.
 
-The interpreter runs programs one after another, to the end, so one that waits for a later one would wait for ever. Here
-a program that comes to where it would wait lets the others run until they come there too.
+The interpreter runs one program to its end before it starts the next. A program that waits for a later one would wait
+for ever. Here a program that reaches its wait lets the others run until they reach theirs.
 """
 
 import threading
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Turns:
-    """The programs of one launch. `switch(state)` exchanges what a recorder knows of the one that runs."""
+    """The programs of one launch. `switch(state)` exchanges the recorder's knowledge of the running program."""
 
     def __init__(self, builder: Any) -> None:
         self._builder = builder
@@ -24,7 +24,7 @@ class Turns:
         self._programs.append((grid, run))
 
     def run(self, switch: Callable[[Any], Any]) -> None:
-        """All programs, in order but where they wait; raises what any of them raises."""
+        """Run all programs, in order except where they wait. Raises the first exception of any program."""
         self._switch = switch
         threads = []
         for grid, run in self._programs:
@@ -40,7 +40,7 @@ class Turns:
             raise self._error
 
     def wait(self) -> None:
-        """Called by a program that comes to where it would wait: the others run first."""
+        """Called by a program that reaches its wait: the others run first."""
         turn = threading.Event()
         grid, state = self._builder.grid_idx, self._switch(None)
         self._waiting.append(turn)

@@ -1,6 +1,6 @@
-"""Recordings made in another process: one that interprets where this one compiles, and that can be ended if it is late.
+"""Makes recordings in another process, which interprets where this one compiles and can be killed when it is late.
 
-A request is a line of JSON on its input, an answer a line on its output.
+A request is a line of JSON on its input, an answer is a line on its output.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ _KINDS = {"RecordingError": RecordingError, "ValueError": ValueError, "TypeError
 
 
 class Late(RecordingError):
-    """A recording took longer than it was given; its worker was ended."""
+    """A recording took too long, and its worker was killed."""
 
 
 class Worker:
-    """A process that makes recordings, started when it is first asked and kept. Safe to ask from several threads."""
+    """A process that makes recordings. It starts at the first request and is kept. Several threads may ask it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._asking = threading.Lock()
 
     def start(self) -> None:
-        """Start it, and wait until it has imported what it needs."""
+        """Start the process, and wait until it has imported its modules."""
         with self._asking:
             self._ready()
 
     def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """The recording that is asked for.
+        """The requested recording.
 
-        Raises Late after `timeout` seconds, the ValueError, TypeError or RecordingError that was raised there, and
-        RuntimeError for anything else.
+        Raises Late after `timeout` seconds. A ValueError, TypeError or RecordingError in the worker is raised here too,
+        anything else as a RuntimeError.
         """
         with self._asking:
             process = self._ready()
@@ -61,7 +61,7 @@ class Worker:
         if self._process is None or self._process.poll() is not None:
             self._end()
             here = {"TRITON_INTERPRET": "1", "FUSED_SOFTMAX_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-            # Not -m, nor the directory it is started in: only what this process itself would import.
+            # Neither -m nor its working directory: it must import only what this process would.
             here["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from fused_softmax.trace.worker import main; main()"],
@@ -110,14 +110,14 @@ class Worker:
         if answer.endswith(b"\n"):
             return json.loads(answer)
         if late.is_set():
-            raise Late(f"took longer than {timeout:g} s and was stopped: take fewer rows or columns, or larger blocks")
+            raise Late(f"took longer than {timeout:g} s and was stopped: use fewer rows or columns, or larger blocks")
         raise RecordingError(f"the recording process ended after {time.monotonic() - before:.1f} s; its error is above")
 
 
 def main() -> None:
-    """The process: answers until its input ends."""
+    """The process: it answers requests until its input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a kernel prints is no answer
+    os.dup2(2, 1)  # a kernel's prints must not look like answers
     from fused_softmax.trace import asked, custom, run
 
     def recording(request: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def main() -> None:
         answers.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
         answers.flush()
 
-    for warm in ("naive", "online"):  # what torch and Triton import when they are first used is paid here
+    for warm in ("naive", "online"):  # pays for torch's and Triton's imports on first use
         run.kernel(asked.asked(warm, [[0.0, 1.0]]))
     say({})
     for line in sys.stdin.buffer:

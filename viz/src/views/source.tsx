@@ -18,7 +18,8 @@ export function SourceView({ replay }: { replay: Replay }) {
   if (!top) return null;
   const { source } = top;
   const last = source.ends?.[String(line)] ?? line;
-  const set = Object.entries(replay.step?.set ?? {}).filter(([, value]) => isShort(value));
+  // A bundle's fields would cover the line that sets them; they stand among the locals.
+  const set = Object.entries(replay.step?.set ?? {}).filter(([name, value]) => isShort(value) && !name.includes("."));
   const inline = set.map(([name, value]) => `${name} = ${localText(value)}`).join("   ");
   const called = new Map(stack.slice(1).map((each) => [`${each.info.source}:${each.line}`, true]));
   const width = String(source.first_line + source.lines.length).length;

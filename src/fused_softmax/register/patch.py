@@ -17,12 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fused_softmax.ops import logsumexp as lse_ops
-from fused_softmax.ops import softmax as softmax_ops
-from fused_softmax.ops.arguments import DTYPES, INTERPRET, overlap, runs_here
-from fused_softmax.ops.cross_entropy import cross_entropy
-from fused_softmax.ops.replay import recall
-from fused_softmax.ops.scores import PLAIN
+from fused_softmax.calls import find, keep
+from fused_softmax.layout import overlap
+from fused_softmax.ops import logsumexp_calls, softmax_calls
+from fused_softmax.ops.cross_entropy import prepare_plain
+from fused_softmax.options import DTYPES
+from fused_softmax.route import INTERPRET, runs_here
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
 # Where a thread waits that is within no call of anybody's: by module and function.
@@ -98,10 +98,10 @@ def _register() -> torch.library.Library:
             keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
             for name, stand_in in _STAND_INS.items():
                 atens = partial(torch.library.get_kernel(f"aten::{name}", device).call_boxed, keys)
-                library.impl(name, _passing_on(atens, stand_in(atens)), device)
+                library.impl(name, stand_in(atens), device)
             composed = torch.ops.aten.cross_entropy_loss.default.decompose
             for key in (device, f"Autograd{device}"):  # in inference mode autograd has no say
-                library.impl("cross_entropy_loss", _passing_on(composed, _cross_entropy(composed)), key)
+                library.impl("cross_entropy_loss", _cross_entropy(composed), key)
     return library
 
 
@@ -119,32 +119,49 @@ def _passing_on(atens: Callable, kernel: Callable) -> Callable:
 
 
 def _softmax(log: bool, atens: Callable) -> Callable:
-    calls = softmax_ops._log_calls if log else softmax_ops._calls
+    name = "log_softmax_forward" if log else "softmax_forward"
 
     def kernel(x: Tensor, dim: int, half_to_float: bool, **out: Tensor) -> Tensor:
-        if not half_to_float and not out:
-            result = recall(calls, x, dim)
-            if result is not None:
-                return result
         dtype = torch.float32 if half_to_float else x.dtype
         taken = _takes(x, dim) and (not half_to_float or x.dtype == torch.float16)
         if not taken or (out and not _fits(out["out"], x.shape, dtype, x)):
             return atens(x, dim, half_to_float, **out)
-        return softmax_ops._forward(log, x, dim, dtype, out.get("out"), PLAIN)
+        return softmax_calls.forward(log, x, dim, dtype, out.get("out"))
 
-    return kernel
+    kernel = _passing_on(atens, kernel)
+
+    def seen_first(x: Tensor, dim: int, half_to_float: bool, out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            return kernel(x, dim, half_to_float, out=out)
+        if _depth and not half_to_float:
+            call = find(name, (dim, x.dtype), x)
+            if call is not None:
+                return call(x, None, None, None)
+        return kernel(x, dim, half_to_float)
+
+    return seen_first
 
 
 def _gradient(log: bool, atens: Callable) -> Callable:
+    name = "log_softmax_backward" if log else "softmax_backward"
+
     def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
         rounded = (y.dtype, input_dtype) == (torch.float32, torch.float16)  # of a forward with half_to_float
         like = dy.shape == y.shape and dy.dtype == y.dtype
         if not (_takes(y, dim) and like and (rounded or input_dtype == y.dtype)):
             return atens(dy, y, dim, input_dtype)
-        dx = torch.empty(y.shape, dtype=input_dtype, device=y.device)
-        return softmax_ops._backward(dy, y, dx, dim, log, PLAIN, 1.0)
+        return softmax_calls.backward(dy, y, dim, input_dtype, log, False, 1.0)
 
-    return kernel
+    kernel = _passing_on(atens, kernel)
+
+    def seen_first(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+        if _depth:
+            call = find(name, (dim, input_dtype, False, False), y, dy)
+            if call is not None:
+                return call(dy, y, 1.0)
+        return kernel(dy, y, dim, input_dtype)
+
+    return seen_first
 
 
 def _logsumexp(atens: Callable) -> Callable:
@@ -154,9 +171,9 @@ def _logsumexp(atens: Callable) -> Callable:
         shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
         if len(dims) < len(dim) or not taken or (out and not _fits(out["out"], torch.Size(shape), x.dtype, x)):
             return atens(x, dim, keepdim, **out)
-        return lse_ops._forward(x, dim[0] if len(dim) == 1 else tuple(dim), keepdim, out.get("out"), PLAIN)
+        return logsumexp_calls.forward(x, tuple(dim), keepdim, out.get("out"))
 
-    return kernel
+    return _passing_on(atens, kernel)
 
 
 def _cross_entropy(atens: Callable) -> Callable:
@@ -165,7 +182,7 @@ def _cross_entropy(atens: Callable) -> Callable:
         label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
         tensors = [each for each in (x, target, weight) if each is not None]
-        # Of a class dim that is strided, log_softmax is taken as it lies.
+        # Where the class dim is strided, log_softmax is taken as it lies.
         taken = (
             runs_here(*tensors)
             and x.dtype in DTYPES
@@ -181,9 +198,25 @@ def _cross_entropy(atens: Callable) -> Callable:
         if not taken:
             return atens(x, target, weight, reduction, ignore_index, label_smoothing)
         name = ("none", "mean", "sum")[reduction]
-        return cross_entropy(x, target, weight, ignore_index, name, label_smoothing, dtype=x.dtype)  # type: ignore[return-value]
+        prepared = prepare_plain(x, target, weight, ignore_index, name, label_smoothing)
+        options = reduction, ignore_index, label_smoothing > 0, True
+        call = keep(prepared, "aten::cross_entropy", options, x, target, weight)
+        return call(x, target, weight, label_smoothing, None, None, 0.0)
 
-    return kernel
+    kernel = _passing_on(atens, kernel)
+
+    def seen_first(
+        x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        if _depth:
+            options = reduction, ignore_index, label_smoothing > 0, 0.0 <= label_smoothing <= 1.0
+            call = find("aten::cross_entropy", options, x, target, weight)
+            if call is not None:
+                return call(x, target, weight, label_smoothing, None, None, 0.0)
+        return kernel(x, target, weight, reduction, ignore_index, label_smoothing)
+
+    return seen_first
 
 
 def _takes(x: Tensor, dim: int) -> bool:

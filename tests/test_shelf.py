@@ -15,25 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import QUICK
 
-from fused_softmax.reference import online_steps
-from fused_softmax.rowwise import (
+from fused_softmax.kernels.exchange import pack_state, tag_of, unpack_state
+from fused_softmax.kernels.rows import body_of, edges_of, head_of, load_pieces, whole_vectors
+from fused_softmax.kernels.spec import Row, Rows, Spec
+from fused_softmax.kernels.state import (
     NEG_INF,
-    body_of,
-    edges_of,
     exp_at,
-    head_of,
     hold_all,
-    load_pieces,
     max_of,
     merge,
     origin_of,
-    pack_state,
     sum_exp_of,
-    tag_of,
-    unpack_state,
     weight_of,
     widen,
 )
+from fused_softmax.reference import online_steps
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -301,35 +297,35 @@ def test_a_message_carries_every_state_and_either_tag(device):
 
 
 @triton.jit
-def _aligned_parts(
-    x_ptr, start_ptr, body_ptr, edge_ptr, first_cols, row_stride, phase,
-    ROWS: tl.constexpr, VECTOR: tl.constexpr, SHIFTED: tl.constexpr,
-):  # fmt: skip
+def _aligned_parts(x_ptr, start_ptr, body_ptr, edge_ptr, first_cols, row_stride, misalignment, K: tl.constexpr):
     """For rows of first_cols + program columns: bytes from x_ptr to the body, its length, columns on edges or -1."""
     n_cols = first_cols + tl.program_id(0)
-    row = tl.arange(0, ROWS)[:, None].to(tl.int64)
-    head = head_of(row, row_stride, phase, VECTOR, SHIFTED)
-    body = (n_cols - head) // VECTOR * VECTOR
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    start = body_of(x_ptr, row, row_stride, phase, VECTOR, SHIFTED)
-    tl.store(start_ptr + at, start.to(tl.int64) - x_ptr.to(tl.int64))
-    tl.store(body_ptr + at, tl.zeros([ROWS, 1], tl.int32) + body)
-    if SHIFTED:
-        lane = tl.arange(0, 2 * VECTOR)[None, :]
-        cols, on_edge = edges_of(lane, head, body, n_cols, VECTOR)
-        tl.store(edge_ptr + at * 2 * VECTOR + lane, tl.where(on_edge, cols, -1))
+    x = Rows(x_ptr, row_stride, misalignment)
+    row = tl.arange(0, K.block_rows)[:, None].to(tl.int64)
+    head = head_of(row, x, K)
+    at = tl.program_id(0) * K.block_rows + tl.arange(0, K.block_rows)[:, None]
+    tl.store(start_ptr + at, body_of(x, row, K).to(tl.int64) - x_ptr.to(tl.int64))
+    body = whole_vectors(n_cols - head, K)
+    tl.store(body_ptr + at, tl.zeros([K.block_rows, 1], tl.int32) + body)
+    if K.shifted:
+        r = Row(row, 0, 0, body, head, body, tl.arange(0, K.block_cols)[None, :])
+        cols, on_edge = edges_of(r, n_cols, 1, K)
+        tl.store(edge_ptr + at * 2 * K.vector + tl.arange(0, 2 * K.vector)[None, :], tl.where(on_edge, cols, -1))
 
 
 def aligned_parts(dtype, first_cols, n_lengths, row_stride, phase, shifted, device):
-    """(n_cols, row, byte of the body, its columns, columns on edges) of ROWS rows of each length."""
+    """(n_cols, row, byte of the body, its columns, columns on edges) of eight rows of each length."""
     vector, rows = 16 // dtype.itemsize, 8
     buffer = torch.empty(64 + vector, dtype=dtype, device=device)
     assert buffer.data_ptr() % 16 == 0
     outputs = [((n_lengths, rows), torch.int64), ((n_lengths, rows), torch.int32)]
     outputs.append(((n_lengths, rows, 2 * vector), torch.int32))
+    spec = Spec(
+        block_rows=rows, block_cols=16, pieces=1, vector=vector, cast_dtype=CAST[dtype], tile=True, axis=1,
+        shifted=shifted,
+    )  # fmt: skip
     start, body, edge = launch(
-        _aligned_parts, [buffer[phase:]], outputs, first_cols, row_stride, phase,
-        ROWS=rows, VECTOR=vector, SHIFTED=shifted, grid=n_lengths, device=device,
+        _aligned_parts, [buffer[phase:]], outputs, first_cols, row_stride, phase, K=spec, grid=n_lengths, device=device,
     )  # fmt: skip
     for i, row in product(range(n_lengths), range(rows)):
         columns = [column for column in edge[i, row].tolist() if column >= 0]
@@ -362,22 +358,19 @@ def test_an_even_row_is_all_body(dtype, device):
 
 
 @triton.jit
-def _state(
-    x_ptr, pieces_ptr, m_ptr, s_ptr, row_stride, size,
-    ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr,
-    CAST: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """The pieces of ROWS rows, and the state (m, s) of each row."""
-    row = tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, BLOCK_COLS)[None, :]
-    x = load_pieces(x_ptr + row * row_stride, cols, size, BLOCK_COLS, PIECES, FULL_PIECES)
-    m = max_of(x, 1.0, CAST, False)
-    x = hold_all(x, PTX)
+def _state(x_ptr, pieces_ptr, m_ptr, s_ptr, row_stride, size, K: tl.constexpr):
+    """The pieces of a tile's rows, and the state (m, s) of each row."""
+    PIECES: tl.constexpr = K.pieces
+    row = tl.arange(0, K.block_rows)[:, None]
+    cols = tl.arange(0, K.block_cols)[None, :]
+    x = load_pieces(x_ptr + row * row_stride, cols, size, NEG_INF, K, PIECES, K.full_pieces)
+    m = max_of(x, 1.0, K)
+    x = hold_all(x, K.ptx)
     for p in tl.static_range(PIECES):
-        tl.store(pieces_ptr + row * PIECES * BLOCK_COLS + p * BLOCK_COLS + cols, x[p])
-    scale, base = origin_of(m[:, None], PTX)
-    tl.store(m_ptr + tl.arange(0, ROWS), m)
-    tl.store(s_ptr + tl.arange(0, ROWS), sum_exp_of(x, scale, base, 1.0, CAST, False, PTX))
+        tl.store(pieces_ptr + row * PIECES * K.block_cols + p * K.block_cols + cols, x[p])
+    scale, base = origin_of(m[:, None], K.ptx)
+    tl.store(m_ptr + tl.arange(0, K.block_rows), m)
+    tl.store(s_ptr + tl.arange(0, K.block_rows), sum_exp_of(x, scale, base, 1.0, K))
 
 
 def states(x, n_cols, cast, ptx, device, *, pieces, block=16):
@@ -385,10 +378,11 @@ def states(x, n_cols, cast, ptx, device, *, pieces, block=16):
     state = FP64 if cast == FP64 else FP32
     rows = len(x)
     outputs = [((rows, pieces * block), x.dtype), ((rows,), state), ((rows,), state)]
-    return launch(
-        _state, [x], outputs, x.stride(0), n_cols, ROWS=rows, BLOCK_COLS=block, PIECES=pieces,
-        FULL_PIECES=n_cols // block, CAST=CAST[cast], PTX=ptx, device=device,
+    spec = Spec(
+        block_rows=rows, block_cols=block, pieces=pieces, full_pieces=n_cols // block, vector=1, cast_dtype=CAST[cast],
+        tile=True, axis=1, ptx=ptx,
     )  # fmt: skip
+    return launch(_state, [x], outputs, x.stride(0), n_cols, K=spec, device=device)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)

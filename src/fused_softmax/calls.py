@@ -1,0 +1,214 @@
+"""Calls seen before: one cache, one bound, one way to what runs a call.
+
+A call is kept as a function of its tensors and numbers, which allocates the result and launches: it flattens nothing,
+plans nothing and prepares nothing. Beside it stands what makes the same call for another number of rows, so that a
+server's next batch size costs little more.
+
+A call is found by its operator, its options and its input's shape. Then a guard compares all else that it depends on:
+strides, dtypes, devices, whether a gradient is wanted, and the modes that change what a call means (autocast,
+inference, functorch's transforms). The cache holds no tensor and no address. A number that changes from call to call is
+no part of it. Where anything watches or transforms a call, nothing is found.
+"""
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+MOST_CALLS = 4096  # shapes of which calls are kept
+_MOST_ALIKE = 8  # calls of one shape: other strides, dtypes, alignments
+
+Call = Callable[..., Any]
+
+_kept: dict[tuple, list[tuple]] = {}
+_lock = Lock()
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_function_modes = torch._C._len_torch_function_stack
+# Dynamo's guards compare shape, strides, dtype, device, gradient and dispatch keys by one call of 0.13 us.
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+# Inductor's allocator, at half of empty_like's cost; it allocates on the current device, so one device alone uses it.
+_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class Prepared(NamedTuple):
+    """A call for the tensors at hand, and what makes it for another leading size: None where that takes a new plan.
+
+    like: what allocates its result, for preparing a call that takes it.
+    """
+
+    call: Call
+    again: Callable[[int], Call | None] | None = None
+    like: Callable[[], Any] | None = None
+
+
+def find(name: str, options: Any, input: Tensor, *others: Any) -> Call | None:
+    """The call kept for one like this, or None.
+
+    options: all but tensors and numbers that change from call to call; hashable, and of types that tell apart what must
+        be. others: tensors, None, or strings that stand for numbers.
+    """
+    if _is_compiling() or _function_modes() or forward_ad._current_level >= 0:
+        return None
+    try:
+        if others:
+            return _find_among(name, options, input, others)
+        for check, place, call in _kept.get((name, options, input.shape), ()):
+            if check(input) and input.data_ptr() & 15 == place[0]:
+                return call
+        return _of_other_size(name, options, (), (input,))
+    except (AttributeError, RuntimeError, TypeError):  # no shape, no address, or an option that is none: an error later
+        return None
+
+
+def _find_among(name, options, input, others):
+    tensors, kinds = _sorted(input, others)
+    for check, places, call in _kept.get((name, options, input.shape, *kinds), ()):
+        if check(*tensors):
+            for tensor, place in zip(tensors, places):  # noqa: B905  as many, by the kinds; strict costs as much again
+                if tensor.data_ptr() & 15 != place:
+                    break
+            else:
+                return call
+    return _of_other_size(name, options, kinds, tensors)
+
+
+def _sorted(input, others):
+    """(the tensors, and what tells apart which of the others are tensors)."""
+    tensors: list[Tensor] = [input]
+    kinds: list[Any] = []
+    for other in others:
+        if other is None or other.__class__ is str:
+            kinds.append(other)
+        else:  # a number without a stand-in is no tensor, and the call not one that is kept
+            tensors.append(other)
+            kinds.append(Tensor)
+    return tensors, kinds
+
+
+def _of_other_size(name, options, kinds, tensors):
+    """The call made from one that differs in the leading size alone, and kept; None where there is no such call."""
+    shape = tensors[0].shape
+    if len(shape) < 2:
+        return None
+    for check, places, again, led in _kept.get((name, options, "rows", shape[1:], *kinds), ()):
+        n = shape[0]
+        if n > 1 and check(*tensors) and places == _places(tensors) and all(tensors[i].shape[0] == n for i in led):
+            call = again(n)
+            if call is not None:
+                # The key has the input's shape, so that a guard of any leading size does where no other tensor has one.
+                _put((name, options, shape, *kinds), (check if led == (0,) else _guard(tensors), places, call))
+                return call
+    return None
+
+
+def keep(prepared: Prepared, name: str, options: Any, input: Tensor, *others: Any) -> Call:
+    """Keep a call for others like it, and return it."""
+    if _is_compiling() or _function_modes() or forward_ad._current_level >= 0:
+        return prepared.call
+    tensors, kinds = _sorted(input, others)
+    try:
+        places = _places(tensors)
+        _put((name, options, input.shape, *kinds), (_guard(tensors), places, prepared.call))
+        if prepared.again is not None and _has_rows(input, name):
+            led = tuple(i for i, tensor in enumerate(tensors) if _is_led(tensor, input, name))
+            guard = _guard(tensors, led)
+            _put((name, options, "rows", input.shape[1:], *kinds), (guard, places, prepared.again, led))
+    except (AttributeError, RuntimeError, TypeError):
+        return prepared.call
+    return prepared.call
+
+
+def forget() -> None:
+    """Forget every call."""
+    with _lock:
+        _kept.clear()
+
+
+def _put(key: tuple, entry: tuple) -> None:
+    with _lock:
+        if len(_kept) >= MOST_CALLS:
+            _kept.clear()
+        _kept[key] = [entry, *_kept.get(key, ())][:_MOST_ALIKE]
+
+
+def _places(tensors) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() & 15 for tensor in tensors)
+
+
+_WITH_VALUES_OF_ROWS = {
+    "cross_entropy",
+    "aten::cross_entropy",
+    "losses",
+    "loss_gradient",
+    "finish",
+    "logsumexp_backward",
+}
+
+
+def _has_rows(input: Tensor, name: str) -> bool:
+    """Whether a call has a leading size of its own. A class weight could be taken for values of as many rows."""
+    n, *others = input.shape or (0,)
+    return n > 1 and bool(others) and not (name in _WITH_VALUES_OF_ROWS and n in others)
+
+
+def _is_led(tensor: Tensor, input: Tensor, name: str) -> bool:
+    """Whether a tensor's leading size is the input's: of as many dims, or one value a row, which has one dim less."""
+    values = name in _WITH_VALUES_OF_ROWS and tensor.ndim == input.ndim - 1
+    return (tensor.ndim == input.ndim or values) and tensor.shape[:1] == input.shape[:1]
+
+
+def _guard(tensors, led: tuple[int, ...] = ()) -> Callable[..., bool]:
+    """Whether tensors are like these, and the modes as they are now. led: those whose leading size may be any."""
+    sizes = [[None if i in led and d == 0 else n for d, n in enumerate(t.shape)] for i, t in enumerate(tensors)]
+    strides = [list(tensor.stride()) for tensor in tensors]
+    if _TensorGuards is None:
+        return _plain_guard(tensors, sizes)
+    return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _plain_guard(tensors, sizes) -> Callable[..., bool]:
+    facts = [_facts(tensor) for tensor in tensors]
+    modes = _modes()
+
+    def check(*tensors):
+        return modes == _modes() and all(
+            _facts(tensor) == fact and all(a in (None, b) for a, b in zip(size, tensor.shape, strict=True))
+            for tensor, fact, size in zip(tensors, facts, sizes, strict=True)
+        )
+
+    return check
+
+
+def _facts(tensor: Tensor) -> tuple:
+    grad = torch.is_grad_enabled() and tensor.requires_grad
+    return type(tensor), tensor.ndim, tensor.stride(), tensor.dtype, tensor.device, grad, tensor.is_neg()
+
+
+def _modes() -> tuple:
+    return (
+        torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch._C._are_functorch_transforms_active(),
+        torch._C._len_torch_dispatch_stack(),
+    )  # fmt: skip
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What allocates a tensor of a shape, strides and dtype on a device."""
+    if device.type == "cuda" and _empty_strided_cuda is not None and torch.cuda.device_count() == 1:
+        return _empty_strided_cuda
+
+    def empty(shape, strides, dtype):
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return empty
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,281 @@
+"""softmax, log_softmax, their gradient and logsumexp over a strided dim: [n_outer, n_cols, n_inner] along its middle.
+
+Tiles of columns by contiguous inner positions keep every access coalesced, and elements that are read once stay in
+registers: 2MN forward, 3MN backward, MN for logsumexp. Long columns are split over programs, which exchange a state for
+each inner position.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.exchange import pack_state, slots_of, tag_of, unpack_state, wait_for
+from fused_softmax.kernels.softmax_grad import dot_of, gradient_of
+from fused_softmax.kernels.spec import Columns
+from fused_softmax.kernels.state import (
+    GREATEST,
+    GREATEST_FP64,
+    NEG_INF,
+    finite_top,
+    hold_all,
+    max_of,
+    natural_exp,
+    origin_of,
+    result_of,
+    sum_exp_of,
+    weight_of,
+    widen,
+)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
+def _column_forward(
+    slots_ptr, x_ptr, y_ptr, x_outer_stride, x_col_stride, y_outer_stride, y_col_stride,
+    n_cols, n_inner, n_parts, part_cols, K: tl.constexpr,
+):  # fmt: skip
+    """The columns of one block of inner positions, or a part of them (K.split)."""
+    group, part = place_of(n_parts, K)
+    tag = 0
+    if K.split:
+        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
+    c = columns_of(group, part * part_cols, n_cols, n_inner, K)
+    x = load_columns(at_columns(x_ptr, x_outer_stride, x_col_stride, c, K), x_col_stride, c, NEG_INF, K)
+    m = max_of(x, 1.0, K)[None, :]  # two dims before any asm, past which layouts do not travel
+    x = hold_all(x, K.ptx)
+    scale, base = origin_of(m, K.ptx, K.subtract_first)
+    s = sum_exp_of(x, scale, base, 1.0, K)[None, :]
+    if K.split:
+        m, s = exchange_columns(m, s, slots_ptr, part, n_parts, tag, K)
+    if K.collect:
+        x = hold_all(x, K.ptx)
+        y_ptr = at_columns(y_ptr, y_outer_stride, y_col_stride, c, K)
+        for p in tl.static_range(len(x)):
+            y = result_of(widen(x[p], K.cast_dtype, K.unpack), m, s, K)
+            store_columns(y_ptr, y_col_stride, y, p, c, K)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
+def _column_logsumexp(
+    slots_ptr, x_ptr, lse_ptr, x_outer_stride, x_col_stride, lse_outer_stride, lse_col_stride,
+    n_cols, n_inner, n_parts, part_cols, K: tl.constexpr,
+):  # fmt: skip
+    """logsumexp of the same, online: every lane of the tile keeps a state of its own until all columns are read."""
+    STEP: tl.constexpr = K.pieces * K.block_cols
+    POSITIONS: tl.constexpr = K.positions
+    group, part = place_of(n_parts, K)
+    tag = 0
+    if K.split:
+        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
+    start = part * part_cols
+    end = tl.minimum(start + part_cols, n_cols)
+    c = columns_of(group, part * 0, n_cols, n_inner, K)
+    # Accesses are no wider than this, and each position takes a state in registers.
+    c = Columns(c.outer, tl.max_contiguous(c.inner, POSITIONS), c.on, c.start, c.size)
+    x_ptr = at_columns(x_ptr, x_outer_stride, x_col_stride, c, K)
+    x_col_stride = multiple_of(x_col_stride, K).to(tl.int64)
+    m, s = empty_state(K)
+    whole = start + (end - start) // STEP * STEP
+    for at in range(start, whole, STEP):
+        x = load_whole_columns(x_ptr + at * x_col_stride, x_col_stride, c, K)
+        m, s = take_columns(m, s, x, K)
+    for at in range(whole, end, STEP):  # once at most
+        rest = Columns(c.outer, c.inner, c.on, at, end - at)
+        x = load_columns(x_ptr + at * x_col_stride, x_col_stride, rest, NEG_INF, K)
+        m, s = take_columns(m, s, x, K)
+    m, s = merge_states(m, s, 0, K)
+    m, s = m[None, :], s[None, :]
+    if K.split:
+        if K.publish:
+            publish_columns(m, s, slots_ptr, part, n_parts, tag, K)
+        if K.collect:  # noqa: SIM102  a constexpr, then a value
+            if part == n_parts - 1:
+                m_parts, s_parts = collect_columns(slots_ptr, n_parts, tag, K)
+                m_parts = tl.where(tl.arange(0, K.lanes)[None, :] < n_parts, m_parts, -GREATEST)
+                m_group, s_group = merge_states(m_parts, s_parts, 1, K)
+                lse = (m_group + tl.log(s_group)).to(K.cast_dtype)
+                tl.store(lse_ptr + c.outer * lse_outer_stride + c.inner, lse, mask=c.on)
+    else:
+        lse = (m + tl.log(s)).to(K.cast_dtype)
+        tl.store(lse_ptr + c.outer * lse_outer_stride + c.inner[None, :], lse, mask=c.on[None, :])
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
+def _column_backward(
+    slots_ptr, dy_ptr, y_ptr, dx_ptr, dy_outer_stride, dy_col_stride, y_outer_stride, y_col_stride,
+    dx_outer_stride, dx_col_stride, n_cols, n_inner, n_parts, part_cols, K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the same."""
+    group, part = place_of(n_parts, K)
+    tag = 0
+    if K.split:
+        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
+    c = columns_of(group, part * part_cols, n_cols, n_inner, K)
+    y = load_columns(at_columns(y_ptr, y_outer_stride, y_col_stride, c, K), y_col_stride, c, 0.0, K)
+    dy = load_columns(at_columns(dy_ptr, dy_outer_stride, dy_col_stride, c, K), dy_col_stride, c, 0.0, K)
+    d = dot_of(y, dy, K)[None, :]
+    y = hold_all(y, K.ptx)
+    dy = hold_all(dy, K.ptx)
+    if K.split:
+        BLOCK_INNER: tl.constexpr = K.block_inner
+        if K.publish:
+            publish_columns(d, tl.zeros([1, BLOCK_INNER], tl.float32), slots_ptr, part, n_parts, tag, K)
+        if K.collect:
+            d_parts, late = collect_columns(slots_ptr, n_parts, tag, K)
+            d = tl.sum(d_parts + late, axis=1)[None, :]
+    if K.collect:
+        dx_ptr = at_columns(dx_ptr, dx_outer_stride, dx_col_stride, c, K)
+        for p in tl.static_range(len(y)):
+            store_columns(dx_ptr, dx_col_stride, gradient_of(y[p], dy[p], d, 1.0, K), p, c, K)
+
+
+@triton.jit
+def place_of(n_parts, K: tl.constexpr):
+    """(group, part) of a program."""
+    program = tl.program_id(0)
+    if K.split:
+        return program // n_parts, program % n_parts
+    else:
+        return program, program * 0
+
+
+@triton.jit
+def multiple_of(size, K: tl.constexpr):
+    """A size that the vector divides, in a form that shows it: accesses are as wide as the compiler knows it to be."""
+    return size // K.vector * K.vector
+
+
+@triton.jit
+def columns_of(group, start, n_cols, n_inner, K: tl.constexpr):
+    """The columns from `start` on of a group's inner positions."""
+    blocks = tl.cdiv(n_inner, K.block_inner)
+    inner = group % blocks * K.block_inner + tl.arange(0, K.block_inner)
+    return Columns((group // blocks).to(tl.int64), inner, inner < multiple_of(n_inner, K), start, n_cols - start)
+
+
+@triton.jit
+def at_columns(ptr, outer_stride, col_stride, c, K: tl.constexpr):
+    """Where a group's columns begin in a tensor, less the inner positions."""
+    ptr += c.outer * multiple_of(outer_stride, K)
+    return ptr + c.start.to(tl.int64) * multiple_of(col_stride, K)
+
+
+@triton.jit
+def load_columns(ptr, stride, c, OTHER: tl.constexpr, K: tl.constexpr):
+    """Tiles [block_cols, block_inner] one below another, as a tuple; columns past the size are OTHER."""
+    cols = tl.arange(0, K.block_cols)[:, None]
+    stride = multiple_of(stride, K).to(tl.int64)
+    at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :])
+    pieces = ()
+    PIECES: tl.constexpr = K.pieces
+    for p in tl.static_range(PIECES):
+        here = at + p * (stride * K.block_cols)
+        # `on`, of a bound that the compiler knows nothing of, makes accesses of one element: only where it is needed.
+        if p < K.full_pieces and K.whole:
+            piece = tl.load(here)
+        elif K.whole:
+            piece = tl.load(here, mask=p * K.block_cols + cols < c.size, other=OTHER)
+        else:
+            piece = tl.load(here, mask=(p * K.block_cols + cols < c.size) & c.on[None, :], other=OTHER)
+        pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
+    return pieces
+
+
+@triton.jit
+def load_whole_columns(ptr, stride, c, K: tl.constexpr):
+    """The same where no column lies past the size."""
+    cols = tl.arange(0, K.block_cols)[:, None]
+    at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :])
+    pieces = ()
+    PIECES: tl.constexpr = K.pieces
+    for p in tl.static_range(PIECES):
+        here = at + p * (stride * K.block_cols)
+        if K.whole:
+            piece = tl.load(here)
+        else:
+            piece = tl.load(here, mask=(p * K.block_cols + cols < PIECES * K.block_cols) & c.on[None, :], other=NEG_INF)
+        pieces = pieces + (piece,)  # noqa: RUF005
+    return pieces
+
+
+@triton.jit
+def store_columns(ptr, stride, y, p, c, K: tl.constexpr):
+    cols = tl.arange(0, K.block_cols)[:, None]
+    stride = multiple_of(stride, K).to(tl.int64)
+    at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :]) + p * (stride * K.block_cols)
+    if p < K.full_pieces and K.whole:
+        tl.store(at, y, cache_modifier=".cs")
+    elif K.whole:
+        tl.store(at, y, mask=p * K.block_cols + cols < c.size, cache_modifier=".cs")
+    else:
+        tl.store(at, y, mask=(p * K.block_cols + cols < c.size) & c.on[None, :], cache_modifier=".cs")
+
+
+@triton.jit
+def empty_state(K: tl.constexpr):
+    """(m, s) of every lane of a tile that has read nothing. m is finite and stays finite: -inf - -inf never arises."""
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    BLOCK_INNER: tl.constexpr = K.block_inner
+    if K.cast_dtype.is_fp64():
+        m = tl.full([BLOCK_COLS, BLOCK_INNER], -GREATEST_FP64, tl.float64)
+    else:
+        m = tl.full([BLOCK_COLS, BLOCK_INNER], -GREATEST, tl.float32)
+    return m, tl.zeros_like(m)
+
+
+@triton.jit
+def take_columns(m, s, x, K: tl.constexpr):
+    """The state of every lane with its elements of the tiles x."""
+    top = widen(x[0], K.cast_dtype)
+    for p in tl.static_range(1, len(x)):
+        top = tl.maximum(top, widen(x[p], K.cast_dtype))
+    top = finite_top(tl.maximum(m, top))  # m last: of narrow numbers alone, two are compared at once
+    s *= natural_exp(m - top, K.ptx)
+    for p in tl.static_range(len(x)):
+        s += natural_exp(widen(x[p], K.cast_dtype, K.ptx) - top, K.ptx)
+    return top, s
+
+
+@triton.jit
+def merge_states(m_parts, s_parts, AXIS: tl.constexpr, K: tl.constexpr):
+    """The state of all states along an axis."""
+    m = tl.max(m_parts, axis=AXIS)
+    return m, tl.sum(s_parts * natural_exp(m_parts - tl.expand_dims(m, AXIS), K.ptx), axis=AXIS)
+
+
+@triton.jit
+def exchange_columns(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
+    """`exchange` for each inner position."""
+    if K.publish:
+        publish_columns(m, s, slots_ptr, part, n_parts, tag, K)
+    if K.collect:
+        m_parts, s_parts = collect_columns(slots_ptr, n_parts, tag, K)
+        m_parts = tl.where(tl.arange(0, K.lanes)[None, :] < n_parts, m_parts, NEG_INF)
+        m = tl.max(m_parts, axis=1)
+        s = tl.sum(s_parts * weight_of(m_parts, m[:, None], K.ptx and not K.subtract_first), axis=1)[None, :]
+        m = m[None, :]
+    return m, s
+
+
+@triton.jit
+def publish_columns(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
+    """`publish`, a message an inner position."""
+    slot_ptrs = slots_ptr + part + tl.arange(0, K.block_inner)[None, :] * n_parts
+    tl.atomic_xchg(slot_ptrs, pack_state(m, s, tag), sem="relaxed")
+
+
+@triton.jit
+def collect_columns(slots_ptr, n_parts, tag, K: tl.constexpr):
+    """`collect`, [block_inner, lanes]: 0 past the parts, and NaN for s where a message never came.
+
+    Parts run along the other axis than columns do, so that the compiler lays out the result anew, and not the columns.
+    And side by side: few threads of one warp share an inner position, and reduce it without shared memory.
+    """
+    LANES: tl.constexpr = K.lanes
+    BLOCK_INNER: tl.constexpr = K.block_inner
+    part = tl.arange(0, LANES)[None, :]
+    slot_ptrs = slots_ptr + part + tl.arange(0, BLOCK_INNER)[:, None] * n_parts
+    peer = (part < n_parts) & (tl.arange(0, BLOCK_INNER)[:, None] >= 0)
+    message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
+    message = wait_for(slot_ptrs, message, peer, tag)
+    m_parts, s_parts = unpack_state(message)
+    late = peer & (tag_of(message) != tag)
+    return tl.where(peer, m_parts, 0.0), tl.where(late, float("nan"), tl.where(peer, s_parts, 0.0))

@@ -1,0 +1,189 @@
+"""logsumexp of rows and its gradient.  lse = m + log s,  dx = exp(z - lse) * dlse.
+
+Traffic: the input is read once (MN), few rows by many programs each; the gradient reads it again and writes (2MN).
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.exchange import merge_parts, publish, slots_of
+from fused_softmax.kernels.rows import (
+    body_of,
+    edge_scores,
+    head_of,
+    load_edge,
+    load_row,
+    load_scores,
+    mask_of_row,
+    max_of_row,
+    prefetch_l2,
+    prefetch_tile,
+    row_of_part,
+    scores_of_row,
+    sum_of_row,
+    tile_of,
+    tile_part_of,
+    visible_of,
+    whole_vectors,
+)
+from fused_softmax.kernels.spec import Row, Rows, Scored
+from fused_softmax.kernels.state import (
+    NEG_INF,
+    exp_at,
+    finite_top,
+    hold_all,
+    lse_of,
+    max_of,
+    merge,
+    origin_of,
+    scores_of,
+    sum_exp_of,
+    weight_of,
+    widen,
+)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"])
+def _tile_logsumexp(
+    x_ptr, lse_ptr, mask_ptr, scale_ptr, x_row_stride, n_rows, n_cols, misalignment, ahead,
+    n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Several short rows a program."""
+    S = Scored(
+        mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
+        scale,
+    )  # fmt: skip
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    r = tile_of(x, n_rows, n_cols, K)
+    q = scores_of_row(r.row, n_cols, S, K)
+    z, edge = load_row(x, n_cols, 1, r, q, S, K)
+    m, edge = max_of_row(z, edge, r, q, S, K)
+    if K.prefetch:
+        prefetch_tile(x, n_rows, n_cols, ahead, K)
+    m = finite_top(m)
+    s = sum_of_row(hold_all(z, K.ptx), edge, m, q, K)
+    tl.store(lse_ptr + r.row, lse_of(m, s, q.greedy, K).to(K.cast_dtype))
+
+
+@triton.jit(do_not_specialize=[
+    "n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead", "n_1", "n_2", "n_queries"
+])  # fmt: skip
+def _part_logsumexp(
+    slots_ptr, x_ptr, lse_ptr, mask_ptr, scale_ptr, x_row_stride,
+    n_cols, n_parts, part_cols, n_programs, misalignment, ahead,
+    n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
+    K: tl.constexpr,
+):  # fmt: skip
+    """A row a program, or one part of it (K.split), online: tile by tile. The last part alone waits for the others."""
+    S = Scored(
+        mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
+        scale,
+    )  # fmt: skip
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    program = tl.program_id(0)
+    row = row_of_part(program, n_parts, K)
+    tag = 0
+    if K.split:
+        slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
+    part_cols = whole_vectors(part_cols, K)
+    part = 0
+    if K.split:
+        part = program % n_parts
+    r = lanes_of_part(part, row, x, n_cols, part_cols, K)
+    q = scores_of_row(row, n_cols, S, K)
+    mask_ptr = mask_of_row(row, S, K)
+    x_body = body_of(x, row, K)
+    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+    m = tl.full([HEIGHT, 1], NEG_INF, K.state_dtype)
+    s = tl.zeros([HEIGHT, 1], m.dtype)
+    if K.prefetch:
+        later = program + ahead
+        later_row = (later // n_parts).to(tl.int64)
+        later_start = (later % n_parts) * part_cols
+        n_ahead = tl.minimum(part_cols, visible_of(later_row, n_cols, n_queries, K) - later_start)
+        prefetch_l2(x, later_row * x_row_stride + later_start, tl.where(later < n_programs, n_ahead, 0))
+    for at in range(r.start, tl.minimum(r.start + part_cols, tl.minimum(r.body, q.visible)), PIECES * K.block_cols):
+        size = tl.minimum(r.body, r.start + part_cols) - at
+        z = load_scores(x_body + at, r.head + at, size, r, q, S, mask_ptr, K, PIECES)
+        m_tile = tl.maximum(m, finite_top(max_of(z, q.factor, K)[:, None]))
+        origin, base = origin_of(m_tile, K.ptx)
+        s *= weight_of(m, m_tile, K.ptx)
+        s += sum_exp_of(hold_all(z, K.ptx), origin, base, q.factor, K)[:, None]
+        m = m_tile
+    m_lane = m
+    m = tl.max(tl.max(m_lane, axis=1), axis=0)
+    s = tl.sum(tl.sum(s * weight_of(m_lane, m, K.ptx), axis=1), axis=0)
+    if K.shifted:
+        edge = edge_scores(load_edge(x, n_cols, n_parts, r, q.masked_input, K), r, q, S, K)
+        m_edge = finite_top(tl.max(edge.x, axis=0))
+        origin, base = origin_of(m_edge, K.ptx)
+        m, s = merge(m, s, m_edge, tl.sum(exp_at(edge.x, origin, base, K.ptx), axis=0), K.ptx)
+    if K.split:
+        if K.publish:
+            publish(m, s, slots_ptr, r.part, n_parts, tag, K)
+        if K.collect:  # noqa: SIM102  a constexpr, then a value
+            if r.part == n_parts - 1:
+                m, s = merge_parts(slots_ptr, 0, n_parts, tag, K)
+                tl.store(lse_ptr + row, lse_of(m, s, q.greedy, K).to(K.cast_dtype))
+    else:
+        tl.store(lse_ptr + row, lse_of(m, s, q.greedy, K).to(K.cast_dtype))
+
+
+@triton.jit
+def lanes_of_part(part, row, x, n_cols, part_cols, K: tl.constexpr):
+    """The part of a row that is read tile by tile, a row of the tile a lane: each keeps a state of its own."""
+    WIDTH: tl.constexpr = K.lane_cols
+    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+    cols = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    head = head_of(row, x, K)
+    body = whole_vectors(n_cols - head, K)
+    return Row(row, part, part * part_cols, part_cols, head, body, cols)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_1", "n_2", "n_queries"])
+def _logsumexp_backward(
+    x_ptr, lse_ptr, dlse_ptr, dx_ptr, mask_ptr, scale_ptr, x_row_stride, dx_row_stride,
+    n_rows, n_cols, n_parts, part_cols, misalignment,
+    n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
+    K: tl.constexpr,
+):  # fmt: skip
+    """exp(z - lse) * dlse of several rows, or of one part of a row."""
+    S = Scored(
+        mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
+        scale,
+    )  # fmt: skip
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
+    part_cols = whole_vectors(part_cols, K)
+    r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)
+    q = scores_of_row(r.row, n_cols, S, K)
+    mask_ptr = mask_of_row(r.row, S, K)
+    lse = widen(tl.load(lse_ptr + r.row), K.cast_dtype)
+    dlse = widen(tl.load(dlse_ptr + r.row), K.cast_dtype)
+    x_body = body_of(x, r.row, K)
+    dx_body = body_of(dx_rows, r.row, K)
+    for at in range(r.start, tl.minimum(r.start + part_cols, n_cols), PIECES * K.block_cols):
+        size = tl.minimum(r.body, r.start + part_cols) - at
+        z = load_scores(x_body + at, r.head + at, size, r, q, S, mask_ptr, K, PIECES)
+        for p in tl.static_range(PIECES):
+            dx = share_of(scores_of(z[p], q.factor, K), lse, dlse, K).to(dx_ptr.dtype.element_ty)
+            here = p * K.block_cols + r.cols
+            tl.store(dx_body + (at + here), dx, mask=here < size)
+    if K.shifted:
+        edge = edge_scores(load_edge(x, n_cols, n_parts, r, q.masked_input, K), r, q, S, K)
+        dx = share_of(edge.x, lse, dlse, K).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on)
+
+
+@triton.jit
+def share_of(z, lse, dlse, K: tl.constexpr):
+    """exp(z - lse) * dlse; of a row of which nothing is kept 0 where dlse is (K.hides), or always."""
+    dz = tl.exp(z - lse) * dlse
+    if K.hides:
+        dz = tl.where(dlse == 0.0, 0.0, dz)
+    if K.zero_masked_rows:
+        dz = tl.where(lse == NEG_INF, 0.0, dz)
+    return dz

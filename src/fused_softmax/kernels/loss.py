@@ -1,0 +1,231 @@
+"""The losses of rows of logits, and the gradient of their sum or mean written in the same pass.
+
+Traffic: with the gradient the logits are read once and it is written once (2MN): a row waits in registers, of one
+program or of several that exchange (m, s), as in softmax. Rows that do not count are read too: to leave them out, every
+program would await its target before it asks for its row.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.exchange import exchange, slots_of
+from fused_softmax.kernels.losses import (
+    entropy_terms,
+    finish_edge,
+    gradient_of_logits,
+    load_edge_logits,
+    load_logits,
+    load_target_logit,
+    numbers_of,
+    per_row,
+    shares_of,
+    store_losses,
+    store_stats,
+    sum_of,
+    sum_of_edge,
+    target_of,
+    weight_total,
+    weights_at,
+    zero_of,
+)
+from fused_softmax.kernels.rows import (
+    body_of,
+    edges_of,
+    first_max_of,
+    load_edge,
+    part_of,
+    prefetch_part,
+    row_of_part,
+    store_piece,
+    sum_of_row,
+    tile_of,
+    whole_vectors,
+)
+from fused_softmax.kernels.spec import Rows, RowScores
+from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, exp_at, hold_all, log_sum_of, max_of, origin_of, scores_of
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ignore_index"])
+def _tile_loss(
+    x_ptr, dx_ptr, target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr, m_ptr, ls_ptr, loss_ptr, z_ptr,
+    entropy_ptr, predicted_ptr, x_row_stride, dx_row_stride, n_rows, n_cols, misalignment,
+    ignore_index, factor, hidden, cap, smoothing, lse_square_scale, K: tl.constexpr,
+):  # fmt: skip
+    """Several short rows a program, and the gradient if K.gradient."""
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
+    r = tile_of(x, n_rows, n_cols, K)
+    live = tl.program_id(0).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
+    N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
+    T = target_of(r.row, target_ptr, weight_ptr, n_cols, ignore_index, K)
+    z_t = load_target_logit(x_ptr + r.row * x_row_stride, T, T.kept, N, K)
+    zero = zero_of(z_t)
+    edge = 0
+    if K.shifted:  # edges first: what is made of both then has the layout of the pieces
+        edge = load_edge(x, n_cols, 1, r, hidden, K)
+    z = load_logits(body_of(x, r.row, K), r.cols, r.size, hidden, N, K, PIECES, K.full_pieces)
+    m = max_of(z, N.factor, K)[:, None]
+    if K.inplace:  # z_t is read before anything is written over it
+        m = tl.maximum(m, tl.where(T.kept, z_t, NEG_INF))
+    if K.shifted:
+        edge = finish_edge(edge, N, K)
+        m = tl.maximum(m, tl.max(edge.x, axis=1)[:, None])
+    z = hold_all(z, K.ptx)
+    s = sum_of_row(z, edge, m, RowScores(n_cols, N.factor, hidden, False), K)
+    ls = log_sum_of(m, s, K.ptx)
+    wz = 0.0
+    if K.smooth:
+        wz = sum_of(z, r.head, r.cols, r.size, weight_ptr, zero, N, K)[:, None]
+        if K.shifted:
+            wz += sum_of_edge(edge, weight_ptr, zero, 1, K)[:, None]
+    w_total = weight_total(w_total_ptr, n_cols, K)
+    if m_ptr is not None:
+        tl.store(m_ptr + r.row, m, mask=live)
+        tl.store(ls_ptr + r.row, ls, mask=live)
+    store_losses(loss_ptr, z_ptr, r.row, live, m, ls, z_t, T, wz, w_total, n_cols, N, K)
+    scale, base = origin_of(m, K.ptx)
+    if K.stats:
+        u = entropy_terms(z, scale, base, m, N, K)[:, None]
+        found = first_max_of(z, m, r.head, r.cols, N.factor, K)[:, None]
+        if K.shifted:
+            e = exp_at(edge.x, scale, base, K.ptx)
+            u += tl.sum(tl.where(edge.x == NEG_INF, 0.0, e * (edge.x - m)), axis=1)[:, None]
+            at = tl.where(edge.on & (edge.x == m), edge.cols, NO_COLUMN)
+            found = tl.minimum(found, tl.min(at, axis=1)[:, None])
+        store_stats(entropy_ptr, predicted_ptr, r.row, live, ls, s, u, found, n_cols)
+    if K.gradient:
+        g, g_z = per_row(totals_ptr, K)
+        D = shares_of(m + ls, T.w, w_total, g, g_z, n_cols, N, K)
+        a = tl.where(T.wrong, float("nan"), D.a) / s
+        t = tl.where(T.kept, T.t, -1).to(tl.int32)
+        counts = T.kept | T.wrong
+        dx_body = body_of(dx_rows, r.row, K)
+        z = hold_all(z, K.ptx)
+        for p in tl.static_range(PIECES):
+            here = r.head + p * K.block_cols + r.cols
+            on = p * K.block_cols + r.cols < r.size
+            z_p = scores_of(z[p], N.factor, K)
+            b = tl.where(here == t, D.b, 0.0)
+            w_cols = weights_at(weight_ptr, here, on, K)
+            dx = gradient_of_logits(z_p, exp_at(z_p, scale, base, K.ptx), a, b, D.u, w_cols, N, K)
+            dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
+            tl.store(dx_body + (p * K.block_cols + r.cols), dx, mask=on & live, cache_modifier=".cs")
+        if K.shifted:
+            b = tl.where(edge.cols == t, D.b, 0.0)
+            w_cols = weights_at(weight_ptr, edge.cols, edge.on, K)
+            dx = gradient_of_logits(edge.x, exp_at(edge.x, scale, base, K.ptx), a, b, D.u, w_cols, N, K)
+            dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
+            tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead", "ignore_index"])
+def _part_loss(
+    slots_ptr, x_ptr, dx_ptr, target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr,
+    m_ptr, ls_ptr, loss_ptr, z_ptr,
+    x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, n_programs, misalignment, ahead,
+    ignore_index, factor, hidden, cap, smoothing, lse_square_scale, K: tl.constexpr,
+):  # fmt: skip
+    """A row a program, or one part of it (K.split), held until its gradient is written."""
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
+    program = tl.program_id(0)
+    row = row_of_part(program, n_parts, K)
+    r = part_of(program, row, x, n_cols, n_parts, part_cols, K)
+    N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
+    T = target_of(row, target_ptr, weight_ptr, n_cols, ignore_index, K)
+    losses = 1
+    if K.split and K.smooth:
+        losses = n_parts
+    loss_ptr += row * losses
+    tag = 0
+    if K.split:
+        slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
+    z = load_logits(body_of(x, row, K) + r.start, r.cols, r.size, hidden, N, K, PIECES, K.full_pieces)
+    # The part with the target's column writes the loss and, over its part of the gradient, the gradient there.
+    owner = tl.where(T.kept, tl.minimum((T.t - r.head) // whole_vectors(part_cols, K), n_parts - 1), 0)
+    writes = r.part == tl.maximum(owner, 0)
+    asked = T.kept & writes
+    if K.smooth:
+        asked = T.kept  # by all that sum logits
+    z_t = load_target_logit(x_ptr + row * x_row_stride, T, asked, N, K)
+    zero = zero_of(z_t)
+    m = max_of(z, N.factor, K)
+    if K.inplace:  # z_t is read before anything is written over it
+        m = tl.maximum(m, tl.where(asked, z_t, NEG_INF))
+    edge = 0
+    if K.shifted:
+        edge = load_edge_logits(x, n_cols, n_parts, r, hidden, N, K)
+        m = tl.maximum(m, tl.max(edge.x, axis=0))
+    z = hold_all(z, K.ptx)
+    s = sum_of_row(z, edge, m, RowScores(n_cols, N.factor, hidden, False), K)
+    wz = 0.0
+    if K.smooth:
+        wz = sum_of(z, r.head + r.start, r.cols, r.size, weight_ptr, zero, N, K)
+        if K.shifted:
+            wz += sum_of_edge(edge, weight_ptr, zero, 0, K)
+    w_total = weight_total(w_total_ptr, n_cols, K)
+    if K.prefetch:
+        prefetch_part(x, n_cols, n_parts, part_cols, n_programs, ahead, K)
+    if K.split:
+        m, s = exchange(m, s, slots_ptr, r.part, n_parts, tag, K)
+    if K.collect:
+        ls = log_sum_of(m, s, K.ptx)
+        if writes:
+            if m_ptr is not None:
+                tl.store(m_ptr + row, m)
+                tl.store(ls_ptr + row, ls)
+            if K.z_loss:
+                z_ptr += row
+            at = loss_ptr + r.part * (losses > 1)
+            store_losses(at, z_ptr, 0, r.part >= 0, m, ls, z_t, T, wz, w_total, n_cols, N, K)
+        elif K.smooth:
+            tl.store(loss_ptr + r.part, tl.where(T.kept, -N.smoothing / n_cols * wz, 0.0))
+        g, g_z = per_row(totals_ptr, K)
+        D = shares_of(m + ls, T.w, w_total, g, g_z, n_cols, N, K)
+        a = tl.where(T.wrong, float("nan"), D.a) / s
+        z = hold_all(z, K.ptx)
+        if T.kept | T.wrong:
+            store_part(dx_rows, weight_ptr, z, edge, m, z_t, a, D, T, T.kept & writes, r, N, K)
+        else:
+            store_zeros(dx_rows, n_cols, n_parts, r, K)
+
+
+@triton.jit
+def store_part(dx_rows, weight_ptr, z, edge, m, z_t, a, D, T, owns, r, N, K: tl.constexpr):
+    """The gradient of a row's part as if no column were the target's, and then there, where the part owns it."""
+    scale, base = origin_of(m, K.ptx)
+    body = body_of(dx_rows, r.row, K) + r.start
+    dx_ptr = dx_rows.ptr + r.row * dx_rows.stride
+    for p in tl.static_range(len(z)):
+        on = p * K.block_cols + r.cols < r.size
+        w_cols = weights_at(weight_ptr, r.head + r.start + p * K.block_cols + r.cols, on, K)
+        z_p = scores_of(z[p], N.factor, K)
+        dx = gradient_of_logits(z_p, exp_at(z_p, scale, base, K.ptx), a, 0.0, D.u, w_cols, N, K)
+        store_piece(body, dx.to(K.cast_dtype), p, r.cols, r.size, K)
+    if K.shifted:
+        w_cols = weights_at(weight_ptr, edge.cols, edge.on, K)
+        dx = gradient_of_logits(edge.x, exp_at(edge.x, scale, base, K.ptx), a, 0.0, D.u, w_cols, N, K)
+        tl.store(dx_ptr + edge.cols, dx.to(K.cast_dtype), mask=edge.on)
+    tl.debug_barrier()
+    if owns:
+        w_t = tl.load(weight_ptr + T.t) if K.smooth and K.weighted else 1.0
+        dx_t = gradient_of_logits(z_t, exp_at(z_t, scale, base, K.ptx), a, D.b, D.u, w_t, N, K)
+        tl.store(dx_ptr + T.t, dx_t.to(K.cast_dtype))
+
+
+@triton.jit
+def store_zeros(dx_rows, n_cols, n_parts, r, K: tl.constexpr):
+    """The gradient of a part of a row that does not count."""
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    PIECES: tl.constexpr = K.pieces
+    EDGES: tl.constexpr = 2 * K.vector
+    body = body_of(dx_rows, r.row, K) + r.start
+    zeros = tl.zeros([BLOCK_COLS], dx_rows.ptr.dtype.element_ty)
+    for p in tl.static_range(PIECES):
+        at = p * BLOCK_COLS + r.cols
+        tl.store(body + at, zeros, mask=at < r.size, cache_modifier=".cs")
+    if K.shifted:
+        cols, on = edges_of(r, n_cols, n_parts, K)
+        tl.store(dx_rows.ptr + r.row * dx_rows.stride + cols, tl.zeros([EDGES], K.cast_dtype), mask=on)

@@ -1,0 +1,142 @@
+"""The gradient of the losses of rows, from the logits and each row's m and log s; and what a sum or mean takes beside.
+
+dx_c = (p_c a - [c = t] b - w_c u) dz_c / dx_c,  p = exp(z - m - log s).
+Traffic: the logits are read once and the gradient written once (2MN); a product with 1 moves nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.losses import (
+    gradient_of_logits,
+    load_edge_logits,
+    load_logits,
+    numbers_of,
+    per_row,
+    shares_of,
+    target_of,
+    weight_total,
+    weights_at,
+)
+from fused_softmax.kernels.rows import body_of, tile_part_of, whole_vectors
+from fused_softmax.kernels.spec import Rows
+from fused_softmax.kernels.state import scores_of
+
+
+@triton.jit(
+    do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "dy_step", "dz_step", "ignore_index"]
+)
+def _gradient(
+    x_ptr, dx_ptr, target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr,
+    m_ptr, ls_ptr, dy_ptr, dz_ptr, dlse_ptr,
+    x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, dy_step, dz_step,
+    ignore_index, factor, cap, smoothing, lse_square_scale, K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of several rows, or of one part of a row."""
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
+    part_cols = whole_vectors(part_cols, K)
+    r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)
+    live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
+    N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
+    T = target_of(r.row, target_ptr, weight_ptr, n_cols, ignore_index, K)
+    g, g_z = per_row(totals_ptr, K)
+    if dy_ptr is not None:
+        dy = tl.load(dy_ptr + r.row * dy_step)
+        g *= dy
+        if dz_ptr is None:
+            g_z *= dy
+    if dz_ptr is not None:
+        g_z *= tl.load(dz_ptr + r.row * dz_step)
+    w_total = weight_total(w_total_ptr, n_cols, K)
+    m = tl.load(m_ptr + r.row)
+    ls = tl.load(ls_ptr + r.row)
+    D = shares_of(m + ls, T.w, w_total, g, g_z, n_cols, N, K)
+    a = D.a
+    b = D.b
+    u = D.u
+    counts = T.kept | T.wrong
+    if dlse_ptr is not None:  # a row that does not count has no loss, and yet an lse
+        a = tl.where(T.kept, a, 0.0) + tl.load(dlse_ptr + r.row)
+        b = tl.where(T.kept, b, 0.0)
+        u = tl.where(T.kept, u, 0.0)
+        counts = r.row >= 0
+    a = tl.where(T.wrong, float("nan"), a)
+    t = tl.where(T.kept, T.t, -1).to(tl.int32)
+    x_body = body_of(x, r.row, K)
+    dx_body = body_of(dx_rows, r.row, K)
+    for at in range(r.start, tl.minimum(r.start + part_cols, n_cols), PIECES * K.block_cols):
+        size = tl.minimum(r.body, r.start + part_cols) - at
+        z = load_logits(x_body + at, r.cols, size, 0.0, N, K, PIECES, 0)
+        for p in tl.static_range(PIECES):
+            here = (r.head + at).to(tl.int32) + p * K.block_cols + r.cols
+            on = p * K.block_cols + r.cols < size
+            w_cols = weights_at(weight_ptr, here, on, K)
+            z_p = scores_of(z[p], N.factor, K)
+            dx = gradient_of_logits(z_p, tl.exp(z_p - m - ls), a, tl.where(here == t, b, 0.0), u, w_cols, N, K)
+            dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
+            tl.store(dx_body + (at + p * K.block_cols + r.cols), dx, mask=on & live)
+    if K.shifted:
+        edge = load_edge_logits(x, n_cols, n_parts, r, 0.0, N, K)
+        w_cols = weights_at(weight_ptr, edge.cols, edge.on, K)
+        at_target = tl.where(edge.cols == t, b, 0.0)
+        dx = gradient_of_logits(edge.x, tl.exp(edge.x - m - ls), a, at_target, u, w_cols, N, K)
+        dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
+        tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
+
+
+@triton.jit
+def _multiply(dx_ptr, factor_ptr, n, n_programs, BLOCK: tl.constexpr):
+    """dx times a factor, in place."""
+    factor = tl.load(factor_ptr)
+    WIDE: tl.constexpr = tl.float64 if dx_ptr.dtype.element_ty.is_fp64() else tl.float32
+    n = tl.where(factor == 1.0, tl.zeros([], tl.int64), n)
+    factor = factor.to(WIDE)
+    for at in range(tl.program_id(0).to(tl.int64) * BLOCK, n, n_programs * BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        dx = tl.load(dx_ptr + i, mask=i < n, other=0.0).to(WIDE)
+        tl.store(dx_ptr + i, (dx * factor).to(dx_ptr.dtype.element_ty), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n_rows", "part_rows", "n_classes", "ignore_index"])
+def _totals(
+    target_ptr, weight_ptr, totals_ptr, n_rows, part_rows, n_classes, ignore_index, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The weights and the number of the targets that count, of one part of them."""
+    part = tl.program_id(0)
+    start = part.to(tl.int64) * part_rows
+    dtype: tl.constexpr = totals_ptr.dtype.element_ty
+    weights = tl.zeros([BLOCK], dtype)
+    counts = tl.zeros([BLOCK], dtype)
+    for at in range(start, tl.minimum(start + part_rows, n_rows), BLOCK):
+        row = at + tl.arange(0, BLOCK)
+        there = row < tl.minimum(start + part_rows, n_rows)
+        t = tl.load(target_ptr + row, mask=there, other=0).to(tl.int64)
+        on = there & (t != ignore_index)
+        counts += on.to(dtype)
+        if weight_ptr is not None:
+            weights += tl.load(weight_ptr + t, mask=on & (t >= 0) & (t < n_classes), other=0.0)
+    n = tl.sum(counts, axis=0)
+    tl.store(totals_ptr + part, n if weight_ptr is None else tl.sum(weights, axis=0))
+    tl.store(totals_ptr + tl.num_programs(0) + part, n)
+
+
+@triton.jit(do_not_specialize=["n_losses", "n_z"])
+def _finish(loss_ptr, z_ptr, totals_ptr, result_ptr, z_result_ptr, n_losses, n_z, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum or mean of all losses, and of the z-losses in it."""
+    g, g_z = per_row(totals_ptr, K)
+    total = tl.zeros([BLOCK], loss_ptr.dtype.element_ty)
+    for at in range(0, n_losses, BLOCK):
+        j = at + tl.arange(0, BLOCK)
+        total += tl.load(loss_ptr + j, mask=j < n_losses, other=0.0)
+    result = tl.sum(total, axis=0) * g
+    if z_ptr is not None:
+        total = tl.zeros([BLOCK], loss_ptr.dtype.element_ty)
+        for at in range(0, n_z, BLOCK):
+            j = at + tl.arange(0, BLOCK)
+            total += tl.load(z_ptr + j, mask=j < n_z, other=0.0)
+        z = tl.sum(total, axis=0) * g_z
+        tl.store(z_result_ptr, z)
+        result += z
+    tl.store(result_ptr, result)

@@ -1,0 +1,215 @@
+"""The losses of tokens by transposed logits [classes, tokens], one block of classes after another, and their gradient.
+
+Traffic: the losses read the logits once (MN), and the gradient, which is written over them, reads them a second time
+(2MN). A program has a tile of tokens in one part of a block's classes; a kernel of its own merges the parts' states.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.losses import (
+    gradient_of_logits,
+    logit_of_target,
+    logits_of,
+    numbers_of,
+    per_row,
+    shares_of,
+    store_losses,
+    target_of,
+    weight_total,
+    weights_at,
+    zero_of,
+)
+from fused_softmax.kernels.state import NEG_INF, exp_at, hold_all, log_sum_of, origin_of, scores_of, weight_of
+
+
+class TokenPart(NamedTuple):
+    """A program's tokens [1, tokens], where `on`, and its classes [start, stop) of a block. stride: of a class."""
+
+    part: Any
+    token: Any
+    on: Any
+    start: Any
+    stop: Any
+    stride: Any
+
+
+@triton.jit(do_not_specialize=["first", "n_classes", "n_tokens", "padded", "part_classes", "n_read"])
+def _token_states(
+    x_ptr, target_ptr, weight_ptr, numbers_ptr, z_t_ptr, m_ptr, s_ptr, wz_ptr, w_ptr,
+    first, n_classes, n_tokens, padded, part_classes, n_read, factor, hidden, cap, K: tl.constexpr,
+):  # fmt: skip
+    """m, s and, with smoothing, sum_c w_c (z_c - m) and sum_c w_c of one part of a block, a state for every lane."""
+    BLOCK_CLASSES: tl.constexpr = K.block_cols
+    BLOCK_TOKENS: tl.constexpr = K.block_tokens
+    PIECES: tl.constexpr = K.pieces
+    P = part_of(n_classes, padded, part_classes, K)
+    N = numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K)
+    x_ptr += P.token
+    t = tl.load(target_ptr + P.token, mask=P.token < n_tokens, other=0).to(tl.int64) - first
+    owns = (P.token < n_tokens) & (t >= P.start) & (t < P.stop)
+    tl.store(z_t_ptr + P.token, tl.load(x_ptr + t * P.stride, mask=owns), mask=owns)
+    m = tl.full([BLOCK_CLASSES, BLOCK_TOKENS], NEG_INF, K.state_dtype)
+    s = tl.zeros([BLOCK_CLASSES, BLOCK_TOKENS], K.state_dtype)
+    wz = tl.zeros([BLOCK_CLASSES, BLOCK_TOKENS], K.state_dtype)
+    w = tl.zeros([BLOCK_CLASSES, 1], K.state_dtype)
+    for at in range(P.start, P.stop, PIECES * BLOCK_CLASSES):
+        x = load_finished(x_ptr, at, P, hidden, N, K)
+        top = scores_of(x[0], N.factor, K)
+        for p in tl.static_range(1, PIECES):
+            top = tl.maximum(top, scores_of(x[p], N.factor, K))
+        top = tl.maximum(m, top)
+        x = hold_all(x, K.ptx)
+        scale, base = origin_of(top, K.ptx)
+        s *= weight_of(m, top, K.ptx)
+        for p in tl.static_range(PIECES):
+            s += exp_at(scores_of(x[p], N.factor, K), scale, base, K.ptx)
+        if K.smooth:
+            zero = tl.where(top == NEG_INF, 0.0, top)
+            wz -= w * tl.where(m == NEG_INF, 0.0, zero - m)
+            for p in tl.static_range(PIECES):
+                row = classes_of(p, K)
+                on = row < P.stop - at
+                w_row = on.to(K.state_dtype)
+                if K.weighted:
+                    w_row = tl.load(weight_ptr + first + at + row, mask=on, other=0.0)
+                z = scores_of(x[p], N.factor, K)
+                wz += tl.where(on, w_row * (z - zero), 0.0)
+                w += w_row
+        m = top
+    m_lane = m
+    m = tl.max(m_lane, axis=0)[None, :]
+    s = tl.sum(s * weight_of(m_lane, m, K.ptx), axis=0)[None, :]
+    at_part = (n_read + P.part) * P.stride + P.token
+    tl.store(m_ptr + at_part, m, mask=P.on)
+    tl.store(s_ptr + at_part, s, mask=P.on)
+    if K.smooth:
+        wz = tl.sum(wz - w * tl.where(m_lane == NEG_INF, 0.0, m - m_lane), axis=0)[None, :]
+        tl.store(wz_ptr + at_part, wz, mask=P.on)
+        if tl.program_id(0) % tl.cdiv(padded, BLOCK_TOKENS) == 0:  # the weights are the same for all tokens
+            tl.store(w_ptr + n_read + P.part, tl.sum(tl.sum(w, axis=1), axis=0))
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_classes", "n_tokens", "padded", "ignore_index"])
+def _token_losses(
+    target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr, z_t_ptr, m_ptr, s_ptr, wz_ptr, w_ptr,
+    loss_ptr, z_ptr, shares_ptr, place_ptr,
+    n_parts, n_classes, n_tokens, padded, ignore_index, factor, cap, smoothing, lse_square_scale, K: tl.constexpr,
+):  # fmt: skip
+    """The losses of tokens by the states of all parts, K.lanes of them at a time, and what their gradients take."""
+    BLOCK_TOKENS: tl.constexpr = K.block_tokens
+    LANES: tl.constexpr = K.lanes
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
+    live = token < n_tokens
+    token = tl.minimum(token, n_tokens - 1)
+    N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
+    T = target_of(token, target_ptr, weight_ptr, n_classes, ignore_index, K)
+    z_t = logit_of_target(tl.load(z_t_ptr + token, mask=T.kept, other=0.0), N, K)
+    stride = padded.to(tl.int64)
+    m = tl.full([1, BLOCK_TOKENS], NEG_INF, K.state_dtype)
+    for at in range(0, n_parts, LANES):
+        part = at + tl.arange(0, LANES)[:, None]
+        m_part = tl.load(m_ptr + part * stride + token, mask=part < n_parts, other=NEG_INF)
+        m = tl.maximum(m, tl.max(m_part, axis=0)[None, :])
+    s = tl.zeros([1, BLOCK_TOKENS], K.state_dtype)
+    wz = tl.zeros([1, BLOCK_TOKENS], K.state_dtype)
+    for at in range(0, n_parts, LANES):
+        part = at + tl.arange(0, LANES)[:, None]
+        m_part = tl.load(m_ptr + part * stride + token, mask=part < n_parts, other=NEG_INF)
+        s_part = tl.load(s_ptr + part * stride + token, mask=part < n_parts, other=0.0)
+        s += tl.sum(s_part * weight_of(m_part, m, K.ptx), axis=0)[None, :]
+        if K.smooth:
+            wz_part = tl.load(wz_ptr + part * stride + token, mask=part < n_parts, other=0.0)
+            w_part = tl.load(w_ptr + part, mask=part < n_parts, other=0.0)
+            wz += tl.sum(wz_part - w_part * tl.where(m_part == NEG_INF, 0.0, m - m_part), axis=0)[None, :]
+    ls = log_sum_of(m, s, K.ptx)
+    w_total = weight_total(w_total_ptr, n_classes, K)
+    if K.smooth:
+        wz += w_total * (tl.where(m == NEG_INF, 0.0, m) - zero_of(z_t))
+    store_losses(loss_ptr, z_ptr, token, live, m, ls, z_t, T, wz, w_total, n_classes, N, K)
+    g, g_z = per_row(totals_ptr, K)
+    D = shares_of(m + ls, T.w, w_total, g, g_z, n_classes, N, K)
+    tl.store(shares_ptr + token, m, mask=live)
+    tl.store(shares_ptr + stride + token, tl.where(T.wrong, float("nan"), D.a) / s, mask=live)
+    tl.store(shares_ptr + 2 * stride + token, tl.where(T.kept, D.b, 0.0), mask=live)
+    tl.store(shares_ptr + 3 * stride + token, tl.where(T.kept, D.u, 0.0), mask=live)
+    tl.store(place_ptr + token, tl.where(T.kept, T.t, tl.where(T.wrong, -1, -2)).to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=["first", "n_classes", "padded", "part_classes"])
+def _token_gradient(
+    x_ptr, weight_ptr, numbers_ptr, shares_ptr, place_ptr, first, n_classes, padded, part_classes, factor, cap,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one part of a block, over its logits."""
+    PIECES: tl.constexpr = K.pieces
+    P = part_of(n_classes, padded, part_classes, K)
+    N = numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K)
+    m = tl.load(shares_ptr + P.token, mask=P.on, other=0.0)
+    a = tl.load(shares_ptr + P.stride + P.token, mask=P.on, other=0.0)
+    b = tl.load(shares_ptr + 2 * P.stride + P.token, mask=P.on, other=0.0)
+    u = 0.0
+    if K.smooth:
+        u = tl.load(shares_ptr + 3 * P.stride + P.token, mask=P.on, other=0.0)
+    place = tl.load(place_ptr + P.token, mask=P.on, other=-2)
+    scale, base = origin_of(m, K.ptx)
+    x_ptr += P.token
+    for at in range(P.start, P.stop, PIECES * K.block_cols):
+        x = load_transposed(x_ptr, at, P, 0.0, K)
+        for p in tl.static_range(PIECES):
+            row = classes_of(p, K)
+            on = row < P.stop - at
+            here = first + at + row
+            w_row = weights_at(weight_ptr, here, on, K)
+            z = logits_of(x[p], N, K)
+            at_target = tl.where(here == place, b, 0.0)
+            dx = gradient_of_logits(z, exp_at(z, scale, base, K.ptx), a, at_target, u, w_row, N, K)
+            dx = tl.where(place > -2, dx, 0.0).to(K.cast_dtype)
+            tl.store(x_ptr + at * P.stride + row.to(tl.int64) * P.stride, dx, mask=on & P.on)
+
+
+@triton.jit
+def part_of(n_classes, padded, part_classes, K: tl.constexpr):
+    """The TokenPart of a program; its sizes are whole numbers of vectors in a form that shows it to the compiler."""
+    padded = padded // K.vector * K.vector
+    blocks = tl.cdiv(padded, K.block_tokens)
+    program = tl.program_id(0)
+    token = program % blocks * K.block_tokens + tl.arange(0, K.block_tokens)[None, :]
+    start = program // blocks * part_classes
+    stop = tl.minimum(start + part_classes, n_classes)
+    return TokenPart(program // blocks, token, token < padded, start, stop, padded.to(tl.int64))
+
+
+@triton.jit
+def classes_of(p, K: tl.constexpr):
+    """[classes, 1]: those of piece p, counted from the first one of all pieces."""
+    return p * K.block_cols + tl.arange(0, K.block_cols)[:, None]
+
+
+@triton.jit
+def load_transposed(ptr, at, P, hidden, K: tl.constexpr):
+    """Tiles [classes, tokens] from class `at` on, one below another; ptr is at the tokens. What is off is `hidden`."""
+    ptr += at * P.stride
+    pieces = ()
+    PIECES: tl.constexpr = K.pieces
+    for p in tl.static_range(PIECES):
+        row = classes_of(p, K)
+        piece = tl.load(ptr + row.to(tl.int64) * P.stride, mask=(row < P.stop - at) & P.on, other=hidden)
+        pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
+    return pieces
+
+
+@triton.jit
+def load_finished(ptr, at, P, hidden, N, K: tl.constexpr):
+    """load_transposed, and with a cap the finished logits."""
+    pieces = load_transposed(ptr, at, P, hidden, K)
+    if K.capped:
+        kept = ()
+        for p in tl.static_range(len(pieces)):
+            z = tl.where(classes_of(p, K) < P.stop - at, logits_of(pieces[p], N, K), NEG_INF)
+            kept = kept + (z,)  # noqa: RUF005
+        return kept
+    else:
+        return pieces

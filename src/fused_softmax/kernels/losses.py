@@ -1,0 +1,249 @@
+"""What loss kernels share: a row's target, its loss by the state of its logits, and the gradient of one piece.
+
+Logits z are the input x, or x * scale, or softcap * tanh(x * scale / softcap). A row with target t and weight w has
+loss = (1 - e) w (lse - z_t) + e / C (W lse - sum_c w_c z_c), W = sum_c w_c;  z-loss = lse_square_scale * lse ** 2;
+dloss / dz_c = p_c a - [c = t] b - w_c u,  p = exp(z - lse),  with the Shares a, b and u.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.rows import load_edge, load_pieces
+from fused_softmax.kernels.spec import Edge, Numbers, Shares, Target
+from fused_softmax.kernels.state import NEG_INF, exp_at, scores_of, widen
+
+
+@triton.jit
+def numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K: tl.constexpr):
+    """The numbers of a call in the dtype of the arithmetic: as given, or read where they have 64 bits."""
+    if numbers_ptr is not None:
+        return Numbers(
+            tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3)
+        )
+    else:
+        zero = tl.zeros([], K.state_dtype)
+        return Numbers(zero + factor, zero + cap, zero + smoothing, zero + lse_square_scale)
+
+
+@triton.jit
+def capped(z, cap):
+    """cap * tanh(z / cap); near 0 by a polynomial, for 1 - exp(-2 z / cap) would lose all digits there."""
+    size = tl.abs(z)
+    y = size / cap
+    q = y * y
+    if z.dtype.is_fp64():  # (tanh(y) / y - 1) / y ** 2 up to y = 0.55, to 2e-18; in fp32 to 4e-9
+        c = q * -2.06027653763663395e-5 + 8.51131368557767122e-5
+        c = c * q - 2.34634741088723713e-4
+        c = c * q + 5.88936052007405776e-4
+        c = c * q - 1.45566183010071603e-3
+        c = c * q + 3.59211037868902388e-3
+        c = c * q - 8.86323439781435484e-3
+        c = c * q + 2.18694884936669419e-2
+        c = c * q - 5.39682539674340145e-2
+        c = c * q + 1.33333333333327148e-1
+        c = c * q - 3.33333333333333326e-1
+    else:
+        c = q * -6.61022783111473421e-3 + 2.13093886644434736e-2
+        c = c * q - 5.39094288274605454e-2
+        c = c * q + 1.33331137290208719e-1
+        c = c * q - 3.33333320079769797e-1
+    e = tl.exp(-2.0 * y)
+    top = tl.where(y < 0.55, size + size * (q * c), cap - cap * (2.0 * e / (1.0 + e)))
+    return tl.where(z < 0, -top, tl.where(z == z, top, z))
+
+
+@triton.jit
+def logits_of(x, N, K: tl.constexpr):
+    """The finished logits of a piece as it was read, in the dtype of the arithmetic."""
+    z = widen(x, K.cast_dtype)
+    if K.scaled:
+        z *= N.factor
+    if K.capped:
+        z = capped(z, N.cap)
+    return z
+
+
+@triton.jit
+def logit_of_target(x, N, K: tl.constexpr):
+    """logits_of, rounded as m is: if m - z_t became one multiply-add, the loss would be what rounding took of m."""
+    z = logits_of(x, N, K)
+    if K.scaled and K.ptx and z.dtype == tl.float32:
+        z = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
+    return z
+
+
+@triton.jit
+def load_target_logit(x_ptr, T, wanted, N, K: tl.constexpr):
+    """The logit of a row's target, where wanted; x_ptr is the row's first logit."""
+    return logit_of_target(tl.load(x_ptr + T.t, mask=wanted, other=0.0), N, K)
+
+
+@triton.jit
+def load_logits(ptr, cols, size, hidden, N, K: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr):
+    """load_pieces of x, and with a cap the finished logits."""
+    pieces = load_pieces(ptr, cols, size, hidden, K, PIECES, FULL_PIECES)
+    if K.capped:
+        kept = ()
+        for p in tl.static_range(PIECES):
+            z = logits_of(pieces[p], N, K)
+            kept = kept + (tl.where(p * K.block_cols + cols < size, z, NEG_INF),)  # noqa: RUF005
+        return kept
+    else:
+        return pieces
+
+
+@triton.jit
+def finish_edge(edge, N, K: tl.constexpr):
+    """An edge with its finished logits in the place of what was read."""
+    return Edge(edge.cols, edge.on, tl.where(edge.on, logits_of(edge.x, N, K), NEG_INF))
+
+
+@triton.jit
+def load_edge_logits(x, n_cols, n_parts, r, hidden, N, K: tl.constexpr):
+    """The finished logits before and after a row's aligned body."""
+    return finish_edge(load_edge(x, n_cols, n_parts, r, hidden, K), N, K)
+
+
+@triton.jit
+def slope_of(z, N, K: tl.constexpr):
+    """dz / dx where it is not 1."""
+    slope = 1.0
+    if K.scaled:
+        slope = N.factor
+    if K.capped:
+        size = tl.abs(z)
+        slope *= (N.cap - size) / N.cap * (1.0 + size / N.cap)  # cap - size is exact where little is left
+    return slope
+
+
+@triton.jit
+def target_of(row, target_ptr, weight_ptr, n_classes, ignore_index, K: tl.constexpr):
+    """The Target of rows."""
+    t = tl.load(target_ptr + row).to(tl.int64)
+    counts = t != ignore_index
+    inside = (t >= 0) & (t < n_classes)
+    wrong = counts & ((t < 0) | (t >= n_classes))
+    if K.weighted:
+        w = tl.load(weight_ptr + t, mask=inside, other=0.0)
+    else:
+        w = 1.0
+    return Target(t, counts & inside, wrong, w)
+
+
+@triton.jit
+def per_row(totals_ptr, K: tl.constexpr):
+    """(g, g_z): what a row's loss and its z-loss count in the result; in a mean, by the totals of all targets."""
+    if K.mean:
+        PARTS: tl.constexpr = K.totals
+        j = tl.arange(0, PARTS)
+        return 1.0 / tl.sum(tl.load(totals_ptr + j), axis=0), 1.0 / tl.sum(tl.load(totals_ptr + PARTS + j), axis=0)
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def weight_total(w_total_ptr, n_classes, K: tl.constexpr):
+    """W, the sum of the classes' weights, where smoothing asks for it."""
+    w_total = n_classes.to(K.state_dtype)
+    if K.smooth and K.weighted:
+        w_total = tl.load(w_total_ptr)
+    return w_total
+
+
+@triton.jit
+def weights_at(weight_ptr, cols, on, K: tl.constexpr):
+    """The weights of columns, where smoothing asks for them."""
+    return tl.load(weight_ptr + cols, mask=on, other=0.0) if K.smooth and K.weighted else 1.0
+
+
+@triton.jit
+def sum_of(pieces, first, cols, size, weight_ptr, zero, N, K: tl.constexpr):
+    """sum_c w_c (z_c - zero) over the last axis of all pieces, whose first `size` columns count."""
+    total = tl.zeros(pieces[0].shape, K.state_dtype)
+    for p in tl.static_range(len(pieces)):
+        on = p * K.block_cols + cols < size
+        z = tl.where(on, scores_of(pieces[p], N.factor, K) - zero, 0.0)
+        if K.weighted:
+            z *= tl.load(weight_ptr + first + p * K.block_cols + cols, mask=on, other=0.0)
+        total += z
+    return tl.sum(total, axis=K.axis)
+
+
+@triton.jit
+def sum_of_edge(edge, weight_ptr, zero, AXIS: tl.constexpr, K: tl.constexpr):
+    """The same of an edge."""
+    terms = tl.where(edge.on, edge.x - zero, 0.0)
+    if K.weighted:
+        terms *= tl.load(weight_ptr + edge.cols, mask=edge.on, other=0.0)
+    return tl.sum(terms, axis=AXIS)
+
+
+@triton.jit
+def zero_of(z_t):
+    """From where a row's logits are summed: from its target's, so that what they all share does not drown the sum."""
+    return tl.where((z_t > NEG_INF) & (z_t < float("inf")), z_t, 0.0)
+
+
+@triton.jit
+def loss_of(m, ls, z_t, T, wz, w_total, n_classes, N, K: tl.constexpr):
+    """A row's loss by its m and ls = log s, whose sum is lse: apart, for m may be far greater than the loss."""
+    loss = T.w * (m - z_t + ls)
+    if K.smooth:
+        smoothed = w_total * (m - zero_of(z_t) + ls) - wz
+        loss = (1.0 - N.smoothing) * loss + N.smoothing / n_classes * smoothed
+    return loss
+
+
+@triton.jit
+def store_losses(loss_ptr, z_ptr, row, live, m, ls, z_t, T, wz, w_total, n_classes, N, K: tl.constexpr):
+    """The losses of the live among rows: NaN where there is no such class, 0 where the row does not count."""
+    loss = loss_of(m, ls, z_t, T, wz, w_total, n_classes, N, K)
+    tl.store(loss_ptr + row, tl.where(T.kept, loss, tl.where(T.wrong, float("nan"), 0.0)), mask=live)
+    if K.z_loss:
+        z = N.lse_square_scale * (m + ls) * (m + ls)
+        tl.store(z_ptr + row, tl.where(T.kept, z, tl.where(T.wrong, float("nan"), 0.0)), mask=live)
+
+
+@triton.jit
+def shares_of(lse, w, w_total, g, g_z, n_classes, N, K: tl.constexpr):
+    """The Shares of a row's gradient, for what its loss (g) and its z-loss (g_z) count in the result."""
+    a = g * w
+    b = g * w
+    u = 0.0
+    if K.smooth:
+        u = g * N.smoothing / n_classes
+        a = a * (1.0 - N.smoothing) + u * w_total
+        b = b * (1.0 - N.smoothing)
+    return Shares(a + 2.0 * N.lse_square_scale * lse * g_z, b, u)
+
+
+@triton.jit
+def gradient_of_logits(z, p, a, b, u, w_cols, N, K: tl.constexpr):
+    """dx of one piece by its p = exp(z - lse), or by exp(z - m) where a has the rest of p. b: 0 but at the target."""
+    dx = p * a - b
+    if K.smooth:
+        dx -= u * w_cols
+    return dx * slope_of(z, N, K)
+
+
+@triton.jit
+def entropy_terms(pieces, scale, base, m, N, K: tl.constexpr):
+    """sum exp(z - m) (z - m) over the last axis of all pieces; -inf counts nothing."""
+    total = tl.zeros(pieces[0].shape, K.state_dtype)
+    for p in tl.static_range(len(pieces)):
+        z = scores_of(pieces[p], N.factor, K)
+        total += tl.where(z == NEG_INF, 0.0, exp_at(z, scale, base, K.ptx) * (z - m))
+    return tl.sum(total, axis=K.axis)
+
+
+@triton.jit
+def faded_terms(u, s, m_part, m, fade):
+    """The entropy_terms u of a part, whose own m and s they were summed with, by the m of the whole."""
+    return tl.where(fade > 0.0, (u + tl.where(s > 0.0, m_part - m, 0.0) * s) * fade, 0.0)
+
+
+@triton.jit
+def store_stats(entropy_ptr, predicted_ptr, row, live, ls, s, u, found, n_classes):
+    """The entropy of rows in nats, and their likeliest class."""
+    tl.store(entropy_ptr + row, ls - u / s, mask=live)
+    tl.store(predicted_ptr + row, tl.where(found < n_classes, found, 0).to(tl.int64), mask=live)

@@ -1,0 +1,185 @@
+"""softmax and log_softmax of rows.  y = exp(z - m) / s, or z - m - log s,  m = max z,  s = sum exp(z - m).
+
+z is the input x, or its scaled and masked scores.
+Traffic: every element is read once and written once (2MN), however long the row; only rows that the chip cannot hold
+are read twice (stream, 3MN). What causality hides is not read.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.exchange import exchange, exchange_greedy, slots_of
+from fused_softmax.kernels.rows import (
+    body_of,
+    edge_scores,
+    keep_first_max,
+    load_edge,
+    load_row,
+    load_scores,
+    mask_of_row,
+    max_of_row,
+    part_of,
+    prefetch_l2,
+    prefetch_part,
+    prefetch_tile,
+    row_of_part,
+    scores_of_row,
+    shared_row,
+    store_results,
+    store_row,
+    stream_part,
+    sum_of_row,
+    tile_of,
+)
+from fused_softmax.kernels.spec import Row, Rows, Scored
+from fused_softmax.kernels.state import (
+    NEG_INF,
+    exp_at,
+    hold_all,
+    max_of,
+    merge,
+    origin_of,
+    result_of,
+    sum_exp_of,
+    weight_of,
+)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"])
+def _tile_forward(
+    x_ptr, y_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride, n_rows, n_cols, misalignment, ahead,
+    n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Several short rows a program."""
+    S = Scored(
+        mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
+        scale,
+    )  # fmt: skip
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    y = Rows(y_ptr, y_row_stride, misalignment)
+    r = tile_of(x, n_rows, n_cols, K)
+    q = scores_of_row(r.row, n_cols, S, K)
+    z, edge = load_row(x, n_cols, 1, r, q, S, K)
+    m, edge = max_of_row(z, edge, r, q, S, K)
+    if K.greedy:
+        z, edge = keep_first_max(z, edge, m, r, q, K)
+    if K.prefetch:
+        prefetch_tile(x, n_rows, n_cols, ahead, K)
+    z = hold_all(z, K.ptx)
+    s = sum_of_row(z, edge, m, q, K)
+    store_row(y, n_cols, z, edge, m, s, r, q, K)
+
+
+@triton.jit(do_not_specialize=[
+    "n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead", "n_1", "n_2", "n_queries"
+])  # fmt: skip
+def _part_forward(
+    slots_ptr, x_ptr, y_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride,
+    n_cols, n_parts, part_cols, n_programs, misalignment, ahead,
+    n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
+    K: tl.constexpr,
+):  # fmt: skip
+    """A row a program, or one part of it (K.split). Parts start in order, and the plan lets all fit the chip."""
+    S = Scored(
+        mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
+        scale,
+    )  # fmt: skip
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    y = Rows(y_ptr, y_row_stride, misalignment)
+    program = tl.program_id(0)
+    row = row_of_part(program, n_parts, K)
+    if K.shared_dims:
+        row = shared_row(program, n_programs, n_1 * n_2 if K.shared_dims == 2 else n_2)
+    tag = 0
+    if K.split:
+        slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
+    r = part_of(program, row, x, n_cols, n_parts, part_cols, K)
+    q = scores_of_row(row, n_cols, S, K)
+    z, edge = load_row(x, n_cols, n_parts, r, q, S, K)
+    m, edge = max_of_row(z, edge, r, q, S, K)
+    if K.greedy:  # noqa: SIM102  a constexpr, then a value
+        if q.greedy:
+            z, edge = keep_first_max(z, edge, m, r, q, K)
+    if K.prefetch and K.shared_dims:
+        later = shared_row(program + ahead, n_programs, n_1 * n_2 if K.shared_dims == 2 else n_2)
+        prefetch_l2(x, later * x.stride, tl.where(program + ahead < n_programs, n_cols, 0))
+    elif K.prefetch and not K.split:
+        prefetch_part(x, n_cols, n_parts, part_cols, n_programs, ahead, K)
+    z = hold_all(z, K.ptx)
+    s = sum_of_row(z, edge, m, q, K)
+    if K.prefetch and K.split:
+        prefetch_part(x, n_cols, n_parts, part_cols, n_programs, ahead, K)
+    if K.split and K.greedy:
+        m, s = exchange_greedy(m, s, slots_ptr, r.part, n_parts, tag, q.greedy, K)
+    elif K.split:
+        m, s = exchange(m, s, slots_ptr, r.part, n_parts, tag, K)
+    if K.collect:
+        store_row(y, n_cols, z, edge, m, s, r, q, K)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "misalignment", "n_1", "n_2", "n_queries"])
+def _stream_state(
+    x_ptr, m_ptr, s_ptr, mask_ptr, scale_ptr, x_row_stride, n_cols, n_parts, part_cols, misalignment,
+    n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
+    K: tl.constexpr,
+):  # fmt: skip
+    """(m, s) of one part of a row, online: tile by tile, each merged into the state of those before it."""
+    S = Scored(
+        mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
+        scale,
+    )  # fmt: skip
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    program = tl.program_id(0)
+    r = stream_part(program, x, n_cols, n_parts, part_cols, K)
+    q = scores_of_row(r.row, n_cols, S, K)
+    mask_ptr = mask_of_row(r.row, S, K)
+    x_body = body_of(x, r.row, K)
+    m = tl.full([], NEG_INF, K.state_dtype)
+    s = tl.zeros([], m.dtype)
+    for at in range(r.start, tl.minimum(r.start + part_cols, tl.minimum(r.body, q.visible)), PIECES * K.block_cols):
+        z = load_scores(x_body + at, r.head + at, r.body - at, r, q, S, mask_ptr, K, PIECES)
+        m_tile = max_of(z, q.factor, K)
+        origin, base = origin_of(m_tile, K.ptx)
+        m, s = merge(m, s, m_tile, sum_exp_of(hold_all(z, K.ptx), origin, base, q.factor, K), K.ptx)
+    if K.shifted:
+        edge = edge_scores(load_edge(x, n_cols, n_parts, r, q.masked_input, K), r, q, S, K)
+        m_edge = tl.max(edge.x, axis=0)
+        origin, base = origin_of(m_edge, K.ptx)
+        m, s = merge(m, s, m_edge, tl.sum(exp_at(edge.x, origin, base, K.ptx), axis=0), K.ptx)
+    tl.store(m_ptr + program, m)
+    tl.store(s_ptr + program, s)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "misalignment", "n_1", "n_2", "n_queries"])
+def _stream_forward(
+    x_ptr, y_ptr, m_ptr, s_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols,
+    misalignment, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The second read of one part of a row, with the states of all its parts."""
+    S = Scored(
+        mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
+        scale,
+    )  # fmt: skip
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    y = Rows(y_ptr, y_row_stride, misalignment)
+    r = stream_part(tl.program_id(0), x, n_cols, n_parts, part_cols, K)
+    j = tl.arange(0, K.lanes)
+    m_parts = tl.load(m_ptr + r.row * n_parts + j, mask=j < n_parts, other=NEG_INF)
+    s_parts = tl.load(s_ptr + r.row * n_parts + j, mask=j < n_parts, other=0.0)
+    m = tl.max(m_parts, axis=0)
+    s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
+    q = scores_of_row(r.row, n_cols, S, K)
+    mask_ptr = mask_of_row(r.row, S, K)
+    x_body = body_of(x, r.row, K)
+    y_body = body_of(y, r.row, K)
+    for at in range(r.start, tl.minimum(r.start + part_cols, r.body), PIECES * K.block_cols):
+        z = load_scores(x_body + at, r.head + at, r.body - at, r, q, S, mask_ptr, K, PIECES)
+        here = Row(r.row, r.part, at, r.body - at, r.head, r.body, r.cols)
+        store_results(y_body + at, z, m, s, here, q, K)
+    if K.shifted:
+        edge = edge_scores(load_edge(x, n_cols, n_parts, r, q.masked_input, K), r, q, S, K)
+        tl.store(y_ptr + r.row * y_row_stride + edge.cols, result_of(edge.x, m, s, K), mask=edge.on)

@@ -1,0 +1,298 @@
+"""What a kernel is compiled for, and the bundles of values that its helpers share.
+
+A kernel has one constexpr, K: a frozen Spec made on the host. Its launch boundary is flat. Inside, values that belong
+together travel as NamedTuples. Triton 3.6 returns no NamedTuple that holds None, so optional pointers stay in bundles
+that are only passed down.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """How a program covers its rows, and what the chip can do.
+
+    block_rows, block_cols, pieces, full_pieces, vector: the plan's.
+    tile: whether a program has several rows, [rows, cols] in registers.
+    shifted: whether rows start off 16 bytes, and have an aligned body with guarded edges.
+    edges_first: whether a tile loads its edges before its pieces, and both get the layout of the pieces.
+    cast_dtype: inputs are rounded to it as they are read.
+    axis: of a piece, which is reduced.
+    ptx: whether inline PTX may stand in.
+    prefetch: whether programs ask L2 for the data of a later program.
+    split: whether a row's programs exchange messages. lanes, copies, poll_last_first: the plan's.
+    publish, collect: both on a GPU. The interpreter runs programs one after another, so all publish in one launch and
+        collect in the next.
+    """
+
+    block_cols: int
+    pieces: int
+    vector: int
+    cast_dtype: Any
+    block_rows: int = 1
+    full_pieces: int = 0
+    tile: bool = False
+    edges_first: bool = False
+    shifted: bool = False
+    axis: int = 0
+    ptx: bool = False
+    prefetch: bool = False
+    split: bool = False
+    lanes: int = 1
+    copies: int = 1
+    poll_last_first: bool = False
+    publish: bool = True
+    collect: bool = True
+
+    @property
+    def state_dtype(self):
+        """Of m and s, and of the arithmetic."""
+        return tl.float64 if self.cast_dtype.is_fp64() else tl.float32
+
+    @property
+    def compute_dtype(self):
+        """Which dtype a piece is taken for when it is used; overridden where pieces hold finished scores."""
+        return self.cast_dtype
+
+    @property
+    def scale_on_use(self):
+        """Whether a piece is multiplied by its row's factor each time it is used."""
+        return False
+
+    @property
+    def lane_cols(self):
+        """Columns that a lane reads of a tile whose lanes keep states of their own."""
+        return 4 if self.vector == 1 else self.vector
+
+    @property
+    def subtract_first(self):
+        """Whether exp(x - m) subtracts before it scales."""
+        return False
+
+    @property
+    def unpack(self):
+        """Whether bf16 is unpacked by an instruction an element."""
+        return self.ptx
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSpec(Spec):
+    """Of rows of scores. z = x * scale + mask: see `options.Scores`.
+
+    log: log_softmax. mask: NO_MASK, BOOL_MASK or ADDED_MASK. greedy: whether a row may have scale 0. hides: whether
+    something may be masked, which then has no gradient. zero_masked_rows: a row of which nothing is kept is no NaN.
+    shared_dims: rows that share a row of the mask follow each other, and this many inner indices tell them apart.
+    causal_step: pieces from one place where the diagonal may lie to the next.
+    """
+
+    log: bool = False
+    mask: int = NO_MASK
+    scaled: bool = False
+    greedy: bool = False
+    causal: bool = False
+    hides: bool = False
+    zero_masked_rows: bool = False
+    shared_dims: int = 0
+    causal_step: int = 0
+
+    @property
+    def compute_dtype(self):
+        """An added mask makes finished scores of what is read, in the dtype of the arithmetic."""
+        return self.state_dtype if self.mask == ADDED_MASK else self.cast_dtype
+
+    @property
+    def scale_on_use(self):
+        return self.scaled and self.mask != ADDED_MASK
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSpec(Spec):
+    """Of the gradients of softmax and log_softmax. cast_dtype is that of their output y.
+
+    log, hides: as ScoreSpec's. out_dtype: of the gradient. scaled: whether it is multiplied by a number.
+    stream: whether rows are read twice.
+    """
+
+    out_dtype: Any
+    stream: bool = False
+    log: bool = False
+    hides: bool = False
+    scaled: bool = False
+
+    @property
+    def unpack(self):
+        """Rows of few pieces are at a bound of registers as they are: bf16 8192 0.99 at 64, 0.98 unpacked at 66."""
+        return self.ptx and (self.tile or self.stream or self.log or self.split or self.pieces > 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSpec(Spec):
+    """Of reductions over a strided dim: tiles [cols, inner] along contiguous inner positions.
+
+    block_inner: inner positions of a tile; whole: whether blocks of them divide the inner size. log, out_dtype: as
+    above. positions: how many of them a thread has a state for. unpack_bf16: as `unpack`.
+    """
+
+    block_inner: int
+    whole: bool
+    log: bool = False
+    out_dtype: Any = None
+    positions: int = 0
+    unpack_bf16: bool = True
+    holds: bool = False
+    hides: bool = False
+    scaled: bool = False
+    zero_masked_rows: bool = False
+
+    @property
+    def unpack(self):
+        return self.ptx and self.unpack_bf16
+
+    @property
+    def subtract_first(self):
+        """In 2 bytes a thread has twice as many inner positions, and one number for each must do: 3 programs fit."""
+        return self.holds and self.cast_dtype.primitive_bitwidth == 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec(Spec):
+    """Of the losses of rows of logits z = x * scale, or softcap * tanh(x * scale / softcap): see `options.Loss`.
+
+    weighted, smooth, capped, scaled (or capped), z_loss, mean, stats: what the call asks for. totals: parts of the
+    targets' totals. gradient: whether it is written too; inplace: over the logits.
+    block_tokens: of a tile [classes, tokens].
+    """
+
+    weighted: bool = False
+    smooth: bool = False
+    scaled: bool = False
+    capped: bool = False
+    z_loss: bool = False
+    mean: bool = False
+    totals: int = 1
+    stats: bool = False
+    gradient: bool = False
+    inplace: bool = False
+    greedy: bool = False
+    block_tokens: int = 0
+    crowds: bool = False
+
+    @property
+    def compute_dtype(self):
+        """With a softcap pieces hold finished logits, so that no tanh is taken twice."""
+        return self.state_dtype if self.capped else self.cast_dtype
+
+    @property
+    def scale_on_use(self):
+        return self.scaled and not self.capped
+
+    @property
+    def unpack(self):
+        """Few pieces would take so few registers that programs crowd: bf16 16384 x 8192 0.92, 0.90 with 32 of 48."""
+        return self.ptx and not (self.crowds and not self.split and self.pieces <= 4)
+
+
+class Scored(NamedTuple):
+    """Scale, mask and causality of a call, as its kernel is given them.
+
+    A row's number splits into up to three indices (n_1 and n_2 are the sizes of the last two); strides are of those.
+    """
+
+    mask_ptr: Any
+    scale_ptr: Any
+    n_1: Any
+    n_2: Any
+    mask_0: Any
+    mask_1: Any
+    mask_2: Any
+    mask_col_stride: Any
+    scale_0: Any
+    scale_1: Any
+    scale_2: Any
+    n_queries: Any
+    scale: Any
+
+
+class Rows(NamedTuple):
+    """A tensor [n_rows, n_cols]. misalignment: elements from a 16-byte boundary to its first one."""
+
+    ptr: Any
+    stride: Any
+    misalignment: Any
+
+
+class Row(NamedTuple):
+    """The rows of a program, or its part of one.
+
+    row: int64, or [rows, 1]. start, size: where the part begins in the row's aligned body, and how long it is. head:
+    elements before the body. cols: of a piece, counted from its own start.
+    """
+
+    row: Any
+    part: Any
+    start: Any
+    size: Any
+    head: Any
+    body: Any
+    cols: Any
+
+
+class RowScores(NamedTuple):
+    """What a row's scores depend on.
+
+    visible: leading columns that causality does not hide. masked_input: the x that becomes -inf. greedy: scale was 0.
+    """
+
+    visible: Any
+    factor: Any
+    masked_input: Any
+    greedy: Any
+
+
+class Edge(NamedTuple):
+    """The elements before and after the aligned body, one a lane, where `on`."""
+
+    cols: Any
+    on: Any
+    x: Any
+
+
+class Columns(NamedTuple):
+    """A block of inner positions (where `on`) and the columns of it that a program has, from `start` on."""
+
+    outer: Any
+    inner: Any
+    on: Any
+    start: Any
+    size: Any
+
+
+class Numbers(NamedTuple):
+    """The numbers of a loss, in the dtype of the arithmetic."""
+
+    factor: Any
+    cap: Any
+    smoothing: Any
+    lse_square_scale: Any
+
+
+class Target(NamedTuple):
+    """A row's class t, whether the row counts, whether there is no such class, and the class's weight."""
+
+    t: Any
+    kept: Any
+    wrong: Any
+    w: Any
+
+
+class Shares(NamedTuple):
+    """dloss / dz_c = p_c a - [c = t] b - w_c u."""
+
+    a: Any
+    b: Any
+    u: Any

@@ -1,0 +1,179 @@
+"""The state (m, s) of a row, m its maximum and s = sum exp(x - m), and what is made of an element by it.
+
+States merge: the states of two parts of a row give the state of the row (Milakov and Gimelshein, "Online normalizer
+calculation for softmax", arXiv 1805.02867).
+"""
+
+import triton
+import triton.language as tl
+
+NEG_INF = tl.constexpr(-float("inf"))
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+GREATEST = tl.constexpr(3.4028234663852886e38)
+GREATEST_FP64 = tl.constexpr(1.7976931348623157e308)
+NO_COLUMN = tl.constexpr(2147483647)
+HALVES = tl.constexpr("{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }")
+
+
+@triton.jit
+def widen(x, CAST: tl.constexpr, PTX: tl.constexpr = False):
+    """x rounded to the dtype CAST, in the dtype of the arithmetic: fp64 for fp64, fp32 for all else.
+
+    PTX: bf16 by one instruction an element, where the compiler takes two for the upper one of a register.
+    """
+    if CAST.is_fp64():
+        return x.to(tl.float64)
+    elif PTX and x.dtype.is_bf16() and (CAST.is_bf16() or CAST.is_fp32()):
+        return tl.inline_asm_elementwise(HALVES, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(CAST).to(tl.float32)
+
+
+@triton.jit
+def origin_of(m, PTX: tl.constexpr, SUBTRACT_FIRST: tl.constexpr = False):
+    """(scale, base) with exp(x - m) = 2 ** (x * scale - base), up to a factor that every x shares; base 0 if m is -inf.
+
+    exp(-inf - -inf) is NaN, while any finite base gives the exact zeros.
+    On NVIDIA the exponent is one fused multiply-add, and `base` is m * scale rounded: the row's s shares that error, so
+    it cancels. It must not overflow though: from 2 ** 30 on, where fp32 is 128 apart and exp is 0 or 1, scale is 1 and
+    m * scale exact. Elsewhere, and with SUBTRACT_FIRST, base is m: an instruction more for every x, and no register for
+    the scale of every m.
+    """
+    finite = tl.where(m == NEG_INF, 0.0, m)
+    if PTX and not SUBTRACT_FIRST and m.dtype == tl.float32:
+        scale = tl.where(tl.abs(finite) < 1073741824.0, LOG2E, 1.0)
+        # No multiplication: folded into a later subtraction, it would not be the product that s was summed with.
+        base = tl.fma(finite, scale, 0.0)
+        return scale, base
+    else:
+        return finite, finite  # scale is not used
+
+
+@triton.jit
+def exp_at(x, scale, base, PTX: tl.constexpr, SUBTRACT_FIRST: tl.constexpr = False):
+    """exp(x - m) by the (scale, base) of m; fp32 or fp64."""
+    if PTX and SUBTRACT_FIRST:
+        return tl.exp2((x - base) * LOG2E)
+    elif PTX and x.dtype == tl.float32:
+        return tl.exp2(tl.fma(x, scale, -base))
+    else:
+        return natural_exp(x - base, PTX)
+
+
+@triton.jit
+def natural_exp(x, PTX: tl.constexpr):
+    """exp(x); on NVIDIA subnormal results are 0, which saves three instructions."""
+    if PTX and x.dtype == tl.float32:
+        return tl.exp2(x * LOG2E)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def weight_of(m_part, m, PTX: tl.constexpr):
+    """exp(m_part - m), for m_part <= m: what the s of a part counts in the whole. NaN where m is +inf or NaN.
+
+    Where m is -inf every part is empty, and its s is 0 or NaN: counted once, it stays as it is.
+    """
+    if PTX and m.dtype == tl.float32:
+        scale_part, base_part = origin_of(m_part, PTX)
+        scale, base = origin_of(m, PTX)
+        weight = tl.where((scale_part == scale) & (m_part != NEG_INF), tl.exp2(base_part - base), 0.0)
+        weight = tl.where(m == float("inf"), float("nan"), weight)
+    else:
+        weight = exp_at(m_part, m, m, False)
+    return tl.where(m == NEG_INF, 1.0, weight)
+
+
+@triton.jit
+def merge(m_a, s_a, m_b, s_b, PTX: tl.constexpr):
+    """The state of two parts of a row together. A NaN travels in s, so m may be taken without it."""
+    m = tl.maximum(m_a, m_b)
+    return m, s_a * weight_of(m_a, m, PTX) + s_b * weight_of(m_b, m, PTX)
+
+
+@triton.jit
+def hold(x, PTX: tl.constexpr):
+    """x, opaque to the compiler: 2-byte values wait packed in registers, not as fp32 copies made for an earlier use."""
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
+
+
+@triton.jit
+def hold_all(pieces, PTX: tl.constexpr):
+    held = ()
+    for p in tl.static_range(len(pieces)):
+        held = held + (hold(pieces[p], PTX),)  # noqa: RUF005  the compiler has no unpacking
+    return held
+
+
+@triton.jit
+def scores_of(x, factor, K: tl.constexpr, PTX: tl.constexpr = False):
+    """z: a piece as the arithmetic sees it, rounded to the compute dtype and then multiplied by the row's factor."""
+    z = widen(x, K.compute_dtype, PTX)
+    if K.scale_on_use:
+        z *= factor
+    return z
+
+
+@triton.jit
+def max_of(pieces, factor, K: tl.constexpr):
+    """The maximum of the scores of all pieces along the axis that is reduced."""
+    top = scores_of(pieces[0], factor, K)
+    for p in tl.static_range(1, len(pieces)):
+        top = tl.maximum(top, scores_of(pieces[p], factor, K))
+    return tl.max(top, axis=K.axis)
+
+
+@triton.jit
+def sum_exp_of(pieces, scale, base, factor, K: tl.constexpr):
+    """sum exp(z - m) of all pieces along that axis, by the (scale, base) of m as it broadcasts to them."""
+    total = exp_at(scores_of(pieces[0], factor, K, K.unpack), scale, base, K.ptx, K.subtract_first)
+    for p in tl.static_range(1, len(pieces)):
+        total += exp_at(scores_of(pieces[p], factor, K, K.unpack), scale, base, K.ptx, K.subtract_first)
+    return tl.sum(total, axis=K.axis)
+
+
+@triton.jit
+def log_sum_of(m, s, PTX: tl.constexpr):
+    """log sum exp(z - m), from which the rounding of origin_of's base, a factor of s, is taken out again."""
+    if PTX and m.dtype == tl.float32:
+        scale, base = origin_of(m, PTX)
+        rounding = tl.where(scale == LOG2E, tl.fma(m, scale, -base), 0.0)
+        return tl.log(s) - tl.where(m == NEG_INF, 0.0, rounding) * LN2
+    else:
+        return tl.log(s)
+
+
+@triton.jit
+def result_of(z, m, s, K: tl.constexpr):
+    """softmax of scores, or its logarithm (K.log), by the state of their row, in the dtype of the result."""
+    if K.log:
+        y = z - m - log_sum_of(m, s, K.ptx and not K.subtract_first)
+        if K.zero_masked_rows:
+            y = tl.where(s == 0.0, NEG_INF, y)
+    else:
+        inv_s = 1.0 / s
+        if K.zero_masked_rows:
+            inv_s = tl.where(s == 0.0, 0.0, inv_s)
+        scale, base = origin_of(m, K.ptx, K.subtract_first)
+        y = exp_at(z, scale, base, K.ptx, K.subtract_first) * inv_s
+    return y.to(K.cast_dtype)
+
+
+@triton.jit
+def finite_top(m):
+    """m, but the greatest number for +inf: exp(inf - m) is then inf and not NaN, as lse is."""
+    return tl.minimum(m, GREATEST_FP64 if m.dtype.is_fp64() else GREATEST)
+
+
+@triton.jit
+def lse_of(m, s, greedy, K: tl.constexpr):
+    """m + log s; of a greedy row, whose first tied maximum alone counts, m; inf where s is."""
+    lse = m + log_sum_of(m, s, K.ptx)
+    if K.greedy:
+        lse = tl.where(greedy & (s > 0) & (s < float("inf")), m, lse)
+    return lse

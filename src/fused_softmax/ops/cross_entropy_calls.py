@@ -1,0 +1,414 @@
+"""Losses of rows of logits and their gradient, prepared: which plan, which kernel, what is allocated and launched.
+
+Traffic: the losses alone read the logits once (MN), few rows by many programs each. With the gradient they read once
+and write once (2MN); rows that the chip cannot hold are read a second time.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fused_softmax import launch
+from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.device import device_of
+from fused_softmax.kernels.loss import _part_loss, _tile_loss
+from fused_softmax.kernels.loss_grad import _finish, _gradient, _multiply, _totals
+from fused_softmax.kernels.loss_online import _merge_losses, _online_loss
+from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.layout import alignment_of
+from fused_softmax.options import LOSS_NUMBERS, Loss, arithmetic_of
+from fused_softmax.plan import RowPlan, plan_for, plan_loss, plan_reduction
+from fused_softmax.runner import TLDTYPES, prepare, spec_of
+
+_COUNTED = 2048  # targets that a program counts at a time
+_FINISHED = 65536  # values that one program sums
+_MULTIPLIED = 4096  # elements that a program multiplies at a time
+_MULTIPLIERS = 8  # programs a multiprocessor
+
+
+class LossRows(NamedTuple):
+    """Of every row: m and ls = log s, whose sum is lse; its loss, in parts to be added; its z-loss; its statistics."""
+
+    m: Tensor | None
+    ls: Tensor | None
+    loss: Tensor
+    z: Tensor | None = None
+    entropy: Tensor | None = None
+    predicted: Tensor | None = None
+
+
+class Given(NamedTuple):
+    """The tensors of one call, as kernels take them; weight, w_total and numbers are in the arithmetic's dtype."""
+
+    x: Tensor
+    dx: Tensor | None
+    target: Tensor
+    weight: Tensor | None = None
+    totals: Tensor | None = None
+    w_total: Tensor | None = None
+    numbers: Tensor | None = None
+
+
+def given_of(x: Tensor, dx: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None) -> Given:
+    return Given(x, dx, target, loss.weight, totals, loss.weight_total(), loss.exact_numbers(x))
+
+
+def forward(
+    x: Tensor, target: Tensor, loss: Loss, totals: Tensor | None = None, dx: Tensor | None = None,
+    plan: RowPlan | None = None, dtype: torch.dtype | None = None, *, states: bool = True,
+) -> LossRows:  # fmt: skip
+    """The losses of rows x [n_rows, n_classes], columns contiguous, by targets [n_rows], contiguous.
+
+    dx: where the gradient of their sum goes, or, with the totals that loss.mean needs, of their mean.
+    dtype: of the losses; that of the arithmetic if None. states: whether m and ls are wanted.
+    """
+    given = given_of(x, dx, target, loss, totals)
+    if plan is not None:
+        return prepare_losses(given, loss, plan, dtype, states).call(given, loss.numbers())
+    parts = None if totals is None else totals.shape[1]
+    over = dx is not None and dx.data_ptr() == x.data_ptr()
+    options = *loss.kind().values(), loss.ignore_index, parts, over, dtype, states
+    call = find("losses", options, x, target, dx, loss.weight)
+    if call is None:
+        call = keep(prepare_losses(given, loss, None, dtype, states), "losses", options, x, target, dx, loss.weight)
+    return call(given, loss.numbers())
+
+
+def prepare_losses(
+    given: Given, loss: Loss, plan: RowPlan | None = None, dtype: torch.dtype | None = None, states: bool = True
+) -> Prepared:
+    """What runs the kernels on tensors like these: call(given, numbers) -> LossRows; dx is written too if given."""
+    x, dx = given.x, given.dx
+    plan = plan_forward(x, dx, loss) if plan is None else plan
+    held = dx is not None and plan.strategy in ("row", "split")
+    if plan.strategy == "tile" or held:
+        return _held(given, loss, plan, dtype, states)
+    return _online(given, loss, plan, dtype, states or dx is not None)
+
+
+def plan_forward(x: Tensor, dx: Tensor | None, loss: Loss) -> RowPlan:
+    """The planner's choice for rows [n_rows, n_classes]."""
+    itemsize = arithmetic_of(x).itemsize if loss.softcap is not None else x.element_size()
+    alignment, gpu = alignment_of(x) if dx is None else alignment_of(x, dx), device_of(x.get_device())
+    planned, (n_rows, n_classes) = partial(plan_reduction, merges=True) if dx is None else plan_loss, x.shape
+    return planned(n_rows, n_classes, itemsize, gpu, alignment=alignment)
+
+
+def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
+    return spec_of(LossSpec, plan, x.dtype, x.get_device(), itemsize=x.element_size(), **loss.kind(), **fields)
+
+
+def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Prepared:
+    """Rows that wait in registers until their gradient is written, or that are short."""
+    x, dx, tile = given.x, given.dx, plan.strategy == "tile"
+    gradient = {} if dx is None else {
+        "gradient": True, "inplace": dx.data_ptr() == x.data_ptr(),
+        "totals": 1 if given.totals is None else given.totals.shape[1],
+    }  # fmt: skip
+    spec = _spec(x, plan, loss, crowds=not tile, **gradient)
+    if dx is None:
+        spec = replace(spec, mean=False)
+    if not tile:
+        spec = replace(spec, stats=False)
+    parts = plan.parts if loss.smooth and not tile else 1
+    rows_of = _rows_maker(x, dtype, loss, states, parts, with_stats=tile)
+    rows = rows_of(plan.n_rows)
+    names = (*Given._fields, *LossRows._fields[: 6 if tile else 4])
+    tensors = dict(zip(names, (*given, *rows), strict=False))
+    values = loss.values() | ({"dx_row_stride": x.stride(0)} if dx is None else {})
+    kernel = _tile_loss if tile else _part_loss
+    run = prepare(kernel, plan, spec, tensors, values, device=x.get_device(), numbers=LOSS_NUMBERS)
+    picked = _picked((*given, *rows)[: len(names)])
+
+    def made(launched, n_rows):
+        def call(given, numbers):
+            rows = rows_of(n_rows)
+            launched(*picked((*given, *rows)), *numbers)
+            return rows
+
+        return call
+
+    def again(n):
+        other = plan_for(plan, n)
+        found = other and run.again(other)
+        return made(found.__call__, n) if found else None
+
+    return Prepared(made(run.__call__, plan.n_rows), again, partial(rows_of, plan.n_rows))
+
+
+def _rows_maker(x: Tensor, dtype, loss: Loss, states: bool, parts: int, with_stats: bool) -> Callable[[int], LossRows]:
+    arithmetic, empty = arithmetic_of(x), allocator(x.device)
+    dtype, z_loss, stats = dtype or arithmetic, loss.lse_square_scale != 0, loss.stats and with_stats
+
+    def rows_of(n):
+        of_row = (n,), (1,)
+        return LossRows(
+            empty(*of_row, arithmetic) if states else None,
+            empty(*of_row, arithmetic) if states else None,
+            empty((n, parts), (parts, 1), dtype),
+            empty(*of_row, arithmetic) if z_loss else None,
+            empty(*of_row, arithmetic) if stats else None,
+            empty(*of_row, torch.int64) if stats else None,
+        )
+
+    return rows_of
+
+
+def _picked(tensors):
+    """What takes from tensors like these those that are not None."""
+    places = [i for i, each in enumerate(tensors) if each is not None]
+    return itemgetter(*places)
+
+
+def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Prepared:
+    """Losses tile by tile, and the states of a row's parts merged; a gradient that is wanted makes a second read."""
+    x, device, parts, stats = given.x, given.x.get_device(), plan.parts, loss.stats
+    arithmetic, empty = arithmetic_of(x), allocator(x.device)
+    spec = replace(
+        _spec(x, plan, loss), split=False, lanes=1, copies=1, poll_last_first=False, axis=1, full_pieces=0, mean=False
+    )
+    rows_of = _rows_maker(x, dtype, loss, states, 1, with_stats=True)
+
+    def states_of(n):
+        if parts == 1:
+            return None, None
+        of_parts = empty((4, n, parts), (n * parts, parts, 1), arithmetic)
+        return of_parts, empty((n, parts), (parts, 1), torch.int32) if stats else None
+
+    def arranged(given, states, rows):
+        return given.x, given.target, given.weight, given.w_total, given.numbers, *states, *rows
+
+    names = ("x", "target", "weight", "w_total", "numbers", "states", "found", *LossRows._fields)
+    tensors = dict(zip(names, arranged(given, states_of(plan.n_rows), rows_of(plan.n_rows)), strict=True))
+    options: dict[str, Any] = {"device": device, "numbers": LOSS_NUMBERS}
+    runs = [prepare(_online_loss, plan, spec, tensors, loss.values(), **options)]
+    if parts > 1:
+        lanes = triton.next_power_of_2(parts)
+        block = max(1, min(16, 1024 // lanes))
+        merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1, shifted=False)
+        programs = partial(_blocks, block)
+        runs.append(
+            prepare(
+                _merge_losses, plan, merging, tensors, loss.values(), programs=programs, num_warps=4, **options
+            )
+        )  # fmt: skip
+    picked = _picked(tuple(tensors.values()))
+    bare = replace(loss, weight=None)  # a call that is kept holds no tensor
+
+    def made(runs, n_rows):
+        launches = [run.__call__ for run in runs]
+
+        def call(given, numbers):
+            rows = rows_of(n_rows)
+            arguments = picked(arranged(given, states_of(n_rows), rows))
+            for each in launches:
+                each(*arguments, *numbers)
+            if given.dx is not None:
+                _second_read(given, rows, bare, numbers)
+            return rows
+
+        return call
+
+    def again(n):
+        other = plan_for(plan, n)
+        others = [other and run.again(other) for run in runs]
+        return made(others, n) if all(others) else None
+
+    return Prepared(made(runs, plan.n_rows), again, partial(rows_of, plan.n_rows))
+
+
+def _blocks(block: int, plan: RowPlan) -> int:
+    return -(-plan.n_rows // block)
+
+
+def backward(
+    x: Tensor, target: Tensor, m: Tensor, ls: Tensor, loss: Loss, *, totals: Tensor | None = None,
+    dy: Tensor | None = None, dz: Tensor | None = None, dlse: Tensor | None = None, dx: Tensor | None = None,
+    plan: RowPlan | None = None,
+) -> Tensor:  # fmt: skip
+    """dx of rows x [n_rows, n_classes], from m and ls [n_rows] of `forward`.
+
+    dy: what each row's loss counts in the result, one value or one a row; all 1 if None. dz: the same of its z-loss,
+    dy's if None. dlse: the gradient of each row's lse. loss.mean divides dy and dz by the totals.
+    """
+    if dx is None:
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return dx
+    dtype = arithmetic_of(x)
+    dy, dz, dlse = (None if each is None else each.to(dtype).contiguous() for each in (dy, dz, dlse))
+    given = given_of(x, dx, target, loss, totals)
+    beside = m, ls, dy, dz, dlse
+    if plan is not None:
+        return prepare_gradient(given, beside, loss, plan).call(given, beside, loss.numbers())
+    return _gradient_call(given, beside, loss)(given, beside, loss.numbers())
+
+
+def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Tensor]:
+    """What `prepare_gradient` gives, found or kept."""
+    parts = None if given.totals is None else given.totals.shape[1]
+    options = *loss.kind().values(), loss.ignore_index, parts
+    tensors = given.x, given.target, given.dx, given.weight, *beside[2:]
+    call = find("loss_gradient", options, *tensors)
+    return keep(prepare_gradient(given, beside, loss), "loss_gradient", options, *tensors) if call is None else call
+
+
+def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Prepared:
+    """What writes the gradient: call(given, (m, ls, dy, dz, dlse), numbers) -> dx."""
+    x, dx, totals = given.x, given.dx, given.totals
+    device = x.get_device()
+    assert dx is not None
+    if plan is None:
+        n_rows, n_classes = x.shape
+        plan = plan_reduction(
+            n_rows, n_classes, x.element_size(), device_of(device), alignment=alignment_of(x, dx), writes=True,
+            capped=loss.softcap is not None,
+        )  # fmt: skip
+    spec = _spec(x, plan, replace(loss, stats=False, lse_square_scale=0.0))
+    spec = replace(spec, tile=True, axis=1, full_pieces=0, ptx=False, totals=1 if totals is None else totals.shape[1])
+    names = (*Given._fields, "m", "ls", "dy", "dz", "dlse")
+    arranged = (*given, *beside)
+    steps = [0 if each is None or each.numel() == 1 else 1 for each in beside[2:4]]
+    values = loss.values() | {"dy_step": steps[0], "dz_step": steps[1]}
+    numbers = tuple(name for name in LOSS_NUMBERS if name != "hidden")
+    tensors = dict(zip(names, arranged, strict=True))
+    run = prepare(_gradient, plan, spec, tensors, values, device=device, numbers=numbers)
+    picked = _picked(arranged)
+
+    def made(launched):
+        def call(given, beside, numbers):
+            factor, _, *rest = numbers
+            launched(*picked((*given, *beside)), factor, *rest)
+            return given.dx
+
+        return call
+
+    def again(n):
+        other = plan_for(plan, n)
+        found = other and run.again(other)
+        return made(found.__call__) if found else None
+
+    return Prepared(made(run.__call__), again)
+
+
+def _second_read(given: Given, rows: LossRows, loss: Loss, numbers) -> None:
+    """The gradient of rows that the chip does not hold, from their states."""
+    beside = rows.m, rows.ls, None, None, None
+    _gradient_call(given, beside, replace(loss, weight=given.weight))(given, beside, numbers)
+
+
+def totals_of(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Tensor:
+    """[2, parts]: of every part of the targets, the weights and the number of those that count."""
+    call = find("totals", (loss.ignore_index, n_classes, dtype), target, loss.weight)
+    if call is None:
+        prepared = prepare_totals(target, loss, n_classes, dtype)
+        call = keep(prepared, "totals", (loss.ignore_index, n_classes, dtype), target, loss.weight)
+    return call(target, loss.weight)
+
+
+def prepare_totals(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Prepared:
+    """What counts targets like these: call(target, weight) -> totals."""
+    n_rows, empty = target.numel(), allocator(target.device)
+    parts = totals_parts(n_rows)
+    totals = empty((2, parts), (parts, 1), dtype)
+    launched = launch.prepare(
+        _totals, parts, (target, loss.weight, totals), (n_rows, -(-n_rows // parts), n_classes, loss.ignore_index),
+        {"BLOCK": _COUNTED}, device=target.get_device(), num_warps=8,
+    )  # fmt: skip
+
+    def made(launched):
+        def call(target, weight):
+            totals = empty((2, parts), (parts, 1), dtype)
+            launched(*((target, totals) if weight is None else (target, weight, totals)))
+            return totals
+
+        return call
+
+    def again(n):
+        found = launched.again(parts, {0: n, 1: -(-n // parts)}) if totals_parts(n) == parts else None
+        return made(found.__call__) if found else None
+
+    return Prepared(made(launched.__call__), again, partial(empty, (2, parts), (parts, 1), dtype))
+
+
+def totals_parts(n_rows: int) -> int:
+    return next(parts for parts in (1, 16, 128) if n_rows <= parts * _COUNTED or parts == 128)
+
+
+def finish(rows: LossRows, totals: Tensor | None, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of all losses, and of the z-losses in it."""
+    values, z = rows.loss, rows.z
+    if values.numel() > _FINISHED:
+        values = values.sum().view(1)
+        z = None if z is None else z.sum().view(1)
+    call = find("finish", (loss.mean, dtype), values, z, totals)
+    if call is None:
+        prepared = prepare_finish(values, z, totals, loss.mean, dtype)
+        call = keep(prepared, "finish", (loss.mean, dtype), values, z, totals)
+    return call(values, z, totals)
+
+
+def prepare_finish(values: Tensor, z: Tensor | None, totals: Tensor | None, mean: bool, dtype) -> Prepared:
+    """What sums losses like these: call(values, z, totals) -> (sum or mean, that of the z-losses)."""
+    empty = allocator(values.device)
+    result, z_result = empty((), (), dtype), None if z is None else empty((), (), dtype)
+    spec = LossSpec(
+        block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[values.dtype], mean=mean,
+        totals=1 if totals is None else totals.shape[1],
+    )  # fmt: skip
+    arranged = (values, z, totals, result, z_result)
+    launched = launch.prepare(
+        _finish, 1, arranged, (values.numel(), 0 if z is None else z.numel()), {"K": spec, "BLOCK": 8192},
+        device=values.get_device(), num_warps=16,
+    )  # fmt: skip
+    picked, per_row, with_z = _picked(arranged), values.numel() // max(values.shape[0], 1), z is not None
+
+    def made(launched):
+        def call(values, z, totals):
+            result, z_result = empty((), (), dtype), None if z is None else empty((), (), dtype)
+            launched(*picked((values, z, totals, result, z_result)))
+            return result, z_result
+
+        return call
+
+    def again(n):
+        found = launched.again(1, {0: n * per_row, 1: n if with_z else 0}) if n * per_row <= _FINISHED else None
+        return made(found.__call__) if found else None
+
+    return Prepared(made(launched.__call__), again)
+
+
+def multiply(dx: Tensor, factor: Tensor) -> Tensor:
+    """dx, contiguous, times a factor of one element, in place; where that is 1 nothing is read."""
+    call = find("multiply", None, dx, factor)
+    if call is None:
+        call = keep(prepare_multiply(dx, factor), "multiply", None, dx, factor)
+    call(dx, factor)
+    return dx
+
+
+def prepare_multiply(dx: Tensor, factor: Tensor) -> Prepared:
+    """What multiplies in place: call(dx, factor)."""
+    sm_count, per_row = device_of(dx.get_device()).sm_count, dx.numel() // max(dx.shape[0], 1)
+
+    def programs_of(n):
+        return min(-(-n // _MULTIPLIED), _MULTIPLIERS * sm_count)
+
+    n = dx.numel()
+    launched = launch.prepare(
+        _multiply, programs_of(n), (dx, factor), (n, programs_of(n)), {"BLOCK": _MULTIPLIED},
+        device=dx.get_device(), num_warps=8,
+    )  # fmt: skip
+
+    def again(n_rows):
+        n = n_rows * per_row
+        found = launched.again(programs_of(n), {0: n, 1: programs_of(n)})
+        return found and found.__call__
+
+    return Prepared(launched.__call__, again)

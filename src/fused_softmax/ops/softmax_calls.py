@@ -1,0 +1,360 @@
+"""softmax, log_softmax and their gradients as prepared calls: what is allocated, copied and launched.
+
+The tensors at hand decide once: rows or columns, whether the result is written where it lies, what goes through a copy.
+The call that comes of it does the same for any tensors like these, and decides nothing.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
+from fused_softmax.layout import ScoreLayout, as_rows, columns_of, flatten, is_rows, last, overlap, scores_against
+from fused_softmax.ops.softmax_rows import (
+    keep_first_max,
+    plan_backward,
+    plan_forward,
+    prepare_backward,
+    prepare_columns,
+    prepare_columns_backward,
+    prepare_forward,
+)
+from fused_softmax.options import PLAIN, Scores
+from fused_softmax.plan import RowPlan, plan_for
+
+bump_version = torch._C._increment_version
+
+
+def forward(log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = None, scores: Scores = PLAIN):
+    """(log_)softmax on the kernels, with no gradient and no checks: what registered operators and stand-ins run."""
+    name = "log_softmax_forward" if log else "softmax_forward"
+    if not scores.plain:
+        return prepare_call(log, input, dim, dtype, out, scores).call(input, out, scores.scale, scores.mask)
+    others = () if out is None else (out,)
+    call = find(name, (dim, dtype), input, *others)
+    if call is None:
+        call = keep(prepare_call(log, input, dim, dtype, out, PLAIN), name, (dim, dtype), input, *others)
+    return call(input, out, None, None)
+
+
+def backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, hides: bool, factor: float) -> Tensor:
+    """dx in `dtype`, times a factor; contiguous as y is. hides: elements that were masked have no gradient."""
+    name, options = backward_key(log, dim, dtype, hides, factor != 1)
+    call = find(name, options, y, dy)
+    if call is None:
+        call = keep(prepare_backward_call(log, dy, y, dim, dtype, hides, factor != 1), name, options, y, dy)
+    return call(dy, y, factor)
+
+
+def backward_key(log: bool, dim: int, dtype: torch.dtype, hides: bool, scaled: bool) -> tuple[str, tuple]:
+    """Under what `backward` keeps its calls."""
+    return "log_softmax_backward" if log else "softmax_backward", (dim, dtype, hides, scaled)
+
+
+def forward_by_plan(
+    x: Tensor, plan: RowPlan | None = None, *, y: Tensor | None = None, log: bool = False, scores: Scores = PLAIN
+) -> Tensor:
+    """(log_)softmax over the last dim of x [..., n_cols] by a plan for the whole of x, or the planner's.
+
+    y: of x's shape, its rows contiguous; a new contiguous tensor of x's dtype if None.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
+    if x.numel():
+        x_rows, y_rows = as_rows(x), as_rows(y)
+        against = scores.exact(y.dtype, x.device)
+        plan = plan or plan_forward(x_rows, y_rows, against)
+        layout = scores_against(against, tuple(x.shape))
+        number = (against.number,) if isinstance(against.scale, float) else ()
+        scored = [each for each in (layout.mask, layout.scale) if each is not None]
+        run = prepare_forward(x_rows, y_rows, plan, log=log, scores=against, shape=tuple(x.shape))
+        run(x_rows, y_rows, *scored, *number)
+        if plan.strategy == "stream" and against.greedy:
+            keep_first_max(x, y, log, scores)
+    return y
+
+
+def backward_by_plan(
+    dy: Tensor, y: Tensor, dx: Tensor, plan: RowPlan | None = None, *, log: bool = False, hides: bool = False,
+    factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The gradient over the last dim into dx, its rows contiguous, by a plan, or the planner's."""
+    if y.numel():
+        dy_rows, y_rows, dx_rows = (as_rows(each) for each in (dy, y, dx))
+        run = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=factor != 1)
+        run(dy_rows, y_rows, dx_rows, *((factor,) if factor != 1 else ()))
+    return dx
+
+
+def prepare_call(
+    log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None, scores: Scores
+) -> Prepared:
+    """The forward for tensors like these: call(input, out, scale, mask) -> result."""
+    if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
+        inner = prepare_call(log, input.to(dtype), dim, dtype, out, scores).call
+        return Prepared(lambda input, out, scale, mask: inner(input.to(dtype), out, scale, mask))
+    if not input.numel():
+        return Prepared(lambda input, out, scale, mask: torch.empty_like(input, dtype=dtype) if out is None else out)
+    read = [each for each in (input, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    if out is not None and any(overlap(each, out) for each in read):  # of a row that is written, another may be unread
+        return _copied_into(prepare_call(log, input, dim, dtype, None, scores))
+    if scores.plain and input.ndim:
+        prepared = _over_columns(log, input, dim, dtype, out)
+        if prepared is not None:
+            return prepared
+    return _over_rows(log, input, dim, dtype, out, scores)
+
+
+def _over_columns(log, input, dim, dtype, out) -> Prepared | None:
+    """Along a strided dim as it lies, or None where the tensors have rows, or a copy is needed."""
+    source = columns_of(input, dim)
+    if source is None:
+        return None
+    shape, strides, empty = tuple(input.shape), contiguous_strides(input.shape), allocator(input.device)
+    result = empty(shape, strides, dtype) if out is None else out
+    target = columns_of(result, dim)
+    if target is None or target[1] != source[1]:
+        return None
+    run = prepare_columns(source[0], target[0], log=log)
+    if run is None:
+        return None
+    return _direct(run, input, dtype, strides) if out is None else _written(run, log, dim, dtype, PLAIN, input, out)
+
+
+def _over_rows(log, input, dim, dtype, out, scores) -> Prepared:
+    source = last(input, dim)
+    rows = flatten(source)
+    copies = rows is None
+    strides, empty = contiguous_strides(input.shape), allocator(input.device)
+    result = empty(tuple(input.shape), strides, dtype) if out is None else out
+    in_place = is_rows(last(result, dim))
+    if out is not None and (copies or not in_place):
+        return _copied_into(_over_rows(log, input, dim, dtype, None, scores))
+
+    shape = tuple(source.shape)
+    against = (scores.along(dim, input.shape) if input.ndim else scores).exact(dtype, input.device)
+    target = last(result, dim) if in_place else torch.empty(shape, dtype=dtype, device=input.device)
+    rows, y_rows = as_rows(source), as_rows(target)
+    plan = plan_forward(rows, y_rows, against)
+    run = prepare_forward(rows, y_rows, plan, log=log, scores=against, shape=shape)
+    layout = scores_against(against, shape)
+    supply = supplier(scores, layout, dim, dtype, input)
+    if plan.strategy == "stream" and against.greedy:
+        return _first_max_after(run, supply, log, input, dim, dtype, scores, out)
+    if out is not None:
+        return _written(run, log, dim, dtype, scores, input, out, supply)
+    if copies or not in_place:
+        return _through_copies(run, supply, dim, dtype, copies, in_place, shape)
+    leads = input.ndim > 1 and dim % input.ndim != 0 and not layout.copied
+    by_query = scores.is_causal and input.ndim == 2  # its rows are the queries
+    if not leads or by_query:
+        return _direct(run, input, dtype, strides, supply)
+    return _direct(run, input, dtype, strides, supply, plan, leading_of(layout, input.shape[0]))
+
+
+def _direct(run, input, dtype, strides, supply=None, plan=None, leading=None) -> Prepared:
+    """Nothing but an allocation and a launch. plan: of rows, if the call can be made for another number of them."""
+    shape, empty = tuple(input.shape), allocator(input.device)
+
+    def made(launch, shape):
+        def call(input, out, scale, mask):
+            result = empty(shape, strides, dtype)
+            launch(input, result)
+            return result
+
+        def scaled_call(input, out, scale, mask):
+            result = empty(shape, strides, dtype)
+            launch(input, result, scale)
+            return result
+
+        def masked_call(input, out, scale, mask):
+            result = empty(shape, strides, dtype)
+            launch(input, result, mask)
+            return result
+
+        def scored_call(input, out, scale, mask):
+            result = empty(shape, strides, dtype)
+            launch(input, result, *supply(scale, mask))
+            return result
+
+        return {None: call, SCALE: scaled_call, MASK: masked_call}.get(supply, scored_call)
+
+    def again(n):
+        other = plan_for(plan, n * (plan.n_rows // shape[0]))
+        found = other and run.again(other, leading(n))
+        return made(found.__call__, (n, *shape[1:])) if found else None
+
+    return Prepared(made(run.__call__, shape), again if plan is not None else None)
+
+
+def leading_of(layout: ScoreLayout, size: int) -> Callable[[int], dict[str, int]]:
+    """What gives the kernel's value that counts the rows' leading index, for another leading size than `size`."""
+    if layout.leading is None:
+        return lambda n: {}
+    name, inner = layout.leading, layout.values[layout.leading] // size
+    return lambda n: {name: inner * n}
+
+
+def _written(run, log, dim, dtype, scores, input, out, supply=None) -> Prepared:
+    """Into the caller's tensor, where it lies."""
+    launch, rules = run.__call__, (scores.is_causal, scores.masked_rows)
+    before, after = bytes_of(input), bytes_of(out)
+
+    def call(input, out, scale, mask):
+        apart = out.data_ptr() - input.data_ptr()
+        if -after < apart < before or any(isinstance(each, Tensor) and overlap(each, out) for each in (scale, mask)):
+            of_this = Scores(scale, mask, *rules)
+            return prepare_call(log, input, dim, dtype, out, of_this).call(input, out, scale, mask)
+        if supply is None:
+            launch(input, out)
+        else:
+            launch(input, out, *supplied(supply, scale, mask))
+        if not out.is_inference():
+            bump_version((out,))  # autograd sees no write of a kernel's
+        return out
+
+    return Prepared(call)
+
+
+def bytes_of(x: Tensor) -> int:
+    """How many bytes from a tensor's first element to its last."""
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+def _copied_into(prepared) -> Prepared:
+    """Into a new tensor, and from there into the caller's."""
+    inner = prepared.call
+    return Prepared(lambda input, out, scale, mask: out.copy_(inner(input, None, scale, mask)))
+
+
+def _through_copies(run, supply, dim, dtype, copies, in_place, moved_shape) -> Prepared:
+    """Where no stride describes the rows of the input (copies), or of the result as it should lie (not in_place)."""
+    launch = run.__call__
+
+    def call(input, out, scale, mask):
+        source = last(input, dim).contiguous() if copies else input
+        result = torch.empty(input.shape, dtype=dtype, device=input.device)
+        target = result if in_place else torch.empty(moved_shape, dtype=dtype, device=input.device)
+        launch(source, target, *supplied(supply, scale, mask))
+        return result if in_place else result.copy_(target.movedim(-1, dim))
+
+    return Prepared(call)
+
+
+def _first_max_after(run, supply, log, input, dim, dtype, scores, out) -> Prepared:
+    """Rows that stream and may have scale 0, which torch's operations give their first maximum."""
+    launch, rules = run.__call__, (scores.is_causal, scores.masked_rows)
+
+    def call(input, out, scale, mask):
+        result = torch.empty(input.shape, dtype=dtype, device=input.device) if out is None else out
+        source, target = last(input, dim), last(result, dim)
+        rows = as_rows(source) if flatten(source) is None else source
+        moved = target if is_rows(target) else torch.empty(source.shape, dtype=dtype, device=input.device)
+        launch(rows, moved, *supplied(supply, scale, mask))
+        of_this = Scores(scale, mask, *rules).along(dim, tuple(input.shape))
+        keep_first_max(source, moved, log, of_this)
+        if moved is not target:
+            target.copy_(moved)
+        return result
+
+    return Prepared(call)
+
+
+SCALE, MASK = "scale", "mask"
+
+
+def supplier(scores: Scores, layout: ScoreLayout, dim: int, dtype: torch.dtype, input: Tensor):
+    """What makes a launch's last arguments of a call's scale and mask: see `supplied`. None if it has none.
+
+    SCALE or MASK where that alone, as it is given, is all.
+    """
+    if scores.scale is None and scores.mask is None:
+        return None
+    device, shape, copied = input.device, tuple(input.shape), layout.copied
+    moved_shape = tuple(last(input, dim).shape)
+    masked, scaled, per_row = scores.mask is not None, scores.scale is not None, isinstance(scores.scale, Tensor)
+    wide = scaled and not per_row and dtype == torch.float64  # a kernel's number has 32 bits
+    if not (copied or scores.moved or wide) and masked != scaled:
+        return MASK if masked else SCALE
+
+    def supply(scale, mask):
+        if copied:
+            given = Scores(scale if scaled else None, mask).along(dim, shape).exact(dtype, device)
+            anew = scores_against(given, moved_shape)
+            tensors = tuple(each for each in (anew.mask, anew.scale) if each is not None)
+        else:
+            tensors = (mask.to(device),) if masked else ()
+            if per_row:
+                tensors += (scale.to(device),)
+            elif wide:
+                tensors += (torch.full((), scale, dtype=torch.float64, device=device),)
+        return (*tensors, scale) if scaled and not per_row and not wide else tensors
+
+    return supply
+
+
+def supplied(supply, scale, mask) -> tuple:
+    """A launch's last arguments."""
+    if supply is None:
+        return ()
+    return (scale,) if supply is SCALE else (mask,) if supply is MASK else supply(scale, mask)
+
+
+def prepare_backward_call(
+    log: bool, dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, hides: bool, scaled: bool
+) -> Prepared:
+    """The gradient for tensors like these: call(dy, y, factor) -> dx."""
+    shape, strides, device = tuple(y.shape), contiguous_strides(y.shape), y.device
+    empty = allocator(device)
+    dx = empty(shape, strides, dtype)
+    if not y.numel():
+        return Prepared(lambda dy, y, factor: torch.empty_like(y, dtype=dtype))
+    if y.ndim and not hides and not scaled:
+        views = [view for view in (columns_of(each, dim) for each in (dy, y, dx)) if view is not None]
+        if len(views) == 3 and views[0][1] == views[1][1] == views[2][1]:
+            run = prepare_columns_backward(views[0][0], views[1][0], views[2][0], log=log)
+            if run is not None:
+                return _direct_backward(run, shape, strides, dtype, empty, scaled)
+    moved = [last(each, dim) for each in (dy, y, dx)]
+    copies = [flatten(each) is None for each in moved[:2]]
+    in_place = is_rows(moved[2])
+    if not in_place:
+        moved[2] = torch.empty(moved[1].shape, dtype=dtype, device=device)
+    dy_rows, y_rows, dx_rows = (as_rows(each) for each in moved)
+    plan = plan_backward(dy_rows, y_rows, dx_rows)
+    run = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=scaled)
+    if in_place and not any(copies):
+        leads = y.ndim > 1 and dim % y.ndim != 0
+        return _direct_backward(run, shape, strides, dtype, empty, scaled, plan if leads else None)
+    launch, moved_shape = run.__call__, tuple(moved[1].shape)
+
+    def call(dy, y, factor):
+        sources = [last(each, dim).contiguous() if copy else each for each, copy in zip((dy, y), copies, strict=True)]
+        dx = torch.empty(shape, dtype=dtype, device=device)
+        target = dx if in_place else torch.empty(moved_shape, dtype=dtype, device=device)
+        launch(*sources, target, *((factor,) if scaled else ()))
+        return dx if in_place else dx.copy_(target.movedim(-1, dim))
+
+    return Prepared(call)
+
+
+def _direct_backward(run, shape, strides, dtype, empty, scaled, plan=None) -> Prepared:
+    def made(launch, shape):
+        def call(dy, y, factor):
+            dx = empty(shape, strides, dtype)
+            launch(dy, y, dx)
+            return dx
+
+        def scaled_call(dy, y, factor):
+            dx = empty(shape, strides, dtype)
+            launch(dy, y, dx, factor)
+            return dx
+
+        return scaled_call if scaled else call
+
+    def again(n):
+        other = plan_for(plan, n * (plan.n_rows // shape[0]))
+        found = other and run.again(other)
+        return made(found.__call__, (n, *shape[1:])) if found else None
+
+    return Prepared(made(run.__call__, shape), again if plan is not None else None)

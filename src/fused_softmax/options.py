@@ -1,0 +1,325 @@
+"""What a call asks for beside its tensors, checked once: scale, mask and causality of scores, and the terms of a loss.
+
+z = x * scale + mask.  A bool mask keeps where it is True; causal keeps column j of query i where j - i <= n_keys -
+n_queries, so that the last query sees every key (bottom-right aligned). What is not kept is -inf.
+A scale of 0 is temperature 0: the row's first maximum alone is kept, and scaled by 1.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of results
+MaskedRows = Literal["nan", "zero"]
+_LEAST = 2.0**-149  # of fp32, above 0
+_LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """scale, mask and causality of one call, in torch's terms.
+
+    scale: a number, or a tensor that broadcasts against the input with its last dim 1.
+    mask: bool or of a float dtype; broadcasts against the input, and is never expanded in memory.
+    masked_rows: what a row gets of which nothing is kept: NaN, or probabilities of zero.
+    never_zero: whether a scale tensor is known to hold no 0.
+    moved: whether scale or mask came from another device, and is a copy.
+    """
+
+    scale: float | Tensor | None = None
+    mask: Tensor | None = None
+    is_causal: bool = False
+    masked_rows: MaskedRows = "nan"
+    never_zero: bool = False
+    moved: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return self.scale is None and self.mask is None and not self.is_causal and self.masked_rows == "nan"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether a row may have scale 0."""
+        return not self.never_zero if isinstance(self.scale, Tensor) else self.scale == 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether an element that is -inf may have been masked, and then has no gradient."""
+        return self.mask is not None or self.is_causal or self.masked_rows == "zero"
+
+    @property
+    def added(self) -> bool:
+        """Whether the kernels hold sums in fp32, and not the elements they read."""
+        return self.mask is not None and self.mask.dtype != torch.bool
+
+    @property
+    def per_row(self) -> Tensor | None:
+        """The scale of each row, where it is a tensor."""
+        return self.scale if isinstance(self.scale, Tensor) else None
+
+    @property
+    def number(self) -> float:
+        """The scale of all rows as a kernel is given it, in 32 bits; 1 where it is a tensor or there is none."""
+        return 1.0 if self.scale is None or isinstance(self.scale, Tensor) else kernel_number(self.scale)
+
+    def arguments(self) -> dict[str, Any]:
+        """As the public functions take them."""
+        return {
+            "scale": self.scale, "mask": self.mask, "is_causal": self.is_causal, "masked_rows": self.masked_rows,
+        }  # fmt: skip
+
+    def operator_arguments(self) -> tuple:
+        """The last arguments of a registered operator; left out where all are defaults."""
+        number, per_row = (None, self.scale) if isinstance(self.scale, Tensor) else (self.scale, None)
+        return () if self.plain else (number, per_row, self.mask, self.is_causal, self.masked_rows)
+
+    @staticmethod
+    def of_operator(scale=None, row_scale=None, mask=None, is_causal=False, masked_rows="nan") -> "Scores":
+        return Scores(scale if row_scale is None else row_scale, mask, is_causal, masked_rows)
+
+    def along(self, dim: int, shape: tuple[int, ...]) -> "Scores":
+        """For the input with `dim` moved last: its mask and scale moved likewise, as views."""
+        if self.plain or dim % len(shape) == len(shape) - 1:
+            return self
+        scale, mask = self.scale, self.mask
+        if isinstance(scale, Tensor):
+            scale = scale.expand(shape).movedim(dim, -1)
+        return replace(self, scale=scale, mask=None if mask is None else mask.expand(shape).movedim(dim, -1))
+
+    def exact(self, dtype: torch.dtype, device: torch.device) -> "Scores":
+        """With a number of 64 bits as a tensor where the arithmetic has them: a kernel's own number has 32."""
+        if not isinstance(self.scale, float) or dtype != torch.float64:
+            return self
+        number = torch.full((), self.scale, dtype=torch.float64, device=device)
+        return replace(self, scale=number, never_zero=self.scale != 0)
+
+
+PLAIN = Scores()
+
+
+def kernel_number(number: float) -> float:
+    """A number as 32 bits hold it, but never 0 unless it is: 0 is another thing than its neighbours."""
+    return math.copysign(_LEAST, number) if 0 < abs(number) < _LEAST else float(number)
+
+
+def is_plain(scale: Any, mask: Any, is_causal: Any, masked_rows: Any) -> bool:
+    return scale is None and mask is None and is_causal is False and masked_rows == "nan"
+
+
+def kind_of_scale(scale: Any) -> Any:
+    """What a kept call depends on of a scale: of a number, whether it is 0 or 1; of anything else, itself."""
+    if type(scale) is float or type(scale) is int:
+        return "0" if scale == 0 else "1" if scale == 1 else "number"
+    return scale
+
+
+def scores_of(name: str, input: Tensor, dim: int, scale: Any, mask: Any, is_causal: Any, masked_rows: Any) -> Scores:
+    """The Scores of a call, or an error that names the argument."""
+    if is_plain(scale, mask, is_causal, masked_rows):
+        return PLAIN
+    shape, given = tuple(input.shape), (scale, mask)
+    if masked_rows not in ("nan", "zero"):
+        raise ValueError(f'{name}: masked_rows must be "nan" or "zero", got {masked_rows!r}')
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"{name}: is_causal must be a bool, not {type(is_causal).__name__} ({is_causal!r})")
+    last = input.ndim > 0 and dim % input.ndim == input.ndim - 1
+    if is_causal and input.ndim < 2:
+        raise ValueError(f"{name}: is_causal needs at least 2 dims [..., queries, keys], got input of shape {shape}")
+    if is_causal and not last:
+        raise ValueError(f"{name}: is_causal is over the last dim, got dim={dim} of input of shape {shape}")
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"{name}: mask must be a Tensor, not {type(mask).__name__}")
+        if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+            raise TypeError(
+                f"{name}: mask must be bool (True keeps) or of 16 to 64 bit floats (added), got {mask.dtype}"
+            )
+        mask = _broadcast(name, "mask", mask, input, shape)
+    if isinstance(scale, Tensor):
+        if scale.dtype not in DTYPES:
+            raise TypeError(f"{name}: scale must be of 16 to 64 bit floats, got {scale.dtype}")
+        scale = _broadcast(name, "scale", scale, input, shape)
+        if scale.ndim and input.ndim and (scale.expand(shape).stride(dim) != 0 and shape[dim] != 1):
+            along = tuple(1 if i == dim % input.ndim else size for i, size in enumerate(shape))
+            got = tuple(scale.shape)
+            raise ValueError(f"{name}: a scale tensor holds one value a row: it broadcasts to {along}, got shape {got}")
+    elif scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise TypeError(f"{name}: scale must be a number or a Tensor, not {type(scale).__name__} ({scale!r})")
+        scale = None if scale == 1 else float(scale)
+    moved = any(isinstance(a, Tensor) and a is not b for a, b in zip(given, (scale, mask), strict=True))
+    return Scores(scale, mask, is_causal, masked_rows, moved=moved)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a call asks of its losses, beside logits and targets.
+
+    weight: [n_classes], in the dtype of the arithmetic, or None. scale, softcap: the logits are x * scale, and then
+    softcap * tanh(of that / softcap). stats: whether the entropy and the likeliest class are wanted too.
+    """
+
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    scale: float = 1.0
+    lse_square_scale: float = 0.0
+    stats: bool = False
+
+    @property
+    def mean(self) -> bool:
+        return self.reduction == "mean"
+
+    @property
+    def smooth(self) -> bool:
+        return self.label_smoothing > 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own cross_entropy has all that is asked."""
+        return self.scale == 1 and self.softcap is None and not self.lse_square_scale and not self.stats
+
+    def kind(self) -> dict[str, Any]:
+        """The fields of a LossSpec that this decides."""
+        return {
+            "weighted": self.weight is not None, "smooth": self.smooth, "mean": self.mean, "stats": self.stats,
+            "scaled": self.scale != 1.0 or self.softcap is not None, "capped": self.softcap is not None,
+            "z_loss": self.lse_square_scale != 0,
+        }  # fmt: skip
+
+    def values(self) -> dict[str, Any]:
+        """A kernel's arguments by name. ignore_index stays with a launch; LOSS_NUMBERS are given with each."""
+        return {"ignore_index": self.ignore_index, **dict(zip(LOSS_NUMBERS, self.numbers(), strict=True))}
+
+    def numbers(self) -> tuple[float, ...]:
+        """LOSS_NUMBERS of this loss as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
+        scale = math.copysign(min(max(abs(self.scale), _LEAST_NORMAL), _GREATEST), self.scale)
+        softcap = min(max(self.softcap or 1.0, _LEAST_NORMAL), _GREATEST)
+        hidden = float("-inf") if self.scale >= 0 else float("inf")
+        return scale, hidden, softcap, float(self.label_smoothing), float(self.lse_square_scale)
+
+    def exact_numbers(self, x: Tensor) -> Tensor | None:
+        """The numbers in fp64, where the logits have it: a kernel's own have 32 bits."""
+        if x.dtype != torch.float64:
+            return None
+        numbers = (self.scale, self.softcap or 1.0, self.label_smoothing, self.lse_square_scale)
+        return torch.stack([torch.full((), number, dtype=x.dtype, device=x.device) for number in numbers])
+
+    def weight_total(self) -> Tensor | None:
+        """W = sum_c w_c, where smoothing asks for it."""
+        return self.weight.sum(dtype=self.weight.dtype) if self.weight is not None and self.smooth else None
+
+    def operator_arguments(self) -> tuple:
+        """As the registered operators take them."""
+        return (
+            self.weight, self.ignore_index, self.reduction, float(self.label_smoothing),
+            None if self.softcap is None else float(self.softcap), self.scale, float(self.lse_square_scale),
+        )  # fmt: skip
+
+    def reference_arguments(self) -> dict[str, Any]:
+        """As `reference.cross_entropy` takes them, but for the reduction."""
+        return {
+            "weight": self.weight, "ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing,
+            "softcap": self.softcap, "scale": self.scale, "lse_square_scale": self.lse_square_scale,
+        }  # fmt: skip
+
+
+LOSS_NUMBERS = ("factor", "hidden", "cap", "smoothing", "lse_square_scale")
+_INDICES = (torch.int64, torch.int32, torch.uint8)
+
+
+def arithmetic_of(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def check_logits(name: str, argument: str, dtype: torch.dtype, shape: tuple[int, ...], target: Any) -> None:
+    """Logits of a dtype and shape [n_classes] or [n, n_classes, ...], and a target that fits them, or torch's error."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{name}: target must be a Tensor, not {type(target).__name__}")
+    if target.is_nested or target.layout != torch.strided:
+        raise RuntimeError(f"{name}: target must be a dense strided tensor, got {target.layout}")
+    if not dtype.is_floating_point:
+        raise NotImplementedError(f"{name}: {argument} must be of a float dtype, got {dtype}")
+    if not shape:
+        error = RuntimeError if target.ndim == 0 else ValueError
+        raise error(f"{name}: {argument} must have a class dim, got shape ()")
+    of_targets = () if len(shape) == 1 else (shape[0], *shape[2:])
+    if target.is_floating_point():
+        if tuple(target.shape) != shape:
+            raise RuntimeError(
+                f"{name}: target of probabilities must have shape {shape}, as {argument} has, got {tuple(target.shape)}"
+            )
+    elif target.dtype not in _INDICES:
+        raise (NotImplementedError if target.is_cuda else RuntimeError)(  # as torch
+            f"{name}: target must be of int64, int32 or uint8, or of probabilities, got {target.dtype}"
+        )
+    elif tuple(target.shape) != of_targets:
+        # torch's types of error: of the batch, and of what follows it.
+        batches = len(shape) < 3 or target.ndim == 0 or target.shape[0] != shape[0]
+        raise (ValueError if batches else RuntimeError)(
+            f"{name}: target must have shape {of_targets} for {argument} of shape {shape}, got {tuple(target.shape)}"
+        )
+
+
+def loss_of(
+    name: str, input: Tensor, target: Tensor, n_classes: int, weight: Any, ignore_index: Any, reduction: Any,
+    label_smoothing: Any, softcap: Any, scale: Any, lse_square_scale: Any, dtype: Any, stats: bool = False,
+) -> Loss:  # fmt: skip
+    """The Loss of a call, its weight as given, or an error that names the argument."""
+    if target.device != input.device:
+        raise RuntimeError(f"{name}: target must be on the input's device {input.device}, got {target.device}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'{name}: reduction must be "mean", "sum" or "none", got {reduction!r}')
+    if weight is not None:
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{name}: weight must be a Tensor, not {type(weight).__name__}")
+        if tuple(weight.shape) != (n_classes,):
+            raise RuntimeError(
+                f"{name}: weight must have shape ({n_classes},), one of every class, got {tuple(weight.shape)}"
+            )
+        if weight.device != input.device:
+            raise RuntimeError(f"{name}: weight must be on the input's device {input.device}, got {weight.device}")
+        if not weight.is_floating_point():
+            raise RuntimeError(f"{name}: weight must be of a float dtype, got {weight.dtype}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"{name}: ignore_index must be an int, not {type(ignore_index).__name__} ({ignore_index!r})")
+    for argument, value in (("label_smoothing", label_smoothing), ("lse_square_scale", lse_square_scale)):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise RuntimeError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    for argument, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name}: {argument} must be finite, got {value}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap must be more than 0, got {softcap}")
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"{name}: dtype must be a float torch.dtype, got {dtype!r}")
+    return Loss(
+        weight, ignore_index, reduction, label_smoothing, softcap, 1.0 if scale is None else float(scale),
+        lse_square_scale, stats,
+    )  # fmt: skip
+
+
+def _broadcast(name: str, argument: str, tensor: Tensor, input: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """tensor, on the input's device: as for torch's operators, one without dims may come from the CPU."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got a {kind} one")
+    if tensor.device != input.device and (tensor.ndim or tensor.device.type != "cpu"):
+        raise RuntimeError(f"{name}: {argument} must be on the input's device {input.device}, got {tensor.device}")
+    aligned = tuple(tensor.shape)
+    fits = len(aligned) <= len(shape) and all(
+        size in (1, whole) for size, whole in zip(reversed(aligned), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name}: {argument} must broadcast to the input's shape {shape}, got shape {aligned}")
+    return tensor.to(input.device)

@@ -1,0 +1,138 @@
+"""The operators of this package, one row each: whatever registers, replaces, measures, records or tests them reads it.
+
+A new operator is a kernel file, an op file, a reference, its rules and a row here; CONTRIBUTING.md has the whole list.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fused_softmax import reference
+from fused_softmax.ops import logsumexp as lse_ops
+from fused_softmax.ops import softmax as softmax_ops
+from fused_softmax.ops.cross_entropy import cross_entropy
+from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.register import loss_rules, one_dim, softmax_rules
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of torch.ops.fused_softmax.
+
+    name, schema: as torch.library defines it. run: what computes it, on any device. fake: shapes and dtypes alone.
+    save, gradient: autograd's setup_context and backward; None for an operator that nobody differentiates.
+    batched: the rule for vmap, called with the operator first; None leaves vmap to torch's operations.
+    public: the function that users call; None for a gradient. reference: the same in float64.
+    bench: its entries of bench.operations.OPERATIONS. recordings: the kernels of it that the visualizer has.
+    """
+
+    name: str
+    schema: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any]
+    save: Callable[..., Any] | None = None
+    gradient: Callable[..., Any] | None = None
+    batched: Callable[..., Any] | None = None
+    public: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+    bench: tuple[str, ...] = ()
+    recordings: tuple[str, ...] = field(default=())
+
+
+OPERATORS = (
+    Operator(
+        name="softmax",
+        schema=softmax_rules.SOFTMAX,
+        run=partial(softmax_rules.softmax, False),
+        fake=one_dim.fake,
+        save=partial(softmax_rules.save_softmax, False),
+        gradient=partial(softmax_rules.gradients_of, softmax_ops.gradients),
+        batched=softmax_rules.batched_softmax,
+        public=softmax_ops.softmax,
+        reference=reference.softmax,
+        bench=("softmax", "softmax_dim", "softmax_float32", "softmax_causal", "softmax_masked", "softmax_biased"),
+        recordings=("tile", "row", "split", "stream", "column"),
+    ),
+    Operator(
+        name="softmax_backward",
+        schema=softmax_rules.BACKWARD,
+        run=partial(softmax_rules.softmax_backward, False),
+        fake=one_dim.fake_backward,
+        save=softmax_rules.save_backward,
+        gradient=softmax_rules.softmax_second,
+        batched=one_dim.batched_backward,
+        bench=("softmax_backward",),
+        recordings=("backward",),
+    ),
+    Operator(
+        name="log_softmax",
+        schema=softmax_rules.SOFTMAX,
+        run=partial(softmax_rules.softmax, True),
+        fake=one_dim.fake,
+        save=partial(softmax_rules.save_softmax, True),
+        gradient=partial(softmax_rules.gradients_of, softmax_ops.gradients),
+        batched=softmax_rules.batched_softmax,
+        public=softmax_ops.log_softmax,
+        reference=reference.log_softmax,
+    ),
+    Operator(
+        name="log_softmax_backward",
+        schema=softmax_rules.BACKWARD,
+        run=partial(softmax_rules.softmax_backward, True),
+        fake=one_dim.fake_backward,
+        save=softmax_rules.save_backward,
+        gradient=softmax_rules.log_softmax_second,
+        batched=one_dim.batched_backward,
+        bench=("log_softmax_backward",),
+    ),
+    Operator(
+        name="logsumexp",
+        schema=softmax_rules.LOGSUMEXP,
+        run=softmax_rules.logsumexp,
+        fake=softmax_rules.fake_logsumexp,
+        save=softmax_rules.save_logsumexp,
+        gradient=partial(softmax_rules.gradients_of, lse_ops.gradients),
+        batched=softmax_rules.batched_logsumexp,
+        public=lse_ops.logsumexp,
+        reference=reference.logsumexp,
+        bench=("logsumexp",),
+    ),
+    Operator(
+        name="cross_entropy",
+        schema=loss_rules.CROSS_ENTROPY,
+        run=loss_rules.cross_entropy,
+        fake=loss_rules.fake_cross_entropy,
+        save=loss_rules.save_cross_entropy,
+        gradient=loss_rules.cross_entropy_gradient,
+        public=cross_entropy,
+        reference=reference.cross_entropy,
+        bench=("cross_entropy", "cross_entropy_gradient"),
+        recordings=("cross-entropy",),
+    ),
+    Operator(
+        name="cross_entropy_backward",
+        schema=loss_rules.CROSS_ENTROPY_BACKWARD,
+        run=loss_rules.cross_entropy_backward,
+        fake=loss_rules.fake_backward,
+        save=loss_rules.save_cross_entropy_backward,
+        gradient=loss_rules.cross_entropy_second,
+    ),
+    Operator(
+        name="linear_cross_entropy",
+        schema=loss_rules.LINEAR_CROSS_ENTROPY,
+        run=loss_rules.linear_cross_entropy,
+        fake=loss_rules.fake_linear,
+        save=loss_rules.save_linear,
+        gradient=loss_rules.linear_gradient,
+        public=linear_cross_entropy,
+        reference=reference.linear_cross_entropy,
+        bench=("linear_cross_entropy",),
+    ),
+    Operator(
+        name="linear_cross_entropy_backward",
+        schema=loss_rules.LINEAR_BACKWARD,
+        run=loss_rules.linear_backward,
+        fake=loss_rules.fake_linear_backward,
+    ),
+)

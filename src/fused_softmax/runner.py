@@ -1,0 +1,206 @@
+"""From a plan to launches: the one way that every kernel of this package is prepared and run.
+
+A kernel's arguments are found by the names of its parameters: `x_ptr` is the tensor x, `x_row_stride` its stride,
+`n_rows` and the like are the plan's. An operator says which tensors it has; no call site has a list of positions.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fused_softmax import launch, workspace
+from fused_softmax.device import device_of
+from fused_softmax.kernels.spec import Spec
+from fused_softmax.plan import ColumnPlan, RowPlan, fetches_ahead, most_column_registers, most_registers
+
+TLDTYPES = {
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
+}  # fmt: skip
+_DIM_OF_STRIDE = {"row_stride": 0, "outer_stride": 0, "col_stride": 1}
+
+Plan = RowPlan | ColumnPlan
+
+
+class Run:
+    """What runs a plan: call it with its kernel's tensors that are not None, in their order, and then its numbers."""
+
+    # A function in the slot of `__call__` is called with no Python method in between.
+    __slots__ = ("__call__", "_again")
+
+    def __init__(self, call: Callable[..., Any], again: Callable[..., "Run | None"] = lambda plan, values: None):
+        self.__call__ = call
+        self._again = again
+
+    def again(self, plan: Any, values: Mapping[str, int] | None = None) -> "Run | None":
+        """The same for a plan that differs in the number of rows alone, and for other values that follow from it.
+
+        None where that takes another kernel.
+        """
+        return self._again(plan, values or {})
+
+
+def spec_of(kind: Any, plan: RowPlan, cast_dtype: torch.dtype, device: int, *, itemsize: int, **fields: Any) -> Any:
+    """The Spec of class `kind` for a row plan: its blocks, how its programs exchange, whether they fetch ahead.
+
+    device: `tensor.get_device()`. itemsize: of an element as it is read. fields: what else the class has.
+    """
+    ptx = has_ptx(device)
+    ahead = fetches_ahead(plan, device_of(device), itemsize, causal=fields.get("causal", False))
+    if plan.strategy == "split":
+        fields |= {"split": True, "lanes": plan.lanes, "copies": plan.copies, "poll_last_first": plan.poll_last_first}
+    return kind(
+        block_rows=plan.block_rows, block_cols=plan.block_cols, pieces=plan.pieces, full_pieces=plan.full_pieces,
+        tile=plan.strategy == "tile", axis=int(plan.strategy == "tile"), vector=plan.vector,
+        shifted=plan.alignment == "shifted", cast_dtype=TLDTYPES[cast_dtype], ptx=ptx, prefetch=ptx and ahead, **fields,
+    )  # fmt: skip
+
+
+def has_ptx(device: int) -> bool:
+    return device >= 0 and device_of(device).backend == "cuda"
+
+
+def prepare(
+    kernel: Any,
+    plan: Any,
+    spec: Spec,
+    tensors: Mapping[str, Tensor | None],
+    values: Mapping[str, Any] | None = None,
+    *,
+    device: int,
+    numbers: Sequence[str] = (),
+    programs: Callable[[Any], int] | None = None,
+    num_warps: int | None = None,
+    capped: bool = False,
+) -> Run:
+    """Compile `kernel` for a plan and tensors like these, and return the Run that launches it.
+
+    plan: None for a kernel whose sizes are all among the values; it then takes programs and num_warps.
+    tensors: by name, in the kernel's order; None where a call goes without one. Slots are no part of them.
+    values: of parameters that neither the plan nor the tensors' strides give.
+    numbers: the names of values that every launch gives anew, after the tensors.
+    programs: of a plan, and num_warps, where they are not its own. capped: whether registers are held to what residency
+        asks for.
+    """
+    names = _names(kernel)
+    if "ahead" not in names.scalars:
+        spec = replace(spec, prefetch=False)
+    groups, slots_per_group = _slots_of(plan) if spec.split else (0, 0)
+    scalars = _scalars(names.scalars, plan, spec, tensors, values or {})
+    options: dict[str, Any] = {"device": device, "num_warps": num_warps or plan.num_warps}
+    if numbers:
+        options["numbers"] = tuple(names.scalars.index(name) for name in numbers)
+    if capped and spec.ptx:
+        registers = most_registers if isinstance(plan, RowPlan) else most_column_registers
+        options["most_registers"] = registers(plan, device_of(device))
+    count = programs or _programs_of
+
+    def launcher(spec, slots):
+        given = [slots if name == "slots" else tensors[name] for name in names.pointers]
+        return launch.prepare(kernel, count(plan), given, scalars, {"K": spec}, **options)
+
+    if not spec.split:
+        return _alone(launcher(spec, None), names.scalars, count)
+    if device < 0:  # the interpreter runs one program after another: all publish before any collects
+        slots = torch.zeros(groups * slots_per_group, dtype=torch.int64)
+        parts = launcher(replace(spec, collect=False), slots), launcher(replace(spec, publish=False), slots)
+        return _in_turn(parts, names.scalars, groups * slots_per_group)
+    both = launcher(spec, workspace.slots(device, groups, slots_per_group))
+    return _exchanging(both, names.scalars, device, groups, slots_per_group)
+
+
+def _programs_of(plan):
+    return plan.programs
+
+
+def _alone(launched, scalars, count):
+    def again(plan, values):
+        other = launched.again(count(plan), _changed(scalars, plan, values))
+        return None if other is None else _alone(other, scalars, count)
+
+    return Run(launched.__call__, again)
+
+
+def _exchanging(launched, scalars, device, groups, slots_per_group):
+    slots = workspace.slots
+
+    def call(*arguments):
+        launched(slots(device, groups, slots_per_group), *arguments)
+
+    def again(plan, values):
+        other = launched.again(plan.programs, _changed(scalars, plan, values))
+        return None if other is None else _exchanging(other, scalars, device, *_slots_of(plan))
+
+    return Run(call, again)
+
+
+def _in_turn(launches, scalars, n_slots):
+    def call(*arguments):
+        slots = torch.zeros(n_slots, dtype=torch.int64)
+        for each in launches:
+            each(slots, *arguments)
+
+    def again(plan, values):
+        others = [each.again(plan.programs, _changed(scalars, plan, values)) for each in launches]
+        groups, slots_per_group = _slots_of(plan)
+        return None if None in others else _in_turn(others, scalars, groups * slots_per_group)
+
+    return Run(call, again)
+
+
+class _Names:
+    def __init__(self, kernel):
+        self.pointers = [name[:-4] for name in kernel.arg_names if name.endswith("_ptr")]
+        self.scalars = [name for name in kernel.arg_names if not name.endswith("_ptr") and name != "K"]
+
+
+_names = cache(_Names)
+
+
+def _scalars(names, plan, spec, tensors, values):
+    sizes = _sizes_of(plan) | _misalignment(names, spec, tensors)
+    scalars = []
+    for name in names:
+        tensor, _, stride = name.partition("_")
+        if name in values:
+            scalars.append(values[name])
+        elif stride in _DIM_OF_STRIDE:
+            scalars.append(tensors[tensor].stride(_DIM_OF_STRIDE[stride]))
+        else:
+            scalars.append(sizes[name])
+    return tuple(scalars)
+
+
+def _sizes_of(plan):
+    if plan is None:
+        return {}
+    sizes = {
+        "n_cols": plan.n_cols, "n_parts": plan.parts, "part_cols": plan.part_cols, "n_programs": plan.programs,
+    }  # fmt: skip
+    if isinstance(plan, RowPlan):
+        return sizes | {"n_rows": plan.n_rows, "ahead": plan.prefetch}
+    return sizes | {"n_inner": plan.n_inner}
+
+
+def _misalignment(names, spec, tensors):
+    """Elements from a 16-byte boundary to the first one; where rows are shifted, all tensors share it."""
+    if "misalignment" not in names:
+        return {}
+    first = next(tensors[name[: -len("_row_stride")]] for name in names if name.endswith("_row_stride"))
+    return {"misalignment": first.data_ptr() // first.element_size() % spec.vector}
+
+
+def _changed(scalars, plan, values):
+    by_rows = {"n_rows": getattr(plan, "n_rows", None), "n_programs": plan.programs, **values}
+    return {i: by_rows[name] for i, name in enumerate(scalars) if name in by_rows}
+
+
+def _slots_of(plan):
+    """(groups of programs that exchange, 64-bit slots of each)."""
+    if isinstance(plan, RowPlan):
+        return plan.n_rows, plan.slots_per_row
+    return plan.groups, plan.slots_per_group

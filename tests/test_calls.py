@@ -1,0 +1,529 @@
+"""Calls seen before: they plan, flatten and prepare nothing, and no call is taken for another."""
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fused_softmax
+from fused_softmax import calls
+from fused_softmax.plan import RowPlan
+
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
+)
+
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+N = 3  # the leading size
+FUNCTIONS = ("softmax", "log_softmax", "logsumexp")
+
+
+def rand(*shape, seed=0, dtype=FP32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
+
+
+# A kind of call, made anew for every seed and leading size: tensors of other values, and other numbers.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A call with its gradient, if `grad`.
+
+    call: what is called with the tensors and options. tensors: its arguments, by functions of (n, seed). options: the
+    others; functions of (n, seed) among them give tensors and numbers. lay: how the input lies.
+    """
+
+    call: Any
+    tensors: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    grad: bool = False
+    lay: Any = None
+
+    def made(self, device, seed=0, n=N):
+        """(tensors of the call, what makes the call and returns its results and gradients)."""
+        given = {name: make(n, seed) for name, make in self.tensors.items()}
+        options = {name: value(n, seed) if callable(value) else value for name, value in self.options.items()}
+        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        given = {name: tensor.to(device) for name, tensor in given.items()}
+        first = next(iter(given))
+        given[first] = given[first] if self.lay is None else self.lay(given[first])
+        if self.grad:
+            given[first].requires_grad_()
+
+        def run():
+            result = self.call(*given.values(), **options)
+            results = [each for each in (result if isinstance(result, tuple) else [result]) if each is not None]
+            if not self.grad:
+                return flat(results)
+            x, y = given[first], results[0]
+            return [*flat(results), *torch.autograd.grad(y, x, rand(*y.shape, seed=seed + 5).to(y))]
+
+        held = [*given.values(), *[each for each in options.values() if isinstance(each, torch.Tensor)]]
+        return held, run
+
+
+def flat(results):
+    return [each.detach() for result in results for each in (result if isinstance(result, tuple) else [result])]
+
+
+def padded(x):
+    """The same values, rows apart."""
+    room = torch.full((*x.shape[:-1], x.shape[-1] + 8), float("nan"), dtype=x.dtype, device=x.device)
+    room[..., : x.shape[-1]] = x
+    return room[..., : x.shape[-1]]
+
+
+def crossed(x):
+    """The same values, the first two dims the other way round in memory: no one stride describes the rows."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def mask_of(*shape):
+    return lambda n, seed: rand(*[n if size is None else size for size in shape], seed=seed + 1) > -1
+
+
+def added_of(*shape):
+    return lambda n, seed: rand(*[n if size is None else size for size in shape], seed=seed + 1)
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": lambda n, seed: 0.5 + seed},
+    "scale tensor": {"scale": lambda n, seed: rand(n, 4, 1, seed=seed + 2).abs() + 0.1},
+    "bool mask": {"mask": mask_of(4, 40)},
+    "bool mask of every row": {"mask": mask_of(None, 4, 40)},
+    "added mask": {"mask": added_of(4, 40), "scale": lambda n, seed: 0.5 + seed},
+    "added mask of every row": {"mask": added_of(None, 4, 40)},
+    "causal": {"is_causal": True},
+    "causal, scaled and masked": {"is_causal": True, "mask": mask_of(40), "scale": lambda n, seed: 0.5 + seed},
+    "masked rows zero": {"masked_rows": "zero", "mask": mask_of(None, 1, 40)},
+    "dim 0": {"dim": 0},
+    "dim 1": {"dim": 1},
+    "bf16": {"of": BF16},
+    "fp64, scaled": {"of": FP64, "scale": lambda n, seed: 0.5 + seed},
+    "row stride": {"lay": padded},
+    "a copy": {"lay": crossed},
+    "rows that stream": {"of": FP64, "n_cols": 20000},
+}
+WITHOUT_ROWS = ("dim 0", "dim 1", "a copy", "rows that stream")  # a leading size that is no number of rows of one plan
+
+
+def of_scores(function, name, grad, call=None):
+    options = {"dim": -1} | SCORES[name]
+    dtype, n_cols, lay = options.pop("of", FP32), options.pop("n_cols", 40), options.pop("lay", None)
+    shape = (4, n_cols) if n_cols == 40 else (1, n_cols)
+    call = call or getattr(fused_softmax, function)
+    return Kind(call, {"x": lambda n, seed: rand(n, *shape, seed=seed, dtype=dtype)}, options, grad, lay)
+
+
+def of_out(function):
+    shape = (4,) if function == "logsumexp" else (4, 40)
+    options = {"dim": -1, "out": lambda n, seed: torch.full((n, *shape), float("nan"))}
+    return Kind(getattr(fused_softmax, function), {"x": lambda n, seed: rand(n, 4, 40, seed=seed)}, options)
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weight": {"weight": lambda n, seed: rand(70, seed=seed + 3).abs() + 0.1},
+    "label smoothing": {"label_smoothing": lambda n, seed: 0.1 + 0.1 * seed},
+    "weight, smoothing": {
+        "weight": lambda n, seed: rand(70, seed=seed + 3).abs() + 0.1, "label_smoothing": lambda n, seed: 0.1,
+    },
+    "softcap": {"softcap": lambda n, seed: 5.0 + seed},
+    "scale": {"scale": lambda n, seed: 0.5 + seed},
+    "z-loss": {"lse_square_scale": lambda n, seed: 1e-3 + 1e-4 * seed},
+    "lse": {"return_lse": True},
+    "statistics": {"return_token_stats": True},
+    "dtype": {"of": BF16, "dtype": FP32},
+    "fp16": {"of": FP16},
+    "fp64": {"of": FP64, "scale": lambda n, seed: 0.5 + seed},
+    "images": {"shape": (70, 5)},
+    "row stride": {"lay": padded},
+    "rows that stream": {"of": FP64, "shape": (20000,)},
+}  # fmt: skip
+
+
+def of_loss(name, reduction, grad, call=fused_softmax.cross_entropy):
+    options = {"reduction": reduction} | LOSSES[name]
+    dtype, shape, lay = options.pop("of", FP32), options.pop("shape", (70,)), options.pop("lay", None)
+
+    def target(n, seed):
+        generator = torch.Generator().manual_seed(seed)
+        target = torch.randint(shape[0], (n, *shape[1:]), generator=generator)
+        target.view(-1)[seed % target.numel()] = -100
+        return target
+
+    tensors = {"x": lambda n, seed: rand(n, *shape, seed=seed, dtype=dtype), "target": target}
+    return Kind(call, tensors, options, grad, lay)
+
+
+def inplace(x, target, **options):
+    return fused_softmax.cross_entropy(x * 1, target, inplace_backward=True, **options)
+
+
+def within(call):
+    """A call of torch's own function, with our kernels in ATen's place."""
+
+    def enabled(*arguments, **options):
+        with fused_softmax.enabled():
+            return call(*arguments, **options)
+
+    return enabled
+
+
+def operators():
+    ops, x = torch.ops.fused_softmax, {"x": lambda n, seed: rand(n, 4, 40, seed=seed)}
+    yield "operator softmax", Kind(lambda x: ops.softmax(x, -1, FP32), x)
+    yield "operator softmax, gradient", Kind(lambda x: ops.softmax(x, -1, FP32), x, grad=True)
+    yield "operator log_softmax", Kind(lambda x: ops.log_softmax(x, -1, FP32), x)
+    yield "operator logsumexp", Kind(lambda x: ops.logsumexp(x, [-1], False), x)
+    yield "operator logsumexp, gradient", Kind(lambda x: ops.logsumexp(x, [-1], False), x, grad=True)
+
+
+KINDS = {
+    f"{function}, {name}{', gradient' if grad else ''}": of_scores(function, name, grad)
+    for function, name, grad in product(FUNCTIONS, SCORES, (False, True))
+}
+KINDS |= {f"{function}, out": of_out(function) for function in FUNCTIONS}
+KINDS |= {
+    f"{function}, dtype": Kind(
+        getattr(fused_softmax, function), {"x": lambda n, seed: rand(n, 4, 40, seed=seed, dtype=BF16)},
+        {"dim": -1, "dtype": FP32}, grad,
+    )
+    for function, grad in product(FUNCTIONS[:2], (False, True))
+}  # fmt: skip
+KINDS |= {
+    f"cross_entropy, {name}, {reduction}{', gradient' if grad else ''}": of_loss(name, reduction, grad)
+    for name, reduction, grad in product(LOSSES, ("mean", "sum", "none"), (False, True))
+}
+KINDS["cross_entropy, inplace"] = of_loss("plain", "mean", True, inplace)
+KINDS |= {
+    f"torch.{function}, enabled{', gradient' if grad else ''}": of_scores(
+        function, "plain", grad, within(getattr(torch, function))
+    )
+    for function, grad in product(FUNCTIONS, (False, True))
+}
+KINDS |= {
+    f"torch's cross_entropy, enabled, {name}{', gradient' if grad else ''}": of_loss(
+        name, "mean", grad, within(torch.nn.functional.cross_entropy)
+    )
+    for name, grad in product(("plain", "weight", "label smoothing"), (False, True))
+}
+KINDS |= dict(operators())
+
+# Calls whose leading size counts rows of one plan.
+BY_ROWS = {
+    name: kind
+    for name, kind in KINDS.items()
+    if not name.startswith(("torch", "operator"))
+    and not any(each in name for each in (*WITHOUT_ROWS, "images", "inplace", "out", "weight, smoothing"))
+}
+
+
+def each_of(kinds):
+    """Names of kinds; those that take the same way through the host as others are for the whole suite."""
+    for name in kinds:
+        alike = ("log_softmax" in name or ", sum" in name) and "plain" not in name
+        yield pytest.param(name, marks=pytest.mark.exhaustive) if alike else name
+
+
+# What a call runs of the package.
+
+PACKAGE = f"{Path(fused_softmax.__file__).parent}{os.sep}"
+PLANNED = {"plan_for", "with_rows", *[name for name in dir(RowPlan) if isinstance(getattr(RowPlan, name), property)]}
+
+
+@contextmanager
+def functions_called():
+    """Every function of the package that runs, as "file:name"."""
+    found = set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.add(f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def decides(called, name):
+    """What of the planner, of the layout and of the preparation of a launch was called."""
+    copies = "a copy" in name or "dim 0" in name or "dim 1" in name
+    allowed = {"layout.py:overlap", *(["layout.py:last"] if copies else [])}
+    prepares = {"runner.py:prepare", "runner.py:spec_of", "launch.py:prepare", "launch.py:again"}
+    return {
+        each for each in called if each.startswith(("plan/", "layout.py:")) or each in prepares
+    } - allowed  # fmt: skip
+
+
+def same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (b.dtype, b.shape, b.stride(), b.requires_grad)
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def alone(kind, device, **how):
+    """What a call gives that finds nothing."""
+    calls.forget()
+    result = kind.made(device, **how)[1]()
+    calls.forget()
+    return result
+
+
+@pytest.mark.parametrize("name", list(each_of(KINDS)))
+def test_a_repeated_call_decides_nothing(name, device):
+    kind = KINDS[name]
+    truth = alone(kind, device, seed=1)
+    kind.made(device, seed=0)[1]()
+    _held, run = kind.made(device, seed=1)
+    with functions_called() as called:
+        found = run()
+    same(found, truth)
+    assert not decides(called, name)
+
+
+@pytest.mark.parametrize("name", list(each_of(BY_ROWS)))
+def test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number(name, device):
+    kind = BY_ROWS[name]
+    truth = alone(kind, device, seed=1, n=N + 2)
+    kind.made(device, seed=0)[1]()
+    _held, run = kind.made(device, seed=1, n=N + 2)
+    with functions_called() as called:
+        found = run()
+    same(found, truth)
+    assert {each.partition(":")[2] for each in called if each.startswith("plan/")} <= PLANNED
+    assert "runner.py:prepare" not in called
+
+
+@pytest.mark.parametrize("name", list(each_of(KINDS)))
+def test_what_is_kept_holds_no_tensor(name, device):
+    held, run = KINDS[name].made(device)
+    results = run()
+    assert calls._kept
+    gone = [weakref.ref(each) for each in (*held, *results)]
+    del held, run, results
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+# Calls that differ.
+
+
+def at(x, offset):
+    """The same values, `offset` elements from where memory is aligned."""
+    room = torch.zeros(x.numel() + offset, dtype=x.dtype, device=x.device)
+    return room[offset:].view(x.shape).copy_(x)
+
+
+def outcome(call):
+    """The results of a call, whether they can be differentiated, or the error that it raises."""
+    try:
+        result = call()
+    except Exception as error:
+        return type(error), str(error)
+    results = result if isinstance(result, tuple) else (result,)
+    return [(each, each.grad_fn is not None, each.is_inference()) for each in results if each is not None]
+
+
+def check_apart(variants):
+    """In any order the calls give what each gives where nothing was kept."""
+    truths = {}
+    for name, call in variants.items():
+        calls.forget()
+        truths[name] = outcome(call)
+    calls.forget()
+    for name in (*variants, *reversed(variants), *list(variants)[::2], *list(variants)[1::2]):
+        found, truth = outcome(variants[name]), truths[name]
+        assert type(found) is type(truth), name
+        if isinstance(truth, tuple):
+            assert found == truth, name
+            continue
+        assert [each[1:] for each in found] == [each[1:] for each in truth], name
+        same([each[0].detach() for each in found], [each[0].detach() for each in truth])
+
+
+def under(context, call):
+    def run():
+        with context():
+            return call()
+
+    return run
+
+
+@contextmanager
+def deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+MODES = {
+    "no_grad": torch.no_grad, "inference": torch.inference_mode, "deterministic": deterministic,
+    "autocast": lambda: torch.autocast("cuda", torch.bfloat16) if torch.cuda.is_available() else torch.no_grad(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_calls_that_differ_in_input_or_mode_are_kept_apart(function, device):
+    of = getattr(fused_softmax, function)
+    x = rand(4, 40).to(device)
+    leaf = x.clone().requires_grad_()
+    variants = {
+        "plain": lambda: of(x, 1), "requires grad": lambda: of(leaf, 1), "bf16": lambda: of(x.bfloat16(), 1),
+        "fp64": lambda: of(x.double(), 1), "fp16": lambda: of(x.half(), 1), "off 16 bytes": lambda: of(at(x, 1), 1),
+        "off by 8 bytes": lambda: of(at(x, 2), 1), "row stride": lambda: of(padded(x), 1),
+        "transposed": lambda: of(x.T.contiguous().T, 1), "dim 0": lambda: of(x, 0), "dim -1": lambda: of(x, -1),
+        "dim True": lambda: of(x, True), "dim 1.0": lambda: of(x, 1.0), "negated": lambda: of(torch._neg_view(x), 1),
+        "another shape": lambda: of(x[:, :36], 1), "another rank": lambda: of(x[None], 1),
+        "fewer rows": lambda: of(x[:3], 1), "one row": lambda: of(x[:1], 1), "no rows": lambda: of(x[:0], 1),
+        "is_causal 1": lambda: of(x, 1, is_causal=1), "causal": lambda: of(x, 1, is_causal=True),
+    }  # fmt: skip
+    if function == "logsumexp":
+        variants |= {"keepdim": lambda: of(x, 1, True), "both dims": lambda: of(x, (0, 1))}
+    else:
+        variants |= {"dtype": lambda: of(x, 1, dtype=FP64), "dtype of its own": lambda: of(x, 1, dtype=FP32)}
+    variants |= {mode: under(context, variants["requires grad"]) for mode, context in MODES.items()}
+    check_apart(variants)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_calls_that_differ_in_their_scores_are_kept_apart(function, device):
+    of = getattr(fused_softmax, function)
+    x, more = rand(4, 4, 40).to(device), rand(5, 4, 40).to(device)
+    mask, scale = (rand(4, 40, seed=1) > -1).to(device), (rand(4, 1, seed=2).abs() + 0.1).to(device)
+    scores = {
+        "plain": {}, "0": {"scale": 0.0}, "1": {"scale": 1}, "2": {"scale": 2}, "-0.5": {"scale": -0.5},
+        "True": {"scale": True}, "a string": {"scale": "2"}, "nan": {"scale": float("nan")}, "scale": {"scale": scale},
+        "scale of no dims": {"scale": torch.tensor(0.7, device=device)}, "scale of bf16": {"scale": scale.bfloat16()},
+        "scale of integers": {"scale": scale.long()}, "scale of every element": {"scale": scale.expand(4, 40).clone()},
+        "mask": {"mask": mask}, "mask of a row": {"mask": mask[0]}, "mask of columns": {"mask": mask[:, :1]},
+        "mask transposed": {"mask": mask.T.contiguous().T}, "mask off 16 bytes": {"mask": at(mask, 1)},
+        "added": {"mask": mask.float()}, "added bf16": {"mask": mask.bfloat16()}, "integers": {"mask": mask.long()},
+        "too short": {"mask": mask[:, :36]}, "too long": {"mask": mask.repeat(1, 2)}, "no tensor": {"mask": True},
+        "mask with a gradient": {"mask": mask.float().requires_grad_()}, "zero": {"mask": mask, "masked_rows": "zero"},
+        "of one input": {"mask": mask[None]}, "of two inputs": {"mask": mask.expand(2, 4, 40).contiguous()},
+        "of four inputs": {"mask": mask.expand(4, 4, 40).contiguous()}, "causal": {"is_causal": True},
+        "of five inputs": {"mask": mask.expand(5, 4, 40).contiguous()}, "both": {"mask": mask, "scale": scale},
+        "causal and masked": {"is_causal": True, "mask": mask}, "masked_rows 0": {"masked_rows": 0},
+    }  # fmt: skip
+    made = {name: lambda x, scored=scored: of(x, -1, **scored) for name, scored in scores.items()}
+    check_apart({
+        f"{name}, {len(each)}": lambda call=call, each=each: call(each)
+        for name, call in made.items() for each in (x, more)
+    })  # fmt: skip
+
+
+def test_losses_that_differ_are_kept_apart(device):
+    of = fused_softmax.cross_entropy
+    x, weight = rand(4, 10).to(device), (rand(10, seed=3).abs() + 0.1).to(device)
+    target = torch.tensor([3, 9, 0, -100], device=device)
+    five, fives = rand(5, 10, seed=4).to(device), torch.tensor([3, 9, 0, 2, -100], device=device)
+    leaf = x.clone().requires_grad_()
+    variants = {
+        "plain": lambda: of(x, target), "requires grad": lambda: of(leaf, target),
+        "sum": lambda: of(x, target, None, -100, "sum"),
+        "none": lambda: of(x, target, reduction="none"), "another reduction": lambda: of(x, target, reduction="max"),
+        "int32": lambda: of(x, target.int()), "uint8": lambda: of(x, target.clamp(0).byte()),
+        "int16": lambda: of(x, target.short()), "too few targets": lambda: of(x, target[:3]),
+        "probabilities": lambda: of(x, x.softmax(1)), "target strided": lambda: of(x, target.repeat_interleave(2)[::2]),
+        "weight": lambda: of(x, target, weight), "weight of fp64": lambda: of(x, target, weight.double()),
+        "weight of 9": lambda: of(x, target, weight[:9]), "weight of 4": lambda: of(x, target, weight[:4]),
+        "weight strided": lambda: of(x, target, weight.repeat_interleave(2)[::2]),
+        "weight of integers": lambda: of(x, target, weight.long()), "weight off": lambda: of(x, target, at(weight, 1)),
+        "five rows": lambda: of(five, fives), "five rows, weight": lambda: of(five, fives, weight),
+        "five rows, weight of 5": lambda: of(five, fives, weight[:5]),
+        "five rows, weight of 9": lambda: of(five, fives, weight[:9]),
+        "ignores 3": lambda: of(x, target.clamp(0), ignore_index=3),
+        "ignores True": lambda: of(x, target, ignore_index=True),
+        "smoothing": lambda: of(x, target, label_smoothing=0.1),
+        "smoothing True": lambda: of(x, target, label_smoothing=True),
+        "smoothing 2": lambda: of(x, target, label_smoothing=2.0), "softcap": lambda: of(x, target, softcap=3.0),
+        "softcap 0": lambda: of(x, target, softcap=0.0), "scale": lambda: of(x, target, scale=0.5),
+        "scale 1": lambda: of(x, target, scale=1.0), "scale 0": lambda: of(x, target, scale=0.0),
+        "scale inf": lambda: of(x, target, scale=float("inf")), "scale True": lambda: of(x, target, scale=True),
+        "z": lambda: of(x, target, lse_square_scale=0.1), "lse": lambda: of(x, target, return_lse=True),
+        "dtype": lambda: of(x, target, dtype=FP64), "bf16": lambda: of(x.bfloat16(), target),
+        "dtype of integers": lambda: of(x, target, dtype=torch.int64), "off 16 bytes": lambda: of(at(x, 1), target),
+        "row stride": lambda: of(padded(x), target), "transposed": lambda: of(x.T.contiguous().T, target),
+        "statistics": lambda: tuple(of(x, target, return_token_stats=True).token_stats),
+        "one row": lambda: of(x[0], target[0]), "no rows": lambda: of(x[:0], target[:0]),
+    }  # fmt: skip
+    variants |= {mode: under(context, variants["requires grad"]) for mode, context in MODES.items()}
+    check_apart(variants)
+
+
+def test_tensors_that_come_and_go_at_the_same_address(device):
+    for i in range(60):
+        shape, dtype = ((3, 40), (3, 36), (2, 40), (3, 4, 40))[i % 4], (FP32, BF16, FP64)[i % 3]
+        x = at(rand(*shape, seed=i, dtype=dtype).to(device), i % 5 % 3)
+        mask = (rand(shape[-1], seed=i + 1) > 0).to(device)
+        mask[0] = True
+        found = fused_softmax.softmax(x, mask=mask)
+        truth = torch.softmax(x.double().masked_fill(~mask, -float("inf")), -1)
+        torch.testing.assert_close(found.double(), truth, rtol=0, atol=2 * torch.finfo(dtype).eps)
+        del x, mask, found
+
+
+def test_the_calls_that_are_kept_have_a_bound(monkeypatch, device):
+    monkeypatch.setattr(calls, "MOST_CALLS", 8)
+    for n in (*range(1, 20), *range(1, 20)):
+        x = rand(n, 10, seed=n).to(device).requires_grad_()
+        target = torch.arange(n, device=device) % 10
+        loss = fused_softmax.cross_entropy(x, target)
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x.detach(), target), check_stride=False)
+        torch.autograd.grad(loss, x)
+        torch.testing.assert_close(fused_softmax.logsumexp(x, 1).detach(), torch.logsumexp(x.detach(), 1))
+        assert 0 < len(calls._kept) <= 8
+
+
+@pytest.fixture
+def one_launch_at_a_time(monkeypatch):
+    """Triton's interpreter keeps one grid position for the process; all around a launch runs in many threads."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import GridExecutor
+
+        lock, launch = threading.Lock(), GridExecutor.__call__
+
+        def alone(self, *arguments, **options):
+            with lock:
+                return launch(self, *arguments, **options)
+
+        monkeypatch.setattr(GridExecutor, "__call__", alone)
+
+
+def test_eight_threads(one_launch_at_a_time, monkeypatch, device):
+    monkeypatch.setattr(calls, "MOST_CALLS", 12)  # which empties it now and then
+    names = [name for name in KINDS if not name.startswith(("torch", "operator")) and "stream" not in name][::9]
+    truths = {(name, seed): alone(KINDS[name], device, seed=seed) for name in names for seed in (0, 1)}
+    turns = [(name, seed) for name in names for seed in (0, 1)] * 4
+
+    def work(turn):
+        name, seed = turn
+        return turn, KINDS[name].made(device, seed=seed)[1]()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for turn, found in pool.map(work, turns):
+                same(found, truths[turn])
+    finally:
+        sys.setswitchinterval(before)

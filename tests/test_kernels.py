@@ -1,0 +1,31 @@
+"""How large a kernel's boundary may be: what grows past it belongs into its Spec, or is a kernel of its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[1] / "src/fused_softmax/kernels"
+MOST_PARAMETERS, MOST_CONSTEXPRS = 28, 3
+
+
+def kernels():
+    for path in sorted(KERNELS.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and node.decorator_list:
+                assert "triton.jit" in ast.unparse(node.decorator_list[0]), node.name
+                yield pytest.param(node.args, id=node.name)
+
+
+@pytest.mark.parametrize("arguments", list(kernels()))
+def test_a_kernel_has_few_parameters(arguments):
+    assert not arguments.vararg
+    assert not arguments.kwarg
+    parameters = arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+    constexprs = [each for each in parameters if each.annotation and "constexpr" in ast.unparse(each.annotation)]
+    assert len(parameters) <= MOST_PARAMETERS
+    assert len(constexprs) <= MOST_CONSTEXPRS
+
+
+def test_every_file_of_kernels_was_looked_through():
+    assert len(list(kernels())) >= 20

@@ -1,0 +1,227 @@
+"""Every row of the table of operators: what is registered, faked, differentiated, batched, measured and recorded."""
+
+import os
+
+import pytest
+import torch
+from conftest import peaked
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import fused_softmax
+from fused_softmax import reference
+from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.register.table import OPERATORS
+from fused_softmax.trace.our_kernels import OURS
+
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+kernels = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
+)
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+NAMES = [each.name for each in OPERATORS]
+BY_NAME = dict(zip(NAMES, OPERATORS, strict=True))
+PUBLIC = [each.name for each in OPERATORS if each.public is not None]
+every_operator = pytest.mark.parametrize("name", NAMES)
+
+
+def logits(*shape, seed=0):
+    return (peaked(shape[0], shape[1], seed=seed) / 4).requires_grad_()
+
+
+def softmax_samples():
+    x, y, keep = logits(3, 8), logits(3, 8, seed=1), torch.arange(8) > 2
+    scale, added = torch.tensor([[0.5], [2.0], [-1.0]]), logits(1, 8, seed=2).detach()[0].requires_grad_()
+    return {
+        "softmax": [
+            (x, -1),
+            (logits(6, 8).detach().view(2, 3, 8).requires_grad_(), 2, FP64, 0.5, None, keep),
+            (x, 0, BF16),
+        ],
+        "log_softmax": [(x, 0), (x, 1, None, None, scale.clone().requires_grad_(), added, True)],
+        "logsumexp": [(x, [0, 1]), (x, [-1], True, None, scale, keep, False, "zero")],
+        "softmax_backward": [(x, y, 1), (x, y, 0, FP16, 0.5)],
+        "log_softmax_backward": [(x, y, 1), (x, y, 1, FP16, 2.0)],
+    }
+
+
+def loss_samples():
+    x, target, weight = logits(3, 8), torch.tensor([5, -100, 0]), torch.linspace(0.1, 1.0, 8)
+    m = x.detach().amax(-1)
+    ls = (x.detach() - m[:, None]).exp().sum(-1).log()
+    dy, rows = torch.tensor(2.0).requires_grad_(), torch.tensor([0.2, 0.9, -0.5]).requires_grad_()
+    hidden, w, b = logits(3, 5, seed=3), logits(8, 5, seed=4), torch.linspace(-1.0, 1.0, 8).requires_grad_()
+    layer = [each.detach() for each in (hidden, w, b)]
+    second = (-100, "none", 0.1, 5.0, 2.0, 0.1)
+    of_linear = (None, -100, "mean", 0.1, None, 1.0, 0.0, 2, "fp32", [True] * 3)
+    return {
+        "cross_entropy": [
+            (x, target),
+            (x, target, weight, -100, "sum", 0.1, 5.0, 2.0, 0.1, FP64, True),
+            (x, target, None, *second, BF16),
+        ],
+        "cross_entropy_backward": [
+            (x, target, m, ls, dy, None, None),
+            (x, target, m, ls, None, rows, rows, weight, *second[:2]),
+        ],
+        "linear_cross_entropy": [
+            (hidden, w, target, b, *of_linear), (hidden, w, target, None, None, -100, "none"),
+        ],
+        "linear_cross_entropy_backward": [(dy.detach(), *layer[:2], target, layer[2], *of_linear)],
+    }  # fmt: skip
+
+
+SAMPLES = softmax_samples() | loss_samples()
+
+
+def samples(name, device):
+    """Arguments of the operator, tensors of their own on the device."""
+
+    def own(t):
+        return t.detach().to(device, copy=True).requires_grad_(t.requires_grad)
+
+    return [tree_map_only(torch.Tensor, own, arguments) for arguments in SAMPLES[name]]
+
+
+def operator(name):
+    return getattr(torch.ops.fused_softmax, name).default
+
+
+def test_every_operator_has_samples():
+    assert SAMPLES.keys() == BY_NAME.keys()
+    assert len(BY_NAME) == len(OPERATORS)
+
+
+@every_operator
+def test_its_schema_is_registered(name):
+    assert operator(name)._schema == torch._C.parse_schema(f"fused_softmax::{name}{BY_NAME[name].schema}")
+
+
+@kernels
+@every_operator
+def test_opcheck(name, device):
+    for arguments in samples(name, device):
+        torch.library.opcheck(operator(name), arguments)
+
+
+@kernels
+@pytest.mark.parametrize("strided", [False, True])
+@every_operator
+def test_what_runs_and_its_fake_agree(name, strided, device):
+    def facts(results):
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        return [(each.shape, each.dtype, each.stride(), each.device) for each in results]
+
+    for arguments in samples(name, device):
+        arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
+        if strided:
+            arguments = tree_map_only(torch.Tensor, apart, arguments)
+        ran = facts(BY_NAME[name].run(*arguments))
+        assert ran == facts(BY_NAME[name].fake(*arguments))
+        with FakeTensorMode() as mode:
+            assert ran == facts(operator(name)(*tree_map_only(torch.Tensor, mode.from_tensor, arguments)))
+
+
+def apart(t):
+    """The same values, no two of them side by side."""
+    return t.repeat_interleave(2, -1)[..., ::2] if t.ndim else t
+
+
+@kernels
+@pytest.mark.parametrize("name", [each.name for each in OPERATORS if each.batched is not None])
+def test_vmap(name, device):
+    """Of all its tensors, and of the first alone."""
+    for arguments in samples(name, device):
+        arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
+        tensors = [i for i, each in enumerate(arguments) if isinstance(each, torch.Tensor)]
+        for batched in (tensors, tensors[:1]):
+            both = [torch.stack((arguments[i], arguments[i].roll(1, -1))) for i in batched]
+
+            def call(*given, arguments=arguments, batched=batched):
+                one = list(arguments)
+                for i, each in zip(batched, given, strict=True):
+                    one[i] = each
+                return operator(name)(*one)
+
+            expected = torch.stack([call(*given) for given in zip(*both, strict=True)])
+            torch.testing.assert_close(torch.vmap(call)(*both), expected, equal_nan=True)
+
+
+# The functions that users call.
+
+
+def test_the_public_functions_are_those_of_the_table():
+    assert set(PUBLIC) == BY_NAME.keys() & set(fused_softmax.__all__)
+    for name in PUBLIC:
+        assert BY_NAME[name].public is getattr(fused_softmax, name)
+        assert BY_NAME[name].reference is getattr(reference, name)
+
+
+def public_samples(device):
+    x, keep = peaked(5, 70, FP64).to(device), (torch.arange(70) % 3 > 0).to(device)
+    scored = [{}, {"scale": 0.5, "mask": keep}, {"scale": -0.25, "is_causal": True}, {"mask": x.flip(0) / 8}]
+    of_scores = [((x, -1), options) for options in scored] + [((x, 0), {})]
+    target = torch.tensor([3, -100, 69, 0, 12], device=device)
+    hidden, w = peaked(5, 6, FP64).to(device) / 4, (peaked(70, 6, FP64, seed=1) / 4).to(device)
+    weight = torch.linspace(0.1, 1.0, 70, dtype=FP64, device=device)
+    losses = [
+        {}, {"reduction": "none", "softcap": 5.0}, {"reduction": "sum", "weight": weight, "scale": -0.5},
+        {"weight": weight, "label_smoothing": 0.1, "lse_square_scale": 1e-2},
+    ]  # fmt: skip
+    bias = {"linear_bias": weight}
+    return {
+        "softmax": of_scores,
+        "log_softmax": of_scores,
+        "logsumexp": [*of_scores, ((x, (0, 1), True), {})],
+        "cross_entropy": [((x, target), options) for options in losses],
+        "linear_cross_entropy": [((hidden, w, target), options | bias) for options in losses],
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_public_function_agrees_with_its_reference_in_float64(name, device):
+    for arguments, options in public_samples(device)[name]:
+        found = []
+        for of in (BY_NAME[name].public, BY_NAME[name].reference):
+            leaves = [each.clone().requires_grad_() if _is_float(each) else each for each in arguments]
+            y = of(*leaves, **options)
+            y = y if isinstance(y, torch.Tensor) else y[0]
+            dy = torch.linspace(0.5, 1.5, y.numel(), dtype=FP64, device=device).view(y.shape)
+            found.append((y.detach(), *torch.autograd.grad(y, [each for each in leaves if _is_float(each)], dy)))
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def _is_float(each):
+    return isinstance(each, torch.Tensor) and each.is_floating_point()
+
+
+# What measures and records them.
+
+
+def test_every_entry_of_the_bench_belongs_to_one_operator():
+    measured = [entry for each in OPERATORS for entry in each.bench]
+    assert len(measured) == len(set(measured))
+    assert set(measured) == OPERATIONS.keys()
+
+
+def test_every_recording_belongs_to_one_operator():
+    recorded = [kernel for each in OPERATORS for kernel in each.recordings]
+    assert len(recorded) == len(set(recorded))
+    assert set(recorded) == {kernel.name for kernel in OURS}
+
+
+# Faults.
+
+
+@kernels
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_gradient_of_no_rows_is_empty(reduction, device):
+    """The planner divided by the number of rows."""
+    x, rows = torch.empty(0, 5, device=device), torch.empty(0, device=device)
+    target = torch.empty(0, dtype=torch.int64, device=device)
+    dy = rows if reduction == "none" else torch.ones((), device=device)
+    for weight in (None, torch.ones(5, device=device)):
+        of_loss = weight, -100, reduction, 0.1
+        for given in ((dy, None, None), (None, dy, rows), (None, None, rows)):
+            dx = operator("cross_entropy_backward")(x, target, rows, rows, *given, *of_loss)
+            assert (dx.shape, dx.dtype, dx.device) == (x.shape, x.dtype, x.device)
