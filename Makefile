@@ -7,7 +7,7 @@ COMPILED := compiles and not gpu and not exhaustive
 # A worker a core, so PyTorch needs no threads of its own in any of them.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
-.PHONY: env demo page presets report test test-compiles test-all gpu-test sanitize lint clean
+.PHONY: env demo page presets report test test-compiles test-all gpu-test sanitize faults lint clean
 
 env: $(ENV)
 
@@ -50,6 +50,10 @@ gpu-test: $(ENV)
 # Out of bounds and races, on a machine with a GPU and the CUDA toolkit.
 sanitize: $(ENV)
 	PYTHONPATH=src $(PY) tests/sanitize.py
+
+# One-line faults put into a copy of the source: exit status 1 where the tests nearest to one do not notice it.
+faults: $(ENV)
+	$(PY) tests/faults.py
 
 lint: $(ENV)
 	$(PY) -m ruff check .

@@ -123,6 +123,22 @@ def test_the_tensors_device_need_not_be_current():
     assert (got.stream, got.context, stub.device) == (7001, 2, 0)
 
 
+def test_another_device_may_be_current():
+    launch = prepare_scale(device=0)
+    with torch.cuda.device(1):
+        got = stub.record(lambda: launch(X, Y))
+    assert (got.stream, got.context, stub.device) == (7000, 1, 0)
+
+
+@direct_only
+@pytest.mark.parametrize(("number", "bits"), [(1e-60, 1), (-1e-60, 0x80000001), (0.0, 0), (2.75, 0x40300000)])
+def test_a_number_of_a_call_is_0_only_where_it_is(number, bits):
+    scalars, options = (1024, 64, 1000, 1.5), {"device": 0, "num_warps": 4, "numbers": (3,)}
+    launch = prepare(_scale, 64, (X, Y), scalars, {"BLOCK_COLS": 1024}, **options)
+    got = stub.record(lambda: launch(X, Y, number), n_arguments=6)
+    assert got.arguments[5] & 0xFFFFFFFF == bits
+
+
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_launch_hooks_are_called(hook):
     launch = prepare_scale()

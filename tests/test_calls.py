@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_softmax
 from fused_softmax import calls
@@ -346,15 +347,17 @@ def check_apart(variants):
     for name, call in variants.items():
         calls.forget()
         truths[name] = outcome(call)
-    calls.forget()
-    for name in (*variants, *reversed(variants), *list(variants)[::2], *list(variants)[1::2]):
-        found, truth = outcome(variants[name]), truths[name]
-        assert type(found) is type(truth), name
-        if isinstance(truth, tuple):
-            assert found == truth, name
-            continue
-        assert [each[1:] for each in found] == [each[1:] for each in truth], name
-        same([each[0].detach() for each in found], [each[0].detach() for each in truth])
+    names = list(variants)
+    for order in ((*names, *names[::2]), (*reversed(names), *names[1::2])):  # which call is kept first, and found
+        calls.forget()
+        for name in order:
+            found, truth = outcome(variants[name]), truths[name]
+            assert type(found) is type(truth), name
+            if isinstance(truth, tuple):
+                assert found == truth, name
+                continue
+            assert [each[1:] for each in found] == [each[1:] for each in truth], name
+            same([each[0].detach() for each in found], [each[0].detach() for each in truth])
 
 
 def under(context, call):
@@ -527,3 +530,86 @@ def test_eight_threads(one_launch_at_a_time, monkeypatch, device):
                 same(found, truths[turn])
     finally:
         sys.setswitchinterval(before)
+
+
+def test_calls_of_one_shape_have_a_bound(device):
+    x = rand(3, 10).to(device)
+    for padding in range(1, 20):
+        room = torch.zeros(3, 10 + padding, device=device)
+        fused_softmax.softmax(room[:, :10].copy_(x))
+    assert 1 < max(len(each) for each in calls._kept.values()) <= calls._MOST_ALIKE
+
+
+def test_the_plain_guard_keeps_calls_apart(monkeypatch, device):
+    """That of a PyTorch without the guards of its compiler."""
+    monkeypatch.setattr(calls, "_TensorGuards", None)
+    test_calls_that_differ_in_input_or_mode_are_kept_apart("softmax", device)
+    test_losses_that_differ_are_kept_apart(device)
+
+
+def test_under_the_plain_guard_a_mode_sees_a_call_that_was_kept(monkeypatch, device):
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            seen.append(function)
+            return function(*arguments, **(options or {}))
+
+    monkeypatch.setattr(calls, "_TensorGuards", None)
+    seen, x = [], rand(3, 10).to(device)
+    fused_softmax.softmax(x)
+    with Noting():
+        fused_softmax.softmax(x)
+    assert torch.ops.fused_softmax.softmax.default in seen
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["guards of the compiler", "plain guard"])
+def test_a_call_is_found_for_tensors_like_its_own_alone(plain, monkeypatch, device):
+    """Also where another alignment gives the same numbers: the interpreter has no accesses of 16 bytes."""
+    if plain:
+        monkeypatch.setattr(calls, "_TensorGuards", None)
+    x, mask, leaf = rand(4, 40).to(device), rand(40).to(device), rand(4, 40).to(device).requires_grad_()
+    kept = calls.Prepared(lambda: "kept", lambda n: lambda: n)
+
+    def found(*arguments):
+        call = calls.find("a name", *arguments)
+        return None if call is None else call()
+
+    calls.keep(kept, "a name", (1, "nan"), x)
+    assert found((1, "nan"), x) == "kept"
+    assert found((1, "nan"), rand(5, 40).to(device)) == 5
+    others = {
+        "options": ((1, "zero"), x), "alignment": ((1, "nan"), at(x, 1)), "dtype": ((1, "nan"), x.half()),
+        "strides": ((1, "nan"), padded(x)), "gradient": ((1, "nan"), leaf), "columns": ((1, "nan"), x[:, :36]),
+        "alignment of other rows": ((1, "nan"), at(rand(5, 40).to(device), 1)), "mask": ((1, "nan"), x, mask),
+        "dtype of other rows": ((1, "nan"), rand(5, 40).to(device).half()),
+    }  # fmt: skip
+    assert {name: found(*arguments) for name, arguments in others.items()} == dict.fromkeys(others)
+
+    y, five, fives = (rand(n, 40, seed=1).to(device) for n in (4, 5, 5))
+    calls.keep(kept, "a name", 1, x, mask)
+    calls.keep(kept, "a name", 2, x, y)
+    assert [found(1, x, mask), found(1, five, mask), found(2, x, y), found(2, five, fives)] == ["kept", 5, "kept", 5]
+    others = {
+        "alignment": (1, x, at(mask, 1)), "dtype": (1, x, mask.half()), "size": (1, x, mask[:36]), "none": (1, x, None),
+        "alignment of other rows": (1, five, at(mask, 1)), "fewer rows": (2, five, y), "more rows": (2, x, fives),
+        "dtype of other rows": (1, five, mask.half()), "one row": (2, x[:1], y[:1]),
+    }  # fmt: skip
+    assert {name: found(*arguments) for name, arguments in others.items()} == dict.fromkeys(others)
+
+    with torch.no_grad():
+        calls.keep(kept, "a name", 3, leaf)
+        assert found(3, leaf) == "kept"
+    assert found(3, leaf) is None
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, "cross_entropy"])
+def test_what_was_called_without_gradients_is_differentiated_with_them(function, device):
+    of, leaves = getattr(fused_softmax, function), [rand(n, 40).to(device).requires_grad_() for n in (4, 5)]
+    arguments = [(torch.arange(len(leaf), device=device),) if function == "cross_entropy" else (1,) for leaf in leaves]
+    with torch.no_grad():
+        assert not any(of(leaf, *rest).requires_grad for leaf, rest in zip(leaves, arguments, strict=True))
+    for leaf, rest in zip(leaves, arguments, strict=True):
+        y = of(leaf, *rest)
+        assert y.requires_grad
+        torchs = getattr(torch.nn.functional if function == "cross_entropy" else torch, function)(leaf, *rest)
+        grads = [torch.autograd.grad(each, leaf, torch.ones_like(each))[0] for each in (y, torchs)]
+        torch.testing.assert_close(*grads)

@@ -1,5 +1,6 @@
 """Every kernel that the planner can ask for, compiled for GPUs that need not be present: what it spills and moves."""
 
+import re
 from functools import cache
 from itertools import product
 
@@ -135,9 +136,25 @@ def test_rows_are_addressed_in_64_bits():
             plan = plan_rows(MANY, n_cols, dtype.itemsize, GPUS["sm_90"])
             for launch in launches(plan, GPUS["sm_90"], *rows_as("even", MANY, n_cols, dtype)):
                 ttir = launch.compile("sm_90").kernel.asm["ttir"]
-                products = [line for line in ttir.splitlines() if "arith.muli" in line and "row_stride" in line]
-                assert all(line.split(":")[-1].strip().startswith(("i64", "tensor")) for line in products), products
-                assert not any("xi32" in line for line in products), products
+                offsets = list(offsets_of_rows(ttir))
+                assert {name for name, _ in offsets} == set(launch_tensors(ttir))
+                assert all("i64" in kind for _, kind in offsets), offsets
+
+
+def launch_tensors(ttir):
+    """The rows that a kernel reads and writes."""
+    return [name for name in ("%x_ptr", "%y_ptr") if f"{name}: !tt.ptr" in ttir]
+
+
+def offsets_of_rows(ttir):
+    """(tensor, type of the offset) wherever a row is found in a tensor of rows; but what is subtracted finds none."""
+    made = dict(re.findall(r"(%\w+) = (.*)", ttir))
+    tensors = {name: name for name in launch_tensors(ttir)}
+    tensors |= {name: tensors[of[1]] for name, how in made.items() if (of := re.match(r"tt\.splat (%[xy]_ptr) ", how))}
+    for how in made.values():
+        added = re.match(r"tt\.addptr (%\w+), (%\w+) : [^,]*, (\S+)", how)
+        if added and added[1] in tensors and not made.get(added[2], "").startswith("arith.subi"):
+            yield tensors[added[1]], added[3]
 
 
 @pytest.mark.parametrize("n_cols", [129, 159, 161, 223])

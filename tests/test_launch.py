@@ -50,6 +50,18 @@ def test_it_runs_the_kernel_on_the_tensors_of_each_call():
     assert (launch.resources is None) == INTERPRETED
 
 
+@on_device
+def test_for_another_number_it_is_the_same_kernel_or_none():
+    x = torch.arange(200.0, device="cpu" if INTERPRETED else "cuda")
+    y = torch.zeros_like(x)
+    launch = prepare_double(x, y)
+    assert all(launch.again(1, {0: n}) is None for n in (1, 16, 2**31, -(2**31) - 1)), "Triton compiles these in"
+    again = launch.again(1, {0: 50})
+    again(x, y)
+    assert torch.equal(y[:50], 2 * x[:50])
+    assert not y[50:].any()
+
+
 @pytest.mark.gpu
 def test_it_runs_on_the_current_stream_and_is_captured():
     x = torch.arange(200.0, device="cuda")

@@ -122,6 +122,18 @@ def test_what_runs_and_its_fake_agree(name, strided, device):
             assert ran == facts(operator(name)(*tree_map_only(torch.Tensor, mode.from_tensor, arguments)))
 
 
+@kernels
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_fakes_of_losses_of_half_precision(name, dtype, device):
+    """What stands beside a loss is of the dtype of the arithmetic."""
+    for x, *rest in samples(name, device):
+        layer = [each.to(dtype) if isinstance(each, torch.Tensor) and each.requires_grad else each for each in rest]
+        arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, (x.to(dtype), *layer))
+        ran, fake = BY_NAME[name].run(*arguments), BY_NAME[name].fake(*arguments)
+        assert [(each.dtype, each.shape) for each in ran] == [(each.dtype, each.shape) for each in fake]
+
+
 def apart(t):
     """The same values, no two of them side by side."""
     return t.repeat_interleave(2, -1)[..., ::2] if t.ndim else t

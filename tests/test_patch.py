@@ -46,8 +46,16 @@ def ran(monkeypatch):
     threads = [frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]
     waiting = {(frame.f_globals["__name__"], frame.f_code.co_name) for frame in threads}
     monkeypatch.setattr(patch, "_IDLE", patch._IDLE | waiting)
-    plain_find = patch.find
+
+    def recall(key, input):
+        call = plain_recall(key, input)
+        if call is not None:
+            calls.append("softmax")
+        return call
+
+    plain_find, plain_recall = patch.find, patch.recall
     monkeypatch.setattr(patch, "find", find)
+    monkeypatch.setattr(patch, "recall", recall)
 
     def count(module, function, name):
         plain = getattr(module, function)

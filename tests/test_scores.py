@@ -629,6 +629,14 @@ def test_causal(function, n_queries, n_keys, device):
 
 
 @reducing_too
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_a_number_in_fp64_has_64_bits(function, dim, device):
+    x = peaked(5, 40, FP64).to(device)
+    ours, truth = public(function, x, dim, scale=0.1), getattr(torch, function)(x * 0.1, dim)
+    torch.testing.assert_close(ours, truth, rtol=1e-13, atol=1e-13)
+
+
+@reducing_too
 @pytest.mark.parametrize(("n_cols", "dtype"), [(700, FP32), (700, BF16), (9000, FP16), (17000, FP64)], ids=str)
 def test_what_the_planner_chooses_for_long_rows(function, dtype, n_cols, device):
     """A row a program, few rows split into parts, and fp64 streamed; as the operator plans them with scores."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import QUICK
 
-from fused_softmax.kernels.exchange import pack_state, tag_of, unpack_state
+from fused_softmax.kernels.exchange import pack_state, slots_of, tag_of, unpack_state, wait_for
 from fused_softmax.kernels.rows import body_of, edges_of, head_of, load_pieces, whole_vectors
 from fused_softmax.kernels.spec import Row, Rows, Spec
 from fused_softmax.kernels.state import (
@@ -291,6 +291,40 @@ def test_a_message_carries_every_state_and_either_tag(device):
     assert torch.equal(m_out.view(torch.int32), m)
     assert torch.equal(s_out.view(torch.int32), s)
     assert torch.equal(message, m.long() << 32 | tag << 31 | s.long()), "every bit has one place"
+
+
+@triton.jit
+def _tags(slots_ptr, tag_ptr, at_ptr, K: tl.constexpr):
+    program = tl.program_id(0)
+    slots, tag = slots_of(slots_ptr, program // 2, program % 2, 2, 1, K)
+    tl.store(tag_ptr + program, tag.to(tl.int64))
+    tl.store(at_ptr + program, slots.to(tl.int64) - slots_ptr.to(tl.int64))
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_launch_that_publishes_has_the_tag_that_its_slots_have_not(publishes, device):
+    held = torch.tensor([0, 0, 1, 1])
+    slots = held << 31 | torch.arange(4) << 32 | 12345
+    spec = Spec(block_cols=1, pieces=1, vector=1, cast_dtype=tl.float32, split=True, publish=publishes)
+    outputs = [((4,), torch.int64), ((4,), torch.int64)]
+    tag, at = launch(_tags, [slots], outputs, K=spec, grid=4, device=device)
+    assert torch.equal(tag, 1 - held if publishes else held)
+    assert at.tolist() == [0, 0, 16, 16], "each group has slots of its own"
+
+
+@triton.jit
+def _wait(slots_ptr, wanted_ptr, got_ptr, tag, LANES: tl.constexpr):
+    j = tl.arange(0, LANES)
+    message = tl.zeros([LANES], tl.int64) + ((1 - tag).to(tl.int64) << 31)
+    tl.store(got_ptr + j, wait_for(slots_ptr + j, message, tl.load(wanted_ptr + j) != 0, tag))
+
+
+@pytest.mark.parametrize("tag", [0, 1])
+def test_what_is_wanted_is_read_until_it_carries_the_tag(tag, device):
+    wanted = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1])
+    slots = torch.arange(8) << 32 | tag << 31 | 7
+    (got,) = launch(_wait, [slots, wanted], [((8,), torch.int64)], tag, LANES=8, device=device)
+    assert torch.equal(got, torch.where(wanted != 0, slots, (1 - tag) << 31))
 
 
 # Rows.

@@ -64,6 +64,17 @@ def find(name: str, options: Any, input: Tensor, *others: Any) -> Call | None:
         return None
 
 
+def recall(key: tuple, input: Tensor) -> Call | None:
+    """The call kept under (name, options, input's shape), of an input alone, within a kernel of the dispatcher's.
+
+    The dispatcher has settled by then what `find` asks of tracing, modes of functions and forward AD.
+    """
+    for check, place, call in _kept.get(key, ()):
+        if check(input) and input.data_ptr() & 15 == place[0]:
+            return call
+    return None
+
+
 def _find_among(name, options, input, others):
     tensors, kinds = _sorted(input, others)
     for check, places, call in _kept.get((name, options, input.shape, *kinds), ()):
@@ -167,7 +178,11 @@ def _guard(tensors, led: tuple[int, ...] = ()) -> Callable[..., bool]:
     strides = [list(tensor.stride()) for tensor in tensors]
     if _TensorGuards is None:
         return _plain_guard(tensors, sizes)
-    return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    check = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return check
+    # It compares requires_grad alone, and this call has no gradient only because the mode has none.
+    return lambda *tensors: not torch.is_grad_enabled() and check(*tensors)
 
 
 def _plain_guard(tensors, sizes) -> Callable[..., bool]:

@@ -106,26 +106,49 @@ def _totals(
     """The weights and the number of the targets that count, of one part of them."""
     part = tl.program_id(0)
     start = part.to(tl.int64) * part_rows
-    dtype: tl.constexpr = totals_ptr.dtype.element_ty
-    weights = tl.zeros([BLOCK], dtype)
-    counts = tl.zeros([BLOCK], dtype)
-    for at in range(start, tl.minimum(start + part_rows, n_rows), BLOCK):
+    weights, counts = count_targets(
+        target_ptr, weight_ptr, start, tl.minimum(start + part_rows, n_rows), n_classes, ignore_index,
+        totals_ptr.dtype.element_ty, BLOCK,
+    )  # fmt: skip
+    tl.store(totals_ptr + part, weights)
+    tl.store(totals_ptr + tl.num_programs(0) + part, counts)
+
+
+@triton.jit
+def count_targets(
+    target_ptr, weight_ptr, start, stop, n_classes, ignore_index, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(weights, number) of the targets [start, stop) that count."""
+    weights = tl.zeros([BLOCK], DTYPE)
+    counts = tl.zeros([BLOCK], DTYPE)
+    for at in range(start, stop, BLOCK):
         row = at + tl.arange(0, BLOCK)
-        there = row < tl.minimum(start + part_rows, n_rows)
-        t = tl.load(target_ptr + row, mask=there, other=0).to(tl.int64)
-        on = there & (t != ignore_index)
-        counts += on.to(dtype)
+        t = tl.load(target_ptr + row, mask=row < stop, other=0).to(tl.int64)
+        on = (row < stop) & (t != ignore_index)
+        counts += on.to(DTYPE)
         if weight_ptr is not None:
             weights += tl.load(weight_ptr + t, mask=on & (t >= 0) & (t < n_classes), other=0.0)
     n = tl.sum(counts, axis=0)
-    tl.store(totals_ptr + part, n if weight_ptr is None else tl.sum(weights, axis=0))
-    tl.store(totals_ptr + tl.num_programs(0) + part, n)
+    if weight_ptr is not None:
+        return tl.sum(weights, axis=0), n
+    else:
+        return n, n
 
 
-@triton.jit(do_not_specialize=["n_losses", "n_z"])
-def _finish(loss_ptr, z_ptr, totals_ptr, result_ptr, z_result_ptr, n_losses, n_z, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum or mean of all losses, and of the z-losses in it."""
-    g, g_z = per_row(totals_ptr, K)
+@triton.jit(do_not_specialize=["n_losses", "n_z", "n_rows", "n_classes", "ignore_index"])
+def _finish(
+    loss_ptr, z_ptr, totals_ptr, target_ptr, weight_ptr, result_ptr, z_result_ptr, n_losses, n_z, n_rows, n_classes,
+    ignore_index, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum or mean of all losses, and of the z-losses in it; few targets are counted here, if they were not yet."""
+    if target_ptr is not None:
+        weights, counts = count_targets(
+            target_ptr, weight_ptr, 0, n_rows, n_classes, ignore_index, loss_ptr.dtype.element_ty, BLOCK
+        )
+        g = 1.0 / weights
+        g_z = 1.0 / counts
+    else:
+        g, g_z = per_row(totals_ptr, K)
     total = tl.zeros([BLOCK], loss_ptr.dtype.element_ty)
     for at in range(0, n_losses, BLOCK):
         j = at + tl.arange(0, BLOCK)

@@ -18,6 +18,7 @@ from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops.cross_entropy_calls import (
     LossRows,
     backward,
+    counts_targets,
     finish,
     forward,
     given_of,
@@ -282,7 +283,8 @@ def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) 
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Steps:
     """The steps of a loss for rows and targets like these, as Prepared."""
     arithmetic, wanted = arithmetic_of(x), kind.wanted
-    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean else None
+    counts = counts_targets(target, loss.mean, needs_grad(x))
+    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
     dx = None
     if kind.at_once:
         dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -294,7 +296,7 @@ def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Steps:
         return Steps(totals, rows, None)
     assert rows.like is not None
     like = rows.like()
-    finishing = prepare_finish(like.loss, like.z, counted, loss.mean, kind.dtype)
+    finishing = prepare_finish(like, counted, target if counts else None, loss, x.shape[1], kind.dtype)
     multiplying = None if dx is None else prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
     return Steps(totals, rows, finishing, multiplying)
 
@@ -327,7 +329,7 @@ def run_steps(steps: Steps, x: Tensor, target: Tensor, loss: Loss, numbers: tupl
         y = (y if z is None else y + z).to(kind.dtype)
         z = None if z is None else z.to(kind.dtype)
     else:
-        y, z = steps.finish(rows.loss, rows.z, totals)
+        y, z = steps.finish(rows.loss, rows.z, totals, target, loss.weight)
     lse = rows.m + rows.ls if kind.wanted.lse else None
     if kind.wanted.z_loss and z is None:
         z = torch.zeros_like(y)
@@ -353,7 +355,7 @@ def _totals_step(loss, n_classes, dtype, target, weight):
     return totals_of(target, loss, n_classes, dtype)
 
 
-def _finish_step(loss, dtype, values, z, totals):
+def _finish_step(loss, dtype, values, z, totals, *_):
     return finish(LossRows(None, None, values, z), totals, loss, dtype)
 
 

@@ -349,37 +349,52 @@ def finish(rows: LossRows, totals: Tensor | None, loss: Loss, dtype: torch.dtype
         z = None if z is None else z.sum().view(1)
     call = find("finish", (loss.mean, dtype), values, z, totals)
     if call is None:
-        prepared = prepare_finish(values, z, totals, loss.mean, dtype)
+        prepared = prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype)
         call = keep(prepared, "finish", (loss.mean, dtype), values, z, totals)
-    return call(values, z, totals)
+    return call(values, z, totals, None, None)
 
 
-def prepare_finish(values: Tensor, z: Tensor | None, totals: Tensor | None, mean: bool, dtype) -> Prepared:
-    """What sums losses like these: call(values, z, totals) -> (sum or mean, that of the z-losses)."""
-    empty = allocator(values.device)
+def counts_targets(target: Tensor, mean: bool, gradient: bool) -> bool:
+    """Whether the launch that sums losses counts their targets too, which no gradient has asked for before."""
+    return mean and not gradient and target.numel() <= _COUNTED
+
+
+def prepare_finish(
+    rows: LossRows, totals: Tensor | None, target: Tensor | None, loss: Loss, n_classes: int, dtype: torch.dtype
+) -> Prepared:
+    """What sums losses like these: call(values, z, totals, target, weight) -> (sum or mean, that of the z-losses).
+
+    target: to be counted for a mean, instead of totals.
+    """
+    values, z = rows.loss, rows.z
+    weight = None if target is None else loss.weight
+    empty, most = allocator(values.device), _FINISHED if target is None else _COUNTED
     result, z_result = empty((), (), dtype), None if z is None else empty((), (), dtype)
     spec = LossSpec(
-        block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[values.dtype], mean=mean,
+        block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[values.dtype], mean=loss.mean and target is None,
         totals=1 if totals is None else totals.shape[1],
     )  # fmt: skip
-    arranged = (values, z, totals, result, z_result)
+    arranged = (values, z, totals, target, weight, result, z_result)
+    sizes = values.numel(), 0 if z is None else z.numel(), 0 if target is None else target.numel(), n_classes
     launched = launch.prepare(
-        _finish, 1, arranged, (values.numel(), 0 if z is None else z.numel()), {"K": spec, "BLOCK": 8192},
+        _finish, 1, arranged, (*sizes, loss.ignore_index), {"K": spec, "BLOCK": 8192 if target is None else _COUNTED},
         device=values.get_device(), num_warps=16,
     )  # fmt: skip
     picked, per_row, with_z = _picked(arranged), values.numel() // max(values.shape[0], 1), z is not None
 
     def made(launched):
-        def call(values, z, totals):
-            result, z_result = empty((), (), dtype), None if z is None else empty((), (), dtype)
-            launched(*picked((values, z, totals, result, z_result)))
+        def call(values, z, totals, target, weight):
+            result, z_result = empty((), (), dtype), empty((), (), dtype) if with_z else None
+            launched(*picked((values, z, totals, target, weight, result, z_result)))
             return result, z_result
 
         return call
 
     def again(n):
-        found = launched.again(1, {0: n * per_row, 1: n if with_z else 0}) if n * per_row <= _FINISHED else None
-        return made(found.__call__) if found else None
+        if max(n * per_row, n) > most:
+            return None
+        found = launched.again(1, {0: n * per_row, 1: n if with_z else 0, 2: n if most == _COUNTED else 0})
+        return found and made(found.__call__)
 
     return Prepared(made(launched.__call__), again)
 

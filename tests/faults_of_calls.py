@@ -1,0 +1,276 @@
+"""Faults of launches and kept calls, of the operators, and of their rules in PyTorch's library."""
+
+from fault import of
+
+CALLS = (
+    of(
+        "calls", "guard-without-alignment", "calls.py",
+        "if check(input) and input.data_ptr() & 15 == place[0]:", "if check(input):",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "guard-without-alignment-of-others", "calls.py", "if tensor.data_ptr() & 15 != place:", "if False:",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "guard-that-compares-nothing", "calls.py", "        if check(*tensors):", "        if True:",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "guard-without-dtype", "calls.py", "tensor.stride(), tensor.dtype, tensor.device",
+        "tensor.stride(), tensor.device",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "guard-without-grad-mode", "calls.py",
+        "grad = torch.is_grad_enabled() and tensor.requires_grad", "grad = tensor.requires_grad",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "guard-without-modes", "calls.py", "return modes == _modes() and all(", "return all(",
+        "test_calls.py::test_under_the_plain_guard_a_mode_sees_a_call_that_was_kept",
+    ),
+    of(
+        "calls", "other-rows-of-another-alignment", "calls.py", "and places == _places(tensors) and", "and",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "others-of-fewer-rows", "calls.py",
+        "and all(tensors[i].shape[0] == n for i in led)", "and True",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "cache-without-a-bound", "calls.py", "if len(_kept) >= MOST_CALLS:", "if not _kept:",
+        "test_calls.py::test_the_calls_that_are_kept_have_a_bound",
+    ),
+    of(
+        "calls", "a-shape-without-a-bound", "calls.py", "*_kept.get(key, ())][:_MOST_ALIKE]", "*_kept.get(key, ())]",
+        "test_calls.py::test_calls_of_one_shape_have_a_bound",
+    ),
+    of(
+        "calls", "masked-rows-left-out", "ops/softmax.py",
+        "options = dim, dtype, is_causal, masked_rows", "options = dim, dtype, is_causal",
+        "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain]",
+    ),
+    of(
+        "calls", "a-scale-of-0-is-any-number", "options.py",
+        'return "0" if scale == 0 else "1" if scale == 1 else "number"', 'return "1" if scale == 1 else "number"',
+        "test_calls.py::test_calls_that_differ_in_their_scores_are_kept_apart",
+    ),
+    of(
+        "calls", "any-class-is-ignored", "ops/cross_entropy.py",
+        "return (ignore_index, reduction, wanted) if plain", "return (reduction, wanted) if plain",
+        "test_calls.py::test_losses_that_differ_are_kept_apart",
+    ),
+    of(
+        "calls", "another-size-runs-the-old-one", "launch.py", "            scalars[i] = value", "            continue",
+        "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
+    ),
+    of(
+        "calls", "another-size-of-another-kernel", "launch.py",
+        "if _kind(value, fixed) != _kind(scalars[i], fixed):", "if False:",
+        "test_launch.py::test_for_another_number_it_is_the_same_kernel_or_none",
+    ),
+    of(
+        "calls", "a-float-that-vanishes", "launch.py",
+        "math.copysign(_LEAST, value) if 0 < abs(value) < _LEAST else float(value)", "float(value)",
+        "test_scores.py::test_a_number_that_vanishes_in_fp32_is_no_scale_of_0",
+    ),
+    of(
+        "calls", "kernel-of-another-alignment", "launch.py",
+        "(tensor.dtype, tensor.data_ptr() % 16 == 0)", "tensor.dtype",
+        "test_launch.py::test_over_the_stub_driver", compiles=True,
+    ),
+    of(
+        "calls", "kernel-of-another-width", "launch.py",
+        "width = -(2**31) <= scalar < 2**31, scalar < 2**63", "width = -(2**31) <= scalar, scalar < 2**63",
+        "test_launch.py::test_over_the_stub_driver", compiles=True,
+    ),
+    of(
+        "calls", "a-float-that-is-truncated", "launcher.c",
+        "float number = (float)given;", "float number = (float)(long)given;",
+        "test_launch.py::test_over_the_stub_driver", compiles=True,
+    ),
+    of(
+        "calls", "a-float-that-vanishes-in-c", "launcher.c", "if (number == 0 && given != 0)", "if (number != number)",
+        "test_launch.py::test_over_the_stub_driver", compiles=True,
+    ),
+    of(
+        "calls", "a-word-of-32-bits", "launcher.c",
+        "*word = PyLong_AsUnsignedLongLongMask(value);", "*word = (uint32_t)PyLong_AsUnsignedLongLongMask(value);",
+        "test_launch.py::test_over_the_stub_driver", compiles=True,
+    ),
+    of(
+        "calls", "another-device-not-noticed", "launcher.c", "self->device, Py_NE);", "self->device, Py_LT);",
+        "test_launch.py::test_over_the_stub_driver", compiles=True,
+    ),
+)  # fmt: skip
+
+OPS = (
+    of(
+        "ops", "gradient-of-the-gradient", "ops/softmax.py",
+        "return backward(dy, y, kind.dim, kind.input_dtype,", "return backward(y, dy, kind.dim, kind.input_dtype,",
+        "test_backward.py::test_scores",
+    ),
+    of(
+        "ops", "quick-gradient-of-the-gradient", "ops/softmax.py",
+        "return call(dy, y, ctx.number), None", "return call(y, dy, ctx.number), None",
+        "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain, gradient]",
+    ),
+    of(
+        "ops", "gradients-of-mask-and-scale-swapped", "ops/softmax.py",
+        "    return dx, dmask, dscale\n\n\ndef differentiable_backward",
+        "    return dx, dscale, dmask\n\n\ndef differentiable_backward",
+        "test_backward.py::test_scores",
+    ),
+    of(
+        "ops", "scale-not-in-the-gradient", "ops/softmax.py",
+        "dx = (dz if in_kernel else dz * factor)", "dx = (dz if in_kernel else dz)", "test_backward.py::test_scores",
+    ),
+    of(
+        "ops", "smoothing-with-the-wrong-sign", "kernels/losses.py",
+        "* loss + N.smoothing / n_classes * smoothed", "* loss - N.smoothing / n_classes * smoothed",
+        "test_cross_entropy.py::test_losses_alone",
+    ),
+    of(
+        "ops", "smoothing-not-in-the-gradient", "kernels/losses.py", "dx -= u * w_cols", "dx -= u",
+        "test_cross_entropy.py::test_gradient_by_a_second_read",
+    ),
+    of(
+        "ops", "ignored-targets-counted", "kernels/loss_grad.py", "on = there & (t != ignore_index)", "on = there",
+        "test_cross_entropy.py::test_totals_of_many_targets", "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "ops", "weights-not-in-the-mean", "kernels/loss_grad.py",
+        "n if weight_ptr is None else tl.sum(weights, axis=0)", "n",
+        "test_cross_entropy.py::test_totals_of_many_targets", "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "ops", "z-loss-by-the-weights", "kernels/losses.py", "tl.load(totals_ptr + PARTS + j)",
+        "tl.load(totals_ptr + j)",
+        "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "ops", "mean-of-all-by-their-number", "kernels/losses.py",
+        "tl.load(totals_ptr + j), axis=0), 1.0", "tl.load(totals_ptr + PARTS + j), axis=0), 1.0",
+        "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "ops", "z-loss-left-out", "kernels/loss_grad.py", "        result += z\n", "        result += 0.0\n",
+        "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "ops", "z-loss-of-half-a-gradient", "kernels/losses.py",
+        "a + 2.0 * N.lse_square_scale", "a + N.lse_square_scale",
+        "test_cross_entropy.py::test_gradient_by_a_second_read",
+    ),
+    of(
+        "ops", "sum-as-mean", "options.py", 'return self.reduction == "mean"', 'return self.reduction != "none"',
+        "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "ops", "scale-lost-under-a-cap", "kernels/losses.py", "slope *= (N.cap", "slope = (N.cap",
+        "test_cross_entropy.py::test_gradient_by_a_second_read", "test_losses_fuzz.py::test_any_rows_by_any_strategy",
+    ),
+    of(
+        "ops", "causal-by-the-keys", "layout.py",
+        "n_queries = shape[-2] if scores.is_causal", "n_queries = shape[-1] if scores.is_causal",
+        "test_scores.py::test_causal",
+    ),
+    of(
+        "ops", "masked-rows-are-nan", "layout.py", 'scores.masked_rows == "zero"', "False",
+        "test_scores.py::test_special_values", "test_backward.py::test_scores",
+    ),
+    of(
+        "ops", "upstream-gradient-left-out", "ops/cross_entropy.py", "ctx.multiply(dx, dy)", "ctx.multiply",
+        "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "ops", "a-second-backward-of-what-was-given", "ops/cross_entropy.py", "dx, ctx.dx = ctx.dx, None",
+        "dx = ctx.dx",
+        "test_cross_entropy.py::test_a_second_backward_and_a_changed_first_gradient",
+    ),
+    of(
+        "ops", "bias-of-the-first-chunk", "ops/linear_cross_entropy.py",
+        "db if self.db is None else self.db.add_(db)", "db if self.db is None else self.db",
+        "test_linear_cross_entropy.py::test_loss_and_gradients_by_chunks",
+    ),
+    of(
+        "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return self",
+        "or True:\n            return self",
+        "test_scores.py::test_a_number_in_fp64_has_64_bits",
+    ),
+)  # fmt: skip
+
+REGISTER = (
+    of(
+        "register", "fake-of-the-inputs-dtype", "register/one_dim.py",
+        "return input.new_empty(input.shape, dtype=dtype)", "return input.new_empty(input.shape)",
+        "test_operators.py::test_what_runs_and_its_fake_agree",
+    ),
+    of(
+        "register", "fake-gradient-of-the-outputs-dtype", "register/one_dim.py",
+        "return y.new_empty(y.shape, dtype=dtype)", "return y.new_empty(y.shape)",
+        "test_operators.py::test_what_runs_and_its_fake_agree",
+    ),
+    of(
+        "register", "fake-states-of-the-logits-dtype", "register/loss_rules.py",
+        "input.new_empty([n], dtype=arithmetic_of(input))", "input.new_empty([n])",
+        "test_operators.py::test_fakes_of_losses_of_half_precision",
+    ),
+    of(
+        "register", "vmap-along-the-dim-before", "register/one_dim.py",
+        "operator(input, dim % (input.ndim - 1) + 1, *rest)", "operator(input, dim % (input.ndim - 1), *rest)",
+        "test_operators.py::test_vmap",
+    ),
+    of(
+        "register", "vmap-of-a-gradient-along-the-dim-before", "register/one_dim.py",
+        "operator(dy, y, dim % (y.ndim - 1) + 1, *rest)", "operator(dy, y, dim % (y.ndim - 1), *rest)",
+        "test_operators.py::test_vmap",
+    ),
+    of(
+        "register", "vmap-of-a-mask-by-its-last-dims", "register/softmax_rules.py",
+        "*[1] * (ndim - tensor.ndim), *tensor.shape[1:])", "*tensor.shape[1:], *[1] * (ndim - tensor.ndim))",
+        "test_library.py::test_vmap_of_scales_and_masks",
+    ),
+    of(
+        "register", "half-to-float-of-bf16", "register/patch.py",
+        "(not half_to_float or x.dtype == torch.float16)", "True",
+        "test_patch.py::test_half_to_float",
+    ),
+    of(
+        "register", "reductions-swapped", "register/patch.py",
+        '("none", "mean", "sum")[reduction]',
+        '("none", "sum", "mean")[reduction]',
+        "test_patch.py::test_cross_entropy_is_taken",
+    ),
+    of(
+        "register", "enabled-for-ever", "register/patch.py", "if _depth == 0 and _alone():", "if False:",
+        "test_patch.py::test_atens_kernels_are_back_afterwards",
+    ),
+    of(
+        "register", "second-derivative-of-softmax", "register/softmax_rules.py",
+        "g * (dy - d) - c * dy", "g * (dy - d) + c * dy",
+        "test_library.py::test_the_gradients_and_their_derivatives",
+    ),
+    of(
+        "register", "second-derivative-of-log-softmax", "register/softmax_rules.py",
+        "-weighted * dy.sum", "weighted * dy.sum",
+        "test_library.py::test_the_gradients_and_their_derivatives",
+    ),
+    of(
+        "register", "gradients-of-scale-and-mask-swapped", "register/softmax_rules.py",
+        "None, None, None, dscale, dmask, None, None)", "None, None, None, dmask, dscale, None, None)",
+        "test_library.py::test_gradients_of_scale_and_mask_in_compiled_code",
+    ),
+    of(
+        "register", "composed-gradient-at-the-target", "register/loss_rules.py", "-b.unsqueeze(-1)", "b.unsqueeze(-1)",
+        "test_library_losses.py::test_where_there_are_no_kernels_they_are_made_of_torchs_operations",
+    ),
+    of(
+        "register", "gradients-of-half-precision-at-once", "register/loss_rules.py",
+        'reduction != "none" and x.dtype != torch.float16 for', 'reduction != "none" for',
+        "test_library_losses.py::test_linear_makes_the_gradients_that_are_asked_for",
+        "test_library_losses.py::test_linear_compiled",
+    ),
+)  # fmt: skip

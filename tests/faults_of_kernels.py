@@ -1,0 +1,279 @@
+"""Faults of the kernels, of the planner, and of how their arguments are laid out and given."""
+
+from fault import of
+
+KERNELS = (
+    of(
+        "kernels", "mask-past-the-size", "kernels/rows.py", "cols < size, other=OTHER)", "cols <= size, other=OTHER)",
+        "test_shelf.py::test_pieces_end_with_the_row",
+    ),
+    of(
+        "kernels", "causal-column-less", "kernels/rows.py", ".to(tl.int32) + 1 + n_cols", ".to(tl.int32) + n_cols",
+        "test_scores.py::test_causal",
+    ),
+    of(
+        "kernels", "causal-top-left", "kernels/rows.py", "+ 1 + n_cols - n_queries", "+ 1",
+        "test_scores.py::test_causal",
+    ),
+    of(
+        "kernels", "merge-without-rescale", "kernels/state.py", "s_a * weight_of(m_a, m, PTX) +", "s_a +",
+        "test_shelf.py::test_merges_of",
+    ),
+    of(
+        "kernels", "stream-without-rescale", "kernels/softmax.py",
+        "s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)", "s = tl.sum(s_parts, axis=0)",
+        "test_softmax.py::test_stream_at_the_ends_of_its_parts",
+    ),
+    of(
+        "kernels", "columns-without-rescale", "kernels/columns.py", "s *= natural_exp(m - top, K.ptx)", "s *= 1.0",
+        "test_columns.py::test_logsumexp_tile_by_tile",
+    ),
+    of(
+        "kernels", "edge-by-the-wrong-stride", "kernels/softmax.py",
+        "y_ptr + r.row * y_row_stride + edge.cols", "y_ptr + r.row * x_row_stride + edge.cols",
+        "test_softmax.py::test_row_strides_by_every_strategy",
+    ),
+    of(
+        "kernels", "part-too-short", "kernels/rows.py",
+        "tl.minimum(whole_vectors(part_cols, K), body - start)",
+        "tl.minimum(whole_vectors(part_cols, K), body - start - 1)",
+        "test_softmax.py::test_split_in_few_and_many_parts",
+    ),
+    of(
+        "kernels", "stale-tag", "kernels/exchange.py", "tag = 1 - tag", "tag = 0 + tag",
+        "test_shelf.py::test_a_launch_that_publishes_has_the_tag_that_its_slots_have_not",
+    ),
+    of(
+        "kernels", "any-tag-will-do", "kernels/exchange.py",
+        "    missing = wanted & (tag_of(message) != tag)\n    polls = 0", "    missing = wanted & False\n    polls = 0",
+        "test_shelf.py::test_what_is_wanted_is_read_until_it_carries_the_tag",
+    ),
+    of(
+        "kernels", "edges-not-in-the-sum", "kernels/rows.py",
+        "s += of_each_row(tl.sum(exp_at", "s += 0 * of_each_row(tl.sum(exp_at",
+        "test_softmax.py::test_rows_that_start_at_every_phase",
+    ),
+    of(
+        "kernels", "edges-not-in-the-gradient", "kernels/softmax_grad.py",
+        "d += of_each_row(dot_of(", "d += 0 * of_each_row(dot_of(",
+        "test_backward.py::test_rows_that_start_at_every_phase",
+    ),
+    of(
+        "kernels", "wrong-log", "kernels/state.py", "y = z - m - log_sum_of(", "y = z - m + log_sum_of(",
+        "test_scores.py::test_any_dim",
+    ),
+    of(
+        "kernels", "rounding-of-the-base-left-in", "kernels/state.py",
+        "return tl.log(s) - tl.where(m == NEG_INF, 0.0, rounding) * LN2", "return tl.log(s)",
+        "test_scores.py::test_log_softmax_of_high_rows_in_the_arithmetic_of_nvidia",
+    ),
+    of(
+        "kernels", "last-of-tied-parts", "kernels/exchange.py",
+        "winner = tl.min(tl.where(m_parts == m, j, K.lanes)", "winner = tl.max(tl.where(m_parts == m, j, -1)",
+        "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
+    ),
+    of(
+        "kernels", "tie-after-the-edge", "kernels/rows.py",
+        "column = tl.minimum(column, of_each_row(tl.min(tl.where(edge.x == m, edge.cols, NO_COLUMN)",
+        "column = tl.minimum(column, of_each_row(tl.min(tl.where(edge.x > m, edge.cols, NO_COLUMN)",
+        "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
+    ),
+    of(
+        "kernels", "nan-of-two-infinities", "kernels/state.py",
+        "finite = tl.where(m == NEG_INF, 0.0, m)", "finite = m",
+        "test_softmax.py::test_tiles_of_minus_infinity_leave_the_row_finite",
+    ),
+    of(
+        "kernels", "nan-of-an-empty-part", "kernels/state.py",
+        "return tl.where(m == NEG_INF, 1.0, weight)", "return weight",
+        "test_shelf.py::test_weight_in_a_row_of_no_finite_maximum",
+    ),
+    of(
+        "kernels", "masked-input-of-negative-scales", "kernels/rows.py",
+        'masked_input = tl.where(sign == -1, float("inf"), NEG_INF)',
+        "masked_input = tl.where(sign == -1, NEG_INF, NEG_INF)",
+        "test_scores.py::test_every_strategy",
+    ),
+    of(
+        "kernels", "columns-past-the-size", "kernels/columns.py",
+        "mask=p * K.block_cols + cols < c.size, other=OTHER", "mask=p * K.block_cols + cols <= c.size, other=OTHER",
+        "test_softmax.py::test_any_dim_of_any_shape",
+    ),
+    of(
+        "kernels", "hidden-piece-not-written", "kernels/causal.py",
+        "tl.static_range(SEEN, PIECES)", "tl.static_range(SEEN + 1, PIECES)",
+        "test_scores.py::test_causal_rows_of_every_length",
+    ),
+    of(
+        "kernels", "sum-of-logits-not-moved", "kernels/loss_transposed.py",
+        "wz -= w * tl.where(m == NEG_INF", "wz += w * tl.where(m == NEG_INF",
+        "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
+    ),
+    of(
+        "kernels", "entropy-by-the-wrong-maximum", "kernels/loss_online.py",
+        "u = faded_terms(u, s, m, m_tile, fade) + entropy_terms", "u = u * fade + entropy_terms",
+        "test_cross_entropy.py::test_losses_alone",
+    ),
+    of(
+        "kernels", "rows-in-32-bits", "kernels/rows.py", "return program.to(tl.int64)", "return program",
+        "test_compiles.py::test_rows_are_addressed_in_64_bits", compiles=True,
+    ),
+    of(
+        "kernels", "alignment-unknown", "kernels/rows.py",
+        "return x.ptr + row * (x.stride // K.vector * K.vector)", "return x.ptr + row * x.stride",
+        "test_family_compiles.py::test_logsumexp", "test_family_compiles.py::test_backward", compiles=True,
+    ),
+)  # fmt: skip
+
+PLAN = (
+    of(
+        "plan", "threshold-of-tiles", "plan/rows.py", "    if n_cols <= shared:", "    if n_cols < shared:",
+        "test_plan.py::test_edges_are_where_plans_change", "test_plan_kept.py",
+    ),
+    of(
+        "plan", "parts-rounded-down", "plan/strategies.py",
+        "    parts = -(-body // part_cols)\n    lanes", "    parts = body // part_cols\n    lanes",
+        "test_plan.py::test_every_shape_has_a_plan_that_covers_it",
+    ),
+    of(
+        "plan", "full-pieces-too-many", "plan/strategies.py",
+        "min(pieces, shortest // block_cols)", "min(pieces, -(-shortest // block_cols))",
+        "test_plan.py::test_every_shape_has_a_plan_that_covers_it",
+    ),
+    of(
+        "plan", "full-pieces-of-a-shifted-row", "plan/strategies.py",
+        'body - (rows.vector if rows.alignment == "shifted" else 0)', "body",
+        "test_plan.py::test_every_shape_has_a_plan_that_covers_it",
+    ),
+    of(
+        "plan", "full-pieces-of-columns", "plan/columns.py",
+        "full_pieces=(n_cols - (parts - 1) * part_cols) // block_cols", "full_pieces=part_cols // block_cols",
+        "test_softmax.py::test_any_dim_of_any_shape",
+    ),
+    of(
+        "plan", "prefetch-of-scalar-rows", "plan/strategies.py",
+        'if strategy == "stream" or rows.alignment == "scalar":', 'if strategy == "stream":',
+        "test_plan_kept.py",
+    ),
+    of(
+        "plan", "prefetch-past-the-last-row", "plan/strategies.py",
+        "prefetch if rows.n_rows > most_rows else 0", "prefetch if rows.n_rows >= most_rows else 0",
+        "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
+        "test_plan_spans.py::test_every_number_of_rows_up_to_more_than_any_threshold",
+    ),
+    of(
+        "plan", "same-rows-across-prefetch", "plan/strategies.py",
+        "same_rows = both(same_rows, side_of(rows.n_rows, most_rows))", "same_rows = both(same_rows, ANY_ROWS)",
+        "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
+    ),
+    of(
+        "plan", "same-rows-of-few", "plan/strategies.py", "True, (above + 1, most_few)", "True, (1, most_few)",
+        "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
+        "test_plan_spans.py::test_every_number_of_rows_up_to_more_than_any_threshold",
+    ),
+    of(
+        "plan", "same-rows-of-parts", "plan/rows.py",
+        "(programs - 1) // (fewest - 1)", "programs // (fewest - 1)",
+        "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
+        "test_plan_spans.py::test_every_number_of_rows_up_to_more_than_any_threshold",
+    ),
+    of(
+        "plan", "same-rows-of-a-loss", "plan/rows.py",
+        "same_rows = side_of(n_rows, REDUCTION_PROGRAMS * sm_count - 1)", "same_rows = ANY_ROWS",
+        "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
+    ),
+    of(
+        "plan", "parts-of-one-stream-alone", "plan/rows.py",
+        "device.sm_count * max(1, resident) // 2", "device.sm_count * max(1, resident)",
+        "test_plan_kept.py",
+    ),
+    of(
+        "plan", "parts-of-a-loss", "plan/rows.py",
+        "plan.parts > most_parts(plan, device, registers=ALL_REGISTERS)", "plan.parts > most_parts(plan, device)",
+        "test_plan.py::test_a_loss_splits_a_row_of_32_warps_and_streams_what_the_chip_cannot_hold",
+    ),
+    of(
+        "plan", "causal-rows-fetch-ahead", "plan/rows.py",
+        "plan.vector * itemsize == VECTOR_BYTES and not causal", "plan.vector * itemsize == VECTOR_BYTES",
+        "test_plan.py::test_programs_fetch_ahead_where_the_gpu_can_and_the_next_data_is_known",
+    ),
+)  # fmt: skip
+
+RUNNER = (
+    of(
+        "runner", "numbers-in-another-order", "runner.py",
+        "names.scalars.index(name) for name in numbers", "names.scalars.index(name) for name in reversed(numbers)",
+        "test_cross_entropy.py::test_public",
+    ),
+    of(
+        "runner", "publish-and-collect-swapped", "runner.py",
+        "launcher(replace(spec, collect=False), slots), launcher(replace(spec, publish=False), slots)",
+        "launcher(replace(spec, publish=False), slots), launcher(replace(spec, collect=False), slots)",
+        "test_softmax.py::test_split_in_few_and_many_parts",
+    ),
+    of(
+        "runner", "slots-of-fewer-rows", "runner.py",
+        "_exchanging(other, scalars, device, *_slots_of(plan))",
+        "_exchanging(other, scalars, device, groups, slots_per_group)",
+        "test_runner.py::test_a_run_for_more_rows_has_slots_for_all",
+    ),
+    of(
+        "runner", "slots-of-fewer-rows-in-turn", "runner.py",
+        "_in_turn(others, scalars, groups * slots_per_group)", "_in_turn(others, scalars, n_slots)",
+        "test_runner.py::test_a_run_for_more_rows_has_slots_for_all",
+    ),
+    of(
+        "runner", "slots-too-few", "workspace.py",
+        "kept.numel() < n_rows * slots_per_row", "kept.numel() < n_rows",
+        "test_runner.py::test_kept_slots_are_enough_or_made_anew",
+    ),
+    of(
+        "runner", "misalignment-0", "runner.py",
+        "first.data_ptr() // first.element_size() % spec.vector", "0",
+        "test_runner.py::test_a_kernel_is_told_how_far_off_16_bytes_rows_start",
+    ),
+    of(
+        "runner", "rows-not-updated", "runner.py",
+        '"n_rows": getattr(plan, "n_rows", None), "n_programs"', '"n_programs"',
+        "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
+    ),
+    of(
+        "runner", "prefetch-kept-where-none-is", "runner.py",
+        'if "ahead" not in names.scalars:', 'if "ahead" in names.scalars:',
+        "test_compiles.py::test_fetching_ahead_is_of_sm_90_on", compiles=True,
+    ),
+    of(
+        "runner", "scale-by-the-strides-of-the-mask", "layout.py",
+        "col_stride, *strides[1], n_queries)", "col_stride, *strides[0], n_queries)",
+        "test_scores.py::test_scales_of_every_layout",
+    ),
+    of(
+        "runner", "mask-of-one-column-per-key", "layout.py", "else views[0].stride(-1)", "else 1",
+        "test_scores.py::test_masks_of_every_layout",
+    ),
+    of(
+        "runner", "leading-value-not-updated", "layout.py",
+        'leading = {1: "n_2", 2: "n_1"}.get(len(sizes))', "leading = None",
+        "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
+    ),
+    of(
+        "runner", "leading-value-of-outer-rows", "ops/softmax_calls.py",
+        "return lambda n: {name: inner * n}", "return lambda n: {name: n}",
+        "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
+    ),
+    of(
+        "runner", "dims-merged-that-do-not-follow", "layout.py", "all(outer == size * inner for",
+        "all(outer >= size * inner for",
+        "test_scores.py::test_masks_of_every_layout",
+    ),
+    of(
+        "runner", "rows-flattened-that-lie-apart", "layout.py", "elif stride != n_rows * row_stride:",
+        "elif stride < n_rows * row_stride:",
+        "test_softmax.py::test_strides", "test_softmax.py::test_any_dim_of_any_shape",
+    ),
+    of(
+        "runner", "shifted-by-different-phases", "layout.py", "len(places) == 1 and x.shape[1]", "x.shape[1]",
+        "test_softmax.py::test_out_with_strides_of_its_own_is_written_and_nothing_beside_it",
+        "test_softmax.py::test_strides",
+    ),
+)  # fmt: skip
