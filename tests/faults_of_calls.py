@@ -5,7 +5,8 @@ from fault import of
 CALLS = (
     of(
         "calls", "guard-without-alignment", "calls.py",
-        "if check(input) and input.data_ptr() & 15 == place[0]:", "if check(input):",
+        "input.data_ptr() & 15 == place[0]:\n                return call\n        return",
+        "True:\n                return call\n        return",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
@@ -114,7 +115,7 @@ OPS = (
     ),
     of(
         "ops", "quick-gradient-of-the-gradient", "ops/softmax.py",
-        "return call(dy, y, ctx.number), None", "return call(y, dy, ctx.number), None",
+        "return call(dy, saved[0], ctx.number), None", "return call(saved[0], dy, ctx.number), None",
         "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain, gradient]",
     ),
     of(
@@ -137,12 +138,13 @@ OPS = (
         "test_cross_entropy.py::test_gradient_by_a_second_read",
     ),
     of(
-        "ops", "ignored-targets-counted", "kernels/loss_grad.py", "on = there & (t != ignore_index)", "on = there",
+        "ops", "ignored-targets-counted", "kernels/loss_grad.py",
+        "on = (row < stop) & (t != ignore_index)", "on = row < stop",
         "test_cross_entropy.py::test_totals_of_many_targets", "test_cross_entropy.py::test_public",
     ),
     of(
         "ops", "weights-not-in-the-mean", "kernels/loss_grad.py",
-        "n if weight_ptr is None else tl.sum(weights, axis=0)", "n",
+        "return tl.sum(weights, axis=0), n", "return n, n",
         "test_cross_entropy.py::test_totals_of_many_targets", "test_cross_entropy.py::test_public",
     ),
     of(
