@@ -45,24 +45,24 @@ def peaked(n_rows: int, n_cols: int, dtype: torch.dtype = torch.float32, seed: i
     return x.to(dtype)
 
 
-def _patch_the_language_once_a_launch():
-    """And not at every call of a function in a kernel, which is more than half of the interpreter's time."""
+def _patch_the_language_once():
+    """Triton does and undoes it at every call of a function in a kernel: more than half of the interpreter's time."""
     from triton.runtime import interpreter
 
     patched = set()
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patch = interpreter._patch_lang
 
-    def launch_afresh(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
+    def patch_once(fn):
+        if id(fn.__globals__) not in patched:
+            patched.add(id(fn.__globals__))
+            patch(fn)
+        return interpreter._LangPatchScope()  # with nothing to restore
 
     def call(self, *args, **kwargs):
-        if id(self.fn.__globals__) not in patched:
-            patched.add(id(self.fn.__globals__))
-            patch(self.fn)
+        patch_once(self.fn)
         return self.rewrite()(*args, **kwargs)
 
-    interpreter.GridExecutor.__call__ = launch_afresh
+    interpreter._patch_lang = patch_once
     interpreter.InterpretedFunction.__call__ = call
 
 
@@ -74,6 +74,7 @@ def _interpreter_as_a_gpu():
 
     from fused_softmax.kernels import exchange, state
     from fused_softmax.trace.as_a_gpu import CORRECTIONS
+    from fused_softmax.trace.shortcuts import SHORTCUTS
 
     def inline_asm(self, asm, constraints, values, types, is_pure, pack):
         results = {
@@ -83,10 +84,10 @@ def _interpreter_as_a_gpu():
         return SimpleNamespace(get_result=lambda _: results[asm](*values))
 
     if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
-        for holder, name, wrap in CORRECTIONS:
+        for holder, name, wrap in (*CORRECTIONS, *SHORTCUTS):
             setattr(holder, name, wrap(holder.__dict__[name]))
         InterpreterBuilder.create_inline_asm = inline_asm
-        _patch_the_language_once_a_launch()
+        _patch_the_language_once()
         exchange.POLL_LIMIT = tl.constexpr(100)  # in turn, programs wait for nothing, and a bug should not take hours
     np.seterr(all="ignore")  # NaN and infinity are asked for, and NumPy warns of them
 

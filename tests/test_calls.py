@@ -311,8 +311,17 @@ def test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number(name
     assert "runner.py:prepare" not in called
 
 
+@pytest.fixture(scope="module")
+def little_to_collect():
+    """Of all that there was before, no collection takes notice, and so it takes no time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("name", list(each_of(KINDS)))
-def test_what_is_kept_holds_no_tensor(name, device):
+def test_what_is_kept_holds_no_tensor(name, little_to_collect, device):
     held, run = KINDS[name].made(device)
     results = run()
     assert calls._kept
@@ -547,6 +556,46 @@ def test_the_plain_guard_keeps_calls_apart(monkeypatch, device):
     test_losses_that_differ_are_kept_apart(device)
 
 
+@pytest.fixture
+def look_in_c(monkeypatch):
+    """Calls are looked up as on a GPU."""
+    monkeypatch.setattr(calls, "_look", calls._look_in_c())
+    assert calls._look is not calls._look_in_python
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_look_up_in_c_keeps_calls_apart(function, look_in_c, device):
+    test_calls_that_differ_in_input_or_mode_are_kept_apart(function, device)
+    test_calls_that_differ_in_their_scores_are_kept_apart(function, device)
+
+
+def test_the_look_up_in_c_keeps_losses_apart(look_in_c, device):
+    test_losses_that_differ_are_kept_apart(device)
+
+
+@pytest.mark.parametrize("name", ["softmax, plain", "softmax, bool mask, gradient", "cross_entropy, weight, mean"])
+def test_the_look_up_in_c_finds_what_was_kept(name, look_in_c, device):
+    test_a_repeated_call_decides_nothing(name, device)
+
+
+def test_where_something_watches_the_look_up_in_c_finds_nothing(look_in_c, device):
+    x = rand(3, 10).to(device)
+    kept = calls.keep(calls.Prepared(lambda: None), "a name", 1, x)
+    assert calls.find("a name", 1, x) is kept
+    with torch.overrides.BaseTorchFunctionMode():
+        assert calls.find("a name", 1, x) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert calls.find("a name", 1, x) is None
+    assert calls.find("a name", 1, x) is kept
+
+
+def test_what_is_no_tensor_and_no_option_is_not_found(look_in_c, device):
+    x = rand(3, 10).to(device)
+    calls.keep(calls.Prepared(lambda: None), "a name", 1, x)
+    for arguments in [(1, None), (1, 2.0), ([1], x), (1, x, 2.0), (1, x.to_sparse()), (2, x)]:
+        assert calls.find("a name", *arguments) is None
+
+
 def test_under_the_plain_guard_a_mode_sees_a_call_that_was_kept(monkeypatch, device):
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -561,11 +610,12 @@ def test_under_the_plain_guard_a_mode_sees_a_call_that_was_kept(monkeypatch, dev
     assert torch.ops.fused_softmax.softmax.default in seen
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["guards of the compiler", "plain guard"])
-def test_a_call_is_found_for_tensors_like_its_own_alone(plain, monkeypatch, device):
+@pytest.mark.parametrize("way", ["guards of the compiler", "plain guard", "look-up in C"])
+def test_a_call_is_found_for_tensors_like_its_own_alone(way, monkeypatch, device):
     """Also where another alignment gives the same numbers: the interpreter has no accesses of 16 bytes."""
-    if plain:
+    if way == "plain guard":
         monkeypatch.setattr(calls, "_TensorGuards", None)
+    monkeypatch.setattr(calls, "_look", calls._look_in_c() if way == "look-up in C" else calls._look_in_python)
     x, mask, leaf = rand(4, 40).to(device), rand(40).to(device), rand(4, 40).to(device).requires_grad_()
     kept = calls.Prepared(lambda: "kept", lambda n: lambda: n)
 

@@ -11,12 +11,15 @@ no part of it. Where anything watches or transforms a call, nothing is found.
 """
 
 from collections.abc import Callable
+from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from fused_softmax.native import build
 
 MOST_CALLS = 4096  # shapes of which calls are kept
 _MOST_ALIKE = 8  # calls of one shape: other strides, dtypes, alignments
@@ -51,40 +54,38 @@ def find(name: str, options: Any, input: Tensor, *others: Any) -> Call | None:
     options: all but tensors and numbers that change from call to call; hashable, and of types that tell apart what must
         be. others: tensors, None, or strings that stand for numbers.
     """
-    if _is_compiling() or _function_modes() or forward_ad._current_level >= 0:
+    if _is_compiling():
         return None
+    call = _look(name, options, input, others)
+    return _of_other_size(name, options, input, others) if call is None else call
+
+
+def _look_in_python(name, options, input, others):
+    """The call kept for tensors like these, or None."""
     try:
-        if others:
-            return _find_among(name, options, input, others)
-        for check, place, call in _kept.get((name, options, input.shape), ()):
-            if check(input) and input.data_ptr() & 15 == place[0]:
+        if _is_watched():
+            return None
+        tensors, kinds = _sorted(input, others)
+        for check, places, call in _kept.get((name, options, input.shape, *kinds), ()):
+            if check(*tensors) and _places(tensors) == places:
                 return call
-        return _of_other_size(name, options, (), (input,))
     except (AttributeError, RuntimeError, TypeError):  # no shape, no address, or an option that is none: an error later
-        return None
-
-
-def recall(key: tuple, input: Tensor) -> Call | None:
-    """The call kept under (name, options, input's shape), of an input alone, within a kernel of the dispatcher's.
-
-    The dispatcher has settled by then what `find` asks of tracing, modes of functions and forward AD.
-    """
-    for check, place, call in _kept.get(key, ()):
-        if check(input) and input.data_ptr() & 15 == place[0]:
-            return call
+        pass
     return None
 
 
-def _find_among(name, options, input, others):
-    tensors, kinds = _sorted(input, others)
-    for check, places, call in _kept.get((name, options, input.shape, *kinds), ()):
-        if check(*tensors):
-            for tensor, place in zip(tensors, places):  # noqa: B905  as many, by the kinds; strict costs as much again
-                if tensor.data_ptr() & 15 != place:
-                    break
-            else:
-                return call
-    return _of_other_size(name, options, kinds, tensors)
+_look: Callable[..., Call | None] = _look_in_python
+
+
+def _is_watched() -> bool:
+    return forward_ad._current_level >= 0 or _function_modes() > 0
+
+
+@cache
+def _look_in_c() -> Callable[..., Call | None]:
+    """As `_look_in_python`, by lookup.c; `_look_in_python` itself where that cannot be built."""
+    native = build("lookup")
+    return _look_in_python if native is None else native.Lookup(_kept, forward_ad, _function_modes, Tensor)
 
 
 def _sorted(input, others):
@@ -100,26 +101,33 @@ def _sorted(input, others):
     return tensors, kinds
 
 
-def _of_other_size(name, options, kinds, tensors):
+def _of_other_size(name, options, input, others):
     """The call made from one that differs in the leading size alone, and kept; None where there is no such call."""
-    shape = tensors[0].shape
-    if len(shape) < 2:
-        return None
-    for check, places, again, led in _kept.get((name, options, "rows", shape[1:], *kinds), ()):
-        n = shape[0]
-        if n > 1 and check(*tensors) and places == _places(tensors) and all(tensors[i].shape[0] == n for i in led):
-            call = again(n)
-            if call is not None:
-                # The key has the input's shape, so that a guard of any leading size does where no other tensor has one.
-                _put((name, options, shape, *kinds), (check if led == (0,) else _guard(tensors), places, call))
-                return call
+    try:
+        shape = input.shape
+        if _is_watched() or len(shape) < 2:
+            return None
+        tensors, kinds = _sorted(input, others)
+        for check, places, again, led in _kept.get((name, options, "rows", shape[1:], *kinds), ()):
+            n = shape[0]
+            if n > 1 and check(*tensors) and places == _places(tensors) and all(tensors[i].shape[0] == n for i in led):
+                call = again(n)
+                if call is not None:
+                    # The key has the input's shape, so that a guard of any leading size does where no other has one.
+                    _put((name, options, shape, *kinds), (check if led == (0,) else _guard(tensors), places, call))
+                    return call
+    except (AttributeError, RuntimeError, TypeError):
+        pass
     return None
 
 
 def keep(prepared: Prepared, name: str, options: Any, input: Tensor, *others: Any) -> Call:
     """Keep a call for others like it, and return it."""
-    if _is_compiling() or _function_modes() or forward_ad._current_level >= 0:
+    global _look
+    if _is_compiling() or _is_watched():
         return prepared.call
+    if input.is_cuda:  # where a launch takes a few microseconds, and its look-up should not
+        _look = _look_in_c()
     tensors, kinds = _sorted(input, others)
     try:
         places = _places(tensors)

@@ -10,17 +10,17 @@ compiler is found, or somebody listens to Triton's launch hooks.
 import inspect
 import math
 import os
-import warnings
 from contextlib import nullcontext
 from functools import cache
 from operator import itemgetter
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
+
+from fused_softmax.native import build
 
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
@@ -236,25 +236,8 @@ def _direct(kernel, compiled, device) -> _Direct | None:
         or any(kind[0] != "*" and kind not in _KINDS for kind in compiled.src.signature.values() if kind != "constexpr")
     ):
         return None
-    launcher_type = _launcher()
-    return None if launcher_type is None else _Direct(launcher_type, compiled, kernel, device, hooks)
-
-
-@cache
-def _launcher():
-    """`Bound` of launcher.c, built once and kept in Triton's cache; None, and a warning, where it cannot be."""
-    from triton.runtime.build import compile_module_from_src
-
-    try:
-        source = Path(__file__).with_name("launcher.c").read_text()
-        return compile_module_from_src(source, "fused_softmax_launcher", libraries=["dl"]).Bound
-    except Exception as error:
-        warnings.warn(
-            f"launches take about 10 us more of host time each: launcher.c could not be built ({error})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    native = build("launcher", ("dl",))
+    return None if native is None else _Direct(native.Bound, compiled, kernel, device, hooks)
 
 
 def _as_bytes(tensor):

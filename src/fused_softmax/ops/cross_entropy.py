@@ -386,19 +386,18 @@ class _CrossEntropy(torch.autograd.Function):
         loss = ctx.loss
         if dy is None and dlse is None and dz is None:
             return None, None, None, None
+        if ctx.dx is not None and dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy):
+            # Given away: whoever has it may change it, and a second backward computes it again.
+            dx, ctx.dx = ctx.dx, None
+            ctx.multiply(dx, dy)
+            return dx, None, None, None
         x, target, totals, m, ls = ctx.saved_tensors
-        alone = dlse is None and dz is None
         if torch.is_grad_enabled():
             if x is None:
                 raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
             return differentiable_gradient(x, target, loss, dy, dlse, dz), None, None, None
         if x is not None and batched(dy, dlse, dz):
             return _one_by_one(x, target, m, ls, loss, dy, dlse, dz), None, None, None
-        if ctx.dx is not None and alone:
-            # Given away: whoever has it may change it, and a second backward computes it again.
-            dx, ctx.dx = ctx.dx, None
-            ctx.multiply(dx, dy)
-            return dx, None, None, None
         if x is None:
             raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
         m, ls = _states(x, target, loss, m, ls)

@@ -162,20 +162,44 @@ def _differentiated(log: bool, input: Tensor, dim: int, dtype: torch.dtype, scor
 def with_gradient(prepared: Prepared, log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores):
     """A prepared call as one that autograd differentiates."""
     kind = _differentiated(log, input, dim, dtype, scores)
+    of_scores = scores.per_row is not None or (scores.mask is not None and scores.mask.requires_grad)
 
     def wrapped(forward):
         def call(input, out, scale, mask):
+            return _apply_to_input(input, (forward, scale, mask, kind))
+
+        def scored_call(input, out, scale, mask):
             if isinstance(scale, Tensor):
                 return _apply(input, mask, scale, (forward, None, kind))
             return _apply(input, mask, None, (forward, scale, kind))
 
-        return call
+        return scored_call if of_scores else call
 
     def again(n):
         forward = prepared.again(n)  # type: ignore[misc]
         return None if forward is None else wrapped(forward)
 
     return Prepared(wrapped(prepared.call), again if prepared.again else None)
+
+
+class _OfInput(torch.autograd.Function):
+    """y with the gradient of input alone: as _Softmax, with fewer arguments for autograd to go through."""
+
+    @staticmethod
+    def forward(ctx, input, how):
+        forward, ctx.number, mask, ctx.kind = how
+        y = forward(input, None, ctx.number, mask)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        quick, saved = ctx.kind.quick, ctx.saved_tensors  # unpacked once: a checkpoint allows no more
+        if quick is not None and not torch.is_grad_enabled():
+            call = find(*quick, saved[0], dy)
+            if call is not None:
+                return call(dy, saved[0], ctx.number), None
+        return gradients(ctx, dy, True, False, False, saved=saved)[0], None
 
 
 class _Softmax(torch.autograd.Function):
@@ -194,15 +218,11 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        quick, saved = ctx.kind.quick, ctx.saved_tensors  # unpacked once: a checkpoint allows no more
-        if quick is not None and not torch.is_grad_enabled() and not ctx.needs_input_grad[1]:
-            call = find(*quick, saved[0], dy)
-            if call is not None:
-                return call(dy, saved[0], ctx.number), None, None, None
-        return *gradients(ctx, dy, *ctx.needs_input_grad[:3], saved=saved), None
+        return *gradients(ctx, dy, *ctx.needs_input_grad[:3]), None
 
 
-# As _Softmax.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As their apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+_apply_to_input = super(torch.autograd.Function, _OfInput).apply
 _apply = super(torch.autograd.Function, _Softmax).apply
 
 

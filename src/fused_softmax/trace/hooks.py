@@ -17,6 +17,7 @@ from triton.runtime.interpreter import GridExecutor, InterpretedFunction, Interp
 
 from fused_softmax.trace.as_a_gpu import CORRECTIONS
 from fused_softmax.trace.memory import RecordingError
+from fused_softmax.trace.shortcuts import SHORTCUTS
 from fused_softmax.trace.turns import Turns
 
 _one_at_a_time = threading.Lock()
@@ -83,6 +84,7 @@ class Hooks:
                 (ReduceOps, "apply_impl", self._reduce),
                 *((InterpreterBuilder, f"create_{name}", self._compute) for name in _FUNCTIONS),
                 *CORRECTIONS,
+                *SHORTCUTS,
                 (interpreter, "_patch_lang", self._patch),
             ):
                 plain = holder.__dict__[name]
