@@ -4,18 +4,26 @@ from fault import of
 
 CALLS = (
     of(
-        "calls", "guard-without-alignment", "calls.py",
-        "input.data_ptr() & 15 == place[0]:\n                return call\n        return",
-        "True:\n                return call\n        return",
+        "calls", "guard-without-alignment", "calls.py", "if check(*tensors) and _places(tensors) == places:",
+        "if check(*tensors):",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "guard-without-alignment-of-others", "calls.py", "if tensor.data_ptr() & 15 != place:", "if False:",
+        "calls", "guard-that-compares-nothing", "calls.py", "if check(*tensors) and _places(tensors) == places:",
+        "if _places(tensors) == places:",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "guard-that-compares-nothing", "calls.py", "        if check(*tensors):", "        if True:",
+        "calls", "guard-in-c-without-alignment", "lookup.c", "like == 1 && i < n", "like == 1 && i < 0",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "guard-in-c-of-the-first-alone", "lookup.c", "like == 1 && i < n", "like == 1 && i < 1",
+        "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
+    ),
+    of(
+        "calls", "look-up-in-c-beside-a-mode", "lookup.c", "if (watched || n_others", "if (n_others",
+        "test_calls.py::test_where_something_watches_the_look_up_in_c_finds_nothing",
     ),
     of(
         "calls", "guard-without-dtype", "calls.py", "tensor.stride(), tensor.dtype, tensor.device",

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -328,6 +329,9 @@ def test_what_is_kept_holds_no_tensor(name, little_to_collect, device):
     gone = [weakref.ref(each) for each in (*held, *results)]
     del held, run, results
     gc.collect()
+    until = time.monotonic() + 5  # on a GPU, autograd's thread may not be done with a gradient that has come
+    while any(ref() is not None for ref in gone) and time.monotonic() < until:
+        time.sleep(0.01)
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
@@ -563,13 +567,9 @@ def look_in_c(monkeypatch):
     assert calls._look is not calls._look_in_python
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_look_up_in_c_keeps_calls_apart(function, look_in_c, device):
-    test_calls_that_differ_in_input_or_mode_are_kept_apart(function, device)
-    test_calls_that_differ_in_their_scores_are_kept_apart(function, device)
-
-
-def test_the_look_up_in_c_keeps_losses_apart(look_in_c, device):
+def test_the_look_up_in_c_keeps_calls_apart(look_in_c, device):
+    test_calls_that_differ_in_input_or_mode_are_kept_apart("softmax", device)
+    test_calls_that_differ_in_their_scores_are_kept_apart("logsumexp", device)
     test_losses_that_differ_are_kept_apart(device)
 
 

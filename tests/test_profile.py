@@ -182,6 +182,7 @@ def test_without_a_gpu_the_kernels_are_compiled_and_read(operation, shape, name)
     assert kernel.time_us is None
 
 
+@pytest.mark.exhaustive
 def test_two_kernels_of_a_call_are_both_compiled():
     kernels, _ = run.by_binary(Case((4, 2**23), "bfloat16"), H200)
     assert [kernel.name for kernel in kernels] == ["_stream_state", "_stream_forward"]
@@ -209,6 +210,7 @@ def fake_ncu(tmp_path, monkeypatch):
 
 
 CASE = Case((1024, 131072), "bfloat16")
+COMPILES_SOON = Case((1024, 4096), "bfloat16")
 
 
 def test_counters_are_taken_where_ncu_gives_them(fake_ncu):
@@ -220,12 +222,12 @@ def test_counters_are_taken_where_ncu_gives_them(fake_ncu):
 
 def test_without_permission_the_binary_and_the_reason_are_given(fake_ncu):
     fake_ncu(printed("no_permission.txt"), 1)
-    found = run.profile(CASE, "fused_softmax", H200, gpu=True)
+    found = run.profile(COMPILES_SOON, "fused_softmax", H200, gpu=True)
     timed = torch.cuda.is_available()  # then by Proton
     assert found.how == ("Proton's times and the binary" if timed else "the binary for NVIDIA H200")
     assert "ERR_NVGPUCTRPERM" in found.why
     assert found.longest.registers
-    found = run.profile(CASE, "torch", H200, gpu=True)
+    found = run.profile(COMPILES_SOON, "torch", H200, gpu=True)
     assert found.kernels == ()
     assert "ERR_NVGPUCTRPERM" in found.why
 
@@ -233,10 +235,10 @@ def test_without_permission_the_binary_and_the_reason_are_given(fake_ncu):
 def test_protons_times_are_laid_over_the_binary(fake_ncu, monkeypatch):
     fake_ncu(printed("no_permission.txt"), 1)
     monkeypatch.setattr(run, "by_proton", lambda case, provider: {"_part_forward": (131.5, 1.0)})
-    found = run.profile(CASE, "fused_softmax", H200, gpu=True)
+    found = run.profile(COMPILES_SOON, "fused_softmax", H200, gpu=True)
     assert found.how == "Proton's times and the binary"
     assert (found.time_us, found.longest.registers is not None) == (131.5, True)
-    found = run.profile(CASE, "torch", H200, gpu=True)
+    found = run.profile(COMPILES_SOON, "torch", H200, gpu=True)
     assert (found.how, found.longest.registers) == ("Proton's times", None)
 
 

@@ -268,8 +268,15 @@ def whole_page(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 380])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1400, "light"),
+        (380, "dark"),
+        pytest.param(1400, "dark", marks=pytest.mark.exhaustive),
+        pytest.param(380, "light", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_browser_draws_it_all_without_an_error_a_request_or_a_sideways_scroll(browser, whole_page, width, scheme):
     tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     said, asked = [], []
