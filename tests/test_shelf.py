@@ -312,7 +312,7 @@ def test_a_launch_that_publishes_has_the_tag_that_its_slots_have_not(publishes, 
     assert at.tolist() == [0, 0, 16, 16], "each group has slots of its own"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tag"])
 def _wait(slots_ptr, wanted_ptr, got_ptr, tag, LANES: tl.constexpr):
     j = tl.arange(0, LANES)
     message = tl.zeros([LANES], tl.int64) + ((1 - tag).to(tl.int64) << 31)
@@ -330,7 +330,7 @@ def test_what_is_wanted_is_read_until_it_carries_the_tag(tag, device):
 # Rows.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_cols", "row_stride", "misalignment"])
 def _aligned_parts(x_ptr, start_ptr, body_ptr, edge_ptr, first_cols, row_stride, misalignment, K: tl.constexpr):
     """For rows of first_cols + program columns: bytes from x_ptr to the body, its length, columns on edges or -1."""
     n_cols = first_cols + tl.program_id(0)
@@ -340,7 +340,8 @@ def _aligned_parts(x_ptr, start_ptr, body_ptr, edge_ptr, first_cols, row_stride,
     at = tl.program_id(0) * K.block_rows + tl.arange(0, K.block_rows)[:, None]
     tl.store(start_ptr + at, body_of(x, row, K).to(tl.int64) - x_ptr.to(tl.int64))
     body = whole_vectors(n_cols - head, K)
-    tl.store(body_ptr + at, tl.zeros([K.block_rows, 1], tl.int32) + body)
+    ROWS: tl.constexpr = K.block_rows
+    tl.store(body_ptr + at, tl.zeros([ROWS, 1], tl.int32) + body)
     if K.shifted:
         r = Row(row, 0, 0, body, head, body, tl.arange(0, K.block_cols)[None, :])
         cols, on_edge = edges_of(r, n_cols, 1, K)
