@@ -105,6 +105,21 @@ def test_opcheck(name, device):
 
 
 @kernels
+@every_operator
+def test_no_rows(name, device):
+    """Every sample has 3 rows, and tensors of one value a row."""
+    for arguments in samples(name, device):
+        if any(type(each) is torch.Tensor and each.shape[:1] == (6,) for each in arguments):
+            continue
+        none = tree_map_only(torch.Tensor, lambda t: t.detach()[:0] if t.shape[:1] == (3,) else t.detach(), arguments)
+        found = operator(name)(*none)
+        with FakeTensorMode() as mode:
+            wanted = operator(name)(*tree_map_only(torch.Tensor, mode.from_tensor, none))
+        for a, b in zip(*(each if type(each) is tuple else (each,) for each in (found, wanted)), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@kernels
 @pytest.mark.parametrize("strided", [False, True])
 @every_operator
 def test_what_runs_and_its_fake_agree(name, strided, device):

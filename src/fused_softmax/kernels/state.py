@@ -138,29 +138,52 @@ def sum_exp_of(pieces, scale, base, factor, K: tl.constexpr):
 
 
 @triton.jit
-def log_sum_of(m, s, PTX: tl.constexpr):
-    """log sum exp(z - m), from which the rounding of origin_of's base, a factor of s, is taken out again."""
+def rounding_of(m, PTX: tl.constexpr):
+    """The exponent of 2 that m itself gets: what rounding has taken from origin_of's base, a factor of s."""
     if PTX and m.dtype == tl.float32:
         scale, base = origin_of(m, PTX)
-        rounding = tl.where(scale == LOG2E, tl.fma(m, scale, -base), 0.0)
-        return tl.log(s) - tl.where(m == NEG_INF, 0.0, rounding) * LN2
+        return tl.where((scale == LOG2E) & (m != NEG_INF), tl.fma(m, scale, -base), 0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def log_sum_of(m, s, PTX: tl.constexpr):
+    """log sum exp(z - m), from which the rounding of origin_of's base is taken out again; 0 where m alone counts."""
+    if PTX and m.dtype == tl.float32:
+        rounding = rounding_of(m, PTX)
+        return tl.where(s == tl.exp2(rounding), 0.0, tl.log(s) - rounding * LN2)
     else:
         return tl.log(s)
 
 
 @triton.jit
+def reciprocal_of(m, s, PTX: tl.constexpr):
+    """1 / s. Where m alone counts it is the next number, by which exp(m - m) is 1 or more, however base was rounded."""
+    inv_s = 1.0 / s
+    if PTX and m.dtype == tl.float32:
+        above = (inv_s.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+        inv_s = tl.where(s == tl.exp2(rounding_of(m, PTX)), above, inv_s)
+    return inv_s
+
+
+@triton.jit
 def result_of(z, m, s, K: tl.constexpr):
     """softmax of scores, or its logarithm (K.log), by the state of their row, in the dtype of the result."""
+    rounds: tl.constexpr = K.ptx and not K.subtract_first
     if K.log:
-        y = z - m - log_sum_of(m, s, K.ptx and not K.subtract_first)
+        y = z - m - log_sum_of(m, s, rounds)
         if K.zero_masked_rows:
             y = tl.where(s == 0.0, NEG_INF, y)
     else:
-        inv_s = 1.0 / s
+        exact: tl.constexpr = rounds and K.cast_dtype.is_fp32()  # what 16 bits round to 1 is 1
+        inv_s = reciprocal_of(m, s, exact)
         if K.zero_masked_rows:
             inv_s = tl.where(s == 0.0, 0.0, inv_s)
         scale, base = origin_of(m, K.ptx, K.subtract_first)
         y = exp_at(z, scale, base, K.ptx, K.subtract_first) * inv_s
+        if exact:
+            y = tl.minimum(y, 1.0, propagate_nan=tl.PropagateNan.ALL)
     return y.to(K.cast_dtype)
 
 

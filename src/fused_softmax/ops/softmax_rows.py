@@ -21,14 +21,17 @@ from fused_softmax.options import PLAIN, Scores
 from fused_softmax.plan import H200, VECTOR_BYTES, ColumnPlan, RowPlan, plan_columns, plan_rows
 from fused_softmax.runner import TLDTYPES, Run, has_ptx, prepare, spec_of
 
+_SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the result's dtype
 _LENGTHS = 4  # of causal rows, each with code of its own
 
 
 def plan_forward(x: Tensor, y: Tensor, scores: Scores = PLAIN) -> RowPlan:
     """The planner's choice for rows x and y [n_rows, n_cols]."""
     n_rows, n_cols = x.shape
+    if x.element_size() < y.element_size() and n_cols <= _SAME_SUMS:
+        x, y = y, x  # the plan for what is written sums in the order that an input of its dtype is summed in
     # The dtype of what is held: of the arithmetic where that is fp64, or where sums with a mask are held and not x.
-    itemsize = 8 if y.dtype == torch.float64 else max(x.element_size(), 4 if scores.added else 0)
+    itemsize = 8 if torch.float64 in (x.dtype, y.dtype) else max(x.element_size(), 4 if scores.added else 0)
     # A greedy row takes more registers than a causal ladder counts on.
     causal = scores.is_causal and not scores.greedy
     gpu = device_of(x.get_device())
@@ -169,8 +172,9 @@ def run_columns(kernel, inputs, output, cast_dtype, how, plan: ColumnPlan | None
     strides = [stride for tensor in tensors.values() for stride in tensor.stride()[:2]]
     vector = access_of(list(tensors.values()), strides, x) if holds or x.element_size() < 4 else 1
     if plan is None:
-        itemsize = 8 if result.dtype == torch.float64 else x.element_size()
         n_outer, n_cols, n_inner = x.shape
+        wide = result.dtype == torch.float64 or n_cols <= _SAME_SUMS
+        itemsize = max(x.element_size(), result.element_size()) if wide else x.element_size()
         plan = plan_columns(n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector)
         if plan is None:
             return None

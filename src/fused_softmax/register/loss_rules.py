@@ -50,6 +50,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
+def _on_kernels(x: Tensor) -> bool:
+    return on_device(x) and x.numel() > 0
+
+
 # What runs.
 
 
@@ -58,7 +62,7 @@ def cross_entropy(input, target, *given):
         of_loss, (dtype, stats) = _split(given)
         loss = _loss(input, stats, *of_loss)
         dtype, target = dtype or input.dtype, target.contiguous()
-        if not on_device(input):
+        if not _on_kernels(input):
             return _composed(input, target, loss, dtype)
         kind = Kind(loss, Wanted(lse=True, z_loss=True, stats=stats), dtype, False, False)
         (y, _, z, *stats), rows, _ = losses_of(_rows(input), target, loss, kind)
@@ -70,7 +74,7 @@ def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
     with torch._C.DisableTorchFunction():
         loss = _loss(input, False, *of_loss)
         target = target.contiguous()
-        if not on_device(input) or not input.numel():
+        if not _on_kernels(input):
             return _gradient(input, target, m + ls, dy, dz, dls, loss)
         totals = losses.totals_of(target, loss, input.shape[1], arithmetic_of(input)) if loss.mean else None
         dy = torch.zeros((), dtype=m.dtype, device=m.device) if dy is None else dy
@@ -86,7 +90,7 @@ def linear_cross_entropy(x, w, target, bias, *given):
         loss = _loss(x, False, *of_loss)
         linear = linear_ops.linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
         asked = _at_once(x, loss.reduction, asked)
-        if not on_device(x):
+        if not _on_kernels(x):
             logits = torch.nn.functional.linear(x, w, bias)
             y, _, m, ls, *_ = _composed(logits, target, loss, arithmetic_of(x))
             one = torch.ones((), dtype=y.dtype, device=y.device)
@@ -102,7 +106,7 @@ def linear_backward(dy, x, w, target, bias, *given):
         of_loss, (chunk_size, accumulate, asked) = _split(given, (None, "fp32", []))
         loss = _loss(x, False, *of_loss)
         linear = linear_ops.linear_of(x, w, chunk_size, accumulate, asked[1])
-        if not on_device(x):
+        if not _on_kernels(x):
             logits = torch.nn.functional.linear(x, w, bias)
             _, _, m, ls, *_ = _composed(logits, target, loss, arithmetic_of(x))
             return _of_layer(x, w, bias, _gradient(logits, target, m + ls, dy, None, None, loss), asked)
