@@ -373,7 +373,7 @@ def test_keys_step_by_line_block_phase_and_program(open_page: Open) -> None:
     press("Home")
     assert position(page) == 0
     press("?")
-    assert page.locator("dialog[open]").get_attribute("aria-label") == "How to read and steer this page"
+    assert page.locator("dialog[open]").get_attribute("aria-label") == "How to read and control this page"
     press("ArrowRight")
     assert position(page) == 0
     press("Escape")
@@ -527,6 +527,13 @@ def test_programs_of_a_split_show_their_messages(open_page: Open) -> None:
     page.keyboard.press("]")
     page.keyboard.press("]")
     assert page.locator(".lanes .arrow.passed").count() > 0
+
+
+@pytest.mark.parametrize(("kernel", "state"), [("split", "(m, s)"), ("backward", "d")])
+def test_lanes_name_what_programs_exchange(open_page: Open, kernel: str, state: str) -> None:
+    page = open_page(next(each for each in embedded() if each["kernel"] == kernel))
+    assert page.locator(".lanes .legend .publish").inner_text() == f"publishes {state}"
+    assert f"publishes its {state} and" in page.locator(".lanes h2").inner_text()
 
 
 def test_numbers_show_overflow_and_what_saves_them(open_page: Open) -> None:

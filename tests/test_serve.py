@@ -132,7 +132,7 @@ GOOD = {"kernel": "online", "matrix": [[1.0, 2.0]]}
         (GOOD | {"dtype": "object"}, 400, "dtype must be one of"),
         (GOOD | {"kernel": "split", "dtype": "float64"}, 400, "split takes float32, float16, bfloat16"),
         (GOOD | {"kernel": "hybrid-tiled", "block": 4}, 422, "2 columns are not longer than 4"),
-        ({"kernel": "naive", "matrix": [[1] * 1000] * 1000}, 413, "a request may have 262144 bytes"),
+        ({"kernel": "naive", "matrix": [[1] * 1000] * 1000}, 413, "a request may have at most 262144 bytes"),
     ],
     ids=lambda value: None if not isinstance(value, str) else value[:30],
 )

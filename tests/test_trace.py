@@ -539,7 +539,7 @@ def test_a_matrix_of_numpy(tmp_path):
     with pytest.raises(ValueError, match=r"hostile\.npy is not an array of numbers"):
         files.read_matrix(str(tmp_path / "hostile.npy"))
     np.save(tmp_path / "text.npy", np.array([["a"]]))
-    with pytest.raises(ValueError, match="matrix is not of numbers"):
+    with pytest.raises(ValueError, match="matrix does not hold numbers"):
         trace.record("naive", files.read_matrix(str(tmp_path / "text.npy")))
 
 

@@ -1,4 +1,4 @@
-"""Modules that mirror torch.nn's: the same constructor, repr and state, on these kernels."""
+"""Modules that mirror torch.nn's on these kernels, with the same constructor, repr and state."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from fused_softmax.options import MaskedRows
 
 
 class _Scored(torch.nn.Module):
-    """What the modules below share: the arguments that torch's have not, and the call."""
+    """The base of Softmax and LogSoftmax: the arguments that torch's modules lack, and the call."""
 
     _function = staticmethod(softmax)
     dim: int | None
@@ -32,7 +32,7 @@ class _Scored(torch.nn.Module):
 
     def forward(self, input: Tensor, *, mask: Tensor | None = None) -> Tensor:
         dim = self.dim
-        if dim is None:  # the warning is for the line that calls the module, past two functions of Module
+        if dim is None:  # the warning names the line that calls the module, past two frames of Module
             dim = torch.nn.functional._get_softmax_dim(self._function.__name__, input.dim(), 5)  # type: ignore[attr-defined]
         return self._function(
             input, dim, scale=self.scale, mask=mask, is_causal=self.is_causal, masked_rows=self.masked_rows
@@ -45,13 +45,13 @@ class _Scored(torch.nn.Module):
 
 
 class Softmax(_Scored, torch.nn.Softmax):
-    """`fused_softmax.softmax` as a module; a torch.nn.Softmax to whoever asks, but not to torch.jit.script.
+    """`fused_softmax.softmax` as a module: an instance of torch.nn.Softmax, but not supported by torch.jit.script.
 
     dim: the dimension that sums to 1. None picks 0 or 1 by the input's rank and warns, as torch.nn.Softmax does.
-    scale (a number), is_causal, masked_rows: those of `fused_softmax.softmax`, in each call.
+    scale (a number), is_causal, masked_rows: arguments of `fused_softmax.softmax`, passed in every call.
 
-    Called with the input, of any shape and a float dtype, and by keyword with the mask of that call. Errors are those
-    of the function.
+    Call it with the input, which may have any shape and a float dtype, and pass that call's mask by keyword. It raises
+    the function's errors.
 
     >>> Softmax(dim=-1, scale=0.125, is_causal=True)
     Softmax(dim=-1, scale=0.125, is_causal=True)
@@ -59,7 +59,7 @@ class Softmax(_Scored, torch.nn.Softmax):
 
 
 class LogSoftmax(_Scored, torch.nn.LogSoftmax):
-    """`fused_softmax.log_softmax` as a module; arguments and errors are Softmax's.
+    """`fused_softmax.log_softmax` as a module, with Softmax's arguments and errors.
 
     >>> LogSoftmax(dim=-1)
     LogSoftmax(dim=-1)
@@ -69,10 +69,11 @@ class LogSoftmax(_Scored, torch.nn.LogSoftmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`fused_softmax.cross_entropy` as a module; a torch.nn.CrossEntropyLoss to whoever asks.
+    """`fused_softmax.cross_entropy` as a module: an instance of torch.nn.CrossEntropyLoss.
 
-    weight, ignore_index, reduction, label_smoothing: torch's. softcap, scale, lse_square_scale, return_lse,
-    return_z_loss, return_token_stats, inplace_backward, dtype: those of the function, in each call.
+    weight, ignore_index, reduction, label_smoothing: torch's arguments.
+    softcap, scale, lse_square_scale, return_lse, return_z_loss, return_token_stats, inplace_backward, dtype: arguments
+        of the function, passed in every call.
 
     >>> CrossEntropyLoss(label_smoothing=0.1)(logits, target)
     """
@@ -98,11 +99,11 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """A linear layer and its loss, `fused_softmax.linear_cross_entropy`: the logits never exist all at once.
+    """A linear layer and its loss, by `fused_softmax.linear_cross_entropy`: the logits never exist all at once.
 
-    in_features, num_classes, bias: of the layer, whose parameters are linear_weight [num_classes, in_features] and
-    linear_bias [num_classes] or None, initialised as torch.nn.Linear's. weight, reduction, ignore_index,
-    label_smoothing and `options` are the function's.
+    in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
+        linear_bias [num_classes] or None, initialised like torch.nn.Linear's.
+    weight, reduction, ignore_index, label_smoothing, options: arguments of the function, passed in every call.
 
     >>> LinearCrossEntropyLoss(4096, 128256)(hidden, target)  # [n, 4096], [n]
     """
@@ -146,7 +147,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
 
 def _known(options: dict[str, Any], function: Callable) -> dict[str, Any]:
-    """options, all of them keyword-only arguments of function, or a TypeError."""
+    """options, if all of them are keyword-only arguments of function. Raises TypeError otherwise."""
     kinds = inspect.signature(function).parameters.values()
     unknown = options.keys() - {each.name for each in kinds if each.kind is inspect.Parameter.KEYWORD_ONLY}
     if unknown:

@@ -15,7 +15,7 @@ export function rowsText(rows: readonly number[]): string {
   return last - first === rows.length - 1 ? `rows ${first} to ${last}` : `rows ${rows.join(", ")}`;
 }
 
-/** A local in few words: a number itself, a tile by its ends. */
+/** A local in a few words: a number in full, a tile by its first values. */
 export function localText(value: Local, digits = 4): string {
   if (value === null) return "None";
   if (typeof value === "string") return value;
@@ -30,10 +30,10 @@ export function localText(value: Local, digits = 4): string {
   return `[${shown.join(", ")}${value.data.length > 4 ? ", …" : ""}]`;
 }
 
-/** What has just happened, in full. */
+/** The current step in full sentences. */
 export function announcement(replay: Replay): string {
   const { step, recording } = replay;
-  if (!step) return `Start of ${recording.title}: ${count(replay.length)} steps, nothing run yet.`;
+  if (!step) return `Start of ${recording.title}: ${count(replay.length)} steps. None has run yet.`;
   const parts = [`Step ${replay.position} of ${replay.length}.`, `Program ${replay.programs[replay.program]!.label},`];
   parts.push(`phase ${recording.phases[step.phase] ?? "unnamed"}`);
   if (step.rows?.length) parts.push(`, ${rowsText(step.rows)}`);

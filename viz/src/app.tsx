@@ -24,7 +24,7 @@ type Theme = "auto" | "light" | "dark";
 
 const VIEW_NAMES: Record<View, string> = { replay: "Replay", compare: "Compare", numerics: "Numerics" };
 
-/** A server says in its page that it is there; one that does not is asked. */
+/** Whether the page says that a server serves it. If it does not, the page asks. */
 const SERVED = document.querySelector('meta[name="fused-softmax-server"]')?.getAttribute("content") === "1";
 
 interface State {
@@ -34,7 +34,7 @@ interface State {
   view: View;
   position: number;
   clock: number;
-  /** The row that is followed; null for the one the program is at. */
+  /** The row to follow; null for the program's own row. */
   row: number | null;
 }
 
@@ -175,7 +175,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
     remember(hash);
     try {
       await navigator.clipboard.writeText(location.href);
-      setMessage("The link to this step is copied.");
+      setMessage("Copied the link to this step.");
     } catch {
       setMessage("The link to this step is in the address bar.");
     }
@@ -388,7 +388,7 @@ interface ReplayProps {
 
 function ReplayView({ replay, position, row, follow, pinned, values, onValues, entry }: ReplayProps) {
   const { recording, step } = replay;
-  // Scratch that is traffic stands where it comes in the computation; what programs exchange stands aside.
+  // Scratch that counts as traffic stands in the order of the computation; the programs' messages stand aside.
   const aside = (index: number) => recording.tensors[index]!.role === "scratch" && !replay.counted[index];
   const indices = recording.tensors.map((_, index) => index);
   const messages = replay.exchanges.some((each) => each.row === row);
@@ -409,7 +409,7 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
   return (
     <>
       <div class="left">
-        <dl class="at-hand" aria-label="At hand">
+        <dl class="at-hand" aria-label="Current step">
           <div>
             <dt>program</dt>
             <dd>{step ? replay.programs[replay.program]!.label : "–"}</dd>
@@ -424,7 +424,7 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
           </div>
           <div class="phase-name">
             <dt>phase</dt>
-            <dd>{step ? recording.phases[step.phase] : "not begun"}</dd>
+            <dd>{step ? recording.phases[step.phase] : "not started"}</dd>
           </div>
           {reduces
             ? (["m", "s"] as const).map((name) => (
@@ -436,7 +436,7 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
             : null}
         </dl>
         <p class="note">
-          <span>{step ? (step.note ?? "") : "Press → for the first line, or Space to play."}</span>
+          <span>{step ? (step.note ?? "") : "Press → to run the first line, or Space to play."}</span>
           {replay.nCols > 12 ? (
             <button type="button" aria-pressed={values} onClick={() => onValues(!values)}>
               {values ? "whole width" : "values"}
@@ -451,7 +451,7 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
         <Meter replay={replay} />
         {indices.some(aside) ? <div class="tensors">{indices.filter(aside).map(tensor)}</div> : null}
         <RowsView replay={replay} selected={row} onRow={follow} />
-        <p class="quiet follow">{pinned ? `Following row ${row}; choose it again to follow the program.` : "Following the program’s row; choose a row to stay with it."}</p>
+        <p class="quiet follow">{pinned ? `Following row ${row}. Choose it again to follow the program.` : "Following the program’s row. Choose a row to stay with it."}</p>
       </div>
       <div class="right">
         <SourceView replay={replay} />
@@ -484,7 +484,7 @@ function Pick({ label, value, options, names, onPick, first }: PickProps) {
   );
 }
 
-/** The state that a link describes, from what is there. */
+/** The state that a link describes. A link with a matrix brings its own entries. */
 function arrive(old: State, place: Place): State {
   let { entries } = old;
   let choice: Choice = { kernel: place.kernel, matrix: place.matrix, block: place.block, dtype: place.dtype };
@@ -506,19 +506,19 @@ function arrive(old: State, place: Place): State {
   };
 }
 
-/** What a page shows first: what it was made for, else the recurrence that it explains. */
+/** The entry to show first: the recording that the page was made for, else the online recurrence. */
 function opening(entries: readonly Entry[]): Entry {
   const first = entries[0]!;
   return first.origin === "embedded" ? first : (entries.find((each) => each.kernel === "online") ?? first);
 }
 
-/** One recording of each kernel on the matrix of an entry, those nearest to it in block and dtype. */
+/** For each kernel, its recording on the entry's matrix that is nearest to the entry in block and dtype. */
 function fieldOf(entries: readonly Entry[], entry: Entry): Entry[] {
   const same = entries.filter((each) => each.matrix === entry.matrix);
   return valuesOf(same, "kernel").map((kernel) => (kernel === entry.kernel ? entry : choose(same, { ...choiceOf(entry), kernel })!));
 }
 
-/** What an entry is compared with: the kernel asked for, else the one whose traffic differs most. */
+/** The entry to compare with: the kernel asked for, else the one whose traffic differs most. */
 function rivalOf(field: readonly Entry[], entry: Entry, versus: string | undefined): Entry {
   const asked = field.find((each) => each.kernel === versus);
   if (asked) return asked;
@@ -526,13 +526,13 @@ function rivalOf(field: readonly Entry[], entry: Entry, versus: string | undefin
   return field.reduce((best, each) => (Math.abs(moved(each) - moved(entry)) > Math.abs(moved(best) - moved(entry)) ? each : best), entry);
 }
 
-/** Every number of elements moved at which one of two replays has done something. */
+/** The numbers of moved elements at which either replay has just read or written. */
 function clocksOf(pair: readonly Replay[]): number[] {
   const values = new Set(pair.flatMap((each) => each.accesses.map((position) => each.moved(position))));
   return [0, ...[...values].filter((each) => each > 0).sort((a, b) => a - b)];
 }
 
-/** The row of the step at hand, or of the last step that had one. */
+/** The row of the current step, or of the last step that had one. */
 function rowAt(replay: Replay): number {
   for (let index = replay.position - 1; index >= 0; index--) {
     const row = replay.recording.steps[index]!.rows?.[0];
@@ -556,7 +556,8 @@ function originOf(entry: Entry) {
   if (entry.origin === "computed") {
     return (
       <>
-        <b class="badge">Computed by the page, not recorded.</b> For the real kernel: <code>fused-softmax serve</code>, and paste it there.
+        <b class="badge">Computed by the page, not recorded.</b> To record the real kernel, run <code>fused-softmax serve</code> and paste
+        the matrix there.
       </>
     );
   }
@@ -567,12 +568,12 @@ function originOf(entry: Entry) {
   return `Recorded: ${[what, ...versions].join(", ")}.`;
 }
 
-/** Puts a hash into the address bar, where the page has one: in a frame without an origin it has not. */
+/** Puts a hash into the address bar. A frame without an origin has none. */
 function remember(hash: string): void {
   try {
     history.replaceState(null, "", hash);
   } catch {
-    // The page works without.
+    // The page works without a link.
   }
 }
 
@@ -609,7 +610,7 @@ function useTheme(): [Theme, (theme: Theme) => void] {
   return [theme, setTheme];
 }
 
-/** Whether files are held over the page; calls back with those dropped. */
+/** Whether files are held over the page. Calls back with the dropped files. */
 function useDrop(onFiles: (files: FileList) => void): boolean {
   const [over, setOver] = useState(false);
   const callback = useRef(onFiles);

@@ -1,4 +1,4 @@
-/** The recordings at hand, and the choice of one by kernel, matrix, block and dtype. */
+/** The page's recordings, and the choice of one by kernel, matrix, block and dtype. */
 
 import { rowsAndCols, type Recording } from "./recording";
 
@@ -8,10 +8,10 @@ export interface Entry {
   recording: Recording;
   origin: Origin;
   kernel: string;
-  /** Names the input: recordings of one matrix can be compared. */
+  /** A name for the input. Recordings with the same name can be compared. */
   matrix: string;
   matrixLabel: string;
-  /** Whether the label is of the title, and says more than the size. */
+  /** Whether the label comes from the title and says more than the size. */
   titled: boolean;
   block: string;
   dtype: string;
@@ -29,7 +29,7 @@ export function entryOf(recording: Recording, origin: Origin): Entry {
   const input = tensors.find((each) => each.role === "input" && each.shape.length >= 2) ?? tensors[0];
   const [rows, cols] = input ? rowsAndCols(input.shape) : [0, 0];
   const size = `${rows} × ${cols}`;
-  // A title of the form "what is in it: kernel" names the matrix.
+  // A title of the form "contents: kernel" names the matrix.
   const ending = `: ${recording.kernel}`;
   const about = recording.title.endsWith(ending) ? recording.title.slice(0, -ending.length) : "";
   return {
@@ -46,7 +46,7 @@ export function entryOf(recording: Recording, origin: Origin): Entry {
 
 const FIELDS = ["matrix", "kernel", "block", "dtype"] as const;
 
-/** The entry that fits a choice best: `first` outweighs the other fields, and each of them all that come after it. */
+/** The entry that fits a choice best. `first` outweighs the other fields, and each field outweighs all later ones. */
 export function choose(entries: readonly Entry[], choice: Choice, first?: keyof Choice): Entry | undefined {
   const fields: readonly (keyof Choice)[] = first ? [first, ...FIELDS.filter((each) => each !== first)] : FIELDS;
   const score = (entry: Entry) =>
@@ -57,7 +57,7 @@ export function choose(entries: readonly Entry[], choice: Choice, first?: keyof 
   return entries.reduce<Entry | undefined>((best, each) => (!best || score(each) > score(best) ? each : best), undefined);
 }
 
-/** The values of a field, in the order they come, among entries that agree with `within`. */
+/** A field's values among the entries that agree with `within`, in the order of the entries. */
 export function valuesOf(entries: readonly Entry[], field: keyof Choice, within: Choice = {}): string[] {
   const fits = entries.filter((entry) =>
     (Object.keys(within) as (keyof Choice)[]).every((name) => within[name] === undefined || entry[name] === within[name]),
@@ -73,7 +73,7 @@ export function sameChoice(a: Entry, b: Entry): boolean {
   return FIELDS.every((each) => a[each] === b[each]);
 }
 
-/** A name for every matrix: what a title says is in it, else its size; of two alike, the later says what is computed. */
+/** A name for every matrix: its title's words, else its size. If two are alike, the later one adds its operation. */
 export function matrixNames(entries: readonly Entry[]): Map<string, string> {
   const names = new Map<string, string>();
   const taken = new Set<string>();
@@ -87,7 +87,7 @@ export function matrixNames(entries: readonly Entry[]): Map<string, string> {
   return names;
 }
 
-/** A short name of the values, coarse enough that a matrix rounded to a narrower dtype keeps it. */
+/** A short digest of the values, coarse enough that rounding to a narrower dtype does not change it. */
 function digest(values: readonly unknown[]): string {
   let hash = 2166136261;
   for (const value of values) {

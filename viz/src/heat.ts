@@ -1,11 +1,11 @@
 /**
- * A matrix as a table of heat, drawn into the DOM by hand: a step changes a few cells, so only those are touched.
+ * A matrix as a heat map in a table. It updates the DOM directly, because a step changes only a few cells.
  */
 
 import { exact, fitted } from "./numbers";
 import type { Memory } from "./model";
 
-/** A box over some cells: rows and columns, half open. */
+/** A box over some cells: half-open ranges of rows and columns. */
 export interface Box {
   rows: [number, number];
   cols: [number, number];
@@ -17,13 +17,13 @@ export interface HeatOptions {
   rows: number;
   cols: number;
   role: "input" | "output" | "scratch";
-  /** The values that lie at the two ends of the ramp. */
+  /** The values at the two ends of the colour ramp. */
   range: [number, number];
-  /** What stands in a written cell, where its value is bits that mean something else. */
+  /** The text of a written cell whose value is a message's bits. */
   word?: string;
 }
 
-/** More cells than these are shown a window at a time. */
+/** Larger matrices show one window of their rows at a time. */
 const MAX_CELLS = 8192;
 
 export class Heat {
@@ -69,7 +69,7 @@ export class Heat {
       line.append(th);
       for (let col = 0; col < cols; col++) this.cells.push(line.insertCell());
     }
-    // What a cell holds in full is written when someone points at it, not at every step.
+    // A cell's full value is written when the pointer is over it, not at every step.
     table.addEventListener("mouseover", (event) => {
       const cell = (event.target as HTMLElement).closest("td");
       const index = cell ? this.cells.indexOf(cell) : -1;
@@ -83,7 +83,7 @@ export class Heat {
     plane.replaceChildren(table);
   }
 
-  /** Shows what memory holds, with boxes over what is at hand; a value gets `room` characters, none where it is 0. */
+  /** Shows memory's values, each in `room` characters (none if it is 0), with boxes over the cells in use. */
   paint(memory: Readonly<Memory>, boxes: readonly Box[], selected: number, room: number): void {
     if (room !== this.room) {
       this.room = room;
@@ -132,7 +132,7 @@ export class Heat {
     this.place(boxes);
   }
 
-  /** Puts the boxes over their cells, after the cells may have changed their size. */
+  /** Puts the boxes over their cells, whose size may have changed. */
   place(boxes: readonly Box[]): void {
     while (this.boxes.length < boxes.length) {
       const box = document.createElement("div");
@@ -185,7 +185,7 @@ function header(scope: string, text: string): HTMLTableCellElement {
   return th;
 }
 
-/** The smallest boxes, one a run of rows, that hold all elements at the given places. */
+/** The smallest boxes that hold all elements at the given places, one box for each run of equal rows. */
 export function boxesOf(at: readonly number[], cols: number, kind: Box["kind"]): Box[] {
   if (at.length === 0) return [];
   const byRow = new Map<number, [number, number]>();

@@ -1,4 +1,4 @@
-/** What a link holds: which recording, which step, which view. */
+/** A link to a place in the page: the recording, the step and the view. */
 
 import type { Matrix } from "./paste";
 import { checkMatrix } from "./paste";
@@ -16,7 +16,7 @@ export interface Place {
   block?: string;
   dtype?: string;
   step?: number;
-  /** Elements moved, the clock of a comparison. */
+  /** A comparison's clock: elements moved. */
   clock?: number;
   row?: number;
   /** A pasted matrix, which no recording holds. */
@@ -44,7 +44,7 @@ export function writeHash(place: Place): string {
   return "#" + fields.toString().replaceAll("%2C", ",").replaceAll("%3B", ";");
 }
 
-/** The place a hash names; what cannot be read of it is left out. */
+/** The place that a hash names. Parts that cannot be read are left out. */
 export function readHash(hash: string): Place {
   const fields = new URLSearchParams(hash.replace(/^#/, ""));
   const view = VIEWS.find((each) => each === fields.get("view")) ?? "replay";

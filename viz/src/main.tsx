@@ -5,7 +5,7 @@ import { readRecordings } from "./recording";
 import { compute } from "./recurrence";
 import "./style.css";
 
-/** The example the project's documents work through, for a page that holds no recording. */
+/** The worked example of the project's documents, for a page that holds no recording. */
 const EXAMPLE = [
   [2.0, -1.0, 3.0, 0.5, -0.5, 1.5, -2.0, 1.0],
   [4.0, -3.0, 2.5, 1.0, -1.5, 0.0, -0.5, 2.0],
@@ -18,7 +18,7 @@ function embedded(id: string, origin: Origin): Entry[] {
   try {
     return readRecordings(document.getElementById(id)?.textContent ?? "null").map((each) => entryOf(each, origin));
   } catch (error) {
-    problems.push(`What is embedded as “${id}” cannot be shown: ${(error as Error).message}.`);
+    problems.push(`The embedded “${id}” cannot be shown: ${(error as Error).message}.`);
     return [];
   }
 }

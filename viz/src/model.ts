@@ -1,8 +1,8 @@
 /**
- * The state machine that replays a recording: pure, without a view.
+ * The state machine that replays a recording, without any view.
  *
- * A position p in 0..length counts the steps that have been run; the step at hand is the last of them. Memory is kept
- * in checkpoints, so that a seek applies at most CHECKPOINT_STEPS steps; all else is found in indices built once.
+ * A position p in 0..length counts the steps that have run; the current step is the last of them. Checkpoints keep
+ * memory, so that a seek applies at most CHECKPOINT_STEPS steps. Indices that are built once answer everything else.
  */
 
 import {
@@ -19,13 +19,13 @@ import {
 } from "./recording";
 
 export const CHECKPOINT_STEPS = 64;
-/** Bytes of checkpoints a replay may keep; a larger recording gets fewer of them. */
+/** The bytes of checkpoints that a replay may keep; a larger recording gets fewer checkpoints. */
 const CHECKPOINT_BYTES = 64 * 2 ** 20;
 
-/** States times columns, beyond which the columns of a sum are not looked for. */
+/** The most states times columns for which the replay looks for each sum's columns. */
 const MAX_TERMS_WORK = 2 ** 21;
 
-/** What a tensor holds at a position. */
+/** A tensor's contents at a position. */
 export interface Memory {
   values: Float64Array;
   /** How often each element has been read and written. */
@@ -37,21 +37,21 @@ export interface Memory {
 export interface Variable {
   name: string;
   value: Local;
-  /** Position at which it got this value. */
+  /** The position at which it got this value. */
   position: number;
 }
 
-/** The maximum and sum that a program knew for a row from `position` on. */
+/** The maximum and sum that a program knows for a row from `position` on. */
 export interface RowState {
   position: number;
   row: number;
   program: number;
-  /** null until known. */
+  /** null while unknown. */
   m: number | null;
   s: number | null;
-  /** The columns whose exp(x - m) add up to s; null where that is not what s is. */
+  /** The columns whose exp(x - m) add up to s; null if no columns do. */
   terms: Uint8Array | null;
-  /** Between two lines that belong together: one of m and s is new, the other not yet. */
+  /** Whether this is between two lines that belong together: one of m and s is new, the other is still old. */
   torn: boolean;
 }
 
@@ -75,16 +75,16 @@ export interface Program {
   label: string;
 }
 
-/** The k-th reads, or writes, of a tensor's elements: what a meter of traffic is made of. */
+/** The k-th reads, or writes, of a tensor's elements: one picture of the traffic meter. */
 export interface Layer {
   tensor: number;
   kind: "read" | "write";
   k: number;
-  /** Position at which the first element is accessed for the k-th time. */
+  /** The position at which the first element is accessed for the k-th time. */
   first: number;
-  /** Elements that are, by the end. */
+  /** How many elements are accessed k times by the end. */
   size: number;
-  /** Whether no kernel could do without: the first read of an input, the first write of an output. */
+  /** Whether every kernel needs it: the first read of an input, the first write of an output. */
   floor: boolean;
 }
 
@@ -93,11 +93,11 @@ export type Unit = "line" | "block" | "program";
 export class Replay {
   readonly length: number;
   readonly tensors: readonly Tensor[];
-  /** Index of the tensor whose rows and columns the steps speak of. */
+  /** Index of the tensor that the steps' rows and columns refer to. */
   readonly main: number;
-  /** Index of the output with the same rows and columns; -1 where there is none. */
+  /** Index of the output with the same rows and columns; -1 if none has them. */
   readonly result: number;
-  /** Rows and columns of every tensor. */
+  /** Every tensor's rows and columns. */
   readonly layouts: readonly (readonly [number, number])[];
   readonly nRows: number;
   readonly nCols: number;
@@ -108,10 +108,10 @@ export class Replay {
   readonly phaseSpans: readonly Span[];
   /** Positions just after a load or a store. */
   readonly accesses: readonly number[];
-  /** Elements of the counted tensors read and written after p steps. */
+  /** Elements of the counted tensors that p steps have read and written. */
   readonly reads: Uint32Array;
   readonly writes: Uint32Array;
-  /** Whether accesses of a tensor count as traffic. */
+  /** Whether a tensor's accesses count as traffic. */
   readonly counted: readonly boolean[];
   readonly exchanges: readonly Exchange[];
   /** In the order in which they begin. */
@@ -198,12 +198,12 @@ export class Replay {
     return this.at;
   }
 
-  /** The step that has just been run; null at position 0. */
+  /** The step that has just run; null at position 0. */
   get step(): Step | null {
     return this.recording.steps[this.at - 1] ?? null;
   }
 
-  /** The program at hand; at position 0 the one that comes first. */
+  /** The current step's program; at position 0 the first one. */
   get program(): number {
     return this.programOf[Math.max(0, this.at - 1)] ?? 0;
   }
@@ -221,12 +221,12 @@ export class Replay {
     while (this.at < target) this.advance();
   }
 
-  /** What a tensor holds now. Read only: the next seek writes to it. */
+  /** A tensor's contents now. Do not change or keep them: the next seek writes to them. */
   tensor(index: number): Readonly<Memory> {
     return this.memory[index]!;
   }
 
-  /** The locals of a frame now, in the order of their first assignment; what it was called with comes first. */
+  /** A frame's locals now: its arguments, then the others in the order of their first assignment. */
   locals(frame: number, position = this.at): Variable[] {
     const given = Object.entries(this.recording.frames[frame]?.arguments ?? {});
     const variables = new Map<string, Variable>(given.map(([name, value]) => [name, { name, value, position: 0 }]));
@@ -239,7 +239,7 @@ export class Replay {
     return [...variables.values()];
   }
 
-  /** The frame at hand and its callers, the innermost first, each with the line it is at. */
+  /** The current frame and its callers, the innermost first, each with its current line. */
   stack(): { frame: number; line: number; source: Source; info: Frame }[] {
     const { frames, sources } = this.recording;
     const step = this.step;
@@ -255,7 +255,7 @@ export class Replay {
     return stack;
   }
 
-  /** The newest state of a row, of one program or of any; null before there is one. */
+  /** A row's newest state, by one program or by any; null before the first. */
   state(row: number, program?: number, position = this.at): RowState | null {
     const states = this.states[row] ?? [];
     for (let index = upperBound(states, position) - 1; index >= 0; index--) {
@@ -265,8 +265,8 @@ export class Replay {
   }
 
   /**
-   * The program whose state of a row is the one to show: the one at hand, else the last that had one. null while the one
-   * at hand shares the row with others of its launch and knows nothing of it yet.
+   * The program whose state of a row is shown: the current one, else the last that had a state. null while the current
+   * program shares the row with others of its launch and has no state yet.
    */
   holder(row: number): number | null {
     const own = this.program;
@@ -277,7 +277,7 @@ export class Replay {
     return shared ? null : last.program;
   }
 
-  /** All states of a row up to a position, the oldest first. */
+  /** A row's states up to a position, the oldest first. */
   history(row: number, position = this.at): readonly RowState[] {
     const states = this.states[row] ?? [];
     return states.slice(0, upperBound(states, position));
@@ -290,7 +290,7 @@ export class Replay {
     return this.at < this.lastTouch[row]! ? "running" : "done";
   }
 
-  /** Sum, minimum, maximum and entropy in nats of what has been written to a row of the result. */
+  /** Sum, minimum, maximum and entropy in nats of the values written so far to a row of the result. */
   written(row: number): { n: number; sum: number; min: number; max: number; entropy: number } {
     let [n, sum, min, max, entropy] = [0, 0, Infinity, -Infinity, 0];
     if (this.result >= 0) {
@@ -308,7 +308,7 @@ export class Replay {
     return { n, sum, min, max, entropy };
   }
 
-  /** The next position, one unit onward (by: 1) or back (by: -1). */
+  /** The position one unit forward (by: 1) or back (by: -1). */
   neighbour(unit: Unit, by: 1 | -1): number {
     if (unit === "line") return clamp(this.at + by, this.length);
     if (unit === "block") return adjacent(this.accesses, this.at, by, this.length);
@@ -320,7 +320,7 @@ export class Replay {
     );
   }
 
-  /** Where the next or previous phase begins. */
+  /** The position at which the next or previous phase begins. */
   phaseNeighbour(by: 1 | -1): number {
     return adjacent(
       this.phaseSpans.map((each) => each.start),
@@ -330,7 +330,7 @@ export class Replay {
     );
   }
 
-  /** Elements moved after p steps: read and written. */
+  /** Elements read and written after p steps. */
   moved(position = this.at): number {
     return this.reads[position]! + this.writes[position]!;
   }
@@ -376,12 +376,12 @@ export class Replay {
   }
 }
 
-/** Whether a local changed in the step at hand. */
+/** Whether a local changed in the current step. */
 export function changed(variable: Variable, replay: Replay): boolean {
   return variable.position === replay.position;
 }
 
-/** The numbers of a local: of a tile all, of a number one; null for what is neither. */
+/** A local's numbers: all of a tile's, or the number itself; null for anything else. */
 export function numbersOf(value: Local): Float64Array | null {
   if (isTile(value)) return Float64Array.from(value.data, decode);
   return typeof value === "number" ? Float64Array.of(value) : null;
@@ -393,7 +393,7 @@ export function programLabel(id: readonly number[]): string {
   return last === 1 ? String(id[0]) : `(${id.slice(0, last).join(", ")})`;
 }
 
-/** What a program is called: its number, or the operation it is all of. */
+/** A program's label: its number, or the operation if the program is a whole launch. */
 function labelOf(recording: Recording, frame: Frame): string {
   const { name, grid } = recording.launches[frame.launch]!;
   const alone = recording.launches.length > 1 && grid.every((extent) => extent === 1);
@@ -412,7 +412,7 @@ function clamp(position: number, length: number): number {
   return Math.min(length, Math.max(0, position));
 }
 
-/** The nearest of sorted positions after or before one; the end or the start where there is none. */
+/** The nearest of sorted positions after or before one, else the end or the start. */
 function adjacent(positions: readonly number[], from: number, by: 1 | -1, length: number): number {
   if (by === 1) return positions.find((each) => each > from) ?? length;
   for (let index = positions.length - 1; index >= 0; index--) {
@@ -421,7 +421,7 @@ function adjacent(positions: readonly number[], from: number, by: 1 | -1, length
   return 0;
 }
 
-/** How many of the states, sorted by position, are no later than a position. */
+/** How many of the states, which are sorted by position, are no later than a position. */
 function upperBound(states: readonly RowState[], position: number): number {
   let [low, high] = [0, states.length];
   while (low < high) {
@@ -453,7 +453,7 @@ function mainTensor(tensors: readonly Tensor[]): number {
   return Math.max(0, input);
 }
 
-/** Which tensors the recording's own traffic counts: inputs and outputs, and scratch where only so its sums come out. */
+/** The tensors that the recording's traffic counts: inputs and outputs, and scratch if its totals include scratch. */
 function countedTensors(recording: Recording): boolean[] {
   const plain = recording.tensors.map((each) => each.role !== "scratch");
   const { traffic } = recording;
@@ -499,10 +499,10 @@ function layersOf(recording: Recording, counted: readonly boolean[]): Layer[] {
 }
 
 /**
- * The states of each row with the columns their sums are over.
+ * Each row's states, with the columns that each sum covers.
  *
- * Which columns those are is not recorded, but follows: a program adds up what it has read for the k-th time, for one k,
- * or what all programs of the row have. The k is the one whose terms add up to s.
+ * A recording does not name these columns, but they follow from it: for some k, a program adds up the columns that it has
+ * read k times, or those that the row's programs have read together. The right k is the one whose terms add up to s.
  */
 function rowStates(replay: Replay): RowState[][] {
   const { recording, main, nRows, nCols } = replay;

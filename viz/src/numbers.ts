@@ -1,10 +1,10 @@
-/** Binary floating point formats: rounding a double to one of them, and numbers as people read them. */
+/** Binary floating point formats: how a double rounds to each of them, and how numbers are printed. */
 
 export interface Format {
   readonly name: string;
-  /** Significant bits, the hidden one included. */
+  /** Significant bits, including the hidden one. */
   readonly precision: number;
-  /** Exponent of the smallest normal number. */
+  /** The smallest normal number's exponent. */
   readonly minExponent: number;
   readonly largest: number;
 }
@@ -39,14 +39,14 @@ function nearestEven(x: number): number {
   return floor % 2 === 0 ? floor : floor + 1;
 }
 
-/** x rounded to a format, to nearest with ties to even, subnormals and overflow included. */
+/** x rounded to a format, to nearest with ties to even, including subnormals and overflow. */
 export function roundTo(x: number, to: Format): number {
   if (to.precision === 53 || x === 0 || !Number.isFinite(x)) return x;
   if (to.precision === 24) return Math.fround(x);
   return roundByParts(x, to);
 }
 
-/** roundTo for any format narrower than a double, float32 too: the tests hold it to Math.fround. */
+/** roundTo for any format narrower than a double. It covers float32 too, so that tests can compare it with Math.fround. */
 export function roundByParts(x: number, to: Format): number {
   const unit = 2 ** (Math.max(exponentOf(x), to.minExponent) - to.precision + 1);
   const rounded = nearestEven(Math.abs(x) / unit) * unit;
@@ -59,7 +59,7 @@ export function formatNamed(name: string): Format | undefined {
 
 const MINUS = "\u2212";
 
-/** A number for people: at most `digits` significant digits, no trailing zeros, powers of ten where they are shorter. */
+/** A number to read: at most `digits` significant digits, no trailing zeros, powers of ten if they are shorter. */
 export function short(x: number, digits = 3): string {
   if (Number.isNaN(x)) return "nan";
   if (!Number.isFinite(x)) return x > 0 ? "inf" : `${MINUS}inf`;
@@ -75,7 +75,7 @@ export function short(x: number, digits = 3): string {
   return sign + trimmed(rounded.toFixed(Math.max(0, digits - 1 - exponent10(rounded))));
 }
 
-/** A number in at most `room` characters where that is possible: digits go first, then the fixed point. */
+/** A number in at most `room` characters if possible: it first gives up digits, then the fixed point. */
 export function fitted(x: number, room: number): string {
   const plain = short(x, 3);
   if (plain.length <= room) return plain;
@@ -85,14 +85,14 @@ export function fitted(x: number, room: number): string {
   return [2, 1].map((digits) => short(x, digits)).find((each) => each.length <= room) ?? short(x, 1);
 }
 
-/** A number in full, as the recording has it. */
+/** A number in full, as the recording holds it. */
 export function exact(x: number): string {
   if (Number.isNaN(x)) return "nan";
   if (!Number.isFinite(x)) return x > 0 ? "inf" : `${MINUS}inf`;
   return String(x).replaceAll("-", MINUS);
 }
 
-/** A whole number with its thousands apart. */
+/** A whole number with its thousands separated. */
 export function count(n: number): string {
   return String(n).replace(/\B(?=(\d{3})+$)/g, "\u202f");
 }

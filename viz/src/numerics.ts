@@ -1,4 +1,4 @@
-/** What a row's softmax becomes in other arithmetic: each format, with the maximum subtracted and without. */
+/** A row's softmax in other arithmetic: in each format, with the maximum subtracted and without. */
 
 import { exact, roundTo, short, FLOAT64, type Format } from "./numbers";
 
@@ -9,18 +9,18 @@ export interface Trial {
   largest: number;
   s: number;
   y: Float64Array;
-  /** Sum of the probabilities, added exactly. */
+  /** The sum of the probabilities, added in float64. */
   sum: number;
-  /** The largest |y - truth| over the largest true probability; nan where an element is not finite. */
+  /** The largest |y - truth|, divided by the largest true probability; nan if an element is not finite. */
   error: number;
-  /** Terms above zero that left the sum as it was. */
+  /** How many terms above zero did not change the sum. */
   absorbed: number;
   status: "ok" | "inexact" | "nan";
-  /** What went wrong, or how well it went, as a sentence. */
+  /** A sentence that says what went wrong, or how good the result is. */
   verdict: string;
 }
 
-/** Every operation rounded to `format`, terms added from left to right; `truth` is what the result is held against. */
+/** Softmax with every operation rounded to `format` and terms added from left to right, compared with `truth`. */
 export function trial(x: ArrayLike<number>, format: Format, subtract: boolean, truth: Float64Array): Trial {
   const round = (value: number) => roundTo(value, format);
   const n = x.length;
@@ -46,7 +46,7 @@ export function trial(x: ArrayLike<number>, format: Format, subtract: boolean, t
     error = Number.isNaN(off) || Number.isNaN(error) ? NaN : Math.max(error, off / top);
   }
   const bad = y.some((each) => !Number.isFinite(each));
-  // Terms, sum and quotient are rounded once each: an error of that size is the format's, not the method's.
+  // Terms, sum and quotient are each rounded once, so an error of that size is due to the format, not the method.
   const status = bad || Number.isNaN(error) ? "nan" : error > 2 ** (2 - format.precision) ? "inexact" : "ok";
   return {
     format,
@@ -64,16 +64,16 @@ export function trial(x: ArrayLike<number>, format: Format, subtract: boolean, t
   function verdictOf(): string {
     const wrong = y.reduce((many, each) => many + (Number.isFinite(each) ? 0 : 1), 0);
     const all = wrong === n ? "every probability is nan" : `${wrong} of ${n} probabilities are nan`;
-    if (truth.some(Number.isNaN)) return "The row has no softmax: its true result is nan.";
+    if (truth.some(Number.isNaN)) return "The row has no softmax: the true result is nan.";
     if (overflow !== -1) {
-      return `Overflow: exp(${exact(x[overflow]!)}) is above ${short(format.largest, 5)}, so it is inf, and inf / inf is nan: ${all}.`;
+      return `Overflow: exp(${exact(x[overflow]!)}) is above ${short(format.largest, 5)}, so it becomes inf. inf / inf is nan, so ${all}.`;
     }
-    if (full !== -1) return `The sum passes ${short(format.largest, 5)} at column ${full} and is inf: every probability is 0.`;
-    if (s === 0) return `Underflow: every exponential is 0, and 0 / 0 is nan: ${all}.`;
+    if (full !== -1) return `The sum passes ${short(format.largest, 5)} at column ${full} and becomes inf, so every probability is 0.`;
+    if (s === 0) return `Underflow: every exponential is 0. 0 / 0 is nan, so ${all}.`;
     if (absorbed > 0 && status !== "ok") {
-      return `${absorbed} of ${n} terms were too small to change the sum: it stopped at ${short(s, 6)}, and the probabilities add up to ${short(sum, 3)}.`;
+      return `${absorbed} of ${n} terms were too small to change the sum. It stopped at ${short(s, 6)}, so the probabilities add up to ${short(sum, 3)}.`;
     }
-    if (status === "inexact") return `Off by up to ${percent(error)}: what the terms lost to rounding does not come back.`;
+    if (status === "inexact") return `Off by up to ${percent(error)}: later operations cannot undo the terms’ rounding.`;
     return error === 0 ? "Equal to float64, bit for bit." : `Off by at most ${percent(error)} of the largest probability.`;
   }
 }

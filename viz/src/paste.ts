@@ -1,4 +1,4 @@
-/** A matrix as people paste it: CSV, TSV, spaces, or JSON; inf, -inf and nan in any case. */
+/** Reads a pasted matrix: CSV, TSV, spaces or JSON, with inf, -inf and nan in upper or lower case. */
 
 export const MAX_ROWS = 256;
 export const MAX_COLS = 1024;
@@ -6,7 +6,7 @@ export const MAX_ELEMENTS = 4096;
 
 export type Matrix = number[][];
 
-/** The matrix in a text. Raises with a sentence that names the place of what is wrong. */
+/** The matrix in a text. Throws an Error that names the fault and its place. */
 export function parseMatrix(text: string): Matrix {
   const trimmed = text.trim();
   if (trimmed === "") throw new Error("Nothing to read: paste at least one number.");
@@ -14,19 +14,19 @@ export function parseMatrix(text: string): Matrix {
   return checkMatrix(matrix);
 }
 
-/** Raises unless all rows are of one length and the matrix is within the limits. */
+/** Throws unless all rows have the same length and the matrix is within the limits. */
 export function checkMatrix(matrix: Matrix): Matrix {
   const width = matrix[0]?.length ?? 0;
   if (width === 0) throw new Error("The matrix is empty.");
   matrix.forEach((row, index) => {
     if (row.length !== width) {
-      throw new Error(`Row ${index + 1} has ${numbers(row.length)}, the first row has ${width}. All rows need the same length.`);
+      throw new Error(`Row ${index + 1} has ${numbers(row.length)}, but the first row has ${width}. All rows need the same length.`);
     }
   });
-  if (matrix.length > MAX_ROWS) throw new Error(`${matrix.length} rows are more than this page replays (${MAX_ROWS}).`);
-  if (width > MAX_COLS) throw new Error(`${width} columns are more than this page replays (${MAX_COLS}).`);
+  if (matrix.length > MAX_ROWS) throw new Error(`${matrix.length} rows are too many: this page replays at most ${MAX_ROWS}.`);
+  if (width > MAX_COLS) throw new Error(`${width} columns are too many: this page replays at most ${MAX_COLS}.`);
   if (matrix.length * width > MAX_ELEMENTS) {
-    throw new Error(`${matrix.length} × ${width} is more than the ${MAX_ELEMENTS} elements this page replays.`);
+    throw new Error(`${matrix.length} × ${width} is too large: this page replays at most ${MAX_ELEMENTS} elements.`);
   }
   return matrix;
 }
@@ -64,7 +64,7 @@ function parseNumber(field: string, place: string): number {
   const named = WORDS[word];
   if (named !== undefined) return sign === "-" ? -named : named;
   if (!/^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/.test(word)) {
-    throw new Error(text === "" ? `There is an empty field at ${place}.` : `“${field.trim()}” at ${place} is not a number.`);
+    throw new Error(text === "" ? `The field at ${place} is empty.` : `“${field.trim()}” at ${place} is not a number.`);
   }
   const value = Number(word);
   return sign === "-" ? -value : value;
@@ -79,7 +79,7 @@ function parseJson(text: string): Matrix {
   try {
     value = JSON.parse(quoted);
   } catch (error) {
-    throw new Error(`This starts like JSON and is none: ${(error as Error).message}.`);
+    throw new Error(`This starts like JSON but is not valid JSON: ${(error as Error).message}.`);
   }
   const rows = Array.isArray(value) && value.some(Array.isArray) ? (value as unknown[]) : [value];
   return rows.map((row, index) => {

@@ -1,4 +1,4 @@
-/** Python for the eye: a line cut into words that are coloured alike. */
+/** Highlights Python: cuts a line into tokens, each with one colour. */
 
 export interface Token {
   kind: "text" | "keyword" | "string" | "comment" | "number" | "name";

@@ -1,13 +1,13 @@
-/** A recording, version 1: what the file holds, and the same decoded for the page. Unknown fields are ignored. */
+/** A recording of schema 1: the file's fields, and how the page decodes them. Unknown fields are ignored. */
 
-/** A number; not-finite ones, and integers past 2^53, are strings. */
+/** A number. Infinities, nan and integers past 2^53 are strings. */
 export type Cell = number | boolean | string;
 
 export interface Tile {
   shape: number[];
   dtype: string;
   data: Cell[];
-  /** Of a pointer: the tensor that its flat indices, or "outside", are of. */
+  /** For a pointer: the tensor that its flat indices refer to. An index may also be "outside". */
   tensor?: number;
 }
 
@@ -36,7 +36,7 @@ export interface Message {
   to?: number;
   m?: Cell;
   s?: Cell;
-  /** Of a gradient: the one sum that its programs exchange. */
+  /** For a gradient: the one sum that its programs exchange. */
   d?: Cell;
 }
 
@@ -52,7 +52,7 @@ export interface Step {
   state?: StateEntry[];
   message?: Message;
   note?: string;
-  /** What the line computed on its way, by the expression of the source that it is the value of. */
+  /** Intermediate results of the line, each with its expression in the source. */
   computed?: { text: string; value: Local }[];
 }
 
@@ -61,7 +61,7 @@ export interface Source {
   file: string;
   first_line: number;
   lines: string[];
-  /** Last line of each statement that has several, by its first. */
+  /** The last line of each statement with several lines, by its first line. */
   ends?: Record<string, number>;
 }
 
@@ -89,7 +89,7 @@ export interface Frame {
   program: number[];
   parent: number | null;
   call_line: number | null;
-  /** What a helper function was called with. */
+  /** The arguments of a helper function's call. */
   arguments?: Record<string, Local>;
 }
 
@@ -130,13 +130,13 @@ export interface Recording {
   steps: Step[];
   rows?: RowResult[];
   traffic?: Traffic;
-  /** Set by the page alone: the run is its own model of the recurrence, not a recording. */
+  /** Only the page sets it: the run is the page's own model of the recurrence, not a recording. */
   computed?: boolean;
 }
 
 export const SCHEMA = 1;
 
-/** The number that a cell of a recording stands for. */
+/** A recording's cell as a number. */
 export function decode(cell: Cell | null | undefined): number {
   switch (cell) {
     case "inf":
@@ -152,7 +152,7 @@ export function decode(cell: Cell | null | undefined): number {
   }
 }
 
-/** A number as a recording holds it. */
+/** A number as a recording's cell. */
 export function encode(x: number): Cell {
   if (Number.isNaN(x)) return "nan";
   if (!Number.isFinite(x)) return x > 0 ? "inf" : "-inf";
@@ -167,7 +167,7 @@ export function sizeOf(shape: readonly number[]): number {
   return shape.reduce((product, extent) => product * extent, 1);
 }
 
-/** Rows and columns a tensor is shown in: the last dim is a row. A vector is one, unless it has an element for each of `nRows`. */
+/** A tensor's rows and columns: the last dim is a row. A vector is a row, or a column if it has `nRows` elements. */
 export function rowsAndCols(shape: readonly number[], nRows = 1): [number, number] {
   if (shape.length === 0) return [1, 1];
   if (shape.length === 1) return nRows > 1 && shape[0] === nRows ? [nRows, 1] : [1, shape[0]!];
@@ -175,7 +175,7 @@ export function rowsAndCols(shape: readonly number[], nRows = 1): [number, numbe
   return [cols === 0 ? 0 : sizeOf(shape) / cols, cols];
 }
 
-/** Raises with a sentence that says what is wrong, unless `value` can be replayed. */
+/** Throws an Error that says what is wrong, unless `value` can be replayed. */
 export function checkRecording(value: unknown): Recording {
   const recording = value as Recording;
   if (typeof value !== "object" || value === null || Array.isArray(value) || !("schema" in value)) {
@@ -193,8 +193,8 @@ export function checkRecording(value: unknown): Recording {
     for (const when of ["before", "after"] as const) {
       if (tensor[when]?.length !== size) {
         throw new Error(
-          `tensor “${tensor.name}” has shape ${tensor.shape.join(" × ")}, and ${tensor[when]?.length ?? "no"} ` +
-            `elements in “${when}” where it needs ${size}`,
+          `tensor “${tensor.name}” has shape ${tensor.shape.join(" × ")}, but ${tensor[when]?.length ?? "no"} ` +
+            `elements in “${when}” instead of ${size}`,
         );
       }
     }
@@ -211,7 +211,7 @@ export function checkRecording(value: unknown): Recording {
       if (!tensor) throw new Error(`step ${index} touches tensor ${access.tensor}, which is missing`);
       const size = tensor.before.length;
       const outside = access.at.find((at) => !(at >= 0 && at < size));
-      if (outside !== undefined) throw new Error(`step ${index} touches element ${outside} of “${tensor.name}”, which has ${size}`);
+      if (outside !== undefined) throw new Error(`step ${index} touches element ${outside} of “${tensor.name}”, which has ${size} elements`);
     }
     for (const store of step.stores ?? []) {
       if (store.data.length !== store.at.length) throw new Error(`step ${index} stores ${store.data.length} values at ${store.at.length} places`);
@@ -220,7 +220,7 @@ export function checkRecording(value: unknown): Recording {
   return recording;
 }
 
-/** One recording, or a list of them, from the text of a file or an element; [] for null. */
+/** The recordings in the text of a file or an element, which holds one, a list of them, or null for none. */
 export function readRecordings(text: string): Recording[] {
   const value: unknown = JSON.parse(text);
   if (value === null) return [];

@@ -1,6 +1,6 @@
 /**
- * The page's own model of two kernels, for matrices that nobody has recorded: every operation rounded to float32, in the
- * order of the lines shown. It makes a recording of the same form, marked as computed.
+ * The page's own model of two kernels, for matrices without a recording. It rounds every operation to float32, in the
+ * order of the lines shown, and makes a recording of the same form that is marked as computed.
  */
 
 import type { Matrix } from "./paste";
@@ -9,7 +9,7 @@ import { encode, type Cell, type Local, type Recording, type RowResult, type Ste
 const f32 = Math.fround;
 const exp = (x: number) => f32(Math.exp(x));
 const add = (a: number, b: number) => f32(a + b);
-/** The larger of two numbers, as Triton's maximum has it: a nan loses. */
+/** The larger of two numbers, like Triton's maximum: a nan loses. */
 const larger = (a: number, b: number) => (Number.isNaN(a) ? b : Number.isNaN(b) ? a : Math.max(a, b));
 
 export type Modelled = "online" | "three_pass";
@@ -55,7 +55,7 @@ def three_pass(x_ptr, y_ptr, n_cols, BLOCK):
         tl.store(y_ptr + row * n_cols + cols, y, mask=cols < n_cols)
 `;
 
-/** What the page computes for a matrix by one of the kernels it has a model of, in blocks of `block` columns. */
+/** The page's own run of a modelled kernel on a matrix, in blocks of `block` columns. */
 export function compute(kernel: Modelled, matrix: Matrix, block: number): Recording {
   const run = new Run(matrix.map((row) => row.map(f32)), block);
   for (let row = 0; row < run.nRows; row++) {
@@ -71,8 +71,8 @@ export function compute(kernel: Modelled, matrix: Matrix, block: number): Record
     operation: "softmax",
     summary:
       kernel === "online"
-        ? "Reads each row twice: once for the maximum and the sum together, rescaling the sum when the maximum rises, once for the output."
-        : "Reads each row three times: for the maximum, for the sum, for the output.",
+        ? "Reads each row twice. The first pass finds the maximum and the sum together, and rescales the sum when the maximum rises. The second writes the output."
+        : "Reads each row three times: for the maximum, for the sum and for the output.",
     computed: true,
     options: { dtype: "float32", block },
     sources: [{ name, file: "computed by the page", first_line: 1, lines: text.trim().split("\n") }],
@@ -97,7 +97,7 @@ export function compute(kernel: Modelled, matrix: Matrix, block: number): Record
   };
 }
 
-/** The steps so far, and the memory the model writes to. */
+/** The steps so far, and the memory that the model writes to. */
 class Run {
   readonly nRows: number;
   readonly nCols: number;
@@ -168,7 +168,7 @@ function online(run: Run, row: number): void {
       way("tl.sum(tl.exp(x - origin))", sum),
     ];
     const note =
-      next > m && m > -Infinity ? `The maximum rose from ${m} to ${next}: the old sum is scaled by exp(${m} - ${next}).` : undefined;
+      next > m && m > -Infinity ? `The maximum rose from ${m} to ${next}, so the old sum is multiplied by exp(${m} - ${next}).` : undefined;
     run.step(row, 9, 0, { cols, set: { s: number(s) }, state: [{ row, m: encode(next), s: encode(s) }], computed, ...(note && { note }) });
     m = next;
     run.step(row, 10, 0, { cols, set: { m: number(m) } });

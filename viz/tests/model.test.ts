@@ -160,7 +160,7 @@ describe("a recording", () => {
     ["another schema", (r) => ({ ...r, schema: 9 }), "schema 9"],
     ["no steps", (r) => ({ ...r, steps: [] }), "no steps"],
     ["no list of frames", (r) => ({ ...r, frames: undefined }), "no list “frames”"],
-    ["a short tensor", (r) => (r.tensors[0]!.before.pop(), r), "shape 3 × 8, and 23 elements"],
+    ["a short tensor", (r) => (r.tensors[0]!.before.pop(), r), "shape 3 × 8, but 23 elements"],
     ["a frame without a source", (r) => ((r.frames[1]!.source = 7), r), "frame 1 names source 7"],
     ["a step without a frame", (r) => ((r.steps[2]!.frame = 99), r), "step 2 names frame 99"],
     ["a load outside", (r) => ((r.steps.find((s) => s.loads)!.loads![0]!.at[0] = 24), r), "touches element 24"],

@@ -33,17 +33,17 @@ describe("a pasted matrix", () => {
 
   it.each([
     ["", "Nothing to read"],
-    ["1 2\n3", "Row 2 has 1 number, the first row has 2"],
+    ["1 2\n3", "Row 2 has 1 number, but the first row has 2"],
     ["1,two,3", "“two” at line 1, number 2"],
-    ["1,,3", "empty field at line 1, number 2"],
+    ["1,,3", "field at line 1, number 2 is empty"],
     ["0x10", "“0x10”"],
     ["[[1, 2], 3]", "Row 2 is not a list"],
     ["[[1, null]]", "null at row 1, number 2"],
     ["[1, 2", "starts like JSON"],
     ["[]", "empty"],
     ["1 2 3 -", "“-”"],
-    [Array(MAX_ROWS + 1).fill("1").join("\n"), "257 rows are more"],
-    [Array(MAX_COLS + 1).fill("1").join(" "), "1025 columns are more"],
-    [Array(10).fill(Array(500).fill("1").join(" ")).join("\n"), "10 × 500 is more than the 4096"],
+    [Array(MAX_ROWS + 1).fill("1").join("\n"), "257 rows are too many"],
+    [Array(MAX_COLS + 1).fill("1").join(" "), "1025 columns are too many"],
+    [Array(10).fill(Array(500).fill("1").join(" ")).join("\n"), "10 × 500 is too large: this page replays at most 4096"],
   ])("is refused with a reason: %j", (text, reason) => expect(() => parseMatrix(text)).toThrow(reason));
 });

@@ -1,16 +1,17 @@
-"""The kernels this project grew from, each whole in its own file: baselines for the bench, and a course in four steps.
+"""The kernels that this project grew from: baselines for the bench, and a course in four steps.
 
-Every one is a function of a float tensor [n_rows, n_cols] that returns softmax over the last dim, new and contiguous.
-Traffic in elements, M rows by N columns; what a cache serves is counted too.
+Each kernel stands whole in its own file. Each function takes a float tensor [n_rows, n_cols] and returns a new,
+contiguous tensor with softmax over the last dim. The table gives the traffic in elements for M rows by N columns,
+including accesses that a cache serves.
 
-    naive_softmax       8MN + 4M     five passes of torch, every intermediate through memory
-    persistent_softmax  2MN          a program walks many rows, each held whole in registers
-    hybrid_softmax      2MN or 4MN   one block a row while it fits, else three passes over tiles
-    online_softmax      3MN          maximum and sum in one pass over tiles, output in a second
+    naive_softmax       8MN + 4M     five passes in torch; every intermediate goes through memory
+    persistent_softmax  2MN          a program walks many rows and holds each whole in registers
+    hybrid_softmax      2MN or 4MN   one block for a row that fits, else three passes over tiles
+    online_softmax      3MN          maximum and sum in one pass over tiles, the output in a second
 
 The three kernels are forward only: they record no gradient. They run on CUDA tensors, and on CPU tensors under Triton's
-interpreter. For AMD they are compiled, for gfx942, and untested on hardware. An n_cols that is no multiple of 16 costs
-them their wide loads, which is how they were found, and is left so.
+interpreter. They compile for AMD (gfx942) but are untested on its hardware. If n_cols is not a multiple of 16, they
+lose their wide loads, as the originals did.
 """
 
 from fused_softmax.classic.hybrid import hybrid_softmax

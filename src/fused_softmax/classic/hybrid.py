@@ -1,7 +1,7 @@
-"""softmax over the last dim, a program a row, two paths in one kernel.  y = exp(x - m) / s
+"""softmax over the last dim by one program for each row, with two paths in one kernel.  y = exp(x - m) / s
 
-Traffic: a row that fits one block is read once and written once (2MN elements). A longer one goes tile by tile in three
-passes, maximum, sum, output: reads 3MN, writes MN, of which a cache may serve the later reads.
+Traffic: a row that fits in one block is read once and written once (2MN elements). A longer row is read tile by tile in
+three passes, for the maximum, the sum and the output. They read 3MN and write MN; a cache may serve the later reads.
 """
 
 from typing import Literal
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fused_softmax.classic.rows import MAX_BLOCK, block_warps, kernel_rows, value_bytes, value_dtype
 
-# Bytes of values that one program holds in registers: 32 warps of 47 to 64 registers a thread on sm_90, none spilled.
-# Twice as many bytes spill.
+# Bytes of values that one program holds in registers. On sm_90, 32 warps need 47 to 64 registers a thread and spill
+# none. Twice as many bytes spill.
 BLOCK_BYTES = 128 * 1024
-# A tile keeps nothing from one pass to the next, so it need not fill the registers: 8 warps, several programs at once.
+# A tile keeps nothing between passes, so it need not fill the registers: 8 warps, and several programs run at once.
 TILE_BYTES = 32 * 1024
 
 
@@ -25,10 +25,10 @@ def hybrid_softmax(
 ) -> Tensor:
     """softmax over the last dim of x [n_rows, n_cols].
 
-    block_cap: the longest row, a power of two, that goes in one block, and the tile for rows that are longer. Where it
-        is not given: what the registers of a program hold, and a tile of a quarter of that.
-    accumulate: what s is summed in, on both paths. The terms are float32 either way (float64 for a float64 x), so
-        "float64" takes away the rounding of the additions, and nothing else.
+    block_cap: a power of two: the longest row that goes in one block, and the tile of longer rows. By default, a block
+        is as large as one program's registers hold, and a tile is a quarter of that.
+    accumulate: the dtype in which both paths sum s. The terms are float32 either way (float64 for a float64 x), so
+        "float64" removes the rounding of the additions and nothing else.
     """
     x = kernel_rows(x)
     value = value_dtype(x)

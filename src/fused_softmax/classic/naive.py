@@ -1,7 +1,7 @@
-"""softmax over the last dim as torch spells it, one operation a pass.  y = exp(x - max x) / sum exp(x - max x)
+"""softmax over the last dim in torch's operations, one pass for each.  y = exp(x - max x) / sum exp(x - max x)
 
-Traffic: reads 5MN + 2M elements, writes 3MN + 2M, where a fused kernel needs MN and MN: about four times too much.
-Every intermediate is rounded to the dtype of x on its way through memory.
+Traffic: reads 5MN + 2M elements, writes 3MN + 2M. A fused kernel reads MN and writes MN, about a quarter of that.
+Every intermediate goes through memory and is rounded to x's dtype on the way.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from fused_softmax.classic.rows import check_rows
 
 
 def naive_softmax(x: Tensor) -> Tensor:
-    """softmax over the last dim of x [n_rows, n_cols], on any device. The passes are those of `naive_traffic`."""
+    """softmax over the last dim of x [n_rows, n_cols], on any device. `naive_traffic` lists its passes."""
     check_rows(x)
     if x.numel() == 0:
         return torch.empty_like(x)
@@ -49,7 +49,7 @@ class Traffic:
 
 
 def naive_traffic(n_rows: int, n_cols: int) -> Traffic:
-    """The elements that `naive_softmax` moves: 5MN + 2M read, 3MN + 2M written, pass by pass."""
+    """The elements that `naive_softmax` moves, pass by pass: 5MN + 2M read, 3MN + 2M written."""
     matrix, column = n_rows * n_cols, n_rows
     return Traffic(
         (

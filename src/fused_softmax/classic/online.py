@@ -2,8 +2,8 @@
 
 For each tile:  m' = max(m, max x),  s' = s * exp(m - m') + sum exp(x - m').
 
-Traffic: reads 2MN elements, writes MN, for rows of any length; a cache may serve the second read. Tiles are
-BLOCK_SIZE * VEC columns wide, tuned by timing.
+Traffic: reads 2MN elements and writes MN, for rows of any length. A cache may serve the second read. Tiles are
+BLOCK_SIZE * VEC columns wide; timing chooses the width.
 """
 
 import torch
@@ -17,8 +17,8 @@ from fused_softmax.classic.rows import interpreted, kernel_rows, value_dtype
 def online_softmax(x: Tensor, *, config: str | None = None) -> Tensor:
     """softmax over the last dim of x [n_rows, n_cols].
 
-    config: one of CONFIGS by name. Where it is not given, the first call for an n_cols and dtype times all ten; the
-        interpreter, where a time means nothing, takes the first.
+    config: the name of one of CONFIGS. By default, the first call for an n_cols and dtype times all ten. Under the
+        interpreter, times mean nothing, and the default is the first.
     """
     x = kernel_rows(x)
     if config is not None and config not in CONFIGS:
@@ -44,8 +44,8 @@ def _config(block_size: int, vec: int, num_warps: int, num_stages: int) -> trito
     return triton.Config({"BLOCK_SIZE": block_size, "VEC": vec}, num_warps=num_warps, num_stages=num_stages)
 
 
-# VEC only widens the tile: how wide a load is follows from alignment. num_stages pipelines nothing either, for the
-# compiler applies it to loops that feed a matrix product. Both stay, so that what is timed is what was published.
+# VEC only widens the tile: the width of a load follows from alignment. num_stages has no effect either, because the
+# compiler pipelines only loops that feed a matrix product. Both stay, so that the published kernel is the timed one.
 CONFIGS: dict[str, triton.Config] = {
     f"{block_size}x{vec}-w{num_warps}-s{num_stages}": _config(block_size, vec, num_warps, num_stages)
     for block_size, vec, num_warps, num_stages in (

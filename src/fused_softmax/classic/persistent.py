@@ -1,13 +1,13 @@
 """softmax over the last dim by programs that stay on the chip and walk the rows.  y = exp(x - m) / s
 
-Traffic: reads MN elements, writes MN. A row is one block, the next power of two of n_cols, held in registers by one
-program. The grid holds as many programs as the chip holds at once, which the registers and shared memory of the
-compiled kernel decide; program p takes rows p, p + programs, ..., and the loop over them is pipelined, so that rows to
-come are fetched while one is computed.
+Traffic: reads MN elements, writes MN. A row is one block, the next power of two of n_cols, and one program holds it in
+registers. The grid has as many programs as the chip holds at once. The compiled kernel's registers and shared memory
+decide that number. Program p takes rows p, p + programs, ... Its loop over them is pipelined: it fetches later rows
+while it computes one.
 
-The limit is the registers of one program. On NVIDIA a row of 128 KiB of values (32768 columns, 16384 of float64) is the
-last to fit, within 24 bytes a thread. Longer ones are right but spill: 150 to 350 bytes a thread at twice that, 10 KB
-at 1048576 columns, where Triton's own limit stands.
+The limit is one program's registers. On NVIDIA the longest row that fits has 128 KiB of values (32768 columns, 16384 of
+float64), with at most 24 bytes of stack a thread. Longer rows are right but spill: 150 to 350 bytes a thread at twice
+that length, 10 KB at 1048576 columns, which is Triton's own limit.
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ from fused_softmax.classic.rows import (
     value_dtype,
 )
 
-# Enough to give the interpreter several rows a program; it runs programs one after another.
+# The interpreter runs programs one after another; with so few, each takes several rows.
 INTERPRETED_PROGRAMS = 4
 
-# On these a wave may draw on the accumulation registers too, as many again as the driver reports.
+# On these GPUs a wave may also use the accumulation registers, which are as many again as the driver reports.
 CDNA = ("gfx908", "gfx90a", "gfx940", "gfx941", "gfx942")
 
 
 def persistent_softmax(x: Tensor, *, programs: int | None = None) -> Tensor:
     """softmax over the last dim of x [n_rows, n_cols].
 
-    programs: the size of the grid; as many as the device holds at once where it is not given.
+    programs: the size of the grid. By default, as many programs as the device holds at once.
     """
     x = kernel_rows(x, max_cols=MAX_BLOCK, why="a row must be one block")
     if programs is not None and programs < 1:
@@ -55,7 +55,7 @@ def persistent_softmax(x: Tensor, *, programs: int | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one multiprocessor gives to the programs on it, and how many there are. Registers as the driver counts."""
+    """One multiprocessor's resources, with registers as the driver counts them. count: the device's multiprocessors."""
 
     backend: str
     arch: str
@@ -67,7 +67,7 @@ class Multiprocessor:
 
 
 def occupancy(on: Multiprocessor, *, registers: int, shared_bytes: int, num_warps: int) -> int:
-    """How many programs one multiprocessor holds at once, of a kernel with these registers a thread and this memory."""
+    """How many programs one multiprocessor holds at once. registers: of a thread. shared_bytes: of a program."""
     if on.backend == "hip":
         available = on.registers * 2 if on.arch.split(":")[0] in CDNA else on.registers
     else:
@@ -81,9 +81,9 @@ def occupancy(on: Multiprocessor, *, registers: int, shared_bytes: int, num_warp
 
 
 def pipeline_stages(block_bytes: int, shared_bytes: int) -> int:
-    """Rows in flight in the loop, at most four: one in registers, the rest as far as shared memory has room.
+    """How many rows the loop has in flight, at most four: one in registers, the others in shared memory if they fit.
 
-    block_bytes: one row as it is stored. shared_bytes: what one program may have; 1 KB of it stays for the reductions.
+    block_bytes: one row as it is stored. shared_bytes: one program's limit; 1 KB of it stays for the reductions.
     """
     return min(4, 1 + max(shared_bytes - 1024, 0) // block_bytes)
 
@@ -114,7 +114,7 @@ def _multiprocessor_of(x: Tensor) -> Multiprocessor:
 
 
 def _resident_programs(x: Tensor, y: Tensor) -> int:
-    # The key holds all that Triton specialises on: one binary's registers say nothing of another's.
+    # The key holds everything that Triton specialises on, because each binary needs its own number of registers.
     key = (x.device, x.dtype, x.shape[1], x.stride(0), x.data_ptr() % 16)
     found = _programs.get(key)
     if found is None:
@@ -144,7 +144,7 @@ def _options(x: Tensor) -> dict[str, Any]:
     }
 
 
-# n_rows only bounds the loop: a binary of its own for 1 or for a multiple of 16 would gain nothing.
+# n_rows only bounds the loop, so a separate binary for 1 or for multiples of 16 would gain nothing.
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward(
     x_ptr,

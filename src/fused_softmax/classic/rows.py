@@ -1,4 +1,4 @@
-"""What the classic kernels share on the host: what they ask of their argument, what they compute in, how many warps."""
+"""The host code that the classic kernels share: checks of x, the dtype to compute in, the number of warps."""
 
 import torch
 import triton
@@ -7,18 +7,18 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Columns are 32-bit numbers in the kernels, and a tile may reach past the end of its row.
+# The kernels index columns in 32 bits, and a tile may reach past the end of its row.
 MAX_COLS = 2**30
-# The grid's first dimension, on every CUDA device.
+# The limit of a grid's first dimension, on every CUDA device.
 MAX_ROWS = 2**31 - 1
-# The most elements Triton gives one tensor.
+# The most elements that Triton allows in one tensor.
 MAX_BLOCK = 2**20
-# A program has at most 1024 threads, and AMD's data-centre GPUs have 64 of them in a warp.
+# A program has at most 1024 threads, and a warp of AMD's data-centre GPUs has 64.
 MAX_WARPS = 16 if torch.version.hip else 32
 
 
 def check_rows(x: Tensor) -> None:
-    """Raises unless x is a 2-D tensor of one of DTYPES."""
+    """Raise TypeError or ValueError unless x is a 2-D tensor of one of DTYPES."""
     if x.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"x must be one of {names}, got {x.dtype}")
@@ -27,7 +27,7 @@ def check_rows(x: Tensor) -> None:
 
 
 def kernel_rows(x: Tensor, *, max_cols: int = MAX_COLS, why: str = "columns are indexed in 32 bits") -> Tensor:
-    """x with unit column stride, copied only if it has to be; raises what a kernel could not do with it."""
+    """x with unit column stride, copied only if necessary. Raises ValueError if a kernel cannot take it."""
     check_rows(x)
     n_rows, n_cols = x.shape
     if n_cols > max_cols:
@@ -36,7 +36,7 @@ def kernel_rows(x: Tensor, *, max_cols: int = MAX_COLS, why: str = "columns are 
         raise ValueError(f"x has {n_rows} rows, more than {MAX_ROWS}")
     if not x.is_cuda and not interpreted():
         raise ValueError(
-            f"x is on {x.device}: Triton kernels take CUDA tensors, or CPU tensors where FUSED_SOFTMAX_INTERPRET=1 was "
+            f"x is on {x.device}: Triton kernels take CUDA tensors, or CPU tensors if FUSED_SOFTMAX_INTERPRET=1 was "
             "set before fused_softmax was imported"
         )
     return x if x.stride(1) == 1 else x.contiguous()
@@ -48,16 +48,16 @@ def interpreted() -> bool:
 
 
 def value_dtype(x: Tensor) -> tl.dtype:
-    """What a kernel computes in."""
+    """The dtype that a kernel computes in."""
     return tl.float64 if x.dtype is torch.float64 else tl.float32
 
 
 def value_bytes(x: Tensor) -> int:
-    """Bytes of one value in what a kernel computes in."""
+    """Bytes of one value in the dtype that a kernel computes in."""
     return 8 if x.dtype is torch.float64 else 4
 
 
 def block_warps(block_bytes: int, max_warps: int = MAX_WARPS) -> int:
-    """Warps for a block of this many bytes of values: 8 to 32 registers of them a thread, up to 128 KiB."""
+    """Warps for a block with this many bytes of values: up to 128 KiB, a thread holds 8 to 32 registers of them."""
     kib = block_bytes // 1024
     return min(4 if kib <= 8 else 8 if kib <= 32 else 16 if kib <= 64 else 32, max_warps)

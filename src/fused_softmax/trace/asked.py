@@ -66,7 +66,7 @@ def to_matrix(matrix: Any, dtype: Any = None) -> Tensor:
         try:
             matrix = torch.as_tensor(np.array(matrix))
         except TypeError as error:
-            raise ValueError(f"matrix is not of numbers: {error}") from None
+            raise ValueError(f"matrix does not hold numbers: {error}") from None
     if isinstance(matrix, Tensor):
         x = matrix.detach().cpu()
         own = x.dtype if x.dtype in DTYPES.values() else torch.float32
@@ -87,7 +87,7 @@ def _rows(matrix: Any) -> list[list[float]]:
     n_cols = len(matrix[0]) if matrix else 0
     for at, row in enumerate(matrix):
         if len(row) != n_cols:
-            raise ValueError(f"rows must be of one length: row 0 has {n_cols} columns, row {at} has {len(row)}")
+            raise ValueError(f"all rows must have the same length: row 0 has {n_cols} columns, row {at} has {len(row)}")
     _check_shape((len(matrix), n_cols))
     return [[_number(value, at, col) for col, value in enumerate(row)] for at, row in enumerate(matrix)]
 
@@ -96,7 +96,7 @@ def _number(value: Any, row: int, col: int) -> float:
     where = f"row {row}, column {col}"
     if isinstance(value, str):
         if value.lower() not in _NOT_FINITE:
-            raise ValueError(f'{where}: {_shown(value)} is not a number, nor one of "inf", "-inf", "nan"')
+            raise ValueError(f'{where}: {_shown(value)} is not a number, and not "inf", "-inf" or "nan"')
         return _NOT_FINITE[value.lower()]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where}: must be a number, got {_kind(value)}")
@@ -123,8 +123,8 @@ def _check_shape(shape: tuple[int, ...]) -> None:
         raise ValueError(f"matrix must have at least one row and one column, got {shape[0]} x {shape[1]}")
     if shape[0] * shape[1] > MOST_ELEMENTS:
         raise ValueError(
-            f"matrix has {shape[0]} x {shape[1]} = {shape[0] * shape[1]} elements; a recording holds what happens to "
-            f"each, so a matrix may have {MOST_ELEMENTS}"
+            f"matrix has {shape[0]} x {shape[1]} = {shape[0] * shape[1]} elements; a recording holds everything that "
+            f"happens to each of them, so a matrix may have at most {MOST_ELEMENTS}"
         )
 
 

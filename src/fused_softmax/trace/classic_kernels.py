@@ -13,7 +13,7 @@ from fused_softmax.trace.recorder import Recorder
 from fused_softmax.trace.registry import Formula, Kernel, Run
 from fused_softmax.trace.story import Story, Told
 
-PROGRAMS = 2  # of persistent: fewer than the rows of most examples, so that one takes several
+PROGRAMS = 2  # of persistent: fewer than most examples' rows, so that a program takes several
 
 
 def _run(call: Callable[[Tensor, int], Any]) -> Run:
@@ -29,14 +29,14 @@ def _run(call: Callable[[Tensor, int], Any]) -> Run:
 def _tiled(x: Tensor, block: int) -> None:
     if x.shape[1] <= block:
         raise ValueError(
-            f"hybrid-tiled goes over rows longer than a block: {x.shape[1]} columns are not longer than {block}; "
+            f"hybrid-tiled takes rows longer than a block, but {x.shape[1]} columns are not longer than {block}; "
             "take a smaller block, or hybrid-fast"
         )
     hybrid.hybrid_softmax(x, block_cap=block)
 
 
 def _online(x: Tensor, block: int) -> None:
-    """online_softmax at a block of any size; its own configurations begin at 1024 columns."""
+    """online_softmax with a block of any size. Its own configurations begin at 1024 columns."""
     y = torch.empty_like(x)
     options = {"VALUE": value_dtype(x), "BLOCK_SIZE": block, "VEC": 1}
     online._forward[(x.shape[0],)](x, y, x.stride(0), y.stride(0), x.shape[1], **options)
@@ -49,9 +49,9 @@ def _story(told: Told) -> Story:
 CLASSIC = (
     Kernel(
         name="naive",
-        title="five passes of torch",
-        summary="softmax as torch spells it: maximum, subtraction, exponential, sum, division. Each is a kernel of its "
-        "own, and every intermediate goes out to memory and comes back.",
+        title="five passes in torch",
+        summary="softmax in torch's own operations: maximum, subtraction, exponential, sum, division. Each is a "
+        "separate kernel, and every intermediate goes out to memory and comes back.",
         operation="softmax",
         run=_run(lambda x, block: naive.naive_softmax(x)),
         formula=Formula(5, 3, 2, 2),
@@ -66,11 +66,11 @@ CLASSIC = (
                         "divide": "return e /",
                     },
                     notes={
-                        "m = x.amax": "Reads the matrix, writes a number a row.",
-                        "shifted =": "Reads the matrix and the maxima, and writes a whole matrix out to memory.",
-                        "e = torch.exp": "Reads that matrix back, and writes another.",
-                        "s = e.sum": "Reads the second matrix, writes a number a row.",
-                        "return e /": "Reads the second matrix again, and the sums, and writes the result.",
+                        "m = x.amax": "Reads the matrix and writes one number for each row.",
+                        "shifted =": "Reads the matrix and the maxima, and writes a whole matrix to memory.",
+                        "e = torch.exp": "Reads that matrix back and writes another.",
+                        "s = e.sum": "Reads the second matrix and writes one number for each row.",
+                        "return e /": "Reads the second matrix again, with the sums, and writes the result.",
                     },
                 )
             }
@@ -81,8 +81,8 @@ CLASSIC = (
     Kernel(
         name="persistent",
         title="programs that walk the rows",
-        summary="Few programs stay on the chip; each takes one whole row after another, and holds it in registers from "
-        "its one read to its one write.",
+        summary="A few programs stay on the chip. Each takes one whole row after another and holds it in registers, "
+        "from its only read to its only write.",
         operation="softmax",
         run=_run(lambda x, block: persistent.persistent_softmax(x, programs=PROGRAMS)),
         formula=Formula(1, 1),
@@ -98,7 +98,7 @@ CLASSIC = (
                 row="each",
                 m=("max()",),
                 s=("sum()",),
-                notes={"for each in": "The program takes the next row that is its own."},
+                notes={"for each in": "The program takes its next row."},
             )
         ),
         block=False,
@@ -106,8 +106,8 @@ CLASSIC = (
     Kernel(
         name="hybrid-fast",
         title="a row in one block",
-        summary="The fast path: a row fits one block, so one program reads it once, holds it in registers for the "
-        "maximum, the exponentials and the sum, and writes it once.",
+        summary="The fast path, for a row that fits in one block. One program reads it once, holds it in registers for "
+        "the maximum, the exponentials and the sum, and writes it once.",
         operation="softmax",
         run=_run(lambda x, block: hybrid.hybrid_softmax(x, block_cap=triton.next_power_of_2(x.shape[1]))),
         formula=Formula(1, 1),
@@ -128,8 +128,8 @@ CLASSIC = (
     Kernel(
         name="hybrid-tiled",
         title="three passes over tiles",
-        summary="The tiled path: a row is longer than a block, so a program goes over it tile by tile three times: for "
-        "the maximum, for the sum of exponentials, and for the output.",
+        summary="The tiled path, for a row that is longer than a block. A program goes over it tile by tile three "
+        "times: for the maximum, for the sum of exponentials and for the output.",
         operation="softmax",
         run=_run(_tiled),
         formula=Formula(3, 1),
@@ -142,15 +142,15 @@ CLASSIC = (
                     "output": ("s = total", "for start in"),
                 },
                 s=("s", "total"),
-                notes={"s = total": "Maximum and sum are known; the row is read a third time to write the output."},
+                notes={"s = total": "The maximum and sum are known. The row is read a third time to write the output."},
             )
         ),
     ),
     Kernel(
         name="online",
         title="maximum and sum in one pass",
-        summary="The online recurrence: one pass keeps a running maximum m and sum s, and rescales s by exp(m - m') "
-        "whenever a tile raises the maximum to m'. A second pass writes the output.",
+        summary="The online recurrence. One pass keeps a running maximum m and a running sum s. When a tile raises the "
+        "maximum to m', it rescales s by exp(m - m'). A second pass writes the output.",
         operation="softmax",
         run=_run(_online),
         formula=Formula(2, 1),
@@ -158,9 +158,9 @@ CLASSIC = (
             Told(
                 {"find the row": "row = tl.program_id", "maximum and sum": "m = tl.full", "output": "scale ="},
                 notes={
-                    "origin =": "While all that was read is -inf, any finite origin gives exact zeros; -inf gives NaN.",
-                    "scale =": "The row is known after one pass; it is read again to write the output.",
-                    "s = s *": "What was summed by the old maximum is rescaled to the new one, then the tile is added.",
+                    "origin =": "While every value so far is -inf, a finite origin gives exact zeros. -inf gives NaN.",
+                    "scale =": "One pass has found the maximum and sum. The row is read again to write the output.",
+                    "s = s *": "The old sum is rescaled to the new maximum, then the tile's terms are added.",
                 },
             )
         ),

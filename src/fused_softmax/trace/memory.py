@@ -73,11 +73,11 @@ class Memory:
         Outputs and unset tensors are poisoned with NaN before a kernel writes them.
         """
         if tensor.device.type != "cpu":
-            raise RecordingError(f"{name} is on {tensor.device}; a recording is made on the CPU, of x.cpu()")
+            raise RecordingError(f"{name} is on {tensor.device}; recordings are made on the CPU, so pass x.cpu()")
         if tensor.numel() > MOST_ELEMENTS:
             raise RecordingError(
                 f"{name} has {tensor.numel()} elements of shape {tuple(tensor.shape)}; a recording holds every value, "
-                f"so a tensor may have {MOST_ELEMENTS}: use a small example"
+                f"so a tensor may have at most {MOST_ELEMENTS}: use a small example"
             )
         region = self._region(tensor, name)
         view = _as(region.guarded, tensor)

@@ -31,7 +31,7 @@ PLACES = frozenset({
     "scores_of", "scores_of_row", "slope_of", "slots_of", "store_piece", "stream_part", "tag_of", "tile_of",
     "unpack_state", "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "zero_of",
 })  # fmt: skip
-# Functions that take a row's pieces, and its edge where it has one, to the functions that do the work.
+# Functions that pass a row's pieces, and its edge if it has one, to the functions that do the work.
 _THROUGH = frozenset({
     "collect_states", "dot_of_row", "load_logits", "load_row", "load_scores", "max_of_row", "store_gradient",
     "store_row", "sum_of_row",
@@ -52,7 +52,7 @@ def row_plan(strategy: Strategy, x: Tensor, block: int, *, inputs: int = 1) -> R
     if strategy in ("tile", "row"):
         rows = TILE_ROWS if strategy == "tile" else 1
         return replace(plan, block_rows=rows, pieces=tiles, full_pieces=n_cols // block)
-    # In split a part is one tile, so that there are many to wait for; in stream two, so that a part merges something.
+    # In split a part is one tile, so that a program waits for many. In stream it is two, so that a part merges them.
     part_cols = block if strategy == "split" else 2 * block
     parts = -(-n_cols // part_cols)
     last = n_cols - (parts - 1) * part_cols
@@ -98,7 +98,7 @@ def _run_column(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
     recorder.memory.hold("y", y.t(), "output")
     views = x[None], y[None]
     run = prepare_columns(*views, plan=plan)
-    assert run is not None  # a plan that is given holds any columns
+    assert run is not None  # a given plan holds any columns
     with recorder:
         run(*views)
     return _facts(plan)
@@ -114,7 +114,7 @@ def _run_backward(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
     recorder.memory.hold("dx", dx, "output")
     with recorder:
         backward_by_plan(dy, y, dx, plan)
-    return _facts(plan) | {"dy": "1 in column 0, else 0"}
+    return _facts(plan) | {"dy": "1 in column 0, 0 elsewhere"}
 
 
 def _run_cross_entropy(recorder: Recorder, x: Tensor, block: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _run_cross_entropy(recorder: Recorder, x: Tensor, block: int) -> dict[str, A
     recorder.memory.hold("dx", dx, "output")
     with recorder:
         cross_entropy_calls.forward(x, target, loss, totals, dx, plan)
-    return _facts(plan) | {"target": "column i of row i"}
+    return _facts(plan) | {"target": "column i in row i"}
 
 
 def _story(*, waits: bool = False, message: dict[str, str] | None = None, **told: Told) -> Story:
@@ -161,23 +161,23 @@ _PART: dict[str, str | tuple[str, ...]] = {
     "exchange": ("if K.prefetch and K.split", "if K.split and K.greedy"),
     "output": "if K.collect:",
 }
-_ALL = {"m, s = exchange(": "From here on the program knows the maximum and sum of the whole row."}
+_ALL = {"m, s = exchange(": "From here on the program knows the whole row's maximum and sum."}
 _PUBLISH = Told(
-    notes={"tl.atomic_xchg": "One 64-bit message holds all that the others need: written whole, it wants no flag."}
+    notes={"tl.atomic_xchg": "One 64-bit message holds everything the others need. Written whole, it needs no flag."}
 )
 _COLLECT = Told(
     notes={
-        "j = tl.arange": "Here a program waits until every part of its row has published; the others run meanwhile.",
-        "m_parts, s_parts =": "One message of each part, its own among them.",
+        "j = tl.arange": "The program waits until every part of its row has published. The others run meanwhile.",
+        "m_parts, s_parts =": "One message from each part, its own included.",
     }
 )
 
 OURS = (
     Kernel(
         name="tile",
-        title="several rows a program",
-        summary="Short rows: a program takes a tile of several rows, held in registers in pieces. Where rows run out, "
-        "the last one is repeated: the same values to the same place.",
+        title="several rows for each program",
+        summary="For short rows. A program takes a tile of several rows and holds it in registers, in pieces. Where "
+        "rows run out, it repeats the last one and writes the same values to the same place.",
         operation="softmax",
         run=_forward("tile"),
         formula=Formula(1, 1),
@@ -197,9 +197,9 @@ OURS = (
     ),
     Kernel(
         name="row",
-        title="a row a program, in pieces",
-        summary="One program holds one row, cut into power-of-two pieces of which only the last is masked: no block is "
-        "padded to the next power of two.",
+        title="one row for each program, in pieces",
+        summary="One program holds one row, cut into power-of-two pieces. Only the last piece is masked, so the row is "
+        "not padded to the next power of two.",
         operation="softmax",
         run=_forward("row"),
         formula=Formula(1, 1),
@@ -207,9 +207,10 @@ OURS = (
     ),
     Kernel(
         name="split",
-        title="a row over several programs",
-        summary="A long row is the work of several programs at once. Each keeps its part in registers, publishes its "
-        "maximum and sum in one 64-bit message, waits for the others', merges them and writes: still one read.",
+        title="one row over several programs",
+        summary="For long rows. Several programs share a row. Each keeps its part in registers, publishes its maximum "
+        "and sum in one 64-bit message, waits for the others' messages, merges them and writes. The row is read only "
+        "once.",
         operation="softmax",
         run=_forward("split"),
         formula=Formula(1, 1),
@@ -219,9 +220,9 @@ OURS = (
     ),
     Kernel(
         name="stream",
-        title="two reads of what the chip cannot hold",
-        summary="Rows longer than the chip holds: programs first find the maximum and sum of their parts, online; a "
-        "second launch merges the states of a row's parts, reads the row again and writes the output.",
+        title="two reads of rows that the chip cannot hold",
+        summary="For rows that are too long for the chip. Programs first find the maximum and sum of their parts, "
+        "online. A second launch merges the states of a row's parts, reads the row again and writes the output.",
         operation="softmax",
         run=_forward("stream"),
         formula=Formula(2, 1),
@@ -233,19 +234,17 @@ OURS = (
                 {"merge": "j = tl.arange", "output": "q = scores_of_row"},
                 row="r.row",
                 notes={
-                    "s = tl.sum": "The states of the row's parts merge: each sum is rescaled to the common maximum."
+                    "s = tl.sum": "The states of the row's parts merge. Each sum is rescaled to the common maximum."
                 },
             ),
-            merge=Told(
-                notes={"return m": "Each of the two sums is rescaled to the maximum of both, then they add up."}
-            ),
+            merge=Told(notes={"return m": "Both sums are rescaled to the larger maximum, then added."}),
         ),
     ),
     Kernel(
         name="column",
         title="softmax over a strided dim",
-        summary="The dim to reduce is not the contiguous one. A program reads tiles that are wide along the contiguous "
-        "dim, so that accesses are whole, and keeps a maximum and a sum for every position along it.",
+        summary="The reduced dim is not the contiguous one. A program reads tiles that are wide along the contiguous "
+        "dim, so that its accesses are contiguous. It keeps a maximum and a sum for every position along that dim.",
         operation="softmax",
         run=_run_column,
         formula=Formula(1, 1),
@@ -264,10 +263,10 @@ OURS = (
     ),
     Kernel(
         name="backward",
-        title="the gradient, a row over several programs",
-        summary="dx = y * (dy - d) with d = sum y * dy. Programs of a row exchange their parts of d, as those of the "
-        "forward do m and s; y and dy are read once, dx is written once. Here dy asks for the gradient of the first "
-        "probability.",
+        title="the gradient, one row over several programs",
+        summary="dx = y * (dy - d) with d = sum y * dy. A row's programs exchange their parts of d, as the forward's "
+        "programs exchange m and s. y and dy are read once, and dx is written once. Here dy asks for the gradient of "
+        "the first probability.",
         operation="softmax_backward",
         run=_run_backward,
         formula=Formula(2, 1),
@@ -288,7 +287,7 @@ OURS = (
                 s=(),
             ),
             exchange_sum=Told(
-                notes={"d = tl.sum": "The parts of d add up; unlike sums of exponentials, they need no rescaling."}
+                notes={"d = tl.sum": "The parts of d are added. Unlike sums of exponentials, they need no rescaling."}
             ),
         ),
         dtypes=_NARROW,
@@ -297,9 +296,9 @@ OURS = (
     Kernel(
         name="cross-entropy",
         title="the loss and its gradient, in one read",
-        summary="The mean cross-entropy of rows whose targets lie on the diagonal. Programs share a row as in split; "
-        "with its maximum and sum they know the loss, and write its gradient, p less 1 at the target, while the logits "
-        "are still in registers.",
+        summary="The mean cross-entropy of rows whose targets lie on the diagonal. Programs share a row as in split. "
+        "The row's maximum and sum give them the loss. They write its gradient, p minus 1 at the target and p "
+        "elsewhere, while the logits are still in registers.",
         operation="cross_entropy",
         run=_run_cross_entropy,
         formula=Formula(1, 1, read_m=1, written_m=1),
@@ -321,9 +320,7 @@ OURS = (
             ),
             store_part=Told(
                 {"gradient": "scale, base = origin_of", "gradient at the target": "tl.debug_barrier"},
-                notes={
-                    "dx_t = gradient_of_logits": "Less 1 at the target: one element, written over by its own program."
-                },
+                notes={"dx_t = gradient_of_logits": "Minus 1 at the target: its program overwrites this one element."},
             ),
         ),
         dtypes=_NARROW,

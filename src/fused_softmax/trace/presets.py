@@ -22,8 +22,8 @@ EXAMPLE: Rows = (
     (4.0, -3.0, 2.5, 1.0, -1.5, 0.0, -0.5, 2.0),
     (-1.0, 3.5, -2.5, 1.5, 0.0, -3.0, 2.5, -0.5),
 )
-# The post prints numbers that the kernels do not hold. In row 0 two last digits differ, rounded from rounded parts. In
-# rows 1 and 2 the sums are two and three times the truth (1.443, 1.567), and the outputs fit neither.
+# The post prints numbers that the kernels do not hold. In row 0 two last digits differ, because it rounds twice. In
+# rows 1 and 2 the sums are two and three times the truth (1.443, 1.567), and the outputs match neither.
 PRINTED_SUMS = (1.863, 3.717, 4.982)
 PRINTED_OUTPUTS = (
     (0.197, 0.010, 0.537, 0.044, 0.016, 0.120, 0.004, 0.072),
@@ -31,18 +31,18 @@ PRINTED_OUTPUTS = (
     (0.012, 0.665, 0.003, 0.083, 0.030, 0.001, 0.203, 0.018),
 )
 ERRATUM = (
-    " The post that this example is from prints 3.717 and 4.982 for the sums of rows 1 and 2, and outputs that match "
-    "neither these nor the input: the sums are 1.443 and 1.567."
+    " The post that this example comes from prints 3.717 and 4.982 as the sums of rows 1 and 2, with outputs that "
+    "match neither those sums nor the input. The true sums are 1.443 and 1.567."
 )
 DEMONSTRATION = EXAMPLE[:2]  # the post gives no numbers for its 2 x 8
-# A tile of -inf at the start, in the middle and at the end, like in causal or padded rows.
+# A tile of -inf at the start, in the middle and at the end, as in causal or padded rows.
 HIDDEN: Rows = (
     ("-inf", "-inf", 1.0, 2.0, 0.5, -1.0),
     (1.0, 2.0, "-inf", "-inf", 0.5, -1.0),
     (1.0, 2.0, 0.5, -1.0, "-inf", "-inf"),
 )
 EMPTY: Rows = (("-inf", "-inf", "-inf", "-inf"), (0.0, "nan", 1.0, 2.0))
-# Logits like a trained model's: a few are far above the rest, and the greatest comes last.
+# Logits like a trained model's: a few are far above the rest. Row 0's largest comes last.
 PEAKED: Rows = ((-2.0, 9.5, 0.5, -1.0, 1.0, 12.0, -0.5, 14.0), (88.0, 90.0, 1.0, 0.0, -90.0, 89.0, 3.0, 2.0))
 RISING: Rows = ((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
 
@@ -58,7 +58,7 @@ def asked_for() -> list[tuple[str, Rows, int, str, str]]:
         ("online", RISING, 2, "float32", "Every tile raises the maximum: online"),
         ("online", HIDDEN, 2, "float32", "Tiles of -inf: online"),
         ("split", HIDDEN[:1], 2, "float32", "A part of -inf: split"),
-        ("online", EMPTY, 2, "float32", "A row of -inf alone, and one with a NaN: online"),
+        ("online", EMPTY, 2, "float32", "A row of only -inf, and a row with a NaN: online"),
         ("online", PEAKED, 4, "float32", "Peaked logits: online"),
         ("naive", PEAKED, 4, "bfloat16", "Peaked logits in bfloat16, rounded five times: naive"),
         ("hybrid-tiled", PEAKED, 4, "bfloat16", "Peaked logits in bfloat16, rounded once: hybrid-tiled"),

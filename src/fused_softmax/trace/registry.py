@@ -40,7 +40,7 @@ class Formula:
 class Kernel:
     """An entry of the registry.
 
-    run: `run(recorder, x, block)` with x [n_rows, n_cols] contiguous on the CPU. It holds the call's tensors in the
+    run: `run(recorder, x, block)` with x [n_rows, n_cols] contiguous on the CPU. It puts the call's tensors into the
         recorder's memory, runs the kernel in the recorder's context, and returns facts that a reader may want.
     formula: the traffic, which a test compares with the recorded traffic.
     story: the recorder's knowledge of the kernel's lines.

@@ -150,7 +150,7 @@ async def _body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "a request must be JSON, with Content-Type: application/json")
-    too_large = HTTPException(413, f"a request may have {MOST_BYTES} bytes")
+    too_large = HTTPException(413, f"a request may have at most {MOST_BYTES} bytes")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > MOST_BYTES):
         raise too_large
@@ -207,7 +207,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, __: Exception) -> Response:
-    return JSONResponse({"error": "the server failed; its log says how"}, 500, headers=HEADERS)
+    return JSONResponse({"error": "the server failed; its log says why"}, 500, headers=HEADERS)
 
 
 def _names(host: str) -> frozenset[str] | None:

@@ -11,7 +11,7 @@ from typing import Any
 from fused_softmax.trace.memory import RecordingError, Role
 
 Span = tuple[int | None, int | None, int | None, int | None]
-"""First and last line, first column and the column past the last, in bytes, like code objects and the syntax tree."""
+"""First and last line, first column and the column past the last, in bytes, as in code objects and syntax trees."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Source:
         return {ast.unparse(node) for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the function reads of its arguments; of most fields it only passes them on."""
+        """The arguments that the function reads. It only passes most fields on."""
         return {name: value for name, value in given.items() if "." not in name or name in self._fields}
 
     @cached_property

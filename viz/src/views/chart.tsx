@@ -6,8 +6,8 @@ const [TOP, MIDDLE, BOTTOM] = [92, 26, 84];
 const STACK = 74;
 
 /**
- * The row being reduced: its logits under the running maximum, the exponentials that are in the running sum, and the sum
- * as a stack of them. When the maximum rises, all that was added shrinks: that is the recurrence.
+ * The row that is being reduced: its logits under the running maximum, the exponentials in the running sum, and the sum
+ * as a stack of them. When the maximum rises, every term in the stack shrinks: that is the recurrence.
  */
 export function RowChart({ replay, row }: { replay: Replay; row: number }) {
   const [holder, width] = useWidth<HTMLDivElement>();
@@ -84,7 +84,7 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
               if (!Number.isFinite(term) || reads[col] === 0) return null;
               const within = state?.terms?.[col] === 1;
               const written = output !== null && output.writes[row * nCols + col]! > 0;
-              // What is above the maximum, or written, and not in the sum is another program's, unless it is at hand.
+              // A term above the maximum, or written, but not in the sum is another program's, unless it is in use.
               if (state?.terms && !within && (term > 1 || written) && !here(col)) return null;
               const height = Math.max(0.5, Math.min(1.08, term) * (BOTTOM - 12));
               const kind = written ? "term written" : within ? "term within" : "term";
@@ -129,13 +129,13 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
 }
 
 
-/** The last change of the state, spelt out in its own numbers. */
+/** The last change of the state, written out in its own numbers. */
 function recurrence(state: RowState | null, past: RowState | null, fresh: boolean) {
   if (!state || state.m === null) {
     return (
       <>
-        All that has to be known of a row, before it can be written, are two numbers: its maximum <b>m</b>, and <b>s</b>, the sum of
-        e<sup>x − m</sup> over it.
+        Before a row can be written, the kernel needs only two numbers: the row’s maximum <b>m</b>, and <b>s</b>, the sum of its
+        e<sup>x − m</sup>.
       </>
     );
   }
@@ -145,7 +145,7 @@ function recurrence(state: RowState | null, past: RowState | null, fresh: boolea
     return (
       <>
         The maximum so far is <b>{short(m, 5)}</b>
-        {from !== null && Number.isFinite(from) && from < m ? `, and was ${short(from, 5)}` : ""}. The sum is not begun.
+        {from !== null && Number.isFinite(from) && from < m ? `; it was ${short(from, 5)} before` : ""}. The sum has not started.
       </>
     );
   }
@@ -161,8 +161,8 @@ function recurrence(state: RowState | null, past: RowState | null, fresh: boolea
   if (m > past.m) {
     return (
       <>
-        <strong>{fresh ? "The maximum rises" : "The maximum rose"}</strong> from {short(past.m, 4)} to {short(m, 4)}: all that was added
-        shrinks by e<sup>{short(past.m - m, 4)}</sup> = {short(factor, 4)}.{" "}
+        <strong>{fresh ? "The maximum rises" : "The maximum rose"}</strong> from {short(past.m, 4)} to {short(m, 4)}, so the old sum is
+        multiplied by e<sup>{short(past.m - m, 4)}</sup> = {short(factor, 4)}.{" "}
         <span class="nobreak">
           s = {short(past.s, 4)} · {short(factor, 4)} + {short(added, 4)} = <b>{short(s, 4)}</b>
         </span>
@@ -171,7 +171,7 @@ function recurrence(state: RowState | null, past: RowState | null, fresh: boolea
   }
   return (
     <>
-      The maximum stays {short(m, 4)}: nothing to rescale.{" "}
+      The maximum stays {short(m, 4)}, so nothing is rescaled.{" "}
       <span class="nobreak">
         s = {short(past.s, 4)} + {short(added, 4)} = <b>{short(s, 4)}</b>
       </span>
@@ -179,7 +179,7 @@ function recurrence(state: RowState | null, past: RowState | null, fresh: boolea
   );
 }
 
-/** The largest sum that the row ever has. */
+/** The row's largest sum in the whole run. */
 function highest(replay: Replay, row: number): number {
   const sums = replay.history(row, replay.length).map((each) => each.s ?? 0);
   return sums.filter(Number.isFinite).reduce((a, b) => Math.max(a, b), 0);

@@ -12,19 +12,19 @@ interface Props {
   kernels: readonly string[];
   onKernel: (side: "kernel" | "versus", kernel: string) => void;
   values: boolean;
-  /** All recordings of the same matrix. */
+  /** One recording of each kernel on the same matrix. */
   field: readonly Entry[];
 }
 
-/** Two kernels on one input and one clock: both move elements at the same rate, so the one that moves fewer is done first. */
+/** Two kernels on one input and one clock. Both move elements at the same rate, so less traffic finishes first. */
 export function Compare({ left, right, replays, clock, kernels, onKernel, values, field }: Props) {
   const whole = Math.max(...replays.map((each) => each.moved(each.length)));
   return (
     <div class="compare">
       <div class="opening">
         <p class="lede">
-          The same matrix, and a clock that counts memory: both kernels move elements at the same rate, as they do on a chip that waits
-          for its memory. Whoever moves fewer is done first.
+          Both kernels get the same matrix, and the clock counts memory traffic. They move elements at the same rate, as on a chip that
+          waits for its memory, so the kernel that moves fewer finishes first.
           <Verdict entries={[left, right]} />
         </p>
         <Field entries={field} clock={clock} chosen={[left, right]} />
@@ -48,7 +48,7 @@ export function Compare({ left, right, replays, clock, kernels, onKernel, values
   );
 }
 
-/** What the comparison comes to, in one sentence. */
+/** The comparison's result. */
 function Verdict({ entries }: { entries: readonly [Entry, Entry] }) {
   const [[slow, most], [fast, least]] = entries
     .map((each): [string, number] => [each.kernel, totalOf(each)])
@@ -64,8 +64,8 @@ function Verdict({ entries }: { entries: readonly [Entry, Entry] }) {
         </>
       ) : (
         <>
-          <b>{slow}</b> moves {count(most)} elements and <b>{fast}</b> {count(least)}, of {count(floor)} that nobody can do without: where memory
-          is what takes time, {fast} is <b>{(most / least).toFixed(2)}×</b> as fast.
+          <b>{slow}</b> moves {count(most)} elements and <b>{fast}</b> moves {count(least)}. No kernel can move fewer than {count(floor)}. If
+          memory takes all the time, {fast} is <b>{(most / least).toFixed(2)}×</b> as fast.
         </>
       )}
     </span>
@@ -77,7 +77,7 @@ function totalOf(entry: Entry): number {
   return traffic ? traffic.reads + traffic.writes : 0;
 }
 
-/** The traffic of all kernels on one scale, as far as the clock has come. */
+/** All kernels' traffic on one scale, up to the clock's time. */
 function Field({ entries, clock, chosen }: { entries: readonly Entry[]; clock: number; chosen: readonly Entry[] }) {
   const rows = entries.flatMap((entry) => (entry.recording.traffic ? [{ entry, traffic: entry.recording.traffic }] : []));
   if (rows.length < 3) return null;
@@ -86,7 +86,7 @@ function Field({ entries, clock, chosen }: { entries: readonly Entry[]; clock: n
   return (
     <section class="panel field" aria-label="All kernels on this matrix">
       <h2>
-        All of them <span class="what">elements moved on this matrix, at the same clock</span>
+        All kernels <span class="what">elements moved on this matrix, by the same clock</span>
       </h2>
       <table>
         <thead class="unseen">
@@ -156,7 +156,7 @@ function Side({ entry, replay, whole, clock, kernels, onKernel, label, values }:
           </>
         ) : (
           <>
-            {phase ? `phase ${phase}` : "not begun"}, {count(total - replay.moved())} to go
+            {phase ? `phase ${phase}` : "not started"}, {count(total - replay.moved())} elements to go
           </>
         )}
       </p>

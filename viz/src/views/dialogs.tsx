@@ -37,29 +37,29 @@ export function Dialog({ title, open, onClose, children }: DialogProps) {
 }
 
 export const SHORTCUTS: readonly [string, string][] = [
-  ["→  ←", "one line on, one line back"],
-  ["Shift + →  ←", "to the next or last load or store"],
-  [".  ,", "to the next or last phase"],
-  ["]  [", "to the next or last program"],
-  ["Space", "play and pause, by the chosen unit"],
-  ["Home  End", "to the start, to the end"],
+  ["→  ←", "one line forward, one line back"],
+  ["Shift + →  ←", "the next or previous load or store"],
+  [".  ,", "the next or previous phase"],
+  ["]  [", "the next or previous program"],
+  ["Space", "play or pause, by the chosen unit"],
+  ["Home  End", "the start, the end"],
   ["+  −", "faster, slower"],
   ["j  k", "follow the row below, above"],
   ["1  2  3", "replay, compare, numerics"],
-  ["v", "values in wide matrices, or the whole width"],
+  ["v", "in wide matrices: the values, or the whole width"],
   ["p  o", "paste a matrix, open a recording"],
   ["l", "copy a link to this step"],
-  ["t", "light, dark"],
+  ["t", "light, dark or automatic theme"],
   ["?", "this list"],
 ];
 
 export function Help({ open, onClose, keys, onKeys }: { open: boolean; onClose: () => void; keys: boolean; onKeys: (on: boolean) => void }) {
   return (
-    <Dialog title="How to read and steer this page" open={open} onClose={onClose}>
+    <Dialog title="How to read and control this page" open={open} onClose={onClose}>
       <p>
-        Each step is one line of a real kernel, as it ran on this matrix. A box on a matrix is what the line touches:{" "}
-        <span class="key read">solid</span> reads, <span class="key write">double</span> writes, <span class="key hand">dashed</span> is in
-        the program’s hands. Every stroke under a cell is one read of it.
+        Each step is one line of a real kernel, as it ran on this matrix. A box marks the cells that the line uses. The line reads the cells
+        in a <span class="key read">solid</span> box and writes the cells in a <span class="key write">double</span> box. The program holds
+        the cells in a <span class="key hand">dashed</span> box. Every stroke under a cell is one read of it.
       </p>
       <table class="shortcuts">
         <caption class="unseen">Keyboard</caption>
@@ -75,7 +75,7 @@ export function Help({ open, onClose, keys, onKeys }: { open: boolean; onClose: 
         </tbody>
       </table>
       <label class="check">
-        <input type="checkbox" checked={keys} onChange={(event) => onKeys(event.currentTarget.checked)} /> Keys of a single letter or sign are on
+        <input type="checkbox" checked={keys} onChange={(event) => onKeys(event.currentTarget.checked)} /> Use the keys of a single letter or sign
       </label>
     </Dialog>
   );
@@ -91,7 +91,7 @@ export interface PasteRequest {
 interface PasteProps {
   open: boolean;
   onClose: () => void;
-  /** The kernels that a server can record; null where there is no server. */
+  /** The kernels that a server can record; null without a server. */
   server: readonly ServerKernel[] | null;
   onSubmit: (request: PasteRequest) => Promise<void>;
 }
@@ -102,7 +102,7 @@ const MODELS: readonly [Modelled, string][] = [
 ];
 const DTYPES = ["float32", "float16", "bfloat16", "float64"];
 
-/** Asks for a matrix, and for what is to run on it. */
+/** Asks for a matrix, a kernel and its options. */
 export function Paste({ open, onClose, server, onSubmit }: PasteProps) {
   const [text, setText] = useState("2.0, -1.0, 3.0, 0.5\n-inf, 1.5, -2.0, 1.0\n");
   const [wanted, setKernel] = useState("online");
@@ -140,7 +140,7 @@ export function Paste({ open, onClose, server, onSubmit }: PasteProps) {
     <Dialog title="Your own numbers" open={open} onClose={onClose}>
       <form class="paste" onSubmit={submit}>
         <label>
-          <span>A matrix: commas, tabs, spaces or JSON; inf, -inf and nan are numbers here</span>
+          <span>A matrix, with commas, tabs or spaces, or as JSON. It may contain inf, -inf and nan</span>
           <textarea
             name="matrix"
             data-first
@@ -183,11 +183,11 @@ export function Paste({ open, onClose, server, onSubmit }: PasteProps) {
           ) : null}
         </div>
         {server ? (
-          <p class="quiet">The kernel runs on this machine, under Triton’s interpreter, and is recorded.</p>
+          <p class="quiet">The server runs the kernel under Triton’s interpreter and records it.</p>
         ) : (
           <p class="quiet">
-            A page from disk cannot run Triton. It replays the recurrence in float32 by itself, and says so. To record the real kernel, run{" "}
-            <code>fused-softmax serve</code> and paste there, or{" "}
+            A page from disk cannot run Triton. It computes the recurrence itself, in float32, and says so. To record the real kernel, run{" "}
+            <code>fused-softmax serve</code> and paste the matrix there, or run{" "}
             <code>fused-softmax trace --kernel online --matrix matrix.csv -o page.html</code>.
           </p>
         )}

@@ -15,7 +15,7 @@ export function useWidth<T extends HTMLElement>(): [RefObject<T | null>, number]
   return [ref, width];
 }
 
-/** Scrolls a box, and nothing around it, so that an element in it is seen, with `margin` pixels above and below. */
+/** Scrolls a box, and nothing around it, until an element in it is visible, with `margin` pixels above and below. */
 export function reveal(box: HTMLElement, element: Element | null, margin: number): void {
   if (!element) return;
   const [outer, inner] = [box.getBoundingClientRect(), element.getBoundingClientRect()];
@@ -24,7 +24,7 @@ export function reveal(box: HTMLElement, element: Element | null, margin: number
   }
 }
 
-/** Calls back on every animation frame while `running`, with the seconds since the last. */
+/** Calls back on every animation frame while `running`, with the seconds since the last frame. */
 export function useFrames(running: boolean, onFrame: (seconds: number) => void): void {
   const callback = useRef(onFrame);
   callback.current = onFrame;
@@ -49,8 +49,8 @@ export interface ServerKernel {
 }
 
 /**
- * The kernels of the server that the page comes from, once `asked`; null where there is none, as on a disk.
- * `announced`: those that the page itself says it has.
+ * The kernels of the server that the page comes from, fetched once `asked`; null without a server, as on a disk.
+ * `announced`: the kernels that the page itself lists for its server.
  */
 export function useServer(asked: boolean, announced: readonly string[]): readonly ServerKernel[] | null {
   const [kernels, setKernels] = useState<readonly ServerKernel[] | null>(() =>
@@ -71,7 +71,7 @@ export function useServer(asked: boolean, announced: readonly string[]): readonl
   return kernels;
 }
 
-/** A value that follows its source only after it has rested for a while. */
+/** A value that follows its source once the source has not changed for a while. */
 export function useRested<T>(value: T, milliseconds: number): T {
   const [rested, setRested] = useState(value);
   useEffect(() => {

@@ -6,10 +6,11 @@ import { useWidth } from "./hooks";
 const LANE = 46;
 const LEFT = 108;
 
-/** Programs that wait for each other, a lane each: what a program publishes, and who collects it, in the order it happened. */
+/** Programs that wait for each other, one lane for each, with the messages that they publish and collect, in order. */
 export function Lanes({ replay, row }: { replay: Replay; row: number }) {
   const [holder, width] = useWidth<HTMLDivElement>();
   const messages = replay.exchanges.filter((each) => each.row === row);
+  const state = messages.some((each) => each.d !== undefined) ? "d" : "(m, s)";
   const lanes = [...new Set(messages.map((each) => each.program))].sort((a, b) => a - b);
   const events = eventsOf(replay, row, lanes);
   const right = Math.max(LEFT + 40, width - 14);
@@ -22,7 +23,7 @@ export function Lanes({ replay, row }: { replay: Replay; row: number }) {
   return (
     <section class="panel lanes" aria-label="Programs that exchange their state">
       <h2>
-        Row {row} is split <span class="what">each program reduces a part, tells its (m, s), and waits for the others’</span>
+        Row {row} is split <span class="what">each program reduces a part, publishes its {state} and waits for the others’</span>
       </h2>
       <div ref={holder}>
         {width > 0 && lanes.length > 0 ? (
@@ -74,7 +75,7 @@ export function Lanes({ replay, row }: { replay: Replay; row: number }) {
       </div>
       <ul class="legend" aria-hidden="true">
         <li class="load">reads</li>
-        <li class="publish">publishes (m, s)</li>
+        <li class="publish">publishes {state}</li>
         <li class="collect">collects</li>
         <li class="store">writes</li>
       </ul>
@@ -88,7 +89,7 @@ interface Event {
   kind: "load" | "store" | "publish" | "collect";
 }
 
-/** What the lanes show, in the order it happened: accesses of inputs and outputs in this row, and messages. */
+/** The lanes' events in order of time: accesses of inputs and outputs in this row, and messages. */
 function eventsOf(replay: Replay, row: number, lanes: readonly number[]): Event[] {
   const events: Event[] = [];
   replay.recording.steps.forEach((step, index) => {
@@ -103,7 +104,7 @@ function eventsOf(replay: Replay, row: number, lanes: readonly number[]): Event[
   return events;
 }
 
-/** The messages that a collection is of: the one it names, or all that were published before it. */
+/** The messages that a program collects: the one that it names, or all that were published before. */
 function sendersOf(collect: Exchange, published: ReadonlyMap<number, Exchange>): Exchange[] {
   if (collect.from !== undefined) {
     const sender = published.get(collect.from);

@@ -5,7 +5,7 @@ import { changed, numbersOf, type Replay, type Variable } from "../model";
 import { exact, short } from "../numbers";
 import { isTile, type Local, type Tile } from "../recording";
 
-/** The locals of the frame at hand; what the step has just set is marked. */
+/** The current frame's locals, with a mark at those that the step has just set. */
 export function LocalsView({ replay }: { replay: Replay }) {
   const frame = replay.stack()[0];
   const variables = frame && replay.step ? replay.locals(frame.frame) : [];
@@ -19,21 +19,21 @@ export function LocalsView({ replay }: { replay: Replay }) {
   return (
     <section class="panel locals" aria-label="Local variables">
       <h2>
-        Locals <span class="what">of {frame?.source.name ?? "nothing yet"}</span>
+        Locals <span class="what">{frame ? `of ${frame.source.name}` : "nothing runs yet"}</span>
       </h2>
       {given.length ? (
         <details>
           <summary>
             launched on {launch!.grid.filter((extent, at) => at === 0 || extent > 1).join(" × ")}{" "}
-            {launch!.grid.every((extent) => extent === 1) ? "program" : "programs"} with {given.length} arguments
+            {launch!.grid.every((extent) => extent === 1) ? "program" : "programs"} with {given.length} {given.length === 1 ? "argument" : "arguments"}
           </summary>
           <p>{given.map(([name, value]) => `${name} = ${String(value)}`).join(", ")}</p>
         </details>
       ) : null}
-      {variables.length === 0 && interim.length === 0 ? <p class="quiet">Nothing assigned yet.</p> : null}
+      {variables.length === 0 && interim.length === 0 ? <p class="quiet">No local has a value yet.</p> : null}
       <div class="scroll" ref={box} tabIndex={0} role="group" aria-label="Table of local variables">
         {interim.length ? (
-          <ul class="interim" aria-label="Computed on the way, by this line">
+          <ul class="interim" aria-label="Intermediate results of this line">
             {interim.map(({ text, value }, index) => (
               <li key={index}>
                 <code>{text}</code> = <Value value={value} name={text} replay={replay} />
@@ -86,7 +86,7 @@ function Value({ value, name, replay }: { value: Local; name: string; replay: Re
   return value.data.length > 1 ? <TileRow tile={value} name={name} /> : <>{localText(value, 8)}</>;
 }
 
-/** Where a pointer points: "x[0, 4]", of a tile its first and last. */
+/** A pointer's target: "→ x[0, 4]". A tile of pointers shows its first and last targets. */
 function pointerText(tile: Tile, replay: Replay): string {
   const tensor = replay.tensors[tile.tensor ?? -1];
   if (!tensor) return "a pointer";
@@ -102,7 +102,7 @@ function typeOf(value: Variable["value"]): string {
   return value === null ? "" : typeof value === "number" ? "" : typeof value;
 }
 
-/** A tile as rows of heat: values where they fit, else colour alone, with the ends named. */
+/** A tile as a heat map: with values if they fit, else in colours only, with the smallest and largest value. */
 function TileRow({ tile, name }: { tile: Tile; name: string }) {
   const numbers = numbersOf(tile)!;
   const cols = tile.shape[tile.shape.length - 1] ?? 1;

@@ -1,6 +1,6 @@
 import { Component, h, type ComponentType } from "preact";
 
-/** A component that renders again only when one of its properties is another value. */
+/** A component that renders again only when one of its properties changes. */
 export function memo<P extends object>(Inner: (props: P) => preact.ComponentChild): ComponentType<P> {
   return class extends Component<P> {
     override shouldComponentUpdate(next: P): boolean {

@@ -3,8 +3,8 @@ import type { Layer, Replay } from "../model";
 import { count } from "../numbers";
 
 /**
- * Traffic as copies of the matrix: one small picture for the first read of every element, one for the second, and so on,
- * filled as blocks are visited. Two of them, one read and one write, are the floor; the rest is what a kernel pays extra.
+ * Traffic as copies of the matrix. One small picture shows the first read of every element, the next shows the second,
+ * and so on. They fill as the kernel visits blocks. One read and one write are the floor; the rest is extra traffic.
  */
 export function Meter({ replay, scale, of }: { replay: Replay; scale?: number; of?: string }) {
   const { position } = replay;
@@ -20,7 +20,7 @@ export function Meter({ replay, scale, of }: { replay: Replay; scale?: number; o
     <section class={`panel meter${compact ? " compact" : ""}`} aria-label={of ? `Memory traffic, ${of}` : "Memory traffic"}>
       {compact ? null : (
         <h2>
-          Traffic <span class="what">elements moved between memory and chip, against the floor</span>
+          Traffic <span class="what">elements moved between memory and the chip, against the floor</span>
         </h2>
       )}
       <div class={`layers${replay.layers.length > 6 ? " crowd" : ""}`}>
@@ -55,7 +55,7 @@ export function Meter({ replay, scale, of }: { replay: Replay; scale?: number; o
         <span>
           {floor ? (
             <>
-              <b>{(moved / floor).toFixed(2)}×</b> the floor{position < replay.length ? ` of ${(total / floor).toFixed(2)}× in all` : ""}
+              <b>{(moved / floor).toFixed(2)}×</b> the floor{position < replay.length ? `, of ${(total / floor).toFixed(2)}× in all` : ""}
             </>
           ) : (
             "no floor recorded"

@@ -12,7 +12,7 @@ interface Props {
   rowName: string;
 }
 
-/** One row in every arithmetic, with the maximum subtracted and without, while the row is shifted and repeated. */
+/** One row in every arithmetic, with the maximum subtracted and without. The reader can shift and repeat the row. */
 export function NumericsView({ row, rowName }: Props) {
   const [text, setText] = useState("");
   const [shift, setShift] = useState(0);
@@ -21,7 +21,7 @@ export function NumericsView({ row, rowName }: Props) {
     if (text.trim() === "") return null;
     try {
       const matrix = parseMatrix(text);
-      if (matrix.length > 1) throw new Error(`One row is tried at a time; this has ${matrix.length}.`);
+      if (matrix.length > 1) throw new Error(`Enter one row at a time; this has ${matrix.length} rows.`);
       return { row: Float64Array.from(matrix[0]!), error: "" };
     } catch (error) {
       return { row: null, error: (error as Error).message };
@@ -34,9 +34,9 @@ export function NumericsView({ row, rowName }: Props) {
   return (
     <div class="numerics">
       <p class="lede">
-        Softmax does not change when a constant is added to every logit; arithmetic does. Shift the row until the kernel that forgot to
-        subtract the maximum breaks, and repeat it until the one that sums in too few bits stops counting. Every operation here is
-        rounded to its format, to nearest even, computed in this page.
+        Adding a constant to every logit does not change softmax, but it changes the arithmetic. Shift the row until the formula that does
+        not subtract the maximum breaks. Repeat the row until a format with too few bits stops counting. This page computes every
+        operation and rounds it to its format, to nearest even.
       </p>
       <div class="knobs">
         <label>
@@ -57,7 +57,7 @@ export function NumericsView({ row, rowName }: Props) {
           <input type="range" min={0} max={12} step={1} value={repeat} onInput={(event) => setRepeat(Number(event.currentTarget.value))} />
         </label>
         <label class="own">
-          <span>a row of your own, or empty for {rowName}</span>
+          <span>your own row; leave it empty for {rowName}</span>
           <input
             type="text"
             value={text}
@@ -72,7 +72,7 @@ export function NumericsView({ row, rowName }: Props) {
       {[true, false].map((subtract) => (
         <section key={String(subtract)} aria-label={subtract ? "Maximum subtracted" : "Maximum not subtracted"}>
           <h2>
-            {subtract ? "With the maximum subtracted" : "Without subtracting it"}{" "}
+            {subtract ? "With the maximum subtracted" : "Without subtracting the maximum"}{" "}
             <span class="what">{subtract ? <>exp(x − m) / Σ exp(x − m)</> : <>exp(x) / Σ exp(x)</>}</span>
           </h2>
           <div class="scroll" tabIndex={0} role="group" aria-label="Table of formats">

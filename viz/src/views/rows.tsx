@@ -6,7 +6,7 @@ import { decode, type RowResult } from "../recording";
 
 const WORDS: Record<string, string> = { ok: "✓ ok", nan: "✕ nan", empty: "∅ empty" };
 
-/** What is known of every row so far: maximum, sum of exponentials, sum of what is written, status. */
+/** Every row's facts so far: maximum, sum of exponentials, sum of the written values, status. */
 export function RowsView({ replay, selected, onRow }: { replay: Replay; selected: number; onRow: (row: number) => void }) {
   const results = new Map((replay.recording.rows ?? []).map((each) => [each.row, each]));
   const current = new Set(replay.step?.rows ?? []);
@@ -20,7 +20,7 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
   return (
     <section class="panel rows" aria-label="Rows">
       <h2>
-        Rows <span class="what">as far as the kernel has come</span>
+        Rows <span class="what">each row’s state so far</span>
       </h2>
       <div class="scroll" ref={box} tabIndex={0} role="group" aria-label="Table of rows">
         <table class="figures">
@@ -117,7 +117,7 @@ function Selected({ replay, row, result }: { replay: Replay; row: number; result
   );
 }
 
-/** All rows, or, of many, those around one. */
+/** All rows, or, if they are many, the rows around one. */
 function window_(rows: number, around: number): number[] {
   const most = 64;
   const first = Math.max(0, Math.min(rows - most, around - most / 2));

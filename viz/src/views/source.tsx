@@ -6,7 +6,7 @@ import type { Replay } from "../model";
 import { tokens } from "../python";
 import { isTile, type Local } from "../recording";
 
-/** The source of the frame at hand, with the line that has just run, and the frames that called it. */
+/** The current frame's source, with the line that has just run and the frames that called it. */
 export function SourceView({ replay }: { replay: Replay }) {
   const stack = replay.stack();
   const top = stack[0];
@@ -18,7 +18,7 @@ export function SourceView({ replay }: { replay: Replay }) {
   if (!top) return null;
   const { source } = top;
   const last = source.ends?.[String(line)] ?? line;
-  // A bundle's fields would cover the line that sets them; they stand among the locals.
+  // A NamedTuple's fields would cover the line that sets them, so only the locals show them.
   const set = Object.entries(replay.step?.set ?? {}).filter(([name, value]) => isShort(value) && !name.includes("."));
   const inline = set.map(([name, value]) => `${name} = ${localText(value)}`).join("   ");
   const called = new Map(stack.slice(1).map((each) => [`${each.info.source}:${each.line}`, true]));

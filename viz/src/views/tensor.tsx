@@ -5,7 +5,7 @@ import { count } from "../numbers";
 import { decode } from "../recording";
 import { useWidth } from "./hooks";
 
-/** From this width of a cell on, its value fits in. */
+/** A cell of at least this width has room for its value. */
 const VALUE_WIDTH = 36;
 const ROW_HEADER = 30;
 
@@ -15,13 +15,13 @@ interface Props {
   position: number;
   selected: number;
   onRow?: (row: number) => void;
-  /** Whose tensor it is, where two kernels are shown. */
+  /** The tensor's side, if the page shows two kernels. */
   of?: string;
-  /** Wide matrices scroll with their values, instead of fitting without. */
+  /** Whether a wide matrix shows its values and scrolls. Otherwise it shows colours and fits. */
   values: boolean;
 }
 
-/** One tensor of a recording: its cells, and boxes over what the step at hand reads, writes or holds. */
+/** One tensor of a recording: its cells, with boxes over those that the current step reads, writes or holds. */
 export function TensorView({ replay, index, position, selected, onRow, values, of }: Props) {
   const tensor = replay.tensors[index]!;
   const [rows, cols] = replay.layouts[index]!;
@@ -88,7 +88,7 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
   );
 }
 
-/** What the step at hand touches of a tensor; of the main tensors, what the program has in hand else. */
+/** The cells of a tensor that the current step touches, else the cells of a main tensor that the program holds. */
 export function boxesAt(replay: Replay, index: number): Box[] {
   const { step } = replay;
   if (!step) return [];
@@ -97,7 +97,7 @@ export function boxesAt(replay: Replay, index: number): Box[] {
   const loads = (step.loads ?? []).filter((each) => each.tensor === index).flatMap((each) => each.at);
   const touched = [...boxesOf(loads, cols, "read"), ...boxesOf(stores, cols, "write")];
   if (touched.length > 0 || !step.rows?.length) return touched.slice(0, 32);
-  // Where intermediates live in memory, nothing is in hand between one operation and the next.
+  // If intermediates live in memory, a program holds nothing between operations.
   if (replay.tensors.some((each, other) => each.role === "scratch" && replay.counted[other])) return [];
   if (rows !== replay.nRows || cols !== replay.nCols || replay.tensors[index]!.role === "scratch") return [];
   const range = step.cols ?? ([0, cols] as const);

@@ -14,13 +14,13 @@ interface Props {
   onPlay: () => void;
   onUnit: (unit: Unit) => void;
   onSpeed: (speed: number) => void;
-  /** Absent in a comparison, whose clock has no lines. */
+  /** Absent in a comparison: its clock has no lines. */
   replay?: Replay;
-  /** What the slider says of itself. */
+  /** The slider's position, in words. */
   place: string;
 }
 
-/** Step, play, scrub; over the scrubber, which programs and phases the steps are of. */
+/** Buttons to step and play, and a slider. A map above the slider shows the steps' programs and phases. */
 export function Transport(props: Props) {
   const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, place } = props;
   return (
@@ -74,10 +74,10 @@ export function Transport(props: Props) {
   );
 }
 
-/** More phases than these are not listed. */
+/** Later phases are not listed. */
 const MAX_LISTED = 600;
 
-/** A list of all programs and their phases, to go to. */
+/** A list of programs and their phases to jump to. */
 function Jump({ replay, onSeek }: { replay: Replay; onSeek: (position: number) => void }) {
   const spans = replay.phaseSpans;
   const at = spans.findLastIndex((each) => each.start < Math.max(1, replay.position));
@@ -126,7 +126,7 @@ const Places = memo(function Places({ replay }: { replay: Replay }) {
   );
 });
 
-/** Programs as blocks, phases as bands in them. */
+/** A map of the steps: programs are blocks, phases are bands in them. */
 function Map_({ replay, position }: { replay: Replay; position: number }) {
   return (
     <div class="map" aria-hidden="true">
