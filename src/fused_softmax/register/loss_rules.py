@@ -14,7 +14,8 @@ from torch import Tensor
 from fused_softmax import reference
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import linear_cross_entropy as linear_ops
-from fused_softmax.ops.cross_entropy import Kind, Wanted, differentiable_gradient, losses_of
+from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.ops.cross_entropy_steps import Kind, differentiable_gradient, losses_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import on_device
 
