@@ -202,7 +202,7 @@ OPS = (
         "test_cross_entropy.py::test_a_second_backward_and_a_changed_first_gradient",
     ),
     of(
-        "ops", "bias-of-the-first-chunk", "ops/linear_cross_entropy.py",
+        "ops", "bias-of-the-first-chunk", "ops/linear_by_rows.py",
         "db if self.db is None else self.db.add_(db)", "db if self.db is None else self.db",
         "test_linear_cross_entropy.py::test_loss_and_gradients_by_chunks",
     ),

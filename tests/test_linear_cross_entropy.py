@@ -9,7 +9,7 @@ from products import pairwise
 from test_cross_entropy import OPTIONS, named
 
 from fused_softmax import linear_cross_entropy, reference
-from fused_softmax.ops.linear_cross_entropy import linear_of
+from fused_softmax.ops.linear_by_rows import linear_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -16,6 +16,7 @@ from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import linear_cross_entropy as linear_ops
 from fused_softmax.ops.cross_entropy_output import Wanted
 from fused_softmax.ops.cross_entropy_steps import Kind, differentiable_gradient, losses_of
+from fused_softmax.ops.linear_by_rows import linear_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import on_device
 
@@ -85,7 +86,7 @@ def linear_cross_entropy(x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
         of_loss, (chunk_size, accumulate, asked) = _split(given, (None, "fp32", []))
         loss = _loss(x, False, *of_loss)
-        linear = linear_ops.linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
+        linear = linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
         asked = _at_once(x, loss.reduction, asked)
         if not on_device(x):
             logits = torch.nn.functional.linear(x, w, bias)
@@ -102,7 +103,7 @@ def linear_backward(dy, x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
         of_loss, (chunk_size, accumulate, asked) = _split(given, (None, "fp32", []))
         loss = _loss(x, False, *of_loss)
-        linear = linear_ops.linear_of(x, w, chunk_size, accumulate, asked[1])
+        linear = linear_of(x, w, chunk_size, accumulate, asked[1])
         if not on_device(x):
             logits = torch.nn.functional.linear(x, w, bias)
             _, _, m, ls, *_ = _composed(logits, target, loss, arithmetic_of(x))
