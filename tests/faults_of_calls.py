@@ -72,6 +72,11 @@ CALLS = (
         "test_calls.py::test_losses_that_differ_are_kept_apart",
     ),
     of(
+        "calls", "a-tensor-given-twice", "ops/cross_entropy_calls.py",
+        "apart = None if dx is x else dx", "apart = dx",
+        "test_calls.py::test_rows_whose_gradient_is_written_over_them_are_found",
+    ),
+    of(
         "calls", "another-size-runs-the-old-one", "launch.py", "            scalars[i] = value", "            continue",
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
