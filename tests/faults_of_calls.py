@@ -212,6 +212,16 @@ OPS = (
         "test_linear_cross_entropy.py::test_loss_and_gradients_by_chunks",
     ),
     of(
+        "ops", "lse-of-rows-left-out", "ops/linear_cross_entropy.py",
+        "of_kept.new_zeros(n).index_put", "of_kept.new_ones(n).index_put",
+        "test_linear_outputs.py::test_rows_that_do_not_count_and_their_gradients",
+    ),
+    of(
+        "ops", "gradient-of-lse-left-out", "ops/linear_cross_entropy.py",
+        "alone = dlse is None and dz is None", "alone = True",
+        "test_linear_outputs.py::test_by_rows",
+    ),
+    of(
         "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return self",
         "or True:\n            return self",
         "test_scores.py::test_a_number_in_fp64_has_64_bits",
@@ -282,6 +292,11 @@ REGISTER = (
     of(
         "register", "composed-gradient-at-the-target", "register/loss_rules.py", "-b.unsqueeze(-1)", "b.unsqueeze(-1)",
         "test_library_losses.py::test_where_there_are_no_kernels_they_are_made_of_torchs_operations",
+    ),
+    of(
+        "register", "gradients-at-once-of-the-loss-alone", "register/loss_rules.py",
+        "elif alone and ctx.at_once and all(", "elif ctx.at_once and all(",
+        "test_linear_outputs.py::test_compiled_it_is_one_operator",
     ),
     of(
         "register", "gradients-of-half-precision-at-once", "register/loss_rules.py",

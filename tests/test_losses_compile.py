@@ -63,8 +63,8 @@ def test_losses_of_transposed_logits(target, dtype, kind):
     """Of any number of tokens: a row of logits is a whole number of vectors."""
     arithmetic = torch.float64 if dtype == torch.float64 else FP32
     how = {name: value for each in KINDS.values() for name, value in each.items()} if kind == "all" else KINDS[kind]
-    loss = Loss(**how | ({"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}))
-    n_tokens = 501
+    weight = {"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}
+    loss, n_tokens = Loss(stats=kind == "all", **how | weight), 501
     x, targets = torch.empty(n_tokens, 64, dtype=dtype), torch.zeros(n_tokens, dtype=torch.int64)
 
     def run():
@@ -76,10 +76,11 @@ def test_losses_of_transposed_logits(target, dtype, kind):
         tokens.write_gradient(logits, 0)
 
     found = binaries(target, run)
-    assert found.keys() == {"_token_states", "_token_losses", "_token_gradient"}
+    of_stats = ("_token_stats", "_merge_token_stats") if loss.stats else ()
+    assert found.keys() == {"_token_states", "_token_losses", "_token_gradient", *of_stats}
     for name, binary in found.items():
         assert binary.stack_bytes == 0, name
-        if target != "gfx942" and name != "_token_losses":
+        if target != "gfx942" and name not in ("_token_losses", "_merge_token_stats"):
             assert max(binary.load_widths) == 16, name
         if target != "gfx942" and name == "_token_gradient":
             assert set(binary.store_widths) == {16}, name

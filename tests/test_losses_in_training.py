@@ -193,6 +193,8 @@ def test_under_autocast_the_loss_is_fp32_and_the_layer_bf16(as_on_a_gpu, monkeyp
     assert [each.dtype for each in gradients] == [torch.float32] * 3
     logits = F.linear(*(each.bfloat16() for each in (x, w, bias)))
     torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target), rtol=1e-5, atol=1e-5)
+    lse = linear_cross_entropy(x, w, target, linear_bias=bias, return_lse=True).lse
+    assert lse.dtype == torch.float32
     half = logits.detach().requires_grad_()
     of_logits = cross_entropy(half, target)
     assert of_logits.dtype == torch.float32

@@ -66,8 +66,13 @@ def loss_samples():
         ],
         "linear_cross_entropy": [
             (hidden, w, target, b, *of_linear), (hidden, w, target, None, None, -100, "none"),
+            (hidden, w, target, b, *of_linear, True, True, True),
+            (hidden, w, target, b, weight, *second, None, "input", [True] * 3, True, False, True),
         ],
-        "linear_cross_entropy_backward": [(dy.detach(), *layer[:2], target, layer[2], *of_linear)],
+        "linear_cross_entropy_backward": [
+            (dy.detach(), *layer[:2], target, layer[2], *of_linear),
+            (dy.detach(), *layer[:2], target, layer[2], *of_linear, rows.detach(), dy.detach()),
+        ],
     }  # fmt: skip
 
 

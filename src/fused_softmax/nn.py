@@ -132,7 +132,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
         self.options = _known(options, linear_cross_entropy)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         return linear_cross_entropy(
             input, self.linear_weight, target, linear_bias=self.linear_bias, weight=self.weight,
             reduction=self.reduction, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,

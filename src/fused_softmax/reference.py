@@ -113,14 +113,17 @@ def cross_entropy(
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     dtype: torch.dtype | None = None, arithmetic: torch.dtype = torch.float64, **arguments,
-) -> Tensor:  # fmt: skip
-    """fused_softmax.linear_cross_entropy likewise, all logits at once. arguments: `cross_entropy`'s."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, lse, z-loss) of fused_softmax.linear_cross_entropy likewise, all logits at once.
+
+    arguments: `cross_entropy`'s.
+    """
     bias = None if linear_bias is None else linear_bias.to(arithmetic)
     z = torch.nn.functional.linear(input.to(arithmetic), linear_weight.to(arithmetic), bias)
     if z.ndim > 2:
         z = z.movedim(-1, 1)
         target = target.movedim(-1, 1) if target.is_floating_point() else target
-    return cross_entropy(z, target, dtype=dtype or input.dtype, arithmetic=arithmetic, **arguments)[0]
+    return cross_entropy(z, target, dtype=dtype or input.dtype, arithmetic=arithmetic, **arguments)
 
 
 def token_stats(

@@ -125,7 +125,8 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
             return torch.nn.functional.cross_entropy(
                 input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
             )
-        return composed(input, target, loss, wanted, result_dtype)
+        arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
+        return composed(input, target, loss, wanted, result_dtype, arithmetic)
 
     if _CHECK:
         _check_targets(target, n_classes, ignore_index)
@@ -217,9 +218,10 @@ def rows_of(input: Tensor) -> Tensor:
     return input.unsqueeze(0) if input.ndim == 1 else input.movedim(1, -1).flatten(0, -2)
 
 
-def composed(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype) -> Tensor | CrossEntropyOutput:
+def composed(
+    input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, arithmetic: torch.dtype
+) -> Tensor | CrossEntropyOutput:
     """By torch's operations: on devices without kernels, for probabilities, and under functorch's transforms."""
-    arithmetic = torch.float64 if torch.float64 in (input.dtype, dtype) else torch.float32
     arguments = {"reduction": loss.reduction, **loss.reference_arguments(), "dtype": dtype, "arithmetic": arithmetic}
     y, lse, z = reference.cross_entropy(input, target, **arguments)
     if not wanted.beside:

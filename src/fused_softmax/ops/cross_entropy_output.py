@@ -45,6 +45,9 @@ class Wanted(NamedTuple):
         return self.lse or self.z_loss or self.stats
 
 
+NOTHING_MORE = Wanted()
+
+
 def output_of(y, lse, z, stats, wanted: Wanted, reduction: str, shape) -> Tensor | CrossEntropyOutput:
     """What the caller asked for, in the shape of the targets."""
     if reduction == "none":

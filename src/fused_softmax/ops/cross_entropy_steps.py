@@ -180,10 +180,15 @@ def _one_by_one(x, target, m, ls, loss, dy, dlse, dz):
 
 def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz):
     """The gradient by torch's operations, for a second derivative."""
+    return differentiable_gradients([x], x, target, loss, dy, dlse, dz)[0]
+
+
+def differentiable_gradients(inputs, logits, target, loss: Loss, dy, dlse, dz) -> tuple[Tensor, ...]:
+    """Those of the inputs that logits [n, n_classes] were made of; dy, dlse and dz are of loss, lse and z-loss."""
     y, lse, z = reference.cross_entropy(
-        x, target, reduction=loss.reduction, **loss.reference_arguments(), dtype=arithmetic_of(x),
-        arithmetic=arithmetic_of(x),
+        logits, target, reduction=loss.reduction, **loss.reference_arguments(), dtype=arithmetic_of(logits),
+        arithmetic=arithmetic_of(logits),
     )  # fmt: skip
     pairs = [(y, dy), (lse, dlse), (z, dz)]
     outputs, gradients = zip(*[(o, g.to(o.dtype)) for o, g in pairs if g is not None], strict=True)
-    return torch.autograd.grad(outputs, x, gradients, create_graph=True)[0]
+    return torch.autograd.grad(outputs, inputs, gradients, create_graph=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_softmax.ops.cross_entropy_calls import multiply
+from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.ops.cross_entropy_calls import LossRows
 from fused_softmax.ops.linear_by_classes import add_product
-from fused_softmax.options import arithmetic_of
+from fused_softmax.options import Loss, arithmetic_of
 
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
 _CHUNK_ROWS = 128  # a multiple that matrix products like
@@ -36,6 +37,26 @@ def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_
         equal = -(-len(x) // max(-(-len(x) // chunk_size), 1))
         chunk_size = min(chunk_size, -(-equal // _CHUNK_ROWS) * _CHUNK_ROWS)
     return Linear(min(chunk_size, len(x)), accumulate == "fp32")
+
+
+def by_rows(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None, linear: Linear,
+    gradients: "Gradients | None", states: bool,
+) -> LossRows:  # fmt: skip
+    """What is known of all rows, with m and ls if `states`; their gradient is added to `gradients` if there are any."""
+    found = []
+    for start, logits in chunks(x, w, bias, linear):
+        part = target[start : start + len(logits)]
+        # Statistics come of a pass that holds no rows for a gradient, so a second one writes it.
+        at_once = gradients is not None and not loss.stats
+        rows = losses.forward(logits, part, loss, totals, logits if at_once else None)
+        if gradients is not None:
+            if not at_once:
+                losses.backward(logits, part, rows.m, rows.ls, loss, totals=totals, dx=logits)  # type: ignore[arg-type]
+            gradients.add(start, logits)
+        found.append(rows if states else rows._replace(m=None, ls=None))
+    of_all = [None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)]
+    return LossRows(*of_all)  # type: ignore[arg-type]
 
 
 def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterator[tuple[int, Tensor]]:
@@ -85,7 +106,7 @@ class Gradients:
         found: list[Tensor | None] = []
         for gradient, of in ((self.dx, self.x), (self.dw, self.w), (self.db, self.bias)):
             if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
-                gradient = gradient if factor is None else multiply(gradient, factor)
+                gradient = gradient if factor is None else losses.multiply(gradient, factor)
             elif gradient is not None:
                 rounded = torch.empty(gradient.shape, dtype=of.dtype, device=of.device)  # type: ignore[union-attr]
                 one = gradient.new_ones(()) if factor is None else factor

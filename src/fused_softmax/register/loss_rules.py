@@ -34,10 +34,14 @@ CROSS_ENTROPY_BACKWARD = (
     f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor? dy, Tensor? dz, Tensor? dls, {_LOSS}) -> Tensor"
 )
 _LINEAR = 'int? chunk_size=None, str accumulate="fp32", bool[] gradients=[]'
+_LINEAR_DEFAULTS: tuple[Any, ...] = (None, "fp32", [], False, False, False)
+_RETURNS = "bool return_lse=False, bool return_z_loss=False, bool return_token_stats=False"
 _OF_LINEAR = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias"
 _GRADIENTS = "Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias"
-LINEAR_CROSS_ENTROPY = f"({_OF_LINEAR}, {_LOSS}, {_LINEAR}) -> (Tensor loss, {_GRADIENTS})"
-LINEAR_BACKWARD = f"(Tensor dy, {_OF_LINEAR}, {_LOSS}, {_LINEAR}) -> ({_GRADIENTS})"
+_LINEAR_ROWS = f"(Tensor loss, {_GRADIENTS}, Tensor lse, Tensor z_loss, {_STATS})"  # empty if not asked for
+LINEAR_CROSS_ENTROPY = f"({_OF_LINEAR}, {_LOSS}, {_LINEAR}, {_RETURNS}) -> {_LINEAR_ROWS}"
+_LATER = "Tensor? dlse=None, Tensor? dz=None"
+LINEAR_BACKWARD = f"(Tensor dy, {_OF_LINEAR}, {_LOSS}, {_LINEAR}, {_LATER}) -> ({_GRADIENTS})"
 
 
 def _loss(
@@ -84,33 +88,38 @@ def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
 
 def linear_cross_entropy(x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
-        of_loss, (chunk_size, accumulate, asked) = _split(given, (None, "fp32", []))
-        loss = _loss(x, False, *of_loss)
+        of_loss, (chunk_size, accumulate, asked, *more) = _split(given, _LINEAR_DEFAULTS)
+        wanted = Wanted(*more)
+        loss = _loss(x, wanted.stats, *of_loss)
         linear = linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
         asked = _at_once(x, loss.reduction, asked)
         if not on_device(x):
             logits = torch.nn.functional.linear(x, w, bias)
-            y, _, m, ls, *_ = _composed(logits, target, loss, arithmetic_of(x))
+            y, z, lse, _, *stats = _composed(logits, target, loss, arithmetic_of(x))
             one = torch.ones((), dtype=y.dtype, device=y.device)
-            dlogits = _gradient(logits, target, m + ls, one, None, None, loss) if any(asked) else logits
-            return y, *_of_layer(x, w, bias, dlogits, asked)
-        y, _, gradients = linear_ops.forward(x.contiguous(), w, bias, target.contiguous(), loss, linear, asked)
-        found = [None] * 3 if gradients is None else gradients.times(None)
-        return y.clone(), *[x.new_empty(0) if each is None else each for each in found]
+            dlogits = _gradient(logits, target, lse, one, None, None, loss) if any(asked) else logits
+            found = _of_layer(x, w, bias, dlogits, asked)
+        else:
+            given = x.contiguous(), w, bias, target.contiguous(), loss, linear, asked, wanted
+            (y, lse, z, *stats), _, gradients = linear_ops.forward(*given)
+            found = [None] * 3 if gradients is None else gradients.times(None)
+            found, y = [x.new_empty(0) if each is None else each for each in found], y.clone()
+        lse, z = (each if asks else y.new_empty(0) for each, asks in ((lse, wanted.lse), (z, wanted.z_loss)))
+        return y, *found, lse, z, *(stats or _no_stats(y))
 
 
 def linear_backward(dy, x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
-        of_loss, (chunk_size, accumulate, asked) = _split(given, (None, "fp32", []))
+        of_loss, (chunk_size, accumulate, asked, dlse, dz) = _split(given, (None, "fp32", [], None, None))
         loss = _loss(x, False, *of_loss)
         linear = linear_of(x, w, chunk_size, accumulate, asked[1])
         if not on_device(x):
             logits = torch.nn.functional.linear(x, w, bias)
-            _, _, m, ls, *_ = _composed(logits, target, loss, arithmetic_of(x))
-            return _of_layer(x, w, bias, _gradient(logits, target, m + ls, dy, None, None, loss), asked)
+            _, _, lse, *_ = _composed(logits, target, loss, arithmetic_of(x))
+            return _of_layer(x, w, bias, _gradient(logits, target, lse, dy, dz, dlse, loss), asked)
         x, target = x.contiguous(), target.contiguous()
         totals = losses.totals_of(target, loss, w.shape[0], arithmetic_of(x)) if loss.mean else None
-        found = linear_ops.backward(x, w, bias, target, totals, loss, linear, dy, asked)
+        found = linear_ops.backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz)
         return tuple(x.new_empty(0) if each is None else each for each in found)
 
 
@@ -126,7 +135,11 @@ def _at_once(x, reduction: str, asked) -> list[bool]:
 
 
 def _no_stats(like: Tensor) -> list[Tensor]:
-    return [like.new_empty(0, dtype=dtype) for dtype in (like.dtype, like.dtype, torch.int64, torch.bool)]
+    return [like.new_empty(0, dtype=dtype) for dtype in _stats_dtypes(like)]
+
+
+def _stats_dtypes(like: Tensor) -> tuple[torch.dtype, ...]:
+    return like.dtype, like.dtype, torch.int64, torch.bool
 
 
 # Of torch's operations.
@@ -192,8 +205,7 @@ def fake_cross_entropy(input, target, *given):
     shape = [n] if _reduction(of_loss) == "none" else []
     y, z = (input.new_empty(shape, dtype=dtype or input.dtype) for _ in range(2))
     m, ls = (input.new_empty([n], dtype=arithmetic_of(input)) for _ in range(2))
-    stats_dtypes = (m.dtype, m.dtype, torch.int64, torch.bool)
-    return y, z, m, ls, *[input.new_empty([n] if stats else [0], dtype=each) for each in stats_dtypes]
+    return y, z, m, ls, *_fake_stats(m, n, stats)
 
 
 def fake_backward(input, *given):
@@ -201,14 +213,20 @@ def fake_backward(input, *given):
 
 
 def fake_linear(x, w, target, bias, *given):
-    of_loss, (_, _, asked) = _split(given, (None, "fp32", []))
-    reduction = _reduction(of_loss)
-    y = x.new_empty([x.shape[0]] if reduction == "none" else [], dtype=arithmetic_of(x))
-    return y, *_fake_gradients(x, w, bias, _at_once(x, reduction, asked))
+    of_loss, (_, _, asked, *more) = _split(given, _LINEAR_DEFAULTS)
+    reduction, wanted, n, dtype = _reduction(of_loss), Wanted(*more), x.shape[0], arithmetic_of(x)
+    shape = [n] if reduction == "none" else []
+    y, z = (x.new_empty(each, dtype=dtype) for each in (shape, shape if wanted.z_loss else [0]))
+    lse = x.new_empty([n] if wanted.lse else [0], dtype=dtype)
+    return y, *_fake_gradients(x, w, bias, _at_once(x, reduction, asked)), lse, z, *_fake_stats(lse, n, wanted.stats)
 
 
 def fake_linear_backward(dy, x, w, target, bias, *given):
     return _fake_gradients(x, w, bias, _split(given, (None, "fp32", []))[1][2])
+
+
+def _fake_stats(like, n, wanted):
+    return [like.new_empty([n] if wanted else [0], dtype=each) for each in _stats_dtypes(like)]
 
 
 def _fake_gradients(x, w, bias, asked):
@@ -272,30 +290,34 @@ def cross_entropy_second(ctx, g):
 
 def save_linear(ctx, inputs, output):
     x, w, target, bias, *given = inputs
-    _, *gradients = output
-    of_loss, more = _split(tuple(given), (None, "fp32", []))
-    ctx.of_loss, ctx.more = of_loss[1:], more
+    _, *gradients = output[:4]
+    of_loss, more = _split(tuple(given), _LINEAR_DEFAULTS)
+    ctx.of_loss, ctx.more = of_loss[1:], more[:3]
     ctx.at_once = any(_at_once(x, _reduction(of_loss), more[2]))
     ctx.save_for_backward(x, w, target, bias, of_loss[0] if of_loss else None, *gradients)
-    ctx.mark_non_differentiable(*gradients)
+    asked = Wanted(*more[3:])
+    unasked = [each for each, asks in zip(output[4:6], asked[:2], strict=True) if not asks]
+    ctx.mark_non_differentiable(*gradients, *unasked, *output[6:])
     ctx.set_materialize_grads(False)  # zeros of the weight's shape, for gradients of gradients that nobody has
 
 
-def linear_gradient(ctx, dy, *_):
-    if dy is None:
+def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz=None, *_):
+    if dy is None and dlse is None and dz is None:
         return (None,) * len(ctx.needs_input_grad)
     x, w, target, bias, weight, *gradients = ctx.saved_tensors
     asked = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    loss = _loss(x, False, weight, *ctx.of_loss)
+    loss, alone = _loss(x, False, weight, *ctx.of_loss), dlse is None and dz is None
     if torch.is_grad_enabled():
-        gradients = linear_ops.differentiable_gradient(x, w, bias, target, loss, dy, asked)
-    elif ctx.at_once and all(made or not wanted for made, wanted in zip(ctx.more[2], asked, strict=True)):
+        gradients = linear_ops.differentiable_gradient(x, w, bias, target, loss, asked, dy, dlse, dz)
+    elif alone and ctx.at_once and all(made or not wanted for made, wanted in zip(ctx.more[2], asked, strict=True)):
         # The product is rounded once, and dy, which may be any number, not at all.
         gradients = [(each.to(dy.dtype) * dy).to(each.dtype) for each in gradients]
     else:
+        dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device) if dy is None else dy
         gradients = torch.ops.fused_softmax.linear_cross_entropy_backward.default(
-            dy, x, w, target, bias, *_all_of((weight, *ctx.of_loss)), *ctx.more[:2], asked
-        )
+            dy, x, w, target, bias, *_all_of((weight, *ctx.of_loss)), *ctx.more[:2], asked,
+            *(() if alone else (dlse, dz)),
+        )  # fmt: skip
     dx, dw, db = (each if wanted else None for each, wanted in zip(gradients, asked, strict=True))
     return (dx, dw, None, db, *[None] * (len(ctx.needs_input_grad) - 4))
 
