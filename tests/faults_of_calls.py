@@ -212,6 +212,11 @@ OPS = (
         "test_linear_cross_entropy.py::test_loss_and_gradients_by_chunks",
     ),
     of(
+        "ops", "chunks-of-other-parts", "ops/linear_by_rows.py",
+        "if len({rows.loss.shape[1] for rows in found}) > 1:", "if not found:",
+        "test_linear_cross_entropy.py::test_a_short_last_chunk_whose_rows_are_split_otherwise",
+    ),
+    of(
         "ops", "lse-of-rows-left-out", "ops/linear_cross_entropy.py",
         "of_kept.new_zeros(n).index_put", "of_kept.new_ones(n).index_put",
         "test_linear_outputs.py::test_rows_that_do_not_count_and_their_gradients",
