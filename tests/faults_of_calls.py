@@ -77,6 +77,12 @@ CALLS = (
         "test_calls.py::test_rows_whose_gradient_is_written_over_them_are_found",
     ),
     of(
+        "calls", "lse-of-the-call-before", "ops/cross_entropy_given_lse.py",
+        "launched(*picked(arranged(given, lse, rows.loss))",
+        "launched(*picked(arranged(given, tensors[4], rows.loss))",
+        "test_calls.py::test_a_repeated_call_decides_nothing[cross_entropy, given lse, mean]",
+    ),
+    of(
         "calls", "another-size-runs-the-old-one", "launch.py", "            scalars[i] = value", "            continue",
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
@@ -225,6 +231,16 @@ OPS = (
         "ops", "gradient-of-lse-left-out", "ops/linear_cross_entropy.py",
         "alone = dlse is None and dz is None", "alone = True",
         "test_linear_outputs.py::test_by_rows",
+    ),
+    of(
+        "ops", "given-lse-with-a-sum", "ops/cross_entropy_steps.py",
+        "torch.zeros_like(m) if ls is None else ls", "torch.ones_like(m) if ls is None else ls",
+        "test_loss_given_lse.py::test_loss_and_gradient",
+    ),
+    of(
+        "ops", "given-lse-made-anew", "reference.py",
+        "(lse + (p - p.detach()).sum(-1))", "(lse + p.sum(-1))",
+        "test_loss_given_lse.py::test_the_reference_is_the_formula",
     ),
     of(
         "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return self",

@@ -121,6 +121,11 @@ KERNELS = (
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
     ),
     of(
+        "kernels", "given-lse-of-one-row-for-all", "kernels/loss_given_lse.py",
+        "lse = tl.load(lse_ptr + row)", "lse = tl.load(lse_ptr + row * 0)",
+        "test_loss_given_lse.py::test_loss_and_gradient",
+    ),
+    of(
         "kernels", "sum-of-logits-not-moved", "kernels/loss_transposed.py",
         "wz -= w * tl.where(m == NEG_INF", "wz += w * tl.where(m == NEG_INF",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",

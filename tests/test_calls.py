@@ -149,6 +149,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "z-loss": {"lse_square_scale": lambda n, seed: 1e-3 + 1e-4 * seed},
     "lse": {"return_lse": True},
     "statistics": {"return_token_stats": True},
+    "given lse": {"lse": lambda n, seed: rand(n, seed=seed + 7) + 8},
+    "given lse, weight": {
+        "lse": lambda n, seed: rand(n, seed=seed + 7) + 8, "softcap": lambda n, seed: 5.0 + seed,
+        "weight": lambda n, seed: rand(70, seed=seed + 3).abs() + 0.1,
+    },
     "dtype": {"of": BF16, "dtype": FP32},
     "fp16": {"of": FP16},
     "fp64": {"of": FP64, "scale": lambda n, seed: 0.5 + seed},
@@ -212,6 +217,7 @@ KINDS |= {
     for name, reduction, grad in product(LOSSES, ("mean", "sum", "none"), (False, True))
 }
 KINDS["cross_entropy, inplace"] = of_loss("plain", "mean", True, inplace)
+KINDS["cross_entropy, given lse, inplace"] = of_loss("given lse", "mean", True, inplace)
 KINDS |= {
     f"torch.{function}, enabled{', gradient' if grad else ''}": of_scores(
         function, "plain", grad, within(getattr(torch, function))
@@ -498,6 +504,27 @@ def test_losses_that_differ_are_kept_apart(device):
         "row stride": lambda: of(padded(x), target), "transposed": lambda: of(x.T.contiguous().T, target),
         "statistics": lambda: tuple(of(x, target, return_token_stats=True).token_stats),
         "one row": lambda: of(x[0], target[0]), "no rows": lambda: of(x[:0], target[:0]),
+    }  # fmt: skip
+    lse, lses = (rand(n, seed=5).to(device) + 8 for n in (4, 5))
+    variants |= {
+        "given lse": lambda: of(x, target, lse=lse),
+        "given lse, requires grad": lambda: of(leaf, target, lse=lse),
+        "given another lse": lambda: of(x, target, lse=lse + 1),
+        "given lse of fp64": lambda: of(x, target, lse=lse.double()),
+        "given lse of bf16": lambda: of(x, target, lse=lse.bfloat16()),
+        "given lse off 16 bytes": lambda: of(x, target, lse=at(lse, 1)),
+        "given lse with a gradient": lambda: of(x, target, lse=lse.clone().requires_grad_()),
+        "given lse strided": lambda: of(x, target, lse=lse.repeat_interleave(2)[::2]),
+        "given lse of integers": lambda: of(x, target, lse=lse.long()),
+        "given lse, too few": lambda: of(x, target, lse=lse[:3]),
+        "given lse, weight": lambda: of(x, target, weight, lse=lse),
+        "given lse that is no tensor": lambda: of(x, target, lse=8.0),
+        "given lse, returned": lambda: of(x, target, lse=lse, return_lse=True),
+        "given lse, smoothing": lambda: of(x, target, lse=lse, label_smoothing=0.1),
+        "given lse, scale": lambda: of(x, target, lse=lse, scale=0.5),
+        "given lse, none": lambda: of(x, target, lse=lse, reduction="none"),
+        "given lse of five rows": lambda: of(five, fives, lse=lses),
+        "given lse of five rows, too few": lambda: of(five, fives, lse=lse),
     }  # fmt: skip
     variants |= {mode: under(context, variants["requires grad"]) for mode, context in MODES.items()}
     check_apart(variants)

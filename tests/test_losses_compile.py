@@ -10,6 +10,7 @@ from products import pairwise
 from fused_softmax import calls
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import linear_by_classes as by_classes
+from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse
 from fused_softmax.options import Loss
 
 pytestmark = pytest.mark.compiles
@@ -84,6 +85,16 @@ def test_losses_of_transposed_logits(target, dtype, kind):
             assert max(binary.load_widths) == 16, name
         if target != "gfx942" and name == "_token_gradient":
             assert set(binary.store_widths) == {16}, name
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("kind", ["plain", "softcap"])
+def test_losses_of_which_lse_is_given(target, kind):
+    """A row is 8 bytes of a target, 4 of its lse and a logit."""
+    x, targets, lse = torch.empty(512, 32000, dtype=BF16), torch.zeros(512, dtype=torch.int64), torch.ones(512)
+    loss = Loss(weight=torch.ones(32000), **KINDS[kind])
+    (binary,) = binaries(target, lambda: forward_given_lse(x, targets, lse, loss, None)).values()
+    assert binary.stack_bytes == 0
 
 
 @pytest.mark.parametrize("n", [1, 5, 4096])

@@ -200,6 +200,9 @@ def test_under_autocast_the_loss_is_fp32_and_the_layer_bf16(as_on_a_gpu, monkeyp
     assert of_logits.dtype == torch.float32
     assert torch.autograd.grad(of_logits, half)[0].dtype == torch.bfloat16
     assert cross_entropy(half, target, dtype=torch.bfloat16).dtype == torch.bfloat16
+    given = cross_entropy(half, target, lse=lse)
+    torch.testing.assert_close(given, loss)
+    assert torch.autograd.grad(given, half)[0].dtype == torch.bfloat16
     assert cross_entropy(half.double(), target).dtype == torch.float64
 
 

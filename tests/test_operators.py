@@ -60,6 +60,11 @@ def loss_samples():
             (x, target, weight, -100, "sum", 0.1, 5.0, 2.0, 0.1, FP64, True),
             (x, target, None, *second, BF16),
         ],
+        "cross_entropy_given_lse": [
+            (x, target, m + ls + 0.5),
+            (x, target, (m + ls).double(), weight, -100, "sum", 5.0, 2.0, FP64),
+            (x, target, m + ls, None, -100, "none", None, -0.5, BF16),
+        ],
         "cross_entropy_backward": [
             (x, target, m, ls, dy, None, None),
             (x, target, m, ls, None, rows, rows, weight, *second[:2]),

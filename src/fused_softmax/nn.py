@@ -72,7 +72,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`fused_softmax.cross_entropy` as a module; a torch.nn.CrossEntropyLoss to whoever asks.
 
     weight, ignore_index, reduction, label_smoothing: torch's. softcap, scale, lse_square_scale, return_lse,
-    return_z_loss, return_token_stats, inplace_backward, dtype: those of the function, in each call.
+    return_z_loss, return_token_stats, inplace_backward, dtype: those of the function, in each call. Called with the
+    logits, the target and, by keyword, the lse of that call.
 
     >>> CrossEntropyLoss(label_smoothing=0.1)(logits, target)
     """
@@ -88,10 +89,13 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.options = _known(options, cross_entropy)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, target: Tensor, *, lse: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
         return cross_entropy(
-            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, **self.options
-        )
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, lse=lse,
+            **self.options,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -146,9 +150,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
 
 def _known(options: dict[str, Any], function: Callable) -> dict[str, Any]:
-    """options, all of them keyword-only arguments of function, or a TypeError."""
+    """options, all of them keyword-only arguments of function but its lse, which is of one call, or a TypeError."""
     kinds = inspect.signature(function).parameters.values()
-    unknown = options.keys() - {each.name for each in kinds if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    known = {each.name for each in kinds if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name != "lse"}
+    unknown = options.keys() - known
     if unknown:
         raise TypeError(f"{function.__name__} has no argument {sorted(unknown)[0]!r}")
     return options

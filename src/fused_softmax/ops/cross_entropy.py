@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.cross_entropy_steps import Kind, Steps, differentiated, prepare_steps, run_steps
-from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, kind_of_scale, loss_of
+from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
 from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of
 
 _LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
@@ -39,6 +40,7 @@ def cross_entropy(
     return_token_stats: bool = False,
     inplace_backward: bool = False,
     dtype: torch.dtype | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """torch.nn.functional.cross_entropy, with the same results, and more that training asks for.
 
@@ -60,6 +62,14 @@ def cross_entropy(
     inplace_backward: with mean or sum, writes the gradient over the logits and allocates nothing; they are then lost to
         everybody, and there is one backward and no second derivative. Compiled code allocates it all the same.
     dtype: of the loss; the input's if None, as torch. float32 keeps the loss of half precision logits exact.
+    lse: the log-sum-exp of longer rows, of which the input is a part (sampled classes, or a shard of them), in the
+        targets' shape and a float dtype. The loss is lse - z of the target, and its gradient exp(z - lse), less 1 at
+        the target. lse is a constant: it gets no gradient, and a second derivative holds it. The loss reads the
+        targets' logits alone, and the gradient is made in the backward pass. A target that is not among the input's
+        classes has to be ignored, and its row gets no gradient. return_lse returns the given lse.
+
+    With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError: they take more
+    of the row.
 
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises TypeError, ValueError or RuntimeError as torch for arguments that do not fit, naming the argument.
@@ -72,12 +82,15 @@ def cross_entropy(
         (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype),
     )  # fmt: skip
     if options is not None:
-        call = find("cross_entropy", options, input, target, weight)
+        if lse is None:
+            call = find("cross_entropy", options, input, target, weight)
+        else:
+            call = find("cross_entropy", options, input, target, weight, lse)
         if call is not None:
-            return call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale)
+            return call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, lse)
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
     numbers = label_smoothing, softcap, scale, lse_square_scale
-    return _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, options)
+    return _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options)
 
 
 def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
@@ -99,7 +112,7 @@ def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_sq
     return ignore_index, reduction, wanted, kind
 
 
-def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, options):
+def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options):
     name = "cross_entropy"
     label_smoothing, softcap, scale, lse_square_scale = numbers
     if not isinstance(input, Tensor):
@@ -112,21 +125,23 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         name, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
         lse_square_scale, wanted.dtype, wanted.stats,
     )  # fmt: skip
+    if lse is not None:
+        check_lse(name, lse, target, loss)
     result_dtype = dtype_under_autocast(input, wanted.dtype)
-    tensors = [each for each in (input, target, weight) if each is not None]
+    tensors = [each for each in (input, target, weight, lse) if each is not None]
     takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and input.numel() > 0 and target.numel() > 0
     route = route_of(*tensors, takes=takes, batches=False)
     if route is Route.OPERATOR:
-        return _traced(input, target, loss, wanted, result_dtype)
+        return _traced(input, target, loss, wanted, result_dtype, lse)
     if route is Route.COMPOSED:
-        plain = loss.plain and wanted == Wanted()
+        plain = loss.plain and wanted == Wanted() and lse is None
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
             return torch.nn.functional.cross_entropy(
                 input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
             )
         arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
-        return composed(input, target, loss, wanted, result_dtype, arithmetic)
+        return composed(input, target, loss, wanted, result_dtype, arithmetic, lse)
 
     if _CHECK:
         _check_targets(target, n_classes, ignore_index)
@@ -136,12 +151,13 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         _check_inplace(input, rows, wanted)
     # Of fp16, what loss scaling would have kept is lost before the scaled loss comes back.
     at_once = needs_grad(input) and reduction != "none" and not wanted.stats
-    at_once = at_once and (input.dtype != torch.float16 or inplace)
+    # Where lse is given, the forward pass holds no row that a gradient could be made of.
+    at_once = at_once and (inplace or (input.dtype != torch.float16 and lse is None))
     kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
-    prepared = _prepare_call(kind, input, target, weight, numbers)
+    prepared = _prepare_call(kind, input, target, weight, numbers, lse)
     if options is not None:
-        keep(prepared, name, options, input, target, weight)
-    return prepared.call(input, target, weight, *numbers)
+        keep(prepared, name, options, input, target, weight, *(() if lse is None else (lse,)))
+    return prepared.call(input, target, weight, *numbers, lse)
 
 
 def prepare_plain(
@@ -154,23 +170,27 @@ def prepare_plain(
     return _prepare_call(kind, input, target, weight, (label_smoothing, None, None, 0.0))
 
 
-def _prepare_call(kind: Kind, input: Tensor, target: Tensor, weight: Tensor | None, numbers: tuple) -> Prepared:
-    """The call for tensors like these: call(input, target, weight, and the loss's numbers)."""
+def _prepare_call(
+    kind: Kind, input: Tensor, target: Tensor, weight: Tensor | None, numbers: tuple, lse: Tensor | None = None
+) -> Prepared:
+    """The call for tensors like these: call(input, target, weight, and the loss's numbers, lse)."""
     differentiates, given = needs_grad(input), kind.loss
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
     plain_numbers = given.numbers() if given.plain and not given.smooth and input.dtype != torch.float64 else None
-    steps = prepare_steps(kind, *_as_rows(input, target), _loss_now(given, weight, input, numbers))
+    of_rows = None if lse is None else lse_of_rows(lse, input)
+    steps = prepare_steps(kind, *_as_rows(input, target), _loss_now(given, weight, input, numbers), of_rows)
 
     def made(steps, target_shape):
-        def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale):
+        def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
             if kind.inplace and input.is_leaf:
                 raise RuntimeError(_LEAF)
             rows, flat = (input, target) if simple else _as_rows(input, target)
+            of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
             if plain_numbers is not None and weight is None:
-                of_call = given, plain_numbers
+                of_call = given, plain_numbers, of_rows
             else:
                 loss = _loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
-                of_call = loss, loss.numbers()
+                of_call = loss, loss.numbers(), of_rows
             if differentiates:
                 results = differentiated(rows, flat, of_call, (kind, steps))
                 if not kind.wanted.beside and not kind.inplace:
@@ -178,6 +198,7 @@ def _prepare_call(kind: Kind, input: Tensor, target: Tensor, weight: Tensor | No
                 y, lse, z, *stats = results
             else:
                 y, lse, z, *stats = run_steps(steps, rows, flat, *of_call, kind, None)[0]
+            lse = lse if given_lse is None else given_lse.detach()
             return output_of(y, lse, z, stats, kind.wanted, given.reduction, target_shape)
 
         return call
@@ -219,19 +240,29 @@ def rows_of(input: Tensor) -> Tensor:
 
 
 def composed(
-    input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, arithmetic: torch.dtype
-) -> Tensor | CrossEntropyOutput:
+    input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, arithmetic: torch.dtype,
+    given_lse: Tensor | None = None,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """By torch's operations: on devices without kernels, for probabilities, and under functorch's transforms."""
     arguments = {"reduction": loss.reduction, **loss.reference_arguments(), "dtype": dtype, "arithmetic": arithmetic}
-    y, lse, z = reference.cross_entropy(input, target, **arguments)
+    y, lse, z = reference.cross_entropy(input, target, **arguments, lse=given_lse)
     if not wanted.beside:
         return y
+    lse = lse if given_lse is None else given_lse.detach()
     stats = TokenStats(*reference.token_stats(input, target, **arguments)) if wanted.stats else None
     return CrossEntropyOutput(y, lse if wanted.lse else None, z if wanted.z_loss else None, stats)
 
 
-def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype):
+def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given_lse: Tensor | None):
     """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
+    if given_lse is not None:
+        weight, ignore_index, reduction, _, softcap, scale, _ = loss.operator_arguments()
+        y = torch.ops.fused_softmax.cross_entropy_given_lse.default(
+            rows_of(input), target.reshape(-1), given_lse.detach().reshape(-1), weight, ignore_index, reduction,
+            softcap, scale, dtype,
+        )  # fmt: skip
+        z = torch.zeros_like(y) if wanted.z_loss else None
+        return output_of(y, given_lse.detach(), z, (), wanted, loss.reduction, target.shape)
     y, z, m, ls, *stats = torch.ops.fused_softmax.cross_entropy.default(
         rows_of(input), target.reshape(-1), *loss.operator_arguments(), dtype, wanted.stats
     )

@@ -24,6 +24,7 @@ from fused_softmax.ops.cross_entropy_calls import (
     prepare_totals,
     totals_of,
 )
+from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse, prepare_given_lse
 from fused_softmax.ops.cross_entropy_output import Wanted, stats_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import batched, needs_grad
@@ -51,8 +52,8 @@ class Steps(NamedTuple):
     multiply: Any = None
 
 
-def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Steps:
-    """The steps of a loss for rows and targets like these, as Prepared."""
+def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
+    """The steps of a loss for rows and targets like these, as Prepared. lse: of every row, where it is given."""
     arithmetic, wanted = arithmetic_of(x), kind.wanted
     counts = counts_targets(target, loss.mean, needs_grad(x))
     totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
@@ -62,7 +63,10 @@ def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Steps:
     counted = None if totals is None or totals.like is None else totals.like()
     states = (dx is None and needs_grad(x)) or wanted.lse or loss.stats
     given = given_of(x, dx, target, loss, counted)
-    rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states)
+    if lse is None:
+        rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states)
+    else:
+        rows = prepare_given_lse(given, lse, loss, _dtype_of_rows(loss, kind))
     if loss.reduction == "none":
         return Steps(totals, rows, None)
     assert rows.like is not None
@@ -72,31 +76,47 @@ def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Steps:
     return Steps(totals, rows, finishing, multiplying)
 
 
-def run_steps(steps: Steps, x: Tensor, target: Tensor, loss: Loss, numbers: tuple, kind: Kind, dx: Tensor | None):
-    """((loss, lse, z-loss, statistics), rows, totals): what was not asked for is None, or missing."""
+def run_steps(
+    steps: Steps, x: Tensor, target: Tensor, loss: Loss, numbers: tuple, given_lse: Tensor | None, kind: Kind,
+    dx: Tensor | None,
+):  # fmt: skip
+    """((loss, lse, z-loss, statistics), rows, totals): what was given or not asked for is None, or missing."""
     totals = None if steps.totals is None else steps.totals(target, loss.weight)
-    rows = steps.rows(given_of(x, dx, target, loss, totals), numbers)
+    given = given_of(x, dx, target, loss, totals)
+    if given_lse is None:
+        rows = steps.rows(given, numbers)
+    else:
+        rows = steps.rows(given, numbers, given_lse)
+        if dx is not None:
+            backward(x, target, given_lse, torch.zeros_like(given_lse), loss, totals=totals, dx=dx)
     if steps.finish is None:
         y, z = rows.loss.view(-1), rows.z
         y = (y if z is None else y + z).to(kind.dtype)
         z = None if z is None else z.to(kind.dtype)
     else:
         y, z = steps.finish(rows.loss, rows.z, totals, target, loss.weight)
-    lse = rows.m + rows.ls if kind.wanted.lse else None
+    lse = rows.m + rows.ls if kind.wanted.lse and given_lse is None else None
     if kind.wanted.z_loss and z is None:
         z = torch.zeros_like(y)
     stats = stats_of(rows, target, loss) if loss.stats else ()
     return (y, lse, z, *stats), rows, totals
 
 
-def losses_of(x: Tensor, target: Tensor, loss: Loss, kind: Kind):
+def losses_of(x: Tensor, target: Tensor, loss: Loss, kind: Kind, lse: Tensor | None = None):
     """`run_steps` of a call that is not kept whole: its steps are, each by itself."""
+    dtype = _dtype_of_rows(loss, kind)
+
+    def rows(given, numbers, given_lse=None):
+        if given_lse is None:
+            return forward(x, target, loss, given.totals, dtype=dtype)
+        return forward_given_lse(x, target, given_lse, loss, dtype)
+
     steps = Steps(
         partial(_totals_step, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None,
-        lambda given, numbers: forward(x, target, loss, given.totals, dtype=_dtype_of_rows(loss, kind)),
+        rows,
         None if loss.reduction == "none" else partial(_finish_step, loss, kind.dtype),
     )
-    return run_steps(steps, x, target, loss, (), kind, None)
+    return run_steps(steps, x, target, loss, (), lse, kind, None)
 
 
 def _dtype_of_rows(loss: Loss, kind: Kind) -> torch.dtype | None:
@@ -117,13 +137,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, target, of_call, how):
         ctx.set_materialize_grads(False)
-        loss, numbers = of_call
+        loss, numbers, lse = of_call
         kind, steps = how
         dx = None
         if kind.at_once:
             dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        results, rows, totals = run_steps(steps, x, target, loss, numbers, kind, dx)
-        ctx.dx, ctx.loss, ctx.multiply = dx, loss, steps.multiply
+        results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
+        ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
         if kind.inplace:
             ctx.mark_dirty(x)
         ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
@@ -147,7 +167,8 @@ class _CrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             if x is None:
                 raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
-            return differentiable_gradient(x, target, loss, dy, dlse, dz), None, None, None
+            given_lse = m if ctx.lse_is_given else None
+            return differentiable_gradient(x, target, loss, dy, dlse, dz, given_lse), None, None, None
         if x is not None and batched(dy, dlse, dz):
             return _one_by_one(x, target, m, ls, loss, dy, dlse, dz), None, None, None
         if x is None:
@@ -164,9 +185,12 @@ differentiated = super(torch.autograd.Function, _CrossEntropy).apply
 
 
 def _states(x, target, loss, m, ls):
-    """m and ls of every row; made again where the gradient was written with the loss, and they were not kept."""
+    """m and ls of every row; made again where the gradient was written with the loss, and they were not kept.
+
+    Where lse is given, m is lse and there is no ls.
+    """
     if m is not None:
-        return m, ls
+        return m, torch.zeros_like(m) if ls is None else ls
     rows = forward(x, target, loss)
     return rows.m, rows.ls
 
@@ -178,16 +202,16 @@ def _one_by_one(x, target, m, ls, loss, dy, dlse, dz):
     return operator(x, target, m, ls, dy, dz, dlse, *loss.operator_arguments())
 
 
-def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz):
+def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz, given_lse=None):
     """The gradient by torch's operations, for a second derivative."""
-    return differentiable_gradients([x], x, target, loss, dy, dlse, dz)[0]
+    return differentiable_gradients([x], x, target, loss, dy, dlse, dz, given_lse)[0]
 
 
-def differentiable_gradients(inputs, logits, target, loss: Loss, dy, dlse, dz) -> tuple[Tensor, ...]:
+def differentiable_gradients(inputs, logits, target, loss: Loss, dy, dlse, dz, given_lse=None) -> tuple[Tensor, ...]:
     """Those of the inputs that logits [n, n_classes] were made of; dy, dlse and dz are of loss, lse and z-loss."""
     y, lse, z = reference.cross_entropy(
         logits, target, reduction=loss.reduction, **loss.reference_arguments(), dtype=arithmetic_of(logits),
-        arithmetic=arithmetic_of(logits),
+        arithmetic=arithmetic_of(logits), lse=given_lse,
     )  # fmt: skip
     pairs = [(y, dy), (lse, dlse), (z, dz)]
     outputs, gradients = zip(*[(o, g.to(o.dtype)) for o, g in pairs if g is not None], strict=True)

@@ -33,6 +33,12 @@ CROSS_ENTROPY = f"(Tensor input, Tensor target, {_LOSS}, {_MORE}) -> {_ROWS}"
 CROSS_ENTROPY_BACKWARD = (
     f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor? dy, Tensor? dz, Tensor? dls, {_LOSS}) -> Tensor"
 )
+_GIVEN_LSE = (
+    'Tensor input, Tensor target, Tensor lse, Tensor? weight=None, int ignore_index=-100, str reduction="mean", '
+    "float? softcap=None, float scale=1.0, ScalarType? dtype=None"
+)
+_GIVEN_LSE_DEFAULTS: tuple[Any, ...] = (None, -100, "mean", None, 1.0, None)
+CROSS_ENTROPY_GIVEN_LSE = f"({_GIVEN_LSE}) -> Tensor"
 _LINEAR = 'int? chunk_size=None, str accumulate="fp32", bool[] gradients=[]'
 _LINEAR_DEFAULTS: tuple[Any, ...] = (None, "fp32", [], False, False, False)
 _RETURNS = "bool return_lse=False, bool return_z_loss=False, bool return_token_stats=False"
@@ -70,6 +76,17 @@ def cross_entropy(input, target, *given):
         (y, _, z, *stats), rows, _ = losses_of(_rows(input), target, loss, kind)
         # Of results, none is a view of another.
         return y.clone(), z.clone(), rows.m, rows.ls, *(stats or _no_stats(rows.m))
+
+
+def cross_entropy_given_lse(input, target, lse, *given):
+    with torch._C.DisableTorchFunction():
+        of_loss, dtype = _of_given_lse(given)
+        loss = _loss(input, False, *of_loss)
+        dtype, lse = dtype or input.dtype, lse.to(arithmetic_of(input)).contiguous()
+        if not on_device(input):
+            return _composed(input, target, loss, dtype, lse)[0]
+        kind = Kind(loss, Wanted(), dtype, False, False)
+        return losses_of(_rows(input), target.contiguous(), loss, kind, lse)[0][0]
 
 
 def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
@@ -129,6 +146,12 @@ def _split(given: tuple, defaults: tuple = (None, False)) -> tuple[tuple, tuple]
     return given[:_N_LOSS], (*more, *defaults[len(more) :])
 
 
+def _of_given_lse(given: tuple) -> tuple[tuple, torch.dtype | None]:
+    """The arguments of `_loss`, and the dtype, of a loss whose lse is given."""
+    weight, ignore_index, reduction, softcap, scale, dtype = (*given, *_GIVEN_LSE_DEFAULTS[len(given) :])
+    return (weight, ignore_index, reduction, 0.0, softcap, scale), dtype
+
+
 def _at_once(x, reduction: str, asked) -> list[bool]:
     """Which gradients are made beside the loss. Of fp16, what loss scaling would have kept would be lost by then."""
     return [bool(each) and reduction != "none" and x.dtype != torch.float16 for each in asked or (False,) * 3]
@@ -145,9 +168,9 @@ def _stats_dtypes(like: Tensor) -> tuple[torch.dtype, ...]:
 # Of torch's operations.
 
 
-def _composed(x, target, loss, dtype):
+def _composed(x, target, loss, dtype, given_lse=None):
     arguments = loss.reference_arguments() | {"arithmetic": arithmetic_of(x)}
-    y, lse, z = reference.cross_entropy(x, target, reduction=loss.reduction, dtype=dtype, **arguments)
+    y, lse, z = reference.cross_entropy(x, target, reduction=loss.reduction, dtype=dtype, lse=given_lse, **arguments)
     stats = reference.token_stats(x, target, **arguments) if loss.stats else _no_stats(lse)
     return y, z, lse, torch.zeros_like(lse), *stats
 
@@ -208,6 +231,12 @@ def fake_cross_entropy(input, target, *given):
     return y, z, m, ls, *_fake_stats(m, n, stats)
 
 
+def fake_given_lse(input, target, lse, *given):
+    of_loss, dtype = _of_given_lse(given)
+    shape = [input.shape[0]] if _reduction(of_loss) == "none" else []
+    return input.new_empty(shape, dtype=dtype or input.dtype)
+
+
 def fake_backward(input, *given):
     return input.new_empty(input.shape)
 
@@ -262,6 +291,25 @@ def cross_entropy_gradient(ctx, dy, dz, dm, dls, *_):
         else:
             operator = torch.ops.fused_softmax.cross_entropy_backward.default
             dx = operator(input, target, m, ls, dy, dz, dls, weight, *ctx.given)
+    return (dx, *[None] * (len(ctx.needs_input_grad) - 1))
+
+
+def save_given_lse(ctx, inputs, output):
+    input, target, lse, *given = inputs
+    of_loss, _ = _of_given_lse(tuple(given))
+    ctx.given = of_loss[1:]
+    ctx.save_for_backward(input, target, lse, of_loss[0])
+
+
+def given_lse_gradient(ctx, dy):
+    """exp(z - lse), less 1 at the target: that of a whole row's loss with m = lse and ls = 0."""
+    input, target, lse, weight = ctx.saved_tensors
+    dx, lse = None, lse.detach().to(arithmetic_of(input))
+    if ctx.needs_input_grad[0] and torch.is_grad_enabled():
+        dx = differentiable_gradient(input, target, _loss(input, False, weight, *ctx.given), dy, None, None, lse)
+    elif ctx.needs_input_grad[0]:
+        operator = torch.ops.fused_softmax.cross_entropy_backward.default
+        dx = operator(input, target, lse, torch.zeros_like(lse), dy, None, None, weight, *ctx.given)
     return (dx, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
