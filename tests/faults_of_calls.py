@@ -72,6 +72,17 @@ CALLS = (
         "test_calls.py::test_losses_that_differ_are_kept_apart",
     ),
     of(
+        "calls", "a-tensor-given-twice", "ops/cross_entropy_calls.py",
+        "apart = None if dx is x else dx", "apart = dx",
+        "test_calls.py::test_rows_whose_gradient_is_written_over_them_are_found",
+    ),
+    of(
+        "calls", "lse-of-the-call-before", "ops/cross_entropy_given_lse.py",
+        "launched(*picked(arranged(given, lse, rows.loss))",
+        "launched(*picked(arranged(given, tensors[4], rows.loss))",
+        "test_calls.py::test_a_repeated_call_decides_nothing[cross_entropy, given lse, mean]",
+    ),
+    of(
         "calls", "another-size-runs-the-old-one", "launch.py", "            scalars[i] = value", "            continue",
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
@@ -192,18 +203,44 @@ OPS = (
         "test_scores.py::test_special_values", "test_backward.py::test_scores",
     ),
     of(
-        "ops", "upstream-gradient-left-out", "ops/cross_entropy.py", "ctx.multiply(dx, dy)", "ctx.multiply",
+        "ops", "upstream-gradient-left-out", "ops/cross_entropy_steps.py", "ctx.multiply(dx, dy)", "ctx.multiply",
         "test_cross_entropy.py::test_public",
     ),
     of(
-        "ops", "a-second-backward-of-what-was-given", "ops/cross_entropy.py", "dx, ctx.dx = ctx.dx, None",
+        "ops", "a-second-backward-of-what-was-given", "ops/cross_entropy_steps.py",
+        "dx, ctx.dx = ctx.dx, None",
         "dx = ctx.dx",
         "test_cross_entropy.py::test_a_second_backward_and_a_changed_first_gradient",
     ),
     of(
-        "ops", "bias-of-the-first-chunk", "ops/linear_cross_entropy.py",
+        "ops", "bias-of-the-first-chunk", "ops/linear_by_rows.py",
         "db if self.db is None else self.db.add_(db)", "db if self.db is None else self.db",
         "test_linear_cross_entropy.py::test_loss_and_gradients_by_chunks",
+    ),
+    of(
+        "ops", "chunks-of-other-parts", "ops/linear_by_rows.py",
+        "if len({rows.loss.shape[1] for rows in found}) > 1:", "if not found:",
+        "test_linear_cross_entropy.py::test_a_short_last_chunk_whose_rows_are_split_otherwise",
+    ),
+    of(
+        "ops", "lse-of-rows-left-out", "ops/linear_cross_entropy.py",
+        "of_kept.new_zeros(n).index_put", "of_kept.new_ones(n).index_put",
+        "test_linear_outputs.py::test_rows_that_do_not_count_and_their_gradients",
+    ),
+    of(
+        "ops", "gradient-of-lse-left-out", "ops/linear_cross_entropy.py",
+        "alone = dlse is None and dz is None", "alone = True",
+        "test_linear_outputs.py::test_by_rows",
+    ),
+    of(
+        "ops", "given-lse-with-a-sum", "ops/cross_entropy_steps.py",
+        "torch.zeros_like(m) if ls is None else ls", "torch.ones_like(m) if ls is None else ls",
+        "test_loss_given_lse.py::test_loss_and_gradient",
+    ),
+    of(
+        "ops", "given-lse-made-anew", "reference.py",
+        "(lse + (p - p.detach()).sum(-1))", "(lse + p.sum(-1))",
+        "test_loss_given_lse.py::test_the_reference_is_the_formula",
     ),
     of(
         "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return self",
@@ -276,6 +313,11 @@ REGISTER = (
     of(
         "register", "composed-gradient-at-the-target", "register/loss_rules.py", "-b.unsqueeze(-1)", "b.unsqueeze(-1)",
         "test_library_losses.py::test_where_there_are_no_kernels_they_are_made_of_torchs_operations",
+    ),
+    of(
+        "register", "gradients-at-once-of-the-loss-alone", "register/loss_rules.py",
+        "elif alone and ctx.at_once and all(", "elif ctx.at_once and all(",
+        "test_linear_outputs.py::test_compiled_it_is_one_operator",
     ),
     of(
         "register", "gradients-of-half-precision-at-once", "register/loss_rules.py",

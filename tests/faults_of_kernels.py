@@ -105,6 +105,27 @@ KERNELS = (
         "test_scores.py::test_causal_rows_of_every_length",
     ),
     of(
+        "kernels", "entropy-of-parts-not-moved", "kernels/losses.py",
+        "(u + tl.where(s > 0.0, m_part - m, 0.0) * s) * fade", "u * fade",
+        "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
+        "test_cross_entropy.py::test_losses_alone",
+    ),
+    of(
+        "kernels", "the-likeliest-class-of-any-part", "kernels/loss_transposed.py",
+        "tl.where(m_part == m, tl.load(found_ptr + at), NO_COLUMN)", "tl.load(found_ptr + at)",
+        "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
+    ),
+    of(
+        "kernels", "lse-without-its-sum", "kernels/loss_transposed.py",
+        "tl.store(lse_ptr + token, m + ls", "tl.store(lse_ptr + token, m",
+        "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
+    ),
+    of(
+        "kernels", "given-lse-of-one-row-for-all", "kernels/loss_given_lse.py",
+        "lse = tl.load(lse_ptr + row)", "lse = tl.load(lse_ptr + row * 0)",
+        "test_loss_given_lse.py::test_loss_and_gradient",
+    ),
+    of(
         "kernels", "sum-of-logits-not-moved", "kernels/loss_transposed.py",
         "wz -= w * tl.where(m == NEG_INF", "wz += w * tl.where(m == NEG_INF",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_softmax
 from fused_softmax import calls
+from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.options import Loss
 from fused_softmax.plan import RowPlan
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -147,6 +149,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "z-loss": {"lse_square_scale": lambda n, seed: 1e-3 + 1e-4 * seed},
     "lse": {"return_lse": True},
     "statistics": {"return_token_stats": True},
+    "given lse": {"lse": lambda n, seed: rand(n, seed=seed + 7) + 8},
+    "given lse, weight": {
+        "lse": lambda n, seed: rand(n, seed=seed + 7) + 8, "softcap": lambda n, seed: 5.0 + seed,
+        "weight": lambda n, seed: rand(70, seed=seed + 3).abs() + 0.1,
+    },
     "dtype": {"of": BF16, "dtype": FP32},
     "fp16": {"of": FP16},
     "fp64": {"of": FP64, "scale": lambda n, seed: 0.5 + seed},
@@ -210,6 +217,7 @@ KINDS |= {
     for name, reduction, grad in product(LOSSES, ("mean", "sum", "none"), (False, True))
 }
 KINDS["cross_entropy, inplace"] = of_loss("plain", "mean", True, inplace)
+KINDS["cross_entropy, given lse, inplace"] = of_loss("given lse", "mean", True, inplace)
 KINDS |= {
     f"torch.{function}, enabled{', gradient' if grad else ''}": of_scores(
         function, "plain", grad, within(getattr(torch, function))
@@ -333,6 +341,21 @@ def test_what_is_kept_holds_no_tensor(name, little_to_collect, device):
     while any(ref() is not None for ref in gone) and time.monotonic() < until:
         time.sleep(0.01)
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_rows_whose_gradient_is_written_over_them_are_found(device, monkeypatch):
+    """A guard takes no tensor twice, so every chunk of linear_cross_entropy was prepared anew."""
+
+    def call():
+        x, target = rand(3, 40).to(device), torch.tensor([3, -100, 39], device=device)
+        rows = losses.forward(x, target, Loss(reduction="sum"), dx=x)
+        logits = rand(3, 40).to(device)
+        return rows.loss, x, losses.backward(logits, target, rows.m, rows.ls, Loss(reduction="sum"), dx=logits)
+
+    first = call()
+    monkeypatch.setattr(losses, "prepare", None)
+    same(call(), first)
+    torch.testing.assert_close(first[1], first[2])
 
 
 # Calls that differ.
@@ -481,6 +504,27 @@ def test_losses_that_differ_are_kept_apart(device):
         "row stride": lambda: of(padded(x), target), "transposed": lambda: of(x.T.contiguous().T, target),
         "statistics": lambda: tuple(of(x, target, return_token_stats=True).token_stats),
         "one row": lambda: of(x[0], target[0]), "no rows": lambda: of(x[:0], target[:0]),
+    }  # fmt: skip
+    lse, lses = (rand(n, seed=5).to(device) + 8 for n in (4, 5))
+    variants |= {
+        "given lse": lambda: of(x, target, lse=lse),
+        "given lse, requires grad": lambda: of(leaf, target, lse=lse),
+        "given another lse": lambda: of(x, target, lse=lse + 1),
+        "given lse of fp64": lambda: of(x, target, lse=lse.double()),
+        "given lse of bf16": lambda: of(x, target, lse=lse.bfloat16()),
+        "given lse off 16 bytes": lambda: of(x, target, lse=at(lse, 1)),
+        "given lse with a gradient": lambda: of(x, target, lse=lse.clone().requires_grad_()),
+        "given lse strided": lambda: of(x, target, lse=lse.repeat_interleave(2)[::2]),
+        "given lse of integers": lambda: of(x, target, lse=lse.long()),
+        "given lse, too few": lambda: of(x, target, lse=lse[:3]),
+        "given lse, weight": lambda: of(x, target, weight, lse=lse),
+        "given lse that is no tensor": lambda: of(x, target, lse=8.0),
+        "given lse, returned": lambda: of(x, target, lse=lse, return_lse=True),
+        "given lse, smoothing": lambda: of(x, target, lse=lse, label_smoothing=0.1),
+        "given lse, scale": lambda: of(x, target, lse=lse, scale=0.5),
+        "given lse, none": lambda: of(x, target, lse=lse, reduction="none"),
+        "given lse of five rows": lambda: of(five, fives, lse=lses),
+        "given lse of five rows, too few": lambda: of(five, fives, lse=lse),
     }  # fmt: skip
     variants |= {mode: under(context, variants["requires grad"]) for mode, context in MODES.items()}
     check_apart(variants)

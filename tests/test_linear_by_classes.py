@@ -9,6 +9,7 @@ from conftest import peaked
 from losses import wanted
 from products import pairwise
 from test_cross_entropy import OPTIONS, named
+from test_losses_fuzz import check_statistics
 
 from fused_softmax import linear_cross_entropy, reference
 from fused_softmax.ops import linear_by_classes as by_classes
@@ -120,7 +121,7 @@ def test_losses_and_gradients_of_transposed_logits(
     weight = options.get("weight")
     if weight is not None:
         options["weight"] = weight.to(FP64 if dtype == FP64 else FP32)
-    loss = Loss(reduction="mean" if mean else "sum", **options)
+    loss = Loss(reduction="mean" if mean else "sum", stats=not mean, **options)
     totals = totals_of(target, loss, n_classes, FP64 if dtype == FP64 else FP32) if mean else None
     tokens = by_classes.Tokens(x, target, loss, totals, n_classes)
     tokens.make_room(list(sizes))
@@ -132,7 +133,7 @@ def test_losses_and_gradients_of_transposed_logits(
         tokens.read(block, first)
         blocks.append(block)
         first += size
-    losses, z = tokens.finish()
+    rows, lse = tokens.finish(with_lse=True)
     first = 0
     for block in blocks:
         tokens.write_gradient(block, first)
@@ -140,8 +141,11 @@ def test_losses_and_gradients_of_transposed_logits(
     scale = options.pop("scale", 1.0)
     held = wanted(x, target, "mean" if mean else "sum", scale=scale, **options)
     of_rows = wanted(x, target, "none", scale=scale, **options)
-    of_rows.check("loss", losses if z is None else losses + z)
+    of_rows.check("loss", rows.loss if rows.z is None else rows.loss + rows.z)
+    of_rows.check("lse", lse)
     held.check("dx", torch.cat(blocks).t())
+    if not mean:
+        check_statistics(rows.entropy, rows.predicted, x, of_rows, {"scale": scale, "softcap": None} | options)
 
 
 LAYERS = {  # tokens, classes, features, chunk_size

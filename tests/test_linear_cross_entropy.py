@@ -9,7 +9,8 @@ from products import pairwise
 from test_cross_entropy import OPTIONS, named
 
 from fused_softmax import linear_cross_entropy, reference
-from fused_softmax.ops.linear_cross_entropy import linear_of
+from fused_softmax.ops import cross_entropy_calls
+from fused_softmax.ops.linear_by_rows import linear_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -51,6 +52,26 @@ def test_loss_and_gradients_by_chunks(dtype, reduction, options, device):
                 least = 0 if dtype == torch.float64 else 1e-7
                 allowed = 8 * torch.finfo(dtype).eps * want.abs().max() + least
                 assert (found.double() - want).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_short_last_chunk_whose_rows_are_split_otherwise(reduction, device, monkeypatch):
+    """Smoothing sums logits part by part, and losses in 8 parts and in 32 could not be joined."""
+    forward = cross_entropy_calls.forward
+
+    def in_parts(logits, *rest):
+        rows = forward(logits, *rest)
+        return rows._replace(loss=rows.loss.expand(-1, len(logits)) / len(logits))
+
+    monkeypatch.setattr(cross_entropy_calls, "forward", in_parts)
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=generator).to(device).requires_grad_() for shape in ((5, 4), (300, 4)))
+    target = torch.tensor([3, -100, 299, 70, 128], device=device)
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    found = linear_cross_entropy(x, w, target, chunk_size=3, **options)
+    expected = F.cross_entropy(F.linear(x, w), target, **options)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, (x, w)) for each in (found, expected)), rtol=1e-5, atol=1e-5)
 
 
 BAD = {

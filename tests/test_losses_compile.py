@@ -10,6 +10,7 @@ from products import pairwise
 from fused_softmax import calls
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import linear_by_classes as by_classes
+from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse
 from fused_softmax.options import Loss
 
 pytestmark = pytest.mark.compiles
@@ -63,8 +64,8 @@ def test_losses_of_transposed_logits(target, dtype, kind):
     """Of any number of tokens: a row of logits is a whole number of vectors."""
     arithmetic = torch.float64 if dtype == torch.float64 else FP32
     how = {name: value for each in KINDS.values() for name, value in each.items()} if kind == "all" else KINDS[kind]
-    loss = Loss(**how | ({"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}))
-    n_tokens = 501
+    weight = {"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}
+    loss, n_tokens = Loss(stats=kind == "all", **how | weight), 501
     x, targets = torch.empty(n_tokens, 64, dtype=dtype), torch.zeros(n_tokens, dtype=torch.int64)
 
     def run():
@@ -76,13 +77,24 @@ def test_losses_of_transposed_logits(target, dtype, kind):
         tokens.write_gradient(logits, 0)
 
     found = binaries(target, run)
-    assert found.keys() == {"_token_states", "_token_losses", "_token_gradient"}
+    of_stats = ("_token_stats", "_merge_token_stats") if loss.stats else ()
+    assert found.keys() == {"_token_states", "_token_losses", "_token_gradient", *of_stats}
     for name, binary in found.items():
         assert binary.stack_bytes == 0, name
-        if target != "gfx942" and name != "_token_losses":
+        if target != "gfx942" and name not in ("_token_losses", "_merge_token_stats"):
             assert max(binary.load_widths) == 16, name
         if target != "gfx942" and name == "_token_gradient":
             assert set(binary.store_widths) == {16}, name
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("kind", ["plain", "softcap"])
+def test_losses_of_which_lse_is_given(target, kind):
+    """A row is 8 bytes of a target, 4 of its lse and a logit."""
+    x, targets, lse = torch.empty(512, 32000, dtype=BF16), torch.zeros(512, dtype=torch.int64), torch.ones(512)
+    loss = Loss(weight=torch.ones(32000), **KINDS[kind])
+    (binary,) = binaries(target, lambda: forward_given_lse(x, targets, lse, loss, None)).values()
+    assert binary.stack_bytes == 0
 
 
 @pytest.mark.parametrize("n", [1, 5, 4096])

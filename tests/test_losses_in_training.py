@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax.ops import linear_by_rows
 from fused_softmax.ops import linear_cross_entropy as linear_ops
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -182,7 +183,7 @@ def test_under_autocast_the_loss_is_fp32_and_the_layer_bf16(as_on_a_gpu, monkeyp
 
     monkeypatch.setattr(linear_ops, "forward", watched)
     monkeypatch.setattr(
-        linear_ops, "add_product", lambda total, a, b, dtype: (a.to(dtype) @ b.to(dtype)) + (total or 0)
+        linear_by_rows, "add_product", lambda total, a, b, dtype: (a.to(dtype) @ b.to(dtype)) + (total or 0)
     )
     x, w, bias, target = tensors("cpu")
     loss = linear_cross_entropy(x, w, target, linear_bias=bias)
@@ -192,11 +193,16 @@ def test_under_autocast_the_loss_is_fp32_and_the_layer_bf16(as_on_a_gpu, monkeyp
     assert [each.dtype for each in gradients] == [torch.float32] * 3
     logits = F.linear(*(each.bfloat16() for each in (x, w, bias)))
     torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target), rtol=1e-5, atol=1e-5)
+    lse = linear_cross_entropy(x, w, target, linear_bias=bias, return_lse=True).lse
+    assert lse.dtype == torch.float32
     half = logits.detach().requires_grad_()
     of_logits = cross_entropy(half, target)
     assert of_logits.dtype == torch.float32
     assert torch.autograd.grad(of_logits, half)[0].dtype == torch.bfloat16
     assert cross_entropy(half, target, dtype=torch.bfloat16).dtype == torch.bfloat16
+    given = cross_entropy(half, target, lse=lse)
+    torch.testing.assert_close(given, loss)
+    assert torch.autograd.grad(given, half)[0].dtype == torch.bfloat16
     assert cross_entropy(half.double(), target).dtype == torch.float64
 
 

@@ -147,8 +147,8 @@ def test_a_loss_refuses_what_its_function_has_not():
             make(temperature=2.0)
     with pytest.raises(TypeError, match="cross_entropy has no argument 'chunk_size'"):
         nn.CrossEntropyLoss(chunk_size=4)
-    with pytest.raises(TypeError, match="linear_cross_entropy has no argument 'return_lse'"):
-        nn.LinearCrossEntropyLoss(3, 4, return_lse=True)
+    with pytest.raises(TypeError, match="linear_cross_entropy has no argument 'inplace_backward'"):
+        nn.LinearCrossEntropyLoss(3, 4, inplace_backward=True)
     with pytest.raises(ValueError, match="reduction"):
         nn.LinearCrossEntropyLoss(3, 4, reduction="avg")(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
 

@@ -60,14 +60,24 @@ def loss_samples():
             (x, target, weight, -100, "sum", 0.1, 5.0, 2.0, 0.1, FP64, True),
             (x, target, None, *second, BF16),
         ],
+        "cross_entropy_given_lse": [
+            (x, target, m + ls + 0.5),
+            (x, target, (m + ls).double(), weight, -100, "sum", 5.0, 2.0, FP64),
+            (x, target, m + ls, None, -100, "none", None, -0.5, BF16),
+        ],
         "cross_entropy_backward": [
             (x, target, m, ls, dy, None, None),
             (x, target, m, ls, None, rows, rows, weight, *second[:2]),
         ],
         "linear_cross_entropy": [
             (hidden, w, target, b, *of_linear), (hidden, w, target, None, None, -100, "none"),
+            (hidden, w, target, b, *of_linear, True, True, True),
+            (hidden, w, target, b, weight, *second, None, "input", [True] * 3, True, False, True),
         ],
-        "linear_cross_entropy_backward": [(dy.detach(), *layer[:2], target, layer[2], *of_linear)],
+        "linear_cross_entropy_backward": [
+            (dy.detach(), *layer[:2], target, layer[2], *of_linear),
+            (dy.detach(), *layer[:2], target, layer[2], *of_linear, rows.detach(), dy.detach()),
+        ],
     }  # fmt: skip
 
 

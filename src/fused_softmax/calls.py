@@ -162,6 +162,7 @@ _WITH_VALUES_OF_ROWS = {
     "cross_entropy",
     "aten::cross_entropy",
     "losses",
+    "losses_given_lse",
     "loss_gradient",
     "finish",
     "logsumexp_backward",

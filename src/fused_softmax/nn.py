@@ -74,6 +74,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     weight, ignore_index, reduction, label_smoothing: torch's arguments.
     softcap, scale, lse_square_scale, return_lse, return_z_loss, return_token_stats, inplace_backward, dtype: arguments
         of the function, passed in every call.
+    A call takes the logits, the target and, by keyword, the function's lse.
 
     >>> CrossEntropyLoss(label_smoothing=0.1)(logits, target)
     """
@@ -89,10 +90,13 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.options = _known(options, cross_entropy)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, target: Tensor, *, lse: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
         return cross_entropy(
-            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, **self.options
-        )
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, lse=lse,
+            **self.options,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -133,7 +137,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
         self.options = _known(options, linear_cross_entropy)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         return linear_cross_entropy(
             input, self.linear_weight, target, linear_bias=self.linear_bias, weight=self.weight,
             reduction=self.reduction, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
@@ -147,9 +151,13 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
 
 def _known(options: dict[str, Any], function: Callable) -> dict[str, Any]:
-    """options, if all of them are keyword-only arguments of function. Raises TypeError otherwise."""
+    """options, if all of them are keyword-only arguments of function; but its lse, which belongs to one call.
+
+    Raises TypeError otherwise.
+    """
     kinds = inspect.signature(function).parameters.values()
-    unknown = options.keys() - {each.name for each in kinds if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    known = {each.name for each in kinds if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name != "lse"}
+    unknown = options.keys() - known
     if unknown:
         raise TypeError(f"{function.__name__} has no argument {sorted(unknown)[0]!r}")
     return options

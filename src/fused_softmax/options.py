@@ -309,6 +309,28 @@ def loss_of(
     )  # fmt: skip
 
 
+def check_lse(name: str, lse: Any, target: Tensor, loss: Loss) -> None:
+    """Raise an error that names the argument where an lse does not fit targets of class indices, or the loss."""
+    if not isinstance(lse, Tensor):
+        raise TypeError(f"{name}: lse must be a Tensor, not {type(lse).__name__}")
+    if lse.is_nested or lse.layout != torch.strided:
+        raise RuntimeError(f"{name}: lse must be a dense strided tensor, got {lse.layout}")
+    if not lse.is_floating_point():
+        raise TypeError(f"{name}: lse must be of a float dtype, got {lse.dtype}")
+    if target.is_floating_point():
+        raise ValueError(f"{name}: lse takes targets of class indices, got probabilities")
+    if lse.shape != target.shape:
+        raise ValueError(f"{name}: lse must have the targets' shape {tuple(target.shape)}, got {tuple(lse.shape)}")
+    if lse.device != target.device:
+        raise RuntimeError(f"{name}: lse must be on the input's device {target.device}, got {lse.device}")
+    whole = {
+        "label_smoothing": loss.smooth, "lse_square_scale": loss.lse_square_scale, "return_token_stats": loss.stats,
+    }  # fmt: skip
+    for argument, asked in whole.items():
+        if asked:
+            raise ValueError(f"{name}: {argument} takes whole rows, and lse= is of longer ones")
+
+
 def _broadcast(name: str, argument: str, tensor: Tensor, input: Tensor, shape: tuple[int, ...]) -> Tensor:
     """tensor, on the input's device: as for torch's operators, one without dims may come from the CPU."""
     if tensor.is_nested or tensor.layout != torch.strided:

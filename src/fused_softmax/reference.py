@@ -72,6 +72,7 @@ def cross_entropy(
     lse_square_scale: float = 0.0,
     dtype: torch.dtype | None = None,
     arithmetic: torch.dtype = torch.float64,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, z-loss) of fused_softmax.cross_entropy of torch's operations; a target that is no class gives NaN."""
     result = input.dtype if dtype is None else dtype
@@ -81,8 +82,13 @@ def cross_entropy(
     class_dim = 0 if z.ndim == 1 else 1
     z = z.movedim(class_dim, -1)
     n_classes = z.shape[-1]
-    lse = torch.logsumexp(z, -1)
-    log_p = torch.log_softmax(z, -1)
+    if lse is None:
+        lse = torch.logsumexp(z, -1)
+        log_p = torch.log_softmax(z, -1)
+    else:  # that of longer rows: its value stays as it is given, and its derivative by z is p
+        lse = lse.detach().to(arithmetic)
+        p = torch.exp(z - lse.unsqueeze(-1))
+        log_p = z - (lse + (p - p.detach()).sum(-1)).unsqueeze(-1)
     weights = torch.ones(n_classes, dtype=arithmetic, device=z.device) if weight is None else weight.to(arithmetic)
     z_loss = lse_square_scale * lse.square()
     if target.is_floating_point():
@@ -113,14 +119,17 @@ def cross_entropy(
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     dtype: torch.dtype | None = None, arithmetic: torch.dtype = torch.float64, **arguments,
-) -> Tensor:  # fmt: skip
-    """fused_softmax.linear_cross_entropy likewise, all logits at once. arguments: `cross_entropy`'s."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, lse, z-loss) of fused_softmax.linear_cross_entropy likewise, all logits at once.
+
+    arguments: `cross_entropy`'s.
+    """
     bias = None if linear_bias is None else linear_bias.to(arithmetic)
     z = torch.nn.functional.linear(input.to(arithmetic), linear_weight.to(arithmetic), bias)
     if z.ndim > 2:
         z = z.movedim(-1, 1)
         target = target.movedim(-1, 1) if target.is_floating_point() else target
-    return cross_entropy(z, target, dtype=dtype or input.dtype, arithmetic=arithmetic, **arguments)[0]
+    return cross_entropy(z, target, dtype=dtype or input.dtype, arithmetic=arithmetic, **arguments)
 
 
 def token_stats(

@@ -1,7 +1,8 @@
 """The losses of tokens by transposed logits [classes, tokens], one block of classes after another, and their gradient.
 
 Traffic: the losses read the logits once (MN), and the gradient, which is written over them, reads them a second time
-(2MN). A program has a tile of tokens in one part of a block's classes; a kernel of its own merges the parts' states.
+(2MN). Token statistics read them once more, by a kernel of their own. A program has a tile of tokens in one part of a
+block's classes; a kernel of its own merges the parts' states.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.losses import (
+    faded_terms,
     gradient_of_logits,
     logit_of_target,
     logits_of,
@@ -17,12 +19,22 @@ from fused_softmax.kernels.losses import (
     per_row,
     shares_of,
     store_losses,
+    store_stats,
     target_of,
     weight_total,
     weights_at,
     zero_of,
 )
-from fused_softmax.kernels.state import NEG_INF, exp_at, hold_all, log_sum_of, origin_of, scores_of, weight_of
+from fused_softmax.kernels.state import (
+    NEG_INF,
+    NO_COLUMN,
+    exp_at,
+    hold_all,
+    log_sum_of,
+    origin_of,
+    scores_of,
+    weight_of,
+)
 
 
 class TokenPart(NamedTuple):
@@ -92,10 +104,38 @@ def _token_states(
             tl.store(w_ptr + n_read + P.part, tl.sum(tl.sum(w, axis=1), axis=0))
 
 
+@triton.jit(do_not_specialize=["first", "n_classes", "padded", "part_classes", "n_read"])
+def _token_stats(
+    x_ptr, numbers_ptr, m_ptr, u_ptr, found_ptr, first, n_classes, padded, part_classes, n_read, factor, hidden, cap,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The entropy_terms u and the first likeliest class of one part of a block, whose m is there already."""
+    BLOCK_CLASSES: tl.constexpr = K.block_cols
+    BLOCK_TOKENS: tl.constexpr = K.block_tokens
+    PIECES: tl.constexpr = K.pieces
+    P = part_of(n_classes, padded, part_classes, K)
+    N = numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K)
+    at_part = (n_read + P.part) * P.stride + P.token
+    m = tl.load(m_ptr + at_part, mask=P.on, other=0.0)
+    scale, base = origin_of(m, K.ptx)
+    x_ptr += P.token
+    u = tl.zeros([BLOCK_CLASSES, BLOCK_TOKENS], K.state_dtype)
+    found = tl.full([BLOCK_CLASSES, BLOCK_TOKENS], NO_COLUMN, tl.int32)
+    for at in range(P.start, P.stop, PIECES * BLOCK_CLASSES):
+        x = load_finished(x_ptr, at, P, hidden, N, K)
+        for p in tl.static_range(PIECES):
+            row = classes_of(p, K)
+            z = scores_of(x[p], N.factor, K)
+            u += tl.where(z == NEG_INF, 0.0, exp_at(z, scale, base, K.ptx) * (z - m))
+            found = tl.minimum(found, tl.where((z == m) & (row < P.stop - at), first + at + row, NO_COLUMN))
+    tl.store(u_ptr + at_part, tl.sum(u, axis=0)[None, :], mask=P.on)
+    tl.store(found_ptr + at_part, tl.min(found, axis=0)[None, :], mask=P.on)
+
+
 @triton.jit(do_not_specialize=["n_parts", "n_classes", "n_tokens", "padded", "ignore_index"])
 def _token_losses(
     target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr, z_t_ptr, m_ptr, s_ptr, wz_ptr, w_ptr,
-    loss_ptr, z_ptr, shares_ptr, place_ptr,
+    loss_ptr, z_ptr, lse_ptr, shares_ptr, place_ptr,
     n_parts, n_classes, n_tokens, padded, ignore_index, factor, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
     """The losses of tokens by the states of all parts, K.lanes of them at a time, and what their gradients take."""
@@ -129,6 +169,8 @@ def _token_losses(
     if K.smooth:
         wz += w_total * (tl.where(m == NEG_INF, 0.0, m) - zero_of(z_t))
     store_losses(loss_ptr, z_ptr, token, live, m, ls, z_t, T, wz, w_total, n_classes, N, K)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token, m + ls, mask=live)
     g, g_z = per_row(totals_ptr, K)
     D = shares_of(m + ls, T.w, w_total, g, g_z, n_classes, N, K)
     tl.store(shares_ptr + token, m, mask=live)
@@ -136,6 +178,32 @@ def _token_losses(
     tl.store(shares_ptr + 2 * stride + token, tl.where(T.kept, D.b, 0.0), mask=live)
     tl.store(shares_ptr + 3 * stride + token, tl.where(T.kept, D.u, 0.0), mask=live)
     tl.store(place_ptr + token, tl.where(T.kept, T.t, tl.where(T.wrong, -1, -2)).to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_classes", "n_tokens", "padded"])
+def _merge_token_stats(
+    m_ptr, s_ptr, u_ptr, found_ptr, entropy_ptr, predicted_ptr, n_parts, n_classes, n_tokens, padded, K: tl.constexpr
+):
+    """The entropy of tokens and their likeliest class by all parts."""
+    BLOCK_TOKENS: tl.constexpr = K.block_tokens
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    live = token < n_tokens
+    token = tl.minimum(token, n_tokens - 1)
+    stride = padded.to(tl.int64)
+    m = tl.full([BLOCK_TOKENS], NEG_INF, K.state_dtype)
+    for part in range(0, n_parts):
+        m = tl.maximum(m, tl.load(m_ptr + part * stride + token))
+    s = tl.zeros([BLOCK_TOKENS], K.state_dtype)
+    u = tl.zeros([BLOCK_TOKENS], K.state_dtype)
+    found = tl.full([BLOCK_TOKENS], NO_COLUMN, tl.int32)
+    for part in range(0, n_parts):
+        at = part * stride + token
+        m_part, s_part = tl.load(m_ptr + at), tl.load(s_ptr + at)
+        fade = weight_of(m_part, m, K.ptx)
+        u += faded_terms(tl.load(u_ptr + at), s_part, m_part, m, fade)
+        s += s_part * fade
+        found = tl.minimum(found, tl.where(m_part == m, tl.load(found_ptr + at), NO_COLUMN))
+    store_stats(entropy_ptr, predicted_ptr, token, live, log_sum_of(m, s, K.ptx), s, u, found, n_classes)
 
 
 @triton.jit(do_not_specialize=["first", "n_classes", "padded", "part_classes"])

@@ -7,68 +7,21 @@ none reads them twice and writes once (3MN); without a gradient they are read on
 
 import os
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.ops.cross_entropy_calls import (
-    LossRows,
-    backward,
-    counts_targets,
-    finish,
-    forward,
-    given_of,
-    prepare_finish,
-    prepare_losses,
-    prepare_multiply,
-    prepare_totals,
-    totals_of,
-)
-from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, kind_of_scale, loss_of
-from fused_softmax.route import Route, batched, dtype_under_autocast, needs_grad, route_of
+from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
+from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted, output_of
+from fused_softmax.ops.cross_entropy_steps import Kind, Steps, differentiated, prepare_steps, run_steps
+from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
+from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of
 
 _LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
 _CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
-
-
-class TokenStats(NamedTuple):
-    """Of every target, in their shape and without gradients; 0 and False where it is ignored.
-
-    Its loss, the entropy of its row in nats, the likeliest class, and whether that is the target.
-    """
-
-    loss: Tensor
-    entropy: Tensor
-    predicted: Tensor
-    correct: Tensor
-
-
-class CrossEntropyOutput(NamedTuple):
-    """The loss, and what else was asked for; None for the rest."""
-
-    loss: Tensor
-    lse: Tensor | None = None
-    z_loss: Tensor | None = None
-    token_stats: TokenStats | None = None
-
-
-class Wanted(NamedTuple):
-    """What a call returns beside its loss, and how."""
-
-    lse: bool = False
-    z_loss: bool = False
-    stats: bool = False
-    inplace: bool = False
-    dtype: torch.dtype | None = None
-
-    @property
-    def beside(self) -> bool:
-        """Whether more than the loss is returned."""
-        return self.lse or self.z_loss or self.stats
 
 
 def cross_entropy(
@@ -87,6 +40,7 @@ def cross_entropy(
     return_token_stats: bool = False,
     inplace_backward: bool = False,
     dtype: torch.dtype | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """torch.nn.functional.cross_entropy, with the same results, and more that training asks for.
 
@@ -108,6 +62,14 @@ def cross_entropy(
     inplace_backward: with mean or sum, writes the gradient over the logits and allocates nothing; they are then lost to
         everybody, and there is one backward and no second derivative. Compiled code allocates it all the same.
     dtype: of the loss; the input's if None, as torch. float32 keeps the loss of half precision logits exact.
+    lse: the log-sum-exp of longer rows, of which the input is a part (sampled classes, or a shard of them), in the
+        targets' shape and a float dtype. The loss is lse - z of the target, and its gradient exp(z - lse), less 1 at
+        the target. lse is a constant: it gets no gradient, and a second derivative holds it. The loss reads the
+        targets' logits alone, and the gradient is made in the backward pass. A target that is not among the input's
+        classes has to be ignored, and its row gets no gradient. return_lse returns the given lse.
+
+    With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError: they take more
+    of the row.
 
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises TypeError, ValueError or RuntimeError as torch for arguments that do not fit, naming the argument.
@@ -120,12 +82,15 @@ def cross_entropy(
         (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype),
     )  # fmt: skip
     if options is not None:
-        call = find("cross_entropy", options, input, target, weight)
+        if lse is None:
+            call = find("cross_entropy", options, input, target, weight)
+        else:
+            call = find("cross_entropy", options, input, target, weight, lse)
         if call is not None:
-            return call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale)
+            return call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, lse)
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
     numbers = label_smoothing, softcap, scale, lse_square_scale
-    return _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, options)
+    return _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options)
 
 
 def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
@@ -147,7 +112,7 @@ def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_sq
     return ignore_index, reduction, wanted, kind
 
 
-def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, options):
+def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options):
     name = "cross_entropy"
     label_smoothing, softcap, scale, lse_square_scale = numbers
     if not isinstance(input, Tensor):
@@ -160,20 +125,23 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         name, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
         lse_square_scale, wanted.dtype, wanted.stats,
     )  # fmt: skip
+    if lse is not None:
+        check_lse(name, lse, target, loss)
     result_dtype = dtype_under_autocast(input, wanted.dtype)
-    tensors = [each for each in (input, target, weight) if each is not None]
+    tensors = [each for each in (input, target, weight, lse) if each is not None]
     takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and input.numel() > 0 and target.numel() > 0
     route = route_of(*tensors, takes=takes, batches=False)
     if route is Route.OPERATOR:
-        return _traced(input, target, loss, wanted, result_dtype)
+        return _traced(input, target, loss, wanted, result_dtype, lse)
     if route is Route.COMPOSED:
-        plain = loss.plain and wanted == Wanted()
+        plain = loss.plain and wanted == Wanted() and lse is None
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
             return torch.nn.functional.cross_entropy(
                 input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
             )
-        return composed(input, target, loss, wanted, result_dtype)
+        arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
+        return composed(input, target, loss, wanted, result_dtype, arithmetic, lse)
 
     if _CHECK:
         _check_targets(target, n_classes, ignore_index)
@@ -183,34 +151,13 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         _check_inplace(input, rows, wanted)
     # Of fp16, what loss scaling would have kept is lost before the scaled loss comes back.
     at_once = needs_grad(input) and reduction != "none" and not wanted.stats
-    at_once = at_once and (input.dtype != torch.float16 or inplace)
+    # Where lse is given, the forward pass holds no row that a gradient could be made of.
+    at_once = at_once and (inplace or (input.dtype != torch.float16 and lse is None))
     kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
-    prepared = _prepare_call(kind, input, target, weight, numbers)
+    prepared = _prepare_call(kind, input, target, weight, numbers, lse)
     if options is not None:
-        keep(prepared, name, options, input, target, weight)
-    return prepared.call(input, target, weight, *numbers)
-
-
-class Kind(NamedTuple):
-    """What a kept call does, beside its tensors and numbers."""
-
-    loss: Loss
-    wanted: Wanted
-    dtype: torch.dtype
-    inplace: bool
-    at_once: bool
-
-
-class Steps(NamedTuple):
-    """A loss's launches, prepared: the targets' totals, the rows, their sum, their gradient times a number.
-
-    None for a launch that a call has no need of.
-    """
-
-    totals: Any
-    rows: Any
-    finish: Any
-    multiply: Any = None
+        keep(prepared, name, options, input, target, weight, *(() if lse is None else (lse,)))
+    return prepared.call(input, target, weight, *numbers, lse)
 
 
 def prepare_plain(
@@ -223,30 +170,35 @@ def prepare_plain(
     return _prepare_call(kind, input, target, weight, (label_smoothing, None, None, 0.0))
 
 
-def _prepare_call(kind: Kind, input: Tensor, target: Tensor, weight: Tensor | None, numbers: tuple) -> Prepared:
-    """The call for tensors like these: call(input, target, weight, and the loss's numbers)."""
+def _prepare_call(
+    kind: Kind, input: Tensor, target: Tensor, weight: Tensor | None, numbers: tuple, lse: Tensor | None = None
+) -> Prepared:
+    """The call for tensors like these: call(input, target, weight, and the loss's numbers, lse)."""
     differentiates, given = needs_grad(input), kind.loss
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
     plain_numbers = given.numbers() if given.plain and not given.smooth and input.dtype != torch.float64 else None
-    steps = prepare_steps(kind, *_as_rows(input, target), _loss_now(given, weight, input, numbers))
+    of_rows = None if lse is None else lse_of_rows(lse, input)
+    steps = prepare_steps(kind, *_as_rows(input, target), _loss_now(given, weight, input, numbers), of_rows)
 
     def made(steps, target_shape):
-        def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale):
+        def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
             if kind.inplace and input.is_leaf:
                 raise RuntimeError(_LEAF)
             rows, flat = (input, target) if simple else _as_rows(input, target)
+            of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
             if plain_numbers is not None and weight is None:
-                of_call = given, plain_numbers
+                of_call = given, plain_numbers, of_rows
             else:
                 loss = _loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
-                of_call = loss, loss.numbers()
+                of_call = loss, loss.numbers(), of_rows
             if differentiates:
-                results = _apply(rows, flat, of_call, (kind, steps))
+                results = differentiated(rows, flat, of_call, (kind, steps))
                 if not kind.wanted.beside and not kind.inplace:
                     return results if given.reduction != "none" else results.view(target_shape)
                 y, lse, z, *stats = results
             else:
                 y, lse, z, *stats = run_steps(steps, rows, flat, *of_call, kind, None)[0]
+            lse = lse if given_lse is None else given_lse.detach()
             return output_of(y, lse, z, stats, kind.wanted, given.reduction, target_shape)
 
         return call
@@ -280,27 +232,6 @@ def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) 
     )  # fmt: skip
 
 
-def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Steps:
-    """The steps of a loss for rows and targets like these, as Prepared."""
-    arithmetic, wanted = arithmetic_of(x), kind.wanted
-    counts = counts_targets(target, loss.mean, needs_grad(x))
-    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
-    dx = None
-    if kind.at_once:
-        dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    counted = None if totals is None or totals.like is None else totals.like()
-    states = (dx is None and needs_grad(x)) or wanted.lse or loss.stats
-    given = given_of(x, dx, target, loss, counted)
-    rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states)
-    if loss.reduction == "none":
-        return Steps(totals, rows, None)
-    assert rows.like is not None
-    like = rows.like()
-    finishing = prepare_finish(like, counted, target if counts else None, loss, x.shape[1], kind.dtype)
-    multiplying = None if dx is None else prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
-    return Steps(totals, rows, finishing, multiplying)
-
-
 def rows_of(input: Tensor) -> Tensor:
     """Logits as [n, n_classes]."""
     if input.ndim == 2:
@@ -308,157 +239,30 @@ def rows_of(input: Tensor) -> Tensor:
     return input.unsqueeze(0) if input.ndim == 1 else input.movedim(1, -1).flatten(0, -2)
 
 
-def output_of(y, lse, z, stats, wanted: Wanted, reduction: str, shape) -> Tensor | CrossEntropyOutput:
-    """What the caller asked for, in the shape of the targets."""
-    if reduction == "none":
-        y, z = y.view(shape), None if z is None else z.view(shape)
-    if not wanted.beside:
-        return y
-    return CrossEntropyOutput(
-        y, lse.view(shape) if wanted.lse else None, z if wanted.z_loss else None,
-        TokenStats(*(each.view(shape) for each in stats)) if wanted.stats else None,
-    )  # fmt: skip
-
-
-def run_steps(steps: Steps, x: Tensor, target: Tensor, loss: Loss, numbers: tuple, kind: Kind, dx: Tensor | None):
-    """((loss, lse, z-loss, statistics), rows, totals): what was not asked for is None, or missing."""
-    totals = None if steps.totals is None else steps.totals(target, loss.weight)
-    rows = steps.rows(given_of(x, dx, target, loss, totals), numbers)
-    if steps.finish is None:
-        y, z = rows.loss.view(-1), rows.z
-        y = (y if z is None else y + z).to(kind.dtype)
-        z = None if z is None else z.to(kind.dtype)
-    else:
-        y, z = steps.finish(rows.loss, rows.z, totals, target, loss.weight)
-    lse = rows.m + rows.ls if kind.wanted.lse else None
-    if kind.wanted.z_loss and z is None:
-        z = torch.zeros_like(y)
-    stats = stats_of(rows, target, loss) if loss.stats else ()
-    return (y, lse, z, *stats), rows, totals
-
-
-def losses_of(x: Tensor, target: Tensor, loss: Loss, kind: Kind):
-    """`run_steps` of a call that is not kept whole: its steps are, each by itself."""
-    steps = Steps(
-        partial(_totals_step, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None,
-        lambda given, numbers: forward(x, target, loss, given.totals, dtype=_dtype_of_rows(loss, kind)),
-        None if loss.reduction == "none" else partial(_finish_step, loss, kind.dtype),
-    )
-    return run_steps(steps, x, target, loss, (), kind, None)
-
-
-def _dtype_of_rows(loss: Loss, kind: Kind) -> torch.dtype | None:
-    return kind.dtype if loss.reduction == "none" and not loss.stats and not loss.lse_square_scale else None
-
-
-def _totals_step(loss, n_classes, dtype, target, weight):
-    return totals_of(target, loss, n_classes, dtype)
-
-
-def _finish_step(loss, dtype, values, z, totals, *_):
-    return finish(LossRows(None, None, values, z), totals, loss, dtype)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """(loss, lse, z-loss, statistics) of rows; the gradient of a sum or mean is there when the loss is."""
-
-    @staticmethod
-    def forward(ctx, x, target, of_call, how):
-        ctx.set_materialize_grads(False)
-        loss, numbers = of_call
-        kind, steps = how
-        dx = None
-        if kind.at_once:
-            dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        results, rows, totals = run_steps(steps, x, target, loss, numbers, kind, dx)
-        ctx.dx, ctx.loss, ctx.multiply = dx, loss, steps.multiply
-        if kind.inplace:
-            ctx.mark_dirty(x)
-        ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
-        if len(results) > 3:
-            ctx.mark_non_differentiable(*results[3:])
-        if not kind.wanted.beside and not kind.inplace:
-            return results[0]
-        return *results, *([x] if kind.inplace else [])
-
-    @staticmethod
-    def backward(ctx, dy, dlse=None, dz=None, *_):
-        loss = ctx.loss
-        if dy is None and dlse is None and dz is None:
-            return None, None, None, None
-        if ctx.dx is not None and dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy):
-            # Given away: whoever has it may change it, and a second backward computes it again.
-            dx, ctx.dx = ctx.dx, None
-            ctx.multiply(dx, dy)
-            return dx, None, None, None
-        x, target, totals, m, ls = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            if x is None:
-                raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
-            return differentiable_gradient(x, target, loss, dy, dlse, dz), None, None, None
-        if x is not None and batched(dy, dlse, dz):
-            return _one_by_one(x, target, m, ls, loss, dy, dlse, dz), None, None, None
-        if x is None:
-            raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
-        m, ls = _states(x, target, loss, m, ls)
-        dy = torch.zeros((), dtype=m.dtype, device=m.device) if dy is None else dy
-        total_dz = None if dz is None else dy + dz
-        dx = backward(x, target, m, ls, loss, totals=totals, dy=dy, dz=total_dz, dlse=dlse)
-        return dx, None, None, None
-
-
-# As _CrossEntropy.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
-_apply = super(torch.autograd.Function, _CrossEntropy).apply
-
-
-def _states(x, target, loss, m, ls):
-    """m and ls of every row; made again where the gradient was written with the loss, and they were not kept."""
-    if m is not None:
-        return m, ls
-    rows = forward(x, target, loss)
-    return rows.m, rows.ls
-
-
-def _one_by_one(x, target, m, ls, loss, dy, dlse, dz):
-    """The gradients of a batch, each by the operator, which PyTorch calls for one after the other."""
-    m, ls = _states(x, target, loss, m, ls)
-    operator = torch.ops.fused_softmax.cross_entropy_backward.default
-    return operator(x, target, m, ls, dy, dz, dlse, *loss.operator_arguments())
-
-
-def stats_of(rows: LossRows, target: Tensor, loss: Loss) -> list[Tensor]:
-    """The TokenStats of targets [n], or nothing if `loss` does not ask for them."""
-    if rows.entropy is None or rows.predicted is None:
-        return []
-    counts = target.long() != loss.ignore_index  # of uint8, -100 would be 156
-    entropy, predicted = rows.entropy.masked_fill(~counts, 0.0), rows.predicted.masked_fill(~counts, 0)
-    return [rows.loss.view(-1).clone(), entropy, predicted, (rows.predicted == target) & counts]
-
-
-def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz):
-    """The gradient by torch's operations, for a second derivative."""
-    y, lse, z = reference.cross_entropy(
-        x, target, reduction=loss.reduction, **loss.reference_arguments(), dtype=arithmetic_of(x),
-        arithmetic=arithmetic_of(x),
-    )  # fmt: skip
-    pairs = [(y, dy), (lse, dlse), (z, dz)]
-    outputs, gradients = zip(*[(o, g.to(o.dtype)) for o, g in pairs if g is not None], strict=True)
-    return torch.autograd.grad(outputs, x, gradients, create_graph=True)[0]
-
-
-def composed(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype) -> Tensor | CrossEntropyOutput:
+def composed(
+    input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, arithmetic: torch.dtype,
+    given_lse: Tensor | None = None,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """By torch's operations: on devices without kernels, for probabilities, and under functorch's transforms."""
-    arithmetic = torch.float64 if torch.float64 in (input.dtype, dtype) else torch.float32
     arguments = {"reduction": loss.reduction, **loss.reference_arguments(), "dtype": dtype, "arithmetic": arithmetic}
-    y, lse, z = reference.cross_entropy(input, target, **arguments)
+    y, lse, z = reference.cross_entropy(input, target, **arguments, lse=given_lse)
     if not wanted.beside:
         return y
+    lse = lse if given_lse is None else given_lse.detach()
     stats = TokenStats(*reference.token_stats(input, target, **arguments)) if wanted.stats else None
     return CrossEntropyOutput(y, lse if wanted.lse else None, z if wanted.z_loss else None, stats)
 
 
-def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype):
+def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given_lse: Tensor | None):
     """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
+    if given_lse is not None:
+        weight, ignore_index, reduction, _, softcap, scale, _ = loss.operator_arguments()
+        y = torch.ops.fused_softmax.cross_entropy_given_lse.default(
+            rows_of(input), target.reshape(-1), given_lse.detach().reshape(-1), weight, ignore_index, reduction,
+            softcap, scale, dtype,
+        )  # fmt: skip
+        z = torch.zeros_like(y) if wanted.z_loss else None
+        return output_of(y, given_lse.detach(), z, (), wanted, loss.reduction, target.shape)
     y, z, m, ls, *stats = torch.ops.fused_softmax.cross_entropy.default(
         rows_of(input), target.reshape(-1), *loss.operator_arguments(), dtype, wanted.stats
     )

@@ -74,9 +74,10 @@ def forward(
     parts = None if totals is None else totals.shape[1]
     over = dx is not None and dx.data_ptr() == x.data_ptr()
     options = *loss.kind().values(), loss.ignore_index, parts, over, dtype, states
-    call = find("losses", options, x, target, dx, loss.weight)
+    apart = None if dx is x else dx  # a guard takes no tensor twice
+    call = find("losses", options, x, target, apart, loss.weight)
     if call is None:
-        call = keep(prepare_losses(given, loss, None, dtype, states), "losses", options, x, target, dx, loss.weight)
+        call = keep(prepare_losses(given, loss, None, dtype, states), "losses", options, x, target, apart, loss.weight)
     return call(given, loss.numbers())
 
 
@@ -253,8 +254,9 @@ def backward(
 def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Tensor]:
     """What `prepare_gradient` gives, found or kept."""
     parts = None if given.totals is None else given.totals.shape[1]
-    options = *loss.kind().values(), loss.ignore_index, parts
-    tensors = given.x, given.target, given.dx, given.weight, *beside[2:]
+    over = given.dx is given.x
+    options = *loss.kind().values(), loss.ignore_index, parts, over
+    tensors = given.x, given.target, None if over else given.dx, given.weight, *beside[2:]
     call = find("loss_gradient", options, *tensors)
     return keep(prepare_gradient(given, beside, loss), "loss_gradient", options, *tensors) if call is None else call
 

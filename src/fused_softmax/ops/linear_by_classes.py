@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from fused_softmax.device import device_of
-from fused_softmax.kernels.loss_transposed import _token_gradient, _token_losses, _token_states
+from fused_softmax.kernels.loss_transposed import (
+    _merge_token_stats,
+    _token_gradient,
+    _token_losses,
+    _token_states,
+    _token_stats,
+)
 from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.ops.cross_entropy_calls import LossRows
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.plan import VECTOR_BYTES
 from fused_softmax.runner import TLDTYPES, has_ptx, prepare
@@ -103,9 +110,9 @@ def goes_by_classes(x: Tensor, w: Tensor, chunk_size: int) -> bool:
 
 def by_classes(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None,
-    most: int, dtype: torch.dtype, asked: Sequence[bool],
-) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor, Tensor | None]]:  # fmt: skip
-    """(losses, z-losses, gradients of x, w and bias) of rows x; that of x in `dtype` where it is a sum of several.
+    most: int, dtype: torch.dtype, asked: Sequence[bool], with_lse: bool = False,
+) -> tuple[LossRows, Tensor | None, tuple[Tensor | None, Tensor, Tensor | None]]:  # fmt: skip
+    """(what is known of rows x, their lse, gradients of x, w and bias); that of x in `dtype` where it is a sum.
 
     most: elements of scratch. asked: which gradients are wanted, that of w among them.
     """
@@ -139,7 +146,7 @@ def by_classes(
     for block in steps.states:
         logits = logits_of_block(block, flat)
         tokens.read(logits, block.first)
-    losses, z = tokens.finish()
+    results, lse = tokens.finish(with_lse)
 
     scratch = torch.empty(steps.scratch, dtype=x.dtype, device=x.device)
     kept = steps.states[-1]
@@ -154,7 +161,7 @@ def by_classes(
         logits = logits_of_block(block, scratch if block.apart else flat)
         make_gradient(logits, block)
         torch.mm(logits, x, out=dw[block.first : block.stop])
-    return losses, z, (dx, dw, db)
+    return results, lse, (dx, dw, db)
 
 
 def padded_of(x: Tensor) -> int:
@@ -194,6 +201,9 @@ class Tokens:
         m, s = self._empty(2, parts, self.padded)
         wz = self._empty(parts, self.padded) if self.loss.smooth else None
         self.states = {"m": m, "s": s, "wz": wz, "w": self._empty(parts)}
+        if self.loss.stats:
+            u, found = self._empty(parts, self.padded), self._empty(parts, self.padded, dtype=torch.int32)
+            self.stats = {"u": u, "found": found}
         self.z_t, self.n_read = self._empty(self.padded, dtype=self.x.dtype), 0
 
     def read(self, logits: Tensor, first: int) -> None:
@@ -205,16 +215,20 @@ class Tokens:
         sizes = {"first": first, "n_classes": len(logits), "part_classes": part_classes, "n_read": self.n_read}
         spec = self.spec if self.spec.capped or self.spec.smooth else replace(self.spec, pieces=8)
         self._launch(_token_states, parts * self.blocks, tensors | self.states, sizes, spec)
+        if self.loss.stats:
+            tensors = {"x": logits, "numbers": self.numbers, "m": self.states["m"], **self.stats}
+            self._launch(_token_stats, parts * self.blocks, tensors, sizes, self.spec)
         self.n_read += parts
 
-    def finish(self) -> tuple[Tensor, Tensor | None]:
-        """The losses and z-losses by all states; it also makes what the gradient needs of the tokens."""
+    def finish(self, with_lse: bool = False) -> tuple[LossRows, Tensor | None]:
+        """The losses and all else but m and ls, and lse, by all states; it also makes what the gradient needs."""
         loss = self.loss
         losses, z = self._empty(self.n), self._empty(self.n) if loss.lse_square_scale else None
+        lse = self._empty(self.n) if with_lse else None
         tensors = {
             "target": self.target, "weight": loss.weight, "totals": self.totals, "w_total": loss.weight_total(),
             "numbers": self.numbers, "z_t": self.z_t, **self.states,
-            "loss": losses, "z": z, "shares": self.shares, "place": self.place,
+            "loss": losses, "z": z, "lse": lse, "shares": self.shares, "place": self.place,
         }  # fmt: skip
         spec = replace(
             self.spec, block_tokens=32, lanes=16, mean=loss.mean, z_loss=z is not None,
@@ -222,8 +236,19 @@ class Tokens:
         )  # fmt: skip
         sizes = {"n_parts": self.n_read, "n_classes": self.n_classes}
         self._launch(_token_losses, -(-self.n // spec.block_tokens), tensors, sizes, spec)
+        rows = LossRows(None, None, losses, z, *(self._merged_stats() if loss.stats else ()))
         del self.states, self.z_t
-        return losses, z
+        return rows, lse
+
+    def _merged_stats(self) -> tuple[Tensor, Tensor]:
+        """The entropy and the likeliest class of every token."""
+        entropy, predicted = self._empty(self.n), self._empty(self.n, dtype=torch.int64)
+        states = {"m": self.states["m"], "s": self.states["s"], **self.stats}
+        tensors = {**states, "entropy": entropy, "predicted": predicted}
+        sizes = {"n_parts": self.n_read, "n_classes": self.n_classes}
+        self._launch(_merge_token_stats, -(-self.n // _TOKENS), tensors, sizes, self.spec)
+        del self.stats
+        return entropy, predicted
 
     def write_gradient(self, logits: Tensor, first: int) -> None:
         """The gradient of a block of logits from class `first` on, over them."""

@@ -5,29 +5,23 @@ their gradient written over them. Extra memory: a chunk of logits, and an accumu
 chunks are many and short, blocks of classes take their place (`linear_by_classes.py`), and no accumulator.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax import reference
 from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.linear_by_classes import add_product, by_classes, goes_by_classes
+from fused_softmax.ops.cross_entropy import composed
+from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOutput, Wanted, output_of, stats_of
+from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
+from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes
+from fused_softmax.ops.linear_by_rows import Gradients, Linear, by_rows, chunks, linear_of
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
 from fused_softmax.route import Route, batched, needs_grad, route_of
 
-_CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
-_CHUNK_ROWS = 128  # a multiple that matrix products like
 _NAME = "linear_cross_entropy"
-
-
-@dataclass(frozen=True)
-class Linear:
-    """How a call makes its products. accumulate: whether chunks add up in the dtype of the arithmetic."""
-
-    chunk_size: int
-    accumulate: bool
 
 
 def linear_cross_entropy(
@@ -43,11 +37,14 @@ def linear_cross_entropy(
     softcap: float | None = None,
     scale: float | None = None,
     lse_square_scale: float = 0.0,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    return_token_stats: bool = False,
     chunk_size: int | None = None,
     accumulate: str = "fp32",
     skip_ignored: bool = False,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor | CrossEntropyOutput:
     """cross_entropy(linear(input, linear_weight, linear_bias), target, ...), without all logits in memory at once.
 
     input: [in_features] or [..., in_features]; float32, float16, bfloat16 or float64.
@@ -55,6 +52,9 @@ def linear_cross_entropy(
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
         which take all logits at once.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
+    return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
+        z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is
+        written over them.
     chunk_size: how many rows' logits exist at a time. If None, as many as fill 1 GiB, or fewer, so that chunks are
         equal; or all, where that takes no more memory than chunks with the accumulator of linear_weight's gradient.
         Blocks of classes may take the place of short chunks; as many logits then exist beside those that lie in the
@@ -62,15 +62,18 @@ def linear_cross_entropy(
     accumulate: "fp32" adds chunks of the gradients of linear_weight and linear_bias, or blocks of the input's, in
         float32 (float64 for float64). "input" adds them in their own dtype and allocates no accumulator, except for a
         mean in float16, whose range would not hold the sums.
-    skip_ignored: makes no logits for rows that are ignored. It pays where they are many; it asks the device how many
-        they are, and so waits for it. Compiled code makes them all the same.
+    skip_ignored: makes no logits for rows that are ignored, whose lse and its gradient are then 0. It pays where they
+        are many; it asks the device how many they are, and so waits for it. Compiled code makes the logits all the
+        same.
 
     With reduction "mean" or "sum" the forward pass makes the gradients of those tensors alone that require one. A
-    second backward makes the logits again, as "none" does. Returns the loss, [] or of the targets' shape.
+    second backward makes the logits again, as "none" does. Returns the loss, [] or of the targets' shape; a
+    CrossEntropyOutput if more was asked for.
     Raises as cross_entropy; also ValueError for shapes that do not fit, chunk_size < 1 or an unknown accumulate, and
     RuntimeError for a linear_weight or linear_bias of another dtype or device than the input's.
 
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens)  # [8192, 4096], [128256, 4096], [8192]
+    >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
     """
     _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate)
     if input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
@@ -85,8 +88,11 @@ def linear_cross_entropy(
     check_logits(_NAME, "logits", input.dtype, (*leading[:1], n_classes, *leading[1:]), of_target)
     loss = loss_of(
         _NAME, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
-        lse_square_scale, dtype,
+        lse_square_scale, dtype, bool(return_token_stats),
     )  # fmt: skip
+    wanted = Wanted(bool(return_lse), bool(return_z_loss), loss.stats)
+    left_out = skip_ignored and wanted.lse and not target.is_floating_point()
+    ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
     result_dtype = dtype or input.dtype
     takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and target.numel() > 0 and linear_weight.numel() > 0
@@ -96,18 +102,16 @@ def linear_cross_entropy(
         # One operator, which gives the gradients beside the loss: a loop over chunks would be unrolled for one number
         # of rows, and a backward that made them from the loss alone would multiply by linear_weight once more.
         asked = _asked(input, linear_weight, linear_bias)
-        y = torch.ops.fused_softmax.linear_cross_entropy.default(
+        y, _, _, _, lse, z, *stats = torch.ops.fused_softmax.linear_cross_entropy.default(
             input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), linear_bias,
-            *loss.operator_arguments(), chunk_size, accumulate, asked,
-        )[0]  # fmt: skip
-        return (y if reduction != "none" else y.view(target.shape)).to(result_dtype)
+            *loss.operator_arguments(), chunk_size, accumulate, asked, *(wanted[:3] if wanted.beside else ()),
+        )  # fmt: skip
+        return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
     if route is Route.COMPOSED:
         logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
-        return reference.cross_entropy(
-            logits, of_target, **loss.reference_arguments(), reduction=reduction, dtype=result_dtype,
-            arithmetic=arithmetic_of(input),
-        )[0]  # fmt: skip
+        found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input))
+        return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
     if loss.weight is not None:
         loss = replace(loss, weight=loss.weight.detach().to(arithmetic_of(input)).contiguous())
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
@@ -120,20 +124,38 @@ def linear_cross_entropy(
             kept = None
     linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight))
     at_once = reduction != "none" and any(_asked(rows, linear_weight, linear_bias))
-    y = _LinearCrossEntropy.apply(rows, linear_weight, linear_bias, flat, loss, linear, at_once)
-    if reduction == "none":
-        y = y if kept is None else y.new_zeros(target.numel()).index_put((kept,), y)
-        y = y.view(target.shape)
-    return y.to(result_dtype)
+    found = _LinearCrossEntropy.apply(rows, linear_weight, linear_bias, flat, loss, linear, at_once, wanted)
+    y, lse, z, *stats = found if wanted.beside else (found, None, None)
+    if kept is not None:
+        n = target.numel()
+        y, z = (each if each is None or reduction != "none" else _spread(each, kept, n) for each in (y, z))
+        lse = None if lse is None else _spread(lse, kept, n)
+        stats = [_spread(each, kept, n) for each in stats]
+    return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
+
+
+def _spread(of_kept: Tensor, kept: Tensor, n: int) -> Tensor:
+    """Values of the rows `kept` among n, 0 at the others."""
+    return of_kept.new_zeros(n).index_put((kept,), of_kept)
+
+
+def _output(
+    y, lse, z, stats, wanted: Wanted, loss: Loss, shape, dtype: torch.dtype, ignored: Tensor | None
+) -> Tensor | CrossEntropyOutput:
+    """What the caller asked for, losses in `dtype`."""
+    z = z.to(dtype) if wanted.z_loss else None
+    lse = lse if ignored is None else lse.masked_fill(ignored.reshape(-1), 0.0)
+    return output_of(y.to(dtype), lse, z, stats, wanted, loss.reduction, shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss in the dtype of the arithmetic; gradients of input, linear_weight and linear_bias, chunk by chunk."""
+    """The results of `forward`, and gradients of input, linear_weight and linear_bias, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, target, loss, linear, at_once):
+    def forward(ctx, x, w, bias, target, loss, linear, at_once, wanted):
+        ctx.set_materialize_grads(False)
         asked = [at_once and each is not None and each.requires_grad for each in (x, w, bias)]
-        y, totals, gradients = forward(x, w, bias, target, loss, linear, asked)
+        results, totals, gradients = forward(x, w, bias, target, loss, linear, asked, wanted)
         ctx.gradients = gradients
         # In fp16 a mean's division would make gradients vanish that a scaled loss would have kept: it comes later.
         ctx.late = None
@@ -143,27 +165,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.gradients = None  # loss and z-loss are divided by totals of their own
         ctx.loss, ctx.linear = loss, linear
         ctx.save_for_backward(x, w, bias, target, totals)
-        return y
+        if not wanted.beside:
+            return results[0]
+        ctx.mark_non_differentiable(*results[3:])
+        return results
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, dlse=None, dz=None, *_):
         loss, linear = ctx.loss, ctx.linear
         x, w, bias, target, totals = ctx.saved_tensors
         asked = list(ctx.needs_input_grad[:3])
-        nothing = (None,) * 4
+        nothing = (None,) * 5
+        if dy is None and dlse is None and dz is None:
+            return (None,) * 3 + nothing
         if torch.is_grad_enabled():
-            return *differentiable_gradient(x, w, bias, target, loss, dy, asked), *nothing
-        if batched(dy):
-            found = torch.ops.fused_softmax.linear_cross_entropy_backward.default(
-                dy, x, w, target, bias, *loss.operator_arguments(), linear.chunk_size,
-                "fp32" if linear.accumulate else "input", asked,
-            )  # fmt: skip
-            return *[each if wanted else None for each, wanted in zip(found, asked, strict=True)], *nothing
-        if ctx.gradients is not None:
+            return *differentiable_gradient(x, w, bias, target, loss, asked, dy, dlse, dz), *nothing
+        alone = dlse is None and dz is None
+        if alone and ctx.gradients is not None and not batched(dy):
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
             return *gradients.times(dy if ctx.late is None else dy * ctx.late), *nothing
-        return *backward(x, w, bias, target, totals, loss, linear, dy, asked), *nothing
+        if dy is None:
+            dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device)
+        if batched(dy, dlse, dz):
+            found = torch.ops.fused_softmax.linear_cross_entropy_backward.default(
+                dy, x, w, target, bias, *loss.operator_arguments(), linear.chunk_size,
+                "fp32" if linear.accumulate else "input", asked, *(() if alone else (dlse, dz)),
+            )  # fmt: skip
+            return *[each if wanted else None for each, wanted in zip(found, asked, strict=True)], *nothing
+        return *backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz), *nothing
 
 
 def _asked(*tensors: Tensor | None) -> list[bool]:
@@ -172,147 +202,74 @@ def _asked(*tensors: Tensor | None) -> list[bool]:
 
 
 def forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, linear: Linear, asked: Sequence[bool]
-) -> "tuple[Tensor, Tensor | None, Gradients | None]":
-    """(loss in the dtype of the arithmetic, a mean's totals, those gradients of x, w and bias that are asked for).
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, linear: Linear, asked: Sequence[bool],
+    wanted: Wanted = NOTHING_MORE,
+) -> "tuple[tuple, Tensor | None, Gradients | None]":  # fmt: skip
+    """((loss, lse, z-loss, statistics), a mean's totals, those gradients of x, w and bias that are asked for).
 
-    None where there are none. loss: its weight contiguous, in the dtype of the arithmetic; here and below.
+    Results are in the dtype of the arithmetic; what nobody wants may be None or missing, and gradients are None where
+    there are none. loss: its weight contiguous, in the dtype of the arithmetic; here and below.
     """
     dtype = arithmetic_of(x)
     totals = losses.totals_of(target, loss, len(w), dtype) if loss.mean else None
     late = any(asked) and divides_late(x, loss)
-    gradients = None
+    gradients, lse = None, None
     # What is divided late may be more than fp16 holds, and by classes nothing wider holds the weight's gradient.
     if any(asked) and asked[1] and not late and goes_by_classes(x, w, linear.chunk_size):
         wide = dtype if linear.accumulate else x.dtype
-        of_rows, z_of_rows, made = by_classes(
-            x, w, bias, target, loss, totals, linear.chunk_size * len(w), wide, asked
+        rows, lse, made = by_classes(
+            x, w, bias, target, loss, totals, linear.chunk_size * len(w), wide, asked, wanted.lse
         )  # fmt: skip
         gradients = Gradients(x, w, bias, linear, asked, made=made)
     else:
-        values, z = [], []
         of_chunk, totals_of_chunk = (replace(loss, reduction="sum"), None) if late else (loss, totals)
         gradients = Gradients(x, w, bias, linear, asked, wide=late) if any(asked) else None
-        for start, logits in chunks(x, w, bias, linear):
-            part = target[start : start + len(logits)]
-            rows = losses.forward(logits, part, of_chunk, totals_of_chunk, None if gradients is None else logits)
-            values.append(rows.loss)
-            z.append(rows.z)
-            if gradients is not None:
-                gradients.add(start, logits)
-        of_rows = torch.cat(values)
-        z_of_rows = torch.cat(z) if loss.lse_square_scale else None  # type: ignore[arg-type]
+        rows = by_rows(x, w, bias, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
+        lse = rows.m + rows.ls if wanted.lse else None  # type: ignore[operator]
     if loss.reduction == "none":
-        y = of_rows.view(-1) if z_of_rows is None else of_rows.view(-1) + z_of_rows
+        y, z = rows.loss.view(-1), rows.z
+        y = y if z is None else y + z
     else:
-        of_all = losses.LossRows(None, None, of_rows, z_of_rows)  # m and ls take no part
-        y, _ = losses.finish(of_all, totals, loss, dtype)
-    return y, totals, gradients
+        y, z = losses.finish(rows, totals, loss, dtype)
+    if wanted.z_loss and z is None:
+        z = torch.zeros_like(y)
+    return (y, lse, z, *stats_of(rows, target, loss)), totals, gradients
 
 
 def backward(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, totals: Tensor | None, loss: Loss, linear: Linear,
-    dy: Tensor, asked: Sequence[bool],
+    asked: Sequence[bool], dy: Tensor, dlse: Tensor | None = None, dz: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients that are asked for, by logits that are made again."""
+    """The gradients that are asked for, by logits that are made again; dy, dlse and dz are of loss, lse and z-loss."""
     gradients = Gradients(x, w, bias, linear, asked)
+    loss = replace(loss, stats=False)
+    dz = None if dz is None else dy + dz
     for start, logits in chunks(x, w, bias, linear):
-        part = target[start : start + len(logits)]
-        rows = losses.forward(logits, part, loss, totals)
-        dy_rows = dy if loss.reduction != "none" else dy[start : start + len(logits)]
-        losses.backward(logits, part, rows.m, rows.ls, loss, totals=totals, dy=dy_rows, dx=logits)  # type: ignore[arg-type]
+        here = slice(start, start + len(logits))
+        rows = losses.forward(logits, target[here], loss, totals)
+        of_rows = [each if each is None or each.ndim == 0 else each[here] for each in (dy, dz, dlse)]
+        losses.backward(
+            logits, target[here], rows.m, rows.ls, loss, totals=totals, dy=of_rows[0], dz=of_rows[1], dlse=of_rows[2],  # type: ignore[arg-type]
+            dx=logits,
+        )  # fmt: skip
         gradients.add(start, logits)
     return gradients.times(None)
 
 
 def differentiable_gradient(
-    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, dy: Tensor, asked: Sequence[bool]
-) -> list[Tensor | None]:
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, asked: Sequence[bool],
+    dy: Tensor | None, dlse: Tensor | None = None, dz: Tensor | None = None,
+) -> list[Tensor | None]:  # fmt: skip
     """The same composed of torch's operations, for a second derivative."""
-    y = reference.cross_entropy(
-        torch.nn.functional.linear(x, w, bias), target, **loss.reference_arguments(), reduction=loss.reduction,
-        dtype=arithmetic_of(x), arithmetic=arithmetic_of(x),
-    )[0]  # fmt: skip
     inputs = [each for each, wanted in zip((x, w, bias), asked, strict=True) if wanted]
-    found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))  # type: ignore[arg-type]
+    logits = torch.nn.functional.linear(x, w, bias)
+    found = iter(differentiable_gradients(inputs, logits, target, loss, dy, dlse, dz))
     return [next(found) if wanted else None for wanted in asked]
 
 
 def divides_late(x: Tensor, loss: Loss) -> bool:
     """Whether gradients are divided by a mean's total only when what scales the loss is known."""
     return x.dtype == torch.float16 and loss.mean
-
-
-def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_weight: bool) -> Linear:
-    """The chunks of a call. of_weight: whether w's gradient is asked for, which takes several chunks an accumulator."""
-    if chunk_size is None:
-        row_bytes = w.shape[0] * x.element_size()
-        fits = _CHUNK_BYTES // row_bytes
-        chunk_size = max(fits // _CHUNK_ROWS * _CHUNK_ROWS, min(fits, _CHUNK_ROWS), 1)
-        if of_weight and accumulate == "fp32" and x.dtype == torch.bfloat16:
-            # Several take a chunk and two gradients' bytes; in the end, their rounded sum beside them, three.
-            w_bytes = w.numel() * x.element_size()
-            at_once = max(_CHUNK_BYTES + w_bytes, 2 * w_bytes)
-            chunk_size = len(x) if len(x) * row_bytes <= at_once else chunk_size
-        equal = -(-len(x) // max(-(-len(x) // chunk_size), 1))
-        chunk_size = min(chunk_size, -(-equal // _CHUNK_ROWS) * _CHUNK_ROWS)
-    return Linear(min(chunk_size, len(x)), accumulate == "fp32")
-
-
-def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterator[tuple[int, Tensor]]:
-    """(first row, logits [rows, n_classes]) of each chunk, all in one buffer."""
-    buffer = torch.empty(linear.chunk_size, w.shape[0], dtype=x.dtype, device=x.device)
-    for start in range(0, len(x), linear.chunk_size):
-        rows = x[start : start + linear.chunk_size]
-        logits = buffer[: len(rows)]
-        if bias is None:
-            torch.mm(rows, w.t(), out=logits)
-        else:
-            torch.addmm(bias, rows, w.t(), out=logits)
-        yield start, logits
-
-
-class Gradients:
-    """The gradients asked for, of input, linear_weight and linear_bias, by those of chunks of logits."""
-
-    def __init__(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: Sequence[bool], wide: bool = False,
-        made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    ):  # fmt: skip
-        """wide: sums over rows take the dtype of the arithmetic, for the input's may not hold them.
-
-        made: the gradients that are there already.
-        """
-        self.x, self.w, self.bias = x.detach(), w.detach(), bias
-        self.asked, self.linear = asked, linear
-        several = len(x) > linear.chunk_size
-        self.dtype = arithmetic_of(x) if wide or (linear.accumulate and several) else x.dtype
-        self.dx, self.dw, self.db = made
-
-    def add(self, start: int, dlogits: Tensor) -> None:
-        stop = start + len(dlogits)
-        if self.asked[0]:
-            if self.dx is None:
-                self.dx = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
-            torch.mm(dlogits, self.w, out=self.dx[start:stop])
-        if self.asked[1]:
-            self.dw = add_product(self.dw, dlogits.t(), self.x[start:stop], self.dtype)
-        if self.asked[2]:
-            db = dlogits.sum(0, dtype=arithmetic_of(dlogits))
-            self.db = db if self.db is None else self.db.add_(db)
-
-    def times(self, factor: Tensor | None) -> list[Tensor | None]:
-        """The gradients times a factor of one element, in the dtypes of their tensors."""
-        found: list[Tensor | None] = []
-        for gradient, of in ((self.dx, self.x), (self.dw, self.w), (self.db, self.bias)):
-            if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
-                gradient = gradient if factor is None else losses.multiply(gradient, factor)
-            elif gradient is not None:
-                rounded = torch.empty(gradient.shape, dtype=of.dtype, device=of.device)  # type: ignore[union-attr]
-                one = gradient.new_ones(()) if factor is None else factor
-                gradient = torch.mul(gradient, one, out=rounded)  # read and written once
-            found.append(gradient)
-        return found
 
 
 def _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate):

@@ -14,7 +14,9 @@ from torch import Tensor
 from fused_softmax import reference
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import linear_cross_entropy as linear_ops
-from fused_softmax.ops.cross_entropy import Kind, Wanted, differentiable_gradient, losses_of
+from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.ops.cross_entropy_steps import Kind, differentiable_gradient, losses_of
+from fused_softmax.ops.linear_by_rows import linear_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import on_device
 
@@ -31,11 +33,21 @@ CROSS_ENTROPY = f"(Tensor input, Tensor target, {_LOSS}, {_MORE}) -> {_ROWS}"
 CROSS_ENTROPY_BACKWARD = (
     f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor? dy, Tensor? dz, Tensor? dls, {_LOSS}) -> Tensor"
 )
+_GIVEN_LSE = (
+    'Tensor input, Tensor target, Tensor lse, Tensor? weight=None, int ignore_index=-100, str reduction="mean", '
+    "float? softcap=None, float scale=1.0, ScalarType? dtype=None"
+)
+_GIVEN_LSE_DEFAULTS: tuple[Any, ...] = (None, -100, "mean", None, 1.0, None)
+CROSS_ENTROPY_GIVEN_LSE = f"({_GIVEN_LSE}) -> Tensor"
 _LINEAR = 'int? chunk_size=None, str accumulate="fp32", bool[] gradients=[]'
+_LINEAR_DEFAULTS: tuple[Any, ...] = (None, "fp32", [], False, False, False)
+_RETURNS = "bool return_lse=False, bool return_z_loss=False, bool return_token_stats=False"
 _OF_LINEAR = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias"
 _GRADIENTS = "Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias"
-LINEAR_CROSS_ENTROPY = f"({_OF_LINEAR}, {_LOSS}, {_LINEAR}) -> (Tensor loss, {_GRADIENTS})"
-LINEAR_BACKWARD = f"(Tensor dy, {_OF_LINEAR}, {_LOSS}, {_LINEAR}) -> ({_GRADIENTS})"
+_LINEAR_ROWS = f"(Tensor loss, {_GRADIENTS}, Tensor lse, Tensor z_loss, {_STATS})"  # empty if not asked for
+LINEAR_CROSS_ENTROPY = f"({_OF_LINEAR}, {_LOSS}, {_LINEAR}, {_RETURNS}) -> {_LINEAR_ROWS}"
+_LATER = "Tensor? dlse=None, Tensor? dz=None"
+LINEAR_BACKWARD = f"(Tensor dy, {_OF_LINEAR}, {_LOSS}, {_LINEAR}, {_LATER}) -> ({_GRADIENTS})"
 
 
 def _loss(
@@ -70,6 +82,17 @@ def cross_entropy(input, target, *given):
         return y.clone(), z.clone(), rows.m, rows.ls, *(stats or _no_stats(rows.m))
 
 
+def cross_entropy_given_lse(input, target, lse, *given):
+    with torch._C.DisableTorchFunction():
+        of_loss, dtype = _of_given_lse(given)
+        loss = _loss(input, False, *of_loss)
+        dtype, lse = dtype or input.dtype, lse.to(arithmetic_of(input)).contiguous()
+        if not on_device(input):
+            return _composed(input, target, loss, dtype, lse)[0]
+        kind = Kind(loss, Wanted(), dtype, False, False)
+        return losses_of(_rows(input), target.contiguous(), loss, kind, lse)[0][0]
+
+
 def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
     with torch._C.DisableTorchFunction():
         loss = _loss(input, False, *of_loss)
@@ -86,33 +109,38 @@ def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
 
 def linear_cross_entropy(x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
-        of_loss, (chunk_size, accumulate, asked) = _split(given, (None, "fp32", []))
-        loss = _loss(x, False, *of_loss)
-        linear = linear_ops.linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
+        of_loss, (chunk_size, accumulate, asked, *more) = _split(given, _LINEAR_DEFAULTS)
+        wanted = Wanted(*more)
+        loss = _loss(x, wanted.stats, *of_loss)
+        linear = linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
         asked = _at_once(x, loss.reduction, asked)
         if not _on_kernels(x):
             logits = torch.nn.functional.linear(x, w, bias)
-            y, _, m, ls, *_ = _composed(logits, target, loss, arithmetic_of(x))
+            y, z, lse, _, *stats = _composed(logits, target, loss, arithmetic_of(x))
             one = torch.ones((), dtype=y.dtype, device=y.device)
-            dlogits = _gradient(logits, target, m + ls, one, None, None, loss) if any(asked) else logits
-            return y, *_of_layer(x, w, bias, dlogits, asked)
-        y, _, gradients = linear_ops.forward(x.contiguous(), w, bias, target.contiguous(), loss, linear, asked)
-        found = [None] * 3 if gradients is None else gradients.times(None)
-        return y.clone(), *[x.new_empty(0) if each is None else each for each in found]
+            dlogits = _gradient(logits, target, lse, one, None, None, loss) if any(asked) else logits
+            found = _of_layer(x, w, bias, dlogits, asked)
+        else:
+            given = x.contiguous(), w, bias, target.contiguous(), loss, linear, asked, wanted
+            (y, lse, z, *stats), _, gradients = linear_ops.forward(*given)
+            found = [None] * 3 if gradients is None else gradients.times(None)
+            found, y = [x.new_empty(0) if each is None else each for each in found], y.clone()
+        lse, z = (each if asks else y.new_empty(0) for each, asks in ((lse, wanted.lse), (z, wanted.z_loss)))
+        return y, *found, lse, z, *(stats or _no_stats(y))
 
 
 def linear_backward(dy, x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
-        of_loss, (chunk_size, accumulate, asked) = _split(given, (None, "fp32", []))
+        of_loss, (chunk_size, accumulate, asked, dlse, dz) = _split(given, (None, "fp32", [], None, None))
         loss = _loss(x, False, *of_loss)
-        linear = linear_ops.linear_of(x, w, chunk_size, accumulate, asked[1])
+        linear = linear_of(x, w, chunk_size, accumulate, asked[1])
         if not _on_kernels(x):
             logits = torch.nn.functional.linear(x, w, bias)
-            _, _, m, ls, *_ = _composed(logits, target, loss, arithmetic_of(x))
-            return _of_layer(x, w, bias, _gradient(logits, target, m + ls, dy, None, None, loss), asked)
+            _, _, lse, *_ = _composed(logits, target, loss, arithmetic_of(x))
+            return _of_layer(x, w, bias, _gradient(logits, target, lse, dy, dz, dlse, loss), asked)
         x, target = x.contiguous(), target.contiguous()
         totals = losses.totals_of(target, loss, w.shape[0], arithmetic_of(x)) if loss.mean else None
-        found = linear_ops.backward(x, w, bias, target, totals, loss, linear, dy, asked)
+        found = linear_ops.backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz)
         return tuple(x.new_empty(0) if each is None else each for each in found)
 
 
@@ -122,21 +150,31 @@ def _split(given: tuple, defaults: tuple = (None, False)) -> tuple[tuple, tuple]
     return given[:_N_LOSS], (*more, *defaults[len(more) :])
 
 
+def _of_given_lse(given: tuple) -> tuple[tuple, torch.dtype | None]:
+    """The arguments of `_loss`, and the dtype, of a loss whose lse is given."""
+    weight, ignore_index, reduction, softcap, scale, dtype = (*given, *_GIVEN_LSE_DEFAULTS[len(given) :])
+    return (weight, ignore_index, reduction, 0.0, softcap, scale), dtype
+
+
 def _at_once(x, reduction: str, asked) -> list[bool]:
     """Which gradients are made beside the loss. Of fp16, what loss scaling would have kept would be lost by then."""
     return [bool(each) and reduction != "none" and x.dtype != torch.float16 for each in asked or (False,) * 3]
 
 
 def _no_stats(like: Tensor) -> list[Tensor]:
-    return [like.new_empty(0, dtype=dtype) for dtype in (like.dtype, like.dtype, torch.int64, torch.bool)]
+    return [like.new_empty(0, dtype=dtype) for dtype in _stats_dtypes(like)]
+
+
+def _stats_dtypes(like: Tensor) -> tuple[torch.dtype, ...]:
+    return like.dtype, like.dtype, torch.int64, torch.bool
 
 
 # Of torch's operations.
 
 
-def _composed(x, target, loss, dtype):
+def _composed(x, target, loss, dtype, given_lse=None):
     arguments = loss.reference_arguments() | {"arithmetic": arithmetic_of(x)}
-    y, lse, z = reference.cross_entropy(x, target, reduction=loss.reduction, dtype=dtype, **arguments)
+    y, lse, z = reference.cross_entropy(x, target, reduction=loss.reduction, dtype=dtype, lse=given_lse, **arguments)
     stats = reference.token_stats(x, target, **arguments) if loss.stats else _no_stats(lse)
     return y, z, lse, torch.zeros_like(lse), *stats
 
@@ -194,8 +232,13 @@ def fake_cross_entropy(input, target, *given):
     shape = [n] if _reduction(of_loss) == "none" else []
     y, z = (input.new_empty(shape, dtype=dtype or input.dtype) for _ in range(2))
     m, ls = (input.new_empty([n], dtype=arithmetic_of(input)) for _ in range(2))
-    stats_dtypes = (m.dtype, m.dtype, torch.int64, torch.bool)
-    return y, z, m, ls, *[input.new_empty([n] if stats else [0], dtype=each) for each in stats_dtypes]
+    return y, z, m, ls, *_fake_stats(m, n, stats)
+
+
+def fake_given_lse(input, target, lse, *given):
+    of_loss, dtype = _of_given_lse(given)
+    shape = [input.shape[0]] if _reduction(of_loss) == "none" else []
+    return input.new_empty(shape, dtype=dtype or input.dtype)
 
 
 def fake_backward(input, *given):
@@ -203,14 +246,20 @@ def fake_backward(input, *given):
 
 
 def fake_linear(x, w, target, bias, *given):
-    of_loss, (_, _, asked) = _split(given, (None, "fp32", []))
-    reduction = _reduction(of_loss)
-    y = x.new_empty([x.shape[0]] if reduction == "none" else [], dtype=arithmetic_of(x))
-    return y, *_fake_gradients(x, w, bias, _at_once(x, reduction, asked))
+    of_loss, (_, _, asked, *more) = _split(given, _LINEAR_DEFAULTS)
+    reduction, wanted, n, dtype = _reduction(of_loss), Wanted(*more), x.shape[0], arithmetic_of(x)
+    shape = [n] if reduction == "none" else []
+    y, z = (x.new_empty(each, dtype=dtype) for each in (shape, shape if wanted.z_loss else [0]))
+    lse = x.new_empty([n] if wanted.lse else [0], dtype=dtype)
+    return y, *_fake_gradients(x, w, bias, _at_once(x, reduction, asked)), lse, z, *_fake_stats(lse, n, wanted.stats)
 
 
 def fake_linear_backward(dy, x, w, target, bias, *given):
     return _fake_gradients(x, w, bias, _split(given, (None, "fp32", []))[1][2])
+
+
+def _fake_stats(like, n, wanted):
+    return [like.new_empty([n] if wanted else [0], dtype=each) for each in _stats_dtypes(like)]
 
 
 def _fake_gradients(x, w, bias, asked):
@@ -249,6 +298,25 @@ def cross_entropy_gradient(ctx, dy, dz, dm, dls, *_):
     return (dx, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
+def save_given_lse(ctx, inputs, output):
+    input, target, lse, *given = inputs
+    of_loss, _ = _of_given_lse(tuple(given))
+    ctx.given = of_loss[1:]
+    ctx.save_for_backward(input, target, lse, of_loss[0])
+
+
+def given_lse_gradient(ctx, dy):
+    """exp(z - lse), less 1 at the target: that of a whole row's loss with m = lse and ls = 0."""
+    input, target, lse, weight = ctx.saved_tensors
+    dx, lse = None, lse.detach().to(arithmetic_of(input))
+    if ctx.needs_input_grad[0] and torch.is_grad_enabled():
+        dx = differentiable_gradient(input, target, _loss(input, False, weight, *ctx.given), dy, None, None, lse)
+    elif ctx.needs_input_grad[0]:
+        operator = torch.ops.fused_softmax.cross_entropy_backward.default
+        dx = operator(input, target, lse, torch.zeros_like(lse), dy, None, None, weight, *ctx.given)
+    return (dx, *[None] * (len(ctx.needs_input_grad) - 1))
+
+
 def save_cross_entropy_backward(ctx, inputs, output):
     input, target, _, _, dy, dz, dls, *of_loss = inputs
     ctx.given = of_loss[1:]
@@ -274,30 +342,34 @@ def cross_entropy_second(ctx, g):
 
 def save_linear(ctx, inputs, output):
     x, w, target, bias, *given = inputs
-    _, *gradients = output
-    of_loss, more = _split(tuple(given), (None, "fp32", []))
-    ctx.of_loss, ctx.more = of_loss[1:], more
+    _, *gradients = output[:4]
+    of_loss, more = _split(tuple(given), _LINEAR_DEFAULTS)
+    ctx.of_loss, ctx.more = of_loss[1:], more[:3]
     ctx.at_once = any(_at_once(x, _reduction(of_loss), more[2]))
     ctx.save_for_backward(x, w, target, bias, of_loss[0] if of_loss else None, *gradients)
-    ctx.mark_non_differentiable(*gradients)
+    asked = Wanted(*more[3:])
+    unasked = [each for each, asks in zip(output[4:6], asked[:2], strict=True) if not asks]
+    ctx.mark_non_differentiable(*gradients, *unasked, *output[6:])
     ctx.set_materialize_grads(False)  # zeros of the weight's shape, for gradients of gradients that nobody has
 
 
-def linear_gradient(ctx, dy, *_):
-    if dy is None:
+def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz=None, *_):
+    if dy is None and dlse is None and dz is None:
         return (None,) * len(ctx.needs_input_grad)
     x, w, target, bias, weight, *gradients = ctx.saved_tensors
     asked = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    loss = _loss(x, False, weight, *ctx.of_loss)
+    loss, alone = _loss(x, False, weight, *ctx.of_loss), dlse is None and dz is None
     if torch.is_grad_enabled():
-        gradients = linear_ops.differentiable_gradient(x, w, bias, target, loss, dy, asked)
-    elif ctx.at_once and all(made or not wanted for made, wanted in zip(ctx.more[2], asked, strict=True)):
+        gradients = linear_ops.differentiable_gradient(x, w, bias, target, loss, asked, dy, dlse, dz)
+    elif alone and ctx.at_once and all(made or not wanted for made, wanted in zip(ctx.more[2], asked, strict=True)):
         # The product is rounded once, and dy, which may be any number, not at all.
         gradients = [(each.to(dy.dtype) * dy).to(each.dtype) for each in gradients]
     else:
+        dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device) if dy is None else dy
         gradients = torch.ops.fused_softmax.linear_cross_entropy_backward.default(
-            dy, x, w, target, bias, *_all_of((weight, *ctx.of_loss)), *ctx.more[:2], asked
-        )
+            dy, x, w, target, bias, *_all_of((weight, *ctx.of_loss)), *ctx.more[:2], asked,
+            *(() if alone else (dlse, dz)),
+        )  # fmt: skip
     dx, dw, db = (each if wanted else None for each, wanted in zip(gradients, asked, strict=True))
     return (dx, dw, None, db, *[None] * (len(ctx.needs_input_grad) - 4))
 

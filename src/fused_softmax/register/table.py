@@ -111,6 +111,14 @@ OPERATORS = (
         recordings=("cross-entropy",),
     ),
     Operator(
+        name="cross_entropy_given_lse",
+        schema=loss_rules.CROSS_ENTROPY_GIVEN_LSE,
+        run=loss_rules.cross_entropy_given_lse,
+        fake=loss_rules.fake_given_lse,
+        save=loss_rules.save_given_lse,
+        gradient=loss_rules.given_lse_gradient,
+    ),
+    Operator(
         name="cross_entropy_backward",
         schema=loss_rules.CROSS_ENTROPY_BACKWARD,
         run=loss_rules.cross_entropy_backward,

@@ -1,0 +1,74 @@
+"""The losses of rows whose log-sum-exp is given, prepared: a short launch, which reads the targets' logits alone."""
+
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from fused_softmax import launch
+from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.kernels.loss_given_lse import _loss_given_lse
+from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.ops.cross_entropy_calls import Given, LossRows, given_of
+from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.runner import TLDTYPES, has_ptx
+
+_ROWS = 128  # of a program
+
+
+def lse_of_rows(lse: Tensor, x: Tensor) -> Tensor:
+    """An lse in the targets' shape as kernels take it: a constant [n_rows], in the dtype of the arithmetic."""
+    return lse.detach().reshape(-1).to(arithmetic_of(x)).contiguous()
+
+
+def forward_given_lse(x: Tensor, target: Tensor, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> LossRows:
+    """The losses of rows x [n_rows, n_classes] by targets [n_rows] and lse [n_rows]; m is lse, and there is no ls.
+
+    dtype: of the losses; that of the arithmetic if None.
+    """
+    given = given_of(x, None, target, loss, None)
+    options = *loss.kind().values(), loss.ignore_index, dtype
+    call = find("losses_given_lse", options, x, target, loss.weight, lse)
+    if call is None:
+        prepared = prepare_given_lse(given, lse, loss, dtype)
+        call = keep(prepared, "losses_given_lse", options, x, target, loss.weight, lse)
+    return call(given, loss.numbers(), lse)
+
+
+def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> Prepared:
+    """What runs the kernel on tensors like these: call(given, numbers, lse) -> LossRows."""
+    x, device = given.x, given.x.get_device()
+    n_rows, n_classes = x.shape
+    dtype, empty = dtype or arithmetic_of(x), allocator(x.device)
+
+    def rows_of(n, lse):
+        return LossRows(lse, None, empty((n, 1), (1, 1), dtype))
+
+    def arranged(given, lse, losses):
+        return given.x, given.target, given.weight, given.numbers, lse, losses
+
+    spec = LossSpec(
+        block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[x.dtype], ptx=has_ptx(device),
+        **loss.kind() | {"mean": False},
+    )  # fmt: skip
+    factor, _, cap, *_ = loss.numbers()
+    tensors = arranged(given, lse, rows_of(n_rows, lse).loss)
+    scalars = x.stride(0), n_rows, n_classes, loss.ignore_index, factor, cap
+    launched = launch.prepare(
+        _loss_given_lse, -(-n_rows // _ROWS), tensors, scalars, {"K": spec}, device=device, num_warps=4, numbers=(4, 5)
+    )
+    picked = itemgetter(*[i for i, each in enumerate(tensors) if each is not None])
+
+    def made(launched, n):
+        def call(given, numbers, lse):
+            rows = rows_of(n, lse)
+            launched(*picked(arranged(given, lse, rows.loss)), numbers[0], numbers[2])
+            return rows
+
+        return call
+
+    def again(n):
+        found = launched.again(-(-n // _ROWS), {1: n})
+        return found and made(found.__call__, n)
+
+    return Prepared(made(launched.__call__, n_rows), again, lambda: rows_of(n_rows, None))

@@ -1,0 +1,69 @@
+"""What a cross-entropy returns: its loss alone, or a CrossEntropyOutput of all that was asked for."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.ops.cross_entropy_calls import LossRows
+from fused_softmax.options import Loss
+
+
+class TokenStats(NamedTuple):
+    """Of every target, in their shape and without gradients; 0 and False where it is ignored.
+
+    Its loss, the entropy of its row in nats, the likeliest class, and whether that is the target.
+    """
+
+    loss: Tensor
+    entropy: Tensor
+    predicted: Tensor
+    correct: Tensor
+
+
+class CrossEntropyOutput(NamedTuple):
+    """The loss, and what else was asked for; None for the rest."""
+
+    loss: Tensor
+    lse: Tensor | None = None
+    z_loss: Tensor | None = None
+    token_stats: TokenStats | None = None
+
+
+class Wanted(NamedTuple):
+    """What a call returns beside its loss, and how."""
+
+    lse: bool = False
+    z_loss: bool = False
+    stats: bool = False
+    inplace: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def beside(self) -> bool:
+        """Whether more than the loss is returned."""
+        return self.lse or self.z_loss or self.stats
+
+
+NOTHING_MORE = Wanted()
+
+
+def output_of(y, lse, z, stats, wanted: Wanted, reduction: str, shape) -> Tensor | CrossEntropyOutput:
+    """What the caller asked for, in the shape of the targets."""
+    if reduction == "none":
+        y, z = y.view(shape), None if z is None else z.view(shape)
+    if not wanted.beside:
+        return y
+    return CrossEntropyOutput(
+        y, lse.view(shape) if wanted.lse else None, z if wanted.z_loss else None,
+        TokenStats(*(each.view(shape) for each in stats)) if wanted.stats else None,
+    )  # fmt: skip
+
+
+def stats_of(rows: LossRows, target: Tensor, loss: Loss) -> list[Tensor]:
+    """The TokenStats of targets [n], or nothing if `loss` does not ask for them."""
+    if rows.entropy is None or rows.predicted is None:
+        return []
+    counts = target.long() != loss.ignore_index  # of uint8, -100 would be 156
+    entropy, predicted = rows.entropy.masked_fill(~counts, 0.0), rows.predicted.masked_fill(~counts, 0)
+    return [rows.loss.view(-1).clone(), entropy, predicted, (rows.predicted == target) & counts]

@@ -1,0 +1,218 @@
+"""A cross-entropy of rows as its launches, prepared one by one, and their gradient for autograd.
+
+The gradient of a sum or mean is written with the losses where that reads the logits once less; otherwise, and for a
+second backward, it is made of the logits and each row's m and ls.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax import reference
+from fused_softmax.ops.cross_entropy_calls import (
+    LossRows,
+    backward,
+    counts_targets,
+    finish,
+    forward,
+    given_of,
+    prepare_finish,
+    prepare_losses,
+    prepare_multiply,
+    prepare_totals,
+    totals_of,
+)
+from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse, prepare_given_lse
+from fused_softmax.ops.cross_entropy_output import Wanted, stats_of
+from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.route import batched, needs_grad
+
+
+class Kind(NamedTuple):
+    """What a kept call does, beside its tensors and numbers."""
+
+    loss: Loss
+    wanted: Wanted
+    dtype: torch.dtype
+    inplace: bool
+    at_once: bool
+
+
+class Steps(NamedTuple):
+    """A loss's launches, prepared: the targets' totals, the rows, their sum, their gradient times a number.
+
+    None for a launch that a call has no need of.
+    """
+
+    totals: Any
+    rows: Any
+    finish: Any
+    multiply: Any = None
+
+
+def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
+    """The steps of a loss for rows and targets like these, as Prepared. lse: of every row, where it is given."""
+    arithmetic, wanted = arithmetic_of(x), kind.wanted
+    counts = counts_targets(target, loss.mean, needs_grad(x))
+    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
+    dx = None
+    if kind.at_once:
+        dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    counted = None if totals is None or totals.like is None else totals.like()
+    states = (dx is None and needs_grad(x)) or wanted.lse or loss.stats
+    given = given_of(x, dx, target, loss, counted)
+    if lse is None:
+        rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states)
+    else:
+        rows = prepare_given_lse(given, lse, loss, _dtype_of_rows(loss, kind))
+    if loss.reduction == "none":
+        return Steps(totals, rows, None)
+    assert rows.like is not None
+    like = rows.like()
+    finishing = prepare_finish(like, counted, target if counts else None, loss, x.shape[1], kind.dtype)
+    multiplying = None if dx is None else prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
+    return Steps(totals, rows, finishing, multiplying)
+
+
+def run_steps(
+    steps: Steps, x: Tensor, target: Tensor, loss: Loss, numbers: tuple, given_lse: Tensor | None, kind: Kind,
+    dx: Tensor | None,
+):  # fmt: skip
+    """((loss, lse, z-loss, statistics), rows, totals): what was given or not asked for is None, or missing."""
+    totals = None if steps.totals is None else steps.totals(target, loss.weight)
+    given = given_of(x, dx, target, loss, totals)
+    if given_lse is None:
+        rows = steps.rows(given, numbers)
+    else:
+        rows = steps.rows(given, numbers, given_lse)
+        if dx is not None:
+            backward(x, target, given_lse, torch.zeros_like(given_lse), loss, totals=totals, dx=dx)
+    if steps.finish is None:
+        y, z = rows.loss.view(-1), rows.z
+        y = (y if z is None else y + z).to(kind.dtype)
+        z = None if z is None else z.to(kind.dtype)
+    else:
+        y, z = steps.finish(rows.loss, rows.z, totals, target, loss.weight)
+    lse = rows.m + rows.ls if kind.wanted.lse and given_lse is None else None
+    if kind.wanted.z_loss and z is None:
+        z = torch.zeros_like(y)
+    stats = stats_of(rows, target, loss) if loss.stats else ()
+    return (y, lse, z, *stats), rows, totals
+
+
+def losses_of(x: Tensor, target: Tensor, loss: Loss, kind: Kind, lse: Tensor | None = None):
+    """`run_steps` of a call that is not kept whole: its steps are, each by itself."""
+    dtype = _dtype_of_rows(loss, kind)
+
+    def rows(given, numbers, given_lse=None):
+        if given_lse is None:
+            return forward(x, target, loss, given.totals, dtype=dtype)
+        return forward_given_lse(x, target, given_lse, loss, dtype)
+
+    steps = Steps(
+        partial(_totals_step, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None,
+        rows,
+        None if loss.reduction == "none" else partial(_finish_step, loss, kind.dtype),
+    )
+    return run_steps(steps, x, target, loss, (), lse, kind, None)
+
+
+def _dtype_of_rows(loss: Loss, kind: Kind) -> torch.dtype | None:
+    return kind.dtype if loss.reduction == "none" and not loss.stats and not loss.lse_square_scale else None
+
+
+def _totals_step(loss, n_classes, dtype, target, weight):
+    return totals_of(target, loss, n_classes, dtype)
+
+
+def _finish_step(loss, dtype, values, z, totals, *_):
+    return finish(LossRows(None, None, values, z), totals, loss, dtype)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """(loss, lse, z-loss, statistics) of rows; the gradient of a sum or mean is there when the loss is."""
+
+    @staticmethod
+    def forward(ctx, x, target, of_call, how):
+        ctx.set_materialize_grads(False)
+        loss, numbers, lse = of_call
+        kind, steps = how
+        dx = None
+        if kind.at_once:
+            dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
+        ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
+        if kind.inplace:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
+        if len(results) > 3:
+            ctx.mark_non_differentiable(*results[3:])
+        if not kind.wanted.beside and not kind.inplace:
+            return results[0]
+        return *results, *([x] if kind.inplace else [])
+
+    @staticmethod
+    def backward(ctx, dy, dlse=None, dz=None, *_):
+        loss = ctx.loss
+        if dy is None and dlse is None and dz is None:
+            return None, None, None, None
+        if ctx.dx is not None and dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy):
+            # Given away: whoever has it may change it, and a second backward computes it again.
+            dx, ctx.dx = ctx.dx, None
+            ctx.multiply(dx, dy)
+            return dx, None, None, None
+        x, target, totals, m, ls = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            if x is None:
+                raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
+            given_lse = m if ctx.lse_is_given else None
+            return differentiable_gradient(x, target, loss, dy, dlse, dz, given_lse), None, None, None
+        if x is not None and batched(dy, dlse, dz):
+            return _one_by_one(x, target, m, ls, loss, dy, dlse, dz), None, None, None
+        if x is None:
+            raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
+        m, ls = _states(x, target, loss, m, ls)
+        dy = torch.zeros((), dtype=m.dtype, device=m.device) if dy is None else dy
+        total_dz = None if dz is None else dy + dz
+        dx = backward(x, target, m, ls, loss, totals=totals, dy=dy, dz=total_dz, dlse=dlse)
+        return dx, None, None, None
+
+
+# As _CrossEntropy.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+differentiated = super(torch.autograd.Function, _CrossEntropy).apply
+
+
+def _states(x, target, loss, m, ls):
+    """m and ls of every row; made again where the gradient was written with the loss, and they were not kept.
+
+    Where lse is given, m is lse and there is no ls.
+    """
+    if m is not None:
+        return m, torch.zeros_like(m) if ls is None else ls
+    rows = forward(x, target, loss)
+    return rows.m, rows.ls
+
+
+def _one_by_one(x, target, m, ls, loss, dy, dlse, dz):
+    """The gradients of a batch, each by the operator, which PyTorch calls for one after the other."""
+    m, ls = _states(x, target, loss, m, ls)
+    operator = torch.ops.fused_softmax.cross_entropy_backward.default
+    return operator(x, target, m, ls, dy, dz, dlse, *loss.operator_arguments())
+
+
+def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz, given_lse=None):
+    """The gradient by torch's operations, for a second derivative."""
+    return differentiable_gradients([x], x, target, loss, dy, dlse, dz, given_lse)[0]
+
+
+def differentiable_gradients(inputs, logits, target, loss: Loss, dy, dlse, dz, given_lse=None) -> tuple[Tensor, ...]:
+    """Those of the inputs that logits [n, n_classes] were made of; dy, dlse and dz are of loss, lse and z-loss."""
+    y, lse, z = reference.cross_entropy(
+        logits, target, reduction=loss.reduction, **loss.reference_arguments(), dtype=arithmetic_of(logits),
+        arithmetic=arithmetic_of(logits), lse=given_lse,
+    )  # fmt: skip
+    pairs = [(y, dy), (lse, dlse), (z, dz)]
+    outputs, gradients = zip(*[(o, g.to(o.dtype)) for o, g in pairs if g is not None], strict=True)
+    return torch.autograd.grad(outputs, inputs, gradients, create_graph=True)

@@ -1,0 +1,117 @@
+"""A linear layer's logits by chunks of rows, all in one buffer, and the gradients of its tensors chunk by chunk."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.ops.cross_entropy_calls import LossRows
+from fused_softmax.ops.linear_by_classes import add_product
+from fused_softmax.options import Loss, arithmetic_of
+
+_CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
+_CHUNK_ROWS = 128  # a multiple that matrix products like
+
+
+@dataclass(frozen=True)
+class Linear:
+    """How a call makes its products. accumulate: whether chunks add up in the dtype of the arithmetic."""
+
+    chunk_size: int
+    accumulate: bool
+
+
+def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_weight: bool) -> Linear:
+    """The chunks of a call. of_weight: whether w's gradient is asked for, which takes several chunks an accumulator."""
+    if chunk_size is None:
+        row_bytes = w.shape[0] * x.element_size()
+        fits = _CHUNK_BYTES // row_bytes
+        chunk_size = max(fits // _CHUNK_ROWS * _CHUNK_ROWS, min(fits, _CHUNK_ROWS), 1)
+        if of_weight and accumulate == "fp32" and x.dtype == torch.bfloat16:
+            # Several take a chunk and two gradients' bytes; in the end, their rounded sum beside them, three.
+            w_bytes = w.numel() * x.element_size()
+            at_once = max(_CHUNK_BYTES + w_bytes, 2 * w_bytes)
+            chunk_size = len(x) if len(x) * row_bytes <= at_once else chunk_size
+        equal = -(-len(x) // max(-(-len(x) // chunk_size), 1))
+        chunk_size = min(chunk_size, -(-equal // _CHUNK_ROWS) * _CHUNK_ROWS)
+    return Linear(min(chunk_size, len(x)), accumulate == "fp32")
+
+
+def by_rows(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None, linear: Linear,
+    gradients: "Gradients | None", states: bool,
+) -> LossRows:  # fmt: skip
+    """What is known of all rows, with m and ls if `states`; their gradient is added to `gradients` if there are any."""
+    found = []
+    for start, logits in chunks(x, w, bias, linear):
+        part = target[start : start + len(logits)]
+        # Statistics come of a pass that holds no rows for a gradient, so a second one writes it.
+        at_once = gradients is not None and not loss.stats
+        rows = losses.forward(logits, part, loss, totals, logits if at_once else None)
+        if gradients is not None:
+            if not at_once:
+                losses.backward(logits, part, rows.m, rows.ls, loss, totals=totals, dx=logits)  # type: ignore[arg-type]
+            gradients.add(start, logits)
+        found.append(rows if states else rows._replace(m=None, ls=None))
+    if len({rows.loss.shape[1] for rows in found}) > 1:  # another number of rows may be read by other parts
+        found = [rows._replace(loss=rows.loss.sum(1, keepdim=True)) for rows in found]
+    of_all = [None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)]
+    return LossRows(*of_all)  # type: ignore[arg-type]
+
+
+def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterator[tuple[int, Tensor]]:
+    """(first row, logits [rows, n_classes]) of each chunk, all in one buffer."""
+    buffer = torch.empty(linear.chunk_size, w.shape[0], dtype=x.dtype, device=x.device)
+    for start in range(0, len(x), linear.chunk_size):
+        rows = x[start : start + linear.chunk_size]
+        logits = buffer[: len(rows)]
+        if bias is None:
+            torch.mm(rows, w.t(), out=logits)
+        else:
+            torch.addmm(bias, rows, w.t(), out=logits)
+        yield start, logits
+
+
+class Gradients:
+    """The gradients asked for, of input, linear_weight and linear_bias, by those of chunks of logits."""
+
+    def __init__(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: Sequence[bool], wide: bool = False,
+        made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    ):  # fmt: skip
+        """wide: sums over rows take the dtype of the arithmetic, for the input's may not hold them.
+
+        made: the gradients that are there already.
+        """
+        self.x, self.w, self.bias = x.detach(), w.detach(), bias
+        self.asked, self.linear = asked, linear
+        several = len(x) > linear.chunk_size
+        self.dtype = arithmetic_of(x) if wide or (linear.accumulate and several) else x.dtype
+        self.dx, self.dw, self.db = made
+
+    def add(self, start: int, dlogits: Tensor) -> None:
+        stop = start + len(dlogits)
+        if self.asked[0]:
+            if self.dx is None:
+                self.dx = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
+            torch.mm(dlogits, self.w, out=self.dx[start:stop])
+        if self.asked[1]:
+            self.dw = add_product(self.dw, dlogits.t(), self.x[start:stop], self.dtype)
+        if self.asked[2]:
+            db = dlogits.sum(0, dtype=arithmetic_of(dlogits))
+            self.db = db if self.db is None else self.db.add_(db)
+
+    def times(self, factor: Tensor | None) -> list[Tensor | None]:
+        """The gradients times a factor of one element, in the dtypes of their tensors."""
+        found: list[Tensor | None] = []
+        for gradient, of in ((self.dx, self.x), (self.dw, self.w), (self.db, self.bias)):
+            if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
+                gradient = gradient if factor is None else losses.multiply(gradient, factor)
+            elif gradient is not None:
+                rounded = torch.empty(gradient.shape, dtype=of.dtype, device=of.device)  # type: ignore[union-attr]
+                one = gradient.new_ones(()) if factor is None else factor
+                gradient = torch.mul(gradient, one, out=rounded)  # read and written once
+            found.append(gradient)
+        return found
