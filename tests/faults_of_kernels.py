@@ -4,6 +4,16 @@ from fault import of
 
 KERNELS = (
     of(
+        "kernels", "lanes-without-a-part-at-0", "kernels/columns.py",
+        "< n_parts, m_parts, -GREATEST)", "< n_parts, m_parts, 0.0)",
+        "test_columns.py::test_logsumexp_of_low_numbers_in_parts",
+    ),
+    of(
+        "kernels", "no-gradient-where-the-share-is-0", "kernels/softmax_grad.py",
+        "dx = tl.where(y == NEG_INF, 0.0, dx)", "dx = tl.where(share == 0.0, 0.0, dx)",
+        "test_backward.py::test_log_softmax_of_a_mask_has_gradients_where_the_share_is_0",
+    ),
+    of(
         "kernels", "mask-past-the-size", "kernels/rows.py", "cols < size, other=OTHER)", "cols <= size, other=OTHER)",
         "test_shelf.py::test_pieces_end_with_the_row",
     ),

@@ -625,3 +625,16 @@ def test_checkpointing_runs_the_forward_again(device):
         checkpoint(lambda x: fused_softmax.softmax(x, scale=0.5), x, use_reentrant=False), x, dy
     )
     assert torch.equal(ours, torch.autograd.grad(fused_softmax.softmax(x, scale=0.5), x, dy)[0])
+
+
+def test_log_softmax_of_a_mask_has_gradients_where_the_share_is_0(device):
+    """exp(y) is 0 of what lies far below the maximum, and dy counts there all the same."""
+    x, dy = torch.randn(4, 50, device=device), torch.randn(4, 50, device=device)
+    x[:, 0] = 300.0
+    keep = torch.ones(4, 50, dtype=torch.bool, device=device)
+    keep[:, 7] = False
+    dy[:, 7] = 0.0
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    fused_softmax.log_softmax(ours, -1, mask=keep).backward(dy)
+    torch.log_softmax(theirs.masked_fill(~keep, -math.inf), -1).backward(dy)
+    torch.testing.assert_close(ours.grad, theirs.grad)

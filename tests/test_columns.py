@@ -56,3 +56,13 @@ def test_softmax_and_its_gradient_by_parts(log, high, device):
     torch.testing.assert_close(y.double(), truth.detach(), rtol=1e-5, atol=1e-5)
     (truth,) = torch.autograd.grad(truth, wide, dy.double())
     torch.testing.assert_close(dx.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_logsumexp_of_low_numbers_in_parts(device):
+    """Lanes without a part count nothing, though 0 is far above every number."""
+    x = torch.rand(1, 5000, 8, device=device) - 200.0
+    plan = plan_columns(1, 5000, 8, 4, H200, holds=False)
+    assert 1 < plan.parts < plan.lanes
+    lse = torch.full((1, 1, 8), float("nan"), device=device)
+    logsumexp_calls.prepare_columns(x, lse, plan=plan)(x, lse)
+    torch.testing.assert_close(lse, torch.logsumexp(x, 1, keepdim=True))
