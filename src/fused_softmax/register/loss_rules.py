@@ -87,7 +87,7 @@ def cross_entropy_given_lse(input, target, lse, *given):
         of_loss, dtype = _of_given_lse(given)
         loss = _loss(input, False, *of_loss)
         dtype, lse = dtype or input.dtype, lse.to(arithmetic_of(input)).contiguous()
-        if not on_device(input):
+        if not _on_kernels(input):
             return _composed(input, target, loss, dtype, lse)[0]
         kind = Kind(loss, Wanted(), dtype, False, False)
         return losses_of(_rows(input), target.contiguous(), loss, kind, lse)[0][0]
