@@ -251,6 +251,11 @@ OPS = (
 
 REGISTER = (
     of(
+        "register", "stand-in-for-any-smoothing", "register/patch.py",
+        "label_smoothing > 0, 0.0 <= label_smoothing <= 1.0", "label_smoothing > 0, True",
+        "test_patch.py::test_a_loss_that_was_kept_is_not_found_for_a_smoothing_out_of_range",
+    ),
+    of(
         "register", "fake-of-the-inputs-dtype", "register/one_dim.py",
         "return input.new_empty(input.shape, dtype=dtype)", "return input.new_empty(input.shape)",
         "test_operators.py::test_what_runs_and_its_fake_agree",

@@ -56,6 +56,7 @@ def ran(monkeypatch):
 
     count(softmax_calls, "forward", "softmax")
     count(softmax_calls, "backward", "gradient")
+    count(softmax_calls, "backward_into", "gradient")
     count(logsumexp_calls, "forward", "logsumexp")
     count(patch, "prepare_plain", "cross_entropy")
     yield calls
@@ -175,6 +176,30 @@ def test_out(ran, device):
     torch.testing.assert_close(x.sum(-1), torch.ones(3, device=device))
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_gradients_with_out(dtype, dim, log, ran, device):
+    """Contiguous, of rows apart, and of no rows; a second call of each is found."""
+    y = (torch.log_softmax if log else torch.softmax)(peaked(6, 70), dim).to(dtype).to(device)
+    dy = peaked(6, 70, seed=1).to(dtype).to(device)
+    operator = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
+    name = "out" if log else "grad_input"
+    expected = operator(dy, y, dim, dtype)
+    outs = [torch.empty_like(y), torch.full((6, 80), 7.0, dtype=dtype, device=device)[:, :70], y.new_empty(70, 6).T]
+    with fused_softmax.enabled():
+        for out in [*outs, *outs]:
+            ran.clear()
+            assert operator.out(dy, y, dim, dtype, **{name: out.fill_(float("nan"))}) is out
+            assert ran == ["gradient"]
+            torch.testing.assert_close(out, expected)
+        assert (outs[1]._base[:, 70:] == 7.0).all()
+        ran.clear()
+        operator.out(dy, y, dim, dtype, **{name: dy})  # over what is read: ATen's
+        assert not ran
+        torch.testing.assert_close(dy, expected)
+
+
 REFUSED = {
     "dim too large": lambda x: torch.softmax(x, 5),
     "integers": lambda x: torch.log_softmax(x.long(), 0),
@@ -195,6 +220,14 @@ def test_errors_are_torchs(name, ran, device):
     with fused_softmax.enabled(), pytest.raises(theirs.type) as ours:
         REFUSED[name](x)
     assert str(ours.value) == str(theirs.value)
+
+
+def test_a_loss_that_was_kept_is_not_found_for_a_smoothing_out_of_range(ran, device):
+    x, target = peaked(4, 50).to(device), torch.tensor([1, 2, 3, 4], device=device)
+    with fused_softmax.enabled():
+        F.cross_entropy(x, target, label_smoothing=0.1)
+        with pytest.raises(RuntimeError, match="label_smoothing"):
+            F.cross_entropy(x, target, label_smoothing=1.5)
 
 
 def test_what_kernels_do_not_take_is_atens(ran, device):

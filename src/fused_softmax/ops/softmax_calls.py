@@ -47,6 +47,30 @@ def backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, hid
     return call(dy, y, factor)
 
 
+def backward_into(dy: Tensor, y: Tensor, out: Tensor, dim: int, log: bool) -> Tensor:
+    """The gradient of a plain call, written into out, which is of y's shape and overlaps neither dy nor y."""
+    name = "log_softmax_backward_out" if log else "softmax_backward_out"
+    call = find(name, dim, y, dy, out)
+    if call is None:
+        call = keep(_prepare_backward_into(log, dy, y, out, dim), name, dim, y, dy, out)
+    return call(dy, y, out)
+
+
+def _prepare_backward_into(log: bool, dy: Tensor, y: Tensor, out: Tensor, dim: int) -> Prepared:
+    moved = [last(each, dim) for each in (dy, y, out)]
+    if not y.numel() or not is_rows(moved[2]) or any(flatten(each) is None for each in moved):
+        inner = prepare_backward_call(log, dy, y, dim, out.dtype, False, False).call
+        return Prepared(lambda dy, y, out: out.copy_(inner(dy, y, 1.0)))
+    dy_rows, y_rows, out_rows = (as_rows(each) for each in moved)
+    launch = prepare_backward(dy_rows, y_rows, out_rows, log=log).__call__
+
+    def call(dy, y, out):
+        launch(dy, y, out)
+        return out
+
+    return Prepared(call)
+
+
 def backward_key(log: bool, dim: int, dtype: torch.dtype, hides: bool, scaled: bool) -> tuple[str, tuple]:
     """Under what `backward` keeps its calls."""
     return "log_softmax_backward" if log else "softmax_backward", (dim, dtype, hides, scaled)

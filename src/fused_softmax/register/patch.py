@@ -145,21 +145,24 @@ def _softmax(log: bool, atens: Callable) -> Callable:
 def _gradient(log: bool, atens: Callable) -> Callable:
     name = "log_softmax_backward" if log else "softmax_backward"
 
-    def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype, **out: Tensor) -> Tensor:
         rounded = (y.dtype, input_dtype) == (torch.float32, torch.float16)  # of a forward with half_to_float
         like = dy.shape == y.shape and dy.dtype == y.dtype
-        if not (_takes(y, dim) and like and (rounded or input_dtype == y.dtype)):
-            return atens(dy, y, dim, input_dtype)
+        fit = all(_fits(each, y.shape, input_dtype, y) and not overlap(each, dy) for each in out.values())
+        if not (_takes(y, dim) and like and fit and (rounded or input_dtype == y.dtype)):
+            return atens(dy, y, dim, input_dtype, **out)
+        for each in out.values():
+            return softmax_calls.backward_into(dy, y, each, dim, log)
         return softmax_calls.backward(dy, y, dim, input_dtype, log, False, 1.0)
 
     kernel = _passing_on(atens, kernel)
 
-    def seen_first(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-        if _depth:
+    def seen_first(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype, **out: Tensor) -> Tensor:
+        if _depth and not out:
             call = find(name, (dim, input_dtype, False, False), y, dy)
             if call is not None:
                 return call(dy, y, 1.0)
-        return kernel(dy, y, dim, input_dtype)
+        return kernel(dy, y, dim, input_dtype, **out)
 
     return seen_first
 
@@ -234,7 +237,9 @@ _STAND_INS: dict[str, Callable[[Callable], Callable]] = {
     "_log_softmax": partial(_softmax, True),
     "_log_softmax.out": partial(_softmax, True),
     "_softmax_backward_data": partial(_gradient, False),
+    "_softmax_backward_data.out": partial(_gradient, False),
     "_log_softmax_backward_data": partial(_gradient, True),
+    "_log_softmax_backward_data.out": partial(_gradient, True),
     "logsumexp": _logsumexp,
     "logsumexp.out": _logsumexp,
 }
