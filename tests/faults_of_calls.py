@@ -288,7 +288,7 @@ REGISTER = (
     of(
         "register", "half-to-float-of-bf16", "register/patch.py",
         "(not half_to_float or x.dtype == torch.float16)", "True",
-        "test_patch.py::test_half_to_float",
+        "test_patch.py::test_errors_are_torchs[not halves to float]",
     ),
     of(
         "register", "reductions-swapped", "register/patch.py",
