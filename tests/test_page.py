@@ -652,6 +652,7 @@ def test_the_page_is_small_and_ready_within_a_second(open_page: Open) -> None:
     assert min(times) < 1, times
 
 
+@pytest.mark.exhaustive
 def test_sixty_steps_a_second_on_16_by_64(open_page: Open) -> None:
     page = open_page(passes(WIDE, 2, 16))
     page.locator(".speed select").select_option("60")

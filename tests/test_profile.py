@@ -170,7 +170,8 @@ def test_every_stall_that_is_asked_for_has_a_sentence():
         pytest.param("softmax", (64, 4096), "_part_forward", marks=pytest.mark.exhaustive),
         pytest.param("softmax_backward", (64, 4096), "_part_backward", marks=pytest.mark.exhaustive),
         pytest.param("logsumexp", (64, 4096), "_part_logsumexp", marks=pytest.mark.exhaustive),
-        ("softmax_dim", (64, 512, 256), "_column_forward"),
+        pytest.param("softmax_dim", (64, 512, 256), "_column_forward", marks=pytest.mark.exhaustive),
+        ("softmax", (4096, 256), "_tile_forward"),
     ],
 )
 def test_without_a_gpu_the_kernels_are_compiled_and_read(operation, shape, name):
