@@ -4,8 +4,8 @@ ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
 SYSTEM_PYTHON ?= python3
 TEST_TRITONS := 3.6.0 3.9.0
 COMPILED := compiles and not gpu and not exhaustive
-# A worker a core, and one for the time in which another waits; so PyTorch needs no threads of its own in any of them.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(shell expr $$(nproc) + 1) --dist worksteal
+# A worker a core, so PyTorch needs no threads of its own in any of them.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 .PHONY: env demo page presets report test test-compiles test-all gpu-test sanitize faults lint clean
 
