@@ -126,6 +126,16 @@ KERNELS = (
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
     ),
     of(
+        "kernels", "target-without-its-bias", "kernels/loss_transposed.py",
+        "mask=owns), bias_ptr, first + t, owns, K)", "mask=owns), None, first + t, owns, K)",
+        "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
+    ),
+    of(
+        "kernels", "sum-with-a-bias-rounded", "ops/linear_by_classes.py",
+        "x.dtype if bias is None else self.dtype", "x.dtype",
+        "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
+    ),
+    of(
         "kernels", "lse-without-its-sum", "kernels/loss_transposed.py",
         "tl.store(lse_ptr + token, m + ls", "tl.store(lse_ptr + token, m",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",

@@ -93,13 +93,14 @@ KERNEL_OPTIONS = OPTIONS | {"smoothing alone": {"label_smoothing": 1.0}, "large 
 
 
 @kernels
-@pairwise(("options", "mean"), ("dtype", "mean", "multiple"), strength=1)
+@pairwise(("options", "mean"), ("options", "biased"), ("dtype", "mean", "multiple"), ("dtype", "biased"), strength=1)
 @pytest.mark.parametrize("options", KERNEL_OPTIONS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("shift", "programs", "multiple"), [(0.0, 16, 32), (0.0, 16, 128), (1000.0, 0, 128)])
 def test_losses_and_gradients_of_transposed_logits(
-    options, dtype, mean, shift, programs, multiple, device, nvidia, monkeypatch
+    options, dtype, mean, biased, shift, programs, multiple, device, nvidia, monkeypatch
 ):  # fmt: skip
     """Blocks of many parts, of few or of one; peaks in any of them, parts of nothing but -inf, NaN and infinity."""
     monkeypatch.setattr(by_classes, "_PROGRAMS", programs)
@@ -123,7 +124,8 @@ def test_losses_and_gradients_of_transposed_logits(
         options["weight"] = weight.to(FP64 if dtype == FP64 else FP32)
     loss = Loss(reduction="mean" if mean else "sum", stats=not mean, **options)
     totals = totals_of(target, loss, n_classes, FP64 if dtype == FP64 else FP32) if mean else None
-    tokens = by_classes.Tokens(x, target, loss, totals, n_classes)
+    bias = (4 * torch.randn(n_classes, device=device)).to(dtype) if biased else None
+    tokens = by_classes.Tokens(x, target, loss, totals, n_classes, bias)
     tokens.make_room(list(sizes))
     blocks, first = [], 0
     for size in sizes:
@@ -138,6 +140,8 @@ def test_losses_and_gradients_of_transposed_logits(
     for block in blocks:
         tokens.write_gradient(block, first)
         first += len(block)
+    if biased:  # the sum is no longer rounded to the dtype of x
+        x = x.to(tokens.dtype) + bias.to(tokens.dtype)
     scale = options.pop("scale", 1.0)
     held = wanted(x, target, "mean" if mean else "sum", scale=scale, **options)
     of_rows = wanted(x, target, "none", scale=scale, **options)
@@ -212,6 +216,71 @@ def test_loss_and_gradients(name, options, dtype, reduction, accumulate, device,
             allowed = 8 * sums * torch.finfo(dtype).eps * want.abs().max() + least
             assert (found.double() - want).abs().max() <= allowed, way
     assert len(small) == 1
+
+
+@kernels
+@pytest.mark.parametrize("name", ["little kept", "all kept"])
+def test_logits_in_memory_are_the_product_alone(name, device, small, monkeypatch):
+    """With linear_bias in them they would be rounded twice, by the product and by the sum."""
+    (x, w, bias), target, chunk_size = layer(name, BF16, device)
+    read, begun = [], by_classes.Tokens.read
+
+    def watched(tokens, logits, first):
+        read.append((first, logits.clone()))
+        begun(tokens, logits, first)
+
+    monkeypatch.setattr(by_classes.Tokens, "read", watched)
+    linear_cross_entropy(x, w, target, linear_bias=bias, chunk_size=chunk_size).backward()
+    assert len(small) == 1
+    assert sum(len(logits) for _, logits in read) == len(w)
+    for first, logits in read:
+        product = w[first : first + len(logits)].double() @ x.double().t()
+        torch.testing.assert_close(logits.double(), product, rtol=torch.finfo(BF16).eps / 2, atol=1e-4)
+
+
+@kernels
+@pytest.mark.parametrize("options", [{}, {"softcap": 90.0}, {"scale": 0.1}], ids=str)
+def test_with_a_bias_it_is_no_further_from_float64_than_torch(options, device, small):
+    """Of logits of 45, whose bfloat16 has one or two bits left behind the point."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, bias = (torch.randn(*shape, generator=generator) for shape in ((256, 64), (320, 64), (320,)))
+    tensors = [each.to(device, BF16).requires_grad_() for each in (x, w * 4, bias * 32)]
+    target = torch.randint(0, 320, (256,), generator=generator).to(device)
+
+    def composed(tensors, dtype):
+        z = F.linear(*tensors).to(dtype) * options.get("scale", 1.0)
+        if "softcap" in options:
+            z = options["softcap"] * torch.tanh(z / options["softcap"])
+        losses = F.cross_entropy(z, target, reduction="none")
+        return losses.detach(), *torch.autograd.grad(losses.mean(), tensors)
+
+    truth = composed([each.detach().double().requires_grad_() for each in tensors], FP64)
+    theirs = composed(tensors, FP32)
+    x, w, bias = tensors
+    found = linear_cross_entropy(
+        x, w, target, linear_bias=bias, chunk_size=64, return_token_stats=True, **options
+    )  # fmt: skip
+    ours = found.token_stats.loss, *torch.autograd.grad(found.loss, tensors)
+    assert len(small) == 1
+    for what, exact, one, other in zip(("losses", "x", "w", "bias"), truth, ours, theirs, strict=True):
+        assert (one.double() - exact).norm() <= 1.1 * (other.double() - exact).norm(), what
+
+
+@kernels
+def test_a_strided_bias_that_leaves_classes_out(device, small):
+    (x, w, _), target, chunk_size = layer("little kept", BF16, device)
+    bias = torch.linspace(-3, 3, 2 * len(w), device=device).to(BF16)[::2]
+    bias[[7, 39]] = float("-inf")
+    target[(target == 7) | (target == 39)] = 0
+    tensors = x, w, bias.requires_grad_()
+    found = linear_cross_entropy(x, w, target, linear_bias=bias, chunk_size=chunk_size)
+    exact = [each.detach().double().requires_grad_() for each in tensors]
+    truth = F.cross_entropy(F.linear(*exact), target)
+    gradients, expected = torch.autograd.grad(found, tensors), torch.autograd.grad(truth, exact)
+    assert len(small) == 1
+    for one, want in zip((found, *gradients), (truth, *expected), strict=True):
+        assert (one.double() - want).abs().max() <= 8 * torch.finfo(BF16).eps * want.abs().max()
+    assert gradients[2][[7, 39]].eq(0).all()
 
 
 @kernels

@@ -60,16 +60,18 @@ def test_losses(target, dtype, kind):
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
-def test_losses_of_transposed_logits(target, dtype, kind):
+@pytest.mark.parametrize("biased", [False, True])
+def test_losses_of_transposed_logits(target, dtype, kind, biased):
     """Of any number of tokens: a row of logits is a whole number of vectors."""
     arithmetic = torch.float64 if dtype == torch.float64 else FP32
     how = {name: value for each in KINDS.values() for name, value in each.items()} if kind == "all" else KINDS[kind]
     weight = {"weight": torch.ones(1000, dtype=arithmetic)} if "weight" in how else {}
     loss, n_tokens = Loss(stats=kind == "all", **how | weight), 501
     x, targets = torch.empty(n_tokens, 64, dtype=dtype), torch.zeros(n_tokens, dtype=torch.int64)
+    bias = torch.ones(1000, dtype=dtype) if biased else None
 
     def run():
-        tokens = by_classes.Tokens(x, targets, loss, torch.ones(2, 1, dtype=arithmetic), 1000)
+        tokens = by_classes.Tokens(x, targets, loss, torch.ones(2, 1, dtype=arithmetic), 1000, bias)
         logits = torch.empty(1000, tokens.padded, dtype=dtype)[:, :n_tokens]
         tokens.make_room([1000])
         tokens.read(logits, 0)
@@ -79,8 +81,8 @@ def test_losses_of_transposed_logits(target, dtype, kind):
     found = binaries(target, run)
     of_stats = ("_token_stats", "_merge_token_stats") if loss.stats else ()
     assert found.keys() == {"_token_states", "_token_losses", "_token_gradient", *of_stats}
-    for name, binary in found.items():
-        assert binary.stack_bytes == 0, name
+    for name, binary in found.items():  # of the statistics Triton 3.9 keeps one word in memory for sm_80
+        assert binary.stack_bytes <= (8 if (name, target) == ("_token_stats", "sm_80") else 0), name
         if target != "gfx942" and name not in ("_token_losses", "_merge_token_stats"):
             assert max(binary.load_widths) == 16, name
         if target != "gfx942" and name == "_token_gradient":

@@ -3,6 +3,7 @@
 Traffic: the losses read the logits once (MN), and the gradient, which is written over them, reads them a second time
 (2MN). Token statistics read them once more, by a kernel of their own. A program has a tile of tokens in one part of a
 block's classes; a kernel of its own merges the parts' states.
+A bias of classes is added as logits are read, in the dtype of the arithmetic: K.cast_dtype is that dtype then.
 """
 
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from fused_softmax.kernels.state import (
     origin_of,
     scores_of,
     weight_of,
+    widen,
 )
 
 
@@ -50,7 +52,7 @@ class TokenPart(NamedTuple):
 
 @triton.jit(do_not_specialize=["first", "n_classes", "n_tokens", "padded", "part_classes", "n_read"])
 def _token_states(
-    x_ptr, target_ptr, weight_ptr, numbers_ptr, z_t_ptr, m_ptr, s_ptr, wz_ptr, w_ptr,
+    x_ptr, bias_ptr, target_ptr, weight_ptr, numbers_ptr, z_t_ptr, m_ptr, s_ptr, wz_ptr, w_ptr,
     first, n_classes, n_tokens, padded, part_classes, n_read, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
     """m, s and, with smoothing, sum_c w_c (z_c - m) and sum_c w_c of one part of a block, a state for every lane."""
@@ -62,13 +64,14 @@ def _token_states(
     x_ptr += P.token
     t = tl.load(target_ptr + P.token, mask=P.token < n_tokens, other=0).to(tl.int64) - first
     owns = (P.token < n_tokens) & (t >= P.start) & (t < P.stop)
-    tl.store(z_t_ptr + P.token, tl.load(x_ptr + t * P.stride, mask=owns), mask=owns)
+    z_t_ptr += P.token
+    tl.store(z_t_ptr, with_bias(tl.load(x_ptr + t * P.stride, mask=owns), bias_ptr, first + t, owns, K), mask=owns)
     m = tl.full([BLOCK_CLASSES, BLOCK_TOKENS], NEG_INF, K.state_dtype)
     s = tl.zeros([BLOCK_CLASSES, BLOCK_TOKENS], K.state_dtype)
     wz = tl.zeros([BLOCK_CLASSES, BLOCK_TOKENS], K.state_dtype)
     w = tl.zeros([BLOCK_CLASSES, 1], K.state_dtype)
     for at in range(P.start, P.stop, PIECES * BLOCK_CLASSES):
-        x = load_finished(x_ptr, at, P, hidden, N, K)
+        x = load_finished(x_ptr, bias_ptr, first, at, P, hidden, N, K)
         top = scores_of(x[0], N.factor, K)
         for p in tl.static_range(1, PIECES):
             top = tl.maximum(top, scores_of(x[p], N.factor, K))
@@ -106,8 +109,8 @@ def _token_states(
 
 @triton.jit(do_not_specialize=["first", "n_classes", "padded", "part_classes", "n_read"])
 def _token_stats(
-    x_ptr, numbers_ptr, m_ptr, u_ptr, found_ptr, first, n_classes, padded, part_classes, n_read, factor, hidden, cap,
-    K: tl.constexpr,
+    x_ptr, bias_ptr, numbers_ptr, m_ptr, u_ptr, found_ptr,
+    first, n_classes, padded, part_classes, n_read, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
     """The entropy_terms u and the first likeliest class of one part of a block, whose m is there already."""
     BLOCK_CLASSES: tl.constexpr = K.block_cols
@@ -122,7 +125,7 @@ def _token_stats(
     u = tl.zeros([BLOCK_CLASSES, BLOCK_TOKENS], K.state_dtype)
     found = tl.full([BLOCK_CLASSES, BLOCK_TOKENS], NO_COLUMN, tl.int32)
     for at in range(P.start, P.stop, PIECES * BLOCK_CLASSES):
-        x = load_finished(x_ptr, at, P, hidden, N, K)
+        x = load_finished(x_ptr, bias_ptr, first, at, P, hidden, N, K)
         for p in tl.static_range(PIECES):
             row = classes_of(p, K)
             z = scores_of(x[p], N.factor, K)
@@ -208,8 +211,8 @@ def _merge_token_stats(
 
 @triton.jit(do_not_specialize=["first", "n_classes", "padded", "part_classes"])
 def _token_gradient(
-    x_ptr, weight_ptr, numbers_ptr, shares_ptr, place_ptr, first, n_classes, padded, part_classes, factor, cap,
-    K: tl.constexpr,
+    x_ptr, bias_ptr, weight_ptr, numbers_ptr, shares_ptr, place_ptr,
+    first, n_classes, padded, part_classes, factor, cap, K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one part of a block, over its logits."""
     PIECES: tl.constexpr = K.pieces
@@ -225,7 +228,7 @@ def _token_gradient(
     scale, base = origin_of(m, K.ptx)
     x_ptr += P.token
     for at in range(P.start, P.stop, PIECES * K.block_cols):
-        x = load_transposed(x_ptr, at, P, 0.0, K)
+        x = load_transposed(x_ptr, bias_ptr, first, at, P, 0.0, K)
         for p in tl.static_range(PIECES):
             row = classes_of(p, K)
             on = row < P.stop - at
@@ -234,7 +237,7 @@ def _token_gradient(
             z = logits_of(x[p], N, K)
             at_target = tl.where(here == place, b, 0.0)
             dx = gradient_of_logits(z, exp_at(z, scale, base, K.ptx), a, at_target, u, w_row, N, K)
-            dx = tl.where(place > -2, dx, 0.0).to(K.cast_dtype)
+            dx = tl.where(place > -2, dx, 0.0).to(x_ptr.dtype.element_ty)
             tl.store(x_ptr + at * P.stride + row.to(tl.int64) * P.stride, dx, mask=on & P.on)
 
 
@@ -257,22 +260,35 @@ def classes_of(p, K: tl.constexpr):
 
 
 @triton.jit
-def load_transposed(ptr, at, P, hidden, K: tl.constexpr):
-    """Tiles [classes, tokens] from class `at` on, one below another; ptr is at the tokens. What is off is `hidden`."""
+def with_bias(x, bias_ptr, classes, on, K: tl.constexpr):
+    """Logits of classes and their bias, in the dtype of the arithmetic; as they were read where there is no bias."""
+    if bias_ptr is not None:
+        return widen(x, K.cast_dtype) + widen(tl.load(bias_ptr + classes, mask=on, other=0.0), K.cast_dtype)
+    else:
+        return x
+
+
+@triton.jit
+def load_transposed(ptr, bias_ptr, first, at, P, hidden, K: tl.constexpr):
+    """Tiles [classes, tokens] from class `at` on, one below another; ptr is at the tokens. What is off is `hidden`.
+
+    first: the class of the block's first row.
+    """
     ptr += at * P.stride
     pieces = ()
     PIECES: tl.constexpr = K.pieces
     for p in tl.static_range(PIECES):
         row = classes_of(p, K)
         piece = tl.load(ptr + row.to(tl.int64) * P.stride, mask=(row < P.stop - at) & P.on, other=hidden)
+        piece = with_bias(piece, bias_ptr, first + at + row, row < P.stop - at, K)
         pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
     return pieces
 
 
 @triton.jit
-def load_finished(ptr, at, P, hidden, N, K: tl.constexpr):
+def load_finished(ptr, bias_ptr, first, at, P, hidden, N, K: tl.constexpr):
     """load_transposed, and with a cap the finished logits."""
-    pieces = load_transposed(ptr, at, P, hidden, K)
+    pieces = load_transposed(ptr, bias_ptr, first, at, P, hidden, K)
     if K.capped:
         kept = ()
         for p in tl.static_range(len(pieces)):

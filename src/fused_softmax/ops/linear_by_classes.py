@@ -3,6 +3,7 @@
 Logits are made transposed, [classes, tokens], so that those of any block of classes are contiguous. All are made once
 for the loss, block after block over each other, and those of the last block are kept; the others are made again for
 the gradient. Each row of linear_weight's gradient is then one product over all tokens, which nothing is added to.
+Those in memory are without linear_bias, which the kernels add as they read: a product that adds it rounds it twice.
 Traffic: all logits are read once, and once more read and written. Extra memory: a chunk's elements at most, and where
 several products are added up in a wider dtype, the input's gradient in it; the states of tokens before that.
 """
@@ -118,7 +119,7 @@ def by_classes(
     """
     x, w, bias = x.detach(), w.detach(), None if bias is None else bias.detach()
     n_classes, features = w.shape
-    tokens = Tokens(x, target, loss, totals, n_classes)
+    tokens = Tokens(x, target, loss, totals, n_classes, bias)
     steps = steps_of(n_classes, features, tokens.padded, most)
     dw = torch.empty(n_classes, features, dtype=x.dtype, device=x.device)
     db = torch.empty(n_classes, dtype=arithmetic_of(x), device=x.device) if asked[2] else None
@@ -128,9 +129,7 @@ def by_classes(
         size = block.stop - block.first
         # Rows of a whole number of vectors: of others matrix products are slow too.
         logits = memory[: size * tokens.padded].view(size, tokens.padded)[:, : len(x)]
-        if bias is None:
-            return torch.mm(w[block.first : block.stop], x.t(), out=logits)
-        return torch.addmm(bias[block.first : block.stop, None], w[block.first : block.stop], x.t(), out=logits)
+        return torch.mm(w[block.first : block.stop], x.t(), out=logits)
 
     def make_gradient(logits: Tensor, block: Block) -> None:
         nonlocal dx
@@ -174,19 +173,24 @@ class Tokens:
     """The losses of tokens by blocks of logits [classes, tokens], whose rows take `padded` elements.
 
     In this order: make_room; read of every block; finish; write_gradient of every block.
-    loss: its weight contiguous, in the dtype of the arithmetic.
+    loss: its weight contiguous, in the dtype of the arithmetic. bias: of classes, which the blocks are without.
     """
 
-    def __init__(self, x: Tensor, target: Tensor, loss: Loss, totals: Tensor | None, n_classes: int):
+    def __init__(
+        self, x: Tensor, target: Tensor, loss: Loss, totals: Tensor | None, n_classes: int, bias: Tensor | None = None
+    ):  # fmt: skip
         self.n, self.padded, self.n_classes = len(x), padded_of(x), n_classes
         self.x, self.target, self.loss, self.totals = x, target, loss, totals
         self.device, self.dtype = x.get_device(), arithmetic_of(x)
         self.numbers = loss.exact_numbers(x)
+        # A product over a column of biases rounds twice: cuBLAS adds them to the rounded product.
+        self.bias = None if bias is None else bias.contiguous()
+        self.logit_dtype = x.dtype if bias is None else self.dtype  # of logits as they are kept: with their bias
         vector = VECTOR_BYTES // x.element_size()
         # States and gradients are the same for a mean, a sum and a z-loss: one kernel does for all.
         self.spec = LossSpec(
             block_cols=32 * _WARPS * vector // _TOKENS, block_tokens=_TOKENS, pieces=4, vector=vector,
-            cast_dtype=TLDTYPES[x.dtype], ptx=has_ptx(self.device),
+            cast_dtype=TLDTYPES[self.logit_dtype], ptx=has_ptx(self.device),
             **loss.kind() | {"mean": False, "z_loss": False},
         )  # fmt: skip
         self.blocks = -(-self.padded // _TOKENS)
@@ -204,19 +208,22 @@ class Tokens:
         if self.loss.stats:
             u, found = self._empty(parts, self.padded), self._empty(parts, self.padded, dtype=torch.int32)
             self.stats = {"u": u, "found": found}
-        self.z_t, self.n_read = self._empty(self.padded, dtype=self.x.dtype), 0
+        self.z_t, self.n_read = self._empty(self.padded, dtype=self.logit_dtype), 0
 
     def read(self, logits: Tensor, first: int) -> None:
         """Take the states of a block of logits from class `first` on."""
         parts, part_classes = self._parts(len(logits))
         tensors = {
-            "x": logits, "target": self.target, "weight": self.loss.weight, "numbers": self.numbers, "z_t": self.z_t,
+            "x": logits, "bias": self.bias, "target": self.target, "weight": self.loss.weight,
+            "numbers": self.numbers, "z_t": self.z_t,
         }  # fmt: skip
         sizes = {"first": first, "n_classes": len(logits), "part_classes": part_classes, "n_read": self.n_read}
         spec = self.spec if self.spec.capped or self.spec.smooth else replace(self.spec, pieces=8)
         self._launch(_token_states, parts * self.blocks, tensors | self.states, sizes, spec)
         if self.loss.stats:
-            tensors = {"x": logits, "numbers": self.numbers, "m": self.states["m"], **self.stats}
+            tensors = {
+                "x": logits, "bias": self.bias, "numbers": self.numbers, "m": self.states["m"], **self.stats,
+            }  # fmt: skip
             self._launch(_token_stats, parts * self.blocks, tensors, sizes, self.spec)
         self.n_read += parts
 
@@ -254,8 +261,8 @@ class Tokens:
         """The gradient of a block of logits from class `first` on, over them."""
         parts, part_classes = self._parts(len(logits))
         tensors = {
-            "x": logits, "weight": self.loss.weight, "numbers": self.numbers, "shares": self.shares,
-            "place": self.place,
+            "x": logits, "bias": self.bias, "weight": self.loss.weight, "numbers": self.numbers,
+            "shares": self.shares, "place": self.place,
         }  # fmt: skip
         sizes = {"first": first, "n_classes": len(logits), "part_classes": part_classes}
         self._launch(_token_gradient, parts * self.blocks, tensors, sizes, self.spec)
