@@ -87,13 +87,9 @@ def test_a_loss_of_one_class_is_0(nvidia, device):
 @pairwise()
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("n_cols", [1, 7, 100, 197, 500, 777, 1000, 1023])
+@pytest.mark.parametrize("n_cols", [1, 7, 31, 33, 64, 100, 129, 197, 256, 500, 777, 1000, 1024])
 def test_half_precision_to_float32_has_the_bits_of_float32(n_cols, dtype, function, nvidia, device):
-    """As PyTorch's test_softmax asks of its own.
-
-    On a GPU not yet where a row's stride is a multiple of 16, and some bf16 rows of less than 130 columns: their lanes
-    read twice as many elements, and sum in another order.
-    """
+    """As PyTorch's test_softmax asks of its own."""
     of, x = getattr(fused_softmax, function), (torch.randn(5, n_cols) * 3).to(dtype).to(device)
     assert torch.equal(of(x, -1, dtype=FP32), of(x.float(), -1))
     assert torch.equal(of(x, 0, dtype=FP32), of(x.float(), 0))
@@ -101,7 +97,7 @@ def test_half_precision_to_float32_has_the_bits_of_float32(n_cols, dtype, functi
 
 def test_small_results_beside_one_that_is_nearly_1_are_right(nvidia, device):
     """Their sum rounds to the share of the greatest, as it does where that is alone."""
-    x = torch.tensor([[100.3, 82.0, 70.0, 5.0], [-7.7, -30.0, -28.1, -91.0]], device=device)
+    x = torch.tensor([[100.3, 82.0, 70.0, 20.0], [-7.7, -30.0, -28.1, -91.0]], device=device)
     # An exponent of 137 is rounded to 2 ** -17 by fp32.
     assert_close(fused_softmax.softmax(x, -1), torch.softmax(x.double(), -1).float(), rtol=2.0**-16, atol=0)
     assert_close(fused_softmax.log_softmax(x, -1), torch.log_softmax(x.double(), -1).float(), rtol=1e-6, atol=1e-7)

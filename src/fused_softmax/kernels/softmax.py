@@ -45,7 +45,11 @@ from fused_softmax.kernels.state import (
 )
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"])
+# Of strides the compiler is told what K.vector says and no more: what it knew besides would give half precision that
+# becomes fp32 wider accesses, and so sums in another order than fp32's.
+@triton.jit(do_not_specialize=[
+    "x_row_stride", "y_row_stride", "n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"
+])  # fmt: skip
 def _tile_forward(
     x_ptr, y_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride, n_rows, n_cols, misalignment, ahead,
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
@@ -72,7 +76,8 @@ def _tile_forward(
 
 
 @triton.jit(do_not_specialize=[
-    "n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead", "n_1", "n_2", "n_queries"
+    "x_row_stride", "y_row_stride", "n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead",
+    "n_1", "n_2", "n_queries",
 ])  # fmt: skip
 def _part_forward(
     slots_ptr, x_ptr, y_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride,

@@ -55,7 +55,7 @@ def prepare_forward(
     spec = spec_of(ScoreSpec, plan, y.dtype, device, itemsize=x.element_size(), log=log, **layout.kind)
     tensors, values = {"x": x, "y": y, "mask": layout.mask, "scale": layout.scale}, layout.values
     if plan.strategy == "tile":
-        spec = replace(spec, edges_first=spec.shifted and (plan.pieces > 1 or x.dtype == torch.bfloat16))
+        spec = replace(spec, edges_first=spec.shifted and (plan.pieces > 1 or y.dtype == torch.bfloat16))
         return prepare(_tile_forward, plan, spec, tensors, values, device=device, numbers=numbers)
     if plan.strategy == "row" and scores.is_causal:
         spec = replace(spec, causal_step=-(-plan.pieces // _LENGTHS))
