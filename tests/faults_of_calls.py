@@ -252,7 +252,7 @@ OPS = (
 REGISTER = (
     of(
         "register", "stand-in-for-any-smoothing", "register/patch.py",
-        "label_smoothing > 0, 0.0 <= label_smoothing <= 1.0", "label_smoothing > 0, True",
+        "in_range = 0.0 <= label_smoothing <= 1.0", "in_range = True",
         "test_patch.py::test_a_loss_that_was_kept_is_not_found_for_a_smoothing_out_of_range",
     ),
     of(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from fused_softmax.layout import alignment_of
-from fused_softmax.plan import H200, UNBOUNDED, VECTOR_BYTES, RowPlan, candidate, ladders, plan_rows
+from fused_softmax.plan import H200, UNBOUNDED, VECTOR_BYTES, RowPlan, candidate, ladders, plan_rows, tiles
 
 ALIGNMENTS = ("even", "shifted", "scalar")
 STRATEGIES = ("tile", "row", "split", "stream")
@@ -17,12 +17,13 @@ PRIME = 50021
 def edges(itemsize: int, alignment: str = "even") -> list[int]:
     """The widths that end a rung of a ladder, ascending."""
     held = 1, itemsize
-    climbed = [ladders.ROW_WARPS[held], ladders.SPLIT_PARTS.get(held, ()), ladders.RAGGED_TILES.get(itemsize, ())]
-    found = {ladders.TILE_COLS, ladders.FEW_ROWS_COLS}
-    found |= {ladders.TILE_BLOCK_COLS, ladders.TILE_BYTES // itemsize}  # one piece of a tile, and a whole program
+    climbed = [ladders.ROW_WARPS[held], ladders.SPLIT_PARTS.get(held, ())]
+    climbed.append(tiles.TILES.get(("softmax", alignment, itemsize), ()))
+    found = {tiles.TILE_COLS, ladders.FEW_ROWS_COLS}
+    found |= {tiles.TILE_BLOCK_COLS, tiles.TILE_BYTES // itemsize}  # one piece of a tile, and a whole program
     found |= {size // itemsize for size, _ in ladders.prefetch_bytes(held) if size < UNBOUNDED}
     if alignment == "shifted":
-        climbed += [ladders.SHIFTED_SPLIT_PARTS.get(held, ()), ladders.SHIFTED_TILES[itemsize]]
+        climbed.append(ladders.SHIFTED_SPLIT_PARTS.get(held, ()))
         found.add(ladders.LEAST_SHIFTED[itemsize])
     return sorted(found | {rung[0] for ladder in climbed for rung in ladder if rung[0] < UNBOUNDED})
 

@@ -470,6 +470,15 @@ def test_calls_that_differ_in_their_scores_are_kept_apart(function, device):
     })  # fmt: skip
 
 
+def test_a_loss_without_gradients_is_not_the_one_kept_with_its_gradient(device):
+    """Which writes that too. Its lanes sum otherwise, so some losses of some rows differ by a bit."""
+    leaves, target = [rand(4, 10, seed=seed).to(device).requires_grad_() for seed in range(40)], torch.arange(4)
+    losses_of_rows = lambda: torch.stack([  # noqa: E731
+        fused_softmax.cross_entropy(leaf, target.to(device), reduction="sum") for leaf in leaves
+    ])  # fmt: skip
+    check_apart({"gradients": losses_of_rows, "no gradients": under(torch.no_grad, losses_of_rows)})
+
+
 def test_losses_that_differ_are_kept_apart(device):
     of = fused_softmax.cross_entropy
     x, weight = rand(4, 10).to(device), (rand(10, seed=3).abs() + 0.1).to(device)

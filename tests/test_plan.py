@@ -277,12 +277,14 @@ def test_a_reason_names_the_rung_and_its_note():
         return plan(*arguments, H200, **given).reasons[1]
 
     assert second(4096, 4096, 2).startswith("8 warps for rows of at most 32768 columns (1024 1.01, 4096 1.00")
-    assert second(4096, 264, 2).startswith("8 rows a program for rows of at most 448 columns (136 0.96")
+    assert second(4096, 264, 2).startswith(
+        "8 rows a program, 128 columns at a time, for rows of at most 448 columns (136 0.96"
+    )
     assert "so that few rows fill the chip (1 x 32768 2.5 us" in second(1, 32768, 4)
     assert "unmeasured" in second(4096, 4096, 8)
     assert second(4096, 4096, 2, causal=True).startswith("4 warps for rows of at most 16384 columns (4096 with 4 0.96")
     assert second(4096, 256, 2, plan=plan_reduction).startswith(
-        "8 rows a program of 1 x 32 threads for rows of at most 1024"
+        "8 rows a program, 64 columns at a time, for rows of at most 320"
     )
     assert second(4096, 4096, 2, plan=plan_reduction).startswith("2 warps for rows of at most 8192 bytes (fp32 1024")
 

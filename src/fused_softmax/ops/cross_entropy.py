@@ -79,7 +79,8 @@ def cross_entropy(
     """
     options = _options_of(
         ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
-        (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype),
+        # Without gradients a loss alone is another call, which reads the logits and writes none.
+        (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype, torch.is_grad_enabled()),
     )  # fmt: skip
     if options is not None:
         if lse is None:

@@ -1,6 +1,6 @@
 """Which kernel, with which blocks, for which shape: pure functions from sizes and a device to a frozen plan.
 
-Standard library only. `ladders.py` is data: a measurement changes a rung there and nothing else.
+Standard library only. `ladders.py` and `tiles.py` are data: a measurement changes a rung there and nothing else.
 """
 
 from fused_softmax.plan.columns import ColumnPlan, most_column_registers, plan_columns

@@ -103,31 +103,6 @@ ALL_REGISTERS = 255  # rows read by elements, and the losses, take up to all: ea
 # 524288 0.91 to 0.93, of 50257 0.92 to 0.96.
 HELD_TO = {1: {32: 56, 64: 88}, 2: {64: 80, 104: 128}}
 
-TILE_COLS = 512  # rows longer than this get programs of their own
-TILE_BYTES = 2048  # of a one-warp program of short rows
-TILE_NOTE = "bf16 128 1.00, 256 1.00, fp32 128 1.00"
-TILE_BLOCK_COLS = 128
-# itemsize: (columns up to, rows, columns of a block, warps), for short even rows that no block of 128 divides.
-RAGGED_TILES = {
-    2: Ladder(
-        (160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 256, 4),
-        note="136 0.96, 264 0.98, 520 0.985; by one-warp programs 0.84, 0.82, 0.81",
-    ),
-    4: Ladder(
-        (160, 4, 128, 2), (320, 4, 128, 4), (636, 2, 128, 2), note="136 1.00, 264 1.00; by one-warp programs 0.84, 0.82"
-    ),
-}  # fmt: skip
-# itemsize: (columns up to, rows or 0 for TILE_BYTES of them, columns of a block, warps), for short rows with edges
-# that are guarded one by one: longer rows share programs, and more of them.
-SHIFTED_TILES = {
-    1: Ladder((1024, 4, 128, 4)),
-    2: Ladder(
-        (160, 8, 128, 1), (224, 8, 64, 1), (448, 16, 128, 4), (1024, 4, 128, 4),
-        note="131 0.84, 195 0.88, 387 0.93, 515 0.97, 781 0.98",
-    ),
-    4: Ladder((160, 0, 128, 1), (512, 4, 128, 4), (1024, 2, 1024, 4), note="781 1.00"),
-    8: Ladder((512, 0, 128, 1)),
-}  # fmt: skip
 # itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.
 LEAST_SHIFTED = {1: 256, 2: 128, 4: 12, 8: 4}
 
@@ -145,12 +120,6 @@ GRADIENT_MOST_PARTS = 4096  # a row, where no part needs another's state
 
 # Reductions: rows are read and none is written; figures are ratios to a read.
 
-# (row bytes up to, columns of a block, warps, bytes of a program)
-REDUCTION_TILES = Ladder(
-    (128, 32, 2, 4096), (256, 32, 2, 4096), (1024, 32, 1, 4096), (UNBOUNDED, 32, 1, 8192),
-    note="bf16 64 0.91, 128 0.93, 256 0.95, 512 0.95; fp32 64 0.92, 128 0.94, 512 0.97",
-)  # fmt: skip
-REDUCTION_TILE_COLS = 512
 # (row bytes up to, warps)
 REDUCTION_WARPS = Ladder(
     (4096, 1), (8192, 2), (16384, 4), (UNBOUNDED, 8), note="fp32 1024 0.99; bf16 4096 0.97, 32000 0.96"

@@ -14,30 +14,25 @@ from fused_softmax.plan.ladders import (
     GRADIENT_MOST_PARTS,
     HELD_TO,
     LEAST_SHIFTED,
-    RAGGED_TILES,
     RATHER_SPLIT,
     REDUCTION_NOTE,
     REDUCTION_PARTS,
     REDUCTION_PIECES,
     REDUCTION_PROGRAMS,
-    REDUCTION_TILE_COLS,
-    REDUCTION_TILES,
     REDUCTION_WARPS,
     ROW_WARPS,
     SHIFTED_SPLIT_PARTS,
-    SHIFTED_TILES,
     SPLIT_PARTS,
     SPLIT_REGISTERS,
     STREAM_MOST_PARTS,
-    TILE_BLOCK_COLS,
-    TILE_COLS,
     UNMEASURED_ROW_COLS,
     Ladder,
     prefetch_bytes,
     row_warps,
 )
 from fused_softmax.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
-from fused_softmax.plan.strategies import Alignment, RowPlan, Rows, Strategy, build, ragged_tiles, rows_of, split
+from fused_softmax.plan.strategies import RowPlan, Rows, Strategy, build, rows_of, split
+from fused_softmax.plan.tiles import TILE_BLOCK_COLS, TILES, Alignment, longest, tiles_of
 
 _CHOICES = {"part_cols", "block_rows", "block_cols", "num_warps", "copies", "lanes", "poll_last_first", "prefetch"}
 
@@ -76,11 +71,11 @@ def plan_rows(
 def _held_rows(rows: Rows, alignment: Alignment) -> RowPlan:
     """The decision which strategy. alignment: as the caller has it, whatever rows of this length allow."""
     n_cols, device = rows.n_cols, rows.device
-    shared = SHIFTED_TILES[rows.itemsize].end if alignment == "shifted" else TILE_COLS
+    shared = longest(rows.work, alignment, rows.itemsize)
     if n_cols <= shared:
         return build("tile", rows, f"rows of at most {shared} columns share programs")
-    if alignment == "even" and ragged_tiles(rows):
-        return build("tile", rows, "short rows that blocks of 128 columns do not divide share programs")
+    if alignment == "even" and tiles_of(rows.work, alignment, rows.itemsize, n_cols):
+        return build("tile", rows, "short rows that tiles of 128 columns do not divide share programs")
 
     most, built_in = _longest_row(rows)
     fits = n_cols <= most
@@ -125,7 +120,7 @@ def plan_loss(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
     >>> plan_loss(4096, 32768, 4, H200).strategy, plan_rows(4096, 32768, 4, H200).strategy
     ('split', 'row')
     """
-    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device)
+    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device, "loss")
     plan = _held_rows(rows, alignment)
     if plan.num_warps == 32 and rows.held in SPLIT_PARTS:
         because = "a program of 32 warps has 64 registers a thread, too few for what a loss adds"
@@ -156,9 +151,9 @@ def plan_reduction(
     >>> plan_reduction(8, 32000, 2, H200).strategy
     'split'
     """
-    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device)
-    if n_cols <= (SHIFTED_TILES[itemsize].end if alignment == "shifted" else REDUCTION_TILE_COLS):
-        plan = _short_reduction(rows, alignment)
+    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device, "lse_gradient" if writes else "reduction")
+    if n_cols <= longest(rows.work, alignment, itemsize):
+        plan = build("tile", rows, "short rows share programs", {"prefetch": 0})
     elif writes:
         plan = _written_reduction(rows)
     else:
@@ -167,18 +162,6 @@ def plan_reduction(
         because = f"{plan.pieces} pieces halved: tanh takes registers, and Triton 3.9 spills for sm_100"
         plan = replace(plan, pieces=-(-plan.pieces // 2), reasons=(*plan.reasons, because))
     return plan
-
-
-def _short_reduction(rows: Rows, alignment: Alignment) -> RowPlan:
-    choices: dict[str, Any] = {"prefetch": 0}
-    said = None
-    if alignment == "even":
-        row_bytes = rows.n_cols * rows.itemsize
-        end, block_cols, num_warps, size = REDUCTION_TILES.rung(row_bytes)
-        block_rows = max(1, next_power_of_2(size // row_bytes + 1) // 2)
-        choices |= {"block_cols": block_cols, "num_warps": num_warps, "block_rows": block_rows}
-        said = REDUCTION_TILES.sentence(f"{block_rows} rows a program of {num_warps} x 32 threads", end, "bytes")
-    return build("tile", rows, "short rows share programs", choices, said=said)
 
 
 def _written_reduction(rows: Rows) -> RowPlan:
@@ -318,13 +301,16 @@ def fetches_ahead(plan: RowPlan, device: Device, itemsize: int, *, causal: bool 
 def row_rung_ends(itemsize: int, device: Device, inputs: int = 1) -> list[int]:
     """The last column count of every rung that `plan_rows` climbs where rows are enough to fill the chip, in order."""
     held = inputs, itemsize
-    ladders: list[Ladder] = [ROW_WARPS[held], SHIFTED_TILES[itemsize]]
+    ladders: list[Ladder] = [ROW_WARPS[held]]
     ladders += [ladder[held] for ladder in (SPLIT_PARTS, SHIFTED_SPLIT_PARTS) if held in ladder]
-    ends = {TILE_COLS, FEW_ROWS_COLS, LEAST_SHIFTED[itemsize] - 1, *RATHER_SPLIT.get(held, ())}
+    works = ("softmax", "gradient")[:inputs]
+    ladders += [ladder for (work, _, size), ladder in TILES.items() if size == itemsize and work in works]
+    ends = {longest("softmax", "even", itemsize), FEW_ROWS_COLS, LEAST_SHIFTED[itemsize] - 1}
     ends |= {size // itemsize for size, _ in prefetch_bytes(held, device.table)}
-    if inputs == 1 and itemsize in RAGGED_TILES:  # a whole number of blocks of 128 columns is a rung of one length
-        ladders.append(RAGGED_TILES[itemsize])
-        ends |= set(range(TILE_BLOCK_COLS, RAGGED_TILES[itemsize].end + 1, TILE_BLOCK_COLS))
+    ends |= {*RATHER_SPLIT.get(held, ())}
+    if inputs == 1 and (ragged := TILES.get(("softmax", "even", itemsize))):
+        # A whole number of tiles of 128 columns is a rung of one length.
+        ends |= set(range(TILE_BLOCK_COLS, ragged.end + 1, TILE_BLOCK_COLS))
     ends |= {rung[0] for ladder in ladders for rung in ladder}
     if held in SPLIT_PARTS:  # the longest row that the chip holds
         plan = candidate("split", device.sm_count + 1, 2**26, itemsize, device, inputs=inputs)
@@ -334,6 +320,12 @@ def row_rung_ends(itemsize: int, device: Device, inputs: int = 1) -> list[int]:
 
 def reduction_rung_ends(itemsize: int) -> list[int]:
     """The last column count of every rung that `plan_reduction` climbs, in order."""
-    ends = {rung[0] // itemsize for ladder in (REDUCTION_TILES, REDUCTION_WARPS) for rung in ladder}
-    ends |= {REDUCTION_TILE_COLS, SHIFTED_TILES[itemsize].end}
+    ends = {rung[0] // itemsize for rung in REDUCTION_WARPS}
+    ends |= {
+        rung[0]
+        for (work, _, size), rungs in TILES.items()
+        if size == itemsize and work == "reduction"
+        for rung in rungs
+    }
+    ends |= {longest("reduction", alignment, itemsize) for alignment in get_args(Alignment)}
     return sorted(end for end in ends if end < UNBOUNDED // 8)

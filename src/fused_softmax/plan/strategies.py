@@ -12,26 +12,20 @@ from fused_softmax.plan.ladders import (
     LEAST_SHIFTED,
     MASKED_PIECES,
     POLL_LAST_FIRST_PARTS,
-    RAGGED_TILES,
     READERS_PER_COPY,
-    SHIFTED_TILES,
     SPLIT_PARTS,
     STREAM_MOST_PARTS,
     STREAM_PIECES,
     STREAM_PROGRAMS,
     STREAM_WARPS,
-    TILE_BLOCK_COLS,
-    TILE_BYTES,
-    TILE_NOTE,
-    Ladder,
     prefetch_bytes,
     row_warps,
     split_parts,
 )
 from fused_softmax.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
+from fused_softmax.plan.tiles import TILE_BLOCK_COLS, TILE_BYTES, TILE_NOTE, Alignment, Work, tiles_of
 
 Strategy = Literal["tile", "row", "split", "stream"]
-Alignment = Literal["even", "shifted", "scalar"]
 Choices = Mapping[str, Any]
 
 
@@ -116,7 +110,7 @@ class RowPlan:
 class Rows(NamedTuple):
     """The rows that a plan is for. Made by `rows_of`, which checks them.
 
-    held: the key of ladders, (inputs, itemsize). body: the longest that the aligned part of a row can be.
+    held, work: the keys of ladders, held (inputs, itemsize). body: the longest that the aligned part of a row can be.
     """
 
     n_rows: int
@@ -126,12 +120,18 @@ class Rows(NamedTuple):
     alignment: Alignment
     device: Device
     held: tuple[int, int]
+    work: Work
     vector: int
     body: int
 
 
-def rows_of(n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Alignment, device: Device) -> Rows:
-    """The rows, with the alignment that such a length allows. ValueError for a shape of nothing."""
+def rows_of(
+    n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Alignment, device: Device, work: Work | None = None
+) -> Rows:
+    """The rows, with the alignment that such a length allows. ValueError for a shape of nothing.
+
+    work: softmax or its gradient, by the number of inputs, unless told.
+    """
     if n_rows < 1 or n_cols < 1:
         raise ValueError(f"a plan is for at least 1 row of 1 column; got {n_rows} x {n_cols}")
     if inputs not in (1, 2):
@@ -142,7 +142,8 @@ def rows_of(n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Ali
         alignment = "scalar"
     vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
     body = n_cols // vector * vector
-    return Rows(n_rows, n_cols, itemsize, inputs, alignment, device, (inputs, itemsize), vector, body)
+    work = work or ("softmax" if inputs == 1 else "gradient")
+    return Rows(n_rows, n_cols, itemsize, inputs, alignment, device, (inputs, itemsize), work, vector, body)
 
 
 class Shape(NamedTuple):
@@ -160,29 +161,19 @@ class Shape(NamedTuple):
 
 def tile(rows: Rows, choices: Choices) -> Shape:
     """Several short rows a program."""
-    body, itemsize = rows.body, rows.itemsize
-    block_cols, num_warps = min(next_power_of_2(body), TILE_BLOCK_COLS), 1
-    block_rows = max(1, TILE_BYTES // itemsize // (-(-body // block_cols) * block_cols))
-    ladder, end = None, 0
-    if rows.alignment == "shifted":
-        ladder = SHIFTED_TILES[itemsize]
-        end, wanted, block_cols, num_warps = ladder.rung(rows.n_cols)
-        block_rows, block_cols = wanted or block_rows, min(next_power_of_2(body), block_cols)
-    elif rows.alignment == "even" and (ladder := ragged_tiles(rows)):
+    body, ladder = rows.body, tiles_of(rows.work, rows.alignment, rows.itemsize, rows.n_cols)
+    if ladder:
         end, block_rows, block_cols, num_warps = ladder.rung(rows.n_cols)
-    block_rows = choices.get("block_rows", next_power_of_2(block_rows + 1) // 2)
-    if ladder is not None:
-        reason = ladder.sentence(f"{block_rows} rows a program", end)
+        block_cols = min(next_power_of_2(body), block_cols)
+        reason = ladder.sentence(f"{block_rows} rows a program, {block_cols} columns at a time,", end)
     else:
+        block_cols, num_warps = min(next_power_of_2(body), TILE_BLOCK_COLS), 1
+        block_rows = max(1, TILE_BYTES // rows.itemsize // (-(-body // block_cols) * block_cols))
+        block_rows = next_power_of_2(block_rows + 1) // 2
         reason = f"{block_rows} rows a program of one warp, {TILE_BYTES} bytes of them ({TILE_NOTE})"
-    return Shape(block_rows, choices.get("block_cols", block_cols), choices.get("num_warps", num_warps), reason)
-
-
-def ragged_tiles(rows: Rows) -> Ladder | None:
-    """The ladder of a short row that blocks of 128 columns do not divide, if it is one."""
-    ragged = rows.inputs == 1 and rows.n_cols > TILE_BLOCK_COLS and rows.n_cols % TILE_BLOCK_COLS
-    ladder = RAGGED_TILES.get(rows.itemsize) if ragged else None
-    return ladder if ladder and rows.n_cols <= ladder.end else None
+    shape = Shape(block_rows, block_cols, num_warps, reason)
+    chosen = {name: choices[name] for name in ("block_rows", "block_cols", "num_warps") if name in choices}
+    return shape._replace(**chosen)
 
 
 def row(rows: Rows, choices: Choices) -> Shape:

@@ -202,7 +202,7 @@ def _cross_entropy(atens: Callable) -> Callable:
             return atens(x, target, weight, reduction, ignore_index, label_smoothing)
         name = ("none", "mean", "sum")[reduction]
         prepared = prepare_plain(x, target, weight, ignore_index, name, label_smoothing)
-        options = reduction, ignore_index, label_smoothing > 0, True
+        options = reduction, ignore_index, label_smoothing > 0, True, torch.is_grad_enabled()
         call = keep(prepared, "aten::cross_entropy", options, x, target, weight)
         return call(x, target, weight, label_smoothing, None, None, 0.0)
 
@@ -213,7 +213,8 @@ def _cross_entropy(atens: Callable) -> Callable:
         label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
         if _depth:
-            options = reduction, ignore_index, label_smoothing > 0, 0.0 <= label_smoothing <= 1.0
+            in_range = 0.0 <= label_smoothing <= 1.0
+            options = reduction, ignore_index, label_smoothing > 0, in_range, torch.is_grad_enabled()
             call = find("aten::cross_entropy", options, x, target, weight)
             if call is not None:
                 return call(x, target, weight, label_smoothing, None, None, 0.0)
