@@ -254,7 +254,7 @@ def fused_softmax(*arguments):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(cli, "_device", lambda: (H200, False))
+    monkeypatch.setattr(cli, "find_device", lambda: (H200, False))
 
 
 def test_the_command_prints_one_table_and_why_counters_are_missing(no_gpu):

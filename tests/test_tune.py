@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from test_imports import python
 
 from fused_softmax import cli, device
-from fused_softmax.bench import measure, tune
+from fused_softmax.bench import commands, measure, tune
 from fused_softmax.bench.tune import Trial
 from fused_softmax.plan import (
     H200,
@@ -251,7 +251,7 @@ def test_candidates_fit_registers_and_the_chip():
 
 
 def test_without_a_gpu_the_built_in_ladders_are_shown_and_nothing_is_written(monkeypatch, file):
-    monkeypatch.setattr(cli, "_device", lambda: (H200, False))
+    monkeypatch.setattr(commands, "find_device", lambda: (H200, False))
     result = CliRunner().invoke(cli.main, ["bench", "tune", "--dtype", "bf16"])
     assert result.exit_code == 1
     assert "(1, 2): Ladder((1024, 1), (2048, 2), (3072, 4), (32768, 8), note=" in result.output
@@ -260,7 +260,7 @@ def test_without_a_gpu_the_built_in_ladders_are_shown_and_nothing_is_written(mon
 
 
 def test_the_command_writes_the_table_beside_others(monkeypatch, file):
-    monkeypatch.setattr(cli, "_device", lambda: (H200, True))
+    monkeypatch.setattr(commands, "find_device", lambda: (H200, True))
     monkeypatch.setattr(tune, "tune", lambda *arguments: table_of([ROWS]))
     written(file, PARTS, gpu="NVIDIA H100")
     command = ["bench", "tune", "--dtype", "bf16"]
