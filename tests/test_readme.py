@@ -49,7 +49,9 @@ def test_a_row_for_every_shape_and_a_column_for_every_provider():
     assert "| 64 x 512 | bfloat16 | 3800 | 0.950 | refused | 1000\\* |" in table
     assert "NVIDIA H200, driver 580.159, torch 2.11.0, Triton 3.6.0" in table
     assert f"`{COMMAND}`" in table
-    assert "Not installed there: liger." in table
+    assert "liger: absent: ModuleNotFoundError" in table
+    assert "torch: refused at 64 x 512 bfloat16: RuntimeError" in table
+    assert "kernels" not in table.splitlines()[0]
     assert "timed by events" in table
 
 

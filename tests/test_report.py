@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from products import one_in
 
-from fused_softmax.bench import record
+from fused_softmax.bench import fingerprint, record
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
 from fused_softmax.cli import main
 
@@ -208,6 +208,52 @@ def test_the_committed_report_shows_the_committed_results():
     specs = {chart.name: page.bare(chart.spec) for part in parts for group in part.groups for chart in group.charts}
     assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(json.dumps(specs)), "run make report"
     assert len(text) < 2_000_000
+
+
+def test_results_of_other_kernels_say_so_on_every_chart(tmp_path):
+    points = [timed(8, 100), timed(8, 200)]
+    present = fingerprint.kernels()
+    kinds = {"old": {}, "other": {"kernels": "0123456789ab"}, "present": {"kernels": present}}
+    paths = [written(tmp_path, f"{name}.json", run_of(*points, **more)) for name, more in kinds.items()]
+    result, out = report(tmp_path, *paths)
+    assert result.exit_code == 0, result.output
+    words = "Not of the present kernels: "
+    expected = {
+        "old": f"{words}made before fingerprints.",
+        "other": f"{words}of other kernels (fingerprint 0123456789ab against {present}).",
+        "present": "",
+    }
+    for name, section in zip(kinds, out.read_text().split("<section ")[1:], strict=True):
+        captions = re.findall(r"<figcaption>.*?(?:<em>(.*?)</em>)?</figcaption>", section)
+        assert captions == [expected[name]] * 3
+    old = page.part(paths[0])
+    (svg, _) = page.save_charts(
+        [replace(old, groups=[replace(old.groups[0], charts=old.groups[0].charts[:1])])], tmp_path
+    )
+    assert expected["old"] in svg.read_text()
+
+
+def test_the_committed_report_says_which_results_are_of_other_kernels_than_its_own():
+    text = (RESULTS[0].parents[1] / "report.html").read_text()
+    present = re.search(r"The present kernels\s+are those .*? fingerprint (\w+)\.", text)[1]
+    for path in RESULTS:
+        section = re.search(rf'<section id="{path.stem}">.*?</section>', text, re.DOTALL)[0]
+        why = fingerprint.difference(record.load(path).environment, present)
+        captions = re.findall(r"<figcaption>.*?(?:<em>(.*?)</em>)?</figcaption>", section)
+        assert set(captions) == {f"Not of the present kernels: {why}." if why else ""}, "run make report"
+
+
+def test_what_failed_and_what_is_absent_stand_in_the_table_with_the_reason(tmp_path):
+    wrong = Point(8, 100, "float32", "cce", "wrong", "largest error 2")
+    absent = Point(8, 100, "float32", "quack", "absent", "ModuleNotFoundError: No module named 'quack'")
+    result, out = report(tmp_path, written(tmp_path, "one.json", run_of(timed(8, 100), wrong, absent)))
+    assert result.exit_code == 0, result.output
+    statuses = {row["provider"]: row["status"] for row in page.part(tmp_path / "one.json").rows}
+    assert statuses == {"fused_softmax": "", "cce": "wrong: largest error 2", "quack": f"absent: {absent.message}"}
+    text = out.read_text()
+    assert "<td>wrong: largest error 2</td>" in text
+    assert "<li>cce: wrong at 8 x 100 float32: largest error 2</li>" in text
+    assert "<li>quack: absent: ModuleNotFoundError: No module named" in text
 
 
 def test_charts_are_written_as_png_and_svg(tmp_path):

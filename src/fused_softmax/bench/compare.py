@@ -137,7 +137,7 @@ def differences(before: Run, after: Run) -> list[str]:
     gpus = [(run.environment.get("gpu") or {}).get("name", "no GPU") for run in (before, after)]
     if gpus[0] != gpus[1]:
         said.append(f"different GPUs: {gpus[0]}, then {gpus[1]}")
-    for name in ("torch", "triton", "python", "commit", "source"):
+    for name in ("torch", "triton", "python", "commit", "source", "kernels"):
         old, new = before.environment.get(name), after.environment.get(name)
         if old != new:
             said.append(f"{name} {old or 'unknown'}, then {new or 'unknown'}")

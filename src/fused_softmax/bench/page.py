@@ -12,7 +12,7 @@ import altair
 import jinja2
 import vl_convert
 
-from fused_softmax.bench import charts, record
+from fused_softmax.bench import charts, fingerprint, record
 from fused_softmax.bench.record import Run
 
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
@@ -43,6 +43,12 @@ class Part:
         return list(dict.fromkeys(name for summary in self.summaries for name in summary.over))
 
     @property
+    def age(self) -> str:
+        """That the figures are not of the present kernels, in words, or ""."""
+        why = fingerprint.difference(self.run.environment)
+        return f"Not of the present kernels: {why}." if why else ""
+
+    @property
     def facts(self) -> list[tuple[str, str]]:
         """The environment, one line for each known fact."""
         env = dict(self.run.environment)
@@ -53,14 +59,7 @@ class Part:
     @property
     def notes(self) -> list[str]:
         """Why points have no figure, one line for each reason, and what the clocks did."""
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for point in self.run.points:
-            if point.status not in ("ok", "untimed") or (point.message and not point.kernel and not point.call):
-                reasons.setdefault((point.provider, point.status), []).append(f"{point.case}: {point.message}")
-        lines = [
-            f"{provider}: {status} at {where[0]}" + (f" (and {len(where) - 1} more)" if where[1:] else "")
-            for (provider, status), where in reasons.items()
-        ]
+        lines = record.without_figure(point for point in self.run.points if not point.kernel and not point.call)
         if events := sorted({point.provider for point in self.run.points if point.method == "events"}):
             lines.append(f"Timed by events around eager calls, because capture in a graph failed: {', '.join(events)}.")
         if throttled := sorted({why for p in self.run.points for why in (p.clocks or {}).get("throttled", ())}):
@@ -83,7 +82,7 @@ class Part:
                 "kernel": _spread(kernel),
                 "call": _spread(call),
                 "memory": number(point.memory_bytes and point.memory_bytes / 2**20, ".1f"),
-                "status": "" if point.status == "ok" else point.status,
+                "status": "" if best else ": ".join(filter(None, (point.status, point.message))),
             }
 
 
@@ -107,6 +106,7 @@ def render(parts: Sequence[Part], title: str) -> str:
         parts=parts,
         gpus=", ".join(gpus),
         specs=packed(specs),
+        kernels=fingerprint.kernels(),
         dark=json.dumps(DARK),
         font=json.dumps(FONT),
         bundle=vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
@@ -123,8 +123,9 @@ def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object
     """Write every chart as PNG and SVG, named after the file, the operation, the dtype and the kind of chart."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for gpu, chart in ((each.gpu, chart) for each in parts for group in each.groups for chart in group.charts):
-        title = {"text": chart.title, "subtitle": ", ".join(filter(None, (gpu, chart.shown)))}
+    shown = ((each, chart) for each in parts for group in each.groups for chart in group.charts)
+    for each, chart in shown:
+        title = {"text": chart.title, "subtitle": ", ".join(filter(None, (each.gpu, chart.shown, each.age)))}
         spec = bare(chart.spec) | {"width": 640, "title": title, "background": "white"}
         svg = vl_convert.vegalite_to_svg(json.dumps(spec), vl_version=VEGA_LITE).encode()
         png = vl_convert.vegalite_to_png(json.dumps(spec), vl_version=VEGA_LITE, scale=2)

@@ -59,6 +59,7 @@ def _about(run: Run) -> str:
                 gpu.get("name"),
                 gpu.get("driver_version") and f"driver {gpu['driver_version']}",
                 f"torch {env['torch']}, Triton {env['triton']}",
+                env.get("kernels") and f"kernels {env['kernels']}",
             ),
         )
     )
@@ -76,12 +77,10 @@ def _about(run: Run) -> str:
 
 
 def _notes(run: Run) -> list[str]:
-    absent = list(dict.fromkeys(point.provider for point in run.points if point.status == "absent"))
     notes = []
     if any(point.method == "events" for point in run.points):
         notes.append("\\* Could not be captured in a CUDA graph, so it was timed by events around eager calls.")
-    if absent:
-        notes.append(f"Not installed there: {', '.join(absent)}.")
+    notes += record.without_figure(point for point in run.points if not point.kernel)
     return [line for note in notes for line in ("", note)]
 
 

@@ -14,11 +14,13 @@ import re
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from fused_softmax.bench import fingerprint
 from fused_softmax.bench.cases import Case
 
 SCHEMA = 1
@@ -154,6 +156,20 @@ def _point(data: dict[str, Any]) -> Point:
     return Point(**{k: parts[k](**v) if k in parts and v is not None else v for k, v in data.items()})
 
 
+def without_figure(points: Iterable[Point]) -> list[str]:
+    """Why points have no figure, or what to know of it: one line for all reasons that differ in their numbers alone."""
+    reasons: dict[tuple[str, str, str], list[Point]] = {}
+    for point in points:
+        if point.message:
+            alike = re.sub(r"[\d.e+-]+", "0", point.message)
+            reasons.setdefault((point.provider, point.status, alike), []).append(point)
+    lines = []
+    for (provider, status, _), group in reasons.items():
+        where = f" at {group[0].case}" + (f" and {len(group) - 1} more" if group[1:] else "")
+        lines.append(f"{provider}: {status}{'' if status == 'absent' else where}: {group[0].message}")
+    return lines
+
+
 def rows_only(run: Run) -> bool:
     """Whether every point is softmax of rows. A report then need not say so on every line."""
     return all(point.operation == "softmax" and not point.parameters for point in run.points)
@@ -202,6 +218,7 @@ def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) 
     found["platform"] = f"{platform.system()} {platform.machine()}"
     found["commit"] = _commit()
     found["source"] = _source()
+    found["kernels"] = fingerprint.kernels()
     found["gpu"] = gpu and gpu | _nvidia_smi(gpu_uuid)
     return found
 

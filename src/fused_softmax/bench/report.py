@@ -1,6 +1,5 @@
 """What a run prints: a row for every shape, then everything without a figure, and why."""
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.compare import Comparison
-from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only
+from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only, without_figure
 from fused_softmax.classic.naive import naive_traffic
 from fused_softmax.plan import Device, RowPlan
 
@@ -102,16 +101,9 @@ def call_speed(point: Point) -> str:
 
 
 def print_without_figure(run: Run, console: Console) -> None:
-    """One line for each reason, with the shapes that it applies to."""
-    reasons: dict[tuple[str, str, str], list[Point]] = {}
-    for point in run.points:
-        if point.message:
-            alike = re.sub(r"[\d.e+-]+", "0", point.message)
-            reasons.setdefault((point.provider, point.status, alike), []).append(point)
-    for (provider, status, _), points in reasons.items():
-        where = f" at {points[0].case}" + (f" and {len(points) - 1} more" if points[1:] else "")
-        where = "" if status == "absent" else where
-        say(console, f"{provider}: {status}{where}: {points[0].message}")
+    """One line for each reason, with the shapes that it applies to, and how the figures were taken."""
+    for line in without_figure(run.points):
+        say(console, line)
     buffers = sorted({point.buffers for point in run.points if point.buffers})
     if buffers:
         span = f"{buffers[0]} to {buffers[-1]}" if buffers[1:] else str(buffers[0])
