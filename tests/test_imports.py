@@ -89,6 +89,7 @@ assert not is_initialized()
         "plan.tuned",
         "bench.cases",
         "bench.clocks",
+        "bench.committed",
         "bench.fingerprint",
         "bench.plot",
         "bench.readme",

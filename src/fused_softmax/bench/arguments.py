@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from fused_softmax.bench import cases, operations, record, sweeps
+from fused_softmax.bench.committed import COMMITTED
 from fused_softmax.bench.providers import PROVIDER_ALIASES
 from fused_softmax.plan import H200, Device
 
@@ -80,6 +81,14 @@ def parse_tunable(text: str) -> list[str]:
     return names
 
 
+def parse_committed(text: str) -> list[str]:
+    names = [part.strip().removesuffix(".json") for part in text.split(",")]
+    for name in names:
+        if name not in COMMITTED:
+            raise ValueError(f"no committed file is named {name!r}; these are: {', '.join(COMMITTED)}")
+    return names
+
+
 def parse_backend(text: str) -> str:
     (name,) = parse_providers(PROVIDER_ALIASES.get(text, text))
     return name
@@ -108,6 +117,7 @@ def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> P
 
 
 FILE = click.Path(path_type=Path)
+FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 def read_results(path: Path) -> record.Run:

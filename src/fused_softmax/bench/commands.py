@@ -1,16 +1,20 @@
 """The commands of `fused-softmax bench`. They wire the parts together and compute nothing themselves."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from fused_softmax.bench import cases, record, sweeps
 from fused_softmax.bench.arguments import (
     FILE,
+    FOLDER,
     find_device,
     new_console,
     parse_backend,
+    parse_committed,
     parse_dtypes,
     parse_operation,
     parse_providers,
@@ -21,7 +25,8 @@ from fused_softmax.bench.arguments import (
     values_of,
     writable,
 )
-from fused_softmax.bench.sweep_command import sweep_command
+from fused_softmax.bench.committed import COMMITTED, GPU
+from fused_softmax.bench.sweep_command import asked, sweep_command
 from fused_softmax.plan import built_in
 
 
@@ -122,6 +127,58 @@ def host(ctx: click.Context, out: Path | None) -> None:
         record.write_whole(out, hosts.text(rows, environment, arguments).encode())
         click.echo(f"wrote {out}")
     ctx.exit(int(any(row.wrong for row in rows)))
+
+
+@bench.command("all")
+@click.option(
+    "--out", "folder", type=FOLDER, required=True, help="Folder of the files; that of this project's results."
+)
+@click.option(
+    "--only", "names", metavar="NAME", multiple=True, callback=values_of(parse_committed), help="Only these files."
+)
+@click.option("--resume", is_flag=True, help="Keep what is current, and continue what was stopped.")
+@click.option("--force", is_flag=True, help="Measure everything anew.")
+@click.option("--dry-run", is_flag=True, help="Say which files are current, and measure nothing. Needs no GPU.")
+@click.pass_context
+def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool, force: bool, dry_run: bool) -> None:
+    """Make every committed results file anew, one after another, with the kernels of this source.
+
+    A file is current if it has all its points from these kernels, on this GPU, with this torch and Triton. Ctrl-C keeps
+    what was measured. Exits with 1 if a file or a figure failed: a wrong result has none.
+    """
+    from fused_softmax.bench import measure, renew, run
+
+    if resume and force:
+        raise click.UsageError("--resume keeps what is current and --force keeps nothing: give only one of them")
+    chosen = [
+        renew.Renewal(name, asked(shlex.split(COMMITTED[name]), f"{name}.json"), folder)
+        for name in COMMITTED
+        if name in names or not names
+    ]
+    if dry_run:
+        environment = record.environment(*run.gpu_facts())
+        if not environment["gpu"]:
+            click.echo("No GPU: of each file the kernels are compared, and neither its GPU nor its versions.")
+        for renewal in chosen:
+            click.echo(f"{renewal.name}: {renewal.state(environment)}")
+        return
+    there = [renewal.out.name for renewal in chosen if renewal.out.exists()]
+    if there and not resume and not force:
+        more = f" and {len(there) - 1} more" if there[1:] else ""
+        raise click.UsageError(
+            f"{there[0]}{more} would be overwritten: --resume keeps what is current, --force measures all anew"
+        )
+    if not measure.on_gpu():
+        raise click.ClickException("no GPU: nothing was measured; --dry-run says which files are current")
+    environment = record.environment(*run.gpu_facts())
+    if environment["gpu"]["name"] != GPU:
+        click.echo(f"note: the files are named after an {GPU}, and this is an {environment['gpu']['name']}", err=True)
+    try:
+        for renewal in chosen:
+            record.require_writable(renewal.out)
+    except OSError as error:
+        raise click.UsageError(f"cannot write into {folder}: {error.strerror or error}") from None
+    ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
 
 
 @bench.command()

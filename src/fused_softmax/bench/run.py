@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +27,50 @@ CPU_ELEMENTS = 2**20
 INTERRUPTED = "interrupted"
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A measurement as its arguments ask for it.
+
+    chosen: the cases. names: the providers, or none for all of them. reps: rounds, if not as many as `quick` says.
+    standing: the user gave no shapes, so a machine without a GPU measures smaller ones.
+    """
+
+    command: str
+    chosen: Sequence[Case]
+    names: Sequence[str] = ()
+    standing: bool = False
+    quick: bool = False
+    verify_only: bool = False
+    reps: int | None = None
+    seed: int = 0
+
+    @property
+    def operations(self) -> list[str]:
+        return list(dict.fromkeys(case.operation for case in self.chosen))
+
+    @property
+    def providers(self) -> Sequence[str]:
+        return self.names or provider_names(self.operations)
+
+    @property
+    def effort(self) -> measure.Effort:
+        rounds, budget_ms = (2, 12) if self.quick else (3, 25)
+        return measure.Effort(self.reps or rounds, budget_ms, self.seed, not self.verify_only, bool(self.names))
+
+    @property
+    def points(self) -> set[tuple[Case, str]]:
+        """The cases and providers of the points that a GPU's run has."""
+        return {(case, name) for case in self.chosen for name in measure.known(case, self.providers)}
+
+
 def bench(
-    command: str,
-    console: Console,
-    progress: Console,
-    *,
-    chosen: Sequence[Case],
-    standing: bool,
-    names: Sequence[str],
-    quick: bool,
-    verify_only: bool,
-    reps: int | None,
-    seed: int,
-    out: Path | None,
-    plot: Path | None,
-    resume: bool = False,
+    asked: Asked, console: Console, progress: Console, *, out: Path | None, plot: Path | None, resume: bool = False
 ) -> int:
     """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted.
 
-    standing: the user gave no shapes, so a machine without a GPU measures smaller ones.
-    resume: keep the points of `out`, or of the partial file that an interrupted run left beside it.
     Raises CannotResume, before anything is measured, for a file that cannot be continued.
     """
-    gpu = measure.on_gpu()
-    operations = list(dict.fromkeys(case.operation for case in chosen))
-    effort = measure.Effort(reps or (2 if quick else 3), 12 if quick else 25, seed, not verify_only, bool(names))
-    names = names or provider_names(operations)
-    run = Run(record.environment(*gpu_facts()), command, options=effort.recorded())
-    held = hold(run, out) if resume and out else Held()
-    report.print_head(run, console, gpu)
-    if not gpu and standing:
-        chosen = sweeps.cut(chosen, CPU_ELEMENTS)
-        note = (
-            f"No GPU: tensors have fewer rows, {CPU_ELEMENTS // 2**20} Mi elements each; --shape or --rows sets them."
-        )
-        report.say(console, note)
-    if held.points:
-        report.say(console, f"{len(held.points)} points are kept from the earlier run.")
-    stopped = run_cases(run, chosen, names, effort, out, progress, held)
-    if not gpu and not stopped:
-        stopped = check_kernels(run, operations, progress)
-    run.complete = not stopped
-    written = save(run, out)
+    run, stopped, written = measured(asked, console, progress, out, resume)
     report.print_run(run, console)
     if plot and (stopped or not any(point.status == "ok" for point in run.points)):
         plot = None
@@ -76,6 +79,33 @@ def bench(
         draw(run, plot)
     report.print_end(run, console, stopped, [path for path in (written, plot) if path])
     return exit_code(run, stopped)
+
+
+def measured(
+    asked: Asked, console: Console, progress: Console, out: Path | None, resume: bool
+) -> tuple[Run, str, Path | None]:
+    """Measure and save. The run, why it ended early or "", and the file with its points.
+
+    resume: keep the points of `out`, or of the partial file that an interrupted run left beside it.
+    Raises CannotResume, before anything is measured, for a file that cannot be continued.
+    """
+    gpu, chosen = measure.on_gpu(), asked.chosen
+    run = Run(record.environment(*gpu_facts()), asked.command, options=asked.effort.recorded())
+    held = hold(run, out) if resume and out else Held()
+    report.print_head(run, console, gpu)
+    if not gpu and asked.standing:
+        chosen = sweeps.cut(chosen, CPU_ELEMENTS)
+        note = (
+            f"No GPU: tensors have fewer rows, {CPU_ELEMENTS // 2**20} Mi elements each; --shape or --rows sets them."
+        )
+        report.say(console, note)
+    if held.points:
+        report.say(console, f"{len(held.points)} points are kept from the earlier run.")
+    stopped = run_cases(run, chosen, asked.providers, asked.effort, out, progress, held)
+    if not gpu and not stopped:
+        stopped = check_kernels(run, asked.operations, progress)
+    run.complete = not stopped
+    return run, stopped, save(run, out)
 
 
 def hold(run: Run, out: Path) -> Held:
@@ -158,8 +188,12 @@ def save(run: Run, out: Path | None) -> Path | None:
 def exit_code(run: Run, stopped: str) -> int:
     if stopped:
         return 130 if stopped == INTERRUPTED else 1
-    wrong = any(p.status == "wrong" or (p.provider == OWN and p.status == "refused") for p in run.points)
-    return int(wrong or any(check.status in ("wrong", "failed") for check in run.checks))
+    return int(bool(failures(run)) or any(check.status in ("wrong", "failed") for check in run.checks))
+
+
+def failures(run: Run) -> list[Point]:
+    """The points that fail a run: every wrong result, and every case that this package refuses."""
+    return [p for p in run.points if p.status == "wrong" or (p.provider == OWN and p.status == "refused")]
 
 
 def gpu_facts() -> tuple[dict[str, Any] | None, str | None]:

@@ -1,6 +1,7 @@
 """`fused-softmax bench [SWEEP]...`: which cases its arguments ask for, by which providers, and with what effort."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -19,6 +20,9 @@ from fused_softmax.bench.arguments import (
     writable,
 )
 from fused_softmax.bench.resume import CannotResume
+
+if TYPE_CHECKING:
+    from fused_softmax.bench.run import Asked
 
 
 class _Keeping(click.Command):
@@ -106,25 +110,38 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     """
     from fused_softmax.bench import run
 
+    files = {name: options.pop(name) for name in ("out", "plot", "resume")}
+    if files["resume"] and not files["out"]:
+        raise click.UsageError("--resume continues the file that --out names: give --out too")
+    try:
+        code = run.bench(_asked(ctx.meta["typed"], options), new_console(), Console(stderr=True), **files)
+    except CannotResume as error:
+        raise click.UsageError(str(error)) from None
+    ctx.exit(code)
+
+
+def asked(arguments: Sequence[str], out: str) -> "Asked":
+    """The measurement that arguments of `fused-softmax bench` ask for. out: the name of the file that is to hold it."""
+    ctx = sweep_command.make_context("bench", list(arguments))
+    options = {name: value for name, value in ctx.params.items() if name not in ("out", "plot", "resume")}
+    return _asked([*ctx.meta["typed"], "--out", out], options)
+
+
+def _asked(typed: list[str], options: dict[str, Any]) -> "Asked":
+    from fused_softmax.bench.run import Asked
+
     if options["elements"] and options["rows"]:
         raise click.UsageError("--elements takes the place of --rows: give only one of them")
-    if options["resume"] and not options["out"]:
-        raise click.UsageError("--resume continues the file that --out names: give --out too")
     named = options.pop("names_of_sweeps") or [sweeps.TUTORIAL]
-    asked = {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements", "dtypes")}
-    asked["operations"] = options.pop("asked_operations")
+    given = {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements", "dtypes")}
+    given["operations"] = options.pop("asked_operations")
     try:
-        found = [case for name in named for case in sweeps.build(name, **asked, quick=options["quick"])]
+        found = [case for name in named for case in sweeps.build(name, **given, quick=options["quick"])]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     chosen = cases.unique(found)
     known = operations.provider_names(dict.fromkeys(case.operation for case in chosen))
     if strangers := [name for name in options["names"] if name not in known]:
         raise click.UsageError(f"{' '.join(named)} has no provider {strangers[0]!r}; it has {', '.join(known)}")
-    standing = not (asked["shapes"] or asked["rows"] or asked["elements"])
-    arguments = record.command_line(["bench", *ctx.meta["typed"]])
-    try:
-        code = run.bench(arguments, new_console(), Console(stderr=True), chosen=chosen, standing=standing, **options)
-    except CannotResume as error:
-        raise click.UsageError(str(error)) from None
-    ctx.exit(code)
+    standing = not (given["shapes"] or given["rows"] or given["elements"])
+    return Asked(record.command_line(["bench", *typed]), chosen, standing=standing, **options)

@@ -1,0 +1,95 @@
+"""The committed results: what makes each file of benchmarks/results, and whether a file is of this source.
+
+`fused-softmax bench all` makes them anew, in the order of this table.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fused_softmax.bench import fingerprint, record, sweeps
+from fused_softmax.bench.cases import Case
+
+GPU = "NVIDIA H200"  # after which the files are named
+ALONE = "--provider fused_softmax"
+BESIDE_TORCH = "--provider fused_softmax,torch"
+COLS = ",".join(map(str, (*sweeps.WIDTHS, 2097152)))
+LONG_COLS = "50257,65536,100003,128256,131072,151936,262144,524288,1048576,2097152"
+LONG_SHAPES = "4185x128256,4096x131072,2048x262144,1024x524288,512x1048576,256x2097152"
+
+# Each file, and the arguments of `fused-softmax bench` that make it, without --out.
+COMMITTED = {
+    "h200_softmax": (
+        f"tutorial --cols {COLS} --dtype float32,bfloat16 --provider fused_softmax,torch,torch.compile,hybrid"
+    ),
+    "h200_cross_entropy": f"cross-entropy {BESIDE_TORCH}",
+    "h200_linear_cross_entropy": (
+        "linear-cross-entropy --quick --provider "
+        "'fused_softmax,torch,liger,cce,in one chunk,chunks of 256,summed in place,32 in place'"
+    ),
+    "h200_tutorial": "tutorial --provider fused_softmax,torch,naive",
+    "h200_backward": f"backward {BESIDE_TORCH}",
+    "h200_logsumexp": f"logsumexp {BESIDE_TORCH}",
+    "h200_masked": f"masked {BESIDE_TORCH}",
+    "h200_dims": f"dims {BESIDE_TORCH}",
+    "h200_few_rows": f"few-rows {BESIDE_TORCH}",
+    "h200_batch": f"batch {BESIDE_TORCH} --quick",
+    "h200_small": f"small {BESIDE_TORCH} --quick",
+    "h200_vocab": f"vocab {BESIDE_TORCH} --quick",
+    "h200_float16": f"custom --cols {COLS} --elements 134217728 --dtype float16 {BESIDE_TORCH}",
+    "h200_long_bf16": f"custom --cols {LONG_COLS} --elements 134217728 --dtype bfloat16 {BESIDE_TORCH}",
+    "h200_long_rows": f"custom --shape {LONG_SHAPES} --dtype bfloat16 {BESIDE_TORCH}",
+    "h200_sweep_fp32": f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype float32 {ALONE}",
+    "h200_sweep_bf16": f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype bfloat16 {ALONE}",
+    "h200_sweep_fp16": f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
+    "h200_peaks": f"peaks {ALONE}",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """Whether a file is of this source and machine, and why not."""
+
+    word: Literal["current", "stale", "missing"]
+    why: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.word, self.why)))
+
+
+def state(
+    path: Path, environment: Mapping[str, Any], wanted: Collection[tuple[Case, str]], effort: Mapping[str, Any]
+) -> State:
+    """Compare a file with what would be measured now.
+
+    environment: the present one; without a GPU in it, kernels are compared and no GPU or version.
+    wanted: each case and provider that the file's arguments ask for. effort: rounds and others, as a run records them.
+    """
+    if not path.exists():
+        return State("missing")
+    try:
+        run = record.read(path)
+    except (OSError, ValueError) as error:
+        return State("stale", record.one_line(str(error)))
+    if why := fingerprint.difference(run.environment, environment["kernels"]):
+        return State("stale", why)
+    facts = _facts(run, environment, effort)
+    changes = [f"{name} {then} then, {now} now" for name, then, now in facts if then != now]
+    if not run.complete:
+        changes.append("its run stopped early")
+    if lacking := len(set(wanted) - {(point.case, point.provider) for point in run.points}):
+        changes.append(f"lacks {lacking} of its {len(wanted)} points")
+    return State("stale", "; ".join(changes)) if changes else State("current", "of the kernels of this source")
+
+
+def _facts(
+    run: record.Run, environment: Mapping[str, Any], effort: Mapping[str, Any]
+) -> list[tuple[str, object, object]]:
+    """What a file's figures depend on beside the kernels: each fact then and now."""
+    pairs = [(name, run.options.get(name), now) for name, now in effort.items()]
+    if not environment["gpu"]:
+        return pairs
+    pairs += [(name, run.environment.get(name), environment[name]) for name in ("torch", "triton")]
+    then, now = run.environment.get("gpu") or {}, environment["gpu"]
+    return [*pairs, *((f"GPU {name}", then.get(name), now.get(name)) for name in ("name", "plans"))]
