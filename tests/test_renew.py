@@ -202,6 +202,9 @@ def test_a_wrong_figure_is_said_and_fails_the_run_and_its_file_is_written(stand,
     said = lines(result)
     assert said[1].endswith(", 2 failed")
     assert "  torch: wrong at 4 x 50 float32: largest error 1" in said
+    result = bench_all(tmp_path, "--resume")
+    assert result.exit_code == 1
+    assert lines(result)[0] == "one: current: of the kernels of this source, 2 failed"
     assert files(tmp_path) == ["one.json", "three.json", "two.json"]
 
 

@@ -131,7 +131,7 @@ def host(ctx: click.Context, out: Path | None) -> None:
 
 @bench.command("all")
 @click.option(
-    "--out", "folder", type=FOLDER, required=True, help="Folder of the files; that of this project's results."
+    "--out", "folder", type=FOLDER, required=True, help="Folder of the files: benchmarks/results in this project."
 )
 @click.option(
     "--only", "names", metavar="NAME", multiple=True, callback=values_of(parse_committed), help="Only these files."
@@ -144,7 +144,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     """Make every committed results file anew, one after another, with the kernels of this source.
 
     A file is current if it has all its points from these kernels, on this GPU, with this torch and Triton. Ctrl-C keeps
-    what was measured. Exits with 1 if a file or a figure failed: a wrong result has none.
+    what was measured. Exits with 1 if a file could not be measured, or has a wrong result.
     """
     from fused_softmax.bench import measure, renew, run
 

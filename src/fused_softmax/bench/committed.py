@@ -49,13 +49,14 @@ COMMITTED = {
 
 @dataclass(frozen=True)
 class State:
-    """Whether a file is of this source and machine, and why not."""
+    """Whether a file is of this source and machine, and why not. failed: how many points of a current one failed."""
 
     word: Literal["current", "stale", "missing"]
     why: str = ""
+    failed: int = 0
 
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.word, self.why)))
+        return ": ".join(filter(None, (self.word, self.why))) + (f", {self.failed} failed" if self.failed else "")
 
 
 def state(
@@ -80,7 +81,9 @@ def state(
         changes.append("its run stopped early")
     if lacking := len(set(wanted) - {(point.case, point.provider) for point in run.points}):
         changes.append(f"lacks {lacking} of its {len(wanted)} points")
-    return State("stale", "; ".join(changes)) if changes else State("current", "of the kernels of this source")
+    if changes:
+        return State("stale", "; ".join(changes))
+    return State("current", "of the kernels of this source", len(record.failures(run)))
 
 
 def _facts(

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from fused_softmax.bench import fingerprint
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.providers import OWN
 
 SCHEMA = 1
 Status = Literal["ok", "wrong", "refused", "absent", "untimed", "skipped"]
@@ -154,6 +155,11 @@ def read(path: Path) -> Run:
 def _point(data: dict[str, Any]) -> Point:
     parts = {"kernel": Figure, "call": Figure, "ceiling": Ceiling}
     return Point(**{k: parts[k](**v) if k in parts and v is not None else v for k, v in data.items()})
+
+
+def failures(run: Run) -> list[Point]:
+    """The points that fail a run: every wrong result, and every case that this package refuses."""
+    return [p for p in run.points if p.status == "wrong" or (p.provider == OWN and p.status == "refused")]
 
 
 def without_figure(points: Iterable[Point]) -> list[str]:

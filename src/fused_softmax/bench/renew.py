@@ -38,7 +38,7 @@ def renew(
 ) -> int:
     """Measure every file that is not current, or with `anew` every file. Each is written as soon as it is measured.
 
-    environment: the present one, with a GPU. The exit code: 1 if a file or one of its figures failed, 130 if
+    environment: the present one, with a GPU. The exit code: 1 if a file or one of its points failed, 130 if
     interrupted, which keeps what was measured.
     """
     failed = False
@@ -48,6 +48,8 @@ def renew(
             say(f"{renewal.name}: {found}")
             if anew or found.word != "current":
                 failed |= not _renewed(renewal, progress, say, anew)
+            else:
+                failed |= bool(found.failed)
     except KeyboardInterrupt:
         say("Interrupted: what was measured is kept. --resume continues from here.")
         return 130
@@ -58,7 +60,7 @@ def renew(
 
 
 def _renewed(renewal: Renewal, progress: Console, say: Say, anew: bool) -> bool:
-    """Whether the file was measured and none of its figures failed."""
+    """Whether the file was measured and none of its points failed."""
     start = time.monotonic()
     try:
         measured, stopped = _measured(renewal, progress, say, resume=not anew)
@@ -70,7 +72,7 @@ def _renewed(renewal: Renewal, progress: Console, say: Say, anew: bool) -> bool:
     if stopped:
         say(f"{renewal.name}: failed")
         raise ContextLost(stopped)
-    failures = run.failures(measured)
+    failures = record.failures(measured)
     words = f"{len(measured.points)} points in {duration(time.monotonic() - start)}"
     say(f"{renewal.name}: measured now: {words}" + (f", {len(failures)} failed" if failures else ""))
     for line in record.without_figure(point for point in measured.points if not point.kernel):

@@ -15,7 +15,6 @@ from fused_softmax.bench import measure, record, report, sweeps
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import provider_names
 from fused_softmax.bench.plot import plot as draw
-from fused_softmax.bench.providers import OWN
 from fused_softmax.bench.record import Point, Run
 from fused_softmax.bench.resume import CannotResume, Held, earlier, mismatch
 from fused_softmax.bench.timing import ContextLost
@@ -188,12 +187,7 @@ def save(run: Run, out: Path | None) -> Path | None:
 def exit_code(run: Run, stopped: str) -> int:
     if stopped:
         return 130 if stopped == INTERRUPTED else 1
-    return int(bool(failures(run)) or any(check.status in ("wrong", "failed") for check in run.checks))
-
-
-def failures(run: Run) -> list[Point]:
-    """The points that fail a run: every wrong result, and every case that this package refuses."""
-    return [p for p in run.points if p.status == "wrong" or (p.provider == OWN and p.status == "refused")]
+    return int(bool(record.failures(run)) or any(check.status in ("wrong", "failed") for check in run.checks))
 
 
 def gpu_facts() -> tuple[dict[str, Any] | None, str | None]:
