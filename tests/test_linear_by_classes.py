@@ -239,7 +239,11 @@ def test_logits_in_memory_are_the_product_alone(name, device, small, monkeypatch
 
 
 @kernels
-@pytest.mark.parametrize("options", [{}, {"softcap": 90.0}, {"scale": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.1}, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ({}, {"softcap": 90.0}))],
+    ids=str,
+)
 def test_with_a_bias_it_is_no_further_from_float64_than_torch(options, device, small):
     """Of logits of 45, whose bfloat16 has one or two bits left behind the point."""
     generator = torch.Generator().manual_seed(0)
