@@ -128,7 +128,11 @@ def tiles_of(work: Work, alignment: Alignment, itemsize: int, n_cols: int) -> La
     for each in (work, "softmax"):
         ladder = TILES.get((each, alignment, itemsize))
         # Of even rows softmax's ladder is for those that tiles of 128 columns do not divide, and its gradient has none.
-        whole = each == "softmax" and alignment == "even" and (n_cols <= 64 or n_cols % 128 == 0 or work == "gradient")
+        whole = (
+            each == "softmax"
+            and alignment == "even"
+            and (n_cols <= TILE_BLOCK_COLS // 2 or n_cols % TILE_BLOCK_COLS == 0 or work == "gradient")
+        )
         if ladder and n_cols <= ladder.end and not whole:
             return ladder
     return None
