@@ -88,7 +88,7 @@ def _interpreter_as_a_gpu():
             setattr(holder, name, wrap(holder.__dict__[name]))
         InterpreterBuilder.create_inline_asm = inline_asm
         _patch_the_language_once()
-        exchange.POLL_LIMIT = tl.constexpr(100)  # in turn, programs wait for nothing, and a bug should not take hours
+        exchange.POLLS = tl.constexpr(100)  # in turn, programs wait for nothing, and a bug should not take hours
     np.seterr(all="ignore")  # NaN and infinity are asked for, and NumPy warns of them
 
 

@@ -51,7 +51,8 @@ def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1
 
     NaN and infinities stand where the same of torch's operations puts them, computed in the dtype of the arithmetic.
     Every other element is off the truth, fp64's, by no more than that is in the worst element of its row, ROUNDINGS
-    times eps, and what the rounding of a score moves it by: scale, product, mask and sum are each rounded.
+    times eps, and what the rounding of a score moves it by: scale, product, mask and sum are each rounded. A sink's own
+    probability counts among its row's.
     """
     result = x.dtype if dtype is None else dtype
     arithmetic = torch.float64 if result == torch.float64 else torch.float32
@@ -62,7 +63,7 @@ def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1
     theirs = of(x, dim, **keepdim, dtype=result, arithmetic=arithmetic, **scored)
     assert (y.dtype, y.device, y.shape) == (result, x.device, theirs.shape)
     if x.numel() == 0:
-        assert torch.equal(y, theirs)
+        torch.testing.assert_close(y, theirs, rtol=0, atol=0, equal_nan=True)  # a sink alone may be NaN
         return
     exact = x.to(result).double()
     scale, mask, is_causal = (scored.get(name) for name in ("scale", "mask", "is_causal"))
@@ -79,15 +80,18 @@ def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1
     if mask is not None and mask.dtype != torch.bool:
         rounded = torch.maximum(rounded, torch.maximum(mask.double().abs(), z.abs()))
     rounded = torch.where(z.isfinite() & rounded.isfinite(), rounded, 0.0)
-    y, theirs, truth, z, rounded = (
+    beside = torch.zeros_like(z)
+    if function == "softmax" and scored.get("sink") is not None:
+        beside = (sink_probability(exact, dim, scored).nan_to_num() + beside).view(z.shape)
+    y, theirs, truth, z, rounded, beside = (
         t.movedim(dim, -1).reshape(-1, t.shape[dim]) if t.ndim else t.view(1, 1)
-        for t in (y, theirs, truth, z, rounded)
+        for t in (y, theirs, truth, z, rounded, beside)
     )  # fmt: skip
     for name, ours, torchs in (("NaN", y.isnan(), theirs.isnan()), ("an infinity", y.isinf(), theirs.isinf())):
         assert torch.equal(ours, torchs), f"{name} at {_where(ours != torchs)}, against torch's"
     finite = theirs.isfinite()
     assert torch.equal(y.isinf() & (y > 0), theirs.isinf() & (theirs > 0)), "an infinity of the other sign"
-    size = truth.abs() + 1 if function == "log_softmax" else truth.abs().amax(-1, keepdim=True)
+    size = truth.abs() + 1 if function == "log_softmax" else torch.maximum(truth.abs(), beside).amax(-1, keepdim=True)
     if function == "logsumexp":
         size = size + z.abs().where(z.isfinite(), torch.zeros_like(z)).amax(-1, keepdim=True) + 1
     error = torch.where(finite, (y.double() - truth).abs(), 0.0)
@@ -102,6 +106,12 @@ def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1
         f"{function}: error {error[bad].max():.3g}, {(error / allowed)[bad].max():.3g} times what is allowed, "
         f"at {_where(bad)}; {bad.sum()} of {bad.numel()} elements"
     )
+
+
+def sink_probability(x, dim, scored):
+    """exp(sink - lse) of every row, `dim` kept; 1 of a row of which nothing else is kept."""
+    lse = reference.logsumexp(x, dim, keepdim=True, **scored)
+    return torch.exp(torch.as_tensor(scored["sink"], dtype=x.dtype, device=x.device) - lse)
 
 
 def public(function: str, x, dim=-1, **arguments):
@@ -144,14 +154,21 @@ def assert_gradients(function, arguments, dy, dim=-1, **options):
     x, scale = exact["x"], torch.as_tensor(arguments.get("scale", 1.0), dtype=torch.float64, device=dy.device)
     scored = {name: value for name, value in exact.items() if name != "x"} | options
     y, dy = composed(function, x, dim, **scored), dy.double()
+    # A probability too small for a normal number may be 0 on a GPU.
+    flushed = torch.finfo(arithmetic).tiny / torch.finfo(arithmetic).eps
     if function == "softmax":
-        terms = y * (dy.abs() + (y * dy).abs().sum(dim, keepdim=True))
+        terms = (y + flushed) * (dy.abs() + (y * dy).abs().sum(dim, keepdim=True))
     elif function == "log_softmax":
-        terms = dy.abs() + y.exp() * dy.abs().sum(dim, keepdim=True)
+        terms = dy.abs() + (y.exp() + flushed) * dy.abs().sum(dim, keepdim=True)
     else:
-        terms = composed("softmax", x, dim, **scored) * (dy * (1 + y.abs())).abs().unsqueeze(dim)
+        terms = (composed("softmax", x, dim, **scored) + flushed) * (dy * (1 + y.abs())).abs().unsqueeze(dim)
     terms = terms.nan_to_num()
     sizes = {"x": terms * scale.abs(), "mask": terms, "scale": terms * x.abs().nan_to_num(0.0, 0.0, 0.0)}
+    if isinstance(arguments.get("sink"), torch.Tensor):
+        lse = composed("logsumexp", x, dim, keepdim=True, **scored)
+        sums = dy.view(lse.shape) if function == "logsumexp" else (dy if function == "log_softmax" else y * dy)
+        sums = sums.abs().nan_to_num().sum(dim, keepdim=True)
+        sizes["sink"] = (sink_probability(x, dim, scored) * (1 + lse.abs()) * sums).nan_to_num()
     assert ours.keys() == truth.keys()
     for name in truth:
         given = arguments[name]
@@ -160,7 +177,10 @@ def assert_gradients(function, arguments, dy, dim=-1, **options):
         held = [torch.finfo(each) for each in (arguments["x"].dtype, dtype, given.dtype)]
         eps, least = max(each.eps for each in held), max(each.tiny for each in held)
         # The output is a rounding of what a rounding of its scores gives.
-        moved = (x * scale).nan_to_num(0.0, 0.0, 0.0).abs().max() * torch.finfo(arithmetic).eps
+        greatest = (x * scale).nan_to_num(0.0, 0.0, 0.0).abs().max()
+        if arguments.get("sink") is not None:  # one of the scores
+            greatest = torch.maximum(greatest, torch.as_tensor(arguments["sink"]).to(x).abs().max())
+        moved = greatest * torch.finfo(arithmetic).eps
         allowed = (4 * eps + 2 * moved) * sizes[name].sum_to_size(given.shape) + least
         error = (ours[name].double() - truth[name]).abs().nan_to_num()
         assert (error <= allowed).all(), f"of {name}: {(error / allowed).max():.3g} times what is allowed"

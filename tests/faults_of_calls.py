@@ -58,7 +58,7 @@ CALLS = (
     ),
     of(
         "calls", "masked-rows-left-out", "ops/softmax.py",
-        "options = dim, dtype, is_causal, masked_rows", "options = dim, dtype, is_causal",
+        "keep(prepared, name, (dim, dtype, is_causal, masked_rows)", "keep(prepared, name, (dim, dtype, is_causal)",
         "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain]",
     ),
     of(
@@ -138,9 +138,18 @@ OPS = (
         "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain, gradient]",
     ),
     of(
+        "ops", "a-kept-number-of-another-value", "ops/scored.py", "key = (value, dtype, device)",
+        "key = (0.0, dtype, device)",
+        "test_sink.py::test_a_kept_call_takes_the_numbers_and_values_of_each_call",
+    ),
+    of(
+        "ops", "a-sink-gradient-of-the-other-sign", "ops/softmax.py",
+        "return (-p * terms.sum(", "return (p * terms.sum(",
+        "test_sink.py::test_gradients",
+    ),
+    of(
         "ops", "gradients-of-mask-and-scale-swapped", "ops/softmax.py",
-        "    return dx, dmask, dscale\n\n\ndef differentiable_backward",
-        "    return dx, dscale, dmask\n\n\ndef differentiable_backward",
+        "    return dx, dmask, dscale, dsink\n", "    return dx, dscale, dmask, dsink\n",
         "test_backward.py::test_scores",
     ),
     of(
@@ -243,8 +252,8 @@ OPS = (
         "test_loss_given_lse.py::test_the_reference_is_the_formula",
     ),
     of(
-        "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return self",
-        "or True:\n            return self",
+        "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return scores",
+        "or True:\n            return scores",
         "test_scores.py::test_a_number_in_fp64_has_64_bits",
     ),
 )  # fmt: skip
@@ -312,7 +321,7 @@ REGISTER = (
     ),
     of(
         "register", "gradients-of-scale-and-mask-swapped", "register/softmax_rules.py",
-        "None, None, None, dscale, dmask, None, None)", "None, None, None, dmask, dscale, None, None)",
+        "_PLACES = 5, 4, 9", "_PLACES = 4, 5, 9",
         "test_library.py::test_gradients_of_scale_and_mask_in_compiled_code",
     ),
     of(

@@ -14,6 +14,21 @@ KERNELS = (
         "test_backward.py::test_log_softmax_of_a_mask_has_gradients_where_the_share_is_0",
     ),
     of(
+        "kernels", "a-sink-by-the-strides-of-the-scale", "kernels/rows.py", "S.sink_0, S.sink_1, S.sink_2)",
+        "S.scale_0, S.scale_1, S.scale_2)",
+        "test_sink.py::test_every_strategy",
+    ),
+    of(
+        "kernels", "a-sink-that-is-no-maximum", "kernels/state.py", "m, s = merge_score(m, s, sink, sink, K.ptx)",
+        "s = merge_score(m, s, sink, sink, K.ptx)[1]",
+        "test_sink.py::test_every_strategy",
+    ),
+    of(
+        "kernels", "a-sink-of-infinity-has-no-lse", "kernels/state.py", "merge_score(m, s, finite_top(sink), sink,",
+        "merge_score(m, s, sink, sink,",
+        "test_sink.py::test_logsumexp_by_every_strategy",
+    ),
+    of(
         "kernels", "mask-past-the-size", "kernels/rows.py", "cols < size, other=OTHER)", "cols <= size, other=OTHER)",
         "test_shelf.py::test_pieces_end_with_the_row",
     ),

@@ -41,6 +41,7 @@ def examples(number):
 # Of what no product with a scale of SCALES leaves fp32.
 EXTREMES = (math.nan, math.inf, -math.inf, -1e36, 1e30, -1e30, 88.7, -104.0, 0.0, -0.0, 1e-40)
 SCALES = (1.0, 0.5, -2.0, 0.0, -0.0, 1e-3, -1e-30, 50.0)
+SINKS = (0.0, 9.0, -20.0, 60.0, 1e30, -math.inf, math.inf, math.nan)
 
 
 @st.composite
@@ -89,17 +90,19 @@ def generated(shape, seed, make):
 
 @st.composite
 def scores(draw, shape, dim, device):
-    """scale, mask, is_causal and masked_rows for an input of `shape`, on the device."""
+    """scale, sink, mask, is_causal and masked_rows for an input of `shape`, on the device."""
     scored = {}
-    kind = draw(st.sampled_from(["none", "none", "number", "tensor", "tensor"]))
-    if kind == "number":
-        scored["scale"] = draw(st.sampled_from(SCALES))
-    elif kind == "tensor":
-        along = [1 if i == dim % len(shape) else size for i, size in enumerate(shape)] if shape else []
-        along = draw(broadcasts(along))
-        picks = generated(along, draw(st.integers(0, 9)), lambda s, generator: torch.randint(8, s, generator=generator))
-        values = torch.tensor(SCALES, dtype=draw(st.sampled_from([FP32, FP64, BF16])))[picks]
-        scored["scale"] = laid_out(values, draw(layouts(values.ndim)), device)
+    for name, of in (("scale", SCALES), ("sink", SINKS)):
+        kind = draw(st.sampled_from(["none", "none", "number", "tensor", "tensor"]))
+        if kind == "number":
+            scored[name] = draw(st.sampled_from(of))
+        elif kind == "tensor":
+            along = [1 if i == dim % len(shape) else size for i, size in enumerate(shape)] if shape else []
+            along = draw(broadcasts(along))
+            seed = draw(st.integers(0, 9))
+            picks = generated(along, seed, lambda s, generator: torch.randint(8, s, generator=generator))
+            values = torch.tensor(of, dtype=draw(st.sampled_from([FP32, FP64, BF16])))[picks]
+            scored[name] = laid_out(values, draw(layouts(values.ndim)), device)
     kind = draw(st.sampled_from(["none", "bool", "bool", "added"]))
     if kind != "none":
         size, seed = draw(broadcasts(shape)), draw(st.integers(0, 9))
@@ -149,7 +152,7 @@ def test_any_call(device, data):
         x = poisoned(x, dim, scored)
     x = laid_out(x.to(draw(st.sampled_from(DTYPES))), draw(layouts(x.ndim)), device)
     options = {"dtype": draw(st.sampled_from([None, None, *DTYPES]))} if function != "logsumexp" else {}
-    read = [each for each in (x, scored.get("mask"), scored.get("scale")) if isinstance(each, torch.Tensor)]
+    read = [each for each in (x, *scored.values()) if isinstance(each, torch.Tensor)]
     before = [each.clone() for each in read]
     y = public(function, x, dim, **options, **scored)
     assert all(same(each, was) for each, was in zip(read, before, strict=True)), "an argument was written"
@@ -209,6 +212,10 @@ def test_any_gradient(device, data):
         scored["scale"] = torch.where(scored["scale"] == 0, 1.5, scored["scale"])
     elif scored.get("scale") == 0:
         scored["scale"] = 1.5
+    if isinstance(scored.get("sink"), torch.Tensor):
+        scored["sink"] = torch.where(scored["sink"].isfinite() & (scored["sink"] < 100), scored["sink"], 1.5)
+    elif not -math.inf < scored.get("sink", 0.0) < 100:
+        scored["sink"] = 1.5
     given_dtype = draw(st.sampled_from(DTYPES))
     x = peaked(1, math.prod(shape), seed=draw(st.integers(0, 9))).view(shape)
     x = laid_out(x.to(given_dtype), draw(layouts(x.ndim)), device)

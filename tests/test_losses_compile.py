@@ -51,7 +51,8 @@ def test_losses(target, dtype, kind):
             losses.backward(x, targets, row, row, loss, totals=totals, dy=row)  # noqa: B023
 
         for name, binary in binaries(target, run).items():
-            assert binary.stack_bytes == 0, (n_cols, name)
+            # About the call of what stands in for parts that are missing.
+            assert binary.spilled_bytes <= (8 if kind == "softcap" and name == "_part_loss" else 0), (n_cols, name)
             if target != "gfx942" and name in ("_part_loss", "_online_loss", "_gradient"):
                 assert max(binary.load_widths) >= (8 if kind == "softcap" and dtype == BF16 else 16), (n_cols, name)
 
@@ -82,7 +83,7 @@ def test_losses_of_transposed_logits(target, dtype, kind, biased):
     of_stats = ("_token_stats", "_merge_token_stats") if loss.stats else ()
     assert found.keys() == {"_token_states", "_token_losses", "_token_gradient", *of_stats}
     for name, binary in found.items():  # of the statistics Triton 3.9 keeps one word in memory for sm_80
-        assert binary.stack_bytes <= (8 if (name, target) == ("_token_stats", "sm_80") else 0), name
+        assert binary.spilled_bytes <= (8 if (name, target) == ("_token_stats", "sm_80") else 0), name
         if target != "gfx942" and name not in ("_token_losses", "_merge_token_stats"):
             assert max(binary.load_widths) == 16, name
         if target != "gfx942" and name == "_token_gradient":
@@ -96,7 +97,7 @@ def test_losses_of_which_lse_is_given(target, kind):
     x, targets, lse = torch.empty(512, 32000, dtype=BF16), torch.zeros(512, dtype=torch.int64), torch.ones(512)
     loss = Loss(weight=torch.ones(32000), **KINDS[kind])
     (binary,) = binaries(target, lambda: forward_given_lse(x, targets, lse, loss, None)).values()
-    assert binary.stack_bytes == 0
+    assert binary.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("n", [1, 5, 4096])
@@ -104,5 +105,5 @@ def test_a_gradient_of_any_size_is_multiplied(n):
     """Of one element too, whose number Triton makes a constant of the kernel."""
     dx = torch.empty(n)
     (binary,) = binaries("sm_90", lambda: losses.multiply(dx, torch.ones(1))).values()
-    assert binary.stack_bytes == 0
+    assert binary.spilled_bytes == 0
     assert (max(binary.store_widths) == 16) == (n == 4096)

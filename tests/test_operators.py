@@ -32,14 +32,27 @@ def logits(*shape, seed=0):
 def softmax_samples():
     x, y, keep = logits(3, 8), logits(3, 8, seed=1), torch.arange(8) > 2
     scale, added = torch.tensor([[0.5], [2.0], [-1.0]]), logits(1, 8, seed=2).detach()[0].requires_grad_()
+    sink, unscored = torch.tensor([[3.0], [0.5], [-1.0]]).requires_grad_(), (None, None, None, False, "nan", None)
     return {
         "softmax": [
             (x, -1),
             (logits(6, 8).detach().view(2, 3, 8).requires_grad_(), 2, FP64, 0.5, None, keep),
             (x, 0, BF16),
+            (x, -1, FP64, None, None, keep, False, "nan", None, sink),
         ],
-        "log_softmax": [(x, 0), (x, 1, None, None, scale.clone().requires_grad_(), added, True)],
-        "logsumexp": [(x, [0, 1]), (x, [-1], True, None, scale, keep, False, "zero")],
+        "log_softmax": [
+            (x, 0),
+            (x, 1, None, None, scale.clone().requires_grad_(), added, True),
+            (x, -1, None, 0.5, None, None, True, "nan", 2.0),
+            (x, -1, None, -0.5, None, None, False, "nan", None, sink),
+        ],
+        "logsumexp": [
+            (x, [0, 1]),
+            (x, [-1], True, None, scale, keep, False, "zero"),
+            (x, [0, 1], False, *unscored, None, FP64),
+            (x, [-1], False, None, scale, keep, False, "nan", None, sink),
+            (x, [-1], True, *unscored, sink, FP64),
+        ],
         "softmax_backward": [(x, y, 1), (x, y, 0, FP16, 0.5)],
         "log_softmax_backward": [(x, y, 1), (x, y, 1, FP16, 2.0)],
     }
@@ -197,6 +210,7 @@ def test_the_public_functions_are_those_of_the_table():
 def public_samples(device):
     x, keep = peaked(5, 70, FP64).to(device), (torch.arange(70) % 3 > 0).to(device)
     scored = [{}, {"scale": 0.5, "mask": keep}, {"scale": -0.25, "is_causal": True}, {"mask": x.flip(0) / 8}]
+    scored += [{"sink": 9.0}, {"sink": x[:, :1], "mask": keep}]
     of_scores = [((x, -1), options) for options in scored] + [((x, 0), {})]
     target = torch.tensor([3, -100, 69, 0, 12], device=device)
     hidden, w = peaked(5, 6, FP64).to(device) / 4, (peaked(70, 6, FP64, seed=1) / 4).to(device)

@@ -1,5 +1,7 @@
 """PyTorch's own samples of softmax, log_softmax and logsumexp, given to these functions: what torch says, they say."""
 
+import contextlib
+import math
 import os
 import sys
 import types
@@ -32,8 +34,8 @@ pytestmark = [
 def masked(function):
     """torch.masked's argument order, in which nothing is kept of a row as of torch's own -inf."""
 
-    def call(input, dim, *, dtype=None, mask=None):
-        return function(input, dim, dtype=dtype, mask=mask)
+    def call(input, dim, *, dtype=None, mask=None, sink=None):
+        return function(input, dim, dtype=dtype, mask=mask, sink=sink)
 
     return call
 
@@ -103,6 +105,16 @@ def test_samples(name, dtype, device):
 def test_samples_that_are_not_contiguous(name, dtype, device):
     for sample in samples(name, dtype, device):
         assert_same(*both(name, sample.noncontiguous()))
+
+
+@every_differentiable_case
+def test_samples_with_a_sink_that_counts_nothing(name, dtype, device):
+    for sample in samples(name, dtype, device):
+        ours, theirs = both(name, sample)
+        if not isinstance(ours, type) and not (ours.is_complex() or theirs.is_complex()):
+            with contextlib.suppress(ValueError):  # over several dims
+                ours = OURS[OPS[name].name](sample.input, *sample.args, **sample.kwargs, sink=-math.inf)
+        assert_same(ours, theirs)
 
 
 @every_differentiable_case

@@ -296,6 +296,8 @@ def test_parts_publish_before_any_of_their_row_collects(name, letters):
     for row in range(3):
         kinds = [message["kind"] for message in messages if message["row"] == row]
         assert kinds == ["publish"] * 4 + ["collect"] * 16
+        ways = [(each["from"], each["to"]) for each in messages if each["row"] == row and each["kind"] == "collect"]
+        assert sorted(ways) == list(itertools.product(range(4), repeat=2))
         for message in messages:
             if message["row"] == row:
                 part = slice(2 * message["from"], 2 * message["from"] + 2)
@@ -308,6 +310,12 @@ def test_parts_publish_before_any_of_their_row_collects(name, letters):
                 assert all(message[letter] == pytest.approx(truth[letter].item(), abs=1e-6) for letter in letters)
     assert recording["launches"][0]["grid"] == [12, 1, 1]
     assert len(recording["launches"]) == 1
+
+
+@every_kernel
+def test_no_program_of_a_recording_stands_in_for_another(name, example):
+    names = {source["name"] for source in example[name]["sources"]}
+    assert not {each for each in names if each.endswith("_alone") or each.startswith("stand_in")}
 
 
 SPECIAL = [
@@ -798,6 +806,48 @@ def test_a_function_that_is_stepped_through_has_no_lines_and_those_it_calls_have
     assert [frame["parent"] for frame in recording.frames] == [None, 0, None, 2]
     (stored,) = {recording.sources[0].line(frame["call_line"]) for frame in recording.frames if frame["parent"] == 0}
     assert stored.startswith("tl.store(")
+
+
+@interpreted
+def test_a_silent_statement_has_no_step_and_no_locals_unless_it_reads_memory():
+    plain = totals(told={"_load": Told(silent=("at =",), unused=("row.n",)), "_totals": Told(silent=("program =",))})
+    lines = [plain.sources[plain.frames[step["frame"]]["source"]].line(step["line"]) for step in plain.steps]
+    assert not {line for line in lines if line.startswith(("at =", "program ="))}
+    assert not {name for step in plain.steps for name in step.get("set", {})} & {"at", "program"}
+    assert sorted(plain.frames[2]["arguments"]) == ["row.ptr"]
+    reading = totals(told={"_load": Told(silent=("return tl.load",))})
+    assert sum("loads" in step for step in reading.steps) == 2
+
+
+@triton.jit
+def _top_of(x_ptr, row, n_cols, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + row * n_cols + tl.arange(0, BLOCK))
+    m = tl.max(x, axis=0)
+    return m
+
+
+@triton.jit
+def _tops(x_ptr, y_ptr, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    m = -1.0
+    tl.store(y_ptr + row, tl.maximum(m, _top_of(x_ptr, row, n_cols, BLOCK)))
+
+
+@interpreted
+@pytest.mark.parametrize("state", [False, True])
+def test_a_function_that_the_kernel_calls_may_know_its_rows_state(state):
+    recorder = Recorder(Story({"_top_of": Told(state=state)}, roles={"y_ptr": "output"}))
+    x, y = recorder.memory.hold("x", torch.arange(8.0).view(2, 4), "input"), torch.empty(2)
+    with recorder:
+        _tops[(2,)](x, y, 4, BLOCK=4)
+    assert [recorder.states[row]["m"] for row in range(2)] == ([3.0, 7.0] if state else [-1.0, -1.0])
+
+
+@interpreted
+def test_phases_of_functions_that_call_each_other_come_in_the_order_of_the_story():
+    told = {"_totals": Told({"start": "program =", "end": "tl.store"}), "_load": Told({"read": "return"})}
+    assert totals(told=told).phases == ["start", "end", "read"]
+    assert totals(told=told, phases=("start", "read")).phases == ["start", "read", "end"]
 
 
 @interpreted

@@ -33,7 +33,7 @@ _loading = Lock()
 
 
 def prepare(
-    kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), most_registers=None, **options
+    kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), most_registers=None, registers_of=None, **options
 ) -> "Launch":
     """Compile `kernel` for these arguments and return the `Launch` that runs it; nothing runs yet.
 
@@ -44,13 +44,21 @@ def prepare(
     of the same types; a float that 32 bits would round to 0 becomes its nearest neighbour.
     `device` is `tensor.get_device()`: an index, or -1 for CPU tensors under the interpreter. `options` are Triton's:
     `num_warps`, `num_ctas`, `maxnreg` and the like; `most_registers` is a `maxnreg` that is dropped where values spill
-    by it.
+    by it. `registers_of` are other constexprs: the kernel may take as many registers as it takes with those, even if
+    values then spill in what they leave out.
 
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
         launch(x, y)
 
     The same kinds of arguments again compile and load nothing.
     """
+    if registers_of is not None:
+        like = prepare(
+            kernel, grid, tensors, scalars, registers_of, device=device, most_registers=most_registers, **options
+        )
+        if like.resources is not None:
+            options["maxnreg"] = granted(like.resources.n_regs)
+        most_registers = None
     if most_registers is not None:
         given: dict[str, Any] = {"device": device, "numbers": numbers, **options}
         capped = prepare(kernel, grid, tensors, scalars, constexprs, maxnreg=most_registers, **given)
@@ -74,6 +82,11 @@ def prepare(
         if loaded.keeps:
             _loaded[key] = loaded
     return Launch(loaded, _grid(grid), tuple(scalars), tuple(numbers), tuple(each is not None for each in tensors))
+
+
+def granted(n_regs: int) -> int:
+    """Registers that a thread has that asks for n_regs: they are granted by eight."""
+    return -(-n_regs // 8) * 8
 
 
 class Launch:

@@ -1,4 +1,4 @@
-"""How tensors lie: as rows, as columns over a strided dim, and scale and mask against them. Nothing is copied here."""
+"""How tensors lie: as rows, as columns over a strided dim, and scores against them. Nothing is copied here."""
 
 import itertools
 import math
@@ -90,30 +90,37 @@ def columns_of(x: Tensor, dim: int) -> tuple[Tensor, Order] | None:
 
 @dataclass(frozen=True)
 class ScoreLayout:
-    """How mask and scale lie against the rows of an input [n_rows, n_cols], for the kernels.
+    """How mask, scale and sink lie against the rows of an input [n_rows, n_cols], for the kernels.
 
     A row's number splits into up to three indices (the last two of sizes n_1 and n_2); strides are of those.
 
-    mask, scale: the tensors, or None. values: a kernel's arguments by name.
+    mask, scale, sink: the tensors, or None. values: a kernel's arguments by name.
     kind: the fields of its ScoreSpec that the scores decide.
     shared_dims: how many indices, the last ones, a row of the mask depends on, if not on the one before them.
-    copied: whether mask or scale is a copy, which another call has to make anew.
+    copied: whether one of these is a copy, which another call has to make anew.
     leading: the value, if any, that counts the rows' leading index, and so grows with the input's leading size.
     """
 
     mask: Tensor | None
     scale: Tensor | None
+    sink: Tensor | None
     values: dict[str, Any]
     kind: dict[str, Any]
     shared_dims: int = 0
     copied: bool = False
     leading: str | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """A launch's, in the kernels' order."""
+        return tuple(each for each in (self.mask, self.scale, self.sink) if each is not None)
+
 
 _NAMES = (
     "n_1", "n_2", "mask_0", "mask_1", "mask_2", "mask_col_stride", "scale_0", "scale_1", "scale_2", "n_queries",
 )  # fmt: skip
-_PLAIN = ScoreLayout(None, None, dict.fromkeys((*_NAMES, "scale")), {})
+_SINK = ("sink_0", "sink_1", "sink_2")
+_PLAIN = ScoreLayout(None, None, None, dict.fromkeys((*_NAMES, *_SINK, "scale")), {})
 
 
 def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
@@ -122,7 +129,7 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
         return _PLAIN
     shape = shape or (1,)
     mask = scores.mask
-    given = (mask, scores.scale if isinstance(scores.scale, Tensor) else None)
+    given = (mask, *(each if isinstance(each, Tensor) else None for each in (scores.scale, scores.sink)))
     views = [None if t is None else t.expand(shape) for t in given]
     sizes, strides = _coalesced(shape[:-1], views)
     copied = len(sizes) > 3
@@ -139,14 +146,18 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     col_stride = 0 if views[0] is None else views[0].stride(-1)
     n_queries = shape[-2] if scores.is_causal else 1
     values = dict(zip(_NAMES, (*sizes[1:], *strides[0], col_stride, *strides[1], n_queries), strict=True))
+    # None where there is no sink: a kernel without one has no argument for it, and stays as it was compiled.
+    values |= dict(zip(_SINK, (None,) * 3 if views[2] is None else strides[2], strict=True))
     kind = {
         "mask": NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK,
         "scaled": scores.scale is not None,
         "greedy": scores.greedy,
         "causal": scores.is_causal,
         "zero_masked_rows": scores.masked_rows == "zero",
+        "sink": views[2] is not None,
     }
-    return ScoreLayout(views[0], views[1], values | {"scale": scores.number}, kind, shared, copied, leading)
+    values |= {"scale": scores.number}
+    return ScoreLayout(views[0], views[1], views[2], values, kind, shared, copied, leading)
 
 
 def _dense(view: Tensor) -> Tensor:

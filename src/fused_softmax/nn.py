@@ -26,20 +26,22 @@ class _Scored(torch.nn.Module):
         scale: float | None = None,
         is_causal: bool = False,
         masked_rows: MaskedRows = "nan",
+        sink: float | None = None,
     ) -> None:
         super().__init__(dim)
-        self.scale, self.is_causal, self.masked_rows = scale, is_causal, masked_rows
+        self.scale, self.is_causal, self.masked_rows, self.sink = scale, is_causal, masked_rows, sink
 
-    def forward(self, input: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, *, mask: Tensor | None = None, sink: float | Tensor | None = None) -> Tensor:
         dim = self.dim
         if dim is None:  # the warning names the line that calls the module, past two frames of Module
             dim = torch.nn.functional._get_softmax_dim(self._function.__name__, input.dim(), 5)  # type: ignore[attr-defined]
         return self._function(
-            input, dim, scale=self.scale, mask=mask, is_causal=self.is_causal, masked_rows=self.masked_rows
-        )
+            input, dim, scale=self.scale, mask=mask, is_causal=self.is_causal, masked_rows=self.masked_rows,
+            sink=self.sink if sink is None else sink,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        plain = {"scale": None, "is_causal": False, "masked_rows": "nan"}
+        plain = {"scale": None, "is_causal": False, "masked_rows": "nan", "sink": None}
         given = {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
         return f"dim={self.dim}" + "".join(f", {name}={value!r}" for name, value in given.items())
 
@@ -48,10 +50,10 @@ class Softmax(_Scored, torch.nn.Softmax):
     """`fused_softmax.softmax` as a module: an instance of torch.nn.Softmax, but not supported by torch.jit.script.
 
     dim: the dimension that sums to 1. None picks 0 or 1 by the input's rank and warns, as torch.nn.Softmax does.
-    scale (a number), is_causal, masked_rows: arguments of `fused_softmax.softmax`, passed in every call.
+    scale and sink (numbers), is_causal, masked_rows: arguments of `fused_softmax.softmax`, passed in every call.
 
-    Call it with the input, which may have any shape and a float dtype, and pass that call's mask by keyword. It raises
-    the function's errors.
+    Call it with the input, which may have any shape and a float dtype, and pass that call's mask by keyword, and its
+    sink, which may be a tensor and takes the place of the module's. It raises the function's errors.
 
     >>> Softmax(dim=-1, scale=0.125, is_causal=True)
     Softmax(dim=-1, scale=0.125, is_causal=True)

@@ -1,8 +1,9 @@
-"""What a call asks for beside its tensors, checked once: scale, mask and causality of scores, and the terms of a loss.
+"""What a call asks for beside its tensors, checked once: what is done to scores, and the terms of a loss.
 
 z = x * scale + mask.  A bool mask keeps where it is True; causal keeps column j of query i where j - i <= n_keys -
 n_queries, so that the last query sees every key (bottom-right aligned). What is not kept is -inf.
 A scale of 0 is temperature 0: the row's first maximum alone is kept, and scaled by 1.
+A sink is one more score of every row, which is neither scaled nor masked and has no column: it counts in the sum alone.
 """
 
 import math
@@ -21,13 +22,14 @@ _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
 
 @dataclass(frozen=True)
 class Scores:
-    """scale, mask and causality of one call, in torch's terms.
+    """scale, mask, causality and sink of one call, in torch's terms.
 
     scale: a number, or a tensor that broadcasts against the input with its last dim 1.
     mask: bool or of a float dtype; broadcasts against the input, and is never expanded in memory.
     masked_rows: what a row gets of which nothing is kept: NaN, or probabilities of zero.
     never_zero: whether a scale tensor is known to hold no 0.
-    moved: whether scale or mask came from another device, and is a copy.
+    moved: whether scale, mask or sink came from another device, and is a copy.
+    sink: a number, or a tensor that broadcasts as a scale does.
     """
 
     scale: float | Tensor | None = None
@@ -36,10 +38,11 @@ class Scores:
     masked_rows: MaskedRows = "nan"
     never_zero: bool = False
     moved: bool = False
+    sink: float | Tensor | None = None
 
     @property
     def plain(self) -> bool:
-        return self.scale is None and self.mask is None and not self.is_causal and self.masked_rows == "nan"
+        return is_plain(self.scale, self.mask, self.is_causal, self.masked_rows, self.sink)
 
     @property
     def greedy(self) -> bool:
@@ -70,32 +73,50 @@ class Scores:
         """As the public functions take them."""
         return {
             "scale": self.scale, "mask": self.mask, "is_causal": self.is_causal, "masked_rows": self.masked_rows,
+            "sink": self.sink,
         }  # fmt: skip
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those among mask, scale and sink."""
+        return [each for each in (self.mask, self.scale, self.sink) if isinstance(each, Tensor)]
 
     def operator_arguments(self) -> tuple:
         """The last arguments of a registered operator; left out where all are defaults."""
-        number, per_row = (None, self.scale) if isinstance(self.scale, Tensor) else (self.scale, None)
-        return () if self.plain else (number, per_row, self.mask, self.is_causal, self.masked_rows)
+        scale, sink = (
+            (None, each) if isinstance(each, Tensor) else (each, None) for each in (self.scale, self.sink)
+        )  # fmt: skip
+        return () if self.plain else (*scale, self.mask, self.is_causal, self.masked_rows, *sink)
 
     @staticmethod
-    def of_operator(scale=None, row_scale=None, mask=None, is_causal=False, masked_rows="nan") -> "Scores":
-        return Scores(scale if row_scale is None else row_scale, mask, is_causal, masked_rows)
+    def of_operator(
+        scale=None, row_scale=None, mask=None, is_causal=False, masked_rows="nan", sink=None, row_sink=None
+    ) -> "Scores":
+        scale, sink = (scale if row_scale is None else row_scale), (sink if row_sink is None else row_sink)
+        return Scores(scale, mask, is_causal, masked_rows, sink=sink)
 
     def along(self, dim: int, shape: tuple[int, ...]) -> "Scores":
-        """For the input with `dim` moved last: its mask and scale moved likewise, as views."""
+        """For the input with `dim` moved last: its mask, scale and sink moved likewise, as views."""
         if self.plain or dim % len(shape) == len(shape) - 1:
             return self
-        scale, mask = self.scale, self.mask
-        if isinstance(scale, Tensor):
-            scale = scale.expand(shape).movedim(dim, -1)
-        return replace(self, scale=scale, mask=None if mask is None else mask.expand(shape).movedim(dim, -1))
+        given: dict[str, Any] = {"scale": self.scale, "mask": self.mask, "sink": self.sink}
+        for name, each in given.items():
+            if isinstance(each, Tensor):
+                given[name] = each.expand(shape).movedim(dim, -1)
+        return replace(self, **given)
 
     def exact(self, dtype: torch.dtype, device: torch.device) -> "Scores":
-        """With a number of 64 bits as a tensor where the arithmetic has them: a kernel's own number has 32."""
+        """As kernels take it: with a sink that is a tensor, and a scale that is one where the arithmetic has 64 bits.
+
+        A kernel's own number has 32.
+        """
+        scores = self
+        if self.sink is not None and not isinstance(self.sink, Tensor):
+            scores = replace(scores, sink=torch.full((), self.sink, dtype=arithmetic_in(dtype), device=device))
         if not isinstance(self.scale, float) or dtype != torch.float64:
-            return self
+            return scores
         number = torch.full((), self.scale, dtype=torch.float64, device=device)
-        return replace(self, scale=number, never_zero=self.scale != 0)
+        return replace(scores, scale=number, never_zero=self.scale != 0)
 
 
 PLAIN = Scores()
@@ -106,8 +127,8 @@ def kernel_number(number: float) -> float:
     return math.copysign(_LEAST, number) if 0 < abs(number) < _LEAST else float(number)
 
 
-def is_plain(scale: Any, mask: Any, is_causal: Any, masked_rows: Any) -> bool:
-    return scale is None and mask is None and is_causal is False and masked_rows == "nan"
+def is_plain(scale: Any, mask: Any, is_causal: Any, masked_rows: Any, sink: Any = None) -> bool:
+    return scale is None and mask is None and is_causal is False and masked_rows == "nan" and sink is None
 
 
 def kind_of_scale(scale: Any) -> Any:
@@ -117,11 +138,18 @@ def kind_of_scale(scale: Any) -> Any:
     return scale
 
 
-def scores_of(name: str, input: Tensor, dim: int, scale: Any, mask: Any, is_causal: Any, masked_rows: Any) -> Scores:
+def kind_of_sink(sink: Any) -> Any:
+    """What a kept call depends on of a sink: of a number, that it is one; of anything else, itself."""
+    return "number" if type(sink) is float or type(sink) is int else sink
+
+
+def scores_of(
+    name: str, input: Tensor, dim: int, scale: Any, mask: Any, is_causal: Any, masked_rows: Any, sink: Any = None
+) -> Scores:
     """The Scores of a call, or an error that names the argument."""
-    if is_plain(scale, mask, is_causal, masked_rows):
+    if is_plain(scale, mask, is_causal, masked_rows, sink):
         return PLAIN
-    shape, given = tuple(input.shape), (scale, mask)
+    shape, given = tuple(input.shape), (scale, mask, sink)
     if masked_rows not in ("nan", "zero"):
         raise ValueError(f'{name}: masked_rows must be "nan" or "zero", got {masked_rows!r}')
     if not isinstance(is_causal, bool):
@@ -139,20 +167,34 @@ def scores_of(name: str, input: Tensor, dim: int, scale: Any, mask: Any, is_caus
                 f"{name}: mask must be bool (True keeps) or of 16 to 64 bit floats (added), got {mask.dtype}"
             )
         mask = _broadcast(name, "mask", mask, input, shape)
-    if isinstance(scale, Tensor):
-        if scale.dtype not in DTYPES:
-            raise TypeError(f"{name}: scale must be of 16 to 64 bit floats, got {scale.dtype}")
-        scale = _broadcast(name, "scale", scale, input, shape)
-        if scale.ndim and input.ndim and (scale.expand(shape).stride(dim) != 0 and shape[dim] != 1):
-            along = tuple(1 if i == dim % input.ndim else size for i, size in enumerate(shape))
-            got = tuple(scale.shape)
-            raise ValueError(f"{name}: a scale tensor holds one value a row: it broadcasts to {along}, got shape {got}")
-    elif scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise TypeError(f"{name}: scale must be a number or a Tensor, not {type(scale).__name__} ({scale!r})")
-        scale = None if scale == 1 else float(scale)
-    moved = any(isinstance(a, Tensor) and a is not b for a, b in zip(given, (scale, mask), strict=True))
-    return Scores(scale, mask, is_causal, masked_rows, moved=moved)
+    scale, sink = (
+        _of_rows(name, argument, each, input, dim) for argument, each in (("scale", scale), ("sink", sink))
+    )  # fmt: skip
+    if isinstance(scale, float) and scale == 1:
+        scale = None
+    moved = any(isinstance(a, Tensor) and a is not b for a, b in zip(given, (scale, mask, sink), strict=True))
+    return Scores(scale, mask, is_causal, masked_rows, moved=moved, sink=sink)
+
+
+def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> float | Tensor | None:
+    """A number for all rows, or a tensor of one a row on the input's device, or an error that names the argument."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor):
+        if isinstance(given, bool) or not isinstance(given, Real):
+            raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {type(given).__name__} ({given!r})")
+        return float(given)
+    if given.dtype not in DTYPES:
+        raise TypeError(f"{name}: {argument} must be of 16 to 64 bit floats, got {given.dtype}")
+    shape = tuple(input.shape)
+    given = _broadcast(name, argument, given, input, shape)
+    if given.ndim and input.ndim and (given.expand(shape).stride(dim) != 0 and shape[dim] != 1):
+        along = tuple(1 if i == dim % input.ndim else size for i, size in enumerate(shape))
+        got = tuple(given.shape)
+        raise ValueError(
+            f"{name}: a {argument} tensor holds one value a row: it broadcasts to {along}, got shape {got}"
+        )
+    return given
 
 
 @dataclass(frozen=True)
@@ -235,7 +277,12 @@ _INDICES = (torch.int64, torch.int32, torch.uint8)
 
 
 def arithmetic_of(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return arithmetic_in(x.dtype)
+
+
+def arithmetic_in(dtype: torch.dtype) -> torch.dtype:
+    """In which results of a dtype are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_logits(name: str, argument: str, dtype: torch.dtype, shape: tuple[int, ...], target: Any) -> None:

@@ -15,15 +15,17 @@ from torch import Tensor
 
 def softmax(input: Tensor, dim: int = -1, **arguments) -> Tensor:
     """fused_softmax.softmax of torch's operations, in float64: one rounding from the truth. Arguments: `of_scores`."""
-    return of_scores(torch.softmax, 0.0, input, dim, **arguments)
+    return of_scores(_but_the_sink(torch.softmax, arguments), 0.0, input, dim, **arguments)
 
 
 def log_softmax(input: Tensor, dim: int = -1, **arguments) -> Tensor:
     """fused_softmax.log_softmax likewise."""
-    y = of_scores(torch.log_softmax, -math.inf, input, dim, **arguments)
+    y = of_scores(_but_the_sink(torch.log_softmax, arguments), -math.inf, input, dim, **arguments)
     scale = arguments.get("scale")
+    if scale is None or arguments.get("sink") is not None:
+        return y
     # Of scale 0 it is a logarithm of 1 or of 0, wherever the scores move.
-    return y if scale is None else torch.where(torch.as_tensor(scale, device=y.device) == 0, y.detach(), y)
+    return torch.where(torch.as_tensor(scale, device=y.device) == 0, y.detach(), y)
 
 
 def logsumexp(input: Tensor, dim: int | Sequence[int], keepdim: bool = False, **arguments) -> Tensor:
@@ -42,21 +44,45 @@ def of_scores(
     mask: Tensor | None = None,
     is_causal: bool = False,
     masked_rows: str = "nan",
+    sink: float | Tensor | None = None,
     arithmetic: torch.dtype = torch.float64,
 ) -> Tensor:
     """function(scores of the input, dim) in the dtype `arithmetic`, rounded to the dtype of the result.
 
+    The last of the scores is the sink, if there is one.
     nothing: what masked_rows="zero" gives a row of which nothing is kept.
     """
     result = input.dtype if dtype is None else dtype
     if not result.is_floating_point:
         raise TypeError(f"there is no result of dtype {result}; give a floating-point dtype")
     z = scores(input.to(result).to(arithmetic), dim, scale, mask, is_causal)
+    if sink is not None:
+        (dim,) = dim if isinstance(dim, Sequence) else (dim,)
+        z = torch.cat([z if z.ndim else z.view(1), _sink_beside(z, dim, sink)], dim)
     if masked_rows != "zero":
-        return function(z, dim).to(result)
-    empty = (z == -math.inf).all(dim, keepdim=True)
-    y = function(z.masked_fill(empty, 0.0), dim)  # of 0 and not of -inf, whose gradient is NaN even where dy is 0
-    return y.masked_fill(empty if y.ndim == z.ndim else empty.reshape(y.shape), nothing).to(result)
+        y = function(z, dim)
+    else:
+        empty = (z == -math.inf).all(dim, keepdim=True)
+        y = function(z.masked_fill(empty, 0.0), dim)  # of 0 and not of -inf, whose gradient is NaN even where dy is 0
+        y = y.masked_fill(empty if y.ndim == z.ndim else empty.reshape(y.shape), nothing)
+    return (y if input.ndim else y.reshape(())).to(result)
+
+
+def _sink_beside(z: Tensor, dim: int, sink: float | Tensor) -> Tensor:
+    """The sink in the dtype of z and in its shape, with size 1 in dim; of z without dims as of one element."""
+    sink = (
+        sink.to(z.device, z.dtype) if isinstance(sink, Tensor) else torch.full((), sink, dtype=z.dtype, device=z.device)
+    )
+    sizes = list(z.shape or (1,))
+    sizes[dim] = 1
+    return sink.expand(sizes)
+
+
+def _but_the_sink(function, arguments):
+    """function, and of its result all but the sink's column, if the arguments have a sink."""
+    if arguments.get("sink") is None:
+        return function
+    return lambda z, dim: function(z, dim).narrow(dim, 0, z.shape[dim] - 1)
 
 
 def cross_entropy(

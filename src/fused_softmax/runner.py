@@ -21,6 +21,9 @@ from fused_softmax.plan import ColumnPlan, RowPlan, fetches_ahead, most_column_r
 TLDTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
 }  # fmt: skip
+# The launches of an exchange where the interpreter runs one program after another: in one alone, each would compute the
+# states of all that come after it.
+IN_TURN: tuple[dict[str, bool], ...] = ({"collect": False}, {"publish": False})
 _DIM_OF_STRIDE = {"row_stride": 0, "outer_stride": 0, "col_stride": 1}
 
 Plan = RowPlan | ColumnPlan
@@ -99,15 +102,20 @@ def prepare(
         options["most_registers"] = registers(plan, device_of(device))
     count = programs or _programs_of
 
+    if (
+        spec.split and spec.ptx
+    ):  # what stands in for missing parts hardly ever runs, and takes no register from the rest
+        options["registers_of"] = {"K": replace(spec, helps=False)}
+
     def launcher(spec, slots):
         given = [slots if name == "slots" else tensors[name] for name in names.pointers]
         return launch.prepare(kernel, count(plan), given, scalars, {"K": spec}, **options)
 
     if not spec.split:
         return _alone(launcher(spec, None), names.scalars, count)
-    if device < 0:  # the interpreter runs one program after another: all publish before any collects
+    if device < 0:
         slots = torch.zeros(groups * slots_per_group, dtype=torch.int64)
-        parts = launcher(replace(spec, collect=False), slots), launcher(replace(spec, publish=False), slots)
+        parts = [launcher(replace(spec, **only), slots) for only in IN_TURN]
         return _in_turn(parts, names.scalars, groups * slots_per_group)
     both = launcher(spec, workspace.slots(device, groups, slots_per_group))
     return _exchanging(both, names.scalars, device, groups, slots_per_group)

@@ -13,19 +13,27 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-_slots: dict[tuple[int, int, int, int], Tensor] = {}
+_TICKETS = 1
+
+_slots: dict[tuple[int, int, int, int, int], Tensor] = {}
 _outgrown: list[Tensor] = []  # launches already captured go on using what they were captured with
 _lock = Lock()
 
 
-def slots(device: int, n_rows: int, slots_per_row: int) -> Tensor:
+def ticket(device: int) -> Tensor:
+    """int64 [1] on `device`, 0 before and after each launch, for one on its current stream that draws tickets."""
+    return slots(device, 1, 1, _TICKETS)
+
+
+def slots(device: int, n_rows: int, slots_per_row: int, of: int = 0) -> Tensor:
     """int64 [at least n_rows * slots_per_row], on `device`, for one launch on its current stream.
 
-    Slots belong to one slots_per_row: all of a row's are written by every launch that uses the row, or by none.
+    Slots belong to one slots_per_row: all of a row's are written by every launch that uses the row, or by none. of: a
+    number for each other use.
     """
     stream = torch._C._cuda_getCurrentRawStream(device)
     capture = _capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
-    key = (device, stream, capture, slots_per_row)
+    key = (device, stream, capture, slots_per_row, of)
     kept = _slots.get(key)
     if kept is None or kept.numel() < n_rows * slots_per_row:
         # A quarter more than asked, so that slowly growing batches do not allocate each time.

@@ -18,24 +18,25 @@ from fused_softmax.kernels.rows import (
     mask_of_row,
     max_of_row,
     scores_of_row,
+    sink_of_row,
     store_row,
     sum_of_row,
     whole_vectors,
 )
 from fused_softmax.kernels.spec import Edge, Row, Rows, Scored
-from fused_softmax.kernels.state import NEG_INF, hold_all, result_of
+from fused_softmax.kernels.state import NEG_INF, hold_all, result_of, with_sink
 
 
 @triton.jit(do_not_specialize=["n_cols", "misalignment", "n_1", "n_2", "n_queries"])
 def _causal_forward(
-    x_ptr, y_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride, n_cols, misalignment,
+    x_ptr, y_ptr, mask_ptr, scale_ptr, sink_ptr, x_row_stride, y_row_stride, n_cols, misalignment,
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
-    K: tl.constexpr,
+    sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
     """A row, of as many pieces as are visible, by K.causal_step: all before the last step are visible whole."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
     STEP: tl.constexpr = K.causal_step
@@ -45,14 +46,15 @@ def _causal_forward(
     row = program.to(tl.int64)
     head = head_of(row, x, K)
     q = scores_of_row(program, n_cols, S, K)
+    sink = sink_of_row(program, S, K)
     for first in tl.static_range(0, PIECES, STEP):
         reached = (q.visible - head > first * K.block_cols) | (first == 0)
         if reached & ((q.visible - head <= (first + STEP) * K.block_cols) | (first + STEP >= PIECES)):
-            row_up_to(x, y, row, program, n_cols, head, q, S, K, first)
+            row_up_to(x, y, row, program, n_cols, head, q, sink, S, K, first)
 
 
 @triton.jit
-def row_up_to(x, y, row, program, n_cols, head, q, S, K: tl.constexpr, OPEN: tl.constexpr):
+def row_up_to(x, y, row, program, n_cols, head, q, sink, S, K: tl.constexpr, OPEN: tl.constexpr):
     """The row whose diagonal crosses one of the K.causal_step pieces after the first OPEN."""
     SEEN: tl.constexpr = OPEN + K.causal_step if OPEN + K.causal_step < K.pieces else K.pieces
     body = whole_vectors(n_cols - head, K)
@@ -72,7 +74,7 @@ def row_up_to(x, y, row, program, n_cols, head, q, S, K: tl.constexpr, OPEN: tl.
         if q.greedy:
             z, edge = keep_first_max(z, edge, m, r, q, K)
     z = hold_all(z, K.ptx)
-    s = sum_of_row(z, edge, m, q, K)
+    m, s = with_sink(m, sum_of_row(z, edge, m, q, K), sink, K)
     store_row(y, n_cols, z, edge, m, s, r, q, K)
     hidden = result_of(tl.full([], NEG_INF, m.dtype), m, s, K)
     if (q.visible <= 0) | (hidden != zero):  # a row with a NaN, or of which nothing is kept

@@ -8,9 +8,9 @@ each inner position.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import pack_state, slots_of, tag_of, unpack_state, wait_for
+from fused_softmax.kernels.exchange import pack_state, slots_again, slots_of, tag_of, unpack_state, wait_for
 from fused_softmax.kernels.softmax_grad import dot_of, gradient_of
-from fused_softmax.kernels.spec import Columns
+from fused_softmax.kernels.spec import ColumnParts, Columns, Strided
 from fused_softmax.kernels.state import (
     GREATEST,
     GREATEST_FP64,
@@ -34,23 +34,26 @@ def _column_forward(
 ):  # fmt: skip
     """The columns of one block of inner positions, or a part of them (K.split)."""
     group, part = place_of(n_parts, K)
+    group_slots_ptr = slots_ptr
     tag = 0
     if K.split:
-        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
+        group_slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
     c = columns_of(group, part * part_cols, n_cols, n_inner, K)
-    x = load_columns(at_columns(x_ptr, x_outer_stride, x_col_stride, c, K), x_col_stride, c, NEG_INF, K)
-    m = max_of(x, 1.0, K)[None, :]  # two dims before any asm, past which layouts do not travel
-    x = hold_all(x, K.ptx)
-    scale, base = origin_of(m, K.ptx, K.subtract_first)
-    s = sum_exp_of(x, scale, base, 1.0, K)[None, :]
+    x_strided = Strided(x_ptr, x_outer_stride, x_col_stride)
+    x, m, s = hold_columns(x_strided, c, K)
+    y = Strided(y_ptr, y_outer_stride, y_col_stride)
     if K.split:
-        m, s = exchange_columns(m, s, slots_ptr, part, n_parts, tag, K)
-    if K.collect:
-        x = hold_all(x, K.ptx)
-        y_ptr = at_columns(y_ptr, y_outer_stride, y_col_stride, c, K)
-        for p in tl.static_range(len(x)):
-            y = result_of(widen(x[p], K.cast_dtype, K.unpack), m, s, K)
-            store_columns(y_ptr, y_col_stride, y, p, c, K)
+        if K.publish:
+            publish_columns(m, s, group_slots_ptr, part, n_parts, tag, K)
+        if K.collect:
+            message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
+            if K.helps and left > 0:
+                finish_alone(slots_ptr, x_strided, y, n_cols, n_inner, n_parts, part_cols, tag, K)
+            else:
+                m, s = merged_columns(message, n_parts, K)
+                store_results(y, x, m, s, c, K)
+    else:
+        store_results(y, x, m, s, c, K)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
@@ -59,40 +62,26 @@ def _column_logsumexp(
     n_cols, n_inner, n_parts, part_cols, K: tl.constexpr,
 ):  # fmt: skip
     """logsumexp of the same, online: every lane of the tile keeps a state of its own until all columns are read."""
-    STEP: tl.constexpr = K.pieces * K.block_cols
-    POSITIONS: tl.constexpr = K.positions
     group, part = place_of(n_parts, K)
+    group_slots_ptr = slots_ptr
     tag = 0
     if K.split:
-        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
-    start = part * part_cols
-    end = tl.minimum(start + part_cols, n_cols)
-    c = columns_of(group, part * 0, n_cols, n_inner, K)
-    # Accesses are no wider than this, and each position takes a state in registers.
-    c = Columns(c.outer, tl.max_contiguous(c.inner, POSITIONS), c.on, c.start, c.size)
-    x_ptr = at_columns(x_ptr, x_outer_stride, x_col_stride, c, K)
-    x_col_stride = multiple_of(x_col_stride, K).to(tl.int64)
-    m, s = empty_state(K)
-    whole = start + (end - start) // STEP * STEP
-    for at in range(start, whole, STEP):
-        x = load_whole_columns(x_ptr + at * x_col_stride, x_col_stride, c, K)
-        m, s = take_columns(m, s, x, K)
-    for at in range(whole, end, STEP):  # once at most
-        rest = Columns(c.outer, c.inner, c.on, at, end - at)
-        x = load_columns(x_ptr + at * x_col_stride, x_col_stride, rest, NEG_INF, K)
-        m, s = take_columns(m, s, x, K)
-    m, s = merge_states(m, s, 0, K)
-    m, s = m[None, :], s[None, :]
+        group_slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
+    c = positions_of(group, n_cols, n_inner, K)
+    x = Strided(x_ptr, x_outer_stride, x_col_stride)
+    m, s = state_of_columns(part, ColumnParts(group, n_cols, n_inner, part_cols, (x, c)), K)
     if K.split:
         if K.publish:
-            publish_columns(m, s, slots_ptr, part, n_parts, tag, K)
+            publish_columns(m, s, group_slots_ptr, part, n_parts, tag, K)
         if K.collect:  # noqa: SIM102  a constexpr, then a value
             if part == n_parts - 1:
-                m_parts, s_parts = collect_columns(slots_ptr, n_parts, tag, K)
-                m_parts = tl.where(tl.arange(0, K.lanes)[None, :] < n_parts, m_parts, -GREATEST)
-                m_group, s_group = merge_states(m_parts, s_parts, 1, K)
-                lse = (m_group + tl.log(s_group)).to(K.cast_dtype)
-                tl.store(lse_ptr + c.outer * lse_outer_stride + c.inner, lse, mask=c.on)
+                message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
+                if K.helps and left > 0:
+                    finish_lse_alone(
+                        slots_ptr, x, lse_ptr, lse_outer_stride, n_cols, n_inner, n_parts, part_cols, tag, K
+                    )  # fmt: skip
+                else:
+                    store_lse(lse_ptr + c.outer * lse_outer_stride, message, n_parts, c, K)
     else:
         lse = (m + tl.log(s)).to(K.cast_dtype)
         tl.store(lse_ptr + c.outer * lse_outer_stride + c.inner[None, :], lse, mask=c.on[None, :])
@@ -105,26 +94,156 @@ def _column_backward(
 ):  # fmt: skip
     """The gradient of the same."""
     group, part = place_of(n_parts, K)
+    group_slots_ptr = slots_ptr
     tag = 0
     if K.split:
-        slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
+        group_slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
     c = columns_of(group, part * part_cols, n_cols, n_inner, K)
-    y = load_columns(at_columns(y_ptr, y_outer_stride, y_col_stride, c, K), y_col_stride, c, 0.0, K)
-    dy = load_columns(at_columns(dy_ptr, dy_outer_stride, dy_col_stride, c, K), dy_col_stride, c, 0.0, K)
-    d = dot_of(y, dy, K)[None, :]
-    y = hold_all(y, K.ptx)
-    dy = hold_all(dy, K.ptx)
+    y_strided = Strided(y_ptr, y_outer_stride, y_col_stride)
+    dy_strided = Strided(dy_ptr, dy_outer_stride, dy_col_stride)
+    dx = Strided(dx_ptr, dx_outer_stride, dx_col_stride)
+    y, dy, d = hold_both(y_strided, dy_strided, c, K)
     if K.split:
         BLOCK_INNER: tl.constexpr = K.block_inner
         if K.publish:
-            publish_columns(d, tl.zeros([1, BLOCK_INNER], tl.float32), slots_ptr, part, n_parts, tag, K)
+            publish_columns(d, tl.zeros([1, BLOCK_INNER], tl.float32), group_slots_ptr, part, n_parts, tag, K)
         if K.collect:
-            d_parts, late = collect_columns(slots_ptr, n_parts, tag, K)
-            d = tl.sum(d_parts + late, axis=1)[None, :]
-    if K.collect:
-        dx_ptr = at_columns(dx_ptr, dx_outer_stride, dx_col_stride, c, K)
-        for p in tl.static_range(len(y)):
-            store_columns(dx_ptr, dx_col_stride, gradient_of(y[p], dy[p], d, 1.0, K), p, c, K)
+            message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
+            if K.helps and left > 0:
+                finish_gradient_alone(
+                    slots_ptr, dy_strided, y_strided, dx, n_cols, n_inner, n_parts, part_cols, tag, K
+                )  # fmt: skip
+            else:
+                store_gradients(dx, y, dy, summed_columns(message, n_parts, K), c, K)
+    else:
+        store_gradients(dx, y, dy, d, c, K)
+
+
+@triton.jit(noinline=True)
+def finish_alone(slots_ptr, x, y, n_cols, n_inner, n_parts, part_cols, tag, K: tl.constexpr):
+    """The results of a part of a group whose other parts are not all there: see `softmax.finish_alone`."""
+    group, part = place_of(n_parts, K)
+    given = ColumnParts(group, n_cols, n_inner, part_cols, x)
+    slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
+    m, s = merged_columns(stand_in_columns(slots_ptr, n_parts, tag, state_of_held, given, K), n_parts, K)
+    c = columns_of(group, part * part_cols, n_cols, n_inner, K)
+    x, _, _ = hold_columns(x, c, K)
+    store_results(y, x, m, s, c, K)
+
+
+@triton.jit(noinline=True)
+def finish_gradient_alone(slots_ptr, dy, y, dx, n_cols, n_inner, n_parts, part_cols, tag, K: tl.constexpr):
+    """The same of a gradient."""
+    group, part = place_of(n_parts, K)
+    given = ColumnParts(group, n_cols, n_inner, part_cols, (y, dy))
+    slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
+    d = summed_columns(stand_in_columns(slots_ptr, n_parts, tag, dot_of_held, given, K), n_parts, K)
+    c = columns_of(group, part * part_cols, n_cols, n_inner, K)
+    y, dy, _ = hold_both(y, dy, c, K)
+    store_gradients(dx, y, dy, d, c, K)
+
+
+@triton.jit(noinline=True)
+def finish_lse_alone(
+    slots_ptr, x, lse_ptr, lse_outer_stride, n_cols, n_inner, n_parts, part_cols, tag, K: tl.constexpr
+):  # fmt: skip
+    """The same of logsumexp."""
+    group, _ = place_of(n_parts, K)
+    c = positions_of(group, n_cols, n_inner, K)
+    given = ColumnParts(group, n_cols, n_inner, part_cols, (x, c))
+    slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
+    message = stand_in_columns(slots_ptr, n_parts, tag, state_of_columns, given, K)
+    store_lse(lse_ptr + c.outer * lse_outer_stride, message, n_parts, c, K)
+
+
+@triton.jit
+def positions_of(group, n_cols, n_inner, K: tl.constexpr):
+    """A group's columns, read no wider than a thread has states: each position takes one, in registers."""
+    POSITIONS: tl.constexpr = K.positions
+    c = columns_of(group, group * 0, n_cols, n_inner, K)
+    return Columns(c.outer, tl.max_contiguous(c.inner, POSITIONS), c.on, c.start, c.size)
+
+
+@triton.jit
+def store_lse(lse_ptr, message, n_parts, c, K: tl.constexpr):
+    """lse of a group, by the messages of all its parts."""
+    m_parts, s_parts = states_of_columns(message, n_parts, K)
+    m, s = merge_states(tl.maximum(m_parts, -GREATEST), s_parts, 1, K)
+    tl.store(lse_ptr + c.inner, (m + tl.log(s)).to(K.cast_dtype), mask=c.on)
+
+
+@triton.jit
+def store_results(y, x, m, s, c, K: tl.constexpr):
+    """The results of the tiles of a program."""
+    x = hold_all(x, K.ptx)
+    y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, c, K)
+    for p in tl.static_range(len(x)):
+        store_columns(y_ptr, y.col_stride, result_of(widen(x[p], K.cast_dtype, K.unpack), m, s, K), p, c, K)
+
+
+@triton.jit
+def store_gradients(dx, y, dy, d, c, K: tl.constexpr):
+    """The gradients of the tiles of a program."""
+    dx_ptr = at_columns(dx.ptr, dx.outer_stride, dx.col_stride, c, K)
+    for p in tl.static_range(len(y)):
+        store_columns(dx_ptr, dx.col_stride, gradient_of(y[p], dy[p], d, 1.0, K), p, c, K)
+
+
+@triton.jit
+def hold_columns(x, c, K: tl.constexpr):
+    """(tiles, m, s) of the columns of a program."""
+    x = load_columns(at_columns(x.ptr, x.outer_stride, x.col_stride, c, K), x.col_stride, c, NEG_INF, K)
+    m = max_of(x, 1.0, K)[None, :]  # two dims before any asm, past which layouts do not travel
+    x = hold_all(x, K.ptx)
+    scale, base = origin_of(m, K.ptx, K.subtract_first)
+    return x, m, sum_exp_of(x, scale, base, 1.0, K)[None, :]
+
+
+@triton.jit
+def hold_both(y, dy, c, K: tl.constexpr):
+    """(tiles of y, tiles of dy, d) of the columns of a program."""
+    y = load_columns(at_columns(y.ptr, y.outer_stride, y.col_stride, c, K), y.col_stride, c, 0.0, K)
+    dy = load_columns(at_columns(dy.ptr, dy.outer_stride, dy.col_stride, c, K), dy.col_stride, c, 0.0, K)
+    d = dot_of(y, dy, K)[None, :]
+    return hold_all(y, K.ptx), hold_all(dy, K.ptx), d
+
+
+@triton.jit
+def state_of_held(part, given, K: tl.constexpr):
+    """(m, s) of a part of a group's columns."""
+    c = columns_of(given.group, part * given.part_cols, given.n_cols, given.n_inner, K)
+    _, m, s = hold_columns(given.rest, c, K)
+    return m, s
+
+
+@triton.jit
+def dot_of_held(part, given, K: tl.constexpr):
+    """(d, 0) of a part of a group's columns."""
+    c = columns_of(given.group, part * given.part_cols, given.n_cols, given.n_inner, K)
+    _, _, d = hold_both(given.rest[0], given.rest[1], c, K)
+    return d, tl.zeros_like(d)
+
+
+@triton.jit
+def state_of_columns(part, given, K: tl.constexpr):
+    """(m, s) of a part of a group's columns, online."""
+    x, c = given.rest[0], given.rest[1]
+    x_ptr = at_columns(x.ptr, x.outer_stride, x.col_stride, c, K)
+    x_col_stride = multiple_of(x.col_stride, K).to(tl.int64)
+    start = part * given.part_cols
+    STEP: tl.constexpr = K.pieces * K.block_cols
+    end = tl.minimum(start + given.part_cols, given.n_cols)
+    m, s = empty_state(K)
+    whole = start + (end - start) // STEP * STEP
+    for at in range(start, whole, STEP):
+        tiles = load_whole_columns(x_ptr + at * x_col_stride, x_col_stride, c, K)
+        m, s = take_columns(m, s, tiles, K)
+    for at in range(whole, end, STEP):  # once at most
+        rest = Columns(c.outer, c.inner, c.on, at, end - at)
+        tiles = load_columns(x_ptr + at * x_col_stride, x_col_stride, rest, NEG_INF, K)
+        m, s = take_columns(m, s, tiles, K)
+    m, s = merge_states(m, s, 0, K)
+    return m[None, :], s[None, :]
 
 
 @triton.jit
@@ -242,20 +361,6 @@ def merge_states(m_parts, s_parts, AXIS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def exchange_columns(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """`exchange` for each inner position."""
-    if K.publish:
-        publish_columns(m, s, slots_ptr, part, n_parts, tag, K)
-    if K.collect:
-        m_parts, s_parts = collect_columns(slots_ptr, n_parts, tag, K)
-        m_parts = tl.where(tl.arange(0, K.lanes)[None, :] < n_parts, m_parts, NEG_INF)
-        m = tl.max(m_parts, axis=1)
-        s = tl.sum(s_parts * weight_of(m_parts, m[:, None], K.ptx and not K.subtract_first), axis=1)[None, :]
-        m = m[None, :]
-    return m, s
-
-
-@triton.jit
 def publish_columns(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
     """`publish`, a message an inner position."""
     slot_ptrs = slots_ptr + part + tl.arange(0, K.block_inner)[None, :] * n_parts
@@ -263,19 +368,70 @@ def publish_columns(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 
 @triton.jit
+def slots_of_columns(slots_ptr, n_parts, K: tl.constexpr):
+    """(addresses [block_inner, lanes] of the slots of a group, which of them belong to a part)."""
+    part = tl.arange(0, K.lanes)[None, :]
+    inner = tl.arange(0, K.block_inner)[:, None]
+    return slots_ptr + part + inner * n_parts, (part < n_parts) & (inner >= 0)
+
+
+@triton.jit
 def collect_columns(slots_ptr, n_parts, tag, K: tl.constexpr):
-    """`collect`, [block_inner, lanes]: 0 past the parts, and NaN for s where a message never came.
+    """`collect`, [block_inner, lanes].
 
     Parts run along the other axis than columns do, so that the compiler lays out the result anew, and not the columns.
     And side by side: few threads of one warp share an inner position, and reduce it without shared memory.
     """
     LANES: tl.constexpr = K.lanes
     BLOCK_INNER: tl.constexpr = K.block_inner
-    part = tl.arange(0, LANES)[None, :]
-    slot_ptrs = slots_ptr + part + tl.arange(0, BLOCK_INNER)[:, None] * n_parts
-    peer = (part < n_parts) & (tl.arange(0, BLOCK_INNER)[:, None] >= 0)
+    slot_ptrs, peer = slots_of_columns(slots_ptr, n_parts, K)
     message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
-    message = wait_for(slot_ptrs, message, peer, tag)
+    return wait_for(slot_ptrs, message, peer, tag)
+
+
+@triton.jit
+def first_missing_columns(message, n_parts, tag, K: tl.constexpr):
+    """`first_missing`: of parts that have not told the states of all inner positions."""
+    part = tl.arange(0, K.lanes)[None, :]
+    missing = (part < n_parts) & (tag_of(message) != tag)
+    return tl.min(tl.min(tl.where(missing, part, K.lanes), axis=1), axis=0)
+
+
+@triton.jit
+def stand_in_columns(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexpr):
+    """`stand_in`, for every inner position."""
+    slot_ptrs, peer = slots_of_columns(slots_ptr, n_parts, K)
+    message = tl.load(slot_ptrs, mask=peer, other=0, volatile=True)
+    missing = first_missing_columns(message, n_parts, tag, K)
+    while missing < n_parts:
+        m, s = STATE(missing, given, K)
+        tl.debug_barrier()  # no slot is read before the data was
+        message = tl.load(slot_ptrs, mask=peer & (tag_of(message) != tag), other=message, volatile=True)
+        own = (tl.arange(0, K.lanes)[None, :] == missing) & (tag_of(message) != tag)
+        message = tl.where(own, tl.trans(pack_state(m, s, tag)), message)
+        missing = first_missing_columns(message, n_parts, tag, K)
+    return message
+
+
+@triton.jit
+def states_of_columns(message, n_parts, K: tl.constexpr):
+    """`states_of`, [block_inner, lanes]."""
+    peer = tl.arange(0, K.lanes)[None, :] < n_parts
     m_parts, s_parts = unpack_state(message)
-    late = peer & (tag_of(message) != tag)
-    return tl.where(peer, m_parts, 0.0), tl.where(late, float("nan"), tl.where(peer, s_parts, 0.0))
+    return tl.where(peer, m_parts, NEG_INF), tl.where(peer, s_parts, 0.0)
+
+
+@triton.jit
+def merged_columns(message, n_parts, K: tl.constexpr):
+    """`merged`, for every inner position."""
+    m_parts, s_parts = states_of_columns(message, n_parts, K)
+    m = tl.max(m_parts, axis=1)
+    s = tl.sum(s_parts * weight_of(m_parts, m[:, None], K.ptx and not K.subtract_first), axis=1)
+    return m[None, :], s[None, :]
+
+
+@triton.jit
+def summed_columns(message, n_parts, K: tl.constexpr):
+    """`summed`, for every inner position."""
+    d_parts, _ = unpack_state(message)
+    return tl.sum(tl.where(tl.arange(0, K.lanes)[None, :] < n_parts, d_parts, 0.0), axis=1)[None, :]

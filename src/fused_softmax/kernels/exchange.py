@@ -1,15 +1,17 @@
 """How programs that share a row exchange its state: one 64-bit message each, whose tag flips at every launch.
 
 Every launch flips the tag of every slot of a row, so what a slot held before never passes for a new message, and
-nothing is reset between launches (a sense-reversing barrier).
+nothing is reset between launches (a sense-reversing barrier). No program depends on another: one that has waited long
+reads the missing parts itself, computes their states as they would, and goes on (as the decoupled fallback of a scan:
+Smith, Levien, Owens, "Decoupled Fallback", SPAA 2025).
 """
 
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import NEG_INF, weight_of
+from fused_softmax.kernels.state import NEG_INF, weight_of, with_sink
 
-POLL_LIMIT = tl.constexpr(1 << 24)  # about ten seconds: a row whose other programs never run becomes NaN, not a hang
+POLLS = tl.constexpr(512)  # about a third of a millisecond: longer than parts that run wait for each other
 
 
 @triton.jit
@@ -35,7 +37,7 @@ def tag_of(message):
 @triton.jit
 def slots_of(slots_ptr, group, part, n_parts, stride, K: tl.constexpr):
     """(where the slots of a group of n_parts programs begin, this launch's tag). stride: slots that each part has."""
-    slots_ptr += group.to(tl.int64) * n_parts * stride
+    slots_ptr = slots_again(slots_ptr, group, n_parts, stride)
     tag = tag_of(tl.load(slots_ptr + part, volatile=True))
     if K.publish:
         tag = 1 - tag
@@ -44,14 +46,19 @@ def slots_of(slots_ptr, group, part, n_parts, stride, K: tl.constexpr):
 
 @triton.jit
 def wait_for(slot_ptrs, message, wanted, tag):
-    """Re-read the wanted slots until all carry this launch's tag; one lane a slot, and only while it is missing."""
+    """(messages, whether one is missing): re-read the wanted slots until all carry this launch's tag, or for POLLS.
+
+    One lane a slot, and only while it is missing.
+    """
     missing = wanted & (tag_of(message) != tag)
+    left = tl.max(missing.to(tl.int32), axis=None)
     polls = 0
-    while (tl.max(missing.to(tl.int32), axis=None) > 0) & (polls < POLL_LIMIT):
+    while (left > 0) & (polls < POLLS):
         message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)
         missing = wanted & (tag_of(message) != tag)
+        left = tl.max(missing.to(tl.int32), axis=None)
         polls += 1
-    return message
+    return message, left
 
 
 @triton.jit
@@ -69,74 +76,89 @@ def publish(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def collect(slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """Wait for the messages of all parts of a row: (m, s) a lane, 0 in lanes past the parts, and which never came.
+    """(the messages of all parts of a row, a lane each, whether one is missing still).
 
     Programs that poll the last part first, and alone, are many: it starts last.
     """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
-    peer = j < n_parts
     slots_ptr += (part % K.copies) * n_parts
     message = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
     if K.poll_last_first:
-        message = wait_for(slots_ptr + j, message, j == n_parts - 1, tag)
-    message = tl.load(slots_ptr + j, mask=peer & (tag_of(message) != tag), other=message, volatile=True)
-    message = wait_for(slots_ptr + j, message, peer, tag)
+        message, _ = wait_for(slots_ptr + j, message, j == n_parts - 1, tag)
+    message = tl.load(slots_ptr + j, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
+    return wait_for(slots_ptr + j, message, j < n_parts, tag)
+
+
+@triton.jit
+def first_missing(message, n_parts, tag, K: tl.constexpr):
+    """The first part that has not told its state, or K.lanes."""
+    j = tl.arange(0, K.lanes)
+    return tl.min(tl.where((j < n_parts) & (tag_of(message) != tag), j, K.lanes), axis=0)
+
+
+@triton.jit
+def slots_again(slots_ptr, group, n_parts, stride):
+    """Where the slots of a group begin: `slots_of`, for a program that has its tag."""
+    return slots_ptr + group.to(tl.int64) * n_parts * stride
+
+
+@triton.jit
+def stand_in(slots_ptr, part, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexpr):
+    """The messages of all parts: those missing are computed here, STATE(part, given, K) being a part's (m, s).
+
+    Nothing is written: a part's slot is its own, which tells it the launch's tag when it starts. A part overwrites its
+    data, if it does, once it has all messages, its own among them. So one that still is missing after its data was read
+    had not, and what was read is whole.
+    """
+    j = tl.arange(0, K.lanes)
+    slots_ptr += (part % K.copies) * n_parts
+    message = tl.load(slots_ptr + j, mask=j < n_parts, other=0, volatile=True)
+    missing = first_missing(message, n_parts, tag, K)
+    while missing < n_parts:
+        m, s = STATE(missing, given, K)
+        tl.debug_barrier()  # no slot is read before the data was
+        message = tl.load(slots_ptr + j, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
+        message = tl.where((j == missing) & (tag_of(message) != tag), pack_state(m, s, tag), message)
+        missing = first_missing(message, n_parts, tag, K)
+    return message
+
+
+@triton.jit
+def states_of(message, n_parts, K: tl.constexpr):
+    """(m, s) of every part, a lane each; empty past the last one."""
+    peer = tl.arange(0, K.lanes) < n_parts
     m_parts, s_parts = unpack_state(message)
-    return tl.where(peer, m_parts, 0.0), tl.where(peer, s_parts, 0.0), peer & (tag_of(message) != tag)
+    return tl.where(peer, m_parts, NEG_INF), tl.where(peer, s_parts, 0.0)
 
 
 @triton.jit
-def exchange(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """Publish the state of this part of a row, wait for the others', return the state of the row."""
-    if K.publish:
-        publish(m, s, slots_ptr, part, n_parts, tag, K)
-    if K.collect:
-        m, s = merge_parts(slots_ptr, part, n_parts, tag, K)
-    return m, s
-
-
-@triton.jit
-def merge_parts(slots_ptr, part, n_parts, tag, K: tl.constexpr):
+def merged(message, n_parts, K: tl.constexpr):
     """The state of a row by the messages of all its parts."""
-    m_parts, s_parts = collect_states(slots_ptr, part, n_parts, tag, K)
+    m_parts, s_parts = states_of(message, n_parts, K)
     m = tl.max(m_parts, axis=0)
     return m, tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
 
 
 @triton.jit
-def collect_states(slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """(m, s) of every part, empty past the last one; NaN for an s that never came."""
-    m_parts, s_parts, missing = collect(slots_ptr, part, n_parts, tag, K)
-    m_parts = tl.where(tl.arange(0, K.lanes) < n_parts, m_parts, NEG_INF)
-    return m_parts, tl.where(missing, float("nan"), s_parts)
+def merged_greedy(message, part, n_parts, greedy, sink, K: tl.constexpr):
+    """`merged`, of rows that may be greedy: of parts that share the maximum the first has it, and s counts all.
 
-
-@triton.jit
-def exchange_greedy(m, s, slots_ptr, part, n_parts, tag, greedy, K: tl.constexpr):
-    """exchange, of rows that may be greedy: of parts that share the maximum the first has it, and s counts all.
-
-    Of a greedy row its own s is left, or NaN; and an m of +inf for all parts but the winner.
+    Of a greedy row its own s is left, or NaN; and an m of +inf for all parts but the winner. The sink counts already.
     """
-    if K.publish:
-        publish(m, s, slots_ptr, part, n_parts, tag, K)
-    if K.collect:
-        m_parts, s_parts = collect_states(slots_ptr, part, n_parts, tag, K)
-        m = tl.max(m_parts, axis=0)
-        s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
-        j = tl.arange(0, K.lanes)
-        winner = tl.min(tl.where(m_parts == m, j, K.lanes), axis=0)
-        s = tl.where(greedy & (s > 0), tl.sum(tl.where(j == winner, s_parts, 0.0), axis=0), s)
-        m = tl.where(greedy & (part != winner) & (s == s), float("inf"), m)
+    m_parts, s_parts = states_of(message, n_parts, K)
+    m = tl.max(m_parts, axis=0)
+    s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
+    j = tl.arange(0, K.lanes)
+    winner = tl.min(tl.where(m_parts == m, j, K.lanes), axis=0)
+    s = tl.where(greedy & (s > 0), tl.sum(tl.where(j == winner, s_parts, 0.0), axis=0), s)
+    m, s = with_sink(m, s, sink, K)
+    m = tl.where(greedy & (part != winner) & (s == s), float("inf"), m)
     return m, s
 
 
 @triton.jit
-def exchange_sum(d, slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """The sum of d over all parts of a row: numbers that need no rescaling."""
-    if K.publish:
-        publish(d, tl.zeros([], tl.float32), slots_ptr, part, n_parts, tag, K)
-    if K.collect:
-        d_parts, _, missing = collect(slots_ptr, part, n_parts, tag, K)
-        d = tl.sum(tl.where(missing, float("nan"), d_parts), axis=0)
-    return d
+def summed(message, n_parts, K: tl.constexpr):
+    """The sum of a number that each part has told, which needs no rescaling."""
+    d_parts, _ = states_of(message, n_parts, K)
+    return tl.sum(tl.where(tl.arange(0, K.lanes) < n_parts, d_parts, 0.0), axis=0)

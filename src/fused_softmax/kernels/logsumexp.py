@@ -6,7 +6,7 @@ Traffic: the input is read once (MN), few rows by many programs each; the gradie
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import merge_parts, publish, slots_of
+from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
 from fused_softmax.kernels.rows import (
     body_of,
     edge_scores,
@@ -20,13 +20,14 @@ from fused_softmax.kernels.rows import (
     prefetch_tile,
     row_of_part,
     scores_of_row,
+    sink_of_row,
     sum_of_row,
     tile_of,
     tile_part_of,
     visible_of,
     whole_vectors,
 )
-from fused_softmax.kernels.spec import Row, Rows, Scored
+from fused_softmax.kernels.spec import Parts, Row, Rows, Scored
 from fused_softmax.kernels.state import (
     NEG_INF,
     exp_at,
@@ -45,65 +46,100 @@ from fused_softmax.kernels.state import (
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"])
 def _tile_logsumexp(
-    x_ptr, lse_ptr, mask_ptr, scale_ptr, x_row_stride, n_rows, n_cols, misalignment, ahead,
+    x_ptr, lse_ptr, mask_ptr, scale_ptr, sink_ptr, x_row_stride, n_rows, n_cols, misalignment, ahead,
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
-    K: tl.constexpr,
+    sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
     """Several short rows a program."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
     x = Rows(x_ptr, x_row_stride, misalignment)
     r = tile_of(x, n_rows, n_cols, K)
     q = scores_of_row(r.row, n_cols, S, K)
+    sink = sink_of_row(r.row, S, K)
     z, edge = load_row(x, n_cols, 1, r, q, S, K)
     m, edge = max_of_row(z, edge, r, q, S, K)
     if K.prefetch:
         prefetch_tile(x, n_rows, n_cols, ahead, K)
     m = finite_top(m)
     s = sum_of_row(hold_all(z, K.ptx), edge, m, q, K)
-    tl.store(lse_ptr + r.row, lse_of(m, s, q.greedy, K).to(K.cast_dtype))
+    tl.store(lse_ptr + r.row, lse_of(m, s, q.greedy, sink, K).to(K.cast_dtype))
 
 
 @triton.jit(do_not_specialize=[
     "n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead", "n_1", "n_2", "n_queries"
 ])  # fmt: skip
 def _part_logsumexp(
-    slots_ptr, x_ptr, lse_ptr, mask_ptr, scale_ptr, x_row_stride,
+    slots_ptr, x_ptr, lse_ptr, mask_ptr, scale_ptr, sink_ptr, x_row_stride,
     n_cols, n_parts, part_cols, n_programs, misalignment, ahead,
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
-    K: tl.constexpr,
+    sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
     """A row a program, or one part of it (K.split), online: tile by tile. The last part alone waits for the others."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
-    PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)
     program = tl.program_id(0)
     row = row_of_part(program, n_parts, K)
+    row_slots_ptr = slots_ptr
     tag = 0
     if K.split:
-        slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
+        row_slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
     part_cols = whole_vectors(part_cols, K)
     part = 0
     if K.split:
         part = program % n_parts
-    r = lanes_of_part(part, row, x, n_cols, part_cols, K)
     q = scores_of_row(row, n_cols, S, K)
-    mask_ptr = mask_of_row(row, S, K)
-    x_body = body_of(x, row, K)
-    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
-    m = tl.full([HEIGHT, 1], NEG_INF, K.state_dtype)
-    s = tl.zeros([HEIGHT, 1], m.dtype)
+    sink = sink_of_row(row, S, K)
     if K.prefetch:
         later = program + ahead
         later_row = (later // n_parts).to(tl.int64)
         later_start = (later % n_parts) * part_cols
         n_ahead = tl.minimum(part_cols, visible_of(later_row, n_cols, n_queries, K) - later_start)
         prefetch_l2(x, later_row * x_row_stride + later_start, tl.where(later < n_programs, n_ahead, 0))
+    m, s = state_of_part(part, Parts(row, x, n_cols, n_parts, part_cols, S), K)
+    if K.split:
+        if K.publish:
+            publish(m, s, row_slots_ptr, part, n_parts, tag, K)
+        if K.collect:  # noqa: SIM102  a constexpr, then a value
+            if part == n_parts - 1:
+                message, left = collect(row_slots_ptr, 0, n_parts, tag, K)
+                if K.helps and left > 0:
+                    finish_alone(slots_ptr, x, lse_ptr, n_cols, n_parts, part_cols, tag, S, K)
+                else:
+                    m, s = merged(message, n_parts, K)
+                    tl.store(lse_ptr + row, lse_of(m, s, q.greedy, sink, K).to(K.cast_dtype))
+    else:
+        tl.store(lse_ptr + row, lse_of(m, s, q.greedy, sink, K).to(K.cast_dtype))
+
+
+@triton.jit(noinline=True)
+def finish_alone(slots_ptr, x, lse_ptr, n_cols, n_parts, part_cols, tag, S, K: tl.constexpr):
+    """lse of a row whose parts are not all there: see `softmax.finish_alone`."""
+    row = row_of_part(tl.program_id(0), n_parts, K)
+    given = Parts(row, x, n_cols, n_parts, part_cols, S)
+    slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
+    m, s = merged(stand_in(slots_ptr, 0, n_parts, tag, state_of_part, given, K), n_parts, K)
+    greedy = scores_of_row(row, n_cols, S, K).greedy
+    tl.store(lse_ptr + row, lse_of(m, s, greedy, sink_of_row(row, S, K), K).to(K.cast_dtype))
+
+
+@triton.jit
+def state_of_part(part, given, K: tl.constexpr):
+    """(m, s) of a row, or of its part."""
+    row, x, n_cols, part_cols, S = given.row, given.x, given.n_cols, given.part_cols, given.rest
+    q = scores_of_row(row, n_cols, S, K)
+    PIECES: tl.constexpr = K.pieces
+    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+    r = lanes_of_part(part, row, x, n_cols, part_cols, K)
+    mask_ptr = mask_of_row(row, S, K)
+    x_body = body_of(x, row, K)
+    m = tl.full([HEIGHT, 1], NEG_INF, K.state_dtype)
+    s = tl.zeros([HEIGHT, 1], m.dtype)
     for at in range(r.start, tl.minimum(r.start + part_cols, tl.minimum(r.body, q.visible)), PIECES * K.block_cols):
         size = tl.minimum(r.body, r.start + part_cols) - at
         z = load_scores(x_body + at, r.head + at, size, r, q, S, mask_ptr, K, PIECES)
@@ -116,19 +152,11 @@ def _part_logsumexp(
     m = tl.max(tl.max(m_lane, axis=1), axis=0)
     s = tl.sum(tl.sum(s * weight_of(m_lane, m, K.ptx), axis=1), axis=0)
     if K.shifted:
-        edge = edge_scores(load_edge(x, n_cols, n_parts, r, q.masked_input, K), r, q, S, K)
+        edge = edge_scores(load_edge(x, n_cols, given.n_parts, r, q.masked_input, K), r, q, S, K)
         m_edge = finite_top(tl.max(edge.x, axis=0))
         origin, base = origin_of(m_edge, K.ptx)
         m, s = merge(m, s, m_edge, tl.sum(exp_at(edge.x, origin, base, K.ptx), axis=0), K.ptx)
-    if K.split:
-        if K.publish:
-            publish(m, s, slots_ptr, r.part, n_parts, tag, K)
-        if K.collect:  # noqa: SIM102  a constexpr, then a value
-            if r.part == n_parts - 1:
-                m, s = merge_parts(slots_ptr, 0, n_parts, tag, K)
-                tl.store(lse_ptr + row, lse_of(m, s, q.greedy, K).to(K.cast_dtype))
-    else:
-        tl.store(lse_ptr + row, lse_of(m, s, q.greedy, K).to(K.cast_dtype))
+    return m, s
 
 
 @triton.jit
@@ -152,7 +180,7 @@ def _logsumexp_backward(
     """exp(z - lse) * dlse of several rows, or of one part of a row."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, None, None, None, None,
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)

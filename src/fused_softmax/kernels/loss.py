@@ -8,7 +8,7 @@ program would await its target before it asks for its row.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import exchange, slots_of
+from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
 from fused_softmax.kernels.losses import (
     entropy_terms,
     finish_edge,
@@ -18,6 +18,7 @@ from fused_softmax.kernels.losses import (
     load_target_logit,
     numbers_of,
     per_row,
+    per_row_counted,
     shares_of,
     store_losses,
     store_stats,
@@ -41,7 +42,7 @@ from fused_softmax.kernels.rows import (
     tile_of,
     whole_vectors,
 )
-from fused_softmax.kernels.spec import Rows, RowScores
+from fused_softmax.kernels.spec import HeldLoss, LossRow, Parts, Rows, RowScores
 from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, exp_at, hold_all, log_sum_of, max_of, origin_of, scores_of
 
 
@@ -83,7 +84,7 @@ def _tile_loss(
     if m_ptr is not None:
         tl.store(m_ptr + r.row, m, mask=live)
         tl.store(ls_ptr + r.row, ls, mask=live)
-    store_losses(loss_ptr, z_ptr, r.row, live, m, ls, z_t, T, wz, w_total, n_cols, N, K)
+    store_losses(loss_ptr, z_ptr, r.row, live, m, ls, z_t, zero, T, wz, w_total, n_cols, N, K)
     scale, base = origin_of(m, K.ptx)
     if K.stats:
         u = entropy_terms(z, scale, base, m, N, K)[:, None]
@@ -119,77 +120,191 @@ def _tile_loss(
             tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
 
 
-@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead", "ignore_index"])
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "misalignment", "ahead", "ignore_index"])
 def _part_loss(
     slots_ptr, x_ptr, dx_ptr, target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr,
-    m_ptr, ls_ptr, loss_ptr, z_ptr,
-    x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, n_programs, misalignment, ahead,
+    m_ptr, ls_ptr, loss_ptr, z_ptr, result_ptr, ticket_ptr,
+    x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
     ignore_index, factor, hidden, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
     """A row a program, or one part of it (K.split), held until its gradient is written."""
-    PIECES: tl.constexpr = K.pieces
-    x = Rows(x_ptr, x_row_stride, misalignment)
-    dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
+    L = LossRow(
+        Rows(x_ptr, x_row_stride, misalignment), Rows(dx_ptr, dx_row_stride, misalignment),
+        target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr, m_ptr, ls_ptr, loss_ptr, z_ptr, result_ptr,
+        ticket_ptr, n_cols, n_parts, part_cols, ignore_index, factor, hidden, cap, smoothing, lse_square_scale,
+    )  # fmt: skip
     program = tl.program_id(0)
     row = row_of_part(program, n_parts, K)
-    r = part_of(program, row, x, n_cols, n_parts, part_cols, K)
-    N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
-    T = target_of(row, target_ptr, weight_ptr, n_cols, ignore_index, K)
-    losses = 1
-    if K.split and K.smooth:
-        losses = n_parts
-    loss_ptr += row * losses
+    row_slots_ptr = slots_ptr
     tag = 0
     if K.split:
-        slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
-    z = load_logits(body_of(x, row, K) + r.start, r.cols, r.size, hidden, N, K, PIECES, K.full_pieces)
+        row_slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
+    r = part_of(program % n_parts, row, L.x, n_cols, part_cols, K)
+    z, edge, m, s, H = hold_part(r, L, K)
+    if K.prefetch:
+        prefetch_part(L.x, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
+    if K.split:
+        if K.publish:
+            publish(m, s, row_slots_ptr, r.part, n_parts, tag, K)
+        if K.collect:
+            message, left = collect(row_slots_ptr, r.part, n_parts, tag, K)
+            if K.helps and left > 0:
+                finish_alone(slots_ptr, tag, L, K)
+            else:
+                m, s = merged(message, n_parts, K)
+                finish_part(z, edge, m, s, H, r, L, K)
+    else:
+        finish_part(z, edge, m, s, H, r, L, K)
+
+
+@triton.jit(noinline=True)
+def finish_alone(slots_ptr, tag, L, K: tl.constexpr):
+    """`finish_part` of a row whose other parts are not all there: see `softmax.finish_alone`."""
+    row, part = row_of_part(tl.program_id(0), L.n_parts, K), tl.program_id(0) % L.n_parts
+    given = Parts(row, L.x, L.n_cols, L.n_parts, L.part_cols, L)
+    slots_ptr = slots_again(slots_ptr, row, L.n_parts, K.copies)
+    m, s = merged(stand_in(slots_ptr, part, L.n_parts, tag, state_of_part, given, K), L.n_parts, K)
+    r = part_of(part, row, L.x, L.n_cols, L.part_cols, K)
+    z, edge, _, _, H = hold_part(r, L, K)
+    finish_part(z, edge, m, s, H, r, L, K)
+
+
+@triton.jit
+def hold_part(r, L, K: tl.constexpr):
+    """(pieces, edge, m, s, HeldLoss) of a row of logits, or of its part."""
+    N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
+    T = target_of(r.row, L.target_ptr, L.weight_ptr, L.n_cols, L.ignore_index, K)
+    n_rows = tl.num_programs(0) // L.n_parts
+    if K.counted:  # asked for before the row, and counted after it
+        j = tl.arange(0, K.counted)
+        targets = tl.load(L.target_ptr + j, mask=j < n_rows, other=0).to(tl.int64)
+    z, edge, m = load_part(r, L, N, K)
     # The part with the target's column writes the loss and, over its part of the gradient, the gradient there.
-    owner = tl.where(T.kept, tl.minimum((T.t - r.head) // whole_vectors(part_cols, K), n_parts - 1), 0)
+    owner = tl.where(T.kept, tl.minimum((T.t - r.head) // whole_vectors(L.part_cols, K), L.n_parts - 1), 0)
     writes = r.part == tl.maximum(owner, 0)
     asked = T.kept & writes
-    if K.smooth:
+    if K.smooth and not (K.split and K.inplace):
         asked = T.kept  # by all that sum logits
-    z_t = load_target_logit(x_ptr + row * x_row_stride, T, asked, N, K)
+    z_t = load_target_logit(L.x.ptr + r.row * L.x.stride, T, asked, N, K)
     zero = zero_of(z_t)
-    m = max_of(z, N.factor, K)
     if K.inplace:  # z_t is read before anything is written over it
         m = tl.maximum(m, tl.where(asked, z_t, NEG_INF))
+    z = hold_all(z, K.ptx)
+    s = sum_of_row(z, edge, m, RowScores(L.n_cols, N.factor, L.hidden, False), K)
+    wz = 0.0
+    if K.smooth and K.split and K.inplace:
+        zero = zero_of(m)  # where this part starts late, the target's logit is gone
+    if K.smooth:
+        wz = sum_of(z, r.head + r.start, r.cols, r.size, L.weight_ptr, zero, N, K)
+        if K.shifted:
+            wz += sum_of_edge(edge, L.weight_ptr, zero, 0, K)
+    w_total = weight_total(L.w_total_ptr, L.n_cols, K)
+    g = 1.0
+    g_z = 1.0
+    if K.counted:
+        g, g_z = per_row_counted(targets, L.weight_ptr, n_rows, L.n_cols, L.ignore_index, K)
+    return z, edge, m, s, HeldLoss(T, z_t, zero, wz, w_total, writes, g, g_z)
+
+
+@triton.jit
+def finish_part(z, edge, m, s, H, r, L, K: tl.constexpr):
+    """The loss of a row, by the part that writes it, and the gradient of a part, by the row's state."""
+    N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
+    T = H.target
+    ls = log_sum_of(m, s, K.ptx)
+    zero = H.zero
+    wz = H.wz
+    if K.smooth and K.split and K.inplace:
+        zero = zero_of(m)
+        wz += weights_of_part(L.weight_ptr, L.n_cols, L.n_parts, r, K) * (H.zero - zero)
+    loss_ptr = L.loss_ptr
+    if K.split and K.smooth:
+        loss_ptr += r.row * L.n_parts + r.part
+    else:
+        loss_ptr += r.row
+    if H.writes:
+        if L.m_ptr is not None:
+            tl.store(L.m_ptr + r.row, m)
+            tl.store(L.ls_ptr + r.row, ls)
+        z_ptr = L.z_ptr
+        if K.z_loss:
+            z_ptr += r.row
+        store_losses(loss_ptr, z_ptr, 0, r.part >= 0, m, ls, H.z_t, zero, T, wz, H.w_total, L.n_cols, N, K)
+    elif K.smooth:
+        tl.store(loss_ptr, tl.where(T.kept, -N.smoothing / L.n_cols * wz, 0.0))
+    g = H.g
+    g_z = H.g_z
+    if not K.counted:
+        g, g_z = per_row(L.totals_ptr, K)
+    if K.finishes:
+        if K.smooth and K.split:
+            sum_losses(L, tl.num_programs(0), g, K)  # of every part
+        elif H.writes:
+            sum_losses(L, tl.num_programs(0) // L.n_parts, g, K)
+    D = shares_of(m + ls, T.w, H.w_total, g, g_z, L.n_cols, N, K)
+    a = tl.where(T.wrong, float("nan"), D.a) / s
+    z = hold_all(z, K.ptx)
+    if T.kept | T.wrong:
+        store_part(L.dx, L.weight_ptr, z, edge, m, H.z_t, a, D, T, T.kept & H.writes, r, N, K)
+    else:
+        store_zeros(L.dx, L.n_cols, L.n_parts, r, K)
+
+
+@triton.jit
+def sum_losses(L, n_losses, g, K: tl.constexpr):
+    """The result, by the program that draws the last ticket; which is then the first one's again."""
+    # A release of the loss before it, and an acquire of all others'.
+    if tl.atomic_add(L.ticket_ptr, 1, sem="acq_rel") == n_losses - 1:
+        BLOCK: tl.constexpr = 1024
+        total = tl.zeros([BLOCK], K.state_dtype)
+        for at in range(0, n_losses, BLOCK):
+            j = at + tl.arange(0, BLOCK)
+            total += tl.load(L.loss_ptr + j, mask=j < n_losses, other=0.0, volatile=True)
+        tl.store(L.result_ptr, tl.sum(total, axis=0) * g)
+        tl.atomic_xchg(L.ticket_ptr, 0, sem="relaxed")
+
+
+@triton.jit
+def load_part(r, L, N, K: tl.constexpr):
+    """(pieces, edge, maximum) of the logits of a row, or of its part."""
+    PIECES: tl.constexpr = K.pieces
+    z = load_logits(body_of(L.x, r.row, K) + r.start, r.cols, r.size, L.hidden, N, K, PIECES, K.full_pieces)
+    m = max_of(z, N.factor, K)
     edge = 0
     if K.shifted:
-        edge = load_edge_logits(x, n_cols, n_parts, r, hidden, N, K)
+        edge = load_edge_logits(L.x, L.n_cols, L.n_parts, r, L.hidden, N, K)
         m = tl.maximum(m, tl.max(edge.x, axis=0))
-    z = hold_all(z, K.ptx)
-    s = sum_of_row(z, edge, m, RowScores(n_cols, N.factor, hidden, False), K)
-    wz = 0.0
-    if K.smooth:
-        wz = sum_of(z, r.head + r.start, r.cols, r.size, weight_ptr, zero, N, K)
-        if K.shifted:
-            wz += sum_of_edge(edge, weight_ptr, zero, 0, K)
-    w_total = weight_total(w_total_ptr, n_cols, K)
-    if K.prefetch:
-        prefetch_part(x, n_cols, n_parts, part_cols, n_programs, ahead, K)
-    if K.split:
-        m, s = exchange(m, s, slots_ptr, r.part, n_parts, tag, K)
-    if K.collect:
-        ls = log_sum_of(m, s, K.ptx)
-        if writes:
-            if m_ptr is not None:
-                tl.store(m_ptr + row, m)
-                tl.store(ls_ptr + row, ls)
-            if K.z_loss:
-                z_ptr += row
-            at = loss_ptr + r.part * (losses > 1)
-            store_losses(at, z_ptr, 0, r.part >= 0, m, ls, z_t, T, wz, w_total, n_cols, N, K)
-        elif K.smooth:
-            tl.store(loss_ptr + r.part, tl.where(T.kept, -N.smoothing / n_cols * wz, 0.0))
-        g, g_z = per_row(totals_ptr, K)
-        D = shares_of(m + ls, T.w, w_total, g, g_z, n_cols, N, K)
-        a = tl.where(T.wrong, float("nan"), D.a) / s
-        z = hold_all(z, K.ptx)
-        if T.kept | T.wrong:
-            store_part(dx_rows, weight_ptr, z, edge, m, z_t, a, D, T, T.kept & writes, r, N, K)
-        else:
-            store_zeros(dx_rows, n_cols, n_parts, r, K)
+    return z, edge, m
+
+
+@triton.jit
+def state_of_part(part, given, K: tl.constexpr):
+    """(m, s) of a part of a row."""
+    L = given.rest
+    N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
+    r = part_of(part, given.row, L.x, L.n_cols, L.part_cols, K)
+    z, edge, m = load_part(r, L, N, K)
+    return m, sum_of_row(hold_all(z, K.ptx), edge, m, RowScores(L.n_cols, N.factor, L.hidden, False), K)
+
+
+@triton.jit
+def weights_of_part(weight_ptr, n_cols, n_parts, r, K: tl.constexpr):
+    """sum w_c of the columns of a part of a row, or their number."""
+    EDGES: tl.constexpr = 2 * K.vector
+    total = 0.0
+    if K.weighted:
+        for p in tl.static_range(K.pieces):
+            at = p * K.block_cols + r.cols
+            total += tl.sum(tl.load(weight_ptr + r.head + r.start + at, mask=at < r.size, other=0.0), axis=0)
+    else:
+        total += tl.maximum(r.size, 0)
+    if K.shifted:
+        cols, on = edges_of(r, n_cols, n_parts, K)
+        ones = tl.full([EDGES], 1.0, K.state_dtype)
+        total += tl.sum(
+            tl.where(on, tl.load(weight_ptr + cols, mask=on, other=0.0) if K.weighted else ones, 0.0), axis=0
+        )
+    return total
 
 
 @triton.jit

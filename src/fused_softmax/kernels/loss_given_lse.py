@@ -24,4 +24,4 @@ def _loss_given_lse(
     T = target_of(row, target_ptr, weight_ptr, n_cols, ignore_index, K)
     z_t = load_target_logit(x_ptr + row * x_row_stride, T, T.kept, N, K)
     lse = tl.load(lse_ptr + row)
-    store_losses(loss_ptr, None, row, live, lse, 0.0, z_t, T, 0.0, 0.0, n_cols, N, K)
+    store_losses(loss_ptr, None, row, live, lse, 0.0, z_t, 0.0, T, 0.0, 0.0, n_cols, N, K)

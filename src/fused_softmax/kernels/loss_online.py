@@ -119,7 +119,7 @@ def _online_loss(
         if m_ptr is not None:
             tl.store(m_ptr + row, m)
             tl.store(ls_ptr + row, ls)
-        store_losses(loss_ptr, z_ptr, row, r.part >= 0, m, ls, z_t, T, wz, w_total, n_cols, N, K)
+        store_losses(loss_ptr, z_ptr, row, r.part >= 0, m, ls, z_t, zero_of(z_t), T, wz, w_total, n_cols, N, K)
         if K.stats:
             store_stats(entropy_ptr, predicted_ptr, row, r.part >= 0, ls, s, u, found, n_cols)
 
@@ -152,7 +152,7 @@ def _merge_losses(
     if m_ptr is not None:
         tl.store(m_ptr + row, m)
         tl.store(ls_ptr + row, ls)
-    store_losses(loss_ptr, z_ptr, row, row >= 0, m, ls, z_t, T, wz, w_total, n_cols, N, K)
+    store_losses(loss_ptr, z_ptr, row, row >= 0, m, ls, z_t, zero_of(z_t), T, wz, w_total, n_cols, N, K)
     if K.stats:
         u_parts = tl.load(states_ptr + 3 * step, mask=on, other=0.0)
         u = tl.sum(faded_terms(u_parts, s_parts, m_parts, m[:, None], fade), axis=1)

@@ -171,7 +171,7 @@ def _token_losses(
     w_total = weight_total(w_total_ptr, n_classes, K)
     if K.smooth:
         wz += w_total * (tl.where(m == NEG_INF, 0.0, m) - zero_of(z_t))
-    store_losses(loss_ptr, z_ptr, token, live, m, ls, z_t, T, wz, w_total, n_classes, N, K)
+    store_losses(loss_ptr, z_ptr, token, live, m, ls, z_t, zero_of(z_t), T, wz, w_total, n_classes, N, K)
     if lse_ptr is not None:
         tl.store(lse_ptr + token, m + ls, mask=live)
     g, g_z = per_row(totals_ptr, K)

@@ -142,6 +142,18 @@ def per_row(totals_ptr, K: tl.constexpr):
 
 
 @triton.jit
+def per_row_counted(t, weight_ptr, n_rows, n_classes, ignore_index, K: tl.constexpr):
+    """`per_row` by the targets t of all rows, [K.counted]."""
+    on = (tl.arange(0, K.counted) < n_rows) & (t != ignore_index)
+    n = tl.sum(on.to(K.state_dtype), axis=0)
+    if K.weighted:
+        known = on & (t >= 0) & (t < n_classes)
+        return 1.0 / tl.sum(tl.load(weight_ptr + t, mask=known, other=0.0), axis=0), 1.0 / n
+    else:
+        return 1.0 / n, 1.0 / n
+
+
+@triton.jit
 def weight_total(w_total_ptr, n_classes, K: tl.constexpr):
     """W, the sum of the classes' weights, where smoothing asks for it."""
     w_total = n_classes.to(K.state_dtype)
@@ -185,19 +197,22 @@ def zero_of(z_t):
 
 
 @triton.jit
-def loss_of(m, ls, z_t, T, wz, w_total, n_classes, N, K: tl.constexpr):
-    """A row's loss by its m and ls = log s, whose sum is lse: apart, for m may be far greater than the loss."""
+def loss_of(m, ls, z_t, zero, T, wz, w_total, n_classes, N, K: tl.constexpr):
+    """A row's loss by its m and ls = log s, whose sum is lse: apart, for m may be far greater than the loss.
+
+    wz: sum_c w_c (z_c - zero).
+    """
     loss = T.w * (m - z_t + ls)
     if K.smooth:
-        smoothed = w_total * (m - zero_of(z_t) + ls) - wz
+        smoothed = w_total * (m - zero + ls) - wz
         loss = (1.0 - N.smoothing) * loss + N.smoothing / n_classes * smoothed
     return loss
 
 
 @triton.jit
-def store_losses(loss_ptr, z_ptr, row, live, m, ls, z_t, T, wz, w_total, n_classes, N, K: tl.constexpr):
+def store_losses(loss_ptr, z_ptr, row, live, m, ls, z_t, zero, T, wz, w_total, n_classes, N, K: tl.constexpr):
     """The losses of the live among rows: NaN where there is no such class, 0 where the row does not count."""
-    loss = loss_of(m, ls, z_t, T, wz, w_total, n_classes, N, K)
+    loss = loss_of(m, ls, z_t, zero, T, wz, w_total, n_classes, N, K)
     tl.store(loss_ptr + row, tl.where(T.kept, loss, tl.where(T.wrong, float("nan"), 0.0)), mask=live)
     if K.z_loss:
         z = N.lse_square_scale * (m + ls) * (m + ls)

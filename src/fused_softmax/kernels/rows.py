@@ -60,13 +60,13 @@ def tile_of(x, n_rows, n_cols, K: tl.constexpr):
 
 
 @triton.jit
-def part_of(program, row, x, n_cols, n_parts, part_cols, K: tl.constexpr):
-    """The part of `row` that a program has, all of it unless the row is split."""
-    part = 0
+def part_of(part, row, x, n_cols, part_cols, K: tl.constexpr):
+    """A part of `row`, by its number; all of the row unless it is split."""
     start = 0
     if K.split:
-        part = program % n_parts
         start = part * whole_vectors(part_cols, K)
+    else:
+        part = 0
     head = head_of(row, x, K)
     body = whole_vectors(n_cols - head, K)
     size = body
@@ -158,6 +158,16 @@ def mask_of_row(row, S, K: tl.constexpr):
         return S.mask_ptr + broadcast_offset(row, S.n_1, S.n_2, S.mask_0, S.mask_1, S.mask_2)
     else:
         return 0
+
+
+@triton.jit
+def sink_of_row(row, S, K: tl.constexpr):
+    """The sink of a row, in the dtype of its state; a number that nothing reads if there is none."""
+    if K.sink:
+        offset = broadcast_offset(row, S.n_1, S.n_2, S.sink_0, S.sink_1, S.sink_2)
+        return tl.load(S.sink_ptr + offset).to(K.state_dtype)
+    else:
+        return 0.0
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """softmax and log_softmax of rows.  y = exp(z - m) / s, or z - m - log s,  m = max z,  s = sum exp(z - m).
 
-z is the input x, or its scaled and masked scores.
+z is the input x, or its scaled and masked scores. A sink is one term more of s, and m is at least it.
 Traffic: every element is read once and written once (2MN), however long the row; only rows that the chip cannot hold
 are read twice (stream, 3MN). What causality hides is not read.
 """
@@ -8,7 +8,15 @@ are read twice (stream, 3MN). What causality hides is not read.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import exchange, exchange_greedy, slots_of
+from fused_softmax.kernels.exchange import (
+    collect,
+    merged,
+    merged_greedy,
+    publish,
+    slots_again,
+    slots_of,
+    stand_in,
+)
 from fused_softmax.kernels.rows import (
     body_of,
     edge_scores,
@@ -25,13 +33,14 @@ from fused_softmax.kernels.rows import (
     row_of_part,
     scores_of_row,
     shared_row,
+    sink_of_row,
     store_results,
     store_row,
     stream_part,
     sum_of_row,
     tile_of,
 )
-from fused_softmax.kernels.spec import Row, Rows, Scored
+from fused_softmax.kernels.spec import Parts, Row, Rows, Scored
 from fused_softmax.kernels.state import (
     NEG_INF,
     exp_at,
@@ -42,6 +51,7 @@ from fused_softmax.kernels.state import (
     result_of,
     sum_exp_of,
     weight_of,
+    with_sink,
 )
 
 
@@ -51,19 +61,20 @@ from fused_softmax.kernels.state import (
     "x_row_stride", "y_row_stride", "n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"
 ])  # fmt: skip
 def _tile_forward(
-    x_ptr, y_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride, n_rows, n_cols, misalignment, ahead,
+    x_ptr, y_ptr, mask_ptr, scale_ptr, sink_ptr, x_row_stride, y_row_stride, n_rows, n_cols, misalignment, ahead,
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
-    K: tl.constexpr,
+    sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
     """Several short rows a program."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
     x = Rows(x_ptr, x_row_stride, misalignment)
     y = Rows(y_ptr, y_row_stride, misalignment)
     r = tile_of(x, n_rows, n_cols, K)
     q = scores_of_row(r.row, n_cols, S, K)
+    sink = sink_of_row(r.row, S, K)
     z, edge = load_row(x, n_cols, 1, r, q, S, K)
     m, edge = max_of_row(z, edge, r, q, S, K)
     if K.greedy:
@@ -71,41 +82,38 @@ def _tile_forward(
     if K.prefetch:
         prefetch_tile(x, n_rows, n_cols, ahead, K)
     z = hold_all(z, K.ptx)
-    s = sum_of_row(z, edge, m, q, K)
+    m, s = with_sink(m, sum_of_row(z, edge, m, q, K), sink, K)
     store_row(y, n_cols, z, edge, m, s, r, q, K)
 
 
 @triton.jit(do_not_specialize=[
-    "x_row_stride", "y_row_stride", "n_cols", "n_parts", "part_cols", "n_programs", "misalignment", "ahead",
-    "n_1", "n_2", "n_queries",
+    "x_row_stride", "y_row_stride", "n_cols", "n_parts", "part_cols", "misalignment", "ahead", "n_1", "n_2",
+    "n_queries",
 ])  # fmt: skip
 def _part_forward(
-    slots_ptr, x_ptr, y_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride,
-    n_cols, n_parts, part_cols, n_programs, misalignment, ahead,
+    slots_ptr, x_ptr, y_ptr, mask_ptr, scale_ptr, sink_ptr, x_row_stride, y_row_stride,
+    n_cols, n_parts, part_cols, misalignment, ahead,
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
-    K: tl.constexpr,
+    sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
     """A row a program, or one part of it (K.split). Parts start in order, and the plan lets all fit the chip."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
     x = Rows(x_ptr, x_row_stride, misalignment)
     y = Rows(y_ptr, y_row_stride, misalignment)
     program = tl.program_id(0)
-    row = row_of_part(program, n_parts, K)
-    if K.shared_dims:
-        row = shared_row(program, n_programs, n_1 * n_2 if K.shared_dims == 2 else n_2)
+    n_programs = tl.num_programs(0)
+    row = row_of_program(n_parts, S, K)
+    row_slots_ptr = slots_ptr
     tag = 0
     if K.split:
-        slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
-    r = part_of(program, row, x, n_cols, n_parts, part_cols, K)
+        row_slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
     q = scores_of_row(row, n_cols, S, K)
-    z, edge = load_row(x, n_cols, n_parts, r, q, S, K)
-    m, edge = max_of_row(z, edge, r, q, S, K)
-    if K.greedy:  # noqa: SIM102  a constexpr, then a value
-        if q.greedy:
-            z, edge = keep_first_max(z, edge, m, r, q, K)
+    sink = sink_of_row(row, S, K)
+    r = part_of(program % n_parts, row, x, n_cols, part_cols, K)
+    z, edge, m = load_part(r, x, n_cols, n_parts, q, S, K)
     if K.prefetch and K.shared_dims:
         later = shared_row(program + ahead, n_programs, n_1 * n_2 if K.shared_dims == 2 else n_2)
         prefetch_l2(x, later * x.stride, tl.where(program + ahead < n_programs, n_cols, 0))
@@ -115,12 +123,75 @@ def _part_forward(
     s = sum_of_row(z, edge, m, q, K)
     if K.prefetch and K.split:
         prefetch_part(x, n_cols, n_parts, part_cols, n_programs, ahead, K)
-    if K.split and K.greedy:
-        m, s = exchange_greedy(m, s, slots_ptr, r.part, n_parts, tag, q.greedy, K)
-    elif K.split:
-        m, s = exchange(m, s, slots_ptr, r.part, n_parts, tag, K)
-    if K.collect:
+    if K.split:
+        if K.publish:
+            publish(m, s, row_slots_ptr, r.part, n_parts, tag, K)
+        if K.collect:
+            message, left = collect(row_slots_ptr, r.part, n_parts, tag, K)
+            if K.helps and left > 0:
+                finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K)
+            else:
+                store_part(y, n_cols, n_parts, z, edge, message, sink, r, q, K)
+    else:
+        m, s = with_sink(m, s, sink, K)
         store_row(y, n_cols, z, edge, m, s, r, q, K)
+
+
+@triton.jit
+def row_of_program(n_parts, S, K: tl.constexpr):
+    program = tl.program_id(0)
+    if K.shared_dims:
+        return shared_row(program, tl.num_programs(0), S.n_1 * S.n_2 if K.shared_dims == 2 else S.n_2)
+    else:
+        return row_of_part(program, n_parts, K)
+
+
+@triton.jit(noinline=True)
+def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.constexpr):
+    """The results of a part of a row whose other parts have not all told their states.
+
+    A function of the kernel's own arguments, which finds its place and reads its part anew: nothing is kept for it in
+    registers while other parts are awaited.
+    """
+    row, part = row_of_program(n_parts, S, K), tl.program_id(0) % n_parts
+    given = Parts(row, x, n_cols, n_parts, part_cols, S)
+    slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
+    message = stand_in(slots_ptr, part, n_parts, tag, state_of_part, given, K)
+    r = part_of(part, row, x, n_cols, part_cols, K)
+    q = scores_of_row(row, n_cols, S, K)
+    z, edge, _ = load_part(r, x, n_cols, n_parts, q, S, K)
+    store_part(y, n_cols, n_parts, hold_all(z, K.ptx), edge, message, sink_of_row(row, S, K), r, q, K)
+
+
+@triton.jit
+def store_part(y, n_cols, n_parts, z, edge, message, sink, r, q, K: tl.constexpr):
+    """The results of a part of a row, by the messages of all."""
+    if K.greedy:
+        m, s = merged_greedy(message, r.part, n_parts, q.greedy, sink, K)
+    else:
+        m, s = merged(message, n_parts, K)
+        m, s = with_sink(m, s, sink, K)
+    store_row(y, n_cols, z, edge, m, s, r, q, K)
+
+
+@triton.jit
+def load_part(r, x, n_cols, n_parts, q, S, K: tl.constexpr):
+    """(pieces, edge, maximum) of the scores of a row, or of its part; of a greedy row nothing but its maximum."""
+    z, edge = load_row(x, n_cols, n_parts, r, q, S, K)
+    m, edge = max_of_row(z, edge, r, q, S, K)
+    if K.greedy:  # noqa: SIM102  a constexpr, then a value
+        if q.greedy:
+            z, edge = keep_first_max(z, edge, m, r, q, K)
+    return z, edge, m
+
+
+@triton.jit
+def state_of_part(part, given, K: tl.constexpr):
+    """(m, s) of a part of a row."""
+    q = scores_of_row(given.row, given.n_cols, given.rest, K)
+    r = part_of(part, given.row, given.x, given.n_cols, given.part_cols, K)
+    z, edge, m = load_part(r, given.x, given.n_cols, given.n_parts, q, given.rest, K)
+    return m, sum_of_row(hold_all(z, K.ptx), edge, m, q, K)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "misalignment", "n_1", "n_2", "n_queries"])
@@ -132,7 +203,7 @@ def _stream_state(
     """(m, s) of one part of a row, online: tile by tile, each merged into the state of those before it."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, None, None, None, None,
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)
@@ -159,14 +230,14 @@ def _stream_state(
 
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "misalignment", "n_1", "n_2", "n_queries"])
 def _stream_forward(
-    x_ptr, y_ptr, m_ptr, s_ptr, mask_ptr, scale_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols,
+    x_ptr, y_ptr, m_ptr, s_ptr, mask_ptr, scale_ptr, sink_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols,
     misalignment, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
-    K: tl.constexpr,
+    sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
     """The second read of one part of a row, with the states of all its parts."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
-        scale,
+        scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)
@@ -177,6 +248,7 @@ def _stream_forward(
     s_parts = tl.load(s_ptr + r.row * n_parts + j, mask=j < n_parts, other=0.0)
     m = tl.max(m_parts, axis=0)
     s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
+    m, s = with_sink(m, s, sink_of_row(r.row, S, K), K)
     q = scores_of_row(r.row, n_cols, S, K)
     mask_ptr = mask_of_row(r.row, S, K)
     x_body = body_of(x, r.row, K)

@@ -10,7 +10,7 @@ cannot hold are read twice (stream, 5MN).
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import exchange_sum, slots_of
+from fused_softmax.kernels.exchange import collect, publish, slots_again, slots_of, stand_in, summed
 from fused_softmax.kernels.rows import (
     body_of,
     load_edge,
@@ -24,7 +24,7 @@ from fused_softmax.kernels.rows import (
     stream_part,
     tile_of,
 )
-from fused_softmax.kernels.spec import Rows
+from fused_softmax.kernels.spec import Parts, Rows
 from fused_softmax.kernels.state import NEG_INF, hold_all, natural_exp, widen
 
 
@@ -57,18 +57,27 @@ def _part_backward(
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
     program = tl.program_id(0)
     row = row_of_part(program, n_parts, K)
+    row_slots_ptr = slots_ptr
     tag = 0
     if K.split:
-        slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
-    r = part_of(program, row, y_rows, n_cols, n_parts, part_cols, K)
+        row_slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies, K)
+    r = part_of(program % n_parts, row, y_rows, n_cols, part_cols, K)
     y, dy = load_both(y_rows, dy_rows, r, K)
     d, edge_y, edge_dy = dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K)
     if K.prefetch:
         prefetch_part(y_rows, n_cols, n_parts, part_cols, n_programs, ahead, K)
         prefetch_part(dy_rows, n_cols, n_parts, part_cols, n_programs, ahead, K)
     if K.split:
-        d = exchange_sum(d, slots_ptr, r.part, n_parts, tag, K)
-    if K.collect:
+        if K.publish:
+            publish(d, tl.zeros([], tl.float32), row_slots_ptr, r.part, n_parts, tag, K)
+        if K.collect:
+            message, left = collect(row_slots_ptr, r.part, n_parts, tag, K)
+            if K.helps and left > 0:
+                finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols, factor, tag, K)
+            else:
+                d = summed(message, n_parts, K)
+                store_gradient(dx_rows, hold_all(y, K.ptx), hold_all(dy, K.ptx), edge_y, edge_dy, d, factor, r, K)
+    else:
         store_gradient(dx_rows, hold_all(y, K.ptx), hold_all(dy, K.ptx), edge_y, edge_dy, d, factor, r, K)
 
 
@@ -142,6 +151,28 @@ def dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K: tl.constexpr):
         edge_dy = load_edge(dy_rows, n_cols, n_parts, r, 0.0, K)
         d += of_each_row(dot_of((edge_y.x,), (edge_dy.x,), K), K)
     return d, edge_y, edge_dy
+
+
+@triton.jit(noinline=True)
+def finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols, factor, tag, K: tl.constexpr):
+    """The gradient of a part of a row whose other parts are not all there: see `softmax.finish_alone`."""
+    row, part = row_of_part(tl.program_id(0), n_parts, K), tl.program_id(0) % n_parts
+    given = Parts(row, y_rows, n_cols, n_parts, part_cols, dy_rows)
+    slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
+    d = summed(stand_in(slots_ptr, part, n_parts, tag, dot_of_part, given, K), n_parts, K)
+    r = part_of(part, row, y_rows, n_cols, part_cols, K)
+    y, dy = load_both(y_rows, dy_rows, r, K)
+    _, edge_y, edge_dy = dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K)
+    store_gradient(dx_rows, hold_all(y, K.ptx), hold_all(dy, K.ptx), edge_y, edge_dy, d, factor, r, K)
+
+
+@triton.jit
+def dot_of_part(part, given, K: tl.constexpr):
+    """(d, 0) of a part of a row."""
+    r = part_of(part, given.row, given.x, given.n_cols, given.part_cols, K)
+    y, dy = load_both(given.x, given.rest, r, K)
+    d, _, _ = dot_of_row(y, dy, given.x, given.rest, given.n_cols, given.n_parts, r, K)
+    return d, tl.zeros([], tl.float32)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ class Spec:
     ptx: whether inline PTX may stand in.
     prefetch: whether programs ask L2 for the data of a later program.
     split: whether a row's programs exchange messages. lanes, copies, poll_last_first: the plan's.
+    helps: whether a program that waited long computes the states of parts that are missing, and does not fail.
     publish, collect: both on a GPU. The interpreter runs programs one after another, so all publish in one launch and
         collect in the next.
     """
@@ -46,6 +47,7 @@ class Spec:
     lanes: int = 1
     copies: int = 1
     poll_last_first: bool = False
+    helps: bool = True
     publish: bool = True
     collect: bool = True
 
@@ -86,6 +88,7 @@ class ScoreSpec(Spec):
 
     log: log_softmax. mask: NO_MASK, BOOL_MASK or ADDED_MASK. greedy: whether a row may have scale 0. hides: whether
     something may be masked, which then has no gradient. zero_masked_rows: a row of which nothing is kept is no NaN.
+    sink: whether a row's sum counts one score more.
     shared_dims: rows that share a row of the mask follow each other, and this many inner indices tell them apart.
     causal_step: pieces from one place where the diagonal may lie to the next.
     """
@@ -97,6 +100,7 @@ class ScoreSpec(Spec):
     causal: bool = False
     hides: bool = False
     zero_masked_rows: bool = False
+    sink: bool = False
     shared_dims: int = 0
     causal_step: int = 0
 
@@ -165,6 +169,8 @@ class LossSpec(Spec):
 
     weighted, smooth, capped, scaled (or capped), z_loss, mean, stats: what the call asks for. totals: parts of the
     targets' totals. gradient: whether it is written too; inplace: over the logits.
+    counted: how many targets at most each program counts itself, instead of totals. finishes: whether the program whose
+    loss is the last to be written sums them all.
     block_tokens: of a tile [classes, tokens].
     """
 
@@ -178,6 +184,8 @@ class LossSpec(Spec):
     stats: bool = False
     gradient: bool = False
     inplace: bool = False
+    counted: int = 0
+    finishes: bool = False
     greedy: bool = False
     block_tokens: int = 0
     crowds: bool = False
@@ -198,7 +206,7 @@ class LossSpec(Spec):
 
 
 class Scored(NamedTuple):
-    """Scale, mask and causality of a call, as its kernel is given them.
+    """Scale, mask, causality and sink of a call, as its kernel is given them.
 
     A row's number splits into up to three indices (n_1 and n_2 are the sizes of the last two); strides are of those.
     """
@@ -216,6 +224,10 @@ class Scored(NamedTuple):
     scale_2: Any
     n_queries: Any
     scale: Any
+    sink_ptr: Any
+    sink_0: Any
+    sink_1: Any
+    sink_2: Any
 
 
 class Rows(NamedTuple):
@@ -242,6 +254,17 @@ class Row(NamedTuple):
     cols: Any
 
 
+class Parts(NamedTuple):
+    """The parts of a row of x, for a program that reads others' too. rest: what else their states depend on."""
+
+    row: Any
+    x: Any
+    n_cols: Any
+    n_parts: Any
+    part_cols: Any
+    rest: Any
+
+
 class RowScores(NamedTuple):
     """What a row's scores depend on.
 
@@ -262,6 +285,14 @@ class Edge(NamedTuple):
     x: Any
 
 
+class Strided(NamedTuple):
+    """A tensor [n_outer, n_cols, n_inner] whose inner positions are contiguous."""
+
+    ptr: Any
+    outer_stride: Any
+    col_stride: Any
+
+
 class Columns(NamedTuple):
     """A block of inner positions (where `on`) and the columns of it that a program has, from `start` on."""
 
@@ -270,6 +301,16 @@ class Columns(NamedTuple):
     on: Any
     start: Any
     size: Any
+
+
+class ColumnParts(NamedTuple):
+    """The same of a group's columns."""
+
+    group: Any
+    n_cols: Any
+    n_inner: Any
+    part_cols: Any
+    rest: Any
 
 
 class Numbers(NamedTuple):
@@ -288,6 +329,50 @@ class Target(NamedTuple):
     kept: Any
     wrong: Any
     w: Any
+
+
+class LossRow(NamedTuple):
+    """The arguments of a kernel that holds a row of logits, or its part: all but those of the exchange."""
+
+    x: Any
+    dx: Any
+    target_ptr: Any
+    weight_ptr: Any
+    totals_ptr: Any
+    w_total_ptr: Any
+    numbers_ptr: Any
+    m_ptr: Any
+    ls_ptr: Any
+    loss_ptr: Any
+    z_ptr: Any
+    result_ptr: Any
+    ticket_ptr: Any
+    n_cols: Any
+    n_parts: Any
+    part_cols: Any
+    ignore_index: Any
+    factor: Any
+    hidden: Any
+    cap: Any
+    smoothing: Any
+    lse_square_scale: Any
+
+
+class HeldLoss(NamedTuple):
+    """What a program knows of a row of logits, or of its part, before it knows the row's state.
+
+    z_t: the target's logit, for the part that `writes` the row's loss; wz: sum_c w_c (z_c - zero) of the part.
+    g, g_z: what a row's loss and its z-loss count in the result.
+    """
+
+    target: Any
+    z_t: Any
+    zero: Any
+    wz: Any
+    w_total: Any
+    writes: Any
+    g: Any
+    g_z: Any
 
 
 class Shares(NamedTuple):

@@ -94,6 +94,13 @@ def merge(m_a, s_a, m_b, s_b, PTX: tl.constexpr):
 
 
 @triton.jit
+def merge_score(m, s, top, z, PTX: tl.constexpr):
+    """The state of a part of a row and one score z more. top: z, or finite_top of it."""
+    scale, base = origin_of(top, PTX)
+    return merge(m, s, top, exp_at(z, scale, base, PTX), PTX)
+
+
+@triton.jit
 def hold(x, PTX: tl.constexpr):
     """x, opaque to the compiler: 2-byte values wait packed in registers, not as fp32 copies made for an earlier use."""
     if PTX and x.dtype.primitive_bitwidth == 16:
@@ -108,6 +115,14 @@ def hold_all(pieces, PTX: tl.constexpr):
     for p in tl.static_range(len(pieces)):
         held = held + (hold(pieces[p], PTX),)  # noqa: RUF005  the compiler has no unpacking
     return held
+
+
+@triton.jit
+def with_sink(m, s, sink, K: tl.constexpr):
+    """The state of a whole row, in which its sink counts if K.sink."""
+    if K.sink:
+        m, s = merge_score(m, s, sink, sink, K.ptx)
+    return m, s
 
 
 @triton.jit
@@ -194,9 +209,15 @@ def finite_top(m):
 
 
 @triton.jit
-def lse_of(m, s, greedy, K: tl.constexpr):
-    """m + log s; of a greedy row, whose first tied maximum alone counts, m; inf where s is."""
+def lse_of(m, s, greedy, sink, K: tl.constexpr):
+    """m + log s; of a greedy row, whose first tied maximum alone counts, m; inf where s is. With the sink if K.sink."""
+    if K.sink:
+        if K.greedy:
+            scale, base = origin_of(m, K.ptx)
+            alone = exp_at(m, scale, base, K.ptx)
+            s = tl.where(greedy & (s > 0) & (s < float("inf")), alone, s)
+        m, s = merge_score(m, s, finite_top(sink), sink, K.ptx)
     lse = m + log_sum_of(m, s, K.ptx)
-    if K.greedy:
+    if K.greedy and not K.sink:
         lse = tl.where(greedy & (s > 0) & (s < float("inf")), m, lse)
     return lse

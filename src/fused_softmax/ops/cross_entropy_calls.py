@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_softmax import launch
+from fused_softmax import launch, workspace
 from fused_softmax.calls import Prepared, allocator, find, keep
 from fused_softmax.device import device_of
 from fused_softmax.kernels.loss import _part_loss, _tile_loss
@@ -26,6 +26,7 @@ from fused_softmax.options import LOSS_NUMBERS, Loss, arithmetic_of
 from fused_softmax.plan import RowPlan, plan_for, plan_loss, plan_reduction
 from fused_softmax.runner import TLDTYPES, prepare, spec_of
 
+_WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 _COUNTED = 2048  # targets that a program counts at a time
 _FINISHED = 65536  # values that one program sums
 _MULTIPLIED = 4096  # elements that a program multiplies at a time
@@ -41,6 +42,7 @@ class LossRows(NamedTuple):
     z: Tensor | None = None
     entropy: Tensor | None = None
     predicted: Tensor | None = None
+    result: Tensor | None = None  # of all rows, where one launch has summed them
 
 
 class Given(NamedTuple):
@@ -82,15 +84,26 @@ def forward(
 
 
 def prepare_losses(
-    given: Given, loss: Loss, plan: RowPlan | None = None, dtype: torch.dtype | None = None, states: bool = True
-) -> Prepared:
-    """What runs the kernels on tensors like these: call(given, numbers) -> LossRows; dx is written too if given."""
+    given: Given, loss: Loss, plan: RowPlan | None = None, dtype: torch.dtype | None = None, states: bool = True,
+    result_dtype: torch.dtype | None = None,
+) -> Prepared:  # fmt: skip
+    """What runs the kernels on tensors like these: call(given, numbers) -> LossRows; dx is written too if given.
+
+    result_dtype: for a loss that `is_whole`, of the result that the same launch writes.
+    """
     x, dx = given.x, given.dx
     plan = plan_forward(x, dx, loss) if plan is None else plan
     held = dx is not None and plan.strategy in ("row", "split")
     if plan.strategy == "tile" or held:
-        return _held(given, loss, plan, dtype, states)
+        return _held(given, loss, plan, dtype, states, result_dtype)
     return _online(given, loss, plan, dtype, states or dx is not None)
+
+
+def is_whole(x: Tensor, dx: Tensor | None, loss: Loss) -> bool:
+    """Whether one launch counts the targets, writes losses and gradient, and sums the losses."""
+    if dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale or len(x) > _WHOLE[-1]:
+        return False
+    return plan_forward(x, dx, loss).strategy in ("row", "split")
 
 
 def plan_forward(x: Tensor, dx: Tensor | None, loss: Loss) -> RowPlan:
@@ -105,7 +118,7 @@ def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
     return spec_of(LossSpec, plan, x.dtype, x.get_device(), itemsize=x.element_size(), **loss.kind(), **fields)
 
 
-def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Prepared:
+def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype) -> Prepared:
     """Rows that wait in registers until their gradient is written, or that are short."""
     x, dx, tile = given.x, given.dx, plan.strategy == "tile"
     gradient = {} if dx is None else {
@@ -117,33 +130,51 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Prepared:
         spec = replace(spec, mean=False)
     if not tile:
         spec = replace(spec, stats=False)
+    if result_dtype:
+        spec = replace(spec, finishes=True, counted=_counted(plan.n_rows) if loss.mean else 0)
     parts = plan.parts if loss.smooth and not tile else 1
-    rows_of = _rows_maker(x, dtype, loss, states, parts, with_stats=tile)
+    rows_of = _rows_maker(x, dtype, loss, states, parts, with_stats=tile, result_dtype=result_dtype)
     rows = rows_of(plan.n_rows)
-    names = (*Given._fields, *LossRows._fields[: 6 if tile else 4])
-    tensors = dict(zip(names, (*given, *rows), strict=False))
+    names = (*Given._fields, *LossRows._fields)
+    tensors = dict(zip(names, (*given, *rows), strict=True))
+    device = x.get_device()
+    tensors["ticket"] = None if result_dtype is None else _ticket(device)
     values = loss.values() | ({"dx_row_stride": x.stride(0)} if dx is None else {})
     kernel = _tile_loss if tile else _part_loss
-    run = prepare(kernel, plan, spec, tensors, values, device=x.get_device(), numbers=LOSS_NUMBERS)
-    picked = _picked((*given, *rows)[: len(names)])
+    run = prepare(kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS)
+    picked = _picked((*given, *rows))
 
     def made(launched, n_rows):
         def call(given, numbers):
             rows = rows_of(n_rows)
-            launched(*picked((*given, *rows)), *numbers)
+            ticket = () if result_dtype is None else (_ticket(device),)
+            launched(*picked((*given, *rows)), *ticket, *numbers)
             return rows
 
         return call
 
     def again(n):
         other = plan_for(plan, n)
+        if result_dtype and _counted(n) != _counted(plan.n_rows):
+            return None
         found = other and run.again(other)
         return made(found.__call__, n) if found else None
 
     return Prepared(made(run.__call__, plan.n_rows), again, partial(rows_of, plan.n_rows))
 
 
-def _rows_maker(x: Tensor, dtype, loss: Loss, states: bool, parts: int, with_stats: bool) -> Callable[[int], LossRows]:
+def _counted(n_rows: int) -> int:
+    """Targets that each program of a whole loss counts at most; 0 where they are too many."""
+    return next((most for most in _WHOLE if n_rows <= most), 0)
+
+
+def _ticket(device: int) -> Tensor:
+    return workspace.ticket(device) if device >= 0 else torch.zeros(1, dtype=torch.int64)
+
+
+def _rows_maker(
+    x: Tensor, dtype, loss: Loss, states: bool, parts: int, with_stats: bool, result_dtype: torch.dtype | None = None
+) -> Callable[[int], LossRows]:
     arithmetic, empty = arithmetic_of(x), allocator(x.device)
     dtype, z_loss, stats = dtype or arithmetic, loss.lse_square_scale != 0, loss.stats and with_stats
 
@@ -156,6 +187,7 @@ def _rows_maker(x: Tensor, dtype, loss: Loss, states: bool, parts: int, with_sta
             empty(*of_row, arithmetic) if z_loss else None,
             empty(*of_row, arithmetic) if stats else None,
             empty(*of_row, torch.int64) if stats else None,
+            None if result_dtype is None else empty((), (), result_dtype),
         )
 
     return rows_of

@@ -18,6 +18,7 @@ from fused_softmax.ops.cross_entropy_calls import (
     finish,
     forward,
     given_of,
+    is_whole,
     prepare_finish,
     prepare_losses,
     prepare_multiply,
@@ -55,24 +56,28 @@ class Steps(NamedTuple):
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
     """The steps of a loss for rows and targets like these, as Prepared. lse: of every row, where it is given."""
     arithmetic, wanted = arithmetic_of(x), kind.wanted
-    counts = counts_targets(target, loss.mean, needs_grad(x))
-    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
     dx = None
     if kind.at_once:
         dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    whole = lse is None and not wanted.z_loss and is_whole(x, dx, loss)
+    counts = whole or counts_targets(target, loss.mean, needs_grad(x))
+    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
     counted = None if totals is None or totals.like is None else totals.like()
     states = (dx is None and needs_grad(x)) or wanted.lse or loss.stats
     given = given_of(x, dx, target, loss, counted)
     if lse is None:
-        rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states)
+        result_dtype = kind.dtype if whole else None
+        rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states, result_dtype)
     else:
         rows = prepare_given_lse(given, lse, loss, _dtype_of_rows(loss, kind))
     if loss.reduction == "none":
         return Steps(totals, rows, None)
+    multiplying = None if dx is None else prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
+    if whole:
+        return Steps(None, rows, None, multiplying)
     assert rows.like is not None
     like = rows.like()
     finishing = prepare_finish(like, counted, target if counts else None, loss, x.shape[1], kind.dtype)
-    multiplying = None if dx is None else prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
     return Steps(totals, rows, finishing, multiplying)
 
 
@@ -89,7 +94,9 @@ def run_steps(
         rows = steps.rows(given, numbers, given_lse)
         if dx is not None:
             backward(x, target, given_lse, torch.zeros_like(given_lse), loss, totals=totals, dx=dx)
-    if steps.finish is None:
+    if rows.result is not None:
+        y, z = rows.result, None
+    elif steps.finish is None:
         y, z = rows.loss.view(-1), rows.z
         y = (y if z is None else y + z).to(kind.dtype)
         z = None if z is None else z.to(kind.dtype)
@@ -174,6 +181,8 @@ class _CrossEntropy(torch.autograd.Function):
         if x is None:
             raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
         m, ls = _states(x, target, loss, m, ls)
+        if loss.mean and totals is None:  # each program counted for itself
+            totals = totals_of(target, loss, x.shape[1], m.dtype)
         dy = torch.zeros((), dtype=m.dtype, device=m.device) if dy is None else dy
         total_dz = None if dz is None else dy + dz
         dx = backward(x, target, m, ls, loss, totals=totals, dy=dy, dz=total_dz, dlse=dlse)

@@ -16,7 +16,16 @@ from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops.logsumexp_calls import backward, prepare_call
 from fused_softmax.ops.shards import on_shards
-from fused_softmax.options import DTYPES, MaskedRows, Scores, is_plain, kind_of_scale, scores_of
+from fused_softmax.options import (
+    DTYPES,
+    MaskedRows,
+    Scores,
+    arithmetic_of,
+    is_plain,
+    kind_of_scale,
+    kind_of_sink,
+    scores_of,
+)
 from fused_softmax.route import Route, needs_grad, route_of, runs_here
 
 
@@ -30,6 +39,7 @@ def logsumexp(
     mask: Tensor | None = None,
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
+    sink: float | Tensor | None = None,
 ) -> Tensor:
     """log sum exp(input * scale + mask) over `dim`, as torch.logsumexp: same results, NaN and infinities included.
 
@@ -38,38 +48,41 @@ def logsumexp(
     dim: one dim or several. The last are read in place, at any row stride; others through a copy.
     keepdim: whether the result keeps `dim` with size 1.
     out: where to write, of any floating dtype; resized to the result's shape.
-    scale, mask, is_causal: as softmax's, for a single dim. A row of scale 0 gives its maximum.
+    scale, mask, is_causal, sink: as softmax's, for a single dim. A row of scale 0 gives its maximum. The sink counts:
+        logsumexp(cat([scores, sink], dim)), which is the sink itself where nothing else is kept.
     masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN ("nan"; 0 if no loss uses it), or zero.
 
-    Raises torch's errors, and those of softmax's scale, mask and is_causal.
+    Raises torch's errors, and those of softmax's scale, mask, is_causal and sink.
 
     >>> logsumexp(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), 1)
     tensor([2.4076], device='cuda:0')
+    >>> logsumexp(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), 1, sink=2.0)
+    tensor([2.9176], device='cuda:0')
     """
     if type(dim) is int and type(keepdim) is bool and type(is_causal) is bool:
         options = dim, keepdim, is_causal, masked_rows
-        if scale is None and mask is None and out is None:
+        if scale is None and mask is None and out is None and sink is None:
             call = find("logsumexp", options, input)
         else:
-            call = find("logsumexp", options, input, out, kind_of_scale(scale), mask)
+            call = find("logsumexp", options, input, out, kind_of_scale(scale), mask, kind_of_sink(sink))
         if call is not None:
-            return call(input, out, scale, mask)
-    return _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows)
+            return call(input, out, scale, mask, sink)
+    return _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink)
 
 
-def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows):
-    plain = is_plain(scale, mask, is_causal, masked_rows)
+def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink):
+    plain = is_plain(scale, mask, is_causal, masked_rows, sink)
     if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
         dim = int(dim)
     if not isinstance(input, Tensor) or input.is_nested or input.layout != torch.strided:
         return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     if not plain and len(dims) != 1:
-        raise ValueError(f"logsumexp: scale, mask and is_causal are for a single dim, got dim={dims}")
-    scores = scores_of("logsumexp", input, 0 if plain else dims[0], scale, mask, is_causal, masked_rows)
+        raise ValueError(f"logsumexp: scale, mask, is_causal and sink are for a single dim, got dim={dims}")
+    scores = scores_of("logsumexp", input, 0 if plain else dims[0], scale, mask, is_causal, masked_rows, sink)
     if not plain and not input.dtype.is_floating_point and not input.dtype.is_complex:
         input = input.to(torch.get_default_dtype())
-    tensors = [each for each in (input, out, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    tensors = [*(each for each in (input, out) if isinstance(each, Tensor)), *scores.tensors]
     differentiates = needs_grad(*tensors)
     if out is not None:
         _check_out(input, out)
@@ -81,10 +94,10 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows):
         prepared = prepare_call(input, dims, bool(keepdim), out, scores)
         if differentiates:
             prepared = _with_gradient(prepared, input, dims, scores)
-        bare = scale is None and mask is None and out is None
-        others = () if bare else (out, kind_of_scale(scale), mask)
+        bare = scale is None and mask is None and out is None and sink is None
+        others = () if bare else (out, kind_of_scale(scale), mask, kind_of_sink(sink))
         call = keep(prepared, "logsumexp", (dim, keepdim, is_causal, masked_rows), input, *others)
-        return call(input, out, scale, mask)
+        return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scores.arguments())
         return on_shards(on_shard, input, (*dims, -2) if is_causal else dims, dims, keepdim)
@@ -92,8 +105,7 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows):
         return torch.ops.fused_softmax.logsumexp.default(input, dims, keepdim, *scores.operator_arguments())
     if plain:
         return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))
-    arithmetic = torch.float64 if input.dtype == torch.float64 else torch.float32
-    result = reference.logsumexp(input, dim, keepdim, **scores.arguments(), arithmetic=arithmetic)
+    result = reference.logsumexp(input, dim, keepdim, **scores.arguments(), arithmetic=arithmetic_of(input))
     return result if out is None else out.resize_(result.shape).copy_(result)
 
 
@@ -119,10 +131,10 @@ def _with_gradient(prepared: Prepared, input: Tensor, dims: tuple[int, ...], sco
     kind = Differentiated(tuple(d % input.ndim for d in dims), scores.is_causal, scores.masked_rows)
 
     def wrapped(forward):
-        def call(input, out, scale, mask):
-            if isinstance(scale, Tensor):
-                return _apply(input, mask, scale, (forward, None, kind))
-            return _apply(input, mask, None, (forward, scale, kind))
+        def call(input, out, scale, mask, sink):
+            per_row, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+            of_rows, same = (sink, None) if isinstance(sink, Tensor) else (None, sink)
+            return _apply(input, mask, per_row, of_rows, (forward, number, same, kind))
 
         return call
 
@@ -138,19 +150,19 @@ def _with_gradient(prepared: Prepared, input: Tensor, dims: tuple[int, ...], sco
 
 
 class _LogSumExp(torch.autograd.Function):
-    """lse with the gradient of input, of an added mask and of a scale tensor, from input and lse."""
+    """lse with the gradient of input, of an added mask, of a scale and of a sink tensor, from input and lse."""
 
     @staticmethod
-    def forward(ctx, input, mask, scale, how):
-        forward, number, kind = how
-        lse = forward(input, None, number if scale is None else scale, mask)
-        ctx.save_for_backward(input, lse, mask, scale)
+    def forward(ctx, input, mask, scale, sink, how):
+        forward, number, same, kind = how
+        lse = forward(input, None, number if scale is None else scale, mask, same if sink is None else sink)
+        ctx.save_for_backward(input, lse, mask, scale, sink)
         ctx.number, ctx.kind = number, kind
         return lse
 
     @staticmethod
     def backward(ctx, dlse):
-        return *gradients(ctx, dlse, *ctx.needs_input_grad[:3]), None
+        return *gradients(ctx, dlse, *ctx.needs_input_grad[:4]), None
 
 
 # As _LogSumExp.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
@@ -159,14 +171,15 @@ _apply = super(torch.autograd.Function, _LogSumExp).apply
 
 def save_for_gradients(ctx, input: Tensor, dims: Sequence[int], lse: Tensor, scores: Scores) -> None:
     """What `gradients` takes, for the registered operator."""
-    ctx.save_for_backward(input, lse, scores.mask, scores.per_row)
+    sink = scores.sink if isinstance(scores.sink, Tensor) else None
+    ctx.save_for_backward(input, lse, scores.mask, scores.per_row, sink)
     ctx.kind = Differentiated(tuple(d % input.ndim for d in dims), scores.is_causal, scores.masked_rows)
     ctx.number = None if scores.per_row is not None else scores.scale
 
 
-def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: bool):
-    """Those of input, mask and scale that are asked for."""
-    input, lse, mask, scale = ctx.saved_tensors
+def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: bool, for_sink: bool = False):
+    """Those of input, mask, scale and sink that are asked for."""
+    input, lse, mask, scale, sink = ctx.saved_tensors
     dims = ctx.kind.dims
     given = scale if scale is not None else None if ctx.number is None or ctx.number == 1 else float(ctx.number)
     scores = Scores(given, mask, ctx.kind.is_causal, ctx.kind.masked_rows)
@@ -175,21 +188,23 @@ def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: boo
     if isinstance(factor, Tensor) or factor == 0:
         factor = torch.where(torch.as_tensor(factor, device=input.device) == 0, 1.0, factor)
     # One rounding where dx is all that is asked; the others are reductions of dz, in the dtype of the arithmetic.
-    alone = isinstance(factor, float) and factor == 1.0 and not for_mask
+    alone = isinstance(factor, float) and factor == 1.0 and not for_mask and lse.dtype == input.dtype
     dz_dtype = input.dtype if alone else torch.promote_types(input.dtype, torch.float32)
-    if torch.is_grad_enabled() or scores.greedy or not runs_here(dlse, input):
+    whole = lse.view(keepdim_shape)
+    # The kernel rounds lse to the input's dtype as it reads it.
+    if torch.is_grad_enabled() or scores.greedy or lse.dtype != input.dtype or not runs_here(dlse, input):
         # Element by element: a compiler fuses it into what stands around it.
         single = dims if len(dims) > 1 else dims[0]
         z = reference.scores(input.to(dz_dtype), single, scores.scale, mask, scores.is_causal)
-        whole = lse.view(keepdim_shape)
+        known = whole
         if scores.masked_rows == "zero":
-            whole = whole.masked_fill(whole == -float("inf"), float("inf"))
-        dz = (z - whole).exp() * dlse.view(keepdim_shape)
+            known = whole.masked_fill(whole == -float("inf"), float("inf"))
+        dz = (z - known).exp() * dlse.view(keepdim_shape)
         if scores.hides:
             dz = dz.masked_fill((dlse == 0).view(keepdim_shape), 0.0)  # a row of which nothing is kept has NaN
     else:
         dz = backward(input, lse, dlse, dims, scores=scores, dtype=dz_dtype)
-    dx = dmask = dscale = None
+    dx = dmask = dscale = dsink = None
     if for_input:
         dx = (dz if isinstance(factor, float) and factor == 1.0 else dz * factor).to(input.dtype)
     if for_mask:
@@ -197,4 +212,8 @@ def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: boo
     if for_scale:
         # A masked element may be NaN, and has no part.
         dscale = (dz * input.to(dz.dtype).masked_fill(dz == 0, 0.0)).sum_to_size(scale.shape).to(scale.dtype)
-    return dx, dmask, dscale
+    if for_sink:
+        at = sink.to(dlse.device, torch.promote_types(input.dtype, torch.float32))
+        p = (at - whole).exp().masked_fill(at == -float("inf"), 0.0)
+        dsink = (p * dlse.view(keepdim_shape)).sum_to_size(sink.shape).to(sink.dtype)
+    return dx, dmask, dscale, dsink

@@ -12,7 +12,8 @@ from fused_softmax.kernels.columns import _column_logsumexp
 from fused_softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
 from fused_softmax.kernels.spec import ScoreSpec
 from fused_softmax.layout import alignment_of, as_rows, flatten, overlap, scores_against
-from fused_softmax.ops.softmax_calls import bump_version, leading_of, supplied, supplier
+from fused_softmax.ops.scored import supplied, supplier
+from fused_softmax.ops.softmax_calls import bump_version, leading_of
 from fused_softmax.ops.softmax_rows import run_columns
 from fused_softmax.options import PLAIN, Scores, kind_of_scale
 from fused_softmax.plan import COLUMN_POSITIONS, ColumnPlan, RowPlan, plan_for, plan_reduction
@@ -20,11 +21,13 @@ from fused_softmax.runner import Run, prepare, spec_of
 
 
 def forward(
-    input: Tensor, dims: tuple[int, ...], keepdim: bool, out: Tensor | None = None, scores: Scores = PLAIN
-) -> Tensor:
+    input: Tensor, dims: tuple[int, ...], keepdim: bool, out: Tensor | None = None, scores: Scores = PLAIN,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """logsumexp on the kernels, with no gradient and no checks: what registered operators and stand-ins run."""
-    if not scores.plain:
-        return prepare_call(input, dims, keepdim, out, scores).call(input, out, scores.scale, scores.mask)
+    if not scores.plain or dtype not in (None, input.dtype):
+        prepared = prepare_call(input, dims, keepdim, out, scores, dtype)
+        return prepared.call(input, out, scores.scale, scores.mask, scores.sink)
     call = find("logsumexp_forward", (dims, keepdim), input, out)
     if call is None:
         prepared = prepare_call(input, dims, keepdim, out, PLAIN)
@@ -32,27 +35,39 @@ def forward(
     return call(input, out, None, None)
 
 
-def prepare_call(input: Tensor, dims: tuple[int, ...], keepdim: bool, out: Tensor | None, scores: Scores) -> Prepared:
-    """The forward for tensors like these: call(input, out, scale, mask) -> lse. dims: as torch takes them."""
+def prepare_call(
+    input: Tensor, dims: tuple[int, ...], keepdim: bool, out: Tensor | None, scores: Scores,
+    dtype: torch.dtype | None = None,
+) -> Prepared:  # fmt: skip
+    """The forward for tensors like these: call(input, out, scale, mask, sink) -> lse. dims: as torch takes them.
+
+    dtype: what the input is rounded to as it is read, and of the result; the input's own unless told.
+    """
+    dtype = dtype or input.dtype
+    if dtype == torch.float64 != input.dtype:  # no plan of fewer bytes than its states have
+        inner = prepare_call(input.to(dtype), dims, keepdim, out, scores).call
+        return Prepared(lambda input, out, scale, mask, sink=None: inner(input.to(dtype), out, scale, mask, sink))
     # On "meta" torch finds fault with dims, and says the shape.
     like = torch.empty_like(input, device="meta", requires_grad=False)
     shape = tuple(torch.logsumexp(like, dims[0] if len(dims) == 1 else dims, keepdim).shape)
     dims = tuple(d % input.ndim for d in dims)
-    read = [each for each in (input, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    read = input, *scores.tensors
     if out is not None and (
-        out.dtype != input.dtype
+        out.dtype != dtype
         or tuple(out.shape) != shape
         or not out.is_contiguous()
         or any(overlap(each, out) for each in read)  # of a row that is written, another may still be unread
     ):
-        inner = prepare_call(input, dims, keepdim, None, scores).call
-        return Prepared(lambda input, out, scale, mask: _resized(out, shape).copy_(inner(input, None, scale, mask)))
+        inner = prepare_call(input, dims, keepdim, None, scores, dtype).call
+        return Prepared(
+            lambda input, out, scale, mask, sink=None: _resized(out, shape).copy_(inner(input, None, scale, mask, sink))
+        )
     empty, strides = allocator(input.device), contiguous_strides(shape)
-    result = empty(shape, strides, input.dtype) if out is None else out
+    result = empty(shape, strides, dtype) if out is None else out
     if scores.plain and (run := _over_columns(input, result, dims)) is not None:
-        return _made(run.__call__, input.dtype, shape, input.device)
+        return _made(run.__call__, dtype, shape, input.device)
 
-    against = scores.along(dims[-1], tuple(input.shape)).exact(input.dtype, input.device)
+    against = scores.along(dims[-1], tuple(input.shape)).exact(dtype, input.device)
     source = rows_last(input, dims)
     rows = flatten(source)
     copies = rows is None or source.data_ptr() != input.data_ptr()
@@ -60,20 +75,20 @@ def prepare_call(input: Tensor, dims: tuple[int, ...], keepdim: bool, out: Tenso
     plan = plan_forward(rows, against)
     run = prepare_forward(rows, result, plan, scores=against, shape=tuple(source.shape))
     layout = scores_against(against, tuple(source.shape))
-    supply = supplier(scores, layout, dims[-1], input.dtype, input)
+    supply = supplier(scores, layout, dims[-1], dtype, input)
     if copies:
         launch = run.__call__
 
         def launch_on_copy(x, lse, *scored):
             launch(rows_last(x, dims).contiguous(), lse, *scored)
 
-        return _made(launch_on_copy, input.dtype, shape, input.device, supply)
-    made = _made(run.__call__, input.dtype, shape, input.device, supply)
+        return _made(launch_on_copy, dtype, shape, input.device, supply)
+    made = _made(run.__call__, dtype, shape, input.device, supply)
     leads = input.ndim > 1 and 0 not in dims and out is None and not layout.copied
     by_query = scores.is_causal and input.ndim == 2
     if not leads or by_query:
         return made
-    input_shape, input_dtype, device = tuple(input.shape), input.dtype, input.device
+    input_shape, device = tuple(input.shape), input.device
     leading = leading_of(layout, input.shape[0])
 
     def again(n):
@@ -81,7 +96,7 @@ def prepare_call(input: Tensor, dims: tuple[int, ...], keepdim: bool, out: Tenso
         found = other and run.again(other, leading(n))
         if not found:
             return None
-        return _made(found.__call__, input_dtype, (n, *shape[1:]), device, supply).call
+        return _made(found.__call__, dtype, (n, *shape[1:]), device, supply).call
 
     return made._replace(again=again)
 
@@ -89,20 +104,20 @@ def prepare_call(input: Tensor, dims: tuple[int, ...], keepdim: bool, out: Tenso
 def _made(launch, dtype, shape, device, supply=None) -> Prepared:
     strides, empty = contiguous_strides(shape), allocator(device)
 
-    def call(input, out, scale, mask):
+    def call(input, out, scale, mask, sink=None):
         if out is not None:
-            return _into(input, out, scale, mask)
+            return _into(input, out, scale, mask, sink)
         result = empty(shape, strides, dtype)
         if supply is None:
             launch(input, result)
         else:
-            launch(input, result, *supplied(supply, scale, mask))
+            launch(input, result, *supplied(supply, scale, mask, sink))
         return result
 
-    def _into(input, out, scale, mask):
-        if any(overlap(each, out) for each in (input, scale, mask) if isinstance(each, Tensor)):
-            return out.copy_(call(input, None, scale, mask))
-        launch(input, out, *supplied(supply, scale, mask))
+    def _into(input, out, scale, mask, sink):
+        if any(overlap(each, out) for each in (input, scale, mask, sink) if isinstance(each, Tensor)):
+            return out.copy_(call(input, None, scale, mask, sink))
+        launch(input, out, *supplied(supply, scale, mask, sink))
         if not out.is_inference():
             bump_version((out,))  # autograd sees no write of a kernel's
         return out
@@ -148,19 +163,19 @@ def plan_forward(x: Tensor, scores: Scores = PLAIN) -> RowPlan:
 def prepare_forward(
     x: Tensor, lse: Tensor, plan: RowPlan | None = None, *, scores: Scores = PLAIN, shape: tuple[int, ...] | None = None
 ) -> Run:
-    """What reduces rows x [n_rows, n_cols] into lse, contiguous, a value a row: run(x, lse, mask, scale), less None.
+    """What reduces rows x [n_rows, n_cols] into lse, contiguous: run(x, lse, mask, scale, sink), less None.
 
-    shape: the input's own, against which mask and scale broadcast; x's unless told. A scale that is a number comes
-    last, with each run.
+    shape: the input's own, against which mask, scale and sink broadcast; x's unless told. A scale that is a number
+    comes last, with each run. A sink is a tensor (`Scores.exact`). x is rounded to lse's dtype as it is read.
     """
     plan = plan_forward(x, scores) if plan is None else plan
     layout = scores_against(scores, shape or tuple(x.shape))
     device = x.get_device()
     kind = {name: value for name, value in layout.kind.items() if name != "zero_masked_rows"}
-    spec = spec_of(ScoreSpec, plan, x.dtype, device, itemsize=x.element_size(), **kind)
+    spec = spec_of(ScoreSpec, plan, lse.dtype, device, itemsize=x.element_size(), **kind)
     # The bodies of short odd rows that are one piece keep their layout beside edges that are loaded after them.
     spec = replace(spec, full_pieces=0, edges_first=spec.tile and spec.shifted and plan.pieces > 1)
-    tensors = {"x": x, "lse": lse, "mask": layout.mask, "scale": layout.scale}
+    tensors = {"x": x, "lse": lse, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
     numbers = ("scale",) if isinstance(scores.scale, float) else ()
     kernel = _tile_logsumexp
     if plan.strategy != "tile":
@@ -172,7 +187,10 @@ def backward(
     x: Tensor, lse: Tensor, dlse: Tensor, dims: tuple[int, ...], *, scores: Scores = PLAIN,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """exp(z - lse) * dlse of x's shape, in `dtype` or x's: the gradient of the scores z."""
+    """exp(z - lse) * dlse of x's shape, in `dtype` or x's: the gradient of the scores z.
+
+    A sink is no part of it: lse counts it already.
+    """
     dtype = dtype or x.dtype
     options = dims, dtype, scores.is_causal, scores.masked_rows
     others = lse, dlse, kind_of_scale(scores.scale), scores.mask

@@ -13,10 +13,21 @@ from torch.overrides import has_torch_function_unary
 
 from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.ops import logsumexp_calls
 from fused_softmax.ops.arguments import check
 from fused_softmax.ops.shards import on_shards
 from fused_softmax.ops.softmax_calls import backward, backward_key, prepare_call
-from fused_softmax.options import DTYPES, MaskedRows, Scores, is_plain, kind_of_scale, scores_of
+from fused_softmax.options import (
+    DTYPES,
+    MaskedRows,
+    Scores,
+    arithmetic_in,
+    arithmetic_of,
+    is_plain,
+    kind_of_scale,
+    kind_of_sink,
+    scores_of,
+)
 from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of, runs_here
 
 
@@ -30,6 +41,7 @@ def softmax(
     mask: Tensor | None = None,
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
+    sink: float | Tensor | None = None,
 ) -> Tensor:
     """softmax of `input * scale + mask` along `dim`, as torch.softmax: same results, NaN and infinities included.
 
@@ -45,23 +57,30 @@ def softmax(
     is_causal: of scores [..., queries, keys] each query keeps the keys up to its own, and the last query sees all
         (bottom-right aligned); nothing above that diagonal is read.
     masked_rows: what a row gets of which nothing is kept: "nan" as torch, or "zero".
+    sink: one more logit of every row, in its sum alone: softmax(cat([scores, sink], dim)) without the last column. A
+        number, or a tensor of 16 to 64 bit floats that broadcasts as a scale does, such as [heads, 1, 1]. It is neither
+        scaled nor masked; a row of which nothing else is kept gives 0, with any masked_rows. Where its gradient is
+        wanted, the forward pass reads the input once more, for the sum.
 
     Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
-    ValueError for a mask or scale that does not broadcast, or is_causal on fewer than 2 dims or another than the last;
-    NotImplementedError for a sparse input or an integer one without dtype; RuntimeError for a nested input, or an out
-    of another shape, dtype or device.
+    ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
+    last; NotImplementedError for a sparse input or an integer one without dtype; RuntimeError for a nested input, or an
+    out of another shape, dtype or device.
 
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[0.0900, 0.2447, 0.6652]], device='cuda:0')
+    >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), sink=2.0)
+    tensor([[0.0541, 0.1470, 0.3995]], device='cuda:0')
     """
     if type(dim) is int and type(is_causal) is bool:  # True and 1.0 equal 1, and would find what was kept for it
-        if scale is None and mask is None and out is None:
-            call = find("softmax", (dim, dtype, is_causal, masked_rows), input)
+        options = dim, dtype, is_causal, masked_rows
+        if scale is None and mask is None and out is None and sink is None:
+            call = find("softmax", options, input)
         else:
-            call = find("softmax", (dim, dtype, is_causal, masked_rows), input, out, kind_of_scale(scale), mask)
+            call = find("softmax", options, input, out, kind_of_scale(scale), mask, kind_of_sink(sink))
         if call is not None:
-            return call(input, out, scale, mask)
-    return _softmax("softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows)
+            return call(input, out, scale, mask, sink)
+    return _softmax("softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink)
 
 
 def log_softmax(
@@ -74,35 +93,37 @@ def log_softmax(
     mask: Tensor | None = None,
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
+    sink: float | Tensor | None = None,
 ) -> Tensor:
     """The logarithm of softmax along `dim`, as torch.log_softmax: z - m - log s. Arguments and errors are softmax's.
 
-    A row of which nothing is kept is -inf everywhere with masked_rows="zero".
+    A row of which nothing is kept is -inf everywhere with masked_rows="zero", or with a sink.
 
     >>> log_softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[-2.4076, -1.4076, -0.4076]], device='cuda:0')
     """
     if type(dim) is int and type(is_causal) is bool:
-        if scale is None and mask is None and out is None:
-            call = find("log_softmax", (dim, dtype, is_causal, masked_rows), input)
+        options = dim, dtype, is_causal, masked_rows
+        if scale is None and mask is None and out is None and sink is None:
+            call = find("log_softmax", options, input)
         else:
-            call = find("log_softmax", (dim, dtype, is_causal, masked_rows), input, out, kind_of_scale(scale), mask)
+            call = find("log_softmax", options, input, out, kind_of_scale(scale), mask, kind_of_sink(sink))
         if call is not None:
-            return call(input, out, scale, mask)
-    return _softmax("log_softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows)
+            return call(input, out, scale, mask, sink)
+    return _softmax("log_softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink)
 
 
-def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
-    plain = is_plain(scale, mask, is_causal, masked_rows)
+def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink):
+    plain = is_plain(scale, mask, is_causal, masked_rows, sink)
     if not isinstance(input, Tensor) and has_torch_function_unary(input) and plain:  # a proxy of torch.fx, for one
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
     if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
         dim = int(dim)
     result_dtype = check(name, input, dim, dtype, out)
-    scores = scores_of(name, input, dim, scale, mask, is_causal, masked_rows)
+    scores = scores_of(name, input, dim, scale, mask, is_causal, masked_rows, sink)
     if dtype is None:
         result_dtype = dtype_under_autocast(input, dtype)
-    tensors = [each for each in (input, out, scores.mask, scores.scale) if isinstance(each, Tensor)]
+    tensors = [*(each for each in (input, out) if each is not None), *scores.tensors]
     if not plain and result_dtype not in DTYPES:
         raise NotImplementedError(f"{name}: not implemented for {result_dtype}; give a dtype of 16 to 64 bit floats")
     route = route_of(*tensors, takes=result_dtype in DTYPES, shards=out is None)
@@ -116,10 +137,10 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
         prepared = prepare_call(name == "log_softmax", input, dim, result_dtype, out, scores)
         if differentiates:
             prepared = with_gradient(prepared, name == "log_softmax", input, dim, result_dtype, scores)
-        options = dim, dtype, is_causal, masked_rows
-        bare = scale is None and mask is None and out is None
-        call = keep(prepared, name, options, input, *(() if bare else (out, kind_of_scale(scale), mask)))
-        return call(input, out, scale, mask)
+        bare = scale is None and mask is None and out is None and sink is None
+        others = () if bare else (out, kind_of_scale(scale), mask, kind_of_sink(sink))
+        call = keep(prepared, name, (dim, dtype, is_causal, masked_rows), input, *others)
+        return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         function = softmax if name == "softmax" else log_softmax
         on_shard = partial(function, dim=dim, dtype=dtype, **scores.arguments())
@@ -129,7 +150,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
         return operator.default(input, dim, result_dtype, *scores.operator_arguments())
     if plain:
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
-    arithmetic = torch.float64 if result_dtype == torch.float64 else torch.float32
+    arithmetic = arithmetic_in(result_dtype)
     composed = getattr(reference, name)
     result = composed(input, dim, dtype=result_dtype, **scores.arguments(), arithmetic=arithmetic)
     return result if out is None else out.resize_(result.shape).copy_(result)
@@ -138,6 +159,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows):
 class Differentiated(NamedTuple):
     """What the gradient of a call depends on, beside its tensors and numbers.
 
+    sunk: whether there is a sink.
     quick: where dx is all that may be asked, and a kernel makes it: the name and options of its call.
     """
 
@@ -147,14 +169,16 @@ class Differentiated(NamedTuple):
     greedy: bool
     input_dtype: torch.dtype
     mask_shape: torch.Size | None
+    sunk: bool
     quick: tuple[str, tuple] | None = None
 
 
 def _differentiated(log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Differentiated:
     mask_shape = None if scores.mask is None else scores.mask.shape
-    kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, mask_shape)
+    sunk = scores.sink is not None
+    kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, mask_shape, sunk)
     exact = scores.scale is None or dtype != torch.float64  # a kernel's number has 32 bits
-    if scores.per_row is not None or not exact or (log and scores.greedy):
+    if scores.per_row is not None or not exact or (scores.greedy and (log or sunk)):
         return kind
     return kind._replace(quick=backward_key(log, dim, input.dtype, scores.hides, scores.scale is not None))
 
@@ -163,23 +187,40 @@ def with_gradient(prepared: Prepared, log: bool, input: Tensor, dim: int, dtype:
     """A prepared call as one that autograd differentiates."""
     kind = _differentiated(log, input, dim, dtype, scores)
     of_scores = scores.per_row is not None or (scores.mask is not None and scores.mask.requires_grad)
+    of_sink = isinstance(scores.sink, Tensor) and scores.sink.requires_grad
+    summed = _prepare_lse(input, dim, dtype, scores) if of_sink else None
 
-    def wrapped(forward):
-        def call(input, out, scale, mask):
-            return _apply_to_input(input, (forward, scale, mask, kind))
+    def wrapped(forward, lse_of):
+        def call(input, out, scale, mask, sink):
+            return _apply_to_input(input, (forward, scale, mask, sink, kind))
 
-        def scored_call(input, out, scale, mask):
-            if isinstance(scale, Tensor):
-                return _apply(input, mask, scale, (forward, None, kind))
-            return _apply(input, mask, None, (forward, scale, kind))
+        def scored_call(input, out, scale, mask, sink):
+            per_row, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+            return _apply(input, mask, per_row, sink, (forward, lse_of, number, kind))
 
-        return scored_call if of_scores else call
+        return scored_call if of_scores or of_sink else call
 
     def again(n):
-        forward = prepared.again(n)  # type: ignore[misc]
-        return None if forward is None else wrapped(forward)
+        forward, lse_of = prepared.again(n), summed and summed.again and summed.again(n)  # type: ignore[misc]
+        return None if forward is None or (of_sink and lse_of is None) else wrapped(forward, lse_of)
 
-    return Prepared(wrapped(prepared.call), again if prepared.again else None)
+    return Prepared(wrapped(prepared.call, summed and summed.call), again if prepared.again else None)
+
+
+def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Prepared:
+    """lse of a call's rows, by which its sink has a gradient: in the dtype of the arithmetic, `dim` kept."""
+    if input.dtype != dtype != arithmetic_in(dtype) or not input.dtype.is_floating_point:
+        inner = _prepare_lse(input.to(dtype), dim, dtype, scores).call
+        return Prepared(lambda input, out, scale, mask, sink: inner(input.to(dtype), out, scale, mask, sink))
+    arithmetic, rules = arithmetic_in(dtype), (scores.is_causal, scores.masked_rows)
+    if input.numel() and input.ndim:
+        return logsumexp_calls.prepare_call(input, (dim,), True, None, scores, arithmetic)
+
+    def composed(input, out, scale, mask, sink):
+        arguments = Scores(scale, mask, *rules, sink=sink).arguments()
+        return reference.logsumexp(input, dim, True, dtype=arithmetic, arithmetic=arithmetic, **arguments)
+
+    return Prepared(composed)
 
 
 class _OfInput(torch.autograd.Function):
@@ -187,8 +228,8 @@ class _OfInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, how):
-        forward, ctx.number, mask, ctx.kind = how
-        y = forward(input, None, ctx.number, mask)
+        forward, ctx.number, mask, sink, ctx.kind = how
+        y = forward(input, None, ctx.number, mask, sink)
         ctx.save_for_backward(y)
         return y
 
@@ -203,22 +244,25 @@ class _OfInput(torch.autograd.Function):
 
 
 class _Softmax(torch.autograd.Function):
-    """y with the gradient of input, of an added mask and of a scale tensor, from y and dy."""
+    """y with the gradient of input, of an added mask, of a scale tensor and of a sink tensor, from y and dy."""
 
     @staticmethod
-    def forward(ctx, input, mask, scale, how):
-        forward, ctx.number, ctx.kind = how
-        if scale is None:
-            y = forward(input, None, ctx.number, mask)
-            ctx.save_for_backward(y)
+    def forward(ctx, input, mask, scale, sink, how):
+        forward, lse_of, ctx.number, ctx.kind = how
+        given = ctx.number if scale is None else scale
+        y = forward(input, None, given, mask, sink)
+        seen = input if scale is not None and scale.requires_grad else None
+        if lse_of is not None:
+            ctx.save_for_backward(y, scale, seen, sink, lse_of(input, None, given, mask, sink))
+        elif scale is not None:
+            ctx.save_for_backward(y, scale, seen)
         else:
-            y = forward(input, None, scale, mask)
-            ctx.save_for_backward(y, scale, input if scale.requires_grad else None)
+            ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *gradients(ctx, dy, *ctx.needs_input_grad[:3]), None
+        return *gradients(ctx, dy, *ctx.needs_input_grad[:4]), None
 
 
 # As their apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
@@ -228,22 +272,42 @@ _apply = super(torch.autograd.Function, _Softmax).apply
 
 def save_for_gradients(ctx, log: bool, input: Tensor, dim: int, y: Tensor, scores: Scores) -> None:
     """What `gradients` takes, for the registered operator."""
-    scale = scores.per_row
-    ctx.save_for_backward(y, scale, input if scale is not None and scale.requires_grad else None)
+    scale, sink = scores.per_row, scores.sink
+    seen = input if scale is not None and scale.requires_grad else None
+    if isinstance(sink, Tensor) and sink.requires_grad:
+        arithmetic = arithmetic_of(y)
+        rounded = input if y.dtype in (input.dtype, arithmetic) else input.to(y.dtype)
+        operator = torch.ops.fused_softmax.logsumexp.default
+        lse = operator(rounded, [dim], True, *scores.operator_arguments(), arithmetic)
+        ctx.save_for_backward(y, scale, seen, sink, lse)
+    else:
+        ctx.save_for_backward(y, scale, seen)
     ctx.kind = _differentiated(log, input, dim, y.dtype, scores)
     ctx.number = None if scale is not None else scores.scale
 
 
-def gradients(ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool, *, saved: Any = None):
-    """Those of input, mask and scale that are asked for. saved: ctx.saved_tensors, if they were unpacked."""
-    y, scale, input = (*(ctx.saved_tensors if saved is None else saved), None, None)[:3]
+_NOT_SAVED: tuple[Any, ...] = (None,) * 4  # after y
+
+
+def gradients(
+    ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool, for_sink: bool = False, *, saved: Any = None
+):
+    """Those of input, mask, scale and sink that are asked for. saved: ctx.saved_tensors, if they were unpacked."""
+    y, scale, input, sink, lse = (*(ctx.saved_tensors if saved is None else saved), *_NOT_SAVED)[:5]
     kind: Differentiated = ctx.kind
     factor: Any = scale if scale is not None else 1.0 if ctx.number is None else ctx.number
+    if not (for_input or for_mask or for_scale):
+        return None, None, None, sink_gradient(dy, y, sink, lse, kind) if for_sink else None
+    greedy = None  # rows whose first maximum, times 1, stands against the sink
+    if kind.greedy and kind.sunk:
+        greedy = torch.as_tensor(factor, device=dy.device) == 0
+        factor = 1.0 if scale is None else torch.where(greedy, 1.0, scale.to(dy.device))
     # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores, in the dtype
     # of the arithmetic. A kernel's number has 32 bits, too few for fp64.
     in_kernel = scale is None and not for_mask and (factor == 1 or y.dtype != torch.float64)
     if in_kernel and not (kind.log and kind.greedy) and not torch.is_grad_enabled() and runs_here(dy, y):
-        return backward(dy, y, kind.dim, kind.input_dtype, kind.log, kind.hides, factor), None, None
+        dsink = sink_gradient(dy, y, sink, lse, kind) if for_sink else None
+        return backward(dy, y, kind.dim, kind.input_dtype, kind.log, kind.hides, factor), None, None, dsink
     arithmetic = torch.promote_types(y.dtype, torch.float32)
     dz_dtype, dz_factor = (kind.input_dtype, factor) if in_kernel else (arithmetic, 1.0)
     route = Route.COMPOSED if torch.is_grad_enabled() else route_of(dy, y)
@@ -258,9 +322,11 @@ def gradients(ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool,
             dz = (operator.default(dy, y, kind.dim, arithmetic, None) * dz_factor).to(dz_dtype)
     else:
         dz = differentiable_backward(dy, y, kind.dim, kind.log, kind.hides, arithmetic) * dz_factor
-    if kind.log and kind.greedy:  # a logarithm of 1 or of 0, wherever the scores move
+    if greedy is not None:
+        dz = dz.masked_fill(greedy & (y == (-float("inf") if kind.log else 0.0)), 0.0)
+    elif kind.log and kind.greedy:  # a logarithm of 1 or of 0, wherever the scores move
         dz = dz.masked_fill(torch.as_tensor(factor, device=dz.device) == 0, 0.0)
-    dx = dmask = dscale = None
+    dx = dmask = dscale = dsink = None
     if for_input:
         dx = (dz if in_kernel else dz * factor).to(kind.input_dtype)
     if for_mask:
@@ -269,8 +335,27 @@ def gradients(ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool,
     if for_scale:
         # A masked element may be NaN, and has no part.
         dscale = dz * input.to(dz.dtype).masked_fill(y == (-float("inf") if kind.log else 0.0), 0.0)
+        if greedy is not None:
+            dscale = dscale.masked_fill(greedy, 0.0)
         dscale = dscale.sum_to_size(scale.shape).to(scale.dtype)
-    return dx, dmask, dscale
+    if for_sink:
+        dsink = sink_gradient(dy, y, sink, lse, kind)
+    return dx, dmask, dscale, dsink
+
+
+def sink_gradient(dy: Tensor, y: Tensor, sink: Tensor, lse: Tensor, kind: Differentiated) -> Tensor:
+    """-p sum y dy, of log_softmax -p sum dy, with the sink's own p = exp(sink - lse), summed to the sink's shape."""
+    arithmetic = torch.promote_types(y.dtype, torch.float32)
+    z = sink.detach().to(dy.device, arithmetic)
+    p = (z - lse).exp().masked_fill(z == -float("inf"), 0.0)
+    if torch.is_grad_enabled():  # lse is no output: 1 - sum y has p's derivative, though not its digits
+        rest = 1.0 - (y.to(arithmetic).exp() if kind.log else y.to(arithmetic)).sum(kind.dim, keepdim=True)
+        p = p + (rest - rest.detach())
+    terms = dy.to(arithmetic)
+    if not kind.log:
+        # A row of which nothing is kept is NaN, and has no part where dy is 0.
+        terms = (terms * y.to(arithmetic)).masked_fill(dy == 0, 0.0)
+    return (-p * terms.sum(kind.dim, keepdim=True)).sum_to_size(sink.shape).to(sink.dtype)
 
 
 def differentiable_backward(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
 from fused_softmax.layout import ScoreLayout, as_rows, columns_of, flatten, is_rows, last, overlap, scores_against
+from fused_softmax.ops.scored import MASK, SCALE, SINK, supplied, supplier
 from fused_softmax.ops.softmax_rows import (
     keep_first_max,
     plan_backward,
@@ -30,7 +31,8 @@ def forward(log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor 
     """(log_)softmax on the kernels, with no gradient and no checks: what registered operators and stand-ins run."""
     name = "log_softmax_forward" if log else "softmax_forward"
     if not scores.plain:
-        return prepare_call(log, input, dim, dtype, out, scores).call(input, out, scores.scale, scores.mask)
+        prepared = prepare_call(log, input, dim, dtype, out, scores)
+        return prepared.call(input, out, scores.scale, scores.mask, scores.sink)
     others = () if out is None else (out,)
     call = find(name, (dim, dtype), input, *others)
     if call is None:
@@ -88,9 +90,8 @@ def forward_by_plan(
         x_rows, y_rows = as_rows(x), as_rows(y)
         against = scores.exact(y.dtype, x.device)
         plan = plan or plan_forward(x_rows, y_rows, against)
-        layout = scores_against(against, tuple(x.shape))
+        scored = scores_against(against, tuple(x.shape)).tensors
         number = (against.number,) if isinstance(against.scale, float) else ()
-        scored = [each for each in (layout.mask, layout.scale) if each is not None]
         run = prepare_forward(x_rows, y_rows, plan, log=log, scores=against, shape=tuple(x.shape))
         run(x_rows, y_rows, *scored, *number)
         if plan.strategy == "stream" and against.greedy:
@@ -113,13 +114,17 @@ def backward_by_plan(
 def prepare_call(
     log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None, scores: Scores
 ) -> Prepared:
-    """The forward for tensors like these: call(input, out, scale, mask) -> result."""
+    """The forward for tensors like these: call(input, out, scale, mask, sink) -> result."""
     if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
         inner = prepare_call(log, input.to(dtype), dim, dtype, out, scores).call
-        return Prepared(lambda input, out, scale, mask: inner(input.to(dtype), out, scale, mask))
+        return Prepared(
+            lambda input, out, scale, mask, sink=None: inner(input.to(dtype), out, scale, mask, sink)
+        )  # fmt: skip
     if not input.numel():
-        return Prepared(lambda input, out, scale, mask: torch.empty_like(input, dtype=dtype) if out is None else out)
-    read = [each for each in (input, scores.mask, scores.scale) if isinstance(each, Tensor)]
+        return Prepared(
+            lambda input, out, scale, mask, sink=None: torch.empty_like(input, dtype=dtype) if out is None else out
+        )
+    read = input, *scores.tensors
     if out is not None and any(overlap(each, out) for each in read):  # of a row that is written, another may be unread
         return _copied_into(prepare_call(log, input, dim, dtype, None, scores))
     if scores.plain and input.ndim:
@@ -181,27 +186,32 @@ def _direct(run, input, dtype, strides, supply=None, plan=None, leading=None) ->
     shape, empty = tuple(input.shape), allocator(input.device)
 
     def made(launch, shape):
-        def call(input, out, scale, mask):
+        def call(input, out, scale, mask, sink=None):
             result = empty(shape, strides, dtype)
             launch(input, result)
             return result
 
-        def scaled_call(input, out, scale, mask):
+        def scaled_call(input, out, scale, mask, sink=None):
             result = empty(shape, strides, dtype)
             launch(input, result, scale)
             return result
 
-        def masked_call(input, out, scale, mask):
+        def masked_call(input, out, scale, mask, sink=None):
             result = empty(shape, strides, dtype)
             launch(input, result, mask)
             return result
 
-        def scored_call(input, out, scale, mask):
+        def sunk_call(input, out, scale, mask, sink=None):
             result = empty(shape, strides, dtype)
-            launch(input, result, *supply(scale, mask))
+            launch(input, result, sink)
             return result
 
-        return {None: call, SCALE: scaled_call, MASK: masked_call}.get(supply, scored_call)
+        def scored_call(input, out, scale, mask, sink=None):
+            result = empty(shape, strides, dtype)
+            launch(input, result, *supply(scale, mask, sink))
+            return result
+
+        return {None: call, SCALE: scaled_call, MASK: masked_call, SINK: sunk_call}.get(supply, scored_call)
 
     def again(n):
         other = plan_for(plan, n * (plan.n_rows // shape[0]))
@@ -224,15 +234,15 @@ def _written(run, log, dim, dtype, scores, input, out, supply=None) -> Prepared:
     launch, rules = run.__call__, (scores.is_causal, scores.masked_rows)
     before, after = bytes_of(input), bytes_of(out)
 
-    def call(input, out, scale, mask):
-        apart = out.data_ptr() - input.data_ptr()
-        if -after < apart < before or any(isinstance(each, Tensor) and overlap(each, out) for each in (scale, mask)):
-            of_this = Scores(scale, mask, *rules)
-            return prepare_call(log, input, dim, dtype, out, of_this).call(input, out, scale, mask)
+    def call(input, out, scale, mask, sink=None):
+        apart, others = out.data_ptr() - input.data_ptr(), (scale, mask, sink)
+        if -after < apart < before or any(isinstance(each, Tensor) and overlap(each, out) for each in others):
+            of_this = Scores(scale, mask, *rules, sink=sink)
+            return prepare_call(log, input, dim, dtype, out, of_this).call(input, out, scale, mask, sink)
         if supply is None:
             launch(input, out)
         else:
-            launch(input, out, *supplied(supply, scale, mask))
+            launch(input, out, *supplied(supply, scale, mask, sink))
         if not out.is_inference():
             bump_version((out,))  # autograd sees no write of a kernel's
         return out
@@ -248,18 +258,18 @@ def bytes_of(x: Tensor) -> int:
 def _copied_into(prepared) -> Prepared:
     """Into a new tensor, and from there into the caller's."""
     inner = prepared.call
-    return Prepared(lambda input, out, scale, mask: out.copy_(inner(input, None, scale, mask)))
+    return Prepared(lambda input, out, scale, mask, sink=None: out.copy_(inner(input, None, scale, mask, sink)))
 
 
 def _through_copies(run, supply, dim, dtype, copies, in_place, moved_shape) -> Prepared:
     """Where no stride describes the rows of the input (copies), or of the result as it should lie (not in_place)."""
     launch = run.__call__
 
-    def call(input, out, scale, mask):
+    def call(input, out, scale, mask, sink=None):
         source = last(input, dim).contiguous() if copies else input
         result = torch.empty(input.shape, dtype=dtype, device=input.device)
         target = result if in_place else torch.empty(moved_shape, dtype=dtype, device=input.device)
-        launch(source, target, *supplied(supply, scale, mask))
+        launch(source, target, *supplied(supply, scale, mask, sink))
         return result if in_place else result.copy_(target.movedim(-1, dim))
 
     return Prepared(call)
@@ -269,59 +279,19 @@ def _first_max_after(run, supply, log, input, dim, dtype, scores, out) -> Prepar
     """Rows that stream and may have scale 0, which torch's operations give their first maximum."""
     launch, rules = run.__call__, (scores.is_causal, scores.masked_rows)
 
-    def call(input, out, scale, mask):
+    def call(input, out, scale, mask, sink=None):
         result = torch.empty(input.shape, dtype=dtype, device=input.device) if out is None else out
         source, target = last(input, dim), last(result, dim)
         rows = as_rows(source) if flatten(source) is None else source
         moved = target if is_rows(target) else torch.empty(source.shape, dtype=dtype, device=input.device)
-        launch(rows, moved, *supplied(supply, scale, mask))
-        of_this = Scores(scale, mask, *rules).along(dim, tuple(input.shape))
+        launch(rows, moved, *supplied(supply, scale, mask, sink))
+        of_this = Scores(scale, mask, *rules, sink=sink).along(dim, tuple(input.shape))
         keep_first_max(source, moved, log, of_this)
         if moved is not target:
             target.copy_(moved)
         return result
 
     return Prepared(call)
-
-
-SCALE, MASK = "scale", "mask"
-
-
-def supplier(scores: Scores, layout: ScoreLayout, dim: int, dtype: torch.dtype, input: Tensor):
-    """What makes a launch's last arguments of a call's scale and mask: see `supplied`. None if it has none.
-
-    SCALE or MASK where that alone, as it is given, is all.
-    """
-    if scores.scale is None and scores.mask is None:
-        return None
-    device, shape, copied = input.device, tuple(input.shape), layout.copied
-    moved_shape = tuple(last(input, dim).shape)
-    masked, scaled, per_row = scores.mask is not None, scores.scale is not None, isinstance(scores.scale, Tensor)
-    wide = scaled and not per_row and dtype == torch.float64  # a kernel's number has 32 bits
-    if not (copied or scores.moved or wide) and masked != scaled:
-        return MASK if masked else SCALE
-
-    def supply(scale, mask):
-        if copied:
-            given = Scores(scale if scaled else None, mask).along(dim, shape).exact(dtype, device)
-            anew = scores_against(given, moved_shape)
-            tensors = tuple(each for each in (anew.mask, anew.scale) if each is not None)
-        else:
-            tensors = (mask.to(device),) if masked else ()
-            if per_row:
-                tensors += (scale.to(device),)
-            elif wide:
-                tensors += (torch.full((), scale, dtype=torch.float64, device=device),)
-        return (*tensors, scale) if scaled and not per_row and not wide else tensors
-
-    return supply
-
-
-def supplied(supply, scale, mask) -> tuple:
-    """A launch's last arguments."""
-    if supply is None:
-        return ()
-    return (scale,) if supply is SCALE else (mask,) if supply is MASK else supply(scale, mask)
 
 
 def prepare_backward_call(

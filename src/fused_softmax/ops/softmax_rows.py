@@ -42,10 +42,10 @@ def prepare_forward(
     x: Tensor, y: Tensor, plan: RowPlan | None = None, *, log: bool = False, scores: Scores = PLAIN,
     shape: tuple[int, ...] | None = None,
 ) -> Run:  # fmt: skip
-    """What launches `plan`, or the planner's, on rows x and y [n_rows, n_cols]: run(x, y, mask, scale), less None.
+    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: run(x, y, mask, scale, sink), less None.
 
-    shape: the input's own, against which mask and scale broadcast; x's unless told. A scale that is a number comes
-    last, with each run.
+    shape: the input's own, against which mask, scale and sink broadcast; x's unless told. A scale that is a number
+    comes last, with each run. A sink is a tensor (`Scores.exact`).
     """
     if plan is None:
         plan = plan_forward(x, y, scores)
@@ -53,7 +53,8 @@ def prepare_forward(
     layout = scores_against(scores, shape or tuple(x.shape))
     numbers = ("scale",) if isinstance(scores.scale, float) else ()
     spec = spec_of(ScoreSpec, plan, y.dtype, device, itemsize=x.element_size(), log=log, **layout.kind)
-    tensors, values = {"x": x, "y": y, "mask": layout.mask, "scale": layout.scale}, layout.values
+    tensors = {"x": x, "y": y, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
+    values = layout.values
     if plan.strategy == "tile":
         spec = replace(spec, edges_first=spec.shifted and (plan.pieces > 1 or y.dtype == torch.bfloat16))
         return prepare(_tile_forward, plan, spec, tensors, values, device=device, numbers=numbers)
@@ -72,20 +73,23 @@ def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout
     state_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
     shape = (2, plan.n_rows, -(-plan.parts // 4) * 4)  # rows of states on 16 bytes, so that m and s are aligned alike
     states = torch.empty(shape, dtype=state_dtype, device=x.device)
-    scored = {"mask": layout.mask, "scale": layout.scale}
+    scored = {"mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
     index = x.get_device()
     spec = replace(spec, greedy=False)
     of_state = {"x": x, "m": states[0], "s": states[1], **scored}
-    bare = replace(spec, log=False, zero_masked_rows=False)
+    bare = replace(spec, log=False, zero_masked_rows=False, sink=False)
     first = prepare(_stream_state, plan, bare, of_state, layout.values, device=index, numbers=numbers)
     of_result = {"x": x, "y": y, "m": states[0], "s": states[1], **scored}
     spec = replace(spec, lanes=plan.lanes)
     second = prepare(_stream_forward, plan, spec, of_result, layout.values, device=index, numbers=numbers)
     device = x.device
+    tensors = [layout.mask, layout.scale]
+    before = sum(each is not None for each in tensors)  # of the arguments, those that the sink follows
+    after = before + (layout.sink is not None)
 
     def run(x, y, *scored):
         m, s = torch.empty(shape, dtype=state_dtype, device=device)
-        first(x, m, s, *scored)
+        first(x, m, s, *scored[:before], *scored[after:])
         second(x, y, m, s, *scored)
 
     return Run(run, lambda plan: None)

@@ -27,7 +27,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_softmax.profile.parse import amd_widths, ptx_widths, usage
+from fused_softmax.launch import granted
+from fused_softmax.profile.parse import amd_widths, local_bytes, ptx_widths, usage
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -45,6 +46,7 @@ def compile_for(
     target: str | GPUTarget,
     divisible_by_16: Collection[str] = (),
     most_registers: int | None = None,
+    registers_of: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> "Compiled":
     """The binary of fn, which only `triton.jit` decorates, for one target.
@@ -55,8 +57,15 @@ def compile_for(
     divisible_by_16: the pointers that are aligned to 16 bytes and the integers that are multiples of 16. In a launch
         the JIT detects them. Leave one out to see the binary of a launch whose value is not divisible.
     most_registers: maxnreg, unless the kernel would spill with it.
+    registers_of: other constexprs, with which the kernel takes the registers that it may take.
     options: a launch's other options: num_warps, num_stages, num_ctas, maxnreg.
     """
+    if registers_of is not None:
+        how: dict[str, Any] = {"target": target, "divisible_by_16": divisible_by_16, "most_registers": most_registers}
+        like = compile_for(fn, signature=signature, constexprs={**constexprs, **registers_of}, **how, **options)
+        most_registers = None
+        if not like.is_amd:
+            options["maxnreg"] = granted(like.registers)
     if most_registers is not None:
         given: dict[str, Any] = {"signature": signature, "constexprs": constexprs, "target": target}
         capped = compile_for(fn, **given, divisible_by_16=divisible_by_16, maxnreg=most_registers, **options)
@@ -113,8 +122,15 @@ class Compiled:
 
     @property
     def stack_bytes(self) -> int:
-        """Bytes of one thread's values that found no register. 0 means that the kernel does not spill."""
+        """Bytes that one thread has in local memory, with those of the functions that the kernel calls."""
         return self._amd_field("private_segment_fixed_size") if self.is_amd else self._nvidia_usage["STACK"]
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of one thread's values that found no register, outside functions that the kernel calls."""
+        if self.is_amd or not self.stack_bytes:
+            return self.stack_bytes
+        return local_bytes(self._run("nvdisasm"))
 
     @property
     def load_widths(self) -> list[int]:
@@ -135,9 +151,12 @@ class Compiled:
     @cached_property
     def _nvidia_usage(self) -> dict[str, int]:
         # ptxas reports spills of 32-bit registers under STACK; LOCAL stays 0 for kernels without a call.
+        return usage(self._run("cuobjdump", "-res-usage"))
+
+    def _run(self, tool: str, *options: str) -> str:
+        """What one of the tools that come with Triton prints of the cubin."""
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(self.kernel.asm["cubin"])
-            cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-            run = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True)
-        return usage(run.stdout)
+            command = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+            return subprocess.run([command, *options, cubin], capture_output=True, text=True, check=True).stdout

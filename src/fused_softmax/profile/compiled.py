@@ -101,7 +101,7 @@ def listed(case: Case, device: Device) -> list[Listed]:
         found.append(Listed(kernel, grid, tensors, scalars, constexprs, options))
         return lambda *arguments: None
 
-    def slots(index: int, n_rows: int, slots_per_row: int) -> torch.Tensor:
+    def slots(index: int, n_rows: int, slots_per_row: int, of: int = 0) -> torch.Tensor:
         return torch.empty(n_rows * slots_per_row, dtype=torch.int64, device="meta").as_subclass(OnGpu)
 
     stand_ins: dict[str, Callable[..., Any]] = {"device_of": lambda index: device, "runs_here": lambda *tensors: True}
@@ -130,7 +130,7 @@ def kernel_of(each: Listed, device: Device) -> Kernel:
         limited_by=limited_by,
         registers=binary.registers,
         shared_bytes=binary.shared_bytes,
-        spilled_bytes=binary.stack_bytes,
+        spilled_bytes=binary.spilled_bytes,
         loads=widths(binary.load_widths),
         stores=widths(binary.store_widths),
     )

@@ -221,6 +221,21 @@ def widths(found: list[int]) -> str:
     return ", ".join(f"{width} x{count}" for width, count in counted) or "none"
 
 
+def local_bytes(sass: str) -> int:
+    """Bytes of local memory that a kernel's own code writes, in the output of `nvdisasm`.
+
+    Functions that it calls follow it in the same section, each after a label that begins with `$`.
+    """
+    words: set[int] = set()
+    for line in sass.splitlines():
+        if line.startswith("$"):
+            break
+        for width, offset in re.findall(r"\bSTL(?:\.(64|128))?\s+\[R1(?:\+(0x[0-9a-f]+))?\]", line):
+            first = int(offset or "0", 16)
+            words |= set(range(first, first + int(width or "32") // 8, 4))
+    return 4 * len(words)
+
+
 def usage(text: str) -> dict[str, int]:
     """REG, STACK, SHARED and LOCAL in the output of `cuobjdump -res-usage`."""
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}

@@ -9,14 +9,20 @@ from fused_softmax import reference
 from fused_softmax.ops import logsumexp as lse_ops
 from fused_softmax.ops import logsumexp_calls, softmax_calls
 from fused_softmax.ops import softmax as softmax_ops
-from fused_softmax.options import DTYPES, PLAIN, Scores, scores_of
+from fused_softmax.options import DTYPES, Scores, arithmetic_in, scores_of
 from fused_softmax.register import one_dim
 from fused_softmax.register.one_dim import in_front
 from fused_softmax.route import on_device
 
-SCORED = 'float? scale=None, Tensor? row_scale=None, Tensor? mask=None, bool is_causal=False, str masked_rows="nan"'
+SCORED = (
+    'float? scale=None, Tensor? row_scale=None, Tensor? mask=None, bool is_causal=False, str masked_rows="nan", '
+    "float? sink=None, Tensor? row_sink=None"
+)
 SOFTMAX = one_dim.forward_schema(SCORED)
-LOGSUMEXP = f"(Tensor input, int[] dim, bool keepdim=False, {SCORED}) -> Tensor"
+# dtype: of the result, to which the input is rounded as it is read.
+LOGSUMEXP = f"(Tensor input, int[] dim, bool keepdim=False, {SCORED}, ScalarType? dtype=None) -> Tensor"
+_N_SCORED = 7
+_PLACES = 5, 4, 9  # of mask, row_scale and row_sink among the arguments of each of the three
 # scale: of scores that may be masked; an element that is -inf in y then was masked, and has no gradient.
 BACKWARD = one_dim.backward_schema("float? scale=None")
 
@@ -24,26 +30,27 @@ BACKWARD = one_dim.backward_schema("float? scale=None")
 # What runs.
 
 
-def softmax(log, input, dim, dtype=None, scale=None, row_scale=None, mask=None, is_causal=False, masked_rows="nan"):
+def softmax(log, input, dim, dtype=None, *scored):
     name = "log_softmax" if log else "softmax"
     result_dtype = input.dtype if dtype is None else dtype
-    scored = _scored(scale, row_scale, mask, is_causal, masked_rows)
-    scores = scores_of(name, input, dim, **scored) if scored else PLAIN
+    arguments = _arguments(*scored)
+    scores = scores_of(name, input, dim, **arguments)
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if on_device(input) and result_dtype in DTYPES:
             return softmax_calls.forward(log, input, dim, result_dtype, None, scores)
-        return getattr(reference, name)(input, dim, dtype=dtype, arithmetic=_arithmetic(result_dtype), **scored)
+        return getattr(reference, name)(input, dim, dtype=dtype, arithmetic=arithmetic_in(result_dtype), **arguments)
 
 
-def logsumexp(input, dim, keepdim=False, scale=None, row_scale=None, mask=None, is_causal=False, masked_rows="nan"):
-    dims = tuple(dim)
-    scored = _scored(scale, row_scale, mask, is_causal, masked_rows)
-    scores = scores_of("logsumexp", input, dims[0], **scored) if scored else PLAIN
+def logsumexp(input, dim, keepdim=False, *rest):
+    dims, (scored, dtype) = tuple(dim), _with_dtype(rest)
+    result_dtype = input.dtype if dtype is None else dtype
+    arguments = _arguments(*scored)
+    scores = scores_of("logsumexp", input, dims[0] if dims else 0, **arguments)
     with torch._C.DisableTorchFunction():
-        if on_device(input) and input.dtype in DTYPES and input.ndim and input.numel():
-            return logsumexp_calls.forward(input, dims, keepdim, None, scores)
-        single = dims[0] if len(dims) == 1 else dims
-        return reference.logsumexp(input, single, keepdim, arithmetic=_arithmetic(input.dtype), **scored)
+        if on_device(input) and {input.dtype, result_dtype} <= {*DTYPES} and input.ndim and input.numel():
+            return logsumexp_calls.forward(input, dims, keepdim, None, scores, dtype)
+        single, arithmetic = dims[0] if len(dims) == 1 else dims, arithmetic_in(result_dtype)
+        return reference.logsumexp(input, single, keepdim, dtype=dtype, arithmetic=arithmetic, **arguments)
 
 
 def softmax_backward(log, dy, y, dim, dtype=None, scale=None):
@@ -55,22 +62,21 @@ def softmax_backward(log, dy, y, dim, dtype=None, scale=None):
         return (dz * factor).to(dtype or y.dtype)
 
 
-def _scored(scale, row_scale, mask, is_causal, masked_rows) -> dict[str, Any]:
-    """The keyword arguments of the public function, or nothing if all are as they are left out."""
-    scale = scale if row_scale is None else row_scale
-    scored = {"scale": scale, "mask": mask, "is_causal": is_causal, "masked_rows": masked_rows}
-    return {} if scale is None and mask is None and not is_causal and masked_rows == "nan" else scored
+def _arguments(*scored) -> dict[str, Any]:
+    """The keyword arguments of the public function."""
+    return Scores.of_operator(*scored).arguments()
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _with_dtype(rest: tuple) -> tuple[tuple, torch.dtype | None]:
+    """(a logsumexp's arguments of scores, its dtype), less those that were left out."""
+    return rest[:_N_SCORED], rest[_N_SCORED] if len(rest) > _N_SCORED else None
 
 
 # What tracing is told instead.
 
 
-def fake_logsumexp(input, dim, keepdim=False, *scored):
-    return torch.logsumexp(input, dim, keepdim)
+def fake_logsumexp(input, dim, keepdim=False, *rest):
+    return torch.logsumexp(input, dim, keepdim).to(_with_dtype(rest)[1] or input.dtype)
 
 
 # Autograd. The dispatcher leaves out last arguments that equal their defaults, and asks for no gradient of theirs.
@@ -82,15 +88,20 @@ def save_softmax(log, ctx, inputs, output):
 
 
 def save_logsumexp(ctx, inputs, output):
-    input, dim, _, *scored = inputs
-    lse_ops.save_for_gradients(ctx, input, dim, output, Scores.of_operator(*scored))
+    input, dim, _, *rest = inputs
+    lse_ops.save_for_gradients(ctx, input, dim, output, Scores.of_operator(*_with_dtype(tuple(rest))[0]))
 
 
 def gradients_of(gradients, ctx, dy):
     asked = ctx.needs_input_grad
-    for_input, for_scale, for_mask = (len(asked) > i and asked[i] for i in (0, 4, 5))
-    dx, dmask, dscale = gradients(ctx, dy, for_input, for_mask, for_scale)
-    return (dx, None, None, None, dscale, dmask, None, None)[: len(asked)]
+    places = (0, *_PLACES)
+    of_places = [len(asked) > i and asked[i] for i in places]
+    found = gradients(ctx, dy, *of_places)
+    result: list[Tensor | None] = [None] * len(asked)
+    for i, each in zip(places, found, strict=True):
+        if i < len(asked):
+            result[i] = each
+    return tuple(result)
 
 
 def save_backward(ctx, inputs, output):
@@ -118,24 +129,23 @@ def log_softmax_second(ctx, g):
 # vmap: the batch is one more dim, in front.
 
 
-def batched_softmax(operator, info, in_dims, input, dim, dtype=None, scale=None, row_scale=None, mask=None, *rest):
+def batched_softmax(operator, info, in_dims, input, dim, *rest):
     ndim = max(1, input.ndim - (in_dims[0] is not None)) + 1
-    row_scale, mask = _beside(ndim, (row_scale, mask), in_dims[4:6])
-    return one_dim.batched(operator, info, in_dims, input, dim, dtype, scale, row_scale, mask, *rest)
+    return one_dim.batched(operator, info, in_dims, input, dim, *_beside(ndim, rest, in_dims))
 
 
-def batched_logsumexp(operator, info, in_dims, input, dim, keepdim=False, scale=None, row_scale=None, mask=None, *rest):
+def batched_logsumexp(operator, info, in_dims, input, dim, *rest):
     input = in_front(input, in_dims[0], info.batch_size)
-    row_scale, mask = _beside(input.ndim, (row_scale, mask), in_dims[4:6])
     dim = [d % (input.ndim - 1) + 1 for d in dim]
-    return operator(input, dim, keepdim, scale, row_scale, mask, *rest), 0
+    return operator(input, dim, *_beside(input.ndim, rest, in_dims)), 0
 
 
-def _beside(ndim: int, tensors: tuple[Tensor | None, ...], in_dims: tuple[int | None, ...]) -> list[Tensor | None]:
-    """Scale and mask with their batch, where they have one, in front, and ndim dims in all."""
-    result = list(tensors)
-    for i, (tensor, at) in enumerate(zip(tensors, in_dims, strict=False)):
-        if tensor is not None and at is not None:
-            tensor = tensor.movedim(at, 0)
+def _beside(ndim: int, rest: tuple, in_dims: tuple[int | None, ...]) -> list[Any]:
+    """The arguments after dim: mask, scale and sink with their batch, where they have one, in front, and ndim dims."""
+    result = list(rest)
+    for place in _PLACES:
+        i = place - 2
+        if place < len(in_dims) and in_dims[place] is not None and i < len(rest):
+            tensor = rest[i].movedim(in_dims[place], 0)
             result[i] = tensor.reshape(tensor.shape[0], *[1] * (ndim - tensor.ndim), *tensor.shape[1:])
     return result

@@ -48,8 +48,13 @@ class Matrix:
         rows, cols = zip(*(divmod(at, n_cols) for at in entry["at"]), strict=True)
         return sorted(set(rows)), (min(cols), max(cols) + 1)
 
-    def learn(self, place: Place, told: Told, now: dict[str, Any], reduced: dict[str, Any]) -> list[dict[str, Any]]:
-        """The rows whose maximum or sum has changed, with everything known of them now."""
+    def learn(
+        self, place: Place, told: Told, now: dict[str, Any], before: dict[str, Any], reduced: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The rows whose maximum or sum has changed, with everything known of them now.
+
+        A local that is as it was before says nothing: a function that the kernel has called may know more by now.
+        """
         rows = flat(named(now, told.row))
         if rows is None:
             return []
@@ -57,6 +62,8 @@ class Matrix:
         for letter, names in (("m", told.m), ("s", told.s)):
             values = [reduced.get(name) if name.endswith("()") else named(now, name) for name in names]
             value: Any = next((value for value in values if value is not None), None)
+            if any(value is named(before, name) for name in names):
+                continue
             of_rows = flat(value)
             if of_rows is None or of_rows.size not in (1, rows.size) or of_rows.dtype.kind != "f":
                 continue

@@ -28,13 +28,13 @@ COLUMN_INNER = 4
 PLACES = frozenset({
     "at_columns", "body_of", "columns_of", "exp_at", "head_of", "hold", "hold_all", "load_target_logit", "mask_of_row",
     "multiple_of", "numbers_of", "of_each_row", "origin_of", "pack_state", "part_of", "place_of", "row_of_part",
-    "scores_of", "scores_of_row", "slope_of", "slots_of", "store_piece", "stream_part", "tag_of", "tile_of",
-    "unpack_state", "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "zero_of",
+    "row_of_program", "scores_of", "scores_of_row", "sink_of_row", "slope_of", "slots_of", "store_piece",
+    "stream_part", "tag_of", "tile_of", "unpack_state", "wait_for", "weight_of", "weight_total", "weights_at",
+    "whole_vectors", "widen", "with_sink", "zero_of",
 })  # fmt: skip
 # Functions that pass a row's pieces, and its edge if it has one, to the functions that do the work.
 _THROUGH = frozenset({
-    "collect_states", "dot_of_row", "load_logits", "load_row", "load_scores", "max_of_row", "store_gradient",
-    "store_row", "sum_of_row",
+    "dot_of_row", "load_logits", "load_row", "load_scores", "max_of_row", "store_gradient", "store_row", "sum_of_row",
 })  # fmt: skip
 _ROLES: dict[str, Role] = {"y_ptr": "output", "dx_ptr": "output"}
 _STATES = frozenset({"m_ptr", "s_ptr", "d_ptr", "ls_ptr", "loss_ptr"})
@@ -131,46 +131,66 @@ def _run_cross_entropy(recorder: Recorder, x: Tensor, block: int) -> dict[str, A
     return _facts(plan) | {"target": "column i in row i"}
 
 
-def _story(*, waits: bool = False, message: dict[str, str] | None = None, **told: Told) -> Story:
-    """message: for each number of a message, the local of `publish` that holds it; `collect` adds "_parts" to it."""
+def _story(
+    *, phases: tuple[str, ...] = (), waits: bool = False, message: dict[str, str] | None = None, **told: Told
+) -> Story:
+    """message: for each number of a message, the local of `publish` that holds it; `states_of` adds "_parts" to it."""
     message = message or {"m": "m", "s": "s"}
+    if waits:
+        told |= {"publish": _PUBLISH, "collect": _COLLECT, "states_of": _STATES_OF}
     return Story(
         told,
+        phases=phases,
         roles=_ROLES,
         unset=_STATES,
         step_over=PLACES,
         step_through=_THROUGH,
         waits=frozenset({"collect"}) if waits else frozenset(),
         publishes={"publish": message} if waits else {},
-        collects={"collect": {name: f"{local}_parts" for name, local in message.items()}} if waits else {},
+        collects={"states_of": {name: f"{local}_parts" for name, local in message.items()}} if waits else {},
     )
 
 
-_ROW = {
+_NO_SINK = ("sink = sink_of_row", "m, s = with_sink(m, s")
+_SLOTS = ("row_slots_ptr = slots_ptr", "tag = 0")  # `slots_of` gives both, where programs exchange
+_PART_FORWARD = Told(
+    {
+        "find the part": "program = tl.program_id",
+        "load": "z, edge, m = load_part",
+        "sum": "z = hold_all",
+        "exchange": ("if K.prefetch and K.split", "if K.split:"),
+        "output": "store_row(",  # of a row that is whole; parts have store_part
+    },
+    silent=(*_NO_SINK, *_SLOTS, "n_programs ="),
+)
+_ROW_FORWARD = replace(_PART_FORWARD, phases={
     "find the row": "program = tl.program_id",
-    "load": "z, edge = load_row",
-    "maximum": "m, edge = max_of_row",
+    "load": "z, edge, m = load_part",
     "sum": "z = hold_all",
-    "output": "if K.collect:",
-}
-_PART: dict[str, str | tuple[str, ...]] = {
-    "find the part": "program = tl.program_id",
-    "load": "z, edge = load_row",
-    "maximum": "m, edge = max_of_row",
-    "sum": "z = hold_all",
-    "exchange": ("if K.prefetch and K.split", "if K.split and K.greedy"),
-    "output": "if K.collect:",
-}
-_ALL = {"m, s = exchange(": "From here on the program knows the whole row's maximum and sum."}
+    "output": "store_row(",
+})  # fmt: skip
+_LOAD_PART = Told({"load": "z, edge = load_row", "maximum": "m, edge = max_of_row"}, row="r.row", state=True)
+_ALL = "From here on the program knows the whole row's maximum and sum."
+_STORE_PART = Told(
+    {"output": "store_row("},
+    row="r.row",
+    notes={"m, s = merged(": _ALL},
+    silent=_NO_SINK[1:],
+    unused=("sink",),
+    state=True,
+)
+_AS_N = ("L.factor", "L.cap", "L.smoothing", "L.lse_square_scale")  # `numbers_of` makes one N of them
 _PUBLISH = Told(
     notes={"tl.atomic_xchg": "One 64-bit message holds everything the others need. Written whole, it needs no flag."}
 )
 _COLLECT = Told(
     notes={
         "j = tl.arange": "The program waits until every part of its row has published. The others run meanwhile.",
-        "m_parts, s_parts =": "One message from each part, its own included.",
+        "return wait_for": "No message is missing. A program that had waited too long would compute the missing parts "
+        "itself.",
     }
 )
+_STATES_OF = Told(notes={"m_parts, s_parts =": "One message from each part, its own included."})
 
 OURS = (
     Kernel(
@@ -191,7 +211,11 @@ OURS = (
                     "output": "store_row(",
                 },
                 row="r.row",
-                notes={"r = tile_of": "Rows past the end repeat the last one."},
+                notes={
+                    "r = tile_of": "Rows past the end repeat the last one.",
+                    "m, s = with_sink": "No sink is given, so the sum is that of the row.",
+                },
+                silent=_NO_SINK[:1],
             )
         ),
     ),
@@ -203,7 +227,11 @@ OURS = (
         operation="softmax",
         run=_forward("row"),
         formula=Formula(1, 1),
-        story=_story(_part_forward=Told(_ROW)),
+        story=_story(
+            phases=("find the row", "load", "maximum", "sum", "output"),
+            _part_forward=_ROW_FORWARD,
+            load_part=_LOAD_PART,
+        ),
     ),
     Kernel(
         name="split",
@@ -214,7 +242,13 @@ OURS = (
         operation="softmax",
         run=_forward("split"),
         formula=Formula(1, 1),
-        story=_story(waits=True, publish=_PUBLISH, collect=_COLLECT, _part_forward=Told(_PART, notes=_ALL)),
+        story=_story(
+            phases=("find the part", "load", "maximum", "sum", "exchange", "output"),
+            waits=True,
+            _part_forward=_PART_FORWARD,
+            load_part=_LOAD_PART,
+            store_part=_STORE_PART,
+        ),
         dtypes=_NARROW,
         merge=True,
     ),
@@ -236,6 +270,7 @@ OURS = (
                 notes={
                     "s = tl.sum": "The states of the row's parts merge. Each sum is rescaled to the common maximum."
                 },
+                silent=_NO_SINK[1:],
             ),
             merge=Told(notes={"return m": "Both sums are rescaled to the larger maximum, then added."}),
         ),
@@ -249,16 +284,19 @@ OURS = (
         run=_run_column,
         formula=Formula(1, 1),
         story=_story(
+            phases=("find the columns", "load", "maximum", "sum", "output"),
             _column_forward=Told(
                 {
                     "find the columns": "group, part = place_of",
-                    "load": "x = load_columns",
-                    "maximum": "m = max_of",
-                    "sum": "x = hold_all",
-                    "output": ("if K.split:", "if K.collect:"),
+                    "load": "x, m, s = hold_columns",
+                    "output": "y = Strided",
                 },
                 row="c.inner",
-            )
+                silent=("group_slots_ptr = slots_ptr", "tag = 0"),
+            ),
+            hold_columns=Told(
+                {"load": "x = load_columns", "maximum": "m = max_of", "sum": "x = hold_all"}, row="c.inner", state=True
+            ),
         ),
     ),
     Kernel(
@@ -273,21 +311,22 @@ OURS = (
         story=_story(
             waits=True,
             message={"d": "m"},
-            publish=_PUBLISH,
-            collect=_COLLECT,
             _part_backward=Told(
                 {
                     "find the part": "program = tl.program_id",
                     "load": "y, dy = load_both",
                     "sum of y dy": "d, edge_y, edge_dy = dot_of_row",
                     "exchange": ("if K.prefetch:", "if K.split:"),
-                    "output": "if K.collect:",
+                    "output": "store_gradient(",
                 },
                 m=(),
                 s=(),
+                silent=_SLOTS,
             ),
-            exchange_sum=Told(
-                notes={"d = tl.sum": "The parts of d are added. Unlike sums of exponentials, they need no rescaling."}
+            summed=Told(
+                notes={
+                    "return tl.sum": "The parts of d are added. Unlike sums of exponentials, they need no rescaling."
+                }
             ),
         ),
         dtypes=_NARROW,
@@ -303,20 +342,38 @@ OURS = (
         run=_run_cross_entropy,
         formula=Formula(1, 1, read_m=1, written_m=1),
         story=_story(
+            phases=("find the part", "target", "load", "maximum", "target's logit", "sum", "exchange", "loss"),
             waits=True,
-            publish=_PUBLISH,
-            collect=_COLLECT,
             _part_loss=Told(
+                {"find the part": "program = tl.program_id", "exchange": ("if K.prefetch:", "if K.split:")},
+                notes={"m, s = merged(": _ALL},
+                silent=(*_SLOTS, "L = LossRow"),
+            ),
+            hold_part=Told(
                 {
-                    "find the part": "program = tl.program_id",
                     "target": "T = target_of",
-                    "load": "z = load_logits",
-                    "maximum": "m = max_of",
+                    "load": "z, edge, m = load_part",
+                    "target's logit": "owner = tl.where",
                     "sum": "z = hold_all",
-                    "exchange": ("if K.prefetch:", "if K.split:"),
-                    "loss": "if K.collect:",
-                    "gradient": "g, g_z = per_row",
-                }
+                },
+                row="r.row",
+                silent=("n_rows =", "g = 1.0", "g_z = 1.0"),
+                unused=_AS_N,
+                state=True,
+            ),
+            load_part=Told({"load": "z = load_logits", "maximum": "m = max_of"}, row="r.row", state=True),
+            finish_part=Told(
+                {"loss": "ls = log_sum_of", "gradient": "g, g_z = per_row"},
+                silent=(
+                    "N = numbers_of",
+                    "zero = H.zero",
+                    "wz = H.wz",
+                    "loss_ptr = L.loss_ptr",
+                    "z_ptr = L.z_ptr",
+                    "g = H.g",
+                    "g_z = H.g_z",
+                ),
+                unused=("H.g", "H.g_z", *_AS_N),
             ),
             store_part=Told(
                 {"gradient": "scale, base = origin_of", "gradient at the target": "tl.debug_barrier"},

@@ -58,12 +58,13 @@ class _Frame:
 
 @dataclass
 class _Program:
-    """One program of a launch."""
+    """One program of a launch. part: that of its row, once it has published a message."""
 
     grid: tuple[int, int, int]
     first_step: int
     frames: list[_Frame] = field(default_factory=list)
     place: Place = field(default_factory=Place)
+    part: int | None = None
 
 
 class Recorder:
@@ -83,7 +84,7 @@ class Recorder:
     def __init__(self, story: Story | None = None, *, merge: bool = False) -> None:
         self.story = story or Story()
         self.memory = Memory()
-        self.phases = list(dict.fromkeys(phase for told in self.story.told.values() for phase in told.phases))
+        self.phases = self.story.in_order()
         self._told = bool(self.phases)
         self.sources: list[Source] = []
         self.launches: list[dict[str, Any]] = []
@@ -231,16 +232,20 @@ class Recorder:
         if top.line is None:
             return
         now = dict(frame.f_locals)
+        if top.line in top.source.silent and not top.step:
+            top.known, top.within, top.computed, top.reduced = now, None, [], {}
+            return
         news = self._changed(now, top.known)
         if result is not None:
             news |= self._changed({"return": result}, {})
-        top.known = now
+        before, top.known = top.known, now
         place, state = program.place, []
         if len(program.frames) == 1:
             place.rows = self._matrix.rows_of(named(now, top.source.told.row)) or place.rows
             if top.source.starts(top.line, "for ", "while "):
                 place.cols = None
-            state = self._matrix.learn(place, top.source.told, now, top.reduced)
+        if len(program.frames) == 1 or top.source.told.state:
+            state = self._matrix.learn(place, top.source.told, now, before, top.reduced)
             self.states |= {entry["row"]: entry for entry in state}
         if top.reached:
             place.rows, place.cols = top.reached
@@ -349,19 +354,16 @@ class Recorder:
     # Messages.
 
     def _published(self, program: _Program, top: _Frame) -> None:
-        message: dict[str, Any] = {
-            "kind": "publish",
-            "row": program.place.rows[0],
-            "from": int(_item(top.known["part"])),
-        }
+        program.part = int(_item(top.known["part"]))
+        message: dict[str, Any] = {"kind": "publish", "row": program.place.rows[0], "from": program.part}
         for name, local in self.story.publishes[top.source.name].items():
             message[name] = numbers(_item(top.known[local]), "float32")[0]
         top.messages.append(message)
 
     def _collected(self, program: _Program, now: dict[str, Any], names: Mapping[str, str]) -> None:
-        step, part = self.steps[-1], int(_item(now["part"]))
+        step, row = self.steps[-1], program.place.rows[0]
         for each in range(int(_item(now["n_parts"]))):
-            message: dict[str, Any] = {"kind": "collect", "row": program.place.rows[0], "from": each, "to": part}
+            message: dict[str, Any] = {"kind": "collect", "row": row, "from": each, "to": program.part}
             for name, local in names.items():
                 message[name] = numbers(_item(now[local], each), "float32")[0]
             self._add({name: step[name] for name in ("frame", "line", "phase", "rows")} | {"message": message})

@@ -23,6 +23,11 @@ class Told:
     row: the local that holds a program's current row or rows.
     m, s: locals that may hold the running maximum and sum; the first that exists counts. "max()" is the last tl.max.
     notes: for the beginning of a statement, a sentence for the step that runs it.
+    silent: how statements begin that get no step, and whose locals are not shown, because they only pass values on or
+        prepare what the recorded call has no use for. One that reads or writes memory gets its step.
+    unused: parameters, and their fields, that are not shown: the recorded call has no use for them, or other locals
+        hold the same.
+    state: whether m and s count in a function that the kernel calls, as they always do in the kernel itself.
     """
 
     phases: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -30,21 +35,27 @@ class Told:
     m: tuple[str, ...] = ("m",)
     s: tuple[str, ...] = ("s",)
     notes: Mapping[str, str] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    state: bool = False
 
 
 @dataclass(frozen=True)
 class Story:
     """Knowledge of all functions of a recording. told: by function name.
 
+    phases: all phases in order, where the functions that open them call each other; else the order is that of `told`.
     roles: the roles of kernel parameters that are not inputs.
     unset: parameters that, like outputs, hold nothing until a kernel writes them.
     step_over: functions whose lines are not recorded. Their reads and writes count for the calling line.
     step_through: functions whose lines are not recorded while those of the functions that they call are.
     waits: functions in which a program waits for others. It lets them run when it gets there.
-    publishes, collects: functions that write and read messages, with the local that holds each number of a message.
+    publishes: functions that write a message, with the local that holds each of its numbers.
+    collects: functions that unpack the messages of all parts, with the local that holds each number of them.
     """
 
     told: Mapping[str, Told] = field(default_factory=dict)
+    phases: tuple[str, ...] = ()
     roles: Mapping[str, Role] = field(default_factory=dict)
     unset: frozenset[str] = frozenset()
     step_over: frozenset[str] = frozenset()
@@ -52,6 +63,10 @@ class Story:
     waits: frozenset[str] = frozenset()
     publishes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     collects: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def in_order(self) -> list[str]:
+        """All phases, once each."""
+        return list(dict.fromkeys((*self.phases, *(phase for told in self.told.values() for phase in told.phases))))
 
 
 class Source:
@@ -104,7 +119,8 @@ class Source:
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the function reads. It only passes most fields on."""
-        return {name: value for name, value in given.items() if "." not in name or name in self._fields}
+        used = {name: value for name, value in given.items() if name not in self.told.unused}
+        return {name: value for name, value in used.items() if "." not in name or name in self._fields}
 
     @cached_property
     def results(self) -> set[Span]:
@@ -137,6 +153,11 @@ class Source:
     def notes(self) -> dict[int, str]:
         """A sentence for each line that has one."""
         return {self._find(opening, 0) + self.first_line: note for opening, note in self.told.notes.items()}
+
+    @cached_property
+    def silent(self) -> set[int]:
+        """The lines of statements that get no step."""
+        return {self._find(opening, 0) + self.first_line for opening in self.told.silent}
 
     def phase(self, line: int) -> str | None:
         """The phase of a line, None before the first phase."""
