@@ -292,6 +292,8 @@ def load_columns(ptr, stride, c, OTHER: tl.constexpr, K: tl.constexpr):
             piece = tl.load(here)
         elif K.whole:
             piece = tl.load(here, mask=p * K.block_cols + cols < c.size, other=OTHER)
+        elif p < K.full_pieces:
+            piece = tl.load(here, mask=c.on[None, :] & (cols >= 0), other=OTHER)
         else:
             piece = tl.load(here, mask=(p * K.block_cols + cols < c.size) & c.on[None, :], other=OTHER)
         pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
@@ -324,6 +326,8 @@ def store_columns(ptr, stride, y, p, c, K: tl.constexpr):
         tl.store(at, y, cache_modifier=".cs")
     elif K.whole:
         tl.store(at, y, mask=p * K.block_cols + cols < c.size, cache_modifier=".cs")
+    elif p < K.full_pieces:
+        tl.store(at, y, mask=c.on[None, :] & (cols >= 0), cache_modifier=".cs")
     else:
         tl.store(at, y, mask=(p * K.block_cols + cols < c.size) & c.on[None, :], cache_modifier=".cs")
 

@@ -6,15 +6,20 @@ from typing import Literal
 from fused_softmax.plan.device import Device
 from fused_softmax.plan.ladders import (
     COLUMN_BYTES,
+    COLUMN_FEW,
+    COLUMN_FEW_BYTES,
+    COLUMN_FEW_PIECES,
     COLUMN_GROUPS,
     COLUMN_MASKED_PIECES,
     COLUMN_MOST_PARTS,
     COLUMN_NOTE,
+    COLUMN_ODD_BYTES,
     COLUMN_POSITIONS,
     COLUMN_READ_NOTE,
     COLUMN_READ_PIECES,
     COLUMN_READ_REGISTERS,
     COLUMN_REGISTERS,
+    COLUMN_SCARCE_BYTES,
     COLUMN_WARPS,
 )
 from fused_softmax.plan.sizes import VECTOR_BYTES, next_power_of_2
@@ -85,24 +90,8 @@ def plan_columns(
     >>> plan_columns(64, 4096, 512, 4, H200).parts
     8
     """
-    vector = choices.get("vector", VECTOR_BYTES // itemsize)
-    inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
-    inner = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)
-    num_warps = 4
-    if not holds:
-        vector = min(vector, COLUMN_POSITIONS)
-        if itemsize == 2 and n_outer * -(-n_inner // inner) < COLUMN_GROUPS * device.sm_count:
-            num_warps = 8
-    num_warps = choices.get("num_warps", num_warps)
-    if access * itemsize < 4:  # 2-byte elements read one by one wait in 4 bytes each
-        held_bytes = held_bytes * 3 // 4
-    held = choices.get("held_bytes", held_bytes) // (itemsize * inputs)
-    while num_warps > 1 and next_power_of_2(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
-        num_warps //= 2
-    piece = 32 * num_warps * vector
-    inner = max(inner, min(next_power_of_2(n_inner), piece // next_power_of_2(n_cols)))
-    block_cols = max(1, min(next_power_of_2(n_cols), piece // inner))
-    most = max(1, held // (inner * block_cols))  # pieces
+    tile = _held_tile if holds else _read_tile
+    inner, block_cols, num_warps, most = tile(n_outer, n_cols, n_inner, itemsize, device, inputs, access, choices)
     parts = -(-n_cols // (most * block_cols))
     if not holds:
         whole = itemsize == 2 or n_inner % inner == 0
@@ -139,6 +128,63 @@ def plan_columns(
             f"column ({COLUMN_NOTE if holds else COLUMN_READ_NOTE})",
         ),
     )
+
+
+def _held_tile(
+    n_outer: int, n_cols: int, n_inner: int, itemsize: int, device: Device, inputs: int, access: int,
+    choices: dict[str, int],
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """(inner positions, columns, warps, pieces at most) of a tile of columns that are held."""
+    vector = choices.get("vector", VECTOR_BYTES // itemsize)
+    inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
+    built_in = not choices and inputs == 1  # gradients were measured by the tiles below alone
+    wide = access * itemsize >= 4
+    block_cols = next_power_of_2(-(-n_cols // COLUMN_FEW_PIECES))
+    if built_in and wide and block_cols <= COLUMN_FEW:
+        warp = 32 * vector // block_cols  # positions that a warp reads of block_cols columns
+        inner = min(next_power_of_2(n_inner), max(warp, min(COLUMN_FEW_BYTES // itemsize, 4 * warp)))
+        if n_outer * -(-n_inner // inner) >= device.sm_count:
+            return inner, block_cols, max(1, inner // warp), -(-n_cols // block_cols)
+    if not wide:  # elements read one by one wait in 4 bytes each
+        held_bytes = held_bytes * 3 // 4
+    inner = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)
+    held, num_warps = choices.get("held_bytes", held_bytes) // (itemsize * inputs), 4
+    parts = -(-n_cols * inner // held)
+    if built_in and not wide and parts > 1:
+        inner, held, vector = min(inner, COLUMN_ODD_BYTES // itemsize), held // 3, vector // 2
+    elif built_in and (n_outer * -(-n_inner // inner) * parts < device.sm_count or parts > COLUMN_MOST_PARTS):
+        inner, num_warps, vector = min(inner, COLUMN_SCARCE_BYTES // itemsize), 8, max(1, vector // 2)
+    num_warps = choices.get("num_warps", num_warps)
+    while num_warps > 1 and next_power_of_2(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
+        num_warps //= 2
+    inner, block_cols = _piece(32 * num_warps * vector, inner, n_cols, n_inner)
+    return inner, block_cols, num_warps, max(1, held // (inner * block_cols))
+
+
+def _read_tile(
+    n_outer: int, n_cols: int, n_inner: int, itemsize: int, device: Device, inputs: int, access: int,
+    choices: dict[str, int],
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """The same of columns that are read tile by tile."""
+    vector = min(choices.get("vector", VECTOR_BYTES // itemsize), COLUMN_POSITIONS)
+    inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
+    inner, num_warps = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize), 4
+    if itemsize == 2 and n_outer * -(-n_inner // inner) < COLUMN_GROUPS * device.sm_count:
+        num_warps = 8
+    num_warps = choices.get("num_warps", num_warps)
+    if access * itemsize < 4:
+        held_bytes = held_bytes * 3 // 4
+    held = choices.get("held_bytes", held_bytes) // (itemsize * inputs)
+    while num_warps > 1 and next_power_of_2(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
+        num_warps //= 2
+    inner, block_cols = _piece(32 * num_warps * vector, inner, n_cols, n_inner)
+    return inner, block_cols, num_warps, max(1, held // (inner * block_cols))
+
+
+def _piece(elements: int, inner: int, n_cols: int, n_inner: int) -> tuple[int, int]:
+    """(inner positions, columns) of a tile of so many elements: more positions where the columns do not fill it."""
+    inner = max(inner, min(next_power_of_2(n_inner), elements // next_power_of_2(n_cols)))
+    return inner, max(1, min(next_power_of_2(n_cols), elements // inner))
 
 
 def _why_parts(parts: int, part_cols: int, holds: bool) -> str:

@@ -84,12 +84,19 @@ SHIFTED_SPLIT_PARTS = {  # the first part does the edges too, and a long part hi
     ),
     (2, 4): Ladder((UNBOUNDED, 4096, 4), note="fp32 100003 0.95, with parts of 8192 0.90"),
 }
-# (columns of a part up to, warps) for few rows: the first rung whose parts are no more than fill the chip.
+# (columns of a part up to, warps, programs a multiprocessor at most, parts of a row at most) for few rows: the first
+# rung whose parts are no more.
 FEW_ROWS_PARTS = Ladder(
-    (1024, 1), (2048, 4), (4096, 4), (8192, 4), note="1 x 32768 2.5 us, 1 x 1 Mi fp32 6.0 us, 132 x 32768 11.3 us"
-)
-FEW_ROWS_MOST_PARTS = 256
-FEW_ROWS_PROGRAMS = 8  # a multiprocessor at most
+    (1024, 1, 8, 256), (2048, 4, 8, 256), (4096, 4, 8, 256), (8192, 4, 8, 256),
+    note="1 x 32768 2.5 us, 1 x 1 Mi fp32 6.0 us, 132 x 32768 11.3 us",
+)  # fmt: skip
+FEW_ROWS_PARTS_OF = {  # (work, itemsize) where they are others
+    ("softmax", 2): Ladder(
+        (1024, 1, 8, 128), (2048, 4, 12, 256), (4096, 4, 8, 256), (8192, 4, 16, 256),
+        note="2 x 262144 by 128 parts 3.6 us, by 256 4.5; 16 x 201088 7.2 us, in parts of 4096 7.6; 128 x 128256 21.9, "
+        "in parts of 16384 22.5",
+    ),
+}  # fmt: skip
 FEW_ROWS_COLS = 8192  # an exchange pays from here on: 1 x 16384 bf16 2.9 us by one program, split 2.3
 MASKED_PIECES = 15  # of a part whose last piece has a mask: one of 16 takes 127 registers for 96; 262152 0.89 to 0.95
 READERS_PER_COPY = 4  # programs that poll one copy of a row's slots: bf16 1 Mi 0.92 with 16 copies, 0.89 with one
@@ -141,7 +148,14 @@ COLUMN_BYTES = {
     (2, 2): (64, 65536), (2, 4): (128, 65536), (2, 8): (128, 65536),
 }  # fmt: skip
 COLUMN_NOTE = "64 x 4096 x 512 fp32 0.94, 64 and 32 KiB 0.85; bf16 0.80, 40 KiB 0.76; backward 0.96, 0.85"
-COLUMN_MOST_PARTS = 64
+COLUMN_MOST_PARTS = 128
+# Few columns: tiles at most, columns of one at most, contiguous bytes of each. dim 1 of 8 x 21 x 512 x 512 bf16 0.93
+# (by tiles of 16 columns 0.26), fp32 0.97 (0.71); of 32 x 3 x 262144 bf16 1.00 (0.34).
+COLUMN_FEW_PIECES, COLUMN_FEW, COLUMN_FEW_BYTES = 20, 8, 256
+# Contiguous bytes, a sector of DRAM, where programs would be fewer than multiprocessors, or more than share columns:
+# 16 x 1000 x 64 bf16 4.95 us (8.7), 1 x 100000 x 32 10.2 us (15.1).
+COLUMN_SCARCE_BYTES = 32
+COLUMN_ODD_BYTES = 64  # where 2-byte elements are read one by one: 256 x 1024 x 77 44.5 us (65.2)
 # Registers of a thread where four warps hold columns: three programs reside, where a few registers more leave two.
 COLUMN_REGISTERS = 168
 COLUMN_READ_REGISTERS = 64  # where nothing is held: 32 warps reside

@@ -6,9 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from fused_softmax.plan.device import Device
 from fused_softmax.plan.ladders import (
-    FEW_ROWS_MOST_PARTS,
     FEW_ROWS_PARTS,
-    FEW_ROWS_PROGRAMS,
+    FEW_ROWS_PARTS_OF,
     LEAST_SHIFTED,
     MASKED_PIECES,
     POLL_LAST_FIRST_PARTS,
@@ -18,6 +17,7 @@ from fused_softmax.plan.ladders import (
     STREAM_PIECES,
     STREAM_PROGRAMS,
     STREAM_WARPS,
+    Ladder,
     prefetch_bytes,
     row_warps,
     split_parts,
@@ -202,7 +202,7 @@ def split(rows: Rows, choices: Choices) -> Shape:
         part_cols = _equal_parts(rows.body, wanted - block_cols)
     parts = -(-rows.body // part_cols)
     if few:
-        reason = f"parts of {part_cols} columns, so that few rows fill the chip ({FEW_ROWS_PARTS.note})"
+        reason = f"parts of {part_cols} columns, so that few rows fill the chip ({_few_rows_parts(rows).note})"
     else:
         reason = ladder.sentence(f"{parts} parts of {part_cols} columns", end)
     return Shape(
@@ -216,15 +216,19 @@ def _few_rows(rows: Rows, largest: int, num_warps: int) -> tuple[int, int, bool,
 
     Rows are few where smaller parts than the largest are still no more than fill the chip.
     """
-    found, most_few, above = None, 0, 0
-    for part_cols, warps in FEW_ROWS_PARTS:
+    found, above = None, 0
+    for part_cols, warps, programs, most_parts in _few_rows_parts(rows):
         parts = -(-rows.n_cols // part_cols)
-        if part_cols < largest and parts <= FEW_ROWS_MOST_PARTS:
-            most_few = FEW_ROWS_PROGRAMS * rows.device.sm_count // parts
+        if part_cols < largest and parts <= most_parts:
+            most_few = programs * rows.device.sm_count // parts
             if found is None and rows.n_rows <= most_few:
                 found = part_cols, warps, True, (above + 1, most_few)
-            above = most_few
-    return *(found or (largest, num_warps, False, (above + 1, UNBOUNDED))), most_few
+            above = max(above, most_few)
+    return *(found or (largest, num_warps, False, (above + 1, UNBOUNDED))), above
+
+
+def _few_rows_parts(rows: Rows) -> Ladder:
+    return FEW_ROWS_PARTS_OF.get((rows.work, rows.itemsize), FEW_ROWS_PARTS)
 
 
 def _equal_parts(body: int, part_cols: int) -> int:
