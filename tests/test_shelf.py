@@ -313,18 +313,38 @@ def test_a_launch_that_publishes_has_the_tag_that_its_slots_have_not(publishes, 
 
 
 @triton.jit(do_not_specialize=["tag"])
-def _wait(slots_ptr, wanted_ptr, got_ptr, tag, LANES: tl.constexpr):
+def _wait(slots_ptr, wanted_ptr, got_ptr, left_ptr, tag, LANES: tl.constexpr):
     j = tl.arange(0, LANES)
     message = tl.zeros([LANES], tl.int64) + ((1 - tag).to(tl.int64) << 31)
-    tl.store(got_ptr + j, wait_for(slots_ptr + j, message, tl.load(wanted_ptr + j) != 0, tag))
+    message, left = wait_for(slots_ptr + j, message, tl.load(wanted_ptr + j) != 0, tag)
+    tl.store(got_ptr + j, message)
+    tl.store(left_ptr, left.to(tl.int64))
+
+
+def wait(slots, wanted, tag, device):
+    """(what was read, whether a message is missing still)."""
+    outputs = [((len(slots),), torch.int64), ((1,), torch.int64)]
+    got, left = launch(_wait, [slots, wanted], outputs, tag, LANES=len(slots), device=device)
+    return got, left.item()
 
 
 @pytest.mark.parametrize("tag", [0, 1])
 def test_what_is_wanted_is_read_until_it_carries_the_tag(tag, device):
     wanted = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1])
     slots = torch.arange(8) << 32 | tag << 31 | 7
-    (got,) = launch(_wait, [slots, wanted], [((8,), torch.int64)], tag, LANES=8, device=device)
+    got, left = wait(slots, wanted, tag, device)
     assert torch.equal(got, torch.where(wanted != 0, slots, (1 - tag) << 31))
+    assert left == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("tag", [0, 1])
+def test_what_never_comes_is_awaited_for_a_while_and_is_missing(tag, device):
+    wanted = torch.tensor([1, 1, 0, 1])
+    slots = torch.arange(4) << 32 | torch.tensor([tag, 1 - tag, 1 - tag, tag]) << 31 | 7
+    got, left = wait(slots, wanted, tag, device)
+    assert torch.equal(got, torch.where(wanted != 0, slots, (1 - tag) << 31))
+    assert left == 1
 
 
 # Rows.
