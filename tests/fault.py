@@ -1,4 +1,4 @@
-"""What a fault is, of which tests/faults_of_kernels.py and tests/faults_of_calls.py have the list."""
+"""What a fault is; tests/faults_of_kernels.py, faults_of_help.py and faults_of_calls.py list them."""
 
 from typing import NamedTuple
 

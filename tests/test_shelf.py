@@ -337,7 +337,7 @@ def test_what_is_wanted_is_read_until_it_carries_the_tag(tag, device):
     assert left == 0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("tag", [0, 1])
 def test_what_never_comes_is_awaited_for_a_while_and_is_missing(tag, device):
     wanted = torch.tensor([1, 1, 0, 1])
