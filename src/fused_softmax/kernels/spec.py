@@ -26,7 +26,8 @@ class Spec:
     ptx: whether inline PTX may stand in.
     prefetch: whether programs ask L2 for the data of a later program.
     split: whether a row's programs exchange messages. lanes, copies, poll_last_first: the plan's.
-    helps: whether a program that waited long computes the states of parts that are missing, and does not fail.
+    helps: whether a program that waited long computes the missing parts' states. A kernel without it is compiled for
+        the number of its registers, and never launched.
     publish, collect: both on a GPU. The interpreter runs programs one after another, so all publish in one launch and
         collect in the next.
     """
