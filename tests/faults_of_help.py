@@ -33,7 +33,7 @@ HELP = (
     ),
     of(
         "help", "slots-of-another-copy", "kernels/exchange.py",
-        "slots_ptr += (part % K.copies) * n_parts\n    message = tl.load(", "message = tl.load(",
+        "slots_ptr + (missing % K.copies) * n_parts + j", "slots_ptr + (part % K.copies) * n_parts + j",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
@@ -44,13 +44,13 @@ HELP = (
     ),
     of(
         "help", "slots-not-read-after-the-data", "kernels/exchange.py",
-        "was\n        message = tl.load(slots_ptr + j, mask=(j < n_parts) & (tag_of(message) != tag), other=message, "
-        "volatile=True)", "was",
+        "        message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, "
+        "volatile=True)\n", "",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
         "help", "no-barrier-after-the-data", "kernels/exchange.py",
-        "        tl.debug_barrier()  # no slot is read before the data was\n", "",
+        "        tl.debug_barrier()  # no slot is read before the data was, and", "        #",
         "test_alone.py::test_between_the_data_and_the_slots_there_is_a_barrier",
     ),
     of(

@@ -86,16 +86,16 @@ def same(a, b):
 @triton.jit
 def _state_told_late(part, given, K: tl.constexpr):
     """A part's (m, s). Before it is computed two parts tell their own."""
-    slots_ptr, tag = given[0], given[1]
+    slots_ptr, n_parts, tag = given[0], given[1], given[2]
     late = tl.arange(0, 2) * 3 + 1
-    tl.store(slots_ptr + late, pack_state(late + 50.0, late + 0.5, tag))
+    tl.store(slots_ptr + (late % K.copies) * n_parts + late, pack_state(late + 50.0, late + 0.5, tag))
     return part + 100.0, part + 0.25
 
 
 @triton.jit(do_not_specialize=["part", "n_parts", "tag"])
 def _stand_in(slots_ptr, message_ptr, part, n_parts, tag, K: tl.constexpr):
     tag = tag.to(tl.int64)
-    given = slots_ptr + (part % K.copies) * n_parts, tag
+    given = slots_ptr, n_parts, tag
     message = stand_in(slots_ptr, part, n_parts, tag, _state_told_late, given, K)
     tl.store(message_ptr + tl.arange(0, K.lanes), message)
 
@@ -126,8 +126,9 @@ def test_what_parts_tell_is_kept_and_the_others_are_computed(part, tag):
         slots[copy, ::5] = messages(j + copy, j + 1, tag)[::5]
     before, own = slots.clone(), part % copies
     told = of_rows(slots, part, tag)
-    before[own, 1:5:3] = messages(j + 50, j + 0.5, tag)[1:5:3]
+    before[1, 1:5:3] = messages(j + 50, j + 0.5, tag)[1:5:3]
     assert torch.equal(slots, before), "a slot is its part's, and nobody else's"
+    before[own, 1:5:3] = messages(j + 50, j + 0.5, tag)[1:5:3]
     computed = messages(j + 100, j + 0.25, tag)
     assert torch.equal(told, torch.where(before[own] >> 31 & 1 == tag, before[own], computed))
 

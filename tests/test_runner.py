@@ -37,7 +37,7 @@ def test_a_run_for_more_rows_has_slots_for_all(device, monkeypatch):
     monkeypatch.setattr(workspace, "slots", lambda device, n_rows, per_row: torch.zeros(n_rows * per_row))
     x = torch.zeros(2, N_COLS)
     spec = runner.spec_of(ScoreSpec, split(2), x.dtype, -1, itemsize=4)
-    tensors = {"x": x, "y": x, "mask": None, "scale": None}
+    tensors = {"x": x, "y": x, "mask": None, "scale": None, "sink": None}
     values = scores_against(PLAIN, tuple(x.shape)).values
     run = runner.prepare(_part_forward, split(2), spec, tensors, values, device=device)
     run(x, x)
@@ -75,6 +75,6 @@ def test_a_kernel_is_told_how_far_off_16_bytes_rows_start(phase, monkeypatch):
     x = torch.zeros(2 * 1023 + 4)[phase : phase + 2 * 1023].view(2, 1023)
     plan = candidate("row", 2, 1023, 4, H200, alignment="shifted")
     spec = runner.spec_of(ScoreSpec, plan, x.dtype, -1, itemsize=4)
-    tensors = {"x": x, "y": x, "mask": None, "scale": None}
+    tensors = {"x": x, "y": x, "mask": None, "scale": None, "sink": None}
     runner.prepare(_part_forward, plan, spec, tensors, scores_against(PLAIN, (2, 1023)).values, device=-1)
     assert (told["misalignment"], told["x_row_stride"], told["n_cols"]) == (phase, 1023, 1023)

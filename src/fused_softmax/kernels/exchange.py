@@ -112,13 +112,13 @@ def stand_in(slots_ptr, part, n_parts, tag, STATE: tl.constexpr, given, K: tl.co
     had not, and what was read is whole.
     """
     j = tl.arange(0, K.lanes)
-    slots_ptr += (part % K.copies) * n_parts
-    message = tl.load(slots_ptr + j, mask=j < n_parts, other=0, volatile=True)
+    message = tl.load(slots_ptr + (part % K.copies) * n_parts + j, mask=j < n_parts, other=0, volatile=True)
     missing = first_missing(message, n_parts, tag, K)
     while missing < n_parts:
         m, s = STATE(missing, given, K)
-        tl.debug_barrier()  # no slot is read before the data was
-        message = tl.load(slots_ptr + j, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
+        tl.debug_barrier()  # no slot is read before the data was, and of copies that which the missing part reads
+        slot_ptrs = slots_ptr + (missing % K.copies) * n_parts + j
+        message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
         message = tl.where((j == missing) & (tag_of(message) != tag), pack_state(m, s, tag), message)
         missing = first_missing(message, n_parts, tag, K)
     return message

@@ -195,7 +195,13 @@ _AMD_ACCESS = re.compile(
 
 
 def ptx_widths(ptx: str, op: str) -> list[int]:
-    """Bytes of each access to global memory in PTX text. op: "ld", which includes cp.async, or "st"."""
+    """Bytes of each access to global memory in PTX text. op: "ld", which includes cp.async, or "st".
+
+    Of a kernel alone, if it calls functions: those stand before it and behind it.
+    """
+    start = max(0, ptx.find(".entry "))
+    end = ptx.find("\n.func ", start)
+    ptx = ptx[start : end if end >= 0 else None]
     accesses = [
         (each.start(), int(each["count"] or 1) * int(each["bits"]) // 8)
         for each in _PTX_ACCESS.finditer(ptx)
