@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from launches import GPUS, launches, rows_as
+from launches import ABOUT_THE_CALL, GPUS, launches, rows_as
 from products import pairwise
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, edges, widths
 
@@ -71,10 +71,13 @@ def where(plan, launch):
 
 
 def check_registers(target, plan, launch, binary):
-    """Nothing spills, and programs that wait for each other fit the chip, twice, by the registers they really take."""
+    """Nothing spills but about a call, and programs that share a row fit the chip, twice, by their real registers."""
     # At 96 registers of 255, Triton 3.9's ptxas keeps one word of two of these in memory: fp32, 3 x 1048577 for sm_90,
     # and 3 x 1048576 for sm_80.
-    assert binary.spilled_bytes <= (8 if plan.alignment == "scalar" or target == "sm_80" else 0), where(plan, launch)
+    few = 8 if plan.alignment == "scalar" or target == "sm_80" else 0
+    if launch.spec.split:
+        few = ABOUT_THE_CALL
+    assert binary.spilled_bytes <= few, where(plan, launch)
     if plan.strategy == "split" and target != "gfx942":
         gpu, registers = GPUS[target], -(-binary.registers // 8) * 8
         resident = min(32, 64 // plan.num_warps, gpu.registers // (32 * plan.num_warps * registers))

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from launches import GPUS, launched
+from launches import ABOUT_THE_CALL, GPUS, launched
 from products import pairwise
 
 from fused_softmax import calls
@@ -52,7 +52,7 @@ def test_losses(target, dtype, kind):
 
         for name, binary in binaries(target, run).items():
             # About the call of what stands in for parts that are missing.
-            assert binary.spilled_bytes <= (8 if name == "_part_loss" else 0), (n_cols, name)  # about a call
+            assert binary.spilled_bytes <= (ABOUT_THE_CALL if name == "_part_loss" else 0), (n_cols, name)
             if target != "gfx942" and name in ("_part_loss", "_online_loss", "_gradient"):
                 assert max(binary.load_widths) >= (8 if kind == "softcap" and dtype == BF16 else 16), (n_cols, name)
 
