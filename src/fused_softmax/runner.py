@@ -101,10 +101,7 @@ def prepare(
         registers = most_registers if isinstance(plan, RowPlan) else most_column_registers
         options["most_registers"] = registers(plan, device_of(device))
     count = programs or _programs_of
-
-    if (
-        spec.split and spec.ptx
-    ):  # what stands in for missing parts hardly ever runs, and takes no register from the rest
+    if spec.split and spec.ptx:  # help hardly ever runs, and takes no register from the rest
         options["registers_of"] = {"K": replace(spec, helps=False)}
 
     def launcher(spec, slots):

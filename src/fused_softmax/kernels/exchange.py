@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fused_softmax.kernels.state import NEG_INF, weight_of, with_sink
 
-POLLS = tl.constexpr(512)  # about a third of a millisecond: longer than parts that run wait for each other
+POLLS = tl.constexpr(512)  # of L2: longer than parts that run wait for each other
 
 
 @triton.jit

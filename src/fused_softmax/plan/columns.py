@@ -154,11 +154,7 @@ def _held_tile(
         inner, held, vector = min(inner, COLUMN_ODD_BYTES // itemsize), held // 3, vector // 2
     elif built_in and (n_outer * -(-n_inner // inner) * parts < device.sm_count or parts > COLUMN_MOST_PARTS):
         inner, num_warps, vector = min(inner, COLUMN_SCARCE_BYTES // itemsize), 8, max(1, vector // 2)
-    num_warps = choices.get("num_warps", num_warps)
-    while num_warps > 1 and next_power_of_2(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
-        num_warps //= 2
-    inner, block_cols = _piece(32 * num_warps * vector, inner, n_cols, n_inner)
-    return inner, block_cols, num_warps, max(1, held // (inner * block_cols))
+    return _tile(vector, choices.get("num_warps", num_warps), inner, held, n_cols, n_inner)
 
 
 def _read_tile(
@@ -171,20 +167,22 @@ def _read_tile(
     inner, num_warps = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize), 4
     if itemsize == 2 and n_outer * -(-n_inner // inner) < COLUMN_GROUPS * device.sm_count:
         num_warps = 8
-    num_warps = choices.get("num_warps", num_warps)
     if access * itemsize < 4:
         held_bytes = held_bytes * 3 // 4
     held = choices.get("held_bytes", held_bytes) // (itemsize * inputs)
+    return _tile(vector, choices.get("num_warps", num_warps), inner, held, n_cols, n_inner)
+
+
+def _tile(
+    vector: int, num_warps: int, inner: int, held: int, n_cols: int, n_inner: int
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """The same for so many warps at most: fewer where columns do not fill them, or more positions."""
     while num_warps > 1 and next_power_of_2(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
         num_warps //= 2
-    inner, block_cols = _piece(32 * num_warps * vector, inner, n_cols, n_inner)
-    return inner, block_cols, num_warps, max(1, held // (inner * block_cols))
-
-
-def _piece(elements: int, inner: int, n_cols: int, n_inner: int) -> tuple[int, int]:
-    """(inner positions, columns) of a tile of so many elements: more positions where the columns do not fill it."""
+    elements = 32 * num_warps * vector
     inner = max(inner, min(next_power_of_2(n_inner), elements // next_power_of_2(n_cols)))
-    return inner, max(1, min(next_power_of_2(n_cols), elements // inner))
+    block_cols = max(1, min(next_power_of_2(n_cols), elements // inner))
+    return inner, block_cols, num_warps, max(1, held // (inner * block_cols))
 
 
 def _why_parts(parts: int, part_cols: int, holds: bool) -> str:

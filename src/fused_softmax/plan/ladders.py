@@ -153,7 +153,7 @@ COLUMN_MOST_PARTS = 128
 # (by tiles of 16 columns 0.26), fp32 0.97 (0.71); of 32 x 3 x 262144 bf16 1.00 (0.34).
 COLUMN_FEW_PIECES, COLUMN_FEW, COLUMN_FEW_BYTES = 20, 8, 256
 # Contiguous bytes, a sector of DRAM, where programs would be fewer than multiprocessors, or more than share columns:
-# 16 x 1000 x 64 bf16 4.95 us (8.7), 1 x 100000 x 32 10.2 us (15.1).
+# 16 x 1000 x 64 bf16 4.95 us (8.7), 1 x 100000 x 32 10.2 us (in 98 parts 15.1).
 COLUMN_SCARCE_BYTES = 32
 COLUMN_ODD_BYTES = 64  # where 2-byte elements are read one by one: 256 x 1024 x 77 44.5 us (65.2)
 # Registers of a thread where four warps hold columns: three programs reside, where a few registers more leave two.
