@@ -80,7 +80,7 @@ class Launch:
             signature=dict(self.signature),
             constexprs=dict(self.constexprs),
             target=target,
-            divisible_by_16=sorted(self.divisible_by_16),
+            divisible_by_16=list(self.divisible_by_16),
             **{name: dict(value) if name == "registers_of" else value for name, value in self.options},
         )
 
@@ -119,6 +119,11 @@ def launches(plan: RowPlan, gpu: Device, x: Rows, y: Rows) -> list[Launch]:
     return launched(gpu, lambda: softmax_rows.prepare_forward(x, y, plan))
 
 
+def _type_of(value, one=True):
+    """Of an integer. one: whether a 1 is compiled in, as it is in a tuple."""
+    return "constexpr" if one and value == 1 else "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
 def specialised(kernel, tensors, scalars, constexprs, options):
     names = kernel.arg_names
     tensor_names, scalar_names = names[: len(tensors)], names[len(tensors) : len(tensors) + len(scalars)]
@@ -128,13 +133,18 @@ def specialised(kernel, tensors, scalars, constexprs, options):
     divisible = {name for name, tensor in given.items() if tensor.data_ptr() % 16 == 0}
     constants = dict(constexprs) | dict.fromkeys(set(tensor_names) - given.keys())
     for name, value in zip(scalar_names, scalars, strict=True):
+        if isinstance(value, tuple):
+            signature.append((name, tuple(_type_of(each) for each in value)))
+            constants |= {(name, i): 1 for i, each in enumerate(value) if each == 1}
+            divisible |= {(name, i) for i, each in enumerate(value) if each % 16 == 0}
+            continue
         if value is None or (value == 1 and name not in fixed and type(value) is int):
             constants[name] = value
             continue
         if isinstance(value, float):
             signature.append((name, "fp32"))
             continue
-        signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
+        signature.append((name, _type_of(value, one=False)))
         if value % 16 == 0 and name not in fixed:
             divisible.add(name)
     given_options = (

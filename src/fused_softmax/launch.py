@@ -37,7 +37,8 @@ def prepare(
 ) -> "Launch":
     """Compile `kernel` for these arguments and return the `Launch` that runs it; nothing runs yet.
 
-    The kernel's parameters are, in order: the `tensors`, the `scalars` (ints or floats), the `constexprs` (by name).
+    The kernel's parameters are, in order: the `tensors`, the `scalars` (ints, floats or tuples of ints), the
+    `constexprs` (by name).
     Tensors and scalars that a launch does without are None. bool tensors are bytes to a kernel.
     Scalars, constexprs and grid (an int, or up to three) stay with the Launch. Every launch takes the non-None tensors
     again, of the same dtypes and with the same 16-byte alignment, and then the scalars whose indices are in `numbers`,
@@ -180,9 +181,10 @@ class _Direct:
         num_warps, _, self._shared = compiled.packed_metadata
         self._block = 32 * num_warps
         types = [compiled.src.signature[name] for name in kernel.arg_names]
+        self._leaves = _leaves if any(isinstance(kind, tuple) for kind in types) else tuple
         self._places = {}  # of the kernel's own parameters among all arguments; the others are compiled in
         kinds = ""
-        for i, kind in enumerate(types):
+        for i, kind in enumerate(_leaves(types)):
             if kind != "constexpr":
                 self._places[i] = len(kinds)
                 kinds += "p" if kind[0] == "*" else _KINDS[kind]
@@ -203,13 +205,14 @@ class _Direct:
     def bind(self, grid, given, scalars, numbers, elsewhere):
         laid_out = self._laid_out.get((given, numbers))
         if laid_out is None:
-            at = [i for i, there in enumerate(given) if there] + [len(given) + i for i in numbers]
+            places = [len(_leaves(scalars[:i])) for i in numbers]
+            at = [i for i, there in enumerate(given) if there] + [len(given) + i for i in places]
             kept = [i - len(given) for i in self._places if i >= len(given)]
             n_tensors = sum(i < len(given) for i in self._places)
             laid_out = (None,) * n_tensors, itemgetter(*kept, 0, 0), tuple(self._places[i] for i in at)
             self._laid_out[given, numbers] = laid_out
         absent, kept_of, supplied = laid_out
-        values = (*absent, *kept_of(scalars)[:-2]) if scalars else absent
+        values = (*absent, *kept_of(self._leaves(scalars))[:-2]) if scalars else absent
         return self._bound(
             self._function, grid, self._block, self._shared, self._kinds, values, supplied, *self._asked, elsewhere
         )  # fmt: skip
@@ -233,6 +236,7 @@ def _direct(kernel, compiled, device) -> _Direct | None:
     """The direct way to a loaded kernel, or None where only the public way is known to work."""
     hooks: list[Any] = [getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook")]
     launcher, metadata = compiled.run, compiled.metadata
+    kinds = _leaves(compiled.src.signature.values())
     scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if (
         _PUBLIC_ONLY
@@ -246,11 +250,16 @@ def _direct(kernel, compiled, device) -> _Direct | None:
         or len(compiled.packed_metadata) != 3
         or not all(isinstance(getattr(hook, "calls", None), list) for hook in hooks)
         or list(inspect.signature(launcher).parameters)[:5] != ["gridX", "gridY", "gridZ", "stream", "function"]
-        or any(kind[0] != "*" and kind not in _KINDS for kind in compiled.src.signature.values() if kind != "constexpr")
+        or any(kind[0] != "*" and kind not in _KINDS for kind in kinds if kind != "constexpr")
     ):
         return None
     native = build("launcher", ("dl",))
     return None if native is None else _Direct(native.Bound, compiled, kernel, device, hooks)
+
+
+def _leaves(values):
+    """Values with each tuple's elements in its place, as they are among a kernel's arguments."""
+    return [leaf for value in values for leaf in (value if isinstance(value, tuple) else (value,))]
 
 
 def _as_bytes(tensor):
@@ -271,6 +280,8 @@ def _grid(grid) -> tuple[int, int, int]:
 
 def _kind(scalar, fixed=False):
     """All of a scalar that Triton may compile in: its type, and of an int its width; unless fixed, 1 and 16 too."""
+    if type(scalar) is tuple:  # whose elements no parameter fixes
+        return tuple(_kind(each) for each in scalar)
     if type(scalar) is not int:
         return type(scalar)
     width = -(2**31) <= scalar < 2**31, scalar < 2**63

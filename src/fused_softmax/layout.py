@@ -1,7 +1,12 @@
-"""How tensors lie: as rows, as columns over a strided dim, and scores against them. Nothing is copied here."""
+"""How tensors lie: as rows, as columns over a strided dim, and scores against them.
+
+Rows, and the outer indices of columns, are numbered in one order for all tensors of a call. Where one stride does not
+describe that in each of them, up to three dims do: tensors that are permuted, sliced or expanded are read as they lie.
+"""
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +18,7 @@ from fused_softmax.options import Scores
 from fused_softmax.plan import Alignment
 
 _KEPT_BYTES = 16 << 20  # of a mask that L2 keeps beside the rows that stream through it
-
-Order = tuple[tuple[int, ...], tuple[int, ...]]
+_MOST_NESTED = 2**31  # rows, or outer indices, that kernels number over several dims: in 32 bits
 
 
 def last(x: Tensor, dim: int) -> Tensor:
@@ -22,10 +26,40 @@ def last(x: Tensor, dim: int) -> Tensor:
     return x if x.ndim == 0 else x.movedim(dim, -1)
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """x as [n_rows, n_cols] with contiguous columns; a copy only where no single row stride describes it."""
-    rows = flatten(x)
-    return rows if rows is not None else x.contiguous().view(-1, x.shape[-1])
+def as_rows(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
+    """(`rows_of` tensors of one shape, which of them it was a copy of): as few are copied as can be.
+
+    Copied are tensors whose last dim is not contiguous, and those whose rows take more than three strides.
+    """
+    for copies in sorted(itertools.product((False, True), repeat=len(tensors)), key=sum):
+        rows = rows_of(*(x.contiguous() if copy else x for x, copy in zip(tensors, copies, strict=True)))
+        if rows is not None:
+            return rows, copies
+    raise AssertionError("copies have rows")
+
+
+def rows_of(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """Tensors of one shape as views that number their rows alike, the columns contiguous; None where none do.
+
+    [n_rows, n_cols] where each has one row stride, or else [n_0, n_1, n_2, n_cols].
+    """
+    rows = tuple(each for each in map(flatten, tensors) if each is not None)
+    if len(rows) == len(tensors):
+        return rows
+    n_cols = tensors[0].shape[-1]
+    if n_cols > 1 and any(x.stride(-1) != 1 for x in tensors):
+        return None
+    nested = _nested(tensors[0].shape[:-1], [x.stride()[:-1] for x in tensors])
+    if nested is None:
+        return None
+    sizes, strides = nested
+    return tuple(x.as_strided((*sizes, n_cols), (*of_x, 1)) for x, of_x in zip(tensors, strides, strict=True))
+
+
+def sizes_of(rows: Tensor) -> tuple[int, int]:
+    """(n_rows, n_cols) of what `rows_of` returns."""
+    *leading, n_cols = rows.shape
+    return math.prod(leading), n_cols
 
 
 def flatten(x: Tensor) -> Tensor | None:
@@ -53,6 +87,13 @@ def is_rows(x: Tensor) -> bool:
     return rows is not None and (rows.shape[0] == 1 or rows.stride(0) >= rows.shape[1])
 
 
+def rows_to_write(x: Tensor) -> Tensor:
+    """A result that `is_rows`, as a view [n_rows, n_cols]."""
+    rows = flatten(x)
+    assert rows is not None, f"no one row stride describes a result of strides {x.stride()}"
+    return rows
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
@@ -60,32 +101,53 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 def alignment_of(x: Tensor, *others: Tensor) -> Alignment:
     """How the rows of all these tensors lie against 16-byte boundaries, counted in elements of x."""
     vector = 16 // x.element_size()
-    many = x.shape[0] > 1
-    places = {(t.data_ptr() // t.element_size() % vector, t.stride(0) % vector if many else 0) for t in (x, *others)}
-    if places == {(0, 0)} and x.shape[1] % vector == 0:
+    places = set()
+    for t in (x, *others):
+        strides = (t.stride(d) for d in range(len(t.shape) - 1) if t.shape[d] > 1)
+        places.add((t.data_ptr() // t.element_size() % vector, *(stride % vector for stride in strides)))
+    if not any(itertools.chain(*places)) and x.shape[-1] % vector == 0:
         return "even"
-    return "shifted" if len(places) == 1 and x.shape[1] >= 2 * vector else "scalar"
+    nested = any(len(t.shape) > 2 for t in (x, *others))
+    return "shifted" if len(places) == 1 and x.shape[-1] >= 2 * vector and not nested else "scalar"
 
 
-def columns_of(x: Tensor, dim: int) -> tuple[Tensor, Order] | None:
-    """x as a view [n_outer, n_cols, n_inner], `dim` in the middle and n_inner contiguous, or None if there is none.
+def columns_of(dim: int, x: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
+    """Tensors as views [n_outer, n_cols, n_inner] that number alike, `dim` in the middle and n_inner contiguous.
 
-    With it the order of the other dims within n_outer and n_inner, which all tensors of a call must share.
+    Or [n_0, n_1, n_2, n_cols, n_inner] where not each has one stride for n_outer; None where x has a single column, no
+    inner positions are contiguous in all, or the outer indices take more than three strides. Tensors are of one shape,
+    but for the size of `dim`. Indices are in the order in which the last tensor lies.
     """
-    dim %= x.ndim
-    inner: list[int] = []
-    others = sorted((d for d in range(x.ndim) if d != dim and x.shape[d] != 1), key=lambda d: (x.stride(d), -d))
-    size = 1
-    while others and x.stride(others[0]) == size:
-        size *= x.shape[others[0]]
-        inner.append(others.pop(0))
-    if not inner or x.shape[dim] == 1:
+    tensors, dim = (x, *others), dim % x.ndim
+    lies = tensors[-1].stride()
+    outer = sorted((d for d in range(x.ndim) if d != dim and x.shape[d] != 1), key=lambda d: (-lies[d], d))
+    n_inner = 1
+    while outer and all(each.stride(outer[-1]) == n_inner for each in tensors):
+        n_inner *= x.shape[outer.pop()]
+    if n_inner == 1 or x.shape[dim] == 1:
         return None
-    if any(x.stride(b) != x.stride(a) * x.shape[a] for a, b in itertools.pairwise(others)):
+    nested = _nested([x.shape[d] for d in outer], [[each.stride(d) for d in outer] for each in tensors])
+    if nested is None:
         return None
-    n_outer = math.prod(x.shape[d] for d in others)
-    view = x.as_strided((n_outer, x.shape[dim], size), (x.stride(others[0]) if others else 0, x.stride(dim), 1))
-    return view, (tuple(others), tuple(inner))
+    sizes, strides = nested
+    if sizes[1:] == (1, 1):
+        sizes, strides = sizes[:1], [of_each[:1] for of_each in strides]
+    return tuple(
+        each.as_strided((*sizes, each.shape[dim], n_inner), (*of_each, each.stride(dim), 1))
+        for each, of_each in zip(tensors, strides, strict=True)
+    )
+
+
+def _nested(sizes: Sequence[int], strides: Sequence[Sequence[int]]):
+    """(three sizes, three strides of each tensor) that number dims of such strides, or None where three do not.
+
+    The first counts the leading dim, and no other does: in a call for another leading size they stay.
+    """
+    merged, of_each = _coalesced(sizes, strides)
+    if len(merged) > 3 or math.prod(merged) >= _MOST_NESTED:
+        return None
+    ones = 3 - len(merged)
+    return (*merged[:1], *(1,) * ones, *merged[1:])[:3], [(*each[:1], *(0,) * ones, *each[1:])[:3] for each in of_each]
 
 
 @dataclass(frozen=True)
@@ -131,11 +193,11 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     mask = scores.mask
     given = (mask, *(each if isinstance(each, Tensor) else None for each in (scores.scale, scores.sink)))
     views = [None if t is None else t.expand(shape) for t in given]
-    sizes, strides = _coalesced(shape[:-1], views)
+    sizes, strides = _coalesced(shape[:-1], _leading_strides(views, shape))
     copied = len(sizes) > 3
     if copied:  # no three indices describe it
         views = [None if view is None else _dense(view) for view in views]
-        sizes, strides = _coalesced(shape[:-1], views)
+        sizes, strides = _coalesced(shape[:-1], _leading_strides(views, shape))
     shared = 0
     if views[0] is not None and len(sizes) > 1 and strides[0][0] == 0:
         distinct = math.prod(size for size, stride in zip(shape, views[0].stride(), strict=True) if stride)
@@ -165,9 +227,12 @@ def _dense(view: Tensor) -> Tensor:
     return view.contiguous() if view.stride(-1) else view[..., :1].contiguous().expand(view.shape)
 
 
-def _coalesced(sizes, views):
+def _leading_strides(views, shape):
+    return [(0,) * (len(shape) - 1) if view is None else view.stride()[:-1] for view in views]
+
+
+def _coalesced(sizes, strides):
     """Dims of size 1 dropped and neighbours merged wherever every tensor steps through both as through one."""
-    strides = [(0,) * len(sizes) if view is None else view.stride()[:-1] for view in views]
     merged: list[tuple[int, ...]] = []  # (size, stride of each tensor), outermost first
     for i, size in enumerate(sizes):
         if size == 1:

@@ -2,6 +2,7 @@
 
 A kernel's arguments are found by the names of its parameters: `x_ptr` is the tensor x, `x_row_stride` its stride,
 `n_rows` and the like are the plan's. An operator says which tensors it has; no call site has a list of positions.
+Of tensors whose rows, or outer indices, are numbered over several dims (`layout.rows_of`), that stride is a tuple.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,8 @@ TLDTYPES = {
 # The launches of an exchange where the interpreter runs one program after another: in one alone, each would compute the
 # states of all that come after it.
 IN_TURN: tuple[dict[str, bool], ...] = ({"collect": False}, {"publish": False})
-_DIM_OF_STRIDE = {"row_stride": 0, "outer_stride": 0, "col_stride": 1}
+_DIM_OF_STRIDE = {"row_stride": -2, "outer_stride": -3, "col_stride": -2}
+_MOST_DIMS = {"row_stride": 2, "outer_stride": 3, "col_stride": 9}  # of a tensor whose stride is a single one
 
 Plan = RowPlan | ColumnPlan
 
@@ -94,6 +96,8 @@ def prepare(
         spec = replace(spec, prefetch=False)
     groups, slots_per_group = _slots_of(plan) if spec.split else (0, 0)
     scalars = _scalars(names.scalars, plan, spec, tensors, values or {})
+    if any(isinstance(each, tuple) for each in scalars):
+        spec = replace(spec, nested=True, prefetch=False)
     options: dict[str, Any] = {"device": device, "num_warps": num_warps or plan.num_warps}
     if numbers:
         options["numbers"] = tuple(names.scalars.index(name) for name in numbers)
@@ -174,10 +178,17 @@ def _scalars(names, plan, spec, tensors, values):
         if name in values:
             scalars.append(values[name])
         elif stride in _DIM_OF_STRIDE:
-            scalars.append(tensors[tensor].stride(_DIM_OF_STRIDE[stride]))
+            scalars.append(_stride(tensors[tensor], stride, spec.vector))
         else:
             scalars.append(sizes[name])
     return tuple(scalars)
+
+
+def _stride(tensor, name, vector):
+    """A stride by its name; one that is nested as Spec has it."""
+    if len(tensor.shape) <= _MOST_DIMS[name]:
+        return tensor.stride(_DIM_OF_STRIDE[name])
+    return (*tensor.shape[1:3], *(tensor.stride(d) // vector * 2 + 1 for d in range(3)))
 
 
 def _sizes_of(plan):

@@ -40,7 +40,7 @@ def _causal_forward(
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
     STEP: tl.constexpr = K.causal_step
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     y = Rows(y_ptr, y_row_stride, misalignment)
     program = tl.program_id(0)
     row = program.to(tl.int64)

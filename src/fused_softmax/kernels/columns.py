@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.exchange import pack_state, slots_again, slots_of, tag_of, unpack_state, wait_for
+from fused_softmax.kernels.rows import nested_offset
 from fused_softmax.kernels.softmax_grad import dot_of, gradient_of
 from fused_softmax.kernels.spec import ColumnParts, Columns, Strided
 from fused_softmax.kernels.state import (
@@ -273,7 +274,10 @@ def columns_of(group, start, n_cols, n_inner, K: tl.constexpr):
 @triton.jit
 def at_columns(ptr, outer_stride, col_stride, c, K: tl.constexpr):
     """Where a group's columns begin in a tensor, less the inner positions."""
-    ptr += c.outer * multiple_of(outer_stride, K)
+    if K.nested:
+        ptr += nested_offset(c.outer, outer_stride, K)
+    else:
+        ptr += c.outer * multiple_of(outer_stride, K)
     return ptr + c.start.to(tl.int64) * multiple_of(col_stride, K)
 
 

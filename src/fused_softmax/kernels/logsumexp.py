@@ -55,7 +55,7 @@ def _tile_logsumexp(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     r = tile_of(x, n_rows, n_cols, K)
     q = scores_of_row(r.row, n_cols, S, K)
     sink = sink_of_row(r.row, S, K)
@@ -82,7 +82,7 @@ def _part_logsumexp(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     program = tl.program_id(0)
     row = row_of_part(program, n_parts, K)
     row_slots_ptr = slots_ptr
@@ -183,7 +183,7 @@ def _logsumexp_backward(
         scale, None, None, None, None,
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
     part_cols = whole_vectors(part_cols, K)
     r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)

@@ -40,7 +40,16 @@ def body_of(x, row, K: tl.constexpr):
         aligned = tl.multiple_of(x.ptr - x.misalignment, K.vector * x.ptr.dtype.element_ty.primitive_bitwidth // 8)
         return aligned + (row * x.stride + x.misalignment + K.vector - 1) // K.vector * K.vector
     else:
-        return x.ptr + row * (x.stride // K.vector * K.vector)
+        return x.ptr + row_offset(row, x, K)
+
+
+@triton.jit
+def row_offset(row, x, K: tl.constexpr):
+    """Where a row begins that is not shifted, in a form that shows that it starts on 16 bytes."""
+    if x.nest is not None:
+        return nested_offset(row, x.nest, K)
+    else:
+        return row * (x.stride // K.vector * K.vector)
 
 
 @triton.jit
@@ -120,6 +129,14 @@ def broadcast_offset(row, n_1, n_2, stride_0, stride_1, stride_2):
     outer = row // n_2
     offset = (outer // n_1).to(tl.int64) * stride_0 + (outer % n_1).to(tl.int64) * stride_1
     return offset + (row % n_2).to(tl.int64) * stride_2
+
+
+@triton.jit
+def nested_offset(row, stride, K: tl.constexpr):
+    """The same for a stride that is nested (Spec): of fewer than 2**31 rows, whose numbers divide in 32 bits."""
+    n_1, n_2, odd_0, odd_1, odd_2 = stride
+    V: tl.constexpr = K.vector
+    return broadcast_offset(row.to(tl.int32), n_1, n_2, (odd_0 >> 1) * V, (odd_1 >> 1) * V, (odd_2 >> 1) * V)
 
 
 @triton.jit

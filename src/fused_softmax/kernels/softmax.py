@@ -70,7 +70,7 @@ def _tile_forward(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     y = Rows(y_ptr, y_row_stride, misalignment)
     r = tile_of(x, n_rows, n_cols, K)
     q = scores_of_row(r.row, n_cols, S, K)
@@ -101,7 +101,7 @@ def _part_forward(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     y = Rows(y_ptr, y_row_stride, misalignment)
     program = tl.program_id(0)
     n_programs = tl.num_programs(0)
@@ -206,7 +206,7 @@ def _stream_state(
         scale, None, None, None, None,
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     program = tl.program_id(0)
     r = stream_part(program, x, n_cols, n_parts, part_cols, K)
     q = scores_of_row(r.row, n_cols, S, K)
@@ -240,7 +240,7 @@ def _stream_forward(
         scale, sink_ptr, sink_0, sink_1, sink_2,
     )  # fmt: skip
     PIECES: tl.constexpr = K.pieces
-    x = Rows(x_ptr, x_row_stride, misalignment)
+    x = Rows(x_ptr, x_row_stride, misalignment, x_row_stride if K.nested else None)
     y = Rows(y_ptr, y_row_stride, misalignment)
     r = stream_part(tl.program_id(0), x, n_cols, n_parts, part_cols, K)
     j = tl.arange(0, K.lanes)

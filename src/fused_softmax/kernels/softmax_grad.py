@@ -34,8 +34,8 @@ def _tile_backward(
     K: tl.constexpr,
 ):  # fmt: skip
     """Several short rows a program."""
-    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment)
-    y_rows = Rows(y_ptr, y_row_stride, misalignment)
+    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment, dy_row_stride if K.nested else None)
+    y_rows = Rows(y_ptr, y_row_stride, misalignment, y_row_stride if K.nested else None)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
     r = tile_of(y_rows, n_rows, n_cols, K)
     y, dy = load_both(y_rows, dy_rows, r, K)
@@ -52,8 +52,8 @@ def _part_backward(
     n_cols, n_parts, part_cols, n_programs, misalignment, ahead, factor, K: tl.constexpr,
 ):  # fmt: skip
     """A row a program, or one part of it (K.split). Parts start in order, and the plan lets all fit the chip."""
-    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment)
-    y_rows = Rows(y_ptr, y_row_stride, misalignment)
+    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment, dy_row_stride if K.nested else None)
+    y_rows = Rows(y_ptr, y_row_stride, misalignment, y_row_stride if K.nested else None)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
     program = tl.program_id(0)
     row = row_of_part(program, n_parts, K)
@@ -87,8 +87,8 @@ def _stream_dot(
 ):  # fmt: skip
     """d of one part of a row, tile by tile."""
     PIECES: tl.constexpr = K.pieces
-    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment)
-    y_rows = Rows(y_ptr, y_row_stride, misalignment)
+    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment, dy_row_stride if K.nested else None)
+    y_rows = Rows(y_ptr, y_row_stride, misalignment, y_row_stride if K.nested else None)
     program = tl.program_id(0)
     r = stream_part(program, y_rows, n_cols, n_parts, part_cols, K)
     y_body = body_of(y_rows, r.row, K)
@@ -112,8 +112,8 @@ def _stream_backward(
 ):  # fmt: skip
     """The second read of one part of a row, with the d of all its parts."""
     PIECES: tl.constexpr = K.pieces
-    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment)
-    y_rows = Rows(y_ptr, y_row_stride, misalignment)
+    dy_rows = Rows(dy_ptr, dy_row_stride, misalignment, dy_row_stride if K.nested else None)
+    y_rows = Rows(y_ptr, y_row_stride, misalignment, y_row_stride if K.nested else None)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
     r = stream_part(tl.program_id(0), y_rows, n_cols, n_parts, part_cols, K)
     j = tl.arange(0, K.lanes)

@@ -20,6 +20,9 @@ class Spec:
     block_rows, block_cols, pieces, full_pieces, vector: the plan's.
     tile: whether a program has several rows, [rows, cols] in registers.
     shifted: whether rows start off 16 bytes, and have an aligned body with guarded edges.
+    nested: whether the inputs' rows, or outer indices, are numbered over several dims. The stride of each is then
+        (n_1, n_2, odd_0, odd_1, odd_2): the sizes of the last two dims, and of all three the stride in vectors, twice
+        and 1 more. Triton looks at a tuple's numbers, and knows nothing of odd ones but the 1 of a stride of 0.
     edges_first: whether a tile loads its edges before its pieces, and both get the layout of the pieces.
     cast_dtype: inputs are rounded to it as they are read.
     axis: of a piece, which is reduced.
@@ -41,6 +44,7 @@ class Spec:
     tile: bool = False
     edges_first: bool = False
     shifted: bool = False
+    nested: bool = False
     axis: int = 0
     ptx: bool = False
     prefetch: bool = False
@@ -232,11 +236,15 @@ class Scored(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tensor [n_rows, n_cols]. misalignment: elements from a 16-byte boundary to its first one."""
+    """A tensor [n_rows, n_cols]. misalignment: elements from a 16-byte boundary to its first one.
+
+    nest: the stride of rows that are numbered over several dims (Spec.nested), or None.
+    """
 
     ptr: Any
     stride: Any
     misalignment: Any
+    nest: Any = None
 
 
 class Row(NamedTuple):

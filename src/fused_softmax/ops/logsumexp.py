@@ -45,7 +45,8 @@ def logsumexp(
 
     input: any shape; float32, float16, bfloat16 or float64, or integers, which become the default dtype. CUDA tensors
         run on this package's kernels, which read it once; CPU tensors take torch's own path. Differentiable, twice too.
-    dim: one dim or several. The last are read in place, at any row stride; others through a copy.
+    dim: one dim or several. Neighbours that one stride describes are read in place as softmax's dim is; others go
+        through a copy, and in the gradient strided ones do too.
     keepdim: whether the result keeps `dim` with size 1.
     out: where to write, of any floating dtype; resized to the result's shape.
     scale, mask, is_causal, sink: as softmax's, for a single dim. A row of scale 0 gives its maximum. The sink counts:

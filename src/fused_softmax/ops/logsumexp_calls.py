@@ -11,7 +11,7 @@ from fused_softmax.device import device_of
 from fused_softmax.kernels.columns import _column_logsumexp
 from fused_softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
 from fused_softmax.kernels.spec import ScoreSpec
-from fused_softmax.layout import alignment_of, as_rows, flatten, overlap, scores_against
+from fused_softmax.layout import alignment_of, as_rows, columns_of, overlap, rows_to_write, scores_against, sizes_of
 from fused_softmax.ops.scored import supplied, supplier
 from fused_softmax.ops.softmax_calls import bump_version, leading_of
 from fused_softmax.ops.softmax_rows import run_columns
@@ -69,9 +69,8 @@ def prepare_call(
 
     against = scores.along(dims[-1], tuple(input.shape)).exact(dtype, input.device)
     source = rows_last(input, dims)
-    rows = flatten(source)
-    copies = rows is None or source.data_ptr() != input.data_ptr()
-    rows = as_rows(source)
+    (rows,), (copies,) = as_rows(source)
+    copies |= source.data_ptr() != input.data_ptr()
     plan = plan_forward(rows, against)
     run = prepare_forward(rows, result, plan, scores=against, shape=tuple(source.shape))
     layout = scores_against(against, tuple(source.shape))
@@ -130,15 +129,16 @@ def _resized(out: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _over_columns(x: Tensor, lse: Tensor, dims: tuple[int, ...]) -> Run | None:
-    """What reduces neighbouring dims of a contiguous x, not the last, as they lie; None where they are no such dims."""
-    first, last = min(dims), max(dims)
-    if last == x.ndim - 1 or last - first + 1 != len(dims) or not x.is_contiguous():
+    """What reduces neighbouring strided dims of x as they lie; None where they are no such dims."""
+    first, end = min(dims), max(dims) + 1
+    if end - first != len(dims):
         return None
-    n_inner = math.prod(x.shape[last + 1 :])
-    if n_inner == 1 or math.prod(x.shape[first : last + 1]) == 1:
+    try:
+        x = x.view(*x.shape[:first], math.prod(x.shape[first:end]), *x.shape[end:])
+    except RuntimeError:  # no one stride describes them
         return None
-    n_outer = math.prod(x.shape[:first])
-    return prepare_columns(x.view(n_outer, -1, n_inner), lse.view(n_outer, 1, n_inner))
+    columns = columns_of(first, x, lse.view(*x.shape[:first], 1, *x.shape[first + 1 :]))
+    return None if columns is None else prepare_columns(columns[0], lse.view(-1, 1, columns[0].shape[-1]))
 
 
 def prepare_columns(x: Tensor, lse: Tensor, *, plan: ColumnPlan | None = None) -> Run | None:
@@ -156,7 +156,7 @@ def rows_last(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 def plan_forward(x: Tensor, scores: Scores = PLAIN) -> RowPlan:
     """The planner's choice for rows x [n_rows, n_cols]."""
     itemsize = max(x.element_size(), 4 if scores.added else 0)
-    n_rows, n_cols = x.shape
+    n_rows, n_cols = sizes_of(x)
     return plan_reduction(n_rows, n_cols, itemsize, device_of(x.get_device()), alignment=alignment_of(x))
 
 
@@ -165,8 +165,9 @@ def prepare_forward(
 ) -> Run:
     """What reduces rows x [n_rows, n_cols] into lse, contiguous: run(x, lse, mask, scale, sink), less None.
 
+    x: as `layout.rows_of` has it, here and below. It is rounded to lse's dtype as it is read.
     shape: the input's own, against which mask, scale and sink broadcast; x's unless told. A scale that is a number
-    comes last, with each run. A sink is a tensor (`Scores.exact`). x is rounded to lse's dtype as it is read.
+    comes last, with each run. A sink is a tensor (`Scores.exact`).
     """
     plan = plan_forward(x, scores) if plan is None else plan
     layout = scores_against(scores, shape or tuple(x.shape))
@@ -206,10 +207,11 @@ def prepare_backward_call(x, lse, dlse, dims, scores, dtype) -> Prepared:
     against = scores.along(dims[-1], tuple(x.shape)).exact(x.dtype, x.device)
     source = rows_last(x, dims)
     moved_shape, device = tuple(source.shape), x.device
-    copies = flatten(source) is None or source.data_ptr() != x.data_ptr()
+    (rows,), (copies,) = as_rows(source)
+    copies |= source.data_ptr() != x.data_ptr()
     in_place = len(dims) == 1 and dims[0] == x.ndim - 1
     result = torch.empty(moved_shape, dtype=dtype, device=device)
-    rows, dx = as_rows(source), as_rows(result)
+    dx = rows_to_write(result)
     plan = plan_backward(rows, dx, against)
     run = prepare_backward(rows, lse.contiguous(), dlse.contiguous(), dx, plan, scores=against, shape=moved_shape)
     layout = scores_against(against, moved_shape)
@@ -241,7 +243,7 @@ def prepare_backward_call(x, lse, dlse, dims, scores, dtype) -> Prepared:
 def plan_backward(x: Tensor, dx: Tensor, scores: Scores = PLAIN) -> RowPlan:
     """The planner's choice for rows x and dx [n_rows, n_cols]."""
     itemsize = max(x.element_size(), 4 if scores.added else 0)
-    n_rows, n_cols = x.shape
+    n_rows, n_cols = sizes_of(x)
     gpu = device_of(x.get_device())
     return plan_reduction(n_rows, n_cols, itemsize, gpu, alignment=alignment_of(x, dx), writes=True)
 

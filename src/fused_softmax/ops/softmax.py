@@ -47,8 +47,8 @@ def softmax(
 
     input: any shape; float32, float16, bfloat16 or float64. CUDA tensors run on this package's kernels, read once and
         written once whatever the length of `dim`; CPU tensors take torch's own path. Differentiable, twice too.
-    dim: the dimension that sums to 1. The last one is read in place at any row stride, others in contiguous tensors;
-        a layout that no stride describes goes through a copy.
+    dim: the dimension that sums to 1. Contiguous, or strided beside a contiguous one, it is read in place: permuted,
+        sliced and expanded tensors too, if up to three strides describe the other dims. Others go through a copy.
     dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for integer inputs.
     out: where to write; of the input's shape, the result's dtype, the input's device.
     scale: a number, or a tensor that broadcasts to the input with size 1 in `dim` (a temperature's inverse for every

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
-from fused_softmax.layout import ScoreLayout, as_rows, columns_of, flatten, is_rows, last, overlap, scores_against
+from fused_softmax.layout import (
+    ScoreLayout,
+    as_rows,
+    columns_of,
+    is_rows,
+    last,
+    overlap,
+    rows_of,
+    rows_to_write,
+    scores_against,
+)
 from fused_softmax.ops.scored import MASK, SCALE, SINK, supplied, supplier
 from fused_softmax.ops.softmax_rows import (
     keep_first_max,
@@ -60,11 +70,12 @@ def backward_into(dy: Tensor, y: Tensor, out: Tensor, dim: int, log: bool) -> Te
 
 def _prepare_backward_into(log: bool, dy: Tensor, y: Tensor, out: Tensor, dim: int) -> Prepared:
     moved = [last(each, dim) for each in (dy, y, out)]
-    if not y.numel() or not is_rows(moved[2]) or any(flatten(each) is None for each in moved):
+    rows = rows_of(*moved[:2]) if y.numel() and is_rows(moved[2]) else None
+    if rows is None:
         inner = prepare_backward_call(log, dy, y, dim, out.dtype, False, False).call
         return Prepared(lambda dy, y, out: out.copy_(inner(dy, y, 1.0)))
-    dy_rows, y_rows, out_rows = (as_rows(each) for each in moved)
-    launch = prepare_backward(dy_rows, y_rows, out_rows, log=log).__call__
+    dy_rows, y_rows = rows
+    launch = prepare_backward(dy_rows, y_rows, rows_to_write(moved[2]), log=log).__call__
 
     def call(dy, y, out):
         launch(dy, y, out)
@@ -87,7 +98,7 @@ def forward_by_plan(
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
     if x.numel():
-        x_rows, y_rows = as_rows(x), as_rows(y)
+        ((x_rows,), _), y_rows = as_rows(x), rows_to_write(y)
         against = scores.exact(y.dtype, x.device)
         plan = plan or plan_forward(x_rows, y_rows, against)
         scored = scores_against(against, tuple(x.shape)).tensors
@@ -105,7 +116,7 @@ def backward_by_plan(
 ) -> Tensor:  # fmt: skip
     """The gradient over the last dim into dx, its rows contiguous, by a plan, or the planner's."""
     if y.numel():
-        dy_rows, y_rows, dx_rows = (as_rows(each) for each in (dy, y, dx))
+        ((dy_rows, y_rows), _), dx_rows = as_rows(dy, y), rows_to_write(dx)
         run = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=factor != 1)
         run(dy_rows, y_rows, dx_rows, *((factor,) if factor != 1 else ()))
     return dx
@@ -136,15 +147,10 @@ def prepare_call(
 
 def _over_columns(log, input, dim, dtype, out) -> Prepared | None:
     """Along a strided dim as it lies, or None where the tensors have rows, or a copy is needed."""
-    source = columns_of(input, dim)
-    if source is None:
-        return None
     shape, strides, empty = tuple(input.shape), contiguous_strides(input.shape), allocator(input.device)
     result = empty(shape, strides, dtype) if out is None else out
-    target = columns_of(result, dim)
-    if target is None or target[1] != source[1]:
-        return None
-    run = prepare_columns(source[0], target[0], log=log)
+    columns = columns_of(dim, input, result)
+    run = None if columns is None else prepare_columns(*columns, log=log)
     if run is None:
         return None
     return _direct(run, input, dtype, strides) if out is None else _written(run, log, dim, dtype, PLAIN, input, out)
@@ -152,8 +158,7 @@ def _over_columns(log, input, dim, dtype, out) -> Prepared | None:
 
 def _over_rows(log, input, dim, dtype, out, scores) -> Prepared:
     source = last(input, dim)
-    rows = flatten(source)
-    copies = rows is None
+    (rows,), (copies,) = as_rows(source)
     strides, empty = contiguous_strides(input.shape), allocator(input.device)
     result = empty(tuple(input.shape), strides, dtype) if out is None else out
     in_place = is_rows(last(result, dim))
@@ -163,7 +168,7 @@ def _over_rows(log, input, dim, dtype, out, scores) -> Prepared:
     shape = tuple(source.shape)
     against = (scores.along(dim, input.shape) if input.ndim else scores).exact(dtype, input.device)
     target = last(result, dim) if in_place else torch.empty(shape, dtype=dtype, device=input.device)
-    rows, y_rows = as_rows(source), as_rows(target)
+    y_rows = rows_to_write(target)
     plan = plan_forward(rows, y_rows, against)
     run = prepare_forward(rows, y_rows, plan, log=log, scores=against, shape=shape)
     layout = scores_against(against, shape)
@@ -262,7 +267,7 @@ def _copied_into(prepared) -> Prepared:
 
 
 def _through_copies(run, supply, dim, dtype, copies, in_place, moved_shape) -> Prepared:
-    """Where no stride describes the rows of the input (copies), or of the result as it should lie (not in_place)."""
+    """Where no strides describe the rows of the input (copies), or of the result as it should lie (not in_place)."""
     launch = run.__call__
 
     def call(input, out, scale, mask, sink=None):
@@ -282,7 +287,7 @@ def _first_max_after(run, supply, log, input, dim, dtype, scores, out) -> Prepar
     def call(input, out, scale, mask, sink=None):
         result = torch.empty(input.shape, dtype=dtype, device=input.device) if out is None else out
         source, target = last(input, dim), last(result, dim)
-        rows = as_rows(source) if flatten(source) is None else source
+        (rows,), _ = as_rows(source)
         moved = target if is_rows(target) else torch.empty(source.shape, dtype=dtype, device=input.device)
         launch(rows, moved, *supplied(supply, scale, mask, sink))
         of_this = Scores(scale, mask, *rules, sink=sink).along(dim, tuple(input.shape))
@@ -304,17 +309,16 @@ def prepare_backward_call(
     if not y.numel():
         return Prepared(lambda dy, y, factor: torch.empty_like(y, dtype=dtype))
     if y.ndim and not hides and not scaled:
-        views = [view for view in (columns_of(each, dim) for each in (dy, y, dx)) if view is not None]
-        if len(views) == 3 and views[0][1] == views[1][1] == views[2][1]:
-            run = prepare_columns_backward(views[0][0], views[1][0], views[2][0], log=log)
-            if run is not None:
-                return _direct_backward(run, shape, strides, dtype, empty, scaled)
+        columns = columns_of(dim, dy, y, dx)
+        run = None if columns is None else prepare_columns_backward(*columns, log=log)
+        if run is not None:
+            return _direct_backward(run, shape, strides, dtype, empty, scaled)
     moved = [last(each, dim) for each in (dy, y, dx)]
-    copies = [flatten(each) is None for each in moved[:2]]
+    (dy_rows, y_rows), copies = as_rows(*moved[:2])
     in_place = is_rows(moved[2])
     if not in_place:
         moved[2] = torch.empty(moved[1].shape, dtype=dtype, device=device)
-    dy_rows, y_rows, dx_rows = (as_rows(each) for each in moved)
+    dx_rows = rows_to_write(moved[2])
     plan = plan_backward(dy_rows, y_rows, dx_rows)
     run = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=scaled)
     if in_place and not any(copies):

@@ -16,7 +16,7 @@ from fused_softmax.kernels.columns import _column_backward, _column_forward
 from fused_softmax.kernels.softmax import _part_forward, _stream_forward, _stream_state, _tile_forward
 from fused_softmax.kernels.softmax_grad import _part_backward, _stream_backward, _stream_dot, _tile_backward
 from fused_softmax.kernels.spec import ColumnSpec, GradientSpec, ScoreSpec
-from fused_softmax.layout import ScoreLayout, alignment_of, scores_against
+from fused_softmax.layout import ScoreLayout, alignment_of, scores_against, sizes_of
 from fused_softmax.options import PLAIN, Scores
 from fused_softmax.plan import H200, VECTOR_BYTES, ColumnPlan, RowPlan, plan_columns, plan_rows
 from fused_softmax.runner import TLDTYPES, Run, has_ptx, prepare, spec_of
@@ -27,7 +27,7 @@ _LENGTHS = 4  # of causal rows, each with code of its own
 
 def plan_forward(x: Tensor, y: Tensor, scores: Scores = PLAIN) -> RowPlan:
     """The planner's choice for rows x and y [n_rows, n_cols]."""
-    n_rows, n_cols = x.shape
+    n_rows, n_cols = sizes_of(x)
     if x.element_size() < y.element_size() and n_cols <= _SAME_SUMS:
         x, y = y, x  # the plan for what is written sums in the order that an input of its dtype is summed in
     # The dtype of what is held: of the arithmetic where that is fp64, or where sums with a mask are held and not x.
@@ -44,6 +44,7 @@ def prepare_forward(
 ) -> Run:  # fmt: skip
     """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: run(x, y, mask, scale, sink), less None.
 
+    x: as `layout.rows_of` has it, as are inputs everywhere here; an output has one row stride.
     shape: the input's own, against which mask, scale and sink broadcast; x's unless told. A scale that is a number
     comes last, with each run. A sink is a tensor (`Scores.exact`).
     """
@@ -105,7 +106,7 @@ def keep_first_max(x: Tensor, y: Tensor, log: bool, scores: Scores) -> None:
 
 
 def plan_backward(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
-    n_rows, n_cols = y.shape
+    n_rows, n_cols = sizes_of(y)
     gpu = device_of(y.get_device())
     return plan_rows(n_rows, n_cols, y.element_size(), gpu, alignment=alignment_of(y, dy, dx), inputs=2)
 
@@ -116,6 +117,7 @@ def prepare_backward(
 ) -> Run:  # fmt: skip
     """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: run(dy, y, dx), and the factor if scaled.
 
+    dy, y: as `layout.rows_of` has them together.
     hides: elements that a mask hid, which are -inf in a log_softmax for it, have no gradient.
     """
     if plan is None:
@@ -167,16 +169,19 @@ def prepare_columns_backward(
 def run_columns(kernel, inputs, output, cast_dtype, how, plan: ColumnPlan | None) -> Run | None:
     """What runs a kernel over a strided dim of tensors [n_outer, n_cols, n_inner]; None where no plan holds it.
 
+    The tensors are as `layout.columns_of` has them together.
     how: the ColumnSpec's other fields; holds: whether a program holds what it reads until all is reduced.
     """
     tensors = {**inputs, **output}
     x, (result,) = list(inputs.values())[-1], output.values()
     device, holds = x.get_device(), how["holds"]
     gpu = device_of(device)
-    strides = [stride for tensor in tensors.values() for stride in tensor.stride()[:2]]
-    vector = access_of(list(tensors.values()), strides, x) if holds or x.element_size() < 4 else 1
+    strides = [stride for tensor in tensors.values() for stride in tensor.stride()[:-1]]
+    nested = len(x.shape) > 3  # of its strides Triton knows what K.vector says alone
+    vector = access_of(list(tensors.values()), strides, x) if holds or nested or x.element_size() < 4 else 1
     if plan is None:
-        n_outer, n_cols, n_inner = x.shape
+        *outer, n_cols, n_inner = x.shape
+        n_outer = math.prod(outer)
         wide = result.dtype == torch.float64 or n_cols <= _SAME_SUMS
         itemsize = max(x.element_size(), result.element_size()) if wide else x.element_size()
         plan = plan_columns(n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector)
@@ -195,4 +200,4 @@ def access_of(tensors: list[Tensor], strides: list[int], x: Tensor) -> int:
     if any(tensor.data_ptr() % VECTOR_BYTES for tensor in tensors):
         return 1
     narrowest = min(tensor.element_size() for tensor in tensors)
-    return math.gcd(VECTOR_BYTES // narrowest, x.shape[2], *strides)
+    return math.gcd(VECTOR_BYTES // narrowest, x.shape[-1], *strides)

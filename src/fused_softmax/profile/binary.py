@@ -51,8 +51,9 @@ def compile_for(
 ) -> "Compiled":
     """The binary of fn, which only `triton.jit` decorates, for one target.
 
-    signature: the type of each runtime argument by name: "*bf16", "*fp32", "i32", "i64", "fp32".
+    signature: the type of each runtime argument by name: "*bf16", "*fp32", "i32", "i64", "fp32", or a tuple of these.
     constexprs: the value of every other argument. An integer argument of 1 belongs here, because the JIT makes it one.
+        An element of a tuple is (name, index) here and below, and "constexpr" in the signature.
     target: a name in TARGETS, or any GPUTarget.
     divisible_by_16: the pointers that are aligned to 16 bytes and the integers that are multiples of 16. In a launch
         the JIT detects them. Leave one out to see the binary of a launch whose value is not divisible.
@@ -71,9 +72,11 @@ def compile_for(
         capped = compile_for(fn, **given, divisible_by_16=divisible_by_16, maxnreg=most_registers, **options)
         if not capped.stack_bytes:
             return capped
+    within = {name for name in (*constexprs, *divisible_by_16) if isinstance(name, tuple)}  # (name, index) of a tuple's
+    constexprs, elements = {n: v for n, v in constexprs.items() if n not in within}, constexprs
     missing = set(fn.arg_names) ^ (signature.keys() | constexprs.keys())
     both = signature.keys() & constexprs.keys()
-    stray = set(divisible_by_16) - signature.keys()
+    stray = set(divisible_by_16) - within - signature.keys()
     if missing or both or stray:
         raise ValueError(
             f"{fn.__name__}: every argument must be in signature or in constexprs, and divisible_by_16 must name "
@@ -83,11 +86,16 @@ def compile_for(
     source = ASTSource(
         fn,
         {name: signature.get(name, "constexpr") for name in fn.arg_names},
-        {(fn.arg_names.index(name),): value for name, value in constexprs.items()},
-        {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16},
+        {_path(fn, name): value for name, value in elements.items()},
+        {_path(fn, name): [["tt.divisibility", 16]] for name in divisible_by_16},
     )
     target = TARGETS[target] if isinstance(target, str) else target
     return Compiled(triton.compile(source, target=target, options={"enable_fp_fusion": True, **options}))
+
+
+def _path(fn, name):
+    name, *index = name if isinstance(name, tuple) else (name,)
+    return (fn.arg_names.index(name), *index)
 
 
 @dataclass(frozen=True)
