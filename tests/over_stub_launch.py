@@ -237,3 +237,37 @@ def test_a_launch_costs_the_host_little():
     for name, cost in costs.items():
         print(f"  {name:28}{cost:6.2f}")
     assert costs["launch(x, y)"] * 2.5 < costs["kernel[grid](...)"]
+
+
+@triton.jit
+def _nested(x_ptr, y_ptr, stride, n_cols, scale, BLOCK_COLS: tl.constexpr):
+    n, stride_0, stride_1 = stride
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + row // n * stride_0 + row % n * stride_1 + cols, mask=cols < n_cols)
+    tl.store(y_ptr + row * n_cols + cols, x * scale, mask=cols < n_cols)
+
+
+@pytest.mark.parametrize("stride", [(3, 100, 2**33), (3, 1, 16), (1, 1, 2)], ids=str)
+def test_a_tuple_is_its_elements_to_the_driver(stride):
+    """Less those of 1, which are compiled in, and numbers that a call gives keep their places after it."""
+    scalars, block = (stride, 1000, 1.5), {"BLOCK_COLS": 1024}
+    launch = prepare(_nested, 6, (X, Y), scalars, block, device=0, numbers=(2,), num_warps=4)
+    elements = [each for each in stride if each != 1]
+    got = stub.record(lambda: launch(X, Y, 2.5), n_arguments=4 + len(elements))
+    expected = [*elements, 1000]
+    found = [a & (0xFFFFFFFF if e < 2**31 else -1) for a, e in zip(got.arguments[2:], expected, strict=False)]
+    assert found == expected
+    assert struct.unpack("f", struct.pack("I", got.arguments[-1] & 0xFFFFFFFF)) == (2.5,)
+    options = {**block, "num_warps": 4, "enable_fp_fusion": True}
+    public = stub.record(lambda: _nested[(6,)](X, Y, *scalars[:2], 2.5, **options), n_arguments=4 + len(elements))
+    assert public.function == got.function
+
+
+def test_tuples_of_other_widths_are_other_kernels():
+    function = {}
+    for stride in ((3, 100, 7), (3, 101, 7), (3, 2**40, 7), (3, 96, 7), (1, 100, 7)):
+        launch = prepare(_nested, 6, (X, Y), (stride, 1000, 1.5), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
+        function[stride] = function_of(launch)
+    assert function[3, 100, 7] == function[3, 101, 7]
+    assert len(set(function.values())) == 4
