@@ -179,6 +179,17 @@ KERNELS = (
         "return row * (x.stride // K.vector * K.vector)", "return row * x.stride",
         "test_family_compiles.py::test_logsumexp", "test_family_compiles.py::test_backward", compiles=True,
     ),
+    of(
+        "kernels", "nested-strides-swapped", "kernels/rows.py", "(odd_0 >> 1) * V, (odd_1 >> 1) * V,",
+        "(odd_1 >> 1) * V, (odd_0 >> 1) * V,",
+        "test_layouts.py::test_every_strategy",
+    ),
+    of(
+        "kernels", "columns-by-one-outer-stride", "kernels/columns.py",
+        "ptr += nested_offset(c.outer, outer_stride, K)",
+        "ptr += nested_offset(c.outer * 0, outer_stride, K)",
+        "test_layouts.py::test_columns",
+    ),
 )  # fmt: skip
 
 PLAN = (
@@ -325,6 +336,25 @@ RUNNER = (
         "runner", "rows-flattened-that-lie-apart", "layout.py", "elif stride != n_rows * row_stride:",
         "elif stride < n_rows * row_stride:",
         "test_softmax.py::test_strides", "test_softmax.py::test_any_dim_of_any_shape",
+    ),
+    of(
+        "runner", "nested-rows-taken-for-shifted", "layout.py", "2 * vector and not nested", "2 * vector",
+        "test_layouts.py::test_rows_of_odd_length",
+    ),
+    of(
+        "runner", "inner-positions-of-one-tensor-alone", "layout.py", "all(each.stride(outer[-1]) == n_inner",
+        "any(each.stride(outer[-1]) == n_inner",
+        "test_layouts.py::test_columns",
+    ),
+    of(
+        "runner", "tuples-of-any-widths-are-one-kernel", "launch.py", "return tuple(_kind(each) for each in scalar)",
+        "return tuple",
+        "test_launch.py::test_over_the_stub_driver", compiles=True,
+    ),
+    of(
+        "runner", "nested-strides-that-triton-looks-at", "runner.py", "tensor.stride(d) // vector * 2 + 1",
+        "tensor.stride(d) // vector * 2",
+        "test_layouts_compile.py::test_nothing_is_compiled_in_of_strides_but_a_0", compiles=True,
     ),
     of(
         "runner", "shifted-by-different-phases", "layout.py", "len(places) == 1 and x.shape[-1]", "x.shape[-1]",

@@ -93,6 +93,18 @@ def crossed(x):
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def part(x):
+    """The same values in a larger second dim: two strides, whatever the first dim's size."""
+    room = torch.full((x.shape[0], x.shape[1] + 2, *x.shape[2:]), float("nan"), dtype=x.dtype, device=x.device)
+    room[:, : x.shape[1]] = x
+    return room[:, : x.shape[1]]
+
+
+def apart(x):
+    """The same values with every second column: no strides describe the rows."""
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
 def mask_of(*shape):
     return lambda n, seed: rand(*[n if size is None else size for size in shape], seed=seed + 1) > -1
 
@@ -117,10 +129,13 @@ SCORES: dict[str, dict[str, Any]] = {
     "bf16": {"of": BF16},
     "fp64, scaled": {"of": FP64, "scale": lambda n, seed: 0.5 + seed},
     "row stride": {"lay": padded},
-    "a copy": {"lay": crossed},
+    "a part of two dims": {"lay": part},
+    "dims swapped": {"lay": crossed},
+    "a copy": {"lay": apart},
     "rows that stream": {"of": FP64, "n_cols": 20000},
 }
-WITHOUT_ROWS = ("dim 0", "dim 1", "a copy", "rows that stream")  # a leading size that is no number of rows of one plan
+# Of a leading size that is no number of rows of one plan.
+WITHOUT_ROWS = ("dim 0", "dim 1", "a copy", "dims swapped", "rows that stream")
 
 
 def of_scores(function, name, grad, call=None):

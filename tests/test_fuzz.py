@@ -75,6 +75,14 @@ def laid_out(values, layout, device, poison=math.nan):
     return view.copy_(values)
 
 
+def repeated(draw, x):
+    """x, or what expand makes of the first index of some of its dims."""
+    dims = draw(st.sets(st.integers(0, x.ndim - 1), max_size=2)) if x.numel() and x.ndim and draw(st.booleans()) else ()
+    for dim in dims:
+        x = x.narrow(dim, 0, 1).expand(x.shape)
+    return x
+
+
 @st.composite
 def broadcasts(draw, shape):
     """A shape that broadcasts to `shape`, and which of its dims to expand again."""
@@ -150,7 +158,7 @@ def test_any_call(device, data):
     x = extremes(draw, peaked(1, math.prod(shape), seed=draw(st.integers(0, 9))).view(shape))
     if draw(st.booleans()):
         x = poisoned(x, dim, scored)
-    x = laid_out(x.to(draw(st.sampled_from(DTYPES))), draw(layouts(x.ndim)), device)
+    x = repeated(draw, laid_out(x.to(draw(st.sampled_from(DTYPES))), draw(layouts(x.ndim)), device))
     options = {"dtype": draw(st.sampled_from([None, None, *DTYPES]))} if function != "logsumexp" else {}
     read = [each for each in (x, *scored.values()) if isinstance(each, torch.Tensor)]
     before = [each.clone() for each in read]
@@ -218,13 +226,12 @@ def test_any_gradient(device, data):
         scored["sink"] = 1.5
     given_dtype = draw(st.sampled_from(DTYPES))
     x = peaked(1, math.prod(shape), seed=draw(st.integers(0, 9))).view(shape)
-    x = laid_out(x.to(given_dtype), draw(layouts(x.ndim)), device)
+    x = repeated(draw, laid_out(x.to(given_dtype), draw(layouts(x.ndim)), device))
     options = {"dtype": draw(st.sampled_from([None, *DTYPES]))} if function != "logsumexp" else {}
     options = {name: value for name, value in options.items() if value is not None}
     y = public(function, x, dim, **options, **scored)
     dy = generated(y.shape, draw(st.integers(0, 9)), torch.randn)
-    dy = laid_out(dy, draw(layouts(dy.ndim)), device)
-    dy = torch.where(y.isfinite(), dy, 0.0)
+    dy = laid_out(torch.where(y.isfinite(), dy.to(device), 0.0), draw(layouts(dy.ndim)), device)
     numbers = {name: value for name, value in scored.items() if name in ("is_causal", "masked_rows")}
     arguments = {"x": x, **{name: value for name, value in scored.items() if name not in numbers}}
     assert_gradients(function, arguments, dy, dim, **options, **numbers)

@@ -185,7 +185,7 @@ def test_inputs_of_any_strides_and_dtypes_in_compiled_code(name, device):
     ours, theirs = ours_and_theirs(name)
     x = tiny(3, 4, 10, device=device)
     for dtype in (BF16, FP64):
-        for t in (x, x.transpose(0, 2), x[:, 1:, ::2], x[:1].expand(3, 4, 10), x[:0]):
+        for t in (x, x.transpose(0, 2), x.transpose(0, 1), x[:, 1:, ::2], x[:, :2], x[:1].expand(3, 4, 10), x[:0]):
             torch._dynamo.reset()
             t = t.to(dtype)
             function, _ = compiled(lambda t: ours(t, 1))
