@@ -29,7 +29,8 @@ def last(x: Tensor, dim: int) -> Tensor:
 def as_rows(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
     """(`rows_of` tensors of one shape, which of them it was a copy of): as few are copied as can be.
 
-    Copied are tensors whose last dim is not contiguous, and those whose rows take more than three strides.
+    Copied are tensors whose last dim is not contiguous, and those whose rows take more than three strides, or are 2**31
+    and take two.
     """
     for copies in sorted(itertools.product((False, True), repeat=len(tensors)), key=sum):
         rows = rows_of(*(x.contiguous() if copy else x for x, copy in zip(tensors, copies, strict=True)))
