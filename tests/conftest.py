@@ -80,6 +80,7 @@ def _interpreter_as_a_gpu():
         results = {
             state.HALVES.value: lambda a: TensorHandle((a.data.astype(np.uint32) << 16).view(np.float32), tl.float32),
             "mov.b32 $0, $1;": lambda a: a,
+            "mov.b64 $0, $1;": lambda a: a,
         }
         return SimpleNamespace(get_result=lambda _: results[asm](*values))
 

@@ -324,7 +324,10 @@ def load_whole_columns(ptr, stride, c, K: tl.constexpr):
 @triton.jit
 def store_columns(ptr, stride, y, p, c, K: tl.constexpr):
     cols = tl.arange(0, K.block_cols)[:, None]
-    stride = multiple_of(stride, K).to(tl.int64)
+    stride = stride.to(tl.int64)
+    if K.ptx and K.whole:  # opaque: else the addresses of all tiles are made before the wait, and kept in memory
+        stride = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [stride], dtype=tl.int64, is_pure=False, pack=1)
+    stride = multiple_of(stride, K)
     at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :]) + p * (stride * K.block_cols)
     if p < K.full_pieces and K.whole:
         tl.store(at, y, cache_modifier=".cs")

@@ -9,6 +9,8 @@ from fused_softmax.plan.ladders import (
     COLUMN_FEW,
     COLUMN_FEW_BYTES,
     COLUMN_FEW_PIECES,
+    COLUMN_FEW_READ,
+    COLUMN_FEW_READ_PIECES,
     COLUMN_GROUPS,
     COLUMN_MASKED_PIECES,
     COLUMN_MOST_PARTS,
@@ -95,7 +97,9 @@ def plan_columns(
     parts = -(-n_cols // (most * block_cols))
     if not holds:
         whole = itemsize == 2 or n_inner % inner == 0
-        most = min(COLUMN_READ_PIECES if whole else COLUMN_MASKED_PIECES, -(-n_cols // block_cols))
+        few = block_cols == 1 and n_cols <= COLUMN_FEW_READ_PIECES
+        at_once = COLUMN_FEW_READ_PIECES if few else COLUMN_READ_PIECES if whole else COLUMN_MASKED_PIECES
+        most = min(at_once, -(-n_cols // block_cols))
         wanted = -(-COLUMN_WARPS // num_warps * device.sm_count // (n_outer * -(-n_inner // inner)))
         parts = max(1, min(wanted, -(-n_cols // (most * block_cols))))
         if itemsize == 8 or device.backend != "cuda":
@@ -137,10 +141,10 @@ def _held_tile(
     """(inner positions, columns, warps, pieces at most) of a tile of columns that are held."""
     vector = choices.get("vector", VECTOR_BYTES // itemsize)
     inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
-    built_in = not choices and inputs == 1  # gradients were measured by the tiles below alone
+    built_in = not choices
     wide = access * itemsize >= 4
     block_cols = next_power_of_2(-(-n_cols // COLUMN_FEW_PIECES))
-    if built_in and wide and block_cols <= COLUMN_FEW:
+    if built_in and wide and block_cols <= COLUMN_FEW[inputs]:
         warp = 32 * vector // block_cols  # positions that a warp reads of block_cols columns
         inner = min(next_power_of_2(n_inner), max(warp, min(COLUMN_FEW_BYTES // itemsize, 4 * warp)))
         if n_outer * -(-n_inner // inner) >= device.sm_count:
@@ -164,6 +168,11 @@ def _read_tile(
     """The same of columns that are read tile by tile."""
     vector = min(choices.get("vector", VECTOR_BYTES // itemsize), COLUMN_POSITIONS)
     inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
+    if not choices and access * itemsize >= 4 and n_cols <= COLUMN_FEW_READ:
+        for num_warps in (4, 2, 1):  # a column at a time: no position's states need merging
+            inner = 32 * num_warps * vector
+            if inner <= n_inner and n_outer * -(-n_inner // inner) >= device.sm_count:
+                return inner, 1, num_warps, n_cols
     inner, num_warps = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize), 4
     if itemsize == 2 and n_outer * -(-n_inner // inner) < COLUMN_GROUPS * device.sm_count:
         num_warps = 8

@@ -149,9 +149,13 @@ COLUMN_BYTES = {
 }  # fmt: skip
 COLUMN_NOTE = "64 x 4096 x 512 fp32 0.94, 64 and 32 KiB 0.85; bf16 0.80, 40 KiB 0.76; backward 0.96, 0.85"
 COLUMN_MOST_PARTS = 128
-# Few columns: tiles at most, columns of one at most, contiguous bytes of each. dim 1 of 8 x 21 x 512 x 512 bf16 0.93
-# (by tiles of 16 columns 0.26), fp32 0.97 (0.71); of 32 x 3 x 262144 bf16 1.00 (0.34).
-COLUMN_FEW_PIECES, COLUMN_FEW, COLUMN_FEW_BYTES = 20, 8, 256
+# Few columns: tiles at most, columns of one at most by inputs, contiguous bytes of each. dim 1 of 8 x 21 x 512 x 512
+# bf16 0.93 (by tiles of 16 columns 0.26), fp32 0.97 (0.71); of 32 x 3 x 262144 bf16 1.00 (0.34). Gradients: 4 x 150 x
+# 512 x 512 bf16 0.95 (0.79), fp32 0.96 (0.90); 32 x 3 x 262144 0.97 (0.48); 1024 x 197 x 384 bf16 0.99 (0.91).
+COLUMN_FEW_PIECES, COLUMN_FEW, COLUMN_FEW_BYTES = 20, {1: 8, 2: 16}, 256
+# logsumexp of few columns reads them one at a time: columns at most, and how many are asked for at once where that is
+# all of them. 8 x 21 x 262144 bf16 28.6 us (by tiles of 8 columns 98), 4 x 150 x 262144 80 (103).
+COLUMN_FEW_READ, COLUMN_FEW_READ_PIECES = 256, 24
 # Contiguous bytes, a sector of DRAM, where programs would be fewer than multiprocessors, or more than share columns:
 # 16 x 1000 x 64 bf16 4.95 us (8.7), 1 x 100000 x 32 10.2 us (in 98 parts 15.1).
 COLUMN_SCARCE_BYTES = 32
