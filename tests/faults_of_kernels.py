@@ -29,8 +29,16 @@ KERNELS = (
         "test_sink.py::test_logsumexp_by_every_strategy",
     ),
     of(
-        "kernels", "mask-past-the-size", "kernels/rows.py", "cols < size, other=OTHER)", "cols <= size, other=OTHER)",
+        "kernels", "mask-past-the-size", "kernels/rows.py", "cols < size, OTHER, K)", "cols <= size, OTHER, K)",
         "test_shelf.py::test_pieces_end_with_the_row",
+    ),
+    of(
+        "kernels", "fp8-without-nan", "kernels/state.py", "tl.abs(y) == 480.0", "tl.abs(y) == 481.0",
+        "test_fp8.py::test_every_byte_is_the_float16_of_the_same_value",
+    ),
+    of(
+        "kernels", "fp8-zero-past-the-size", "kernels/state.py", "(tl.zeros([], tl.float32) + other)",
+        "tl.zeros([], tl.float32)", "test_fp8.py::test_every_byte_in_a_row",
     ),
     of(
         "kernels", "causal-column-less", "kernels/rows.py", ".to(tl.int32) + 1 + n_cols", ".to(tl.int32) + n_cols",
@@ -121,7 +129,7 @@ KERNELS = (
     ),
     of(
         "kernels", "columns-past-the-size", "kernels/columns.py",
-        "mask=p * K.block_cols + cols < c.size, other=OTHER", "mask=p * K.block_cols + cols <= c.size, other=OTHER",
+        "here, p * K.block_cols + cols < c.size, OTHER", "here, p * K.block_cols + cols <= c.size, OTHER",
         "test_softmax.py::test_any_dim_of_any_shape",
     ),
     of(
@@ -261,7 +269,7 @@ PLAN = (
     ),
     of(
         "plan", "causal-rows-fetch-ahead", "plan/rows.py",
-        "plan.vector * itemsize == VECTOR_BYTES and not causal", "plan.vector * itemsize == VECTOR_BYTES",
+        "known and not causal", "known",
         "test_plan.py::test_programs_fetch_ahead_where_the_gpu_can_and_the_next_data_is_known",
     ),
 )  # fmt: skip
@@ -295,7 +303,7 @@ RUNNER = (
     ),
     of(
         "runner", "misalignment-0", "runner.py",
-        "first.data_ptr() // first.element_size() % spec.vector", "0",
+        "first.data_ptr() // first.element_size() % vector", "0",
         "test_runner.py::test_a_kernel_is_told_how_far_off_16_bytes_rows_start",
     ),
     of(

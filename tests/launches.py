@@ -30,6 +30,8 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*u8",
+    torch.float8_e5m2: "*u8",
 }
 
 

@@ -26,6 +26,8 @@ _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
 _KINDS = {"fp32": "f", **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"), "i")}
 
+_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+
 _LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neighbours
 
 _loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
@@ -39,7 +41,7 @@ def prepare(
 
     The kernel's parameters are, in order: the `tensors`, the `scalars` (ints, floats or tuples of ints), the
     `constexprs` (by name).
-    Tensors and scalars that a launch does without are None. bool tensors are bytes to a kernel.
+    Tensors and scalars that a launch does without are None. bool and fp8 tensors are bytes to a kernel.
     Scalars, constexprs and grid (an int, or up to three) stay with the Launch. Every launch takes the non-None tensors
     again, of the same dtypes and with the same 16-byte alignment, and then the scalars whose indices are in `numbers`,
     of the same types; a float that 32 bits would round to 0 becomes its nearest neighbour.
@@ -263,8 +265,9 @@ def _leaves(values):
 
 
 def _as_bytes(tensor):
-    """A bool tensor as the bytes that kernels read."""
-    return tensor.view(torch.uint8) if getattr(tensor, "dtype", None) == torch.bool else tensor
+    """A tensor of 8 bits as the bytes that kernels read."""
+    dtype = getattr(tensor, "dtype", None)
+    return tensor.view(torch.uint8) if dtype in _BYTES else tensor
 
 
 @cache

@@ -100,8 +100,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def alignment_of(x: Tensor, *others: Tensor) -> Alignment:
-    """How the rows of all these tensors lie against 16-byte boundaries, counted in elements of x."""
-    vector = 16 // x.element_size()
+    """How the rows of all these tensors lie against 16-byte boundaries, counted in elements of x as it is held."""
+    vector = 16 // held_bytes(x)
     places = set()
     for t in (x, *others):
         strides = (t.stride(d) for d in range(len(t.shape) - 1) if t.shape[d] > 1)
@@ -110,6 +110,11 @@ def alignment_of(x: Tensor, *others: Tensor) -> Alignment:
         return "even"
     nested = any(len(t.shape) > 2 for t in (x, *others))
     return "shifted" if len(places) == 1 and x.shape[-1] >= 2 * vector and not nested else "scalar"
+
+
+def held_bytes(x: Tensor) -> int:
+    """Of an element as kernels hold it: fp8 becomes fp16."""
+    return max(2, x.element_size())
 
 
 def columns_of(dim: int, x: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:

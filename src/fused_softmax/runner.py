@@ -22,6 +22,8 @@ from fused_softmax.plan import ColumnPlan, RowPlan, fetches_ahead, most_column_r
 TLDTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
 }  # fmt: skip
+FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}  # read as bytes, held as fp16
+READ = {*TLDTYPES, *FP8}  # by forward kernels, without a copy
 # The launches of an exchange where the interpreter runs one program after another: in one alone, each would compute the
 # states of all that come after it.
 IN_TURN: tuple[dict[str, bool], ...] = ({"collect": False}, {"publish": False})
@@ -63,6 +65,15 @@ def spec_of(kind: Any, plan: RowPlan, cast_dtype: torch.dtype, device: int, *, i
         tile=plan.strategy == "tile", axis=int(plan.strategy == "tile"), vector=plan.vector,
         shifted=plan.alignment == "shifted", cast_dtype=TLDTYPES[cast_dtype], ptx=ptx, prefetch=ptx and ahead, **fields,
     )  # fmt: skip
+
+
+def format_of(x: Tensor) -> dict[str, Any]:
+    """The fields of a Spec that say what an input's bytes stand for; none where it is no fp8."""
+    if x.dtype not in FP8:
+        return {}
+    device = x.get_device()
+    able = has_ptx(device) and device_of(device).capability >= (8, 9)
+    return {"fp8": FP8[x.dtype], "converts_fp8": able}
 
 
 def has_ptx(device: int) -> bool:
@@ -207,7 +218,8 @@ def _misalignment(names, spec, tensors):
     if "misalignment" not in names:
         return {}
     first = next(tensors[name[: -len("_row_stride")]] for name in names if name.endswith("_row_stride"))
-    return {"misalignment": first.data_ptr() // first.element_size() % spec.vector}
+    vector = spec.vector if spec.fp8 is None else 16  # which a prefetch counts on
+    return {"misalignment": first.data_ptr() // first.element_size() % vector}
 
 
 def _changed(scalars, plan, values):

@@ -24,7 +24,7 @@ from fused_softmax.kernels.rows import (
     whole_vectors,
 )
 from fused_softmax.kernels.spec import Edge, Row, Rows, Scored
-from fused_softmax.kernels.state import NEG_INF, hold_all, result_of, with_sink
+from fused_softmax.kernels.state import NEG_INF, hold_all, load_exact, result_of, with_sink
 
 
 @triton.jit(do_not_specialize=["n_cols", "misalignment", "n_1", "n_2", "n_queries"])
@@ -64,7 +64,7 @@ def row_up_to(x, y, row, program, n_cols, head, q, sink, S, K: tl.constexpr, OPE
     edge = 0
     if K.shifted:  # loaded before anything waits for the pieces
         cols, on = edges_of(r, n_cols, 1, K)
-        at = tl.load(x.ptr + row * x.stride + cols, mask=on & (cols < q.visible), other=q.masked_input)
+        at = load_exact(x.ptr + row * x.stride + cols, on & (cols < q.visible), q.masked_input, K)
         edge = Edge(cols, on, at)
     zero = tl.full([], NEG_INF if K.log else 0.0, tl.float32).to(K.cast_dtype)
     if q.visible > 0:

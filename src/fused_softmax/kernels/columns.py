@@ -18,6 +18,7 @@ from fused_softmax.kernels.state import (
     NEG_INF,
     finite_top,
     hold_all,
+    load_exact,
     max_of,
     natural_exp,
     origin_of,
@@ -179,7 +180,7 @@ def store_results(y, x, m, s, c, K: tl.constexpr):
     x = hold_all(x, K.ptx)
     y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, c, K)
     for p in tl.static_range(len(x)):
-        store_columns(y_ptr, y.col_stride, result_of(widen(x[p], K.cast_dtype, K.unpack), m, s, K), p, c, K)
+        store_columns(y_ptr, y.col_stride, result_of(widen(x[p], K.compute_dtype, K.unpack), m, s, K), p, c, K)
 
 
 @triton.jit
@@ -293,13 +294,13 @@ def load_columns(ptr, stride, c, OTHER: tl.constexpr, K: tl.constexpr):
         here = at + p * (stride * K.block_cols)
         # `on`, of a bound that the compiler knows nothing of, makes accesses of one element: only where it is needed.
         if p < K.full_pieces and K.whole:
-            piece = tl.load(here)
+            piece = load_exact(here, None, None, K)
         elif K.whole:
-            piece = tl.load(here, mask=p * K.block_cols + cols < c.size, other=OTHER)
+            piece = load_exact(here, p * K.block_cols + cols < c.size, OTHER, K)
         elif p < K.full_pieces:
-            piece = tl.load(here, mask=c.on[None, :] & (cols >= 0), other=OTHER)
+            piece = load_exact(here, c.on[None, :] & (cols >= 0), OTHER, K)
         else:
-            piece = tl.load(here, mask=(p * K.block_cols + cols < c.size) & c.on[None, :], other=OTHER)
+            piece = load_exact(here, (p * K.block_cols + cols < c.size) & c.on[None, :], OTHER, K)
         pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
     return pieces
 
@@ -314,9 +315,9 @@ def load_whole_columns(ptr, stride, c, K: tl.constexpr):
     for p in tl.static_range(PIECES):
         here = at + p * (stride * K.block_cols)
         if K.whole:
-            piece = tl.load(here)
+            piece = load_exact(here, None, None, K)
         else:
-            piece = tl.load(here, mask=(p * K.block_cols + cols < PIECES * K.block_cols) & c.on[None, :], other=NEG_INF)
+            piece = load_exact(here, (p * K.block_cols + cols < PIECES * K.block_cols) & c.on[None, :], NEG_INF, K)
         pieces = pieces + (piece,)  # noqa: RUF005
     return pieces
 
@@ -354,13 +355,13 @@ def empty_state(K: tl.constexpr):
 @triton.jit
 def take_columns(m, s, x, K: tl.constexpr):
     """The state of every lane with its elements of the tiles x."""
-    top = widen(x[0], K.cast_dtype)
+    top = widen(x[0], K.compute_dtype)
     for p in tl.static_range(1, len(x)):
-        top = tl.maximum(top, widen(x[p], K.cast_dtype))
+        top = tl.maximum(top, widen(x[p], K.compute_dtype))
     top = finite_top(tl.maximum(m, top))  # m last: of narrow numbers alone, two are compared at once
     s *= natural_exp(m - top, K.ptx)
     for p in tl.static_range(len(x)):
-        s += natural_exp(widen(x[p], K.cast_dtype, K.ptx) - top, K.ptx)
+        s += natural_exp(widen(x[p], K.compute_dtype, K.ptx) - top, K.ptx)
     return top, s
 
 

@@ -13,6 +13,7 @@ from fused_softmax.kernels.state import (
     NO_COLUMN,
     exp_at,
     hold_all,
+    load_exact,
     max_of,
     origin_of,
     result_of,
@@ -36,9 +37,12 @@ def head_of(row, x, K: tl.constexpr):
 @triton.jit
 def body_of(x, row, K: tl.constexpr):
     """The first 16-byte boundary of a row, in a form that shows the compiler that it is one."""
-    if K.shifted:
+    if K.shifted or K.fp8 is not None:  # bytes may begin on 8 that are even
         aligned = tl.multiple_of(x.ptr - x.misalignment, K.vector * x.ptr.dtype.element_ty.primitive_bitwidth // 8)
-        return aligned + (row * x.stride + x.misalignment + K.vector - 1) // K.vector * K.vector
+        if x.nest is not None:
+            return aligned + (nested_offset(row, x.nest, K) + x.misalignment + K.vector - 1) // K.vector * K.vector
+        else:
+            return aligned + (row * x.stride + x.misalignment + K.vector - 1) // K.vector * K.vector
     else:
         return x.ptr + row_offset(row, x, K)
 
@@ -193,9 +197,9 @@ def load_pieces(ptr, cols, size, OTHER, K: tl.constexpr, PIECES: tl.constexpr, F
     pieces = ()
     for p in tl.static_range(PIECES):
         if p < FULL_PIECES:
-            piece = tl.load(ptr + (p * K.block_cols + cols))
+            piece = load_exact(ptr + (p * K.block_cols + cols), None, None, K)
         else:
-            piece = tl.load(ptr + (p * K.block_cols + cols), mask=p * K.block_cols + cols < size, other=OTHER)
+            piece = load_exact(ptr + (p * K.block_cols + cols), p * K.block_cols + cols < size, OTHER, K)
         pieces = pieces + (piece,)  # noqa: RUF005  the compiler has no unpacking
     return pieces
 
@@ -228,7 +232,7 @@ def edges_of(r, n_cols, n_parts, K: tl.constexpr):
 def load_edge(x, n_cols, n_parts, r, other, K: tl.constexpr):
     """What stands before and after the aligned body of a row; `other` where nothing does."""
     cols, on = edges_of(r, n_cols, n_parts, K)
-    return Edge(cols, on, tl.load(x.ptr + r.row * x.stride + cols, mask=on, other=other))
+    return Edge(cols, on, load_exact(x.ptr + r.row * x.stride + cols, on, other, K))
 
 
 @triton.jit

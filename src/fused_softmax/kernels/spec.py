@@ -25,6 +25,7 @@ class Spec:
         and 1 more. Triton looks at a tuple's numbers, and knows nothing of odd ones but the 1 of a stride of 0.
     edges_first: whether a tile loads its edges before its pieces, and both get the layout of the pieces.
     cast_dtype: inputs are rounded to it as they are read.
+    fp8: the format of an input of bytes, held as fp16. converts_fp8: whether the chip has an instruction that does it.
     axis: of a piece, which is reduced.
     ptx: whether inline PTX may stand in.
     prefetch: whether programs ask L2 for the data of a later program.
@@ -39,6 +40,8 @@ class Spec:
     pieces: int
     vector: int
     cast_dtype: Any
+    fp8: Any = None
+    converts_fp8: bool = False
     block_rows: int = 1
     full_pieces: int = 0
     tile: bool = False
@@ -64,7 +67,8 @@ class Spec:
     @property
     def compute_dtype(self):
         """Which dtype a piece is taken for when it is used; overridden where pieces hold finished scores."""
-        return self.cast_dtype
+        exact = self.fp8 is not None and not self.cast_dtype.is_fp64()  # every 16-bit dtype holds fp8 as it is
+        return tl.float16 if exact else self.cast_dtype
 
     @property
     def scale_on_use(self):
@@ -112,7 +116,7 @@ class ScoreSpec(Spec):
     @property
     def compute_dtype(self):
         """An added mask makes finished scores of what is read, in the dtype of the arithmetic."""
-        return self.state_dtype if self.mask == ADDED_MASK else self.cast_dtype
+        return self.state_dtype if self.mask == ADDED_MASK else super().compute_dtype
 
     @property
     def scale_on_use(self):

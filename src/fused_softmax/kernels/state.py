@@ -31,6 +31,34 @@ def widen(x, CAST: tl.constexpr, PTX: tl.constexpr = False):
 
 
 @triton.jit
+def load_exact(ptr, mask, other, K: tl.constexpr):
+    """What stands at ptr where `mask`, `other` elsewhere; both None where nothing is masked. fp8 becomes fp16.
+
+    No format of 8 bits has all that `other` may be.
+    """
+    if K.fp8 is None:
+        return tl.load(ptr, mask=mask, other=other)
+    elif mask is None:
+        return of_fp8(tl.load(ptr), K)
+    else:
+        x = of_fp8(tl.load(ptr, mask=mask, other=0), K)
+        return tl.where(mask, x, (tl.zeros([], tl.float32) + other).to(tl.float16))
+
+
+@triton.jit
+def of_fp8(x, K: tl.constexpr):
+    """The fp16 that bytes stand for, exactly. e5m2 is its upper byte; the exponents of e4m3 begin 8 lower."""
+    if K.converts_fp8:
+        return x.to(K.fp8, bitcast=True).to(tl.float16)
+    elif K.fp8 == tl.float8e5:
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16385  # less the sign's second copy
+        y = bits.to(tl.float16, bitcast=True) * 256.0
+        return tl.where(tl.abs(y) == 480.0, float("nan"), y)  # the greatest number is 448
+
+
+@triton.jit
 def origin_of(m, PTX: tl.constexpr, SUBTRACT_FIRST: tl.constexpr = False):
     """(scale, base) with exp(x - m) = 2 ** (x * scale - base), up to a factor that every x shares; base 0 if m is -inf.
 

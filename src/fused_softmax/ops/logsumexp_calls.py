@@ -11,13 +11,22 @@ from fused_softmax.device import device_of
 from fused_softmax.kernels.columns import _column_logsumexp
 from fused_softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
 from fused_softmax.kernels.spec import ScoreSpec
-from fused_softmax.layout import alignment_of, as_rows, columns_of, overlap, rows_to_write, scores_against, sizes_of
+from fused_softmax.layout import (
+    alignment_of,
+    as_rows,
+    columns_of,
+    held_bytes,
+    overlap,
+    rows_to_write,
+    scores_against,
+    sizes_of,
+)
 from fused_softmax.ops.scored import supplied, supplier
 from fused_softmax.ops.softmax_calls import bump_version, leading_of
 from fused_softmax.ops.softmax_rows import run_columns
 from fused_softmax.options import PLAIN, Scores, kind_of_scale
 from fused_softmax.plan import COLUMN_POSITIONS, ColumnPlan, RowPlan, plan_for, plan_reduction
-from fused_softmax.runner import Run, prepare, spec_of
+from fused_softmax.runner import READ, Run, format_of, prepare, spec_of
 
 
 def forward(
@@ -44,7 +53,8 @@ def prepare_call(
     dtype: what the input is rounded to as it is read, and of the result; the input's own unless told.
     """
     dtype = dtype or input.dtype
-    if dtype == torch.float64 != input.dtype:  # no plan of fewer bytes than its states have
+    # No plan has fewer bytes than its states.
+    if dtype == torch.float64 != input.dtype or input.dtype not in READ:
         inner = prepare_call(input.to(dtype), dims, keepdim, out, scores).call
         return Prepared(lambda input, out, scale, mask, sink=None: inner(input.to(dtype), out, scale, mask, sink))
     # On "meta" torch finds fault with dims, and says the shape.
@@ -155,7 +165,7 @@ def rows_last(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def plan_forward(x: Tensor, scores: Scores = PLAIN) -> RowPlan:
     """The planner's choice for rows x [n_rows, n_cols]."""
-    itemsize = max(x.element_size(), 4 if scores.added else 0)
+    itemsize = max(held_bytes(x), 4 if scores.added else 0)
     n_rows, n_cols = sizes_of(x)
     return plan_reduction(n_rows, n_cols, itemsize, device_of(x.get_device()), alignment=alignment_of(x))
 
@@ -173,7 +183,7 @@ def prepare_forward(
     layout = scores_against(scores, shape or tuple(x.shape))
     device = x.get_device()
     kind = {name: value for name, value in layout.kind.items() if name != "zero_masked_rows"}
-    spec = spec_of(ScoreSpec, plan, lse.dtype, device, itemsize=x.element_size(), **kind)
+    spec = spec_of(ScoreSpec, plan, lse.dtype, device, itemsize=x.element_size(), **kind, **format_of(x))
     # The bodies of short odd rows that are one piece keep their layout beside edges that are loaded after them.
     spec = replace(spec, full_pieces=0, edges_first=spec.tile and spec.shifted and plan.pieces > 1)
     tensors = {"x": x, "lse": lse, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}

@@ -29,6 +29,7 @@ from fused_softmax.options import (
     scores_of,
 )
 from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of, runs_here
+from fused_softmax.runner import FP8
 
 
 def softmax(
@@ -45,11 +46,13 @@ def softmax(
 ) -> Tensor:
     """softmax of `input * scale + mask` along `dim`, as torch.softmax: same results, NaN and infinities included.
 
-    input: any shape; float32, float16, bfloat16 or float64. CUDA tensors run on this package's kernels, read once and
-        written once whatever the length of `dim`; CPU tensors take torch's own path. Differentiable, twice too.
+    input: any shape; float32, float16, bfloat16 or float64, and with `dtype` float8_e4m3fn or float8_e5m2. CUDA tensors
+        run on this package's kernels, read once and written once whatever the length of `dim`; CPU tensors take torch's
+        own path. Differentiable, twice too.
     dim: the dimension that sums to 1. Contiguous, or strided beside a contiguous one, it is read in place: permuted,
         sliced and expanded tensors too, if up to three strides describe the other dims. Others go through a copy.
-    dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for integer inputs.
+    dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for inputs of 8-bit
+        floats and, which are copied, integers.
     out: where to write; of the input's shape, the result's dtype, the input's device.
     scale: a number, or a tensor that broadcasts to the input with size 1 in `dim` (a temperature's inverse for every
         row). Scale 0 stands for temperature 0: 1 at the first maximum of the row, 0 elsewhere.
@@ -178,7 +181,8 @@ def _differentiated(log: bool, input: Tensor, dim: int, dtype: torch.dtype, scor
     sunk = scores.sink is not None
     kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, mask_shape, sunk)
     exact = scores.scale is None or dtype != torch.float64  # a kernel's number has 32 bits
-    if scores.per_row is not None or not exact or (scores.greedy and (log or sunk)):
+    written = exact and input.dtype in DTYPES
+    if scores.per_row is not None or not written or (scores.greedy and (log or sunk)):
         return kind
     return kind._replace(quick=backward_key(log, dim, input.dtype, scores.hides, scores.scale is not None))
 
@@ -209,7 +213,8 @@ def with_gradient(prepared: Prepared, log: bool, input: Tensor, dim: int, dtype:
 
 def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Prepared:
     """lse of a call's rows, by which its sink has a gradient: in the dtype of the arithmetic, `dim` kept."""
-    if input.dtype != dtype != arithmetic_in(dtype) or not input.dtype.is_floating_point:
+    rounded = input.dtype not in (dtype, *FP8) and dtype != arithmetic_in(dtype)
+    if rounded or not input.dtype.is_floating_point:
         inner = _prepare_lse(input.to(dtype), dim, dtype, scores).call
         return Prepared(lambda input, out, scale, mask, sink: inner(input.to(dtype), out, scale, mask, sink))
     arithmetic, rules = arithmetic_in(dtype), (scores.is_causal, scores.masked_rows)
@@ -303,8 +308,9 @@ def gradients(
         greedy = torch.as_tensor(factor, device=dy.device) == 0
         factor = 1.0 if scale is None else torch.where(greedy, 1.0, scale.to(dy.device))
     # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores, in the dtype
-    # of the arithmetic. A kernel's number has 32 bits, too few for fp64.
+    # of the arithmetic. A kernel's number has 32 bits, too few for fp64, and no kernel writes fp8.
     in_kernel = scale is None and not for_mask and (factor == 1 or y.dtype != torch.float64)
+    in_kernel = in_kernel and kind.input_dtype in DTYPES
     if in_kernel and not (kind.log and kind.greedy) and not torch.is_grad_enabled() and runs_here(dy, y):
         dsink = sink_gradient(dy, y, sink, lse, kind) if for_sink else None
         return backward(dy, y, kind.dim, kind.input_dtype, kind.log, kind.hides, factor), None, None, dsink

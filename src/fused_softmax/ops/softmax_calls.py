@@ -33,6 +33,7 @@ from fused_softmax.ops.softmax_rows import (
 )
 from fused_softmax.options import PLAIN, Scores
 from fused_softmax.plan import RowPlan, plan_for
+from fused_softmax.runner import READ
 
 bump_version = torch._C._increment_version
 
@@ -126,7 +127,7 @@ def prepare_call(
     log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None, scores: Scores
 ) -> Prepared:
     """The forward for tensors like these: call(input, out, scale, mask, sink) -> result."""
-    if not input.dtype.is_floating_point or input.dtype.itemsize == 1:
+    if input.dtype not in READ:
         inner = prepare_call(log, input.to(dtype), dim, dtype, out, scores).call
         return Prepared(
             lambda input, out, scale, mask, sink=None: inner(input.to(dtype), out, scale, mask, sink)

@@ -16,10 +16,10 @@ from fused_softmax.kernels.columns import _column_backward, _column_forward
 from fused_softmax.kernels.softmax import _part_forward, _stream_forward, _stream_state, _tile_forward
 from fused_softmax.kernels.softmax_grad import _part_backward, _stream_backward, _stream_dot, _tile_backward
 from fused_softmax.kernels.spec import ColumnSpec, GradientSpec, ScoreSpec
-from fused_softmax.layout import ScoreLayout, alignment_of, scores_against, sizes_of
+from fused_softmax.layout import ScoreLayout, alignment_of, held_bytes, scores_against, sizes_of
 from fused_softmax.options import PLAIN, Scores
 from fused_softmax.plan import H200, VECTOR_BYTES, ColumnPlan, RowPlan, plan_columns, plan_rows
-from fused_softmax.runner import TLDTYPES, Run, has_ptx, prepare, spec_of
+from fused_softmax.runner import TLDTYPES, Run, format_of, has_ptx, prepare, spec_of
 
 _SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the result's dtype
 _LENGTHS = 4  # of causal rows, each with code of its own
@@ -28,10 +28,10 @@ _LENGTHS = 4  # of causal rows, each with code of its own
 def plan_forward(x: Tensor, y: Tensor, scores: Scores = PLAIN) -> RowPlan:
     """The planner's choice for rows x and y [n_rows, n_cols]."""
     n_rows, n_cols = sizes_of(x)
-    if x.element_size() < y.element_size() and n_cols <= _SAME_SUMS:
+    if held_bytes(x) < held_bytes(y) and n_cols <= _SAME_SUMS:
         x, y = y, x  # the plan for what is written sums in the order that an input of its dtype is summed in
     # The dtype of what is held: of the arithmetic where that is fp64, or where sums with a mask are held and not x.
-    itemsize = 8 if torch.float64 in (x.dtype, y.dtype) else max(x.element_size(), 4 if scores.added else 0)
+    itemsize = 8 if torch.float64 in (x.dtype, y.dtype) else max(held_bytes(x), 4 if scores.added else 0)
     # A greedy row takes more registers than a causal ladder counts on.
     causal = scores.is_causal and not scores.greedy
     gpu = device_of(x.get_device())
@@ -53,7 +53,8 @@ def prepare_forward(
     device = x.get_device()
     layout = scores_against(scores, shape or tuple(x.shape))
     numbers = ("scale",) if isinstance(scores.scale, float) else ()
-    spec = spec_of(ScoreSpec, plan, y.dtype, device, itemsize=x.element_size(), log=log, **layout.kind)
+    kind = layout.kind | format_of(x)
+    spec = spec_of(ScoreSpec, plan, y.dtype, device, itemsize=x.element_size(), log=log, **kind)
     tensors = {"x": x, "y": y, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
     values = layout.values
     if plan.strategy == "tile":
@@ -183,14 +184,15 @@ def run_columns(kernel, inputs, output, cast_dtype, how, plan: ColumnPlan | None
         *outer, n_cols, n_inner = x.shape
         n_outer = math.prod(outer)
         wide = result.dtype == torch.float64 or n_cols <= _SAME_SUMS
-        itemsize = max(x.element_size(), result.element_size()) if wide else x.element_size()
+        itemsize = max(held_bytes(x), held_bytes(result)) if wide else held_bytes(x)
         plan = plan_columns(n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector)
         if plan is None:
             return None
     spec = ColumnSpec(
         block_cols=plan.block_cols, block_inner=plan.block_inner, pieces=plan.pieces,
         full_pieces=plan.full_pieces if holds else 0, whole=plan.n_inner % plan.block_inner == 0, vector=vector,
-        cast_dtype=TLDTYPES[cast_dtype], ptx=has_ptx(device), split=plan.parts > 1, lanes=plan.lanes, **how,
+        cast_dtype=TLDTYPES[cast_dtype], ptx=has_ptx(device), split=plan.parts > 1, lanes=plan.lanes,
+        **format_of(x), **how,
     )  # fmt: skip
     return prepare(kernel, plan, spec, tensors, device=device, capped=plan.itemsize < 8)
 
@@ -199,5 +201,5 @@ def access_of(tensors: list[Tensor], strides: list[int], x: Tensor) -> int:
     """How many elements lie side by side at an aligned address, wherever a program reads or writes."""
     if any(tensor.data_ptr() % VECTOR_BYTES for tensor in tensors):
         return 1
-    narrowest = min(tensor.element_size() for tensor in tensors)
+    narrowest = min(held_bytes(tensor) for tensor in tensors)
     return math.gcd(VECTOR_BYTES // narrowest, x.shape[-1], *strides)

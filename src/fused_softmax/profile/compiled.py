@@ -30,6 +30,7 @@ from fused_softmax.profile.target import parse_case
 _TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64",
     torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.float8_e4m3fn: "*u8", torch.float8_e5m2: "*u8",
 }  # fmt: skip
 
 
