@@ -31,6 +31,17 @@ def pytest_runtest_setup(item):
     calls.forget()  # a test that replaces a part is not to find a call that was kept with the old one
 
 
+@pytest.fixture
+def way(request, monkeypatch) -> str:
+    """Who draws, as the test's parameter says: "torch", by which many draws take little time, or "kernels"."""
+    from fused_softmax.ops import sampling
+    from fused_softmax.route import Route
+
+    if request.param == "torch":
+        monkeypatch.setattr(sampling, "route_of", lambda *tensors, **_: Route.COMPOSED)
+    return request.param
+
+
 def peaked(n_rows: int, n_cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Logits as a trained model gives them, on the CPU: a wide spread, and three columns a row that stand far above it.
 

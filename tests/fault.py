@@ -1,4 +1,4 @@
-"""What a fault is; tests/faults_of_kernels.py, faults_of_help.py and faults_of_calls.py list them."""
+"""What a fault is; tests/faults_of_kernels.py, and of help, calls and sampling, list them."""
 
 from typing import NamedTuple
 

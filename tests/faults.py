@@ -23,8 +23,9 @@ from fault import Fault
 from faults_of_calls import CALLS, OPS, REGISTER
 from faults_of_help import HELP
 from faults_of_kernels import KERNELS, PLAN, RUNNER
+from faults_of_sampling import SAMPLING
 
-FAULTS = KERNELS + HELP + PLAN + RUNNER + CALLS + OPS + REGISTER
+FAULTS = KERNELS + HELP + PLAN + RUNNER + CALLS + OPS + REGISTER + SAMPLING
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src", "fused_softmax")
 # As `make test` has them.

@@ -29,6 +29,7 @@ from fused_softmax.bench import (
     record,
     report,
     resume,
+    sampling,
     sweeps,
     timing,
     verify,
@@ -194,8 +195,11 @@ def sample(name, **changes):
     return replace(OPERATIONS[name].sample, operation=name, **changes)
 
 
+SAMPLERS = [name for name, operation in OPERATIONS.items() if operation.draws is not None]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in SAMPLERS])
 def test_an_operation_counts_its_bytes_and_tells_a_right_result_from_a_wrong_one(monkeypatch, name, dtype):
     case = sample(name, dtype=dtype)
     inputs = check.inputs(case, 1, "cpu", seed=0)[0]
@@ -212,6 +216,50 @@ def test_an_operation_counts_its_bytes_and_tells_a_right_result_from_a_wrong_one
     assert judge.complaint(y_nan, judge.allowed(own=False))[0].startswith(f"NaN in 1 of {case.n_rows} rows")
     monkeypatch.setattr(check, "CHUNK", 1000)
     assert judge.errors(y) == judge.torch_errors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_is_told_from_one_that_draws_what_is_not_kept_or_too_often(name, dtype):
+    case, operation = sample(name, dtype=dtype), OPERATIONS[name]
+    inputs = check.inputs(case, 1, "cpu", seed=0)[0]
+    x = inputs[0]
+    judge = check.judge_of(case, inputs)
+    y = operation.baseline(case)(*inputs)
+    assert operation.held_bytes(case) == sum(each.nbytes for each in (*inputs, y))
+    limits = judge.allowed(own=True)
+    for who in ("torch", "transformers"):
+        call = operation.providers[who](case)
+        assert judge.complaint(call(*inputs), judge.allowed(own=False))[0] == ""
+        assert judge.habit(call, own=False) == ""
+    assert judge.complaint(y.int(), limits)[0] == ""
+    for wrong in (y[:-1], y.float(), (y, y)):
+        assert judge.complaint(wrong, limits)[0].startswith("returned")
+    for column in (-1, case.n_cols):
+        y_out = y.clone()
+        y_out[2] = column
+        assert judge.complaint(y_out, limits)[0] == "1 of 3 tokens are none that the filters keep"
+    if name == "sample":
+        flat = lambda x, *_: torch.multinomial((x / 1.2).softmax(-1), 1).squeeze(1)  # noqa: E731
+        assert "chi-square" in judge.habit(flat, own=False)
+        return
+    assert judge.complaint(x.argmin(1), limits)[0] == "3 of 3 tokens are none that the filters keep"
+    if name != "sample_greedy":
+        plain = lambda x, *_: torch.multinomial(x.float().softmax(-1), 1).squeeze(1)  # noqa: E731
+        assert "no probability" in judge.habit(plain, own=False)
+        assert "chi-square" in judge.habit(lambda x, *_: x.argmax(1), own=False)
+
+
+def test_sweeps_name_the_samplers_that_are_measured():
+    assert list(sweeps.DRAWS) == list(sampling.FILTERS) == SAMPLERS
+    assert sweeps.build("sampling")[0] == Case((8, 128256), "float32", "sample")
+
+
+def test_of_equal_logits_others_may_draw_any():
+    x, filters = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(4, 4), sampling.Filters(top_k=2)
+    tokens = torch.arange(4)
+    assert sampling.strays(filters, x, tokens, sampling.OWN_SLACK).tolist() == [False, True, False, True]
+    assert sampling.strays(filters, x, tokens, sampling.OTHERS_SLACK).tolist() == [False, True, False, False]
 
 
 def test_floor_bytes():
@@ -787,5 +835,8 @@ def test_real_figures_of_every_operation(name):
     shape = (2048, 512, 8192) if name == "linear_cross_entropy" else shape
     case = sample(name, shape=shape, dtype="bfloat16", dim=0 if name == "softmax_dim" else -1)
     for found in measure.measure(case, ["fused_softmax", "torch", "torch.compile"], measure.Effort(2, 5)):
-        assert (found.status, found.method) == ("ok", "graph"), f"{found.provider}: {found.message}"
-        assert 0.005 < found.ratio < 1.3
+        assert found.status == "ok", f"{found.provider}: {found.message}"
+        # multinomial may wait for the device, which no graph captures; sorting reads and writes a row many times.
+        draws = name in SAMPLERS and found.provider != "fused_softmax"
+        assert found.method == "graph" or draws, f"{found.provider}: {found.message}"
+        assert (0.0005 if draws else 0.005) < found.ratio < 1.3

@@ -1,21 +1,39 @@
-"""The examples run: a few steps of the tiny training, by which both losses go the same way."""
+"""The examples run: a few steps of the tiny training, generate() by our sampler, a server's step."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_tiny.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def module_of(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def train_tiny():
     pytest.importorskip("transformers", reason="the example trains a model of the transformers package")
     pytest.importorskip("matplotlib", reason="the example draws its curves")
-    spec = importlib.util.spec_from_file_location("train_tiny", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of("train_tiny")
+
+
+@pytest.fixture
+def generate():
+    pytest.importorskip("transformers", reason="the example generates by a model of the transformers package")
+    return module_of("generate")
+
+
+@pytest.fixture
+def server_step():
+    return module_of("server_step")
 
 
 SMALL = ["--vocab", "31", "--hidden", "16", "--layers", "1", "--tokens", "32", "--length", "8"]
@@ -34,8 +52,6 @@ def test_both_losses_fall_alike_and_are_drawn(train_tiny, device, tmp_path, caps
 
 
 def test_tokens_follow_the_rule_but_for_the_noise(train_tiny):
-    import torch
-
     tokens = train_tiny.sequences(64, 32, 100, torch.Generator().manual_seed(0))
     pairs = torch.stack((tokens[:, :-1].flatten(), tokens[:, 1:].flatten()), 1)
     table = torch.randperm(100, generator=torch.Generator().manual_seed(7))
@@ -51,3 +67,38 @@ def test_bad_options_are_named(options, message, train_tiny, capsys):
     with pytest.raises(SystemExit):
         train_tiny.main([*SMALL, *options])
     assert message in capsys.readouterr().err
+
+
+def test_generate_draws_by_our_sampler_and_a_prompt_alone_as_beside_others(generate, device, capsys):
+    model = generate.tiny_model().to(device).eval()
+    prompts, seeds = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device), torch.tensor([7, 8], device=device)
+    filters = {"temperature": 0.8, "top_k": 20}
+    both = generate.generate(model, prompts, seeds, 4, **filters)
+    assert both.shape == (2, 7)
+    for i in range(2):
+        assert torch.equal(
+            generate.generate(model, prompts[i : i + 1], seeds[i : i + 1], 4, **filters), both[i : i + 1]
+        )
+    greedy = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
+    assert torch.equal(generate.generate(model, prompts, seeds, 4, temperature=0.0), greedy)
+    first, _ = generate.main(["--new-tokens", "2", "--device", device])
+    assert len(first) == 5
+    assert str(first) in capsys.readouterr().out
+
+
+def test_a_servers_step_gives_a_request_the_same_tokens_in_a_batch_and_alone(server_step, device, capsys):
+    found = server_step.main(["--places", "2", "--requests", "5", "--steps", "2", "--device", device])
+    assert [len(request.tokens) for request in found] == [2] * 5
+    said = capsys.readouterr().out
+    assert said.count("as alone") == 5
+    assert "but alone" not in said
+
+
+def test_a_server_draws_what_a_grammar_allows_and_ends_what_it_cannot_draw(server_step, device):
+    table = torch.zeros(40, 40, device=device)
+    allowed = server_step.Request(prompt=3, forbidden=tuple(c for c in range(40) if c not in (7, 33)))
+    nothing = server_step.Request(prompt=3, forbidden=tuple(range(64)))
+    server_step.serve([allowed, nothing], 2, 3, table)
+    assert set(allowed.tokens) <= {7, 33}
+    assert len(allowed.tokens) == 3
+    assert nothing.tokens == [0]

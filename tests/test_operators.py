@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import fused_softmax
-from fused_softmax import reference
+from fused_softmax import reference, reference_sampling
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace.our_kernels import OURS
@@ -22,6 +22,7 @@ FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.flo
 NAMES = [each.name for each in OPERATORS]
 BY_NAME = dict(zip(NAMES, OPERATORS, strict=True))
 PUBLIC = [each.name for each in OPERATORS if each.public is not None]
+DIFFERENTIABLE = [name for name in PUBLIC if BY_NAME[name].gradient is not None]
 every_operator = pytest.mark.parametrize("name", NAMES)
 
 
@@ -94,7 +95,26 @@ def loss_samples():
     }  # fmt: skip
 
 
-SAMPLES = softmax_samples() | loss_samples()
+def sampling_samples():
+    x, seed, position = logits(3, 8).detach(), torch.tensor([5, -7, 2**62]), torch.tensor([2**40, 0, -1])
+    bias, bits = torch.linspace(-1.0, 1.0, 8, dtype=BF16), torch.tensor([[255], [-256 + 7], [0]], dtype=torch.int32)
+    of_rows = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([3, 0, 1]), torch.tensor([0.9, 0.5, 1.0], dtype=FP16)
+    temperature, top_k, top_p = of_rows
+    more = torch.arange(4), torch.arange(4) + 2**33  # draws than rows
+    return {
+        "sample": [
+            (x, seed, position),
+            (x.bfloat16(), seed, position, 0.7, None, 5, None, 0.9, None, 0.05, None, "joint", bias, bits),
+            (x, seed, position, 1.0, temperature, None, top_k, None, top_p, None, top_p, "sequential", None, None,
+             torch.tensor([2, 0, 0], dtype=torch.int32), "processed", 3, True),
+            (x, *more, 1.0, torch.tensor([0.0, 1.0, 2.0, -0.5]), *[None] * 6, "joint", None, None,
+             torch.tensor([1, 9, 2, 1]), None, 0, True),
+            (x, seed, position, *[1.0, None, 3, *[None] * 5], "sequential", bias.expand(3, 8), None, None, "raw"),
+        ]
+    }  # fmt: skip
+
+
+SAMPLES = softmax_samples() | loss_samples() | sampling_samples()
 
 
 def samples(name, device):
@@ -204,7 +224,7 @@ def test_the_public_functions_are_those_of_the_table():
     assert set(PUBLIC) == BY_NAME.keys() & set(fused_softmax.__all__)
     for name in PUBLIC:
         assert BY_NAME[name].public is getattr(fused_softmax, name)
-        assert BY_NAME[name].reference is getattr(reference, name)
+        assert BY_NAME[name].reference is getattr(reference_sampling if name == "sample" else reference, name)
 
 
 def public_samples(device):
@@ -229,7 +249,7 @@ def public_samples(device):
     }
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_the_public_function_agrees_with_its_reference_in_float64(name, device):
     for arguments, options in public_samples(device)[name]:
         found = []

@@ -149,6 +149,17 @@ def test_what_the_readme_says_a_command_prints_it_prints(monkeypatch, arguments,
         assert result.output == said
 
 
+def test_its_calls_of_sampling_run(device):
+    """On a vocabulary that is small enough for the interpreter."""
+    (block,) = (each for each in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+                if "sample(" in each)  # fmt: skip
+    names = {"torch": torch}
+    exec(block.replace("128256", "96").replace('"cuda"', f'"{device}"'), names)
+    assert names["tokens"].shape == (8,)
+    assert names["out"].top_tokens.shape == (8, 5)
+    assert names["drafted"].tokens.shape == (8, 4)
+
+
 @pytest.mark.parametrize(
     ("place", "name"), [("", "softmax"), ("losses", "cross_entropy"), ("linear", "linear_cross_entropy")]
 )

@@ -167,7 +167,10 @@ class _Loaded:
             tensors = [_as_bytes(next(rest)) if there else None for there in given]
             now = list(scalars)
             for i, value in zip(numbers, arguments[n_tensors:], strict=True):
-                now[i] = math.copysign(_LEAST, value) if 0 < abs(value) < _LEAST else float(value)
+                if type(now[i]) is int:
+                    now[i] = value
+                else:
+                    now[i] = math.copysign(_LEAST, value) if 0 < abs(value) < _LEAST else float(value)
             with torch.cuda.device(device) if device >= 0 else nullcontext():
                 kernel[grid](*tensors, *now, **constexprs, **options)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_softmax.bench import sampling
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import Inputs, operation_of
 from fused_softmax.bench.providers import Call
@@ -48,6 +49,10 @@ def comparison_bytes(case: Case) -> int:
     return 8 * 8 * min(CHUNK + case.elements // case.shape[cut_axis(case)], case.elements)
 
 
+def judge_of(case: Case, inputs: Inputs) -> "Judge | JudgeOfDraws":
+    return Judge(case, inputs) if operation_of(case).draws is None else JudgeOfDraws(case, inputs)
+
+
 class Judge:
     """Judges a result for these inputs. It may be as far from float64 as torch's, plus a few roundings."""
 
@@ -65,6 +70,10 @@ class Judge:
         poison = torch.full(self.shape, float("nan"), dtype=self.dtype, device=self.inputs[0].device)
         del poison
         return call(*self.inputs)
+
+    def habit(self, call: Call, own: bool) -> str:
+        """What is wrong with the call that one result does not show ("" if nothing is)."""
+        return ""
 
     def allowed(self, own: bool) -> tuple[float, float]:
         """The largest accepted error and row-sum error: torch's in the same dtype, plus one rounding of the output."""
@@ -118,6 +127,43 @@ class Judge:
             here = min(step, size - start)
             parts = (x if x.shape[self.axis] == 1 else x.narrow(self.axis, start, here) for x in self.inputs)
             yield y.narrow(y_axis, start, here), tuple(parts)
+
+
+class JudgeOfDraws:
+    """Judges the tokens of a sampler: whether its filters keep each of them, and how often it draws which."""
+
+    def __init__(self, case: Case, inputs: Inputs):
+        self.case, self.inputs = case, inputs
+        self.filters = operation_of(case).draws or sampling.Filters()
+        self.shape = torch.Size((case.n_rows,))
+
+    def poisoned(self, call: Call) -> object:
+        """The call's result, allocated where tokens that no vocabulary has have just been."""
+        poison = torch.full(self.shape, -1, dtype=torch.int64, device=self.inputs[0].device)
+        del poison
+        return call(*self.inputs)
+
+    def allowed(self, own: bool) -> tuple[float, float]:
+        """(the accepted share of tokens that are not kept, by how much a sum may miss a boundary)."""
+        return 0.0, sampling.OWN_SLACK if own else sampling.OTHERS_SLACK
+
+    def complaint(self, y: object, limits: tuple[float, float]) -> tuple[str, Errors | None]:
+        """What is wrong with y ("" if nothing is), and the share of its tokens that are not kept as the largest error.
+
+        Tokens may be of 32 bits, as some have them.
+        """
+        if not isinstance(y, Tensor) or y.shape != self.shape or y.dtype not in (torch.int64, torch.int32):
+            got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+            return f"returned {got} where {tuple(self.shape)} torch.int64 is expected", None
+        step = max(1, CHUNK // 4 // self.case.n_cols)
+        parts = zip(self.inputs[0].split(step), y.split(step), strict=True)
+        bad = sum(int(sampling.strays(self.filters, x, tokens, limits[1]).sum()) for x, tokens in parts)
+        found = Errors(bad / self.case.n_rows, 0.0, 1.0, 1.0)
+        return (f"{bad} of {self.case.n_rows} tokens are none that the filters keep" if bad else ""), found
+
+    def habit(self, call: Call, own: bool) -> str:
+        x = self.inputs[0]
+        return sampling.misspread(self.filters, call, x.dtype, x.device, own)
 
 
 def fingerprint(inputs: Inputs) -> list[int]:

@@ -1,8 +1,8 @@
 """A fingerprint of the kernels: a digest of the code that decides what a figure of this package is a figure of.
 
 That is device code, the planner, and all that an eager call runs through up to its launch. Instruments do not count,
-nor does `reference.py`, which computes what the kernels leave to torch. Comments and docstrings do not count either:
-they may say later what was measured.
+nor do `reference.py` and its like, which compute what the kernels leave to torch. Comments and docstrings do not count
+either: they may say later what was measured.
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import Any
 PACKAGE = Path(__file__).parents[1]
 PARTS = (
     "kernels", "plan", "ops", "classic", "calls.py", "device.py", "launch.py", "launcher.c", "layout.py", "lookup.c",
-    "native.py", "options.py", "route.py", "runner.py", "workspace.py",
+    "native.py", "options.py", "options_sampling.py", "route.py", "runner.py", "workspace.py",
 )  # fmt: skip
 
 

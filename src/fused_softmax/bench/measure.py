@@ -11,7 +11,7 @@ import torch
 
 from fused_softmax.bench import check, clocks
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.check import Judge
+from fused_softmax.bench.check import Judge, JudgeOfDraws, judge_of
 from fused_softmax.bench.operations import Inputs, operation_of
 from fused_softmax.bench.providers import COMPILED, OWN, Call, plan_of
 from fused_softmax.bench.record import Ceiling, Point, one_line
@@ -93,7 +93,7 @@ def _time(
     operation = operation_of(case)
     floor = operation.floor_bytes(case)
     timer = GraphTimer(floor, sets)
-    judge = Judge(case, sets[-1])
+    judge = judge_of(case, sets[-1])
     done: dict[str, Point] = {}
     for name, entrant in entrants.items():
         try:
@@ -160,7 +160,7 @@ def _check_all(
 ) -> tuple[dict[str, Point], dict[str, Entrant]]:
     """A point for every name, and the entrants that may be timed."""
     points, entrants = {}, {}
-    judge = Judge(case, inputs)
+    judge = judge_of(case, inputs)
     before = check.fingerprint(inputs)
     for name in names:
         try:
@@ -173,6 +173,7 @@ def _check_all(
             y, memory = _with_memory(judge, call)
             wrong, found = judge.complaint(y, limits)
             del y
+            wrong = wrong or judge.habit(call, name == OWN)
             if not wrong and check.fingerprint(inputs) != before:
                 wrong = "wrote into its input"
         except Exception as error:
@@ -191,7 +192,7 @@ def _check_all(
     return points, entrants
 
 
-def _with_memory(judge: Judge, call: Call) -> tuple[object, int | None]:
+def _with_memory(judge: Judge | JudgeOfDraws, call: Call) -> tuple[object, int | None]:
     """The call's result, and on a GPU the most bytes that the call allocated."""
     if not judge.inputs[0].is_cuda:
         return judge.poisoned(call), None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softmax
-from fused_softmax.bench import ceiling, providers
+from fused_softmax.bench import ceiling, providers, sampling
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.providers import COMPILED, NEEDS_GPU, OWN, TORCH, Call, Provider, compiled
 from fused_softmax.ops import softmax_calls
@@ -38,6 +38,7 @@ class Operation:
     whole: a row of the result depends on more than its row of inputs, so the whole result is compared at once.
     checking_bytes: bytes of the comparison beside inputs and results, if the case's elements do not give them.
     own_needs_gpu: our call has no CPU path.
+    draws: the filters of a sampler, whose tokens no formula gives; its formula is a sampler of torch's operations.
     sample: the case that is checked under Triton's interpreter.
     """
 
@@ -54,6 +55,7 @@ class Operation:
     whole: bool = False
     checking_bytes: Callable[[Case], int] | None = None
     own_needs_gpu: bool = False
+    draws: sampling.Filters | None = None
     sample: Case = SAMPLE
 
     @cached_property
@@ -412,6 +414,22 @@ _ENTRIES = {
         checking_bytes=layer_checking_bytes,
         sample=Case((61, 24, 781)),
     ),
+}
+
+
+_ENTRIES |= {
+    name: Operation(
+        inputs=sampling.inputs_of(filters),
+        own=sampling.own(filters),
+        formula=sampling.by_torch(filters),
+        peers=sampling.peers(filters),
+        held_bytes=sampling.bytes_of,
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case, filters=filters: {**filters.given, "deviation": filters.deviation},  # type: ignore[misc]
+        draws=filters,
+        sample=Case((3, 781)),
+    )
+    for name, filters in sampling.FILTERS.items()
 }
 
 

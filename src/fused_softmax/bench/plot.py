@@ -26,6 +26,9 @@ STYLES = {
     "quack": ("#5D3A9B", "<"),
     "torch chunked": ("#1B3A57", ">"),
     "cce": ("#6A6A00", "8"),
+    "transformers": ("#FFB000", "+"),
+    "vllm": ("#648FFF", "1"),
+    "flashinfer": ("#76B900", "2"),
     # fused_softmax with other options than the default
     "in one chunk": ("#7F2704", "p"),
     "chunks of 1024": ("#F4A582", "d"),

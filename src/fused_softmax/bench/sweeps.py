@@ -20,6 +20,11 @@ LONG_ROWS = "32768x4096,4096x32768,2670x50257,1024x131072,128x1048576,1x1048576"
 FEW_ROWS = "1x32768,1x131072,8x32000,32x128256,132x32768"
 FEWEST_ROWS = f"64x1024,{FEW_ROWS},1x1048576,16x8388608,1x8388608,1x67108864"
 BOTH = ("float32", "bfloat16")
+# As `sampling.FILTERS` names them.
+DRAWS = (
+    "sample", "sample_greedy", "sample_top_k", "sample_top_p", "sample_top_p_peaked", "sample_top_k_top_p",
+    "sample_min_p",
+)  # fmt: skip
 # Skipped for inputs as wide as the result: nothing is widened.
 WIDENING = "softmax_float32"
 
@@ -116,6 +121,11 @@ SWEEPS = {
         {"linear_cross_entropy": ("bfloat16",)},
         shapes="4096x2048x32000,8192x4096x32000,4096x4096x128256,8192x4096x128256,4096x4096x151936,2048x3584x262144",
         ndim=3,
+    ),
+    "sampling": Sweep(
+        "a token of each row of logits: no filter, the greatest, top-k, top-p of flat and of peaked rows, both, min-p",
+        dict.fromkeys(DRAWS, BOTH),
+        shapes="8x128256,256x128256,512x128256,512x262144",
     ),
     CUSTOM: Sweep(
         "the shapes of --shape, --rows and --cols, for softmax or the operations of --op",

@@ -99,7 +99,7 @@ class GraphTimer:
         last = ys[-1]
         if complaint is None or last is None:
             return ""
-        last.fill_(float("nan"))
+        last.fill_(math.nan if last.is_floating_point() else -1)
         torch.cuda.synchronize()
         entrant.enqueue()
         torch.cuda.synchronize()

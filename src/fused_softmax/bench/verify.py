@@ -87,8 +87,9 @@ def check_kernel(kernel: str, case: Case | None = None) -> Check:
             call = forced(kernel, inputs[0])
         else:
             call = CLASSIC.get(kernel, operation.own)(case)
-        judge = check.Judge(case, inputs)
+        judge = check.judge_of(case, inputs)
         wrong, found = judge.complaint(judge.poisoned(call), judge.allowed(own=kernel not in CLASSIC))
+        wrong = wrong or judge.habit(call, own=kernel not in CLASSIC)
     except Exception as error:
         return replace(result, status="failed", message=one_line(error))
     return replace(result, status="wrong" if wrong else "ok", error=found.largest if found else None, message=wrong)

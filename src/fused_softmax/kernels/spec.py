@@ -214,6 +214,80 @@ class LossSpec(Spec):
         return self.ptx and not (self.crowds and not self.split and self.pieces <= 4)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """Of draws from rows of logits.
+
+    stretches: of 1024 columns, that a program reads at a time. whole_groups: whether no row ends within 8 columns.
+    split: whether a row's programs tell each other their best.
+    all_stretches: at least as many as a row has. capacity: lanes of a row that are held, and candidates, at most, that
+        are ranked of their logits (ranked: whether top-k or top-p may ask for it).
+    joint: whether each filter judges all columns.
+    wide: whether launches follow for rows whose boundary is lower. sampled: groups that they are told of it by; listed:
+        columns that it is sought among.
+    """
+
+    stretches: int
+    whole_groups: bool
+    split: bool = False
+    all_stretches: int = 1
+    capacity: int = 64
+    candidates: int = 128
+    ranked: bool = True
+    joint: bool = False
+    wide: bool = False
+    sampled: int = 512
+    listed: int = 8192
+    ptx: bool = False
+
+
+class Draw(NamedTuple):
+    """A row that is drawn from: where it is, what is added, and by which noise. valid: whether it can be, so far.
+
+    bias_at, bitmask_at: where the draw's begin.
+    """
+
+    ptr: Any
+    bias_ptr: Any
+    bitmask_ptr: Any
+    bias_at: Any
+    bitmask_at: Any
+    n_cols: Any
+    temperature: Any
+    factor: Any
+    seed: Any
+    position: Any
+    valid: Any
+
+
+class Bounds(NamedTuple):
+    """Of what is kept: the last logit and its column, and the least number above it. Of equal logits the first stay."""
+
+    x: Any
+    above: Any
+    col: Any
+
+
+class Filters(NamedTuple):
+    """k, 0 for all; p; the order of the least logit that min-p keeps; and the row's maximum and sum, in units."""
+
+    k: Any
+    p: Any
+    least: Any
+    m: Any
+    total: Any
+
+
+class Held(NamedTuple):
+    """Logits [lanes, 8] of the four quarters of lanes, by the numbers of their calls."""
+
+    x_0: Any
+    x_1: Any
+    x_2: Any
+    x_3: Any
+    call: Any
+
+
 class Scored(NamedTuple):
     """Scale, mask, causality and sink of a call, as its kernel is given them.
 

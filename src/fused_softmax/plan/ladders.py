@@ -176,6 +176,12 @@ COLUMN_READ_NOTE = (
 # pieces 3421 GB/s, by 4 3847.
 COLUMN_READ_PIECES, COLUMN_MASKED_PIECES = 8, 4
 
+# Draws: stretches, and so warps, of a program; programs a multiprocessor at most before one reads several in turn; and
+# of what filters are judged by, lanes of 32 logits that a program holds, and its warps. Compiled, not measured yet.
+DRAW_STRETCHES, DRAW_PROGRAMS = 4, 8
+DRAW_CAPACITY, KEPT_WARPS = 64, 8
+DRAW_BOUND_WARPS, DRAW_LISTED, DRAW_WIDE_PROGRAMS = 16, 8192, 32
+
 # The ladders that a table may hold, and the figures of a rung: a program of `warps` holds a row, or a part of one.
 TUNABLE = {
     "row_warps": ("columns", "warps"),

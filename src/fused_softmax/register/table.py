@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fused_softmax import reference
+from fused_softmax import reference, reference_sampling
 from fused_softmax.ops import logsumexp as lse_ops
 from fused_softmax.ops import softmax as softmax_ops
 from fused_softmax.ops.cross_entropy import cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
-from fused_softmax.register import loss_rules, one_dim, softmax_rules
+from fused_softmax.ops.sampling import sample
+from fused_softmax.register import loss_rules, one_dim, sampling_rules, softmax_rules
 
 
 @dataclass(frozen=True)
@@ -142,5 +143,22 @@ OPERATORS = (
         schema=loss_rules.LINEAR_BACKWARD,
         run=loss_rules.linear_backward,
         fake=loss_rules.fake_linear_backward,
+    ),
+    Operator(
+        name="sample",
+        schema=sampling_rules.SAMPLE,
+        run=sampling_rules.sample,
+        fake=sampling_rules.fake_sample,
+        public=sample,
+        reference=reference_sampling.sample,
+        bench=(
+            "sample",
+            "sample_greedy",
+            "sample_top_k",
+            "sample_top_p",
+            "sample_top_p_peaked",
+            "sample_top_k_top_p",
+            "sample_min_p",
+        ),
     ),
 )

@@ -1,0 +1,231 @@
+"""Samplers that are measured beside this package's, their inputs, and what tells a right one from a wrong one.
+
+A provider gives tokens [n_rows] of logits [n_rows, vocab]; the seeds and positions beside them are for ours alone.
+Tokens are random, so no formula gives them. Each has to be one that its filters keep, and the tokens of many draws from
+one row have to be spread like its probabilities.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax import reference_sampling as reference
+from fused_softmax import sample
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.providers import Call, Provider
+
+DEVIATION, PEAKED = 2.0, 6.0  # of logits: nuclei of tens of thousands of columns, and of some ten
+VOCABULARY = 256  # of the row that is drawn from many times
+# By how much a sum may miss top_p, relative to it: our boundaries are exact, others add 128256 numbers in float32.
+OWN_SLACK, OTHERS_SLACK = 1e-5, 1e-3
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What a sampler is asked for, the same for all rows; None where a filter is off. deviation: of its logits."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    deviation: float = DEVIATION
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """By the names that `sample` has for them."""
+        return {name: value for name, value in asdict(self).items() if name != "deviation" and value is not None}
+
+
+FILTERS = {
+    "sample": Filters(),
+    "sample_greedy": Filters(temperature=0.0),
+    "sample_top_k": Filters(top_k=50),
+    "sample_top_p": Filters(top_p=0.9),
+    "sample_top_p_peaked": Filters(top_p=0.9, deviation=PEAKED),
+    "sample_top_k_top_p": Filters(top_k=50, top_p=0.9),
+    "sample_min_p": Filters(min_p=0.05),
+}
+
+
+def inputs_of(filters: Filters) -> Callable[[Case, torch.Generator], tuple[Tensor, ...]]:
+    def inputs(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Normal logits, and a seed and a position for every row."""
+        device, dtype = generator.device, getattr(torch, case.dtype)
+        x = torch.randn(case.shape, device=device, dtype=dtype, generator=generator).mul_(filters.deviation)
+        seed = torch.randint(2**62, (case.n_rows,), device=device, generator=generator)
+        return x, seed, torch.arange(case.n_rows, device=device)
+
+    return inputs
+
+
+def bytes_of(case: Case) -> int:
+    """Bytes of the logits, seeds, positions and tokens."""
+    return case.tensor_bytes + 3 * 8 * case.n_rows
+
+
+# The samplers.
+
+
+def own(filters: Filters) -> Provider:
+    given = filters.given
+    return lambda case: lambda x, seed, position: sample(x, **given, seed=seed, position=position).tokens
+
+
+def by_torch(filters: Filters) -> Provider:
+    """By topk or sort where one is needed, softmax and multinomial."""
+    temperature, k, p, min_p = filters.temperature, filters.top_k, filters.top_p, filters.min_p
+
+    def call(x, seed, position):
+        x = x.float()
+        if temperature == 0:
+            return x.argmax(-1)
+        x = x if temperature == 1 else x / temperature
+        cols = None
+        if k is not None:
+            x, cols = x.topk(k)
+        elif p is not None:
+            x, cols = x.sort(descending=True)
+        probs = x.softmax(-1)
+        if p is not None:
+            probs = probs.masked_fill(probs.cumsum(-1) - probs >= p, 0.0)
+        if min_p is not None:
+            probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
+        at = torch.multinomial(probs, 1)
+        return (at if cols is None else cols.gather(-1, at)).squeeze(-1)
+
+    return lambda case: call
+
+
+def by_transformers(filters: Filters) -> Provider:
+    """As generate() draws: its warpers in their order, then softmax and multinomial."""
+
+    def provide(case: Case) -> Call:
+        from transformers.generation import logits_process as warpers
+
+        chain = [
+            getattr(warpers, f"{name}LogitsWarper")(value)
+            for name, value in (("TopK", filters.top_k), ("TopP", filters.top_p), ("MinP", filters.min_p))
+            if value is not None
+        ]
+
+        def call(x, seed, position):
+            scores = x.float()
+            if filters.temperature == 0:
+                return scores.argmax(-1)
+            for warper in chain:
+                scores = warper(None, scores)
+            return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+
+        return call
+
+    return provide
+
+
+def by_vllm(filters: Filters) -> Provider:
+    """As its sampler draws: its own top-k and top-p, and probabilities over exponential noise. Min-p comes first."""
+
+    def provide(case: Case) -> Call:
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
+
+        def call(x, seed, position):
+            if filters.temperature == 0:
+                return x.float().argmax(-1)
+            logits = x.to(torch.float32, copy=True)  # which it may overwrite
+            if filters.min_p is not None:
+                probs = logits.softmax(-1)
+                logits.masked_fill_(probs < filters.min_p * probs.amax(-1, keepdim=True), -math.inf)
+            k, p = (
+                None if value is None else torch.full((len(x),), value, device=x.device)
+                for value in (filters.top_k, filters.top_p)
+            )
+            return random_sample(apply_top_k_top_p(logits, k, p).softmax(-1, dtype=torch.float32), {})
+
+        return call
+
+    return provide
+
+
+def by_flashinfer(filters: Filters) -> Provider:
+    def provide(case: Case) -> Call:
+        from flashinfer import sampling
+
+        k, p, min_p = filters.top_k, filters.top_p, filters.min_p
+
+        def call(x, seed, position):
+            x = x.float()
+            if k is not None and p is not None:
+                return sampling.top_k_top_p_sampling_from_logits(x, k, p, filter_apply_order="top_k_first")
+            if k is not None:
+                return sampling.top_k_sampling_from_probs(sampling.softmax(x), k)
+            if p is not None:
+                return sampling.top_p_sampling_from_probs(sampling.softmax(x), p)
+            if min_p is not None:
+                return sampling.min_p_sampling_from_probs(sampling.softmax(x), min_p)
+            return sampling.sampling_from_logits(x)
+
+        return call
+
+    return provide
+
+
+def peers(filters: Filters) -> Mapping[str, Provider]:
+    """FlashInfer has no sampler that takes the greatest."""
+    found = {"transformers": by_transformers(filters), "vllm": by_vllm(filters)}
+    return found if filters.temperature == 0 else found | {"flashinfer": by_flashinfer(filters)}
+
+
+# What tells a right one from a wrong one.
+
+
+def strays(filters: Filters, x: Tensor, tokens: Tensor, slack: float) -> Tensor:
+    """Bool [n_rows]: whether a token is none that the filters keep of its row of logits.
+
+    slack: of top_p and min_p. Ours takes the lowest of equal columns; others may take any of them.
+    """
+    x, token = x.float() + 0.0, tokens.long()[:, None]
+    outside = (token < 0) | (token >= x.shape[1])
+    p, min_p = filters.top_p, filters.min_p
+    judged = reference.judge(
+        x, filters.temperature, filters.top_k, None if p is None else p * (1 + slack),
+        None if min_p is None else min_p * (1 - slack), joint=False,
+    )  # fmt: skip
+    kept = judged.kept
+    if slack > OWN_SLACK:
+        kept = kept | (x >= x.masked_fill(~kept, math.inf).amin(1, keepdim=True))
+    return (outside | ~kept.gather(1, token.clamp(0, x.shape[1] - 1))).squeeze(1)
+
+
+def number_of_draws(device: torch.device, own: bool) -> int:
+    """How many draws tell a distribution: few where each takes an interpreter milliseconds."""
+    if device.type != "cpu":
+        return 100_000
+    return 4 if own and os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1" else 2000
+
+
+def misspread(filters: Filters, call: Call, dtype: torch.dtype, device: torch.device, own: bool) -> str:
+    """What is wrong with the tokens of many draws from one short row, or "": by chi-square, within 5 deviations."""
+    if filters.temperature == 0:
+        return ""
+    n, generator = number_of_draws(device, own), torch.Generator().manual_seed(0)
+    row = (torch.randn(VOCABULARY, generator=generator) * 1.5).to(dtype)  # of which no column has most of the weight
+    x = row.to(device).expand(n, -1).contiguous()
+    tokens = call(x, torch.full((n,), 1, device=device), torch.arange(n, device=device)).long().cpu()
+    if not ((tokens >= 0) & (tokens < VOCABULARY)).all():
+        return f"a token is outside [0, {VOCABULARY})"
+    given = (filters.temperature, filters.top_k, filters.top_p, filters.min_p)
+    expected = reference.judge(row.float()[None], *given, joint=False).probs[0] * n
+    count = tokens.bincount(minlength=VOCABULARY).double()
+    if count[expected == 0].any():
+        return "a token that has no probability is drawn"
+    rare = expected < 5  # these together are one class
+    count, expected = (torch.cat((each[~rare], each[rare].sum()[None])) for each in (count, expected))
+    there = expected > 0
+    chi = ((count - expected).square() / expected)[there].sum().item()
+    freedom = max(int(there.sum()) - 1, 1)
+    allowed = freedom + 5 * math.sqrt(2 * freedom)
+    return "" if chi <= allowed else f"{n} draws have a chi-square of {chi:.0f}, at most {allowed:.0f} is expected"

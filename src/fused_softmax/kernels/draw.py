@@ -1,0 +1,312 @@
+"""What every draw from a row of logits shares: which columns lanes have, by which noise one is drawn, and its order.
+
+Columns are dealt in stretches of 1024. Lane i of a stretch has the 8 columns from 8 * i on in each of its four quarters
+of 256: the groups whose words one Philox call gives (`reference_noise`). A group of 8 is drawn by log2 sum 2 ** z +
+noise, and its member by noise of its own, z = (x - origin) * log2(e) / temperature.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.spec import Bounds, Filters
+from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF, widen
+
+INF = tl.constexpr(float("inf"))
+GREATEST = tl.constexpr(3.4028234663852886e38)
+LANES = tl.constexpr(32)
+QUARTER = tl.constexpr(256)
+STRETCH = tl.constexpr(1024)
+NO_COLUMN = tl.constexpr(2147483647)
+UNIT = tl.constexpr(1099511627776.0)  # 2 ** 40: what a weight of 1 counts in a sum of integers
+COLUMN_BITS, LAST_COLUMN = tl.constexpr(24), tl.constexpr(16777215)
+LOWEST = tl.constexpr(-2139095041)  # the order of -inf
+RECORD = tl.constexpr(12)  # int64 of a row whose boundary is low: see `sample_wide`
+GROUPS, MEMBERS = tl.constexpr(0), tl.constexpr(1)  # streams of noise
+
+
+@triton.jit
+def number_at(ptr, stride, number, draw):
+    if ptr is not None:
+        return tl.load(ptr + draw * stride).to(tl.float32)
+    else:
+        return tl.zeros([], tl.float32) + number
+
+
+@triton.jit
+def integer_at(ptr, stride, low, high, draw):
+    """An int64 of a draw, or the number of two int32 halves."""
+    if ptr is not None:
+        return tl.load(ptr + draw * stride).to(tl.int64)
+    else:
+        return ((tl.zeros([], tl.int64) + high) << 32) | ((tl.zeros([], tl.int64) + low) & 0xFFFFFFFF)
+
+
+@triton.jit
+def row_of(rows_ptr, draw, n_rows):
+    """(the row of a draw, or 0, whether there is one)."""
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + draw).to(tl.int64)
+        there = (row >= 0) & (row < n_rows)
+        return tl.where(there, row, 0), there
+    else:
+        return draw, draw >= 0
+
+
+@triton.jit
+def numbers_of(
+    rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
+    temperature, seed_low, seed_high, position_low, position_high, draw,
+):  # fmt: skip
+    """(row, temperature, seed, position, whether these are valid) of a draw."""
+    row, there = row_of(rows_ptr, draw, n_rows)
+    temperature = number_at(temperature_ptr, temperature_stride, temperature, draw)
+    seed = integer_at(seed_ptr, seed_stride, seed_low, seed_high, draw)
+    position = integer_at(position_ptr, position_stride, position_low, position_high, draw)
+    return row, temperature, seed, position, there & can_be(temperature)
+
+
+@triton.jit
+def factor_of(temperature):
+    """log2(e) / temperature, finite: a difference of 0 times it is 0."""
+    factor = tl.full([], LOG2E, tl.float32) / tl.where(temperature > 0, temperature, 1.0)
+    return tl.minimum(factor, GREATEST)
+
+
+@triton.jit
+def can_be(temperature):
+    return (temperature >= 0) & (temperature < INF)
+
+
+@triton.jit
+def filters_of(
+    top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, top_k, top_p, min_p, m, total, draw, D,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The filters of a draw; k is 1 for temperature 0, and p is 0 where a filter has no meaning."""
+    p = number_at(top_p_ptr, top_p_stride, top_p, draw)
+    least_p = number_at(min_p_ptr, min_p_stride, min_p, draw)
+    k = integer_at(top_k_ptr, top_k_stride, top_k, 0, draw)
+    k = tl.where(D.temperature > 0, tl.where((k > 0) & (k < D.n_cols), k, 0), 1)
+    least = tl.zeros([], tl.int32) + LOWEST
+    if least_p > 0:
+        least = order_at_score(log2_of(tl.maximum(least_p, 1e-37), K), m, D)
+    return Filters(k, tl.where((p > 0) & (least_p <= 1), p, 0.0), least, m, total)
+
+
+@triton.jit
+def order_at_score(z, m, D):
+    """The order of the least logit of a score of z or more."""
+    high = order_of(m).to(tl.int64)
+    low = tl.zeros([], tl.int64) + LOWEST
+    near = order_of(m + z / D.factor).to(tl.int64)
+    if (near - 64 > low) & (near + 64 < high):
+        if score_at(value_of((near - 64).to(tl.int32)), D, m) < z:
+            low = near - 64
+        if score_at(value_of((near + 64).to(tl.int32)), D, m) >= z:
+            high = near + 64
+    while high - low > 1:
+        middle = (low + high) >> 1
+        reached = score_at(value_of(middle.to(tl.int32)), D, m) >= z
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle)
+    return high.to(tl.int32)
+
+
+@triton.jit
+def calls_of(stretch, K: tl.constexpr):
+    """The numbers of the Philox calls of the lanes that read K.stretches stretches from `stretch` on."""
+    return tl.arange(0, K.stretches * LANES) + stretch * LANES
+
+
+@triton.jit
+def column_of(call, quarter: tl.constexpr):
+    """The first of the 8 columns that the lane of a call has in a quarter of its stretch."""
+    return call // LANES * STRETCH + quarter * QUARTER + call % LANES * 8
+
+
+@triton.jit
+def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False):
+    """x [lanes, 8]: the logits of 8 columns from `first` on in fp32, biased; -inf where the bitmask has 0, or past
+    the row. there: which lanes there are. WHOLE: all there are, within the row.
+    """
+    cols = first[:, None] + tl.arange(0, 8)[None, :]
+    if WHOLE:
+        x = widen(tl.load(D.ptr + cols), tl.float32, K.ptx)
+        if D.bias_ptr is not None:
+            x += tl.load(D.bias_ptr + D.bias_at + cols).to(tl.float32)
+        if D.bitmask_ptr is not None:
+            bits = tl.load(D.bitmask_ptr + D.bitmask_at + first // 8).to(tl.int32)
+            x = tl.where((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, x, NEG_INF)
+        return x
+    else:
+        # A bound of whole groups leaves accesses of 16 bytes.
+        if K.whole_groups:
+            on = (there & (first < D.n_cols))[:, None] & (tl.arange(0, 8) >= 0)[None, :]
+        else:
+            on = there[:, None] & (cols < D.n_cols)
+        x = widen(tl.load(D.ptr + cols, mask=on, other=NEG_INF), tl.float32, K.ptx)
+        if D.bias_ptr is not None:
+            x += tl.load(D.bias_ptr + D.bias_at + cols, mask=on, other=0.0).to(tl.float32)
+        if D.bitmask_ptr is not None:
+            bits = tl.load(D.bitmask_ptr + D.bitmask_at + first // 8, mask=there & (first < D.n_cols), other=0).to(
+                tl.int32
+            )
+            x = tl.where((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, x, NEG_INF)
+        return x
+
+
+@triton.jit
+def score_at(x, D, origin):
+    """z of logits."""
+    return (x - origin) * D.factor
+
+
+@triton.jit
+def weight_at(x, m, D):
+    """2 ** z of logits of which m is the maximum: 1 where they are m, 0 where they are -inf, NaN by NaN and inf."""
+    return tl.exp2((x - tl.where(m == NEG_INF, 0.0, m)) * D.factor)
+
+
+@triton.jit
+def log2_of(x, K: tl.constexpr):
+    if K.ptx:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def noise_of(word, all_words, K: tl.constexpr):
+    """-log2(-log2(1 - u)) of a word and the xor of all four words of its call: `reference_noise` has u."""
+    u = word.to(tl.float32) * 2.3283064365386963e-10 + (all_words ^ word).to(tl.float32) * 5.421010862427522e-20
+    u = tl.minimum(u + 2.710505431213761e-20, 0.99999994)
+    near_0 = u * (1.4426950408889634 + u * (0.7213475204444817 + u * (0.4808983469629878 + u * 0.36067376022224085)))
+    return -log2_of(tl.where(u < 0.03125, near_0, -log2_of(1.0 - u, K)), K)
+
+
+@triton.jit
+def words_of(D, counter, STREAM: tl.constexpr):
+    """Four words for each of the counters."""
+    c0 = counter.to(tl.uint32)
+    zero = c0 * 0
+    low = (D.position & 0xFFFFFFFF).to(tl.uint32)
+    high = (D.position >> 32).to(tl.uint32)
+    return tl.philox(D.seed, c0, zero + STREAM, zero + low, zero + high)
+
+
+@triton.jit
+def sum_of_8(x):
+    """The sums of rows of 8, by pairs of neighbours: one order, so one result in every layout."""
+    L: tl.constexpr = x.shape[0]
+    a, b = tl.split(x.reshape(L, 4, 2))
+    a, b = tl.split((a + b).reshape(L, 2, 2))
+    a, b = tl.split(a + b)
+    return a + b
+
+
+@triton.jit
+def key_of(score, group):
+    """One int64 that orders scores, and of equal ones the lower group first; above 0."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True).to(tl.int64)
+    return (ordered << 31) | (2147483647 - group).to(tl.int64)
+
+
+@triton.jit
+def score_of(key):
+    ordered = (key >> 31).to(tl.uint32).to(tl.int32, bitcast=True)
+    return tl.where(ordered < 0, ordered ^ -2147483648, ~ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_of(key):
+    return 2147483647 - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def order_of(x):
+    """int32 in the order of fp32 numbers."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(order):
+    """The number of an order."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_of(x, cols):
+    """int64 by which logits stand in the order of filters: by value, of equal ones the lower column first."""
+    return (order_of(x).to(tl.int64) << COLUMN_BITS) | (LAST_COLUMN - cols)
+
+
+@triton.jit
+def kept_of(x, cols, B):
+    """Which logits are within bounds."""
+    return x >= tl.where(cols <= B.col, B.x, B.above)
+
+
+@triton.jit
+def member_of(D, group, origin, K: tl.constexpr, B=None):
+    """The column that is drawn of a group, of what is within the bounds B, if there are any."""
+    cols = group * 8 + tl.arange(0, 8)
+    x = tl.reshape(logits_of(D, group * 8 + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K), [8])
+    if B is not None:
+        x = tl.where(kept_of(x, cols, B), x, NEG_INF)
+    words = words_of(D, cols, MEMBERS)
+    z = score_at(x, D, origin)
+    drawn = tl.where(x == NEG_INF, NEG_INF, z + noise_of(words[0], words[0] ^ words[1] ^ words[2] ^ words[3], K))
+    drawn = tl.where(D.temperature > 0, drawn, x)
+    best = tl.max(drawn, axis=0)
+    return tl.min(tl.where(drawn == best, cols, NO_COLUMN), axis=0).to(tl.int64)
+
+
+@triton.jit
+def survey(D, K: tl.constexpr):
+    """(maximum, how many inf, the first of them, how many NaN) of a whole row."""
+    L: tl.constexpr = K.stretches * LANES
+    m = tl.full([L], NEG_INF, tl.float32)
+    n_inf, n_nan = tl.zeros([L], tl.int32), tl.zeros([L], tl.int32)
+    at_inf = tl.full([L], NO_COLUMN, tl.int32)
+    for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
+        call = calls_of(stretch, K)
+        for quarter in tl.static_range(4):
+            first = column_of(call, quarter)
+            # 0.0: a pass of Triton's compiler takes a maximum of what was just read for another case, and fails.
+            x = logits_of(D, first, call >= 0, K) + 0.0
+            cols = first[:, None] + tl.arange(0, 8)[None, :]
+            m = tl.maximum(m, tl.max(x, axis=1))
+            n_inf += tl.sum((x == INF).to(tl.int32), axis=1)
+            n_nan += tl.sum((x != x).to(tl.int32), axis=1)
+            at_inf = tl.minimum(at_inf, tl.min(tl.where(x == INF, cols, NO_COLUMN), axis=1))
+    return tl.max(m, axis=0), tl.sum(n_inf, axis=0), tl.min(at_inf, axis=0), tl.sum(n_nan, axis=0)
+
+
+@triton.jit
+def bounds_of_code(code):
+    """All that lies from a code on; -inf never does."""
+    order = (code >> COLUMN_BITS).to(tl.int32)
+    col = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
+    return Bounds(tl.maximum(value_of(order), -GREATEST), tl.maximum(value_of(order + 1), -GREATEST), col)
+
+
+@triton.jit
+def take_kept(x, first, there, word, all_words, D, m, B, kept_ptr, K: tl.constexpr):
+    """(keys, masses in units) of groups, of what is within bounds; a byte of bits for each group to kept_ptr."""
+    kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)
+    if kept_ptr is not None:
+        byte = tl.sum(kept.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+        tl.store(kept_ptr + first // 8, byte.to(tl.uint8), mask=there & (first < D.n_cols))
+    s = sum_of_8(tl.where(kept, weight_at(x, m, D), 0.0))
+    score = tl.where(s > 0, log2_of(s, K) + noise_of(word, all_words, K), NEG_INF)
+    return key_of(score, first // 8), (s * UNIT).to(tl.int64)
+
+
+@triton.jit
+def logprob_of(token, mass, D, m, K: tl.constexpr):
+    """log p of a token where what is kept has a mass, in units."""
+    x = logits_of(D, (token // 8 * 8).to(tl.int32) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K)
+    x = tl.max(tl.where(token // 8 * 8 + tl.arange(0, 8)[None, :] == token, x, NEG_INF))
+    return (score_at(x, D, m) - log2_of(mass.to(tl.float32) / UNIT, K)) * LN2

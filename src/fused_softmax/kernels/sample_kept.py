@@ -1,0 +1,302 @@
+"""A token from what top-k, top-p and min-p keep of a row of logits, where few logits decide it: two launches.
+
+The first reads each logit once and leaves the state of every stretch and the maximum of every lane's 32 logits. The
+lanes of the greatest maxima hold every logit from a certain one on; the second launch looks at these alone. A row whose
+boundary is lower is `sample_wide`'s.
+
+Every sum of probabilities is one of integers, so no result depends on how columns lie in threads or programs.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.draw import (
+    COLUMN_BITS,
+    GROUPS,
+    LANES,
+    LAST_COLUMN,
+    LOWEST,
+    RECORD,
+    STRETCH,
+    UNIT,
+    bounds_of_code,
+    calls_of,
+    code_of,
+    column_of,
+    factor_of,
+    filters_of,
+    group_of,
+    logits_of,
+    logprob_of,
+    member_of,
+    number_at,
+    numbers_of,
+    order_of,
+    row_of,
+    sum_of_8,
+    survey,
+    take_kept,
+    weight_at,
+    words_of,
+)
+from fused_softmax.kernels.sample_wide import least_in_row, least_of_filters, open_row, within_row
+from fused_softmax.kernels.spec import Draw, Held
+from fused_softmax.kernels.state import NEG_INF
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_rows"])
+def _stretches(
+    m_ptr, s_ptr, tops_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, logits_row_stride,
+    bias_row_stride, bitmask_row_stride, temperature_stride, n_rows, n_cols, temperature, K: tl.constexpr,
+):  # fmt: skip
+    """Of K.stretches stretches of a row: m and s = sum 2 ** z, and the maximum of each lane's 32 logits.
+
+    A filter's boundary among the k greatest logits lies in the k lanes of the greatest maxima, so these are all that
+    what follows looks for. s is NaN where a logit is, or is inf.
+    """
+    n_stretches = tl.cdiv(n_cols, STRETCH)
+    n_parts = tl.cdiv(n_stretches, K.stretches)
+    program = tl.program_id(0)
+    draw = (program // n_parts).to(tl.int64)
+    stretch = program % n_parts * K.stretches
+    row, _ = row_of(rows_ptr, draw, n_rows)
+    factor = factor_of(number_at(temperature_ptr, temperature_stride, temperature, draw))
+    zero = tl.zeros([], tl.int64)
+    D = Draw(
+        logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride, draw * bitmask_row_stride,
+        n_cols, factor, factor, zero, zero, zero == 0,
+    )  # fmt: skip
+    call = calls_of(stretch, K)
+    there = call < n_stretches * LANES
+    if (stretch + K.stretches) * STRETCH <= n_cols:
+        top, m, s = state_of_stretches(D, call, there, K, True)
+    else:
+        top, m, s = state_of_stretches(D, call, there, K, False)
+    at = stretch + tl.arange(0, K.stretches)
+    tl.store(tops_ptr + draw * n_stretches * LANES + call, top, mask=there)
+    here = draw * n_stretches + at
+    tl.store(m_ptr + here, m, mask=at < n_stretches)
+    tl.store(s_ptr + here, s, mask=at < n_stretches)
+
+
+@triton.jit
+def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
+    """(maxima of lanes, m and s of stretches); s is in units, and -1 where a logit is NaN or inf."""
+    S: tl.constexpr = K.stretches
+    x = (
+        logits_of(D, column_of(call, 0), there, K, WHOLE), logits_of(D, column_of(call, 1), there, K, WHOLE),
+        logits_of(D, column_of(call, 2), there, K, WHOLE), logits_of(D, column_of(call, 3), there, K, WHOLE),
+    )  # fmt: skip
+    top = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), axis=1)
+    m = tl.max(tl.reshape(top, [S, 32]), axis=1)
+    of_lane = tl.reshape(tl.broadcast_to(m[:, None], [S, 32]), [S * 32])[:, None]
+    w = (weight_at(x[0], of_lane, D) + weight_at(x[1], of_lane, D)) + (
+        weight_at(x[2], of_lane, D) + weight_at(x[3], of_lane, D)
+    )
+    s = sum_of_8(w)
+    odd = tl.max(tl.reshape((s != s).to(tl.int32), [S, 32]), axis=1)
+    s = tl.sum(tl.reshape((tl.where(s == s, s, 0.0) * UNIT).to(tl.int64), [S, 32]), axis=1)
+    return top, m, tl.where(odd > 0, -1, s)
+
+
+@triton.jit(
+    do_not_specialize=["n_cols", "n_rows", "top_k", "seed_low", "seed_high", "position_low", "position_high"]
+)  # fmt: skip
+def _choose(
+    m_ptr, s_ptr, tops_ptr, lanes_ptr, ranked_ptr, record_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr,
+    kept_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr,
+    logits_row_stride, bias_row_stride, bitmask_row_stride, tokens_stride, kept_row_stride, temperature_stride,
+    top_k_stride, top_p_stride, min_p_stride, seed_stride, position_stride, n_rows, n_cols, temperature, top_k, top_p,
+    min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
+):  # fmt: skip
+    """A draw by one program, from the lanes of the greatest maxima; or what the launches after it need (K.wide)."""
+    draw = tl.program_id(0).to(tl.int64)
+    row, temperature, seed, position, valid = numbers_of(
+        rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
+        temperature, seed_low, seed_high, position_low, position_high, draw,
+    )  # fmt: skip
+    D = Draw(
+        logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride, draw * bitmask_row_stride,
+        n_cols, temperature, factor_of(temperature), seed, position, valid,
+    )  # fmt: skip
+    if kept_ptr is not None:
+        kept_ptr += draw * kept_row_stride
+    m, total, odd = row_state(m_ptr, s_ptr, draw, D, K)
+    F = filters_of(
+        top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, top_k, top_p, min_p, m, total, draw,
+        D, K,
+    )  # fmt: skip
+    valid = D.valid & (F.p > 0)
+    token = tl.zeros([], tl.int64)
+    logprob = tl.full([], float("nan"), tl.float32)
+    if K.wide:
+        record_ptr += draw * RECORD
+        tl.store(record_ptr, 0)
+    if odd:
+        _, n_inf, at_inf, n_nan = survey(D, K)
+        valid &= (n_nan == 0) & (n_inf == 1)
+        token = tl.where(valid, at_inf, 0).to(tl.int64)
+        logprob = tl.where(valid, 0.0, logprob)
+        if kept_ptr is not None:  # noqa: SIM102  a constexpr, then a value
+            if valid:
+                tl.store(kept_ptr + token // 8, (1 << (token % 8)).to(tl.uint8))
+    else:
+        valid &= m > NEG_INF
+        if valid:
+            token, logprob = choose(tops_ptr, lanes_ptr, ranked_ptr, record_ptr, kept_ptr, draw, D, F, K)
+    tl.store(tokens_ptr + draw * tokens_stride, token)
+    tl.store(valid_ptr + draw, valid.to(tl.int8))
+    if logprobs_ptr is not None:
+        tl.store(logprobs_ptr + draw, logprob)
+
+
+@triton.jit
+def row_state(m_ptr, s_ptr, draw, D, K: tl.constexpr):
+    """(m, s in units, whether the row has a NaN or an inf) of all stretches of a row."""
+    n_stretches = tl.cdiv(D.n_cols, STRETCH)
+    at = tl.arange(0, K.all_stretches)
+    on = at < n_stretches
+    m_parts = tl.load(m_ptr + draw * n_stretches + at, mask=on, other=NEG_INF)
+    s_parts = tl.load(s_ptr + draw * n_stretches + at, mask=on, other=0)
+    m = tl.max(m_parts, axis=0)
+    weight = weight_at(m_parts, m, D).to(tl.float64)
+    return m, tl.sum((s_parts.to(tl.float64) * weight).to(tl.int64), axis=0), tl.min(s_parts, axis=0) < 0
+
+
+@triton.jit
+def choose(tops_ptr, lanes_ptr, ranked_ptr, record_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+    """(token, its logprob) of a row that can be drawn from."""
+    call, known = greatest_lanes(tops_ptr, lanes_ptr, draw, D, F, K)
+    there = call >= 0
+    call = tl.maximum(call, 0)
+    H = Held(
+        logits_of(D, column_of(call, 0), there, K), logits_of(D, column_of(call, 1), there, K),
+        logits_of(D, column_of(call, 2), there, K), logits_of(D, column_of(call, 3), there, K), call,
+    )  # fmt: skip
+    if K.ranked:
+        least, enough = least_of_candidates(H, known, ranked_ptr, draw, D, F, K)
+    else:
+        least = known.to(tl.int64) << COLUMN_BITS
+        enough = (known == LOWEST) | (known <= F.least)
+    token = tl.zeros([], tl.int64)
+    logprob = tl.zeros([], tl.float32)
+    if enough:
+        B = bounds_of_code(tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS))
+        words = words_of(D, H.call, GROUPS)
+        all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
+        key_0, mass_0 = take_kept(H.x_0, column_of(call, 0), there, words[0], all_words, D, F.m, B, kept_ptr, K)
+        key_1, mass_1 = take_kept(H.x_1, column_of(call, 1), there, words[1], all_words, D, F.m, B, kept_ptr, K)
+        key_2, mass_2 = take_kept(H.x_2, column_of(call, 2), there, words[2], all_words, D, F.m, B, kept_ptr, K)
+        key_3, mass_3 = take_kept(H.x_3, column_of(call, 3), there, words[3], all_words, D, F.m, B, kept_ptr, K)
+        key = tl.max(tl.maximum(tl.maximum(key_0, key_1), tl.maximum(key_2, key_3)), axis=0)
+        mass = tl.sum(mass_0 + mass_1 + mass_2 + mass_3, axis=0)
+        token = member_of(D, group_of(key), F.m, K, B)
+        logprob = logprob_of(token, mass, D, F.m, K)
+    elif K.wide:
+        open_row(record_ptr, D, F, K)
+    else:
+        B = bounds_of_code(least_in_row(D, F, K))
+        token, logprob = within_row(kept_ptr, D, F.m, B, K)
+    return token, logprob
+
+
+@triton.jit
+def greatest_lanes(tops_ptr, lanes_ptr, draw, D, F, K: tl.constexpr):
+    """(calls [K.capacity] of lanes, -1 where there is none, the least order from which on they hold every logit)."""
+    n_lanes = tl.cdiv(D.n_cols, STRETCH) * LANES
+    at = tl.arange(0, K.all_stretches * LANES)
+    top = tl.load(tops_ptr + draw * n_lanes + at, mask=at < n_lanes, other=NEG_INF)
+    order = order_of(top)
+    there = order > LOWEST
+    n_there = tl.sum(there.to(tl.int32), axis=0)
+    high = tl.zeros([], tl.int64) + LOWEST
+    if n_there > K.capacity:
+        # The greatest lanes are far above the mean, and a few less than K.capacity do as well if they are k.
+        mean = tl.sum(tl.where(there, top, 0.0), axis=0) / n_there.to(tl.float32)
+        low = tl.where(mean < F.m, order_of(mean).to(tl.int64), high + 1)
+        low = tl.where(tl.sum((order >= low).to(tl.int32), axis=0) > K.capacity, low, high + 1)
+        # Nothing below min-p's bound is looked for.
+        few = (tl.sum((order >= F.least).to(tl.int32), axis=0) <= K.capacity) & (F.least > LOWEST)
+        high = tl.where(few, F.least, order_of(F.m) + 1).to(tl.int64)
+        low = tl.where(few, high - 1, low)
+        n_high = 0
+        wanted = tl.minimum(tl.maximum(F.k, K.capacity - K.capacity // 8), K.capacity)
+        while (high - low > 1) & (n_high < wanted):
+            middle = (low + high) >> 1
+            n = tl.sum((order >= middle).to(tl.int32), axis=0)
+            low = tl.where(n > K.capacity, middle, low)
+            high = tl.where(n > K.capacity, high, middle)
+            n_high = tl.where(n > K.capacity, n_high, n)
+    chosen = (order >= high) & there
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    lanes_ptr += draw * K.capacity
+    tl.store(lanes_ptr + place, at, mask=chosen)
+    tl.debug_barrier()
+    i = tl.arange(0, K.capacity)
+    n_chosen = tl.sum(chosen.to(tl.int32), axis=0)
+    return tl.load(lanes_ptr + i, mask=i < n_chosen, other=-1), high.to(tl.int32)
+
+
+@triton.jit
+def least_of_candidates(H, known, list_ptr, draw, D, F, K: tl.constexpr):
+    """(the code of the last logit that top-k and top-p keep, whether all that decides it is known).
+
+    Candidates are what is held from the order `known` on.
+    """
+    n = count_held(H, known)
+    if n > K.candidates:
+        low, high = known.to(tl.int64), order_of(F.m).to(tl.int64) + 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            many = count_held(H, middle.to(tl.int32)) > K.candidates
+            low = tl.where(many, middle, low)
+            high = tl.where(many, high, middle)
+        known = high.to(tl.int32)
+        n = count_held(H, known)
+    list_ptr += draw * K.candidates
+    n_0, n_1, n_2, n_3 = (
+        count_lanes(H.x_0, known), count_lanes(H.x_1, known), count_lanes(H.x_2, known), count_lanes(H.x_3, known),
+    )  # fmt: skip
+    of_lane = n_0 + n_1 + n_2 + n_3
+    base = tl.cumsum(of_lane, axis=0) - of_lane
+    list_candidates(list_ptr, H.x_0, column_of(H.call, 0), base, known)
+    list_candidates(list_ptr, H.x_1, column_of(H.call, 1), base + n_0, known)
+    list_candidates(list_ptr, H.x_2, column_of(H.call, 2), base + n_0 + n_1, known)
+    list_candidates(list_ptr, H.x_3, column_of(H.call, 3), base + n_0 + n_1 + n_2, known)
+    tl.debug_barrier()
+    i = tl.arange(0, K.candidates)
+    nothing = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
+    code = tl.load(list_ptr + i, mask=i < n, other=nothing)
+    order = (code >> COLUMN_BITS).to(tl.int32)
+    cols = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
+    low, high = known.to(tl.int64), order_of(F.m).to(tl.int64) + 1
+    zero = tl.zeros([], tl.int64)
+    least, by_k, by_p = least_of_filters(order, cols, i < n, low, high, zero, zero, D, F, K)
+    if K.joint:
+        enough = by_k | by_p
+    else:
+        enough = tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
+    # What min-p leaves ends above all that is unknown.
+    by_z = (known <= F.least) & (K.joint | (F.p >= 1) | (F.k == 0))
+    return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST)
+
+
+@triton.jit
+def count_lanes(x, known):
+    """How many logits of each lane are of the order `known` or above."""
+    return tl.sum(((order_of(x) >= known) & (x > NEG_INF)).to(tl.int32), axis=1)
+
+
+@triton.jit
+def count_held(H, known):
+    n = count_lanes(H.x_0, known) + count_lanes(H.x_1, known) + count_lanes(H.x_2, known) + count_lanes(H.x_3, known)
+    return tl.sum(n, axis=0)
+
+
+@triton.jit
+def list_candidates(ranked_ptr, x, first, base, known):
+    """The codes of logits [lanes, 8] of the order `known` or above, each lane's from its base on."""
+    cols = first[:, None] + tl.arange(0, 8)[None, :]
+    chosen = ((order_of(x) >= known) & (x > NEG_INF)).to(tl.int32)
+    place = base[:, None] + tl.cumsum(chosen, axis=1) - chosen
+    tl.store(ranked_ptr + place, code_of(x, cols), mask=chosen > 0)

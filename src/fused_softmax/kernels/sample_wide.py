@@ -1,0 +1,431 @@
+"""A token from what filters keep of a row, where many logits lie above the boundary: three launches more.
+
+A sample of the row says between which two logits the boundary is. The first launch reads the row, counts what is above
+them and lists what is between. The second finds the boundary among these, which are a few thousand. The third draws
+from what is kept. Where the sample misleads, the row is read again as often as a bisection asks, for the same result.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.draw import (
+    COLUMN_BITS,
+    GREATEST,
+    GROUPS,
+    LANES,
+    LAST_COLUMN,
+    LOWEST,
+    QUARTER,
+    RECORD,
+    STRETCH,
+    UNIT,
+    bounds_of_code,
+    calls_of,
+    column_of,
+    factor_of,
+    filters_of,
+    group_of,
+    kept_of,
+    logits_of,
+    logprob_of,
+    member_of,
+    numbers_of,
+    order_of,
+    score_at,
+    sum_of_8,
+    take_kept,
+    value_of,
+    weight_at,
+    words_of,
+)
+from fused_softmax.kernels.spec import Draw
+from fused_softmax.kernels.state import NEG_INF
+
+# Of a row's record, after whether anything is left to do: nothing, from the draw on, or all.
+STATUS, LOW, HIGH, COUNT, MASS, LEAST, KEY, KEPT, TICKET, TOP, TOTAL, LISTED = (tl.constexpr(i) for i in range(12))
+DRAW_ONLY, ALL = tl.constexpr(1), tl.constexpr(2)
+SPREADS = tl.constexpr(5.0)  # standard deviations that a sample's boundary may be off
+BINS = tl.constexpr(1024)
+LEAST_SCORE = tl.constexpr(-40.0)  # of a sample's histogram: what is below has no weight
+
+
+@triton.jit
+def open_row(record_ptr, D, F, K: tl.constexpr):
+    """Leaves to the launches to come what they need: where the boundary is, as a sample of the row has it."""
+    status, low, high = DRAW_ONLY + 0, tl.zeros([], tl.int32) + LOWEST, order_of(F.m) + 1
+    if (F.k > 0) | (F.p < 1):
+        status = ALL + 0
+        if D.n_cols > K.listed:
+            low, high = sampled_bracket(D, F, K)
+    tl.store(record_ptr + STATUS, status)
+    tl.store(record_ptr + LOW, low.to(tl.int64))
+    tl.store(record_ptr + HIGH, high.to(tl.int64))
+    tl.store(record_ptr + LEAST, F.least.to(tl.int64) << COLUMN_BITS)
+    zero = tl.zeros([], tl.int64)
+    tl.store(record_ptr + COUNT, zero)
+    tl.store(record_ptr + MASS, zero)
+    tl.store(record_ptr + KEY, zero)
+    tl.store(record_ptr + KEPT, zero)
+    tl.store(record_ptr + TICKET, zero)
+    tl.store(record_ptr + LISTED, zero)
+    tl.store(record_ptr + TOP, order_of(F.m).to(tl.int64))
+    tl.store(record_ptr + TOTAL, F.total)
+
+
+@triton.jit
+def sampled_bracket(D, F, K: tl.constexpr):
+    """(low, high): orders between which the boundary of top-k, or else of top-p, should be.
+
+    A histogram of the sample's scores, from the least one to the maximum, says what lies below each of its bins.
+    """
+    n_groups = tl.cdiv(D.n_cols, 8)
+    group = (tl.arange(0, K.sampled).to(tl.int64) * n_groups // K.sampled).to(tl.int32)
+    N: tl.constexpr = K.sampled * 8
+    x = tl.reshape(logits_of(D, group * 8, group >= 0, K), [N])
+    z = score_at(x, D, F.m)
+    least = tl.minimum(tl.maximum(tl.min(tl.where(x > NEG_INF, z, 0.0), axis=0), LEAST_SCORE), -1e-20)
+    width = least / -BINS
+    bin = tl.minimum(tl.maximum((z - least) / width, 0.0), BINS - 1.0).to(tl.int32)
+    n = tl.histogram(bin, BINS, mask=x > NEG_INF).to(tl.float32)
+    at = tl.arange(0, BINS)
+    share = N / D.n_cols.to(tl.float32)
+    by_k = (F.k > 0) & ((F.p >= 1) | (not K.joint) | (F.k < K.listed // 4))
+    v = tl.where(by_k, 1.0, tl.exp2(least + (at + 0.5) * width))
+    n_all = tl.sum(n, axis=0)
+    below = tl.cumsum(n * v, axis=0) - n * v
+    n_from = n_all - tl.cumsum(n, axis=0) + n
+    want = (1.0 - F.p) * (F.total.to(tl.float32) / UNIT) * share
+    want = tl.where(by_k, n_all - F.k.to(tl.float32) * share, want)
+    first = tl.sum(tl.where(below <= want, n * v, 0.0), axis=0)
+    second = tl.sum(tl.where(below <= want, n * v * v, 0.0), axis=0)
+    spread = tl.minimum(tl.maximum(tl.sqrt(second) * SPREADS / tl.maximum(first, 1e-30), 0.02), 1.0) * want
+    spread = tl.where(by_k, tl.sqrt(tl.maximum(n_all - want, 0.0)) * SPREADS + 8.0, spread)
+    low = tl.sum((below <= want - spread).to(tl.int32), axis=0) - 2
+    high = tl.sum((below <= want + spread).to(tl.int32), axis=0) + 1
+    # Few above: all of them are listed. Many between: as many as there is room for, from the upper end on.
+    n_high = tl.max(tl.where(at >= high, n_from, 0.0), axis=0)
+    few = n_high < 64
+    n_high = tl.where(few, 0.0, n_high)
+    room = 0.7 * K.listed * share
+    low = tl.maximum(low, tl.sum((n_from > n_high + room).to(tl.int32), axis=0))
+    low_order = tl.where(low > 0, order_of(F.m + (least + low * width) / D.factor), LOWEST)
+    high_order = order_of(F.m + (least + high * width) / D.factor)
+    return low_order, tl.where(few | (high >= BINS), order_of(F.m) + 1, tl.minimum(high_order, order_of(F.m) + 1))
+
+
+@triton.jit
+def steps_between(low, high):
+    """Four numbers that cut what is between two into fifths, as int32."""
+    return (low + (high - low) * (tl.arange(0, 4) + 1) // 5).to(tl.int32)
+
+
+@triton.jit
+def step_of(low, high, n):
+    """The ends of the fifth behind the n-th of these."""
+    width = high - low
+    return tl.where(n > 0, low + width * n // 5, low), tl.where(n < 4, low + width * (n + 1) // 5, high)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_cols", "n_parts", "n_rows", "part_stretches", "seed_low", "seed_high", "position_low", "position_high",
+    ]
+)  # fmt: skip
+def _weigh(
+    record_ptr, list_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr,
+    logits_row_stride, bias_row_stride, bitmask_row_stride, temperature_stride, seed_stride, position_stride, n_rows,
+    n_cols, n_parts, part_stretches, temperature, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
+):  # fmt: skip
+    """Of a part of an open row: how many logits are above its bracket, their mass, and a list of those within."""
+    program = tl.program_id(0)
+    draw = (program // n_parts).to(tl.int64)
+    part = program % n_parts
+    record_ptr += draw * RECORD
+    if tl.load(record_ptr + STATUS) == ALL:
+        row, temperature, seed, position, valid = numbers_of(
+            rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
+            temperature, seed_low, seed_high, position_low, position_high, draw,
+        )  # fmt: skip
+        D = Draw(
+            logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride,
+            draw * bitmask_row_stride, n_cols, temperature, factor_of(temperature), seed, position, valid,
+        )  # fmt: skip
+        m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
+        low = tl.maximum(value_of(tl.load(record_ptr + LOW).to(tl.int32)), -GREATEST)
+        high = value_of(tl.load(record_ptr + HIGH).to(tl.int32))
+        start = part * part_stretches
+        end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
+        list_ptr += draw * K.listed
+        count = tl.zeros([K.stretches * LANES], tl.int32)
+        mass = tl.zeros([K.stretches * LANES], tl.int64)
+        for stretch in range(start, end, K.stretches):
+            call = calls_of(stretch, K)
+            there = call < end * LANES
+            marks = tl.zeros([K.stretches * LANES], tl.int32)
+            for quarter in tl.static_range(4):
+                x = logits_of(D, column_of(call, quarter), there, K)
+                above = x >= high
+                mass += (sum_of_8(tl.where(above, weight_at(x, m, D), 0.0)) * UNIT).to(tl.int64)
+                count += tl.sum(above.to(tl.int32), axis=1)
+                within = ((x >= low) & (x < high)).to(tl.int32)
+                marks |= tl.sum(within << tl.arange(0, 8)[None, :], axis=1) << (quarter * 8)
+            list_marked(list_ptr, record_ptr, marks, call, K)
+        tl.atomic_add(record_ptr + COUNT, tl.sum(count, axis=0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(record_ptr + MASS, tl.sum(mass, axis=0), sem="relaxed")
+
+
+@triton.jit
+def list_marked(list_ptr, record_ptr, marks, call, K: tl.constexpr):
+    """Adds the columns that lanes have marked of their 32 to a list, where there is room, in no order."""
+    n = ones_of(marks)
+    most = tl.max(n, axis=0)
+    if most > 0:
+        base = tl.atomic_add(record_ptr + LISTED, tl.sum(n, axis=0).to(tl.int64), sem="relaxed").to(tl.int32)
+        base += tl.cumsum(n, axis=0) - n
+        first = column_of(call, 0)
+        for i in range(most):
+            bit = ones_of((marks & -marks) - 1)
+            on = (marks != 0) & (base + i < K.listed)
+            tl.store(list_ptr + base + i, first + bit // 8 * QUARTER + bit % 8, mask=on)
+            marks &= marks - 1
+
+
+@triton.jit
+def ones_of(word):
+    """How many bits of 32 are 1."""
+    n = word - ((word >> 1) & 0x55555555)
+    n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
+    n = (n + (n >> 4)) & 0x0F0F0F0F
+    return (n + (n >> 8) + (n >> 16) + (n >> 24)) & 0x3F
+
+
+@triton.jit(
+    do_not_specialize=["n_cols", "n_rows", "top_k", "seed_low", "seed_high", "position_low", "position_high"]
+)  # fmt: skip
+def _bound(
+    record_ptr, list_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr,
+    top_p_ptr, min_p_ptr, seed_ptr, position_ptr, logits_row_stride, bias_row_stride, bitmask_row_stride,
+    temperature_stride, top_k_stride, top_p_stride, min_p_stride, seed_stride, position_stride, n_rows, n_cols,
+    temperature, top_k, top_p, min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
+):  # fmt: skip
+    """The last logit that is kept of an open row, from what is listed."""
+    draw = tl.program_id(0).to(tl.int64)
+    record_ptr += draw * RECORD
+    if tl.load(record_ptr + STATUS) == ALL:
+        row, temperature, seed, position, valid = numbers_of(
+            rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
+            temperature, seed_low, seed_high, position_low, position_high, draw,
+        )  # fmt: skip
+        D = Draw(
+            logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride,
+            draw * bitmask_row_stride, n_cols, temperature, factor_of(temperature), seed, position, valid,
+        )  # fmt: skip
+        m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
+        F = filters_of(
+            top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, top_k, top_p, min_p, m,
+            tl.load(record_ptr + TOTAL), draw, D, K,
+        )  # fmt: skip
+        n = tl.load(record_ptr + LISTED)
+        least, found = tl.zeros([], tl.int64), n < 0
+        if n <= K.listed:
+            if n <= K.listed // 2:
+                least, found = least_of_list(record_ptr, list_ptr + draw * K.listed, n, D, F, K, K.listed // 2)
+            else:
+                least, found = least_of_list(record_ptr, list_ptr + draw * K.listed, n, D, F, K, K.listed)
+        if not found:
+            least = least_in_row(D, F, K)
+        tl.store(record_ptr + LEAST, tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS))
+
+
+@triton.jit
+def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.constexpr):
+    """(the code of the last logit that top-k and top-p keep, whether it is one of the list's n)."""
+    i = tl.arange(0, ROOM)
+    on = i < n
+    cols = tl.load(list_ptr + i, mask=on, other=0)
+    x = tl.load(D.ptr + cols, mask=on, other=NEG_INF).to(tl.float32)
+    if D.bias_ptr is not None:
+        x += tl.load(D.bias_ptr + D.bias_at + cols, mask=on, other=0.0).to(tl.float32)
+    low, high = tl.load(record_ptr + LOW), tl.load(record_ptr + HIGH)
+    count, mass = tl.load(record_ptr + COUNT), tl.load(record_ptr + MASS)
+    least, by_k, by_p = least_of_filters(order_of(x), cols, on, low, high, count, mass, D, F, K)
+    if K.joint:  # a boundary below the list is no bound, and one above it is unknown
+        found = (by_k | by_p) & ((F.k == 0) | (count < F.k))
+        if F.p < 1:
+            found = found & (mass.to(tl.float64) < F.p.to(tl.float64) * F.total.to(tl.float64))
+        return least, found
+    else:
+        return least, tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
+
+
+@triton.jit
+def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.constexpr):
+    """(the code of the last logit that top-k and top-p keep, whether top-k ends among these, whether top-p does).
+
+    order, cols: of logits of the orders from low to high, where `on`. count, mass: of all that are above these.
+    """
+    weight = tl.where(on, (weight_at(value_of(order), F.m, D) * UNIT).to(tl.int64), 0)
+    n = tl.sum(on.to(tl.int32), axis=0)
+    least = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
+    target = F.p.to(tl.float64) * F.total.to(tl.float64)
+    by_k = (F.k > 0) & (count < F.k) & (count + n >= F.k)
+    if by_k:
+        least = last_of(order, cols, on.to(tl.int64), low, high, count, F.k.to(tl.float64), D)
+        if not K.joint:
+            kept = tl.sum(tl.where(at_or_above(order, cols, least), weight, 0), axis=0)
+            target = F.p.to(tl.float64) * (mass + kept).to(tl.float64)
+    reaches = tl.where((mass + tl.sum(weight, axis=0)).to(tl.float64) >= target, 1, 0)
+    by_p = (tl.where(F.p < 1, 1, 0) > 0) & (tl.where(mass.to(tl.float64) < target, 1, 0) * reaches > 0)
+    if by_p:
+        least = tl.maximum(least, last_of(order, cols, weight, low, high, mass, target, D))
+    return least, by_k, by_p
+
+
+@triton.jit
+def at_or_above(order, cols, code):
+    return ((order.to(tl.int64) << COLUMN_BITS) | (LAST_COLUMN - cols)) >= code
+
+
+@triton.jit
+def last_of(order, cols, v, low, high, above, target, D):
+    """The code at which a sum of v, by logits in their order and beginning with `above`, reaches a target."""
+    while high - low > 1:
+        middle = (low + high) >> 1
+        reached = (above + tl.sum(tl.where(order >= middle.to(tl.int32), v, 0), axis=0)).to(tl.float64) >= target
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    # All of one order have one v, and are kept from the lowest column on.
+    above += tl.sum(tl.where(order > low, v, 0), axis=0)
+    equal = order == low
+    n = tl.sum(equal.to(tl.int32), axis=0)
+    one = tl.max(tl.where(equal, v, 0), axis=0)
+    before, last = tl.full([], -1, tl.int32), tl.max(tl.where(equal, cols, 0), axis=0)
+    if (above + (n - 1) * one).to(tl.float64) >= target:
+        while last - before > 1:
+            middle = (before + last) >> 1
+            n = tl.sum((equal & (cols <= middle)).to(tl.int32), axis=0)
+            reached = (above + n * one).to(tl.float64) >= target
+            last = tl.where(reached, middle, last)
+            before = tl.where(reached, before, middle)
+    return (low << COLUMN_BITS) | (tl.full([], LAST_COLUMN, tl.int64) - last)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_cols", "n_parts", "n_rows", "part_stretches", "seed_low", "seed_high", "position_low", "position_high",
+    ]
+)  # fmt: skip
+def _draw_within(
+    record_ptr, logits_ptr, tokens_ptr, logprobs_ptr, kept_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr,
+    seed_ptr, position_ptr, logits_row_stride, bias_row_stride, bitmask_row_stride, tokens_stride, kept_row_stride,
+    temperature_stride, seed_stride, position_stride, n_rows, n_cols, n_parts, part_stretches, temperature, seed_low,
+    seed_high, position_low, position_high, K: tl.constexpr,
+):  # fmt: skip
+    """The draw from what is kept of an open row, part by part; the part that arrives last writes the token."""
+    program = tl.program_id(0)
+    draw = (program // n_parts).to(tl.int64)
+    part = program % n_parts
+    record_ptr += draw * RECORD
+    if tl.load(record_ptr + STATUS) > 0:
+        row, temperature, seed, position, valid = numbers_of(
+            rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
+            temperature, seed_low, seed_high, position_low, position_high, draw,
+        )  # fmt: skip
+        D = Draw(
+            logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride,
+            draw * bitmask_row_stride, n_cols, temperature, factor_of(temperature), seed, position, valid,
+        )  # fmt: skip
+        m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
+        B = bounds_of_code(tl.load(record_ptr + LEAST))
+        if kept_ptr is not None:
+            kept_ptr += draw * kept_row_stride
+        start = part * part_stretches
+        end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
+        key, mass = best_kept(kept_ptr, D, start, end, m, B, K)
+        tl.atomic_max(record_ptr + KEY, key, sem="relaxed")
+        tl.atomic_add(record_ptr + KEPT, mass, sem="relaxed")
+        last = tl.atomic_add(record_ptr + TICKET, 1, sem="acq_rel") == n_parts - 1
+        if last:
+            key = tl.atomic_max(record_ptr + KEY, 0, sem="relaxed")
+            mass = tl.atomic_add(record_ptr + KEPT, 0, sem="relaxed")
+            token = member_of(D, group_of(key), m, K, B)
+            tl.store(tokens_ptr + draw * tokens_stride, token)
+            if logprobs_ptr is not None:
+                tl.store(logprobs_ptr + draw, logprob_of(token, mass, D, m, K))
+
+
+@triton.jit
+def best_kept(kept_ptr, D, start, end, m, B, K: tl.constexpr):
+    """(key of the best group, mass in units) of what is kept of stretches from start to end."""
+    best = tl.zeros([K.stretches * LANES], tl.int64)
+    mass = tl.zeros([K.stretches * LANES], tl.int64)
+    for stretch in range(start, end, K.stretches):
+        call = calls_of(stretch, K)
+        there = call < end * LANES
+        words = words_of(D, call, GROUPS)
+        all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
+        for quarter in tl.static_range(4):
+            first = column_of(call, quarter)
+            x = logits_of(D, first, there, K)
+            key, more = take_kept(x, first, there, words[quarter], all_words, D, m, B, kept_ptr, K)
+            best = tl.maximum(best, key)
+            mass += more
+    return tl.max(best, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit(noinline=True)
+def within_row(kept_ptr, D, m, B, K: tl.constexpr):
+    """(token, its logprob) of a whole row, by one program."""
+    key, mass = best_kept(kept_ptr, D, 0, tl.cdiv(D.n_cols, STRETCH), m, B, K)
+    token = member_of(D, group_of(key), m, K, B)
+    return token, logprob_of(token, mass, D, m, K)
+
+
+@triton.jit(noinline=True)
+def least_in_row(D, F, K: tl.constexpr):
+    """The code of the last logit that is kept of a row, by reading it again and again.
+
+    Top-k and top-p each take logits in order until a number, or a mass, is reached: a bisection finds the last one.
+    """
+    floor = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
+    least = floor
+    for by_mass in range(2):
+        if tl.where(by_mass == 1, F.p < 1, F.k > 0):
+            low, high = floor, (order_of(F.m).to(tl.int64) + 1) << COLUMN_BITS
+            if not K.joint:
+                low = least  # of what top-k left
+            target = tl.where(by_mass == 1, F.p.to(tl.float64) * F.total.to(tl.float64), F.k.to(tl.float64))
+            between = tl.zeros([], tl.int64) + 2
+            below, above = between * 0, between * 0  # how many lie from low, and from high, on
+            middle = low
+            while between > 1:
+                count, mass = amount_in_row(D, F.m, bounds_of_code(middle), K)
+                if (middle == low) & (by_mass == 1) & (F.k > 0) & (not K.joint):
+                    target = F.p.to(tl.float64) * mass.to(tl.float64)
+                reached = tl.where(by_mass == 1, mass.to(tl.float64), count.to(tl.float64)) >= target
+                if middle == low:
+                    below = count
+                low = tl.where(reached, middle, low)
+                below = tl.where(reached, count, below)
+                high = tl.where(reached | (middle == low), high, middle)
+                above = tl.where(reached | (middle == low), above, count)
+                between = tl.minimum(below - above, high - low)
+                middle = (low + high) >> 1
+            least = tl.maximum(least, low)
+    return tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS)
+
+
+@triton.jit
+def amount_in_row(D, m, B, K: tl.constexpr):
+    """(how many, their mass in units) of what is within bounds of a row."""
+    count = tl.zeros([K.stretches * LANES, 8], tl.int32)
+    mass = tl.zeros([K.stretches * LANES], tl.int64)
+    for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
+        call = calls_of(stretch, K)
+        for quarter in tl.static_range(4):
+            first = column_of(call, quarter)
+            x = logits_of(D, first, call >= 0, K)
+            kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)
+            count += kept.to(tl.int32)
+            mass += (sum_of_8(tl.where(kept, weight_at(x, m, D), 0.0)) * UNIT).to(tl.int64)
+    return tl.sum(count).to(tl.int64), tl.sum(mass, axis=0)

@@ -1,0 +1,342 @@
+"""Tokens from logits: temperature, top-k, top-p and min-p, and a draw that depends on its row, seed and position alone.
+
+token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `reference_noise` has the words and the map.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax import reference_sampling as reference
+from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.ops.sample_calls import (
+    MOST_COLUMNS,
+    Drawn,
+    Numbers,
+    greatest,
+    is_few,
+    judged_rows,
+    log_probs_at,
+    prepare_draws,
+    raw_lse,
+    rows_of,
+)
+from fused_softmax.options_sampling import (
+    Logprobs,
+    Order,
+    Sampling,
+    check_logits,
+    check_random,
+    check_shape,
+    check_tensor,
+    sampling_of,
+)
+from fused_softmax.reference_sampling import per_row
+from fused_softmax.route import Route, route_of
+
+_NUMBERS = (float, int)
+
+
+class SampleOutput(NamedTuple):
+    """Of n_draws draws, their tokens and what else was asked for; None for the rest.
+
+    tokens: int64 [n_draws]; 0 where a row cannot be drawn from.
+    valid: bool [n_draws], whether it can.
+    logprobs: float32 [n_draws], in nats, that of the token; NaN where valid is False.
+    top_logprobs, top_tokens: float32 and int64 [n_draws, top_logprobs], the greatest first, of equals the lowest column
+        first. Where fewer columns have a probability, -inf and -1; where valid is False, NaN and -1.
+    kept: int32 [n_draws, ceil(vocab / 32)]; bit c % 32 of word c // 32 says whether column c could be drawn.
+    """
+
+    tokens: Tensor
+    valid: Tensor
+    logprobs: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    kept: Tensor | None = None
+
+
+class SpeculativeOutput(NamedTuple):
+    """Of n sequences, their tokens, how many of them are accepted drafts, and whether the last could be drawn.
+
+    tokens: int64 [n, k + 1]: the accepted drafts, one token more, and -1 behind it.
+    n_accepted: int64 [n], from 0 to k.
+    valid: bool [n]; where False, the token after the accepted drafts is 0, for its row cannot be drawn from.
+    """
+
+    tokens: Tensor
+    n_accepted: Tensor
+    valid: Tensor
+
+
+def sample(
+    logits: Tensor,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    *,
+    order: Order = "sequential",
+    seed: int | Tensor | None = None,
+    position: int | Tensor | None = None,
+    generator: torch.Generator | None = None,
+    logit_bias: Tensor | None = None,
+    bitmask: Tensor | None = None,
+    row_indices: Tensor | None = None,
+    return_logprobs: Logprobs | None = None,
+    top_logprobs: int = 0,
+    return_kept: bool = False,
+    out: Tensor | None = None,
+) -> SampleOutput:
+    """A token of each row of logits.
+
+    The token of a row depends on its logits, its parameters, its seed and its position: on no other row, their number
+    or order, nor on strides. Nothing waits for the device, and no gradient is kept. A captured CUDA graph may hold the
+    call; compiled and exported programs have it as one operator, in which a generator has no place.
+
+    logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
+    temperature: the logits are divided by it; 0 takes the greatest logit, of equals the lowest column.
+    top_k: keeps so many columns; at most 0, or at least vocab: all.
+    top_p: keeps the fewest columns whose probabilities sum up to it; at least 1: all.
+    min_p: keeps columns at least this many times as likely as the likeliest; at most 0: all.
+    order: "sequential" filters by temperature, top_k, top_p, min_p, each on what the one before left, renormalised, as
+        Hugging Face's; "joint" judges all by the tempered distribution, as FlashInfer's. Where a boundary falls among
+        equal logits, the lowest columns are kept.
+    seed: 64 bits. Without a position it has position 0, so rows of one seed are drawn by the same noise.
+    position: 64 bits, such as the place of the token in its sequence: each draws noise of its own.
+    generator: draws a seed, on the device; row i then has position i. Without a seed and a generator, the device's own.
+    logit_bias: [vocab] or [n_draws, vocab], any float dtype, added in float32 before all else.
+    bitmask: int32 [n_draws, at least ceil(vocab / 32)]; a column is possible where bit c % 32 of word c // 32 is 1.
+    row_indices: int64 or int32 [n_draws], the row of logits of each draw; n_draws is n_rows without it.
+    return_logprobs: "raw": of log_softmax(logits) as given; "processed": of the distribution that is drawn from.
+    top_logprobs: how many of the greatest of these to return.
+    return_kept: whether to return which columns were kept.
+    out: int64 [n_draws], any stride, where to write the tokens.
+
+    temperature, top_k, top_p, min_p, seed and position are numbers, or tensors [] or [n_draws] on the logits' device:
+    float16 to float64, which count as float32, or int64 and int32.
+
+    A row cannot be drawn from, and has token 0 and valid False, if a possible logit is NaN, two are inf or all are
+    -inf, if its bitmask has no bit, if its index is out of range, or if a tensor gives it a parameter that a number
+    could not have. One inf is drawn.
+
+    Raises TypeError for an argument of a wrong type or dtype, ValueError for one of a wrong shape or value, such as a
+    negative temperature, a top_p of 0 or less, a min_p above 1, a seed with a generator, or a narrow bitmask, and
+    RuntimeError for one on another device; each names the argument, before anything runs.
+
+    >>> logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], device="cuda")
+    >>> sample(logits, temperature=0.0).tokens
+    tensor([2, 0], device='cuda:0')
+    >>> sample(logits, 0.7, top_p=0.9, seed=1, position=torch.tensor([17, 4], device="cuda")).tokens
+    tensor([2, 0], device='cuda:0')
+    """
+    name = "sample"
+    compiling = torch.compiler.is_dynamo_compiling()
+    bare = return_logprobs is None and top_logprobs == 0 and return_kept.__class__ is bool and not compiling
+    if bare and generator is None:
+        plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position)
+        if plain is not None:
+            (t, k, p, least_p), kinds = plain
+            kind = order, return_kept, is_few(k)
+            call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
+            if call is not None:
+                numbers = Numbers(t, k, p, least_p, _signed(seed), _signed(0 if position is None else position))
+                return _output(call(logits, numbers, logit_bias, bitmask, row_indices, out))
+    check_logits(name, "logits", logits, "[n_rows, vocab]")
+    options = sampling_of(
+        name, logits, temperature, top_k, top_p, min_p, order, logit_bias, bitmask, row_indices, return_logprobs,
+        top_logprobs, return_kept,
+    )  # fmt: skip
+    n_draws = logits.shape[0] if row_indices is None else row_indices.shape[0]
+    check_random(name, seed, position, generator, logits, n_draws)
+    if out is not None:
+        check_tensor(name, "out", out, logits, (torch.int64,), "int64")
+        check_shape(name, "out", out, (n_draws,))
+    given = [each for each in (seed, position, out) if isinstance(each, Tensor)]
+    route = route_of(logits, *options.tensors, *given, takes=logits.shape[1] <= MOST_COLUMNS, batches=False)
+    with torch.no_grad():
+        if seed is None:
+            seed, position = _random_of(generator, n_draws, logits.device)
+        else:
+            seed, position = _signed(seed), _signed(0 if position is None else position)
+        if route is Route.KERNEL:
+            plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position) if bare else None
+            if plain is None or not n_draws or not logits.shape[0]:
+                return draws_of(logits, options, seed, position, out)
+            others = *plain[1], logit_bias, bitmask, row_indices, out
+            kind = order, return_kept, is_few(plain[0][1])
+            call = find(name, kind, logits, *others)  # one with a generator was not looked up before
+            if call is None:
+                prepared = Prepared(prepare_draws(logits, options, seed, position, out))
+                call = keep(prepared, name, kind, logits, *others)
+            return _output(call(logits, Numbers.of(options, seed, position), logit_bias, bitmask, row_indices, out))
+        seeds, positions = (_int64(each, n_draws, logits.device) for each in (seed, position))
+        if route is Route.OPERATOR:
+            drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.operator_arguments())
+            drawn = options.asked(*drawn)
+        else:
+            drawn = reference.sample(logits, seeds, positions, **options.arguments())
+        return SampleOutput(drawn[0] if out is None else out.copy_(drawn[0]), *drawn[1:])
+
+
+def _output(drawn: Drawn) -> SampleOutput:
+    return SampleOutput(drawn.tokens, drawn.valid, None, None, None, drawn.kept)
+
+
+def draws_of(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor, out: Tensor | None = None
+) -> SampleOutput:
+    """A call by the kernels, of logits that they take."""
+    n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
+    if not n_draws or not logits.shape[0]:  # nothing to launch, or no row to read
+        seeds, positions = (_int64(each, n_draws, logits.device) for each in (seed, position))
+        none = reference.sample(logits, seeds, positions, **options.arguments())
+        return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
+    processed, n_top = options.return_logprobs == "processed", options.top_logprobs
+    wanted = replace(options, return_kept=options.return_kept or (processed and n_top > 0))
+    call = prepare_draws(logits, wanted, seed, position, out, logprobs=processed)
+    read = wanted.logit_bias, wanted.bitmask, wanted.row_indices
+    drawn = call(logits, Numbers.of(wanted, seed, position), *read, out)
+    of_tokens, top, top_tokens = drawn.logprobs, None, None
+    if options.return_logprobs == "raw" or n_top:
+        x = rows_of(logits, options)
+        if processed:
+            x = judged_rows(x, options)
+            of_token = x.gather(1, drawn.tokens[:, None]).double()
+            t = per_row(options.temperature, x)
+            top_x, top_tokens = greatest(x, n_top, drawn.kept)
+            less = torch.where(top_x == of_token, 0.0, top_x.double() - of_token) / torch.where(t > 0, t, 1.0)
+            assert of_tokens is not None
+            top = less + of_tokens[:, None].double()
+        else:
+            lse = raw_lse(logits, options, x)[:, None]
+            of_tokens = log_probs_at(x.gather(1, drawn.tokens[:, None]), lse).squeeze(1).float()
+            of_tokens = of_tokens.masked_fill(~drawn.valid, math.nan)
+            if n_top:
+                top_x, top_tokens = greatest(x, n_top)
+                top = log_probs_at(top_x, lse)
+        if top is not None and top_tokens is not None:
+            top_tokens = torch.where(drawn.valid[:, None] & (top > -math.inf), top_tokens, -1)
+            top = top.float().masked_fill(~drawn.valid[:, None], math.nan)
+    kept = drawn.kept if options.return_kept else None
+    return SampleOutput(drawn.tokens, drawn.valid, of_tokens, top, top_tokens, kept)
+
+
+def speculative_sample(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    *,
+    order: Order = "sequential",
+    seed: int | Tensor | None = None,
+    position: int | Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> SpeculativeOutput:
+    """The tokens that drafts leave of sampling from the target: accepted drafts, and one token of the target's.
+
+    Their distribution is that of sampling from the target with these filters, whatever the drafts are.
+
+    target_logits: [n, k + 1, vocab], float32, float16 or bfloat16: row j is of the token that draft j proposes.
+    draft_tokens: int64 or int32 [n, k]; an id outside [0, vocab), such as -1, ends the drafts of its sequence.
+    draft_logits: [n, k, vocab], of any dtype that target_logits may have: the drafts were drawn from these logits with
+        the same filters. Draft d is accepted with probability min(1, p(d) / q(d)), and the first that is not is
+        replaced by a draw from max(p - q, 0) (Leviathan, Kalman, Matias, 2023).
+        None: a draft is accepted where the target's own draw gives it, so the tokens are those that `sample` gives for
+        these rows, seeds and positions. A deterministic draft is accepted as often as it can be. One that `sample` drew
+        with the same seed and position is accepted often, for both draws have the same noise.
+    temperature, top_k, top_p, min_p, order: as sample's, numbers or tensors [] or [n]: of both target and draft.
+    seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Drafts may be
+        drawn by `sample` with the same seed and positions: other noise accepts and replaces them.
+    generator: as sample's; sequence i has seed and positions of its own.
+
+    Raises as sample does.
+
+    >>> target = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]]], device="cuda")
+    >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]
+    (tensor([[ 1,  0, -1]], device='cuda:0'), tensor([1], device='cuda:0'))
+    """
+    name = "speculative_sample"
+    check_logits(name, "target_logits", target_logits, "[n, k + 1, vocab]")
+    n, k_and_1, n_cols = target_logits.shape
+    if not k_and_1:
+        raise ValueError(f"{name}: target_logits must have shape [n, k + 1, vocab], got {tuple(target_logits.shape)}")
+    check_tensor(name, "draft_tokens", draft_tokens, target_logits, (torch.int64, torch.int32), "int64 or int32")
+    check_shape(name, "draft_tokens", draft_tokens, (n, k_and_1 - 1))
+    if draft_logits is not None:
+        check_tensor(
+            name, "draft_logits", draft_logits, target_logits, (torch.float32, torch.float16, torch.bfloat16),
+            "float32, float16 or bfloat16",
+        )  # fmt: skip
+        check_shape(name, "draft_logits", draft_logits, (n, k_and_1 - 1, n_cols))
+    options = sampling_of(name, target_logits, temperature, top_k, top_p, min_p, order)
+    check_random(name, seed, position, generator, target_logits, n)
+    with torch.no_grad():
+        if seed is None:
+            seed, position = _random_of(generator, n, target_logits.device)
+            position = position * k_and_1  # sequences of one seed share no position
+        seeds, positions = (
+            _int64(each, n, target_logits.device) for each in (seed, 0 if position is None else position)
+        )
+        return SpeculativeOutput(
+            *reference.speculative_sample(
+                target_logits, draft_tokens, draft_logits, seeds, positions, **options.filters()
+            )
+        )
+
+
+def _random_of(generator: torch.Generator | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A seed for n rows, and a position for each, int64."""
+    # Drawn on the device: a captured graph advances the generator as it does for torch's own.
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+    return seed, torch.arange(n, device=device)
+
+
+def _plain(
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, position: Any
+) -> tuple[tuple[Any, Any, Any, Any], tuple[Any, ...]] | None:
+    """((temperature, top_k, top_p, min_p), None where one is off, and what tells apart calls that differ otherwise).
+
+    None where an argument has to be looked at more closely.
+    """
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or seed is None:
+        return None
+    if top_k.__class__ is int and not 0 < top_k < logits.shape[1]:
+        top_k = None
+    if top_p.__class__ in _NUMBERS and top_p >= 1:
+        top_p = None
+    if min_p.__class__ in _NUMBERS and min_p <= 0:
+        min_p = None
+    filters = temperature, top_k, top_p, min_p
+    within = (
+        (temperature, temperature.__class__ in _NUMBERS and (temperature == 0 or 1e-30 < temperature < 1e30)),
+        (top_k, top_k.__class__ is int), (top_p, top_p.__class__ in _NUMBERS and top_p > 1e-30),
+        (min_p, min_p.__class__ in _NUMBERS and 1e-30 < min_p <= 1),
+        (seed, seed.__class__ is int and -(2**63) <= seed < 2**64),
+        (position, position.__class__ is int and -(2**63) <= position < 2**64),
+    )  # fmt: skip
+    if not all(inside or value is None or isinstance(value, Tensor) for value, inside in within):
+        return None
+    kinds = tuple(value if value is None or isinstance(value, Tensor) else "number" for value, _ in within)
+    return filters, (*kinds[:-1], "number" if position is None else kinds[-1])
+
+
+def _signed(value: Any) -> int | Tensor:
+    return value if isinstance(value, Tensor) else _as_int64(value)
+
+
+def _as_int64(number: int) -> int:
+    """A number as int64 holds its 64 bits."""
+    return (int(number) + 2**63) % 2**64 - 2**63
+
+
+def _int64(value: int | Tensor, n: int, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.long().expand(n)
+    return torch.full((), _as_int64(value), dtype=torch.int64, device=device).expand(n)

@@ -1,0 +1,159 @@
+"""The filters of sampling on their own, which mask logits or renormalise probabilities, and penalties of repetition.
+
+Each gives one result whatever the batch. They take no part in autograd, and nothing waits for the device.
+"""
+
+import torch
+from torch import Tensor
+
+from fused_softmax import reference_sampling as reference
+from fused_softmax.options_sampling import (
+    check_logits,
+    check_shape,
+    check_tensor,
+    min_p_of,
+    penalty_of,
+    top_k_of,
+    top_p_of,
+)
+
+
+def top_k_mask_logits(logits: Tensor, top_k: int | Tensor) -> Tensor:
+    """The logits, with -inf in place of all but the top_k greatest of each row; of equals the lowest columns are kept.
+
+    logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
+    top_k: an int, or int64 or int32 [] or [n_rows]; at most 0, or at least vocab: all are kept.
+
+    Returns a new tensor of the logits' shape and dtype. A row with a NaN is NaN.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    >>> top_k_mask_logits(torch.tensor([[1.0, 3.0, 3.0]]), 1)
+    tensor([[-inf, 3., -inf]])
+    """
+    name = "top_k_mask_logits"
+    check_logits(name, "logits", logits, "[n_rows, vocab]")
+    checked = top_k_of(name, top_k, logits, logits.shape[0])
+    with torch.no_grad():
+        return reference.mask_logits(logits, top_k=checked)
+
+
+def top_p_mask_logits(logits: Tensor, top_p: float | Tensor) -> Tensor:
+    """The logits, with -inf in place of all but the fewest of each row whose softmax sums up to top_p.
+
+    logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
+    top_p: a number above 0, or a float tensor [] or [n_rows], which counts as float32; at least 1: all are kept.
+
+    Returns a new tensor of the logits' shape and dtype; of equal logits at the boundary the lowest columns are kept. A
+    row with a NaN, with two inf or with a top_p of 0 or less is NaN.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    >>> top_p_mask_logits(torch.tensor([[0.0, 2.0, 1.0]]), 0.8)
+    tensor([[-inf, 2., 1.]])
+    """
+    name = "top_p_mask_logits"
+    check_logits(name, "logits", logits, "[n_rows, vocab]")
+    checked = top_p_of(name, top_p, logits, logits.shape[0])
+    with torch.no_grad():
+        return reference.mask_logits(logits, top_p=checked)
+
+
+def min_p_mask_logits(logits: Tensor, min_p: float | Tensor) -> Tensor:
+    """The logits, with -inf in place of those less than min_p times as likely as the likeliest of their row.
+
+    logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
+    min_p: a number up to 1, or a float tensor [] or [n_rows], which counts as float32; at most 0: all are kept.
+
+    Returns a new tensor of the logits' shape and dtype. A row with a NaN, with two inf or with a min_p above 1 is NaN.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    >>> min_p_mask_logits(torch.tensor([[0.0, 2.0, 1.0]]), 0.3)
+    tensor([[-inf, 2., 1.]])
+    """
+    name = "min_p_mask_logits"
+    check_logits(name, "logits", logits, "[n_rows, vocab]")
+    checked = min_p_of(name, min_p, logits, logits.shape[0])
+    with torch.no_grad():
+        return reference.mask_logits(logits, min_p=checked)
+
+
+def top_k_renorm_probs(probs: Tensor, top_k: int | Tensor) -> Tensor:
+    """The top_k greatest probabilities of each row over their sum, and 0 elsewhere; of equals the lowest columns.
+
+    probs: [n_rows, vocab], float32, float16 or bfloat16, at any strides; a row need not sum up to 1.
+    top_k: an int, or int64 or int32 [] or [n_rows]; at most 0, or at least vocab: all are kept.
+
+    Returns a new tensor of the probabilities' shape and dtype, one rounding from the truth. A row is NaN if it has a
+    NaN, an inf, a negative or nothing above 0.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    >>> top_k_renorm_probs(torch.tensor([[0.25, 0.25, 0.5]]), 2)
+    tensor([[0.3333, 0.0000, 0.6667]])
+    """
+    name = "top_k_renorm_probs"
+    check_logits(name, "probs", probs, "[n_rows, vocab]")
+    checked = top_k_of(name, top_k, probs, probs.shape[0])
+    with torch.no_grad():
+        return reference.renorm_probs(probs, top_k=checked)
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: float | Tensor) -> Tensor:
+    """The fewest probabilities of each row that sum up to top_p of its sum, over their own sum, and 0 elsewhere.
+
+    probs: [n_rows, vocab], float32, float16 or bfloat16, at any strides; a row need not sum up to 1.
+    top_p: a number above 0, or a float tensor [] or [n_rows], which counts as float32; at least 1: all are kept.
+
+    Returns a new tensor of the probabilities' shape and dtype, one rounding from the truth; of equals at the boundary
+    the lowest columns are kept. A row is NaN if it has a NaN, an inf, a negative, nothing above 0, or a top_p of 0 or
+    less.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    >>> top_p_renorm_probs(torch.tensor([[0.125, 0.25, 0.625]]), 0.75)
+    tensor([[0.0000, 0.2857, 0.7143]])
+    """
+    name = "top_p_renorm_probs"
+    check_logits(name, "probs", probs, "[n_rows, vocab]")
+    checked = top_p_of(name, top_p, probs, probs.shape[0])
+    with torch.no_grad():
+        return reference.renorm_probs(probs, top_p=checked)
+
+
+def penalize(
+    logits: Tensor,
+    token_ids: Tensor,
+    repetition: float | Tensor = 1.0,
+    presence: float | Tensor = 0.0,
+    frequency: float | Tensor = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The logits with penalties for columns that stand among token_ids.
+
+    repetition comes first: a logit below 0 is multiplied by it, another divided (Keskar and others, "CTRL", 2019), as
+    Hugging Face's. Then frequency times the number of times that the column stands there is subtracted, and presence
+    once, as vLLM's.
+
+    logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
+    token_ids: int64 or int32 [n_rows, length], in any order; ids outside [0, vocab) count nothing, so pad with -1.
+    repetition: above 0. repetition, presence and frequency: numbers, or float tensors [] or [n_rows].
+    out: of the logits' shape and dtype, where to write; it may be the logits.
+
+    Returns the logits' shape and dtype, computed in float32 and rounded once. A row whose parameter a number could not
+    have is NaN, so that `sample` says it is not valid.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    >>> penalize(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0, 1, 1, -1]]), repetition=2.0, frequency=0.5)
+    tensor([[ 0.5000, -5.0000,  1.0000]])
+    """
+    name = "penalize"
+    check_logits(name, "logits", logits, "[n_rows, vocab]")
+    n_rows = logits.shape[0]
+    check_tensor(name, "token_ids", token_ids, logits, (torch.int64, torch.int32), "int64 or int32")
+    if token_ids.ndim != 2 or token_ids.shape[0] != n_rows:
+        raise ValueError(f"{name}: token_ids must have shape ({n_rows}, length), got {tuple(token_ids.shape)}")
+    given = {"repetition": repetition, "presence": presence, "frequency": frequency}
+    penalties = {argument: penalty_of(name, argument, value, logits, n_rows) for argument, value in given.items()}
+    if out is not None:
+        check_tensor(name, "out", out, logits, (logits.dtype,), f"the logits' {logits.dtype}")
+        check_shape(name, "out", out, tuple(logits.shape))
+    with torch.no_grad():
+        result = reference.penalize(logits, token_ids, **penalties)
+        return result if out is None else out.copy_(result)

@@ -1,0 +1,262 @@
+"""What a call of sampling asks for beside its logits, checked once: filters, their order, masks and what it returns.
+
+A number is checked for its value. The values of a tensor stay on the device; a row with a wrong one cannot be drawn
+from.
+"""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Order = Literal["sequential", "joint"]
+Logprobs = Literal["raw", "processed"]
+LOGITS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+_LEAST, _GREATEST = 2.0**-149, float(torch.finfo(torch.float32).max)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The filters of one call, what is done to its logits before, and what it returns.
+
+    temperature, top_k, top_p, min_p: a number for all rows, as 32 bits hold it, or a tensor [n_rows] or [].
+    top_k, top_p, min_p: None where they are off for every row.
+    """
+
+    temperature: float | Tensor = 1.0
+    top_k: int | Tensor | None = None
+    top_p: float | Tensor | None = None
+    min_p: float | Tensor | None = None
+    order: Order = "sequential"
+    logit_bias: Tensor | None = None
+    bitmask: Tensor | None = None
+    row_indices: Tensor | None = None
+    return_logprobs: Logprobs | None = None
+    top_logprobs: int = 0
+    return_kept: bool = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        given = (
+            self.temperature, self.top_k, self.top_p, self.min_p, self.logit_bias, self.bitmask, self.row_indices,
+        )  # fmt: skip
+        return [each for each in given if isinstance(each, Tensor)]
+
+    def filters(self) -> dict[str, Any]:
+        """As the public functions take them."""
+        return {
+            "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p,
+            "order": self.order,
+        }  # fmt: skip
+
+    def arguments(self) -> dict[str, Any]:
+        """As `sample` takes all of them."""
+        return self.filters() | {
+            "logit_bias": self.logit_bias, "bitmask": self.bitmask, "row_indices": self.row_indices,
+            "return_logprobs": self.return_logprobs, "top_logprobs": self.top_logprobs,
+            "return_kept": self.return_kept,
+        }  # fmt: skip
+
+    def asked(self, tokens: Any, valid: Any, logprobs: Any, top_logprobs: Any, top_tokens: Any, kept: Any) -> tuple:
+        """The results of a call, None for those that it did not ask for."""
+        n_top = self.top_logprobs
+        return (
+            tokens, valid, None if self.return_logprobs is None else logprobs, top_logprobs if n_top else None,
+            top_tokens if n_top else None, kept if self.return_kept else None,
+        )  # fmt: skip
+
+    def operator_arguments(self) -> tuple:
+        """As the registered operator takes them after logits, seed and position."""
+        parameters = (self.temperature, 1.0), (self.top_k, None), (self.top_p, None), (self.min_p, None)
+        pairs = [(off, value) if isinstance(value, Tensor) else (value, None) for value, off in parameters]
+        return (
+            *(each for pair in pairs for each in pair), self.order, self.logit_bias, self.bitmask, self.row_indices,
+            self.return_logprobs, self.top_logprobs, self.return_kept,
+        )  # fmt: skip
+
+    @staticmethod
+    def of_operator(
+        temperature: float = 1.0, row_temperature: Tensor | None = None, top_k: int | None = None,
+        row_top_k: Tensor | None = None, top_p: float | None = None, row_top_p: Tensor | None = None,
+        min_p: float | None = None, row_min_p: Tensor | None = None, *rest: Any,
+    ) -> "Sampling":  # fmt: skip
+        """From such arguments, less those that were left out at the end. A tensor of rows stands before a number."""
+        return Sampling(
+            temperature if row_temperature is None else row_temperature, top_k if row_top_k is None else row_top_k,
+            top_p if row_top_p is None else row_top_p, min_p if row_min_p is None else row_min_p, *rest,
+        )  # fmt: skip
+
+
+def sampling_of(
+    name: str, logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any, order: Any, logit_bias: Any = None,
+    bitmask: Any = None, row_indices: Any = None, return_logprobs: Any = None, top_logprobs: Any = 0,
+    return_kept: Any = False,
+) -> Sampling:  # fmt: skip
+    """The Sampling of a call on logits [n_rows, ..., vocab], or an error that names the argument."""
+    n_cols, n_draws = logits.shape[-1], logits.shape[0]
+    if row_indices is not None:
+        check_tensor(name, "row_indices", row_indices, logits, _INTEGERS, "int64 or int32")
+        if row_indices.ndim != 1:
+            raise ValueError(f"{name}: row_indices must have shape [n_draws], got {tuple(row_indices.shape)}")
+        n_draws = row_indices.shape[0]
+    if order not in ("sequential", "joint"):
+        raise ValueError(f'{name}: order must be "sequential" or "joint", got {order!r}')
+    if logit_bias is not None:
+        check_tensor(name, "logit_bias", logit_bias, logits, _FLOATS, "16 to 64 bit floats")
+        check_shape(name, "logit_bias", logit_bias, (n_cols,), (n_draws, n_cols))
+    if bitmask is not None:
+        check_tensor(name, "bitmask", bitmask, logits, (torch.int32,), "int32")
+        words = -(-n_cols // 32)
+        if bitmask.ndim != 2 or bitmask.shape[0] != n_draws or bitmask.shape[1] < words:
+            raise ValueError(
+                f"{name}: bitmask must have shape ({n_draws}, {words}), a bit for each of {n_cols} columns, "
+                f"got {tuple(bitmask.shape)}"
+            )
+    if return_logprobs not in (None, "raw", "processed"):
+        raise ValueError(f'{name}: return_logprobs must be None, "raw" or "processed", got {return_logprobs!r}')
+    if isinstance(top_logprobs, bool) or not isinstance(top_logprobs, Integral):
+        kind = type(top_logprobs).__name__
+        raise TypeError(f"{name}: top_logprobs must be an int, not {kind} ({top_logprobs!r})")
+    top_logprobs = int(top_logprobs)
+    if not 0 <= top_logprobs <= n_cols:
+        raise ValueError(f"{name}: top_logprobs must be in [0, {n_cols}], got {top_logprobs}")
+    if top_logprobs and return_logprobs is None:
+        raise ValueError(f'{name}: top_logprobs={top_logprobs} takes return_logprobs="raw" or "processed", got None')
+    if not isinstance(return_kept, bool):
+        raise TypeError(f"{name}: return_kept must be a bool, not {type(return_kept).__name__} ({return_kept!r})")
+    return Sampling(
+        temperature_of(name, temperature, logits, n_draws),
+        None if top_k is None else top_k_of(name, top_k, logits, n_draws),
+        None if top_p is None else top_p_of(name, top_p, logits, n_draws),
+        None if min_p is None else min_p_of(name, min_p, logits, n_draws),
+        order, logit_bias, bitmask, row_indices, return_logprobs, top_logprobs, return_kept,
+    )  # fmt: skip
+
+
+def temperature_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:
+    number = _number(name, "temperature", value, logits, n_rows)
+    if not isinstance(number, Tensor) and not 0 <= number < math.inf:
+        raise ValueError(f"{name}: temperature must be at least 0 and finite, got {value}")
+    return number
+
+
+def top_k_of(name: str, value: Any, logits: Tensor, n_rows: int) -> int | Tensor | None:
+    if isinstance(value, Tensor):
+        check_tensor(name, "top_k", value, logits, _INTEGERS, "int64 or int32")
+        check_shape(name, "top_k", value, (), (n_rows,))
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: top_k must be an int or a Tensor, not {type(value).__name__} ({value!r})")
+    k = int(value)
+    return k if 0 < k < logits.shape[-1] else None
+
+
+def top_p_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor | None:
+    number = _number(name, "top_p", value, logits, n_rows)
+    if isinstance(number, Tensor):
+        return number
+    if not number > 0:
+        raise ValueError(f"{name}: top_p must be more than 0, got {value}")
+    return number if number < 1 else None
+
+
+def min_p_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor | None:
+    number = _number(name, "min_p", value, logits, n_rows)
+    if isinstance(number, Tensor):
+        return number
+    if not number <= 1:
+        raise ValueError(f"{name}: min_p must be at most 1, got {value}")
+    return number if number > 0 else None
+
+
+def penalty_of(name: str, argument: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:
+    """A penalty; the one of repetition is a factor and more than 0."""
+    number = _number(name, argument, value, logits, n_rows)
+    if isinstance(number, Tensor):
+        return number
+    if not -math.inf < number < math.inf or (argument == "repetition" and number <= 0):
+        least = "more than 0 and finite" if argument == "repetition" else "finite"
+        raise ValueError(f"{name}: {argument} must be {least}, got {value}")
+    return number
+
+
+def check_logits(name: str, argument: str, logits: Any, dims: str) -> None:
+    """Raise an error that names the argument unless it is a dense float tensor of the dims, a row longer than 0."""
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name}: {argument} must be a Tensor, not {type(logits).__name__}")
+    if logits.is_nested or logits.layout != torch.strided:
+        raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {logits.layout}")
+    if logits.dtype not in LOGITS:
+        raise TypeError(f"{name}: {argument} must be of float32, float16 or bfloat16, got {logits.dtype}")
+    if logits.ndim != dims.count(",") + 1 or logits.shape[-1] == 0:
+        raise ValueError(f"{name}: {argument} must have shape {dims}, got {tuple(logits.shape)}")
+
+
+def check_tensor(name: str, argument: str, tensor: Any, logits: Tensor, dtypes: tuple, words: str) -> None:
+    """Raise an error that names the argument unless it is a dense tensor of one of the dtypes beside the logits."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: {argument} must be a Tensor, not {type(tensor).__name__} ({tensor!r})")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: {argument} must be of {words}, got {tensor.dtype}")
+    if tensor.device != logits.device:
+        raise RuntimeError(f"{name}: {argument} must be on the logits' device {logits.device}, got {tensor.device}")
+
+
+def check_shape(name: str, argument: str, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) not in shapes:
+        wanted = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(f"{name}: {argument} must have shape {wanted}, got {tuple(tensor.shape)}")
+
+
+def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Tensor, n_draws: int) -> None:
+    """Raise an error that names the argument where a seed, its position or a generator does not fit."""
+    for argument, value in (("seed", seed), ("position", position)):
+        if isinstance(value, Tensor):
+            check_tensor(name, argument, value, logits, _INTEGERS, "int64 or int32")
+            check_shape(name, argument, value, (), (n_draws,))
+        elif value is not None:
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                kind = type(value).__name__
+                raise TypeError(f"{name}: {argument} must be an int or a Tensor, not {kind} ({value!r})")
+            if not -(2**63) <= int(value) < 2**64:
+                raise ValueError(f"{name}: {argument} must fit in 64 bits, got {value}")
+    if position is not None and seed is None:
+        raise ValueError(f"{name}: position is that of a seed, and seed is None")
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"{name}: generator must be a torch.Generator, not {type(generator).__name__}")
+    if seed is not None:
+        raise ValueError(f"{name}: give seed={seed!r} or a generator, not both")
+    if generator.device.type != logits.device.type:
+        raise RuntimeError(
+            f"{name}: generator must be of the logits' device {logits.device}, got one of {generator.device}"
+        )
+
+
+def _number(name: str, argument: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:
+    """A number as 32 bits hold it, but 0 and infinite where it is alone; a tensor as it is."""
+    if isinstance(value, Tensor):
+        check_tensor(name, argument, value, logits, _FLOATS, "16 to 64 bit floats")
+        check_shape(name, argument, value, (), (n_rows,))
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {type(value).__name__} ({value!r})")
+    number = float(value)
+    # Comparisons alone, for a number that a compiler makes dynamic is a symbol.
+    if 0 < number < _LEAST:
+        return _LEAST
+    if -_LEAST < number < 0:
+        return -_LEAST
+    if _GREATEST < number < math.inf:
+        return _GREATEST
+    if -math.inf < number < -_GREATEST:
+        return -_GREATEST
+    return number

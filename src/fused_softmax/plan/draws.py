@@ -1,0 +1,65 @@
+"""How draws from rows of logits meet the chip: a pure function from sizes and a device to a frozen plan."""
+
+from dataclasses import dataclass
+
+from fused_softmax.plan.device import Device
+from fused_softmax.plan.ladders import (
+    DRAW_BOUND_WARPS,
+    DRAW_CAPACITY,
+    DRAW_LISTED,
+    DRAW_PROGRAMS,
+    DRAW_STRETCHES,
+    DRAW_WIDE_PROGRAMS,
+    KEPT_WARPS,
+)
+from fused_softmax.plan.sizes import next_power_of_2
+
+STRETCH = 1024  # columns that the lanes of a warp share
+
+
+@dataclass(frozen=True)
+class DrawPlan:
+    """Programs of num_warps warps read `stretches` stretches of 1024 columns at a time, part_stretches in all.
+
+    parts: programs of a row. capacity: lanes of 32 columns that a program of kept_warps holds where filters are judged;
+    all_stretches: a power of two that is at least as many as a row has. Where that does not do, a program of
+    bound_warps seeks the boundary among `listed` columns at most, and wide_parts programs read a row, wide_stretches
+    each: more than `parts`, for few rows may be left.
+    """
+
+    n_draws: int
+    n_cols: int
+    stretches: int
+    part_stretches: int
+    parts: int
+    num_warps: int
+    all_stretches: int
+    capacity: int
+    kept_warps: int
+    bound_warps: int
+    listed: int
+    wide_parts: int
+    wide_stretches: int
+
+
+def plan_draws(n_draws: int, n_cols: int, itemsize: int, device: Device) -> DrawPlan:
+    """The plan for draws from rows of n_cols logits.
+
+    >>> from fused_softmax.plan import H200
+    >>> plan_draws(8, 128256, 2, H200).parts
+    32
+    """
+    n_stretches = -(-n_cols // STRETCH)
+    stretches = min(DRAW_STRETCHES, next_power_of_2(n_stretches))
+    part_stretches = _stretches_of_part(n_draws, n_stretches, stretches, DRAW_PROGRAMS * device.sm_count)
+    wide_stretches = _stretches_of_part(n_draws, n_stretches, stretches, DRAW_WIDE_PROGRAMS * device.sm_count)
+    return DrawPlan(
+        n_draws, n_cols, stretches, part_stretches, -(-n_stretches // part_stretches), stretches,
+        next_power_of_2(n_stretches), DRAW_CAPACITY, KEPT_WARPS, DRAW_BOUND_WARPS, DRAW_LISTED,
+        -(-n_stretches // wide_stretches), wide_stretches,
+    )  # fmt: skip
+
+
+def _stretches_of_part(n_draws: int, n_stretches: int, stretches: int, programs: int) -> int:
+    wanted = -(-n_stretches * max(1, n_draws) // programs)
+    return min(n_stretches, max(1, -(-wanted // stretches)) * stretches)

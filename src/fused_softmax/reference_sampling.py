@@ -1,0 +1,288 @@
+"""Sampling of torch's operations, in float64: filters, draws, penalties and speculative acceptance.
+
+A row is judged in this order:
+
+    x   the logit, in float32, plus its bias, rounded to float32; -inf where the bitmask has 0
+    z   (x - max x) / temperature
+    k   the first top_k columns in the order of x descending, column ascending
+    p   the first columns in that order until their exp(z) sum up to top_p of the sum over k
+    min z >= log(min_p)
+
+`joint` takes the sum of p over all columns. Each of k, p and min is a prefix of one order, but for equal z. Numbers and
+tensors of parameters count as float32. Sums are exact in any order (`running_sum`), so a boundary does not depend on
+the batch or the device. Nothing here waits for a device, and no shape depends on data.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax import reference_noise as noise
+
+Number = float | Tensor  # a parameter: one for all rows, or [n_rows]
+
+
+class Judged(NamedTuple):
+    """The distributions of rows: kept [n, n_cols]; z likewise; weights exp(z) where kept, their sum [n]; valid [n]."""
+
+    kept: Tensor
+    z: Tensor
+    weights: Tensor
+    total: Tensor
+    valid: Tensor
+
+    @property
+    def log_probs(self) -> Tensor:
+        return torch.where(self.kept, self.z, -math.inf) - self.total.log()[:, None]
+
+    @property
+    def probs(self) -> Tensor:
+        return self.weights / self.total[:, None]
+
+
+class Sample(NamedTuple):
+    """Of draws [n]: columns, whether they could be drawn, and what else was asked for."""
+
+    tokens: Tensor
+    valid: Tensor
+    logprobs: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    kept: Tensor | None = None
+
+
+def sample(
+    logits: Tensor, seed: Tensor, position: Tensor, temperature: Number = 1.0, top_k: Number | None = None,
+    top_p: Number | None = None, min_p: Number | None = None, *, order: str = "sequential",
+    logit_bias: Tensor | None = None, bitmask: Tensor | None = None, row_indices: Tensor | None = None,
+    return_logprobs: str | None = None, top_logprobs: int = 0, return_kept: bool = False,
+) -> Sample:  # fmt: skip
+    """fused_softmax.sample for seeds and positions [n_draws], int64."""
+    n_rows, n_cols = logits.shape
+    in_range = None
+    if row_indices is not None:
+        in_range = (row_indices >= 0) & (row_indices < n_rows)
+        if n_rows:
+            logits = logits.index_select(0, row_indices.clamp(0, n_rows - 1))
+        else:
+            logits = logits.new_zeros(len(row_indices), n_cols)
+    raw = logits.float().contiguous() + 0.0  # -0.0 is 0.0 wherever columns are ordered
+    x = raw if logit_bias is None else raw + logit_bias.float()
+    if bitmask is not None:
+        x = torch.where(unpacked(bitmask, n_cols), x, -math.inf)
+    judged = judge(x, temperature, top_k, top_p, min_p, joint=order == "joint")
+    valid = judged.valid if in_range is None else judged.valid & in_range
+    tokens = torch.where(valid, noise.draw(judged.weights, seed, position), 0)
+    of_tokens = top = top_tokens = None
+    if return_logprobs is not None:
+        logprobs = judged.log_probs if return_logprobs == "processed" else log_softmax(raw)
+        of_tokens = logprobs.gather(1, tokens[:, None]).squeeze(1).masked_fill(~valid, math.nan).float()
+        if top_logprobs:
+            # By the logits: of equal logarithms the greater logit stands first, as the order of a filter has it.
+            ordered = torch.where(judged.kept, x, -math.inf) if return_logprobs == "processed" else raw
+            top_tokens = ordered.sort(dim=1, descending=True, stable=True).indices[:, :top_logprobs]
+            top = logprobs.gather(1, top_tokens)
+            top_tokens = torch.where(valid[:, None] & (top > -math.inf), top_tokens, -1)
+            top = top.masked_fill(~valid[:, None], math.nan).float()
+    kept = packed(judged.kept & valid[:, None]) if return_kept else None
+    return Sample(tokens, valid, of_tokens, top, top_tokens, kept)
+
+
+def judge(
+    x: Tensor, temperature: Number, top_k: Number | None, top_p: Number | None, min_p: Number | None, joint: bool,
+) -> Judged:  # fmt: skip
+    """The distribution of each row of x [n, n_cols], float32. A row that cannot be drawn from is judged as zeros."""
+    t = per_row(temperature, x)
+    m = x.amax(1, keepdim=True)
+    valid = ~x.isnan().any(1, keepdim=True) & (m > -math.inf) & ((x == math.inf).sum(1, keepdim=True) <= 1)
+    valid = valid & (t >= 0) & (t < math.inf)
+    if top_p is not None:
+        valid = valid & (per_row(top_p, x) > 0)
+    if min_p is not None:
+        valid = valid & (per_row(min_p, x) <= 1)
+    x = torch.where((m == math.inf) & (x < m), -math.inf, x)  # beside inf nothing can be drawn
+    x, m = torch.where(valid, x, 0.0), torch.where(valid, m, 0.0)
+    t = torch.where(valid, t, 1.0)
+    greedy = t == 0
+    first = torch.zeros_like(x, dtype=torch.bool).scatter(1, x.argmax(1, keepdim=True), True)
+    z = torch.where(x == m, 0.0, x.double() - m.double()) / torch.where(greedy, 1.0, t)
+    z = torch.where(greedy & ~first, -math.inf, z)
+    weights = z.exp()
+    kept = keep(torch.where(greedy & ~first, -math.inf, x), weights, top_k, top_p, joint)
+    if min_p is not None:
+        kept = kept & (z >= per_row(min_p, x).clamp(0, 1).log())
+    weights = torch.where(kept, weights, 0.0)
+    return Judged(kept, z, weights, running_sum(weights)[:, -1], valid.squeeze(1))
+
+
+def keep(x: Tensor, weights: Tensor, top_k: Number | None, top_p: Number | None, joint: bool) -> Tensor:
+    """Which columns top_k and top_p leave of rows ordered by x, of weights in [0, 1]: bool, False where x is -inf."""
+    possible = x > -math.inf
+    if top_k is None and top_p is None:
+        return possible
+    order = x.sort(dim=1, descending=True, stable=True).indices
+    kept = in_k = torch.ones_like(possible)
+    if top_k is not None:
+        k = per_row(top_k, x, torch.int64)
+        in_k = (torch.arange(x.shape[1], device=x.device) < k) | (k <= 0)
+        kept = in_k
+    if top_p is not None:
+        p = per_row(top_p, x)
+        weights = weights.gather(1, order)
+        running = running_sum(weights if joint else torch.where(in_k, weights, 0.0))
+        before = torch.nn.functional.pad(running, (1, -1))
+        kept = kept & ((before < p * running[:, -1:]) | (p >= 1))
+    return torch.zeros_like(possible).scatter(1, order, kept.expand_as(order)) & possible
+
+
+def running_sum(weights: Tensor) -> Tensor:
+    """Cumulative sums over the last dim of float64 weights in [0, 1], to 2^-80 and the same in any order of addition.
+
+    Two integers hold each weight, one its first 62 - log2(n_cols) binary places, one as many more.
+    """
+    scale = 2.0 ** (62 - weights.shape[-1].bit_length())
+    scaled = weights * scale
+    high = scaled.floor()
+    low = ((scaled - high) * scale).floor()
+    high_sum, low_sum = high.long().cumsum(-1), low.long().cumsum(-1)
+    return (high_sum.double() + low_sum.double() / scale) / scale
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """log_softmax over the last dim of float32 [n, n_cols], in float64; a row with one inf has 0 there."""
+    m = x.amax(-1, keepdim=True)
+    z = torch.where((x == m) & (m > -math.inf), 0.0, x.double() - m.double())
+    spoilt = z.isnan().any(-1, keepdim=True) | ((x == math.inf).sum(-1, keepdim=True) > 1)
+    total = running_sum(z.nan_to_num(0.0, 0.0, -math.inf).exp())[..., -1:]
+    return (z - total.log()).masked_fill(spoilt, math.nan)
+
+
+def per_row(number: Number, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A parameter as [n_rows, 1] or [1, 1]: of float32 in float64, or of int64."""
+    if not isinstance(number, Tensor):
+        number = torch.full((), number, dtype=dtype, device=x.device)
+    number = number.to(dtype).reshape(-1, 1)
+    return number if dtype == torch.int64 else number.double()
+
+
+def unpacked(bitmask: Tensor, n_cols: int) -> Tensor:
+    """An int32 bitmask [n, words] as bool [n, n_cols]: bit c % 32 of word c // 32 is column c."""
+    bits = (bitmask[:, :, None] >> torch.arange(32, device=bitmask.device, dtype=torch.int32)) & 1
+    return bits.flatten(1)[:, :n_cols].bool()
+
+
+def packed(kept: Tensor) -> Tensor:
+    """Bool [n, n_cols] as an int32 bitmask [n, ceil(n_cols / 32)]."""
+    words = -(-kept.shape[1] // 32)
+    bits = torch.nn.functional.pad(kept, (0, words * 32 - kept.shape[1])).unflatten(1, (words, 32))
+    word = (bits.long() << torch.arange(32, device=kept.device)).sum(2)
+    return torch.where(word >= 2**31, word - 2**32, word).int()
+
+
+def mask_logits(
+    logits: Tensor, top_k: Number | None = None, top_p: Number | None = None, min_p: Number | None = None
+) -> Tensor:
+    """The logits, -inf where a filter keeps nothing; NaN in a row that has one, or whose parameter is wrong."""
+    x = logits.float().contiguous() + 0.0
+    m = x.amax(1, keepdim=True)
+    z = torch.where(x == m, 0.0, x.double() - m.double())
+    bad = x.isnan().any(1, keepdim=True)
+    if top_p is not None:
+        bad = bad | ~(per_row(top_p, x) > 0) | ((x == math.inf).sum(1, keepdim=True) > 1)
+    if min_p is not None:
+        bad = bad | ~(per_row(min_p, x) <= 1) | ((x == math.inf).sum(1, keepdim=True) > 1)
+    kept = keep(x.masked_fill(bad, 0.0), z.masked_fill(bad, 0.0).exp(), top_k, top_p, joint=False)
+    if min_p is not None:
+        kept = kept & (z >= per_row(min_p, x).clamp(0, 1).log())
+    return logits.masked_fill(~kept, -math.inf).masked_fill(bad, math.nan)
+
+
+def renorm_probs(probs: Tensor, top_k: Number | None = None, top_p: Number | None = None) -> Tensor:
+    """The probabilities that a filter keeps over their sum, 0 elsewhere; NaN in a row that has no such sum."""
+    p = probs.double().contiguous() + 0.0
+    most = p.amax(1, keepdim=True)
+    bad = ~(p >= 0).all(1, keepdim=True) | ~((most > 0) & (most < math.inf))
+    if top_p is not None:
+        bad = bad | ~(per_row(top_p, p) > 0)
+    weights = torch.where(bad, 1.0, p / torch.where(bad, 1.0, most))
+    kept = keep(torch.where(bad, 0.0, p), weights, top_k, top_p, joint=False)
+    weights = torch.where(kept, weights, 0.0)
+    return (weights / running_sum(weights)[:, -1:]).masked_fill(bad, math.nan).to(probs.dtype)
+
+
+def penalize(
+    logits: Tensor, token_ids: Tensor, repetition: Number = 1.0, presence: Number = 0.0, frequency: Number = 0.0
+) -> Tensor:
+    """The logits of ids [n, length] over or times repetition, less presence and frequency times their counts."""
+    n_cols = logits.shape[1]
+    ids = token_ids.long()
+    ids = torch.where((ids >= 0) & (ids < n_cols), ids, n_cols)
+    counts = torch.zeros(len(logits), n_cols + 1, dtype=torch.int32, device=logits.device)
+    counts = counts.scatter_add(1, ids, torch.ones_like(ids, dtype=torch.int32))[:, :n_cols]
+    r, once, each = (per_row(number, logits).float() for number in (repetition, presence, frequency))
+    bad = ~((r > 0) & (r < math.inf)) | ~once.isfinite() | ~each.isfinite()
+    x = logits.float()
+    present = counts > 0
+    x = torch.where(present, torch.where(x < 0, x * r, x / r), x)
+    x = torch.where(present, x - each * counts - once, x)
+    return x.masked_fill(bad, math.nan).to(logits.dtype)
+
+
+class Speculated(NamedTuple):
+    tokens: Tensor
+    n_accepted: Tensor
+    valid: Tensor
+
+
+def speculative_sample(
+    target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, seed: Tensor, position: Tensor,
+    temperature: Number = 1.0, top_k: Number | None = None, top_p: Number | None = None, min_p: Number | None = None,
+    *, order: str = "sequential",
+) -> Speculated:  # fmt: skip
+    """fused_softmax.speculative_sample for seeds and positions [n], int64; token j has position + j.
+
+    Chain acceptance (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML
+    2023): draft d is accepted where u q(d) < p(d), and the first that is not is replaced by a draw from max(p - q, 0).
+    """
+    n, k_and_1, n_cols = target_logits.shape
+    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    of_rows: dict[str, Any] = {name: spread(number, k_and_1) for name, number in numbers.items()}
+    at = torch.arange(k_and_1, device=target_logits.device)
+    positions = (position[:, None] + at).flatten()
+    seeds = seed[:, None].expand(n, k_and_1).flatten()
+
+    def judged_rows(logits):
+        x = logits.float().reshape(n * k_and_1, n_cols) + 0.0
+        return judge(x, **of_rows, joint=order == "joint")
+
+    target = judged_rows(target_logits)
+    valid = target.valid.unflatten(0, (n, k_and_1))
+    own = noise.draw(target.weights, seeds, positions)
+    drafts = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1)  # after the last draft comes one more token
+    drafted = (drafts >= 0) & (drafts < n_cols)
+    if draft_logits is None:
+        tokens, accepted = own.unflatten(0, (n, k_and_1)), own.unflatten(0, (n, k_and_1)) == drafts
+    else:
+        draft = judged_rows(torch.nn.functional.pad(draft_logits, (0, 0, 0, 1)))
+        valid = valid & (draft.valid.unflatten(0, (n, k_and_1)) | ~drafted)
+        column = torch.where(drafted, drafts, 0).flatten()[:, None]
+        p, q = target.probs, draft.probs
+        u = noise.uniform(noise.words_at(seeds, positions, torch.zeros_like(column), noise.ACCEPTED), 0)
+        accepted = (u * q.gather(1, column) < p.gather(1, column)).view(n, k_and_1)
+        left = (p - q).clamp(min=0.0)
+        left = torch.where((left > 0).any(1, keepdim=True), left, p)  # of two equal distributions nothing is left
+        other = noise.draw(left, seeds, positions, noise.RESIDUAL_GROUPS, noise.RESIDUAL_MEMBERS)
+        tokens = torch.where(drafted, other.view(n, k_and_1), own.view(n, k_and_1))
+    accepted = accepted & drafted & valid
+    n_accepted = accepted.long().cumprod(1).sum(1)
+    last = n_accepted[:, None]
+    tokens = torch.where(at < last, drafts, torch.where(valid, tokens, 0))
+    return Speculated(tokens.masked_fill(at > last, -1), n_accepted, valid.gather(1, last).squeeze(1))
+
+
+def spread(number: Number | None, times: int) -> Number | None:
+    """A parameter of sequences as one of their rows, `times` each."""
+    many = isinstance(number, Tensor) and number.ndim > 0
+    return number[:, None].expand(-1, times).flatten() if many else number  # type: ignore[index]

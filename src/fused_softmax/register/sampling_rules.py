@@ -1,0 +1,48 @@
+"""The rules of sampling as a registered operator: what runs, and its fake. Tokens have no gradient, nor has a draw.
+
+A generator is no argument of an operator, so a call draws its seed of it before; seeds and positions are tensors here.
+"""
+
+import torch
+
+from fused_softmax import reference_sampling as reference
+from fused_softmax.ops.sampling import draws_of
+from fused_softmax.options_sampling import Sampling
+from fused_softmax.route import on_device
+
+# Results that are not asked for are empty. A number of rows counts where there is no tensor of it.
+SAMPLE = (
+    "(Tensor logits, Tensor seed, Tensor position, float temperature=1.0, Tensor? row_temperature=None, "
+    "int? top_k=None, Tensor? row_top_k=None, float? top_p=None, Tensor? row_top_p=None, float? min_p=None, "
+    'Tensor? row_min_p=None, str order="sequential", Tensor? logit_bias=None, Tensor? bitmask=None, '
+    "Tensor? row_indices=None, str? return_logprobs=None, int top_logprobs=0, bool return_kept=False) -> "
+    "(Tensor tokens, Tensor valid, Tensor logprobs, Tensor top_logprobs, Tensor top_tokens, Tensor kept)"
+)
+_DTYPES = torch.int64, torch.bool, torch.float32, torch.float32, torch.int64, torch.int32
+
+
+def sample(logits, seed, position, *given):
+    options = Sampling.of_operator(*given)
+    with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
+        if on_device(logits):
+            found = tuple(draws_of(logits, options, seed, position))
+        else:
+            found = tuple(reference.sample(logits, seed, position, **options.arguments()))
+        return tuple(
+            logits.new_empty(0, dtype=dtype) if each is None else each.contiguous()
+            for each, dtype in zip(found, _DTYPES, strict=True)
+        )
+
+
+def fake_sample(logits, seed, position, *given):
+    options = Sampling.of_operator(*given)
+    n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
+    n_top = options.top_logprobs
+    shapes = (
+        [n_draws], [n_draws], [n_draws], [n_draws, n_top], [n_draws, n_top], [n_draws, -(-logits.shape[1] // 32)],
+    )  # fmt: skip
+    asked = options.asked(*range(6))
+    return tuple(
+        logits.new_empty([0] if i is None else shape, dtype=dtype)
+        for i, shape, dtype in zip(asked, shapes, _DTYPES, strict=True)
+    )

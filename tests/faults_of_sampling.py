@@ -1,0 +1,71 @@
+"""Faults of sampling: of the noise, the filters, what is drawn from, the acceptance of drafts, the operator."""
+
+from fault import of
+
+NOISE, REFERENCE = "reference_noise.py", "reference_sampling.py"
+CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
+SAMPLING = (
+    of(
+        "ops", "noise-of-32-bits", NOISE, "low * 2.0**-64", "2.0**-33",
+        "test_sampling_noise.py::test_noise_is_relative_to_itself_where_it_is_small_and_finite_where_it_is_large",
+    ),
+    of(
+        "ops", "noise-that-may-be-infinite", NOISE, ".clamp(max=_MOST)", ".clamp(max=1.0)",
+        "test_sampling_noise.py::test_noise_is_relative_to_itself_where_it_is_small_and_finite_where_it_is_large",
+    ),
+    of(
+        "ops", "position-of-32-bits", NOISE, "(position >> 32) & _MASK", "position * 0",
+        "test_sampling.py::test_seeds_and_positions_are_64_bits",
+    ),
+    of(
+        "ops", "member-by-the-noise-of-its-group", NOISE, "words_at(seed, position, cols, members)",
+        "words_at(seed, position, group.expand_as(cols), groups)",
+        "test_sampling.py::test_columns_are_drawn_as_often_as_they_are_likely",
+    ),
+    of(
+        "ops", "last-of-equals-at-a-boundary", REFERENCE,
+        "order = x.sort(dim=1, descending=True, stable=True).indices",
+        "order = x.flip(1).sort(dim=1, descending=True, stable=True).indices.neg() + x.shape[1] - 1",
+        "test_sampling.py::test_top_k_of_one_is_argmax_at_ties",
+    ),
+    of(
+        "ops", "column-of-the-boundary-left-out", REFERENCE, "before < p * running", "running < p * running",
+        "test_sampling.py::test_kept_columns_are_those_of_a_stable_sort",
+    ),
+    of(
+        "ops", "top-p-of-all-columns", REFERENCE, "weights if joint else torch.where(in_k, weights, 0.0)", "weights",
+        "test_sampling.py::test_kept_columns_are_those_of_a_stable_sort",
+    ),
+    of(
+        "ops", "sums-rounded-to-32-bits", REFERENCE, "low_sum.double() / scale) / scale",
+        "low_sum.double() / scale).float().double() / scale",
+        "test_sampling_filters.py::test_probabilities_are_renormalised",
+    ),
+    of(
+        "ops", "two-inf-drawn-from", REFERENCE,
+        "(m > -math.inf) & ((x == math.inf).sum(1, keepdim=True) <= 1)", "(m > -math.inf)",
+        "test_sampling_options.py::test_rows_that_cannot_be_drawn_from",
+    ),
+    of(
+        "ops", "replaced-by-the-targets-distribution", REFERENCE, "left = (p - q).clamp(min=0.0)", "left = p",
+        "test_sampling_speculative.py::test_tokens_have_the_distribution_of_the_target",
+    ),
+    of(
+        "ops", "replaced-by-the-noise-of-the-draft", REFERENCE, "noise.RESIDUAL_GROUPS, noise.RESIDUAL_MEMBERS",
+        "noise.GROUPS, noise.MEMBERS",
+        "test_sampling_speculative.py::test_what_replaces_a_draft_does_not_depend_on_its_noise",
+    ),
+    of(
+        "ops", "no-row-given-to-a-kernel", CALL, "if not n_draws or not logits.shape[0]:", "if False:",
+        "test_library_sampling.py::test_draws_of_no_row_and_rows_without_a_draw",
+    ),
+    of(
+        "ops", "composed-where-it-is-traced", CALL, "if route is Route.OPERATOR:", "if False:",
+        "test_library_sampling.py::test_compiled_code_holds_one_operator",
+    ),
+    of(
+        "register", "draws-faked-as-rows", RULES,
+        "logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]", "logits.shape[0] + 0",
+        "test_operators.py::test_what_runs_and_its_fake_agree",
+    ),
+)  # fmt: skip

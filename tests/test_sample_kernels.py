@@ -1,0 +1,191 @@
+"""Draws by the kernels against those of torch's operations: the same tokens, kept columns and log-probabilities."""
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_softmax import reference_sampling as reference
+from fused_softmax import sample
+from fused_softmax.ops import sampling
+from fused_softmax.ops.sample_calls import Numbers, greatest, prepare_draws
+from fused_softmax.options_sampling import Sampling
+from fused_softmax.plan import H200, plan_draws
+
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU or in the interpreter"
+)
+
+FILTERS = {
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.6},
+    "min-p": {"min_p": 0.1},
+    "all": {"top_k": 20, "top_p": 0.7, "min_p": 0.02},
+    "joint": {"top_k": 20, "top_p": 0.3, "order": "joint"},
+    "greedy": {"temperature": 0.0, "top_p": 0.3},
+    "none": {},
+}
+
+
+def rows_of_all_kinds(n_cols, dtype=torch.float32, device="cpu"):
+    """Nine rows: three of random logits, then NaN, one inf, two inf, one that is possible, none, and all equal."""
+    x = torch.randn(9, n_cols, generator=torch.Generator().manual_seed(n_cols)) * 2
+    x[3, 0], x[4, n_cols // 2], x[5, :2], x[6, 1:], x[7], x[8] = math.nan, math.inf, math.inf, -math.inf, -math.inf, 2.0
+    return x.to(device, dtype)
+
+
+def random_numbers(n, device):
+    return torch.arange(n, device=device) * 77 - 5, torch.arange(n, device=device) * 2**33 + 3
+
+
+def drawn_by(draw, x, options, seed=None, position=None):
+    if seed is None:
+        seed, position = random_numbers(len(x) if options.row_indices is None else len(options.row_indices), x.device)
+    numbers = Numbers.of(options, seed, position)
+    return draw(x, numbers, options.logit_bias, options.bitmask, options.row_indices, None)
+
+
+def assert_as_reference(x, options, plan=None):
+    seed, position = random_numbers(len(x), x.device)
+    options = replace(options, return_kept=options.return_kept or options.return_logprobs is not None)
+    logprobs = options.return_logprobs == "processed"
+    drawn = drawn_by(prepare_draws(x, options, seed, position, None, logprobs=logprobs, plan=plan), x, options)
+    wanted = reference.sample(x, seed, position, **options.arguments())
+    assert torch.equal(drawn.valid, wanted.valid)
+    assert torch.equal(drawn.tokens, wanted.tokens)
+    if options.return_kept:
+        assert torch.equal(drawn.kept, wanted.kept)
+    if logprobs:
+        torch.testing.assert_close(drawn.logprobs, wanted.logprobs, rtol=1e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+@pytest.mark.parametrize("n_cols", [1, 33, 2100])
+def test_draws_without_filters(n_cols, temperature, device):
+    if n_cols == 1:
+        x = torch.tensor([[0.5], [math.inf], [-math.inf], [math.nan]], device=device)
+    else:
+        x = rows_of_all_kinds(n_cols, device=device)
+    for parts in (1, 3):
+        plan = plan_draws(len(x), n_cols, 4, H200)
+        plan = replace(plan, stretches=1, parts=parts, part_stretches=-(-3 // parts))
+        assert_as_reference(x, Sampling(temperature), plan)
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["few lanes hold the boundary", "the row is read again"])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_filters(filters, held, device):
+    """The same by both ways: fewer lanes than a boundary takes make the kernel read the row again."""
+    x = rows_of_all_kinds(1100, device=device)[[0, 3, 4, 5, 6, 7, 8]]
+    plan = replace(plan_draws(len(x), 1100, 4, H200), capacity=64 if held else 2, stretches=2, kept_warps=2)
+    assert_as_reference(x, Sampling(**FILTERS[filters], return_logprobs="processed"), plan)
+
+
+WIDE = {
+    "top-p": {"top_p": 0.9},
+    "top-p, ties": {"top_p": 0.9, "temperature": 2.0},
+    "top-k": {"top_k": 900},
+    "top-k, then top-p": {"top_k": 300, "top_p": 0.8},
+    "many of top-k, then top-p": {"top_k": 3000, "top_p": 0.8},
+    "joint": {"top_k": 2000, "top_p": 0.9, "order": "joint"},
+    "min-p": {"min_p": 0.001},
+}
+
+
+@pytest.mark.parametrize("listed", [1024, 64], ids=["a sample finds the boundary", "a sample misleads"])
+@pytest.mark.parametrize("filters", WIDE)
+def test_boundaries_below_what_is_held(filters, listed, device):
+    """Rows of more logits than are listed: where a boundary is not among these, the row is read again."""
+    x = torch.randn(3, 4200, generator=torch.Generator().manual_seed(5)).to(device) * 2
+    x = x.round() / 2 if "ties" in filters else x
+    plan = plan_draws(len(x), 4200, 4, H200)
+    plan = replace(
+        plan, stretches=1, kept_warps=2, bound_warps=2, parts=2, part_stretches=3, num_warps=1, listed=listed
+    )
+    assert_as_reference(x, Sampling(**WIDE[filters], return_logprobs="processed"), plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_logits_with_bias_bitmask_and_rows(dtype, device):
+    x = rows_of_all_kinds(77, dtype, device)
+    rows = torch.tensor([2, 0, 9, -1, 1, 2, 4], device=device)
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(7, 77, generator=generator).to(device, torch.bfloat16)
+    bitmask = torch.randint(-(2**31), 2**31 - 1, (7, 4), generator=generator, dtype=torch.int32).to(device)
+    bitmask[4] = 0
+    options = Sampling(
+        torch.linspace(0, 2, 7, device=device), torch.arange(7, device=device) * 5, logit_bias=bias, bitmask=bitmask,
+        row_indices=rows, return_kept=True,
+    )  # fmt: skip
+    seed, position = random_numbers(7, device)
+    drawn = drawn_by(prepare_draws(x, options, seed, position, None), x, options)
+    wanted = reference.sample(x, seed, position, **options.arguments())
+    for name in ("valid", "tokens", "kept"):
+        assert torch.equal(getattr(drawn, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("large", [1e6, 3e38], ids=["an offset", "near the greatest number"])
+def test_far_logits_are_drawn_as_near_ones(large, device):
+    """Scores by another origin: fp32 has no two neighbours of 1e6 that differ by less than 1 / 16."""
+    x = torch.full((64, 40), large, device=device)
+    x[:, 1::2] = -large
+    seed, position = 11, torch.arange(64, device=device)
+    drawn = sample(x, seed=seed, position=position)
+    wanted = reference.sample(x, torch.full((64,), 11, device=device), position)
+    assert drawn.valid.all()
+    assert torch.equal(drawn.tokens, wanted.tokens)
+    assert len(drawn.tokens.unique()) > 10
+
+
+def test_numbers_are_given_anew_with_every_call(device):
+    x = rows_of_all_kinds(200, device=device)[:3]
+    options = Sampling(1.0, 5, 0.9)
+    draw = prepare_draws(x, options, 1, 2**40, None)
+    for seed, position, temperature, k in ((1, 2**40, 1.0, 5), (-(2**62) - 3, 7, 0.3, 2), (2**31, -1, 2.0, 100)):
+        options = Sampling(temperature, k, 0.9)
+        many = [torch.full((3,), number, device=device) for number in (seed, position)]
+        assert torch.equal(
+            drawn_by(draw, x, options, seed, position).tokens, reference.sample(x, *many, **options.arguments()).tokens
+        )
+
+
+def test_the_greatest_are_those_of_a_stable_sort(device):
+    x = rows_of_all_kinds(50, device=device)[[0, 4, 6, 8]].round()
+    values, cols = greatest(x, 7)
+    wanted = x.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values, wanted.values[:, :7])
+    assert torch.equal(cols, wanted.indices[:, :7])
+
+
+def test_a_call_is_kept_whatever_its_numbers_are(device):
+    x = rows_of_all_kinds(120, device=device)[:3]
+    position = torch.arange(3, device=device)
+    for temperature, k, p, seed in ((1.0, 5, 0.9, 1), (0.5, 9, 0.5, -7), (0.0, 119, 0.1, 2**63), (1e-40, 3, 1e-40, 4)):
+        y = sample(x, temperature, k, p, seed=seed, position=position)
+        seeds = torch.full((3,), (seed + 2**63) % 2**64 - 2**63, device=device)
+        wanted = reference.sample(x, seeds, position, temperature, k, p)
+        assert torch.equal(y.tokens, wanted.tokens), (temperature, k, p, seed)
+    with pytest.raises(ValueError, match="temperature must be at least 0"):
+        sample(x, -1.0, 5, 0.9, seed=1, position=position)
+    with pytest.raises(ValueError, match="top_p must be more than 0"):
+        sample(x, 1.0, 5, 0.0, seed=1, position=position)
+
+
+def test_a_call_without_a_seed_is_prepared_once(device, monkeypatch):
+    """By a generator too: its seeds are tensors, which a kept call takes anew."""
+    prepared = []
+
+    def counted(*arguments, **options):
+        prepared.append(arguments)
+        return prepare_draws(*arguments, **options)
+
+    monkeypatch.setattr(sampling, "prepare_draws", counted)
+    x = torch.zeros(2, 900, device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    first, second, third = (sample(x, top_k=800, generator=each).tokens for each in (generator, generator, None))
+    assert len(prepared) == 1
+    assert torch.equal(sample(x, top_k=800, generator=generator.manual_seed(1)).tokens, first)
+    assert len({tuple(each.tolist()) for each in (first, second, third)}) == 3

@@ -1,0 +1,55 @@
+"""Draws compiled for GPUs that need not be present: nothing spills, and logits are read 16 bytes at a time."""
+
+from unittest import mock
+
+import pytest
+import torch
+from launches import GPUS, specialised
+
+from fused_softmax.ops import sample_calls
+from fused_softmax.options_sampling import Sampling
+
+pytestmark = pytest.mark.compiles
+
+CALLS = {
+    "no filter": ({}, {"_draw": 80}),
+    "top-k": ({"top_k": 50}, {"_stretches": 64, "_choose": 128}),
+    "top-p": ({"top_p": 0.9}, {"_stretches": 64, "_choose": 128, "_weigh": 80, "_bound": 128, "_draw_within": 64}),
+    "min-p": ({"min_p": 0.05}, {"_choose": 128}),
+}
+SPILLED = 16  # bytes, of programs whose rows are read again; none of what reads all logits
+
+
+def compiled(target, dtype, options):
+    """Each kernel that a call launches, by name."""
+    found = {}
+
+    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), **rest):
+        found[kernel.__name__] = specialised(kernel, tensors, scalars, constexprs, rest)
+        return mock.Mock()
+
+    logits, position = torch.empty(256, 128256, dtype=dtype), torch.zeros(256, dtype=torch.int64)
+    with (
+        mock.patch.object(sample_calls.launch, "prepare", prepare),
+        mock.patch.object(sample_calls, "device_of", return_value=GPUS[target]),
+        mock.patch.object(sample_calls, "has_ptx", return_value=target != "gfx942"),
+    ):
+        sample_calls.prepare_draws(logits, Sampling(0.8, **options), 1, position, None)
+    return {name: launch.compile(target) for name, launch in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_registers_and_accesses_of_draws(call, dtype):
+    options, most = CALLS[call]
+    for name, binary in compiled("sm_90", dtype, options).items():
+        if name in most:
+            assert binary.registers <= most[name], name
+            assert binary.spilled_bytes <= (SPILLED if name in ("_choose", "_bound", "_weigh") else 0), name
+            assert name == "_bound" or max(binary.load_widths) == 16, name
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_draws_compile_for_other_gpus(target):
+    assert len(compiled(target, torch.bfloat16, {"top_p": 0.9})) == 5
+    assert len(compiled(target, torch.bfloat16, {})) == 1
