@@ -133,6 +133,39 @@ KERNELS = (
         "test_softmax.py::test_any_dim_of_any_shape",
     ),
     of(
+        "kernels", "mask-of-a-part-from-its-row's-start", "kernels/column_scores.py",
+        "here += c.start.to(tl.int64) * stride", "here += c.start.to(tl.int64) * 0",
+        "test_column_scores.py::test_by_parts",
+    ),
+    of(
+        "kernels", "mask-of-the-first-tile", "kernels/column_scores.py", "if p == 0 or K.mask_cols:", "if p == 0:",
+        "test_column_scores.py::test_every_broadcast",
+    ),
+    of(
+        "kernels", "mask-of-neighbouring-positions", "kernels/column_scores.py",
+        "at += inner.to(tl.int64) * S.mask_inner", "at += inner.to(tl.int64)",
+        "test_column_scores.py::test_layouts_that_have_such_strides",
+    ),
+    of(
+        "kernels", "scale-of-the-first-position", "kernels/column_scores.py",
+        "c.inner[None, :].to(tl.int64) * S.scale_inner", "c.inner[None, :].to(tl.int64) * 0",
+        "test_column_scores.py::test_every_broadcast",
+    ),
+    of(
+        "kernels", "every-greedy-maximum", "kernels/column_scores.py", "(p * K.block_cols + cols != first)",
+        "(scores_of(x, q.factor, K) != m)", "test_column_scores.py::test_the_first_of_equal_maxima",
+    ),
+    of(
+        "kernels", "strides-of-three-indices", "layout.py",
+        "if any(view.stride(b) != view.stride(a) * shape[a] for a, b in itertools.pairwise(dims)):",
+        "if False:", "test_column_scores.py::test_what_has_no_such_strides_goes_through_rows",
+    ),
+    of(
+        "kernels", "gradient-without-its-factor-over-columns", "kernels/columns.py",
+        "gradient_of(y[p], dy[p], d, factor, K)", "gradient_of(y[p], dy[p], d, 1.0, K)",
+        "test_column_scores.py::test_a_gradient_by_parts_with_a_factor",
+    ),
+    of(
         "kernels", "hidden-piece-not-written", "kernels/causal.py",
         "tl.static_range(SEEN, PIECES)", "tl.static_range(SEEN + 1, PIECES)",
         "test_scores.py::test_causal_rows_of_every_length",

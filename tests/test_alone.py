@@ -22,12 +22,12 @@ from fused_softmax.kernels import columns, exchange
 from fused_softmax.kernels.columns import stand_in_columns
 from fused_softmax.kernels.exchange import pack_state, stand_in
 from fused_softmax.kernels.spec import ColumnSpec, Spec
-from fused_softmax.layout import scores_against
+from fused_softmax.layout import scores_against, scores_against_columns
 from fused_softmax.ops import logsumexp_calls
 from fused_softmax.ops.cross_entropy_calls import Given, prepare_losses
 from fused_softmax.ops.softmax_calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax_rows import prepare_columns, prepare_columns_backward
-from fused_softmax.options import Loss, scores_of
+from fused_softmax.options import Loss, Scores, scores_of
 from fused_softmax.plan import H200, candidate, plan_columns
 
 pytestmark = pytest.mark.skipif(
@@ -332,7 +332,7 @@ def test_a_loss_that_one_launch_sums(options, alike, nvidia, device):
     torch.testing.assert_close(result.cpu(), of_torch, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("what", ["softmax", "log_softmax", "gradient", "logsumexp"])
+@pytest.mark.parametrize("what", ["softmax", "log_softmax", "gradient", "logsumexp", "masked", "added"])
 @pytest.mark.parametrize("n_inner", [8, 5])
 def test_over_a_strided_dim(n_inner, what, alike, nvidia, device):
     x, dy = (peaked(700 * n_inner, 2, seed=i).view(2, 700, n_inner).to(device) for i in range(2))
@@ -345,11 +345,16 @@ def test_over_a_strided_dim(n_inner, what, alike, nvidia, device):
         prepare, given, result = prepare_columns_backward, (dy, torch.softmax(x, 1)), torch.empty_like(x)
     else:
         prepare, given, result = partial(prepare_columns, log=what == "log_softmax"), (x,), torch.empty_like(x)
+    scored = ()
+    if what in ("masked", "added"):
+        mask = (dy > -3) if what == "masked" else dy
+        layout = scores_against_columns(Scores(0.5, mask), tuple(x.shape), 1, ((0,), (2,)))
+        prepare, scored = partial(prepare, layout=layout), (mask, 0.5)
     assert plan.parts > 1
 
     def run():
         result.fill_(NAN)
-        prepare(*given, result, plan=plan)(*given, result)
+        prepare(*given, result, plan=plan)(*given, result, *scored)
         return result.clone()
 
     alike(run, *(["backwards"] if what == "logsumexp" else ["forwards", "backwards"]))

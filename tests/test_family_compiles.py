@@ -5,6 +5,7 @@ import torch
 from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from products import one_in, pairwise
 
+from fused_softmax.layout import scores_against_columns
 from fused_softmax.ops import logsumexp_calls, softmax_rows
 from fused_softmax.options import Scores
 from fused_softmax.plan import plan_reduction, plan_rows
@@ -160,3 +161,46 @@ def test_three_programs_over_a_strided_dim_are_resident(dtype):
     (binary,) = compiled("sm_90", lambda: softmax_rows.prepare_columns(x, x))
     assert binary.registers <= 168
     assert binary.spilled_bytes <= ABOUT_THE_CALL_OF_COLUMNS
+
+
+class Mask(Cube):
+    """The same of a mask [n_outer, n_cols, n_inner], each of its own size or 1."""
+
+    def __init__(self, shape, dtype):
+        super().__init__(shape, dtype)
+        self._strides = tuple(0 if n == 1 else k for n, k in zip(shape, super().stride(), strict=True))
+
+    def stride(self, dim=None):
+        return self._strides if dim is None else self._strides[dim]
+
+    def expand(self, shape):
+        return self
+
+
+@pytest.mark.parametrize("kind", ["bool", "added"])
+@pytest.mark.parametrize("over", ["columns", "positions", "all"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("n_cols", [21, 4096])
+def test_a_mask_over_a_strided_dim(n_cols, dtype, over, kind):
+    """Spills nothing, reads rows of it in vectors, and lets as many programs be resident where they share columns."""
+    shape = (64, n_cols, 512)
+    of_mask = {"columns": (1, n_cols, 1), "positions": (64, 1, 512), "all": shape}[over]
+    scores = Scores(scale=0.5, mask=Mask(of_mask, torch.bool if kind == "bool" else dtype))
+    layout = scores_against_columns(scores, shape, 1, ((0,), (2,)))
+    x = Cube(shape, dtype)
+    (binary,) = compiled("sm_90", lambda: softmax_rows.prepare_columns(x, x, layout=layout))
+    assert binary.spilled_bytes == 0
+    assert binary.registers <= 168
+    assert max(binary.load_widths) >= 8
+    assert over == "columns" or kind == "added" or 1 not in binary.load_widths
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("log", [False, True])
+def test_the_gradient_of_a_mask_over_a_strided_dim(log, dtype):
+    for n_cols in (21, 4096):
+        x = Cube((64, n_cols, 512), dtype)
+        prepare = lambda: softmax_rows.prepare_columns_backward(x, x, x, log=log, hides=True, scaled=True)  # noqa: B023, E731
+        (binary,) = compiled("sm_90", prepare)
+        assert binary.registers <= 168
+        assert binary.spilled_bytes == 0

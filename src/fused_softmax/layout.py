@@ -18,6 +18,7 @@ from fused_softmax.options import Scores
 from fused_softmax.plan import Alignment
 
 _KEPT_BYTES = 16 << 20  # of a mask that L2 keeps beside the rows that stream through it
+Order = tuple[tuple[int, ...], tuple[int, ...]]
 _MOST_NESTED = 2**31  # rows, or outer indices, that kernels number over several dims: in 32 bits
 
 
@@ -124,14 +125,12 @@ def columns_of(dim: int, x: Tensor, *others: Tensor) -> tuple[Tensor, ...] | Non
     inner positions are contiguous in all, or the outer indices take more than three strides. Tensors are of one shape,
     but for the size of `dim`. Indices are in the order in which the last tensor lies.
     """
-    tensors, dim = (x, *others), dim % x.ndim
-    lies = tensors[-1].stride()
-    outer = sorted((d for d in range(x.ndim) if d != dim and x.shape[d] != 1), key=lambda d: (-lies[d], d))
-    n_inner = 1
-    while outer and all(each.stride(outer[-1]) == n_inner for each in tensors):
-        n_inner *= x.shape[outer.pop()]
+    tensors = x, *others
+    outer, inner = column_dims(dim, x, *others)
+    n_inner = math.prod(x.shape[d] for d in inner)
     if n_inner == 1 or x.shape[dim] == 1:
         return None
+    outer = outer[::-1]
     nested = _nested([x.shape[d] for d in outer], [[each.stride(d) for d in outer] for each in tensors])
     if nested is None:
         return None
@@ -142,6 +141,18 @@ def columns_of(dim: int, x: Tensor, *others: Tensor) -> tuple[Tensor, ...] | Non
         each.as_strided((*sizes, each.shape[dim], n_inner), (*of_each, each.stride(dim), 1))
         for each, of_each in zip(tensors, strides, strict=True)
     )
+
+
+def column_dims(dim: int, x: Tensor, *others: Tensor) -> Order:
+    """The dims within n_outer and within n_inner of `columns_of`, the innermost first."""
+    tensors, dim = (x, *others), dim % x.ndim
+    lies = tensors[-1].stride()
+    outer = sorted((d for d in range(x.ndim) if d != dim and x.shape[d] != 1), key=lambda d: (-lies[d], d))
+    inner, n_inner = [], 1
+    while outer and all(each.stride(outer[-1]) == n_inner for each in tensors):
+        inner.append(outer.pop())
+        n_inner *= x.shape[inner[-1]]
+    return tuple(reversed(outer)), tuple(inner)
 
 
 def _nested(sizes: Sequence[int], strides: Sequence[Sequence[int]]):
@@ -188,7 +199,9 @@ _NAMES = (
     "n_1", "n_2", "mask_0", "mask_1", "mask_2", "mask_col_stride", "scale_0", "scale_1", "scale_2", "n_queries",
 )  # fmt: skip
 _SINK = ("sink_0", "sink_1", "sink_2")
+_COLUMN_NAMES = ("mask_outer", "mask_col", "mask_inner", "scale_outer", "scale_inner", "scale")
 _PLAIN = ScoreLayout(None, None, None, dict.fromkeys((*_NAMES, *_SINK, "scale")), {})
+PLAIN_COLUMNS = ScoreLayout(None, None, None, dict.fromkeys(_COLUMN_NAMES), {})
 
 
 def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
@@ -216,16 +229,68 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     values = dict(zip(_NAMES, (*sizes[1:], *strides[0], col_stride, *strides[1], n_queries), strict=True))
     # None where there is no sink: a kernel without one has no argument for it, and stays as it was compiled.
     values |= dict(zip(_SINK, (None,) * 3 if views[2] is None else strides[2], strict=True))
-    kind = {
+    kind = _kind_of(scores) | {"causal": scores.is_causal, "sink": views[2] is not None}
+    values |= {"scale": scores.number}
+    return ScoreLayout(views[0], views[1], views[2], values, kind, shared, copied, leading)
+
+
+def scores_against_columns(scores: Scores, shape: tuple[int, ...], dim: int, order: Order) -> ScoreLayout | None:
+    """The layout of scores for an input whose `dim` runs along the middle of [n_outer, n_cols, n_inner].
+
+    order: of the other dims, as `columns_of` has it. None where mask or scale have no such strides, and where the call
+    has a sink or is causal.
+    """
+    if scores.plain:
+        return PLAIN_COLUMNS
+    if scores.is_causal or scores.sink is not None:
+        return None
+    mask, scale = scores.mask, scores.per_row
+    of_mask, of_scale = (_strides_of_columns(each, shape, dim, order) for each in (mask, scale))
+    if of_mask is None or of_scale is None:
+        return None
+    values = dict(zip(_COLUMN_NAMES, (*of_mask, of_scale[0], of_scale[2], scores.number), strict=True))
+    kind = _kind_of(scores) | {
+        "mask_cols": bool(of_mask[1]),
+        "mask_inner": bool(of_mask[2]),
+        "scale_inner": bool(of_scale[2]),
+        "mask_vector": 1 if mask is None else _vector_of(mask, of_mask),
+    }
+    return ScoreLayout(mask, scale, None, values, kind)
+
+
+def _strides_of_columns(
+    x: Tensor | None, shape: tuple[int, ...], dim: int, order: Order
+) -> tuple[int, int, int] | None:  # fmt: skip
+    """Strides of x, which broadcasts to shape, as a view [n_outer, n_cols, n_inner] of such an order of dims.
+
+    None where it has no such view; 0 where there is no x.
+    """
+    if x is None:
+        return 0, 0, 0
+    view = x.expand(shape)
+    for dims in order:
+        if any(view.stride(b) != view.stride(a) * shape[a] for a, b in itertools.pairwise(dims)):
+            return None
+    outer, inner = (view.stride(dims[0]) if dims else 0 for dims in order)
+    return outer, view.stride(dim), inner
+
+
+def _vector_of(mask: Tensor, strides: tuple[int, int, int]) -> int:
+    """Elements of a mask that lie side by side at an aligned address, wherever a program reads; at most 16 bytes."""
+    if strides[2] != 1 or mask.data_ptr() % 16:
+        return 1
+    return math.gcd(16 // mask.element_size(), *strides[:2])
+
+
+def _kind_of(scores: Scores) -> dict[str, Any]:
+    """The fields of a Spec that scores decide, however they lie."""
+    mask = scores.mask
+    return {
         "mask": NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK,
         "scaled": scores.scale is not None,
         "greedy": scores.greedy,
-        "causal": scores.is_causal,
         "zero_masked_rows": scores.masked_rows == "zero",
-        "sink": views[2] is not None,
     }
-    values |= {"scale": scores.number}
-    return ScoreLayout(views[0], views[1], views[2], values, kind, shared, copied, leading)
 
 
 def _dense(view: Tensor) -> Tensor:

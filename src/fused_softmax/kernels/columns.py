@@ -1,5 +1,6 @@
 """softmax, log_softmax, their gradient and logsumexp over a strided dim: [n_outer, n_cols, n_inner] along its middle.
 
+softmax's are of the input or of its scaled and masked scores: `column_scores.py`.
 Tiles of columns by contiguous inner positions keep every access coalesced, and elements that are read once stay in
 registers: 2MN forward, 3MN backward, MN for logsumexp. Long columns are split over programs, which exchange a state for
 each inner position.
@@ -8,10 +9,11 @@ each inner position.
 import triton
 import triton.language as tl
 
+from fused_softmax.kernels.column_scores import keep_columns, keep_first_columns, scores_of_columns
 from fused_softmax.kernels.exchange import pack_state, slots_again, slots_of, tag_of, unpack_state, wait_for
 from fused_softmax.kernels.rows import nested_offset
 from fused_softmax.kernels.softmax_grad import dot_of, gradient_of
-from fused_softmax.kernels.spec import ColumnParts, Columns, Strided
+from fused_softmax.kernels.spec import ColumnParts, Columns, ColumnScores, Strided
 from fused_softmax.kernels.state import (
     GREATEST,
     GREATEST_FP64,
@@ -23,6 +25,7 @@ from fused_softmax.kernels.state import (
     natural_exp,
     origin_of,
     result_of,
+    scores_of,
     sum_exp_of,
     weight_of,
     widen,
@@ -31,10 +34,12 @@ from fused_softmax.kernels.state import (
 
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
 def _column_forward(
-    slots_ptr, x_ptr, y_ptr, x_outer_stride, x_col_stride, y_outer_stride, y_col_stride,
-    n_cols, n_inner, n_parts, part_cols, K: tl.constexpr,
+    slots_ptr, x_ptr, y_ptr, mask_ptr, scale_ptr, x_outer_stride, x_col_stride, y_outer_stride, y_col_stride,
+    n_cols, n_inner, n_parts, part_cols, mask_outer, mask_col, mask_inner, scale_outer, scale_inner, scale,
+    K: tl.constexpr,
 ):  # fmt: skip
     """The columns of one block of inner positions, or a part of them (K.split)."""
+    S = ColumnScores(mask_ptr, scale_ptr, mask_outer, mask_col, mask_inner, scale_outer, scale_inner, scale)
     group, part = place_of(n_parts, K)
     group_slots_ptr = slots_ptr
     tag = 0
@@ -42,7 +47,7 @@ def _column_forward(
         group_slots_ptr, tag = slots_of(slots_ptr, group, part, n_parts, K.block_inner, K)
     c = columns_of(group, part * part_cols, n_cols, n_inner, K)
     x_strided = Strided(x_ptr, x_outer_stride, x_col_stride)
-    x, m, s = hold_columns(x_strided, c, K)
+    x, m, s = hold_columns(x_strided, c, S, K)
     y = Strided(y_ptr, y_outer_stride, y_col_stride)
     if K.split:
         if K.publish:
@@ -50,12 +55,12 @@ def _column_forward(
         if K.collect:
             message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
             if K.helps and left > 0:
-                finish_alone(slots_ptr, x_strided, y, n_cols, n_inner, n_parts, part_cols, tag, K)
+                finish_alone(slots_ptr, x_strided, y, n_cols, n_inner, n_parts, part_cols, tag, S, K)
             else:
                 m, s = merged_columns(message, n_parts, K)
-                store_results(y, x, m, s, c, K)
+                store_results(y, x, m, s, c, S, K)
     else:
-        store_results(y, x, m, s, c, K)
+        store_results(y, x, m, s, c, S, K)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
@@ -92,7 +97,7 @@ def _column_logsumexp(
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
 def _column_backward(
     slots_ptr, dy_ptr, y_ptr, dx_ptr, dy_outer_stride, dy_col_stride, y_outer_stride, y_col_stride,
-    dx_outer_stride, dx_col_stride, n_cols, n_inner, n_parts, part_cols, K: tl.constexpr,
+    dx_outer_stride, dx_col_stride, n_cols, n_inner, n_parts, part_cols, factor, K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the same."""
     group, part = place_of(n_parts, K)
@@ -113,28 +118,28 @@ def _column_backward(
             message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
             if K.helps and left > 0:
                 finish_gradient_alone(
-                    slots_ptr, dy_strided, y_strided, dx, n_cols, n_inner, n_parts, part_cols, tag, K
+                    slots_ptr, dy_strided, y_strided, dx, n_cols, n_inner, n_parts, part_cols, factor, tag, K
                 )  # fmt: skip
             else:
-                store_gradients(dx, y, dy, summed_columns(message, n_parts, K), c, K)
+                store_gradients(dx, y, dy, summed_columns(message, n_parts, K), factor, c, K)
     else:
-        store_gradients(dx, y, dy, d, c, K)
+        store_gradients(dx, y, dy, d, factor, c, K)
 
 
 @triton.jit(noinline=True)
-def finish_alone(slots_ptr, x, y, n_cols, n_inner, n_parts, part_cols, tag, K: tl.constexpr):
+def finish_alone(slots_ptr, x, y, n_cols, n_inner, n_parts, part_cols, tag, S, K: tl.constexpr):
     """The results of a part of a group whose other parts are not all there: see `softmax.finish_alone`."""
     group, part = place_of(n_parts, K)
-    given = ColumnParts(group, n_cols, n_inner, part_cols, x)
+    given = ColumnParts(group, n_cols, n_inner, part_cols, (x, S))
     slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
     m, s = merged_columns(stand_in_columns(slots_ptr, n_parts, tag, state_of_held, given, K), n_parts, K)
     c = columns_of(group, part * part_cols, n_cols, n_inner, K)
-    x, _, _ = hold_columns(x, c, K)
-    store_results(y, x, m, s, c, K)
+    x, _, _ = hold_columns(x, c, S, K)
+    store_results(y, x, m, s, c, S, K)
 
 
 @triton.jit(noinline=True)
-def finish_gradient_alone(slots_ptr, dy, y, dx, n_cols, n_inner, n_parts, part_cols, tag, K: tl.constexpr):
+def finish_gradient_alone(slots_ptr, dy, y, dx, n_cols, n_inner, n_parts, part_cols, factor, tag, K: tl.constexpr):
     """The same of a gradient."""
     group, part = place_of(n_parts, K)
     given = ColumnParts(group, n_cols, n_inner, part_cols, (y, dy))
@@ -142,7 +147,7 @@ def finish_gradient_alone(slots_ptr, dy, y, dx, n_cols, n_inner, n_parts, part_c
     d = summed_columns(stand_in_columns(slots_ptr, n_parts, tag, dot_of_held, given, K), n_parts, K)
     c = columns_of(group, part * part_cols, n_cols, n_inner, K)
     y, dy, _ = hold_both(y, dy, c, K)
-    store_gradients(dx, y, dy, d, c, K)
+    store_gradients(dx, y, dy, d, factor, c, K)
 
 
 @triton.jit(noinline=True)
@@ -175,30 +180,36 @@ def store_lse(lse_ptr, message, n_parts, c, K: tl.constexpr):
 
 
 @triton.jit
-def store_results(y, x, m, s, c, K: tl.constexpr):
+def store_results(y, x, m, s, c, S, K: tl.constexpr):
     """The results of the tiles of a program."""
+    q = scores_of_columns(c, S, K)
     x = hold_all(x, K.ptx)
     y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, c, K)
     for p in tl.static_range(len(x)):
-        store_columns(y_ptr, y.col_stride, result_of(widen(x[p], K.compute_dtype, K.unpack), m, s, K), p, c, K)
+        store_columns(y_ptr, y.col_stride, result_of(scores_of(x[p], q.factor, K, K.unpack), m, s, K), p, c, K)
 
 
 @triton.jit
-def store_gradients(dx, y, dy, d, c, K: tl.constexpr):
+def store_gradients(dx, y, dy, d, factor, c, K: tl.constexpr):
     """The gradients of the tiles of a program."""
     dx_ptr = at_columns(dx.ptr, dx.outer_stride, dx.col_stride, c, K)
     for p in tl.static_range(len(y)):
-        store_columns(dx_ptr, dx.col_stride, gradient_of(y[p], dy[p], d, 1.0, K), p, c, K)
+        store_columns(dx_ptr, dx.col_stride, gradient_of(y[p], dy[p], d, factor, K), p, c, K)
 
 
 @triton.jit
-def hold_columns(x, c, K: tl.constexpr):
-    """(tiles, m, s) of the columns of a program."""
-    x = load_columns(at_columns(x.ptr, x.outer_stride, x.col_stride, c, K), x.col_stride, c, NEG_INF, K)
-    m = max_of(x, 1.0, K)[None, :]  # two dims before any asm, past which layouts do not travel
+def hold_columns(x, c, S, K: tl.constexpr):
+    """(tiles, m, s) of the scores of the columns of a program."""
+    q = scores_of_columns(c, S, K)
+    x = load_columns(at_columns(x.ptr, x.outer_stride, x.col_stride, c, K), x.col_stride, c, q.masked_input, K)
+    if K.mask:
+        x = keep_columns(x, c, q, S, K)
+    m = max_of(x, q.factor, K)[None, :]  # two dims before any asm, past which layouts do not travel
+    if K.greedy:
+        x = keep_first_columns(x, m, q, K)
     x = hold_all(x, K.ptx)
     scale, base = origin_of(m, K.ptx, K.subtract_first)
-    return x, m, sum_exp_of(x, scale, base, 1.0, K)[None, :]
+    return x, m, sum_exp_of(x, scale, base, q.factor, K)[None, :]
 
 
 @triton.jit
@@ -214,7 +225,7 @@ def hold_both(y, dy, c, K: tl.constexpr):
 def state_of_held(part, given, K: tl.constexpr):
     """(m, s) of a part of a group's columns."""
     c = columns_of(given.group, part * given.part_cols, given.n_cols, given.n_inner, K)
-    _, m, s = hold_columns(given.rest, c, K)
+    _, m, s = hold_columns(given.rest[0], c, given.rest[1], K)
     return m, s
 
 
@@ -283,7 +294,7 @@ def at_columns(ptr, outer_stride, col_stride, c, K: tl.constexpr):
 
 
 @triton.jit
-def load_columns(ptr, stride, c, OTHER: tl.constexpr, K: tl.constexpr):
+def load_columns(ptr, stride, c, OTHER, K: tl.constexpr):
     """Tiles [block_cols, block_inner] one below another, as a tuple; columns past the size are OTHER."""
     cols = tl.arange(0, K.block_cols)[:, None]
     stride = multiple_of(stride, K).to(tl.int64)

@@ -160,16 +160,22 @@ def scores_of_row(row, n_cols, S, K: tl.constexpr):
         factor = S.scale
         if S.scale_ptr is not None:
             factor = tl.load(S.scale_ptr + broadcast_offset(row, S.n_1, S.n_2, S.scale_0, S.scale_1, S.scale_2))
-        # By way of integers: the interpreter forgets that a comparison of scalar floats is a truth value.
-        sign = tl.where(factor < 0, -1, tl.where(factor == 0, 0, 1))
-        if factor.dtype.is_fp64() and not K.cast_dtype.is_fp64():  # 0 is another thing than its neighbours
-            factor = factor.to(tl.float32)
-            factor = tl.where(factor == 0, LEAST * sign.to(tl.float32), factor)
-        factor = factor.to(K.state_dtype)
-        masked_input = tl.where(sign == -1, float("inf"), NEG_INF)
-        return RowScores(visible, tl.where(sign == 0, 1.0, factor), masked_input, sign == 0)
+        return scores_by(factor, visible, K)
     else:
         return RowScores(visible, 1.0, NEG_INF, False)
+
+
+@triton.jit
+def scores_by(factor, visible, K: tl.constexpr):
+    """The same by the scale as it is given."""
+    # By way of integers: the interpreter forgets that a comparison of scalar floats is a truth value.
+    sign = tl.where(factor < 0, -1, tl.where(factor == 0, 0, 1))
+    if factor.dtype.is_fp64() and not K.cast_dtype.is_fp64():  # 0 is another thing than its neighbours
+        factor = factor.to(tl.float32)
+        factor = tl.where(factor == 0, LEAST * sign.to(tl.float32), factor)
+    factor = factor.to(K.state_dtype)
+    masked_input = tl.where(sign == -1, float("inf"), NEG_INF)
+    return RowScores(visible, tl.where(sign == 0, 1.0, factor), masked_input, sign == 0)
 
 
 @triton.jit

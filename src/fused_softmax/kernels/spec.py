@@ -147,8 +147,11 @@ class GradientSpec(Spec):
 class ColumnSpec(Spec):
     """Of reductions over a strided dim: tiles [cols, inner] along contiguous inner positions.
 
-    block_inner: inner positions of a tile; whole: whether blocks of them divide the inner size. log, out_dtype: as
-    above. positions: how many of them a thread has a state for. unpack_bf16: as `unpack`.
+    block_inner: inner positions of a tile; whole: whether blocks of them divide the inner size. log, mask, scaled,
+    greedy, hides, zero_masked_rows, out_dtype: as above. positions: how many of them a thread has a state for.
+    unpack_bf16: as `unpack`.
+    mask_cols, mask_inner, scale_inner: whether mask and scale differ along the columns and along inner positions.
+    mask_vector: elements of the mask that lie side by side at an aligned address.
     """
 
     block_inner: int
@@ -158,9 +161,23 @@ class ColumnSpec(Spec):
     positions: int = 0
     unpack_bf16: bool = True
     holds: bool = False
-    hides: bool = False
+    mask: int = NO_MASK
     scaled: bool = False
+    greedy: bool = False
+    hides: bool = False
     zero_masked_rows: bool = False
+    mask_cols: bool = False
+    mask_inner: bool = False
+    mask_vector: int = 1
+    scale_inner: bool = False
+
+    @property
+    def compute_dtype(self):
+        return self.state_dtype if self.mask == ADDED_MASK else super().compute_dtype
+
+    @property
+    def scale_on_use(self):
+        return self.scaled and self.mask != ADDED_MASK
 
     @property
     def unpack(self):
@@ -378,6 +395,19 @@ class Strided(NamedTuple):
     ptr: Any
     outer_stride: Any
     col_stride: Any
+
+
+class ColumnScores(NamedTuple):
+    """Mask and scale of a call over a strided dim, by their strides along [n_outer, n_cols, n_inner]."""
+
+    mask_ptr: Any
+    scale_ptr: Any
+    mask_outer: Any
+    mask_col: Any
+    mask_inner: Any
+    scale_outer: Any
+    scale_inner: Any
+    scale: Any
 
 
 class Columns(NamedTuple):

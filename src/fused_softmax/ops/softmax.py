@@ -50,7 +50,8 @@ def softmax(
         run on this package's kernels, read once and written once whatever the length of `dim`; CPU tensors take torch's
         own path. Differentiable, twice too.
     dim: the dimension that sums to 1. Contiguous, or strided beside a contiguous one, it is read in place: permuted,
-        sliced and expanded tensors too, if up to three strides describe the other dims. Others go through a copy.
+        sliced and expanded tensors too, if up to three strides describe the other dims. Others go through a copy, and
+        so does an input with a sink over another dim than the last.
     dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for inputs of 8-bit
         floats and, which are copied, integers.
     out: where to write; of the input's shape, the result's dtype, the input's device.

@@ -13,6 +13,7 @@ from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, k
 from fused_softmax.layout import (
     ScoreLayout,
     as_rows,
+    column_dims,
     columns_of,
     is_rows,
     last,
@@ -20,6 +21,7 @@ from fused_softmax.layout import (
     rows_of,
     rows_to_write,
     scores_against,
+    scores_against_columns,
 )
 from fused_softmax.ops.scored import MASK, SCALE, SINK, supplied, supplier
 from fused_softmax.ops.softmax_rows import (
@@ -139,22 +141,28 @@ def prepare_call(
     read = input, *scores.tensors
     if out is not None and any(overlap(each, out) for each in read):  # of a row that is written, another may be unread
         return _copied_into(prepare_call(log, input, dim, dtype, None, scores))
-    if scores.plain and input.ndim:
-        prepared = _over_columns(log, input, dim, dtype, out)
+    if input.ndim:
+        prepared = _over_columns(log, input, dim, dtype, out, scores)
         if prepared is not None:
             return prepared
     return _over_rows(log, input, dim, dtype, out, scores)
 
 
-def _over_columns(log, input, dim, dtype, out) -> Prepared | None:
-    """Along a strided dim as it lies, or None where the tensors have rows, or a copy is needed."""
+def _over_columns(log, input, dim, dtype, out, scores) -> Prepared | None:
+    """Along a strided dim as it lies, or None where the tensors have rows, or scores that take them, or need a copy."""
     shape, strides, empty = tuple(input.shape), contiguous_strides(input.shape), allocator(input.device)
     result = empty(shape, strides, dtype) if out is None else out
     columns = columns_of(dim, input, result)
-    run = None if columns is None else prepare_columns(*columns, log=log)
-    if run is None:
+    if columns is None or (columns[0].ndim > 3 and not scores.plain):
         return None
-    return _direct(run, input, dtype, strides) if out is None else _written(run, log, dim, dtype, PLAIN, input, out)
+    layout = scores_against_columns(scores.exact(dtype, input.device), shape, dim, column_dims(dim, input, result))
+    run = None if layout is None else prepare_columns(*columns, log=log, layout=layout)
+    if layout is None or run is None:
+        return None
+    supply = supplier(scores, layout, dim, dtype, input)
+    if out is not None:
+        return _written(run, log, dim, dtype, scores, input, out, supply)
+    return _direct(run, input, dtype, strides, supply)
 
 
 def _over_rows(log, input, dim, dtype, out, scores) -> Prepared:
@@ -309,9 +317,11 @@ def prepare_backward_call(
     dx = empty(shape, strides, dtype)
     if not y.numel():
         return Prepared(lambda dy, y, factor: torch.empty_like(y, dtype=dtype))
-    if y.ndim and not hides and not scaled:
+    if y.ndim:
         columns = columns_of(dim, dy, y, dx)
-        run = None if columns is None else prepare_columns_backward(*columns, log=log)
+        run = None
+        if columns is not None and (columns[0].ndim == 3 or not (hides or scaled)):
+            run = prepare_columns_backward(*columns, log=log, hides=hides, scaled=scaled)
         if run is not None:
             return _direct_backward(run, shape, strides, dtype, empty, scaled)
     moved = [last(each, dim) for each in (dy, y, dx)]

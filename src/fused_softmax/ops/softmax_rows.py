@@ -15,8 +15,8 @@ from fused_softmax.kernels.causal import _causal_forward
 from fused_softmax.kernels.columns import _column_backward, _column_forward
 from fused_softmax.kernels.softmax import _part_forward, _stream_forward, _stream_state, _tile_forward
 from fused_softmax.kernels.softmax_grad import _part_backward, _stream_backward, _stream_dot, _tile_backward
-from fused_softmax.kernels.spec import ColumnSpec, GradientSpec, ScoreSpec
-from fused_softmax.layout import ScoreLayout, alignment_of, held_bytes, scores_against, sizes_of
+from fused_softmax.kernels.spec import ADDED_MASK, ColumnSpec, GradientSpec, ScoreSpec
+from fused_softmax.layout import PLAIN_COLUMNS, ScoreLayout, alignment_of, held_bytes, scores_against, sizes_of
 from fused_softmax.options import PLAIN, Scores
 from fused_softmax.plan import H200, VECTOR_BYTES, ColumnPlan, RowPlan, plan_columns, plan_rows
 from fused_softmax.runner import TLDTYPES, Run, format_of, has_ptx, prepare, spec_of
@@ -151,27 +151,44 @@ def prepare_backward(
     return Run(run, lambda plan: None)
 
 
-def prepare_columns(x: Tensor, y: Tensor, *, log: bool = False, plan: ColumnPlan | None = None) -> Run | None:
-    """What runs the forward on views [n_outer, n_cols, n_inner]: run(x, y); None where no plan holds the columns."""
+def prepare_columns(
+    x: Tensor, y: Tensor, *, log: bool = False, layout: ScoreLayout = PLAIN_COLUMNS, plan: ColumnPlan | None = None
+) -> Run | None:
+    """What runs the forward on views [n_outer, n_cols, n_inner]: run(x, y, mask, scale), less None.
+
+    None where no plan holds the columns, or where a scale of 0 would take the first maximum of several programs.
+    layout: of mask and scale (`scores_against_columns`). A scale that is a number comes last, with each run.
+    """
     # Measured on sm_90, where log_softmax lost by it; for sm_80 Triton 3.6 spills.
     unpack = not log and device_of(x.get_device()).capability[0] == H200.capability[0]
-    how = {"log": log, "unpack_bf16": unpack, "holds": True}
-    return run_columns(_column_forward, {"x": x}, {"y": y}, y.dtype, how, plan)
+    how = {"log": log, "unpack_bf16": unpack, "holds": True, **layout.kind}
+    scored = {"mask": layout.mask, "scale": layout.scale}
+    numbers = ("scale",) if how.get("scaled") and layout.scale is None else ()
+    return run_columns(
+        _column_forward, {"x": x}, {"y": y}, y.dtype, how, plan, scored=scored, values=layout.values, numbers=numbers
+    )  # fmt: skip
 
 
 def prepare_columns_backward(
-    dy: Tensor, y: Tensor, dx: Tensor, *, log: bool = False, plan: ColumnPlan | None = None
+    dy: Tensor, y: Tensor, dx: Tensor, *, log: bool = False, hides: bool = False, scaled: bool = False,
+    plan: ColumnPlan | None = None,
+) -> Run | None:  # fmt: skip
+    """The same for the gradient dx: run(dy, y, dx), and the factor if scaled. hides: as `prepare_backward`'s."""
+    how = {"log": log, "out_dtype": TLDTYPES[dx.dtype], "holds": True, "hides": hides, "scaled": scaled}
+    values, numbers = {"factor": 1.0 if scaled else None}, ("factor",) if scaled else ()
+    return run_columns(
+        _column_backward, {"dy": dy, "y": y}, {"dx": dx}, y.dtype, how, plan, values=values, numbers=numbers
+    )  # fmt: skip
+
+
+def run_columns(
+    kernel, inputs, output, cast_dtype, how, plan: ColumnPlan | None, *, scored=None, values=None, numbers=()
 ) -> Run | None:
-    """The same for the gradient dx: run(dy, y, dx)."""
-    how = {"log": log, "out_dtype": TLDTYPES[dx.dtype], "holds": True}
-    return run_columns(_column_backward, {"dy": dy, "y": y}, {"dx": dx}, y.dtype, how, plan)
-
-
-def run_columns(kernel, inputs, output, cast_dtype, how, plan: ColumnPlan | None) -> Run | None:
     """What runs a kernel over a strided dim of tensors [n_outer, n_cols, n_inner]; None where no plan holds it.
 
     The tensors are as `layout.columns_of` has them together.
-    how: the ColumnSpec's other fields; holds: whether a program holds what it reads until all is reduced.
+    how: the ColumnSpec's other fields; holds: whether a program holds what it reads until all is reduced. scored: mask
+    and scale by name, if the kernel has them. values, numbers: as `runner.prepare`'s.
     """
     tensors = {**inputs, **output}
     x, (result,) = list(inputs.values())[-1], output.values()
@@ -185,16 +202,22 @@ def run_columns(kernel, inputs, output, cast_dtype, how, plan: ColumnPlan | None
         n_outer = math.prod(outer)
         wide = result.dtype == torch.float64 or n_cols <= _SAME_SUMS
         itemsize = max(held_bytes(x), held_bytes(result)) if wide else held_bytes(x)
-        plan = plan_columns(n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector)
-        if plan is None:
-            return None
+        if how.get("mask") == ADDED_MASK:  # sums with it are held, and not x
+            itemsize = max(itemsize, 4)
+        plan = plan_columns(
+            n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector,
+            masked=bool(how.get("mask")),
+        )  # fmt: skip
+    if plan is None or (how.get("greedy") and plan.parts > 1):
+        return None
     spec = ColumnSpec(
         block_cols=plan.block_cols, block_inner=plan.block_inner, pieces=plan.pieces,
         full_pieces=plan.full_pieces if holds else 0, whole=plan.n_inner % plan.block_inner == 0, vector=vector,
         cast_dtype=TLDTYPES[cast_dtype], ptx=has_ptx(device), split=plan.parts > 1, lanes=plan.lanes,
         **format_of(x), **how,
     )  # fmt: skip
-    return prepare(kernel, plan, spec, tensors, device=device, capped=plan.itemsize < 8)
+    given = tensors | (scored or {})
+    return prepare(kernel, plan, spec, given, values, device=device, numbers=numbers, capped=plan.itemsize < 8)
 
 
 def access_of(tensors: list[Tensor], strides: list[int], x: Tensor) -> int:

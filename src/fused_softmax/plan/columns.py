@@ -13,6 +13,7 @@ from fused_softmax.plan.ladders import (
     COLUMN_FEW_READ_PIECES,
     COLUMN_GROUPS,
     COLUMN_MASKED_PIECES,
+    COLUMN_MASKED_SHARE,
     COLUMN_MOST_PARTS,
     COLUMN_NOTE,
     COLUMN_ODD_BYTES,
@@ -81,11 +82,13 @@ def plan_columns(
     inputs: int = 1,
     holds: bool = True,
     access: int = 16,
+    masked: bool = False,
     **choices: int,
 ) -> ColumnPlan | None:
     """The plan for reductions over the middle dim; None where too many programs would have to wait for each other.
 
     holds: whether a program holds what it reads until all is reduced; logsumexp does not, and splits as it likes.
+    masked: whether a mask is read too, whose elements and addresses take registers of those that hold columns.
     access: elements that lie side by side at an aligned address, wherever a program reads; at most 16 bytes count.
     choices: inner_bytes, held_bytes, num_warps and vector overrule the constants; the tuner and the tests use it.
 
@@ -93,7 +96,9 @@ def plan_columns(
     8
     """
     tile = _held_tile if holds else _read_tile
-    inner, block_cols, num_warps, most = tile(n_outer, n_cols, n_inner, itemsize, device, inputs, access, choices)
+    inner, block_cols, num_warps, most = tile(
+        n_outer, n_cols, n_inner, itemsize, device, inputs, access, masked, choices
+    )  # fmt: skip
     parts = -(-n_cols // (most * block_cols))
     if not holds:
         whole = itemsize == 2 or n_inner % inner == 0
@@ -136,7 +141,7 @@ def plan_columns(
 
 def _held_tile(
     n_outer: int, n_cols: int, n_inner: int, itemsize: int, device: Device, inputs: int, access: int,
-    choices: dict[str, int],
+    masked: bool, choices: dict[str, int],
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """(inner positions, columns, warps, pieces at most) of a tile of columns that are held."""
     vector = choices.get("vector", VECTOR_BYTES // itemsize)
@@ -149,6 +154,8 @@ def _held_tile(
         inner = min(next_power_of_2(n_inner), max(warp, min(COLUMN_FEW_BYTES // itemsize, 4 * warp)))
         if n_outer * -(-n_inner // inner) >= device.sm_count:
             return inner, block_cols, max(1, inner // warp), -(-n_cols // block_cols)
+    if masked:
+        held_bytes = held_bytes // COLUMN_MASKED_SHARE
     if not wide:  # elements read one by one wait in 4 bytes each
         held_bytes = held_bytes * 3 // 4
     inner = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)
@@ -163,7 +170,7 @@ def _held_tile(
 
 def _read_tile(
     n_outer: int, n_cols: int, n_inner: int, itemsize: int, device: Device, inputs: int, access: int,
-    choices: dict[str, int],
+    masked: bool, choices: dict[str, int],
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """The same of columns that are read tile by tile."""
     vector = min(choices.get("vector", VECTOR_BYTES // itemsize), COLUMN_POSITIONS)
