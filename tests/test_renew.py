@@ -166,7 +166,10 @@ def edit(path, change):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda kept: kept.environment.update(kernels="0123456789ab"), "of other kernels (fingerprint 0123456789ab"),
+        (
+            lambda kept: kept.environment.update(kernels="0123456789ab", kernels_of={}),
+            "of other kernels (fingerprint 0123456789ab",
+        ),
         (lambda kept: kept.environment.pop("kernels"), "made before fingerprints"),
         (lambda kept: kept.environment.update(triton="1.0"), "triton 1.0 then, "),
         (lambda kept: kept.environment["gpu"].update(name="NVIDIA H100"), "GPU name NVIDIA H100 then, NVIDIA H200 now"),
@@ -230,7 +233,7 @@ def test_where_the_gpu_is_lost_nothing_more_is_measured(stand, tmp_path):
 
 def test_a_dry_run_says_what_is_current_without_a_gpu(stand, tmp_path, monkeypatch):
     assert bench_all(tmp_path, "--only", "one,two").exit_code == 0
-    edit(tmp_path / "two.json", lambda kept: kept.environment.update(kernels="0123456789ab"))
+    edit(tmp_path / "two.json", lambda kept: kept.environment.update(kernels="0123456789ab", kernels_of={}))
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
     monkeypatch.setattr(run, "gpu_facts", lambda: (None, None))
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))

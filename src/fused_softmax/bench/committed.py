@@ -73,7 +73,8 @@ def state(
         run = record.read(path)
     except (OSError, ValueError) as error:
         return State("stale", record.one_line(str(error)))
-    if why := fingerprint.difference(run.environment, environment["kernels"]):
+    operations = {case.operation for case, _ in wanted}
+    if why := fingerprint.difference(run.environment, environment, operations):
         return State("stale", why)
     facts = _facts(run, environment, effort)
     changes = [f"{name} {then} then, {now} now" for name, then, now in facts if then != now]

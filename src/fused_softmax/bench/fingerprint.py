@@ -3,13 +3,16 @@
 That is device code, the planner, and all that an eager call runs through up to its launch. Instruments do not count,
 nor do `reference.py` and its like, which compute what the kernels leave to torch. Comments and docstrings do not count
 either: they may say later what was measured.
+
+Each operation has a fingerprint of its own too, of the part of that code that it imports: a change of the samplers
+leaves the figures of softmax as they are.
 """
 
 import ast
 import hashlib
 import io
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,76 @@ PARTS = (
 @cache
 def kernels() -> str:
     """The fingerprint of this source's kernels: 12 hexadecimal digits."""
+    return _digest(files())
+
+
+@cache
+def of_operations() -> dict[str, str]:
+    """That of each operation of the bench, by its name."""
+    return {name: _digest(path for path in files() if path in found) for name, found in _files_of_operations().items()}
+
+
+def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in files():
+    for path in paths:
         text = path.read_text()
         code = code_of(text) if path.suffix == ".py" else text
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{code}\0".encode())
     return digest.hexdigest()[:12]
+
+
+def _files_of_operations() -> dict[str, set[Path]]:
+    """What an operation is made of: what its function imports, and all of the package that is no module of Python."""
+    from fused_softmax.register.table import OPERATORS
+
+    always = {path for path in files() if path.suffix != ".py" or "classic" in path.parts}
+    found = {}
+    for operator in OPERATORS:
+        run = operator.public or operator.run
+        module = getattr(run, "func", run).__module__
+        for name in operator.bench:
+            found[name] = always | _imported(_path_of(module))
+    return found
+
+
+def _imported(path: Path) -> set[Path]:
+    """A module's file, and those of this package that it imports, and so on."""
+    found, left = set(), [path]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += _imports(path)
+    return found
+
+
+@cache
+def _imports(path: Path) -> tuple[Path, ...]:
+    """The files that a module takes names from; what a package's __init__ takes from a file is that file's."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
+            for alias in node.names:
+                found.append(_file_of(node.module or "", alias.name))
+    return tuple(found)
+
+
+def _file_of(module: str, name: str) -> Path:
+    """Where a name of a module is defined, of a module that may be a package."""
+    for there in (f"{module}.{name}", module):
+        path = _path_of(there)
+        if path.exists():
+            break
+    if path.name == "__init__.py":
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+                return _file_of(node.module or "", name)
+    return path
+
+
+def _path_of(module: str) -> Path:
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def files() -> Iterator[Path]:
@@ -53,9 +120,26 @@ def code_of(text: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def difference(environment: Mapping[str, Any], present: str | None = None) -> str:
-    """How the kernels of a result differ from the present ones, in words, or "". environment: the result's."""
-    then, present = environment.get("kernels"), present or kernels()
+def difference(
+    environment: Mapping[str, Any], present: Mapping[str, Any] | None = None, operations: Collection[str] = ()
+) -> str:
+    """How the kernels of a result differ from the present ones, in words, or "".
+
+    environment: the result's. present: the present one, as `recorded` has it. operations: those that the result has.
+    """
+    then, present = environment.get("kernels"), present or recorded()
     if then is None:
         return "made before fingerprints"
-    return "" if then == present else f"of other kernels (fingerprint {then} against {present})"
+    if then == present["kernels"]:
+        return ""
+    before, now = environment.get("kernels_of") or {}, present.get("kernels_of") or {}
+    others = [name for name in operations if name not in before or before[name] != now.get(name)]
+    if operations and not others:
+        return ""
+    of = f" of {', '.join(sorted(others))}" if others and before else ""
+    return f"of other kernels{of} (fingerprint {then} against {present['kernels']})"
+
+
+def recorded() -> dict[str, Any]:
+    """What a result's environment says of kernels."""
+    return {"kernels": kernels(), "kernels_of": of_operations()}

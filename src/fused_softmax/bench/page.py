@@ -45,13 +45,15 @@ class Part:
     @property
     def age(self) -> str:
         """That the figures are not of the present kernels, in words, or ""."""
-        why = fingerprint.difference(self.run.environment)
+        operations = {point.case.operation for point in self.run.points}
+        why = fingerprint.difference(self.run.environment, operations=operations)
         return f"Not of the present kernels: {why}." if why else ""
 
     @property
     def facts(self) -> list[tuple[str, str]]:
         """The environment, one line for each known fact."""
         env = dict(self.run.environment)
+        env.pop("kernels_of", None)
         gpu = {f"GPU {name}": value for name, value in (env.pop("gpu", None) or {"": "none"}).items()}
         pairs = [*((name, env[name]) for name in env), *gpu.items(), *self.run.options.items()]
         return [(name.replace("_", " ").strip(), text(value, name)) for name, value in pairs if value is not None]

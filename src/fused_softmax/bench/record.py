@@ -224,7 +224,7 @@ def environment(gpu: dict[str, Any] | None = None, gpu_uuid: str | None = None) 
     found["platform"] = f"{platform.system()} {platform.machine()}"
     found["commit"] = _commit()
     found["source"] = _source()
-    found["kernels"] = fingerprint.kernels()
+    found |= fingerprint.recorded()
     found["gpu"] = gpu and gpu | _nvidia_smi(gpu_uuid)
     return found
 

@@ -39,7 +39,8 @@ from fused_softmax.kernels.draw import (
     weight_at,
     words_of,
 )
-from fused_softmax.kernels.sample_wide import least_in_row, least_of_filters, open_row, within_row
+from fused_softmax.kernels.sample_row import least_in_row, within_row
+from fused_softmax.kernels.sample_wide import least_of_filters, open_row
 from fused_softmax.kernels.spec import Draw, Held
 from fused_softmax.kernels.state import NEG_INF
 

@@ -178,16 +178,6 @@ COLUMN_READ_NOTE = (
 # pieces 3421 GB/s, by 4 3847.
 COLUMN_READ_PIECES, COLUMN_MASKED_PIECES = 8, 4
 
-# Draws: stretches, and so warps, of a program; programs a multiprocessor at most before one reads several in turn. fp32
-# 256 x 128256 40.6 us; by 1 stretch and 16 programs 39.5, by 2 and 4 116.
-DRAW_STRETCHES, DRAW_PROGRAMS = 4, 8
-# Lanes of 32 logits that the program which judges filters holds, and its warps: 8 rows 13.5 us, by 4 warps 13.2;
-# 256 rows 20.4 and 18.9, bf16 21.7 and 20.1.
-DRAW_CAPACITY, KEPT_WARPS = 64, 8
-# Warps of the program that seeks a low boundary, columns that it seeks it among, and programs a multiprocessor of the
-# launches beside it, which are many because few rows may be left. The second was not varied.
-DRAW_BOUND_WARPS, DRAW_LISTED, DRAW_WIDE_PROGRAMS = 16, 8192, 32
-
 # The ladders that a table may hold, and the figures of a rung: a program of `warps` holds a row, or a part of one.
 TUNABLE = {
     "row_warps": ("columns", "warps"),
