@@ -3,6 +3,8 @@
 from fault import of
 
 NOISE, REFERENCE = "reference_noise.py", "reference_sampling.py"
+DRAW, KEPT, WIDE = "kernels/draw.py", "kernels/sample_kept.py", "kernels/sample_wide.py"
+FILTERS, BELOW = "test_sample_kernels.py::test_filters", "test_sample_kernels.py::test_boundaries_below_what_is_held"
 CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
 SAMPLING = (
     of(
@@ -67,5 +69,33 @@ SAMPLING = (
         "register", "draws-faked-as-rows", RULES,
         "logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]", "logits.shape[0] + 0",
         "test_operators.py::test_what_runs_and_its_fake_agree",
+    ),
+    of(
+        "kernels", "last-column-of-equals-kept", DRAW, "tl.where(cols <= B.col, B.x, B.above)", "B.x", FILTERS,
+    ),
+    of(
+        "kernels", "least-of-min-p-one-step-off", DRAW, "    return high.to(tl.int32)\n\n\n@triton.jit\ndef calls_of",
+        "    return (high + (1 << 21)).to(tl.int32)\n\n\n@triton.jit\ndef calls_of", FILTERS,
+    ),
+    of(
+        "kernels", "candidates-of-one-quarter-left-out", KEPT,
+        "    list_candidates(list_ptr, H.x_3, column_of(H.call, 3), base + n_0 + n_1 + n_2, known)\n", "", FILTERS,
+    ),
+    of(
+        "kernels", "top-p-of-all-after-top-k", WIDE,
+        "            target = F.p.to(tl.float64) * (mass + kept).to(tl.float64)\n", "            target = target\n",
+        BELOW,
+    ),
+    of(
+        "kernels", "mass-above-the-list-forgotten", WIDE, "        tl.atomic_add(record_ptr + MASS,",
+        "        tl.atomic_max(record_ptr + MASS,", BELOW,
+    ),
+    of(
+        "kernels", "columns-listed-from-the-next-quarter", WIDE, "bit // 8 * QUARTER", "(bit // 8 + 1) % 4 * QUARTER",
+        BELOW,
+    ),
+    of(
+        "kernels", "last-part-draws-alone", WIDE,
+        "            key = tl.atomic_max(record_ptr + KEY, 0, sem=\"relaxed\")\n", "", BELOW,
     ),
 )  # fmt: skip

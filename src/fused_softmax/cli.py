@@ -133,7 +133,9 @@ def env(as_json: bool) -> None:
     """Print the environment that results are recorded with."""
     from fused_softmax.bench import run
 
-    print_facts(record.environment(*run.gpu_facts()), as_json)
+    facts = record.environment(*run.gpu_facts())
+    del facts["kernels_of"]  # a digest an operation, which files of results have
+    print_facts(facts, as_json)
 
 
 @main.command()
