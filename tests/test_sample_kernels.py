@@ -89,7 +89,7 @@ WIDE = {
     "top-p, ties": {"top_p": 0.9, "temperature": 2.0},
     "top-k": {"top_k": 900},
     "top-k, then top-p": {"top_k": 300, "top_p": 0.8},
-    "top-k, then a small top-p": {"top_k": 300, "top_p": 0.3},
+    "few of top-k, then top-p": {"top_k": 60, "top_p": 0.2},
     "many of top-k, then top-p": {"top_k": 3000, "top_p": 0.8},
     "joint": {"top_k": 2000, "top_p": 0.9, "order": "joint"},
     "min-p": {"min_p": 0.001},
