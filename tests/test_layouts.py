@@ -21,13 +21,14 @@ pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU or in the interpreter"
 )
 
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp")
 
 
 def laid(*shape, dtype=FP32, seed=0):
     """On the device from the start: a tensor that moves there may lose its strides."""
-    return peaked(1, math.prod(shape), dtype, seed).to("cpu" if INTERPRETED else "cuda").view(shape)
+    return peaked(1, math.prod(shape), dtype, seed).to(DEVICE).view(shape)
 
 
 # Every one of them was copied before a kernel could read it: what makes it of n columns, and the dim that is reduced.

@@ -38,7 +38,7 @@ def compiled(target, dtype, options):
     return {name: launch.compile(target) for name, launch in found.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("call", CALLS)
 def test_registers_and_accesses_of_draws(call, dtype):
     options, most = CALLS[call]
@@ -49,6 +49,7 @@ def test_registers_and_accesses_of_draws(call, dtype):
             assert name == "_bound" or max(binary.load_widths) == 16, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 def test_draws_compile_for_other_gpus(target):
     assert len(compiled(target, torch.bfloat16, {"top_p": 0.9})) == 5
