@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
+from launches import ABOUT_THE_CALL, GPUS, OF_THREE_PROGRAMS, SPILLED, Rows, launched, rows_as
 from products import one_in, pairwise
 
 from fused_softmax.layout import scores_against_columns
@@ -189,8 +189,8 @@ def test_a_mask_over_a_strided_dim(n_cols, dtype, over, kind):
     layout = scores_against_columns(scores, shape, 1, ((0,), (2,)))
     x = Cube(shape, dtype)
     (binary,) = compiled("sm_90", lambda: softmax_rows.prepare_columns(x, x, layout=layout))
-    assert binary.spilled_bytes == 0
-    assert binary.registers <= 168
+    assert binary.spilled_bytes <= SPILLED
+    assert binary.registers <= OF_THREE_PROGRAMS
     assert max(binary.load_widths) >= 8
     assert over == "columns" or kind == "added" or 1 not in binary.load_widths
 
@@ -202,5 +202,5 @@ def test_the_gradient_of_a_mask_over_a_strided_dim(log, dtype):
         x = Cube((64, n_cols, 512), dtype)
         prepare = lambda: softmax_rows.prepare_columns_backward(x, x, x, log=log, hides=True, scaled=True)  # noqa: B023, E731
         (binary,) = compiled("sm_90", prepare)
-        assert binary.registers <= 168
-        assert binary.spilled_bytes == 0
+        assert binary.registers <= OF_THREE_PROGRAMS
+        assert binary.spilled_bytes <= SPILLED
