@@ -54,7 +54,7 @@ def of_both(target, prepare, plain, nested):
 def as_lean(ordinary, other, plan=None, target="sm_90"):
     """Registers are granted by eight: a few more strides take two such steps at most, and no resident part of a row."""
     assert other.spilled_bytes <= max(ordinary.spilled_bytes, ABOUT_THE_CALL if plan and plan.parts > 1 else 0)
-    assert other.registers <= ordinary.registers + (16 if plan else 48)  # over few columns fp32 takes 216 for 168
+    assert other.registers <= ordinary.registers + 16
     if plan is not None and plan.strategy == "split":
         gpu, registers = GPUS[target], -(-other.registers // 8) * 8
         resident = min(32, 64 // plan.num_warps, gpu.registers // (32 * plan.num_warps * registers))
@@ -121,9 +121,7 @@ def test_columns(target, dtype, n_cols):
     for prepare, plain, nested in cases:
         for ordinary, other in of_both(target, prepare, plain, nested):
             assert other.spilled_bytes <= ABOUT_THE_CALL_OF_COLUMNS
-            assert other.registers <= ordinary.registers + (
-                16 if plan else 48
-            )  # over few columns fp32 takes 216 for 168
+            assert other.registers <= ordinary.registers + 48  # over few columns fp32 takes 216 for 168
             assert max(other.load_widths) == max(ordinary.load_widths)
             assert min(other.load_widths) >= 8
 
