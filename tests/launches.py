@@ -60,8 +60,6 @@ class Rows:
 
 # Bytes in local memory about the call of what stands in for the missing parts of a row: of Triton 3.6 and 3.7, and 3.9.
 ABOUT_THE_CALL = 44 if triton.__version__ >= "3.9" else 20
-# And where there is no such call, which Triton 3.9 holds more loosely; and registers of three programs over columns.
-SPILLED, OF_THREE_PROGRAMS = (24, 168) if triton.__version__ >= "3.9" else (4, 168)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launches import ABOUT_THE_CALL, GPUS, OF_THREE_PROGRAMS, SPILLED, Rows, launched, rows_as
+from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from products import one_in, pairwise
 
 from fused_softmax.layout import scores_against_columns
@@ -32,6 +32,7 @@ def compiled(target, prepare):
     return [launch.compile(target) for launch in launched(GPUS[target], prepare)]
 
 
+OF_THREE_PROGRAMS = 168  # registers of a thread
 ABOUT_THE_CALL_OF_COLUMNS = 148  # which have an address for each of 32 tiles at the end; 108 for sm_90
 
 
@@ -159,7 +160,7 @@ def test_strided_dims_of_any_inner_size_are_as_wide_as_it_divides(n_inner, eleme
 def test_three_programs_over_a_strided_dim_are_resident(dtype):
     x = Cube((64, 4096, 512), dtype)
     (binary,) = compiled("sm_90", lambda: softmax_rows.prepare_columns(x, x))
-    assert binary.registers <= 168
+    assert binary.registers <= OF_THREE_PROGRAMS
     assert binary.spilled_bytes <= ABOUT_THE_CALL_OF_COLUMNS
 
 
@@ -180,7 +181,7 @@ class Mask(Cube):
 @pytest.mark.parametrize("kind", ["bool", "added"])
 @pytest.mark.parametrize("over", one_in(3, ["all", "columns", "positions"]))
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("n_cols", [21, 4096])
+@pytest.mark.parametrize("n_cols", [21, 40, 4096])
 def test_a_mask_over_a_strided_dim(n_cols, dtype, over, kind):
     """Spills nothing, reads rows of it in vectors, and lets as many programs be resident where they share columns."""
     shape = (64, n_cols, 512)
@@ -189,7 +190,7 @@ def test_a_mask_over_a_strided_dim(n_cols, dtype, over, kind):
     layout = scores_against_columns(scores, shape, 1, ((0,), (2,)))
     x = Cube(shape, dtype)
     (binary,) = compiled("sm_90", lambda: softmax_rows.prepare_columns(x, x, layout=layout))
-    assert binary.spilled_bytes <= SPILLED
+    assert binary.spilled_bytes <= (ABOUT_THE_CALL if n_cols == 4096 else 0)
     assert binary.registers <= OF_THREE_PROGRAMS
     assert max(binary.load_widths) >= 8
     assert over == "columns" or kind == "added" or 1 not in binary.load_widths
@@ -198,9 +199,9 @@ def test_a_mask_over_a_strided_dim(n_cols, dtype, over, kind):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("log", [False, True])
 def test_the_gradient_of_a_mask_over_a_strided_dim(log, dtype):
-    for n_cols in (21, 4096):
+    for n_cols in (21, 40, 4096):
         x = Cube((64, n_cols, 512), dtype)
         prepare = lambda: softmax_rows.prepare_columns_backward(x, x, x, log=log, hides=True, scaled=True)  # noqa: B023, E731
         (binary,) = compiled("sm_90", prepare)
-        assert binary.registers <= (224 if n_cols == 21 else OF_THREE_PROGRAMS)  # programs of one warp have more
-        assert binary.spilled_bytes <= SPILLED
+        assert n_cols == 40 or binary.registers <= OF_THREE_PROGRAMS  # two warps hold those, and need no third program
+        assert binary.spilled_bytes <= (ABOUT_THE_CALL if n_cols == 4096 else 0)

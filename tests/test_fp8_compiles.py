@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launches import ABOUT_THE_CALL, GPUS, SPILLED, Rows, launched, rows_as
+from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from test_family_compiles import Cube
 
 from fused_softmax.ops import logsumexp_calls, softmax_rows
@@ -88,8 +88,8 @@ def test_logsumexp_and_strided_dims(target):
             assert target != "sm_90" or max(binary.load_widths) == 8
     x, y = Cube((64, 40, 512), E4M3), Cube((64, 40, 512), FP16)
     (binary,) = binaries(target, lambda: softmax_rows.prepare_columns(x, y))
-    assert binary.spilled_bytes <= SPILLED
+    assert binary.spilled_bytes == 0
     assert target != "sm_90" or (set(binary.load_widths), set(binary.store_widths)) == ({8}, {16})
     lse = Cube((64, 1, 512), FP16)
     (binary,) = binaries(target, lambda: logsumexp_calls.prepare_columns(x, lse))
-    assert binary.spilled_bytes <= SPILLED
+    assert binary.spilled_bytes == 0

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.compiles
 TARGETS = ["sm_90", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sm_80", "sm_100"))]
 FP32, BF16 = torch.float32, torch.bfloat16
 MANY = 4096
+# By columns. One warp holds 40 of them; even at 216 registers nine are resident, and ask for 180 KiB at a time.
+MORE_REGISTERS = {40: 48, 4096: 16}
 
 
 class Nested(Rows):
@@ -121,7 +123,7 @@ def test_columns(target, dtype, n_cols):
     for prepare, plain, nested in cases:
         for ordinary, other in of_both(target, prepare, plain, nested):
             assert other.spilled_bytes <= ABOUT_THE_CALL_OF_COLUMNS
-            assert other.registers <= ordinary.registers + 48  # over few columns fp32 takes 216 for 168
+            assert other.registers <= ordinary.registers + MORE_REGISTERS[n_cols]
             assert max(other.load_widths) == max(ordinary.load_widths)
             assert min(other.load_widths) >= 8
 

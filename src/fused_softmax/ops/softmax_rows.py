@@ -206,7 +206,7 @@ def run_columns(
             itemsize = max(itemsize, 4)
         plan = plan_columns(
             n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector,
-            masked=bool(how.get("mask")),
+            masked=bool(how.get("mask") or how.get("hides")),
         )  # fmt: skip
     if plan is None or (how.get("greedy") and plan.parts > 1):
         return None

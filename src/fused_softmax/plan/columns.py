@@ -88,7 +88,7 @@ def plan_columns(
     """The plan for reductions over the middle dim; None where too many programs would have to wait for each other.
 
     holds: whether a program holds what it reads until all is reduced; logsumexp does not, and splits as it likes.
-    masked: whether a mask is read too, whose elements and addresses take registers of those that hold columns.
+    masked: whether a mask is read too, or what it hid is looked for, which takes registers of those that hold columns.
     access: elements that lie side by side at an aligned address, wherever a program reads; at most 16 bytes count.
     choices: inner_bytes, held_bytes, num_warps and vector overrule the constants; the tuner and the tests use it.
 
@@ -148,14 +148,14 @@ def _held_tile(
     inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
     built_in = not choices
     wide = access * itemsize >= 4
-    block_cols = next_power_of_2(-(-n_cols // COLUMN_FEW_PIECES))
+    block_cols = next_power_of_2(-(-n_cols // (COLUMN_FEW_PIECES // (COLUMN_MASKED_SHARE if masked else 1))))
     if built_in and wide and block_cols <= COLUMN_FEW[inputs]:
         warp = 32 * vector // block_cols  # positions that a warp reads of block_cols columns
         inner = min(next_power_of_2(n_inner), max(warp, min(COLUMN_FEW_BYTES // itemsize, 4 * warp)))
         if n_outer * -(-n_inner // inner) >= device.sm_count:
             return inner, block_cols, max(1, inner // warp), -(-n_cols // block_cols)
-    if masked:
-        held_bytes = held_bytes // COLUMN_MASKED_SHARE
+    if masked and inputs == 1:  # an element that waits to be masked takes a register
+        held_bytes = held_bytes // COLUMN_MASKED_SHARE * min(itemsize, 4) // 4
     if not wide:  # elements read one by one wait in 4 bytes each
         held_bytes = held_bytes * 3 // 4
     inner = min(next_power_of_2(n_inner), choices.get("inner_bytes", inner_bytes) // itemsize)

@@ -149,7 +149,8 @@ COLUMN_BYTES = {
 }  # fmt: skip
 COLUMN_NOTE = "64 x 4096 x 512 fp32 0.94, 64 and 32 KiB 0.85; bf16 0.80, 40 KiB 0.76; backward 0.96, 0.85"
 COLUMN_MOST_PARTS = 128
-# Of the bytes held, one in so many where a mask is read too. Unmeasured; chosen by what sm_90 compiles to.
+# Of the bytes held, one in so many where a mask is read too, and so of the tiles of few columns, for their gradients as
+# well. Unmeasured; chosen by what sm_90 compiles to.
 COLUMN_MASKED_SHARE = 2
 # Few columns: tiles at most, columns of one at most by inputs, contiguous bytes of each. dim 1 of 8 x 21 x 512 x 512
 # bf16 0.93 (by tiles of 16 columns 0.26), fp32 0.97 (0.71); of 32 x 3 x 262144 bf16 1.00 (0.34). Gradients: 4 x 150 x
