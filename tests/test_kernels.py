@@ -7,8 +7,6 @@ import pytest
 
 KERNELS = Path(__file__).parents[1] / "src/fused_softmax/kernels"
 MOST_PARAMETERS, MOST_CONSTEXPRS = 28, 3
-# Draws: six parameters of a row, each a number or a tensor with its stride, two of them of 64 bits.
-MOST_PARAMETERS_OF = {"_choose": 42, "_bound": 32, "_draw_within": 29}
 
 
 def kernels():
@@ -25,7 +23,7 @@ def test_a_kernel_has_few_parameters(name, arguments):
     assert not arguments.kwarg
     parameters = arguments.posonlyargs + arguments.args + arguments.kwonlyargs
     constexprs = [each for each in parameters if each.annotation and "constexpr" in ast.unparse(each.annotation)]
-    assert len(parameters) <= MOST_PARAMETERS_OF.get(name, MOST_PARAMETERS)
+    assert len(parameters) <= MOST_PARAMETERS
     assert len(constexprs) <= MOST_CONSTEXPRS
 
 

@@ -8,7 +8,7 @@ noise, and its member by noise of its own, z = (x - origin) * log2(e) / temperat
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.spec import Bounds, Filters
+from fused_softmax.kernels.spec import Bounds, Draw, Filters
 from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF, widen
 
 INF = tl.constexpr(float("inf"))
@@ -20,8 +20,11 @@ NO_COLUMN = tl.constexpr(2147483647)
 UNIT = tl.constexpr(1099511627776.0)  # 2 ** 40: what a weight of 1 counts in a sum of integers
 COLUMN_BITS, LAST_COLUMN = tl.constexpr(24), tl.constexpr(16777215)
 LOWEST = tl.constexpr(-2139095041)  # the order of -inf
-RECORD = tl.constexpr(12)  # int64 of a row whose boundary is low: see `sample_wide`
 GROUPS, MEMBERS = tl.constexpr(0), tl.constexpr(1)  # streams of noise
+# A kernel's strides, of its tensors' first dims. Of a number in a tensor's place: how much more each draw has.
+LOGITS, BIAS, BITMASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, TOKENS, KEPT_BITS = (
+    tl.constexpr(i) for i in range(11)
+)
 
 
 @triton.jit
@@ -34,11 +37,18 @@ def number_at(ptr, stride, number, draw):
 
 @triton.jit
 def integer_at(ptr, stride, low, high, draw):
-    """An int64 of a draw, or the number of two int32 halves."""
+    """An int64 of a draw, or the number of two int32 halves and the stride times the draw."""
     if ptr is not None:
         return tl.load(ptr + draw * stride).to(tl.int64)
     else:
-        return ((tl.zeros([], tl.int64) + high) << 32) | ((tl.zeros([], tl.int64) + low) & 0xFFFFFFFF)
+        number = ((tl.zeros([], tl.int64) + high) << 32) | ((tl.zeros([], tl.int64) + low) & 0xFFFFFFFF)
+        return number + draw * stride
+
+
+@triton.jit
+def scratch_at(scratch_ptr, draw, at: tl.constexpr, dtype: tl.constexpr, K: tl.constexpr):
+    """Where a part of a draw's scratch begins: see SampleSpec."""
+    return (scratch_ptr + draw * K.scratch + at).to(tl.pointer_type(dtype), bitcast=True)
 
 
 @triton.jit
@@ -53,16 +63,22 @@ def row_of(rows_ptr, draw, n_rows):
 
 
 @triton.jit
-def numbers_of(
-    rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
-    temperature, seed_low, seed_high, position_low, position_high, draw,
+def draw_of(
+    logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols,
+    temperature, seed_low, seed_high, position_low, position_high, draw, K: tl.constexpr,
 ):  # fmt: skip
-    """(row, temperature, seed, position, whether these are valid) of a draw."""
+    """The row of a draw, and its numbers."""
     row, there = row_of(rows_ptr, draw, n_rows)
-    temperature = number_at(temperature_ptr, temperature_stride, temperature, draw)
-    seed = integer_at(seed_ptr, seed_stride, seed_low, seed_high, draw)
-    position = integer_at(position_ptr, position_stride, position_low, position_high, draw)
-    return row, temperature, seed, position, there & can_be(temperature)
+    temperature = number_at(temperature_ptr, strides[TEMPERATURE], temperature, draw)
+    seed = integer_at(seed_ptr, strides[SEED], seed_low, seed_high, draw)
+    position = integer_at(position_ptr, strides[POSITION], position_low, position_high, draw)
+    ptr = logits_ptr + row * strides[LOGITS]
+    bias_ptr = bias_ptr + draw * strides[BIAS] if K.biased else ptr
+    bitmask_ptr = bitmask_ptr + draw * strides[BITMASK] if K.bitmasked else ptr
+    return Draw(
+        ptr, bias_ptr, bitmask_ptr, n_cols, temperature, factor_of(temperature), seed, position,
+        there & can_be(temperature),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -79,13 +95,12 @@ def can_be(temperature):
 
 @triton.jit
 def filters_of(
-    top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, top_k, top_p, min_p, m, total, draw, D,
-    K: tl.constexpr,
+    top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K: tl.constexpr
 ):  # fmt: skip
     """The filters of a draw; k is 1 for temperature 0, and p is 0 where a filter has no meaning."""
-    p = number_at(top_p_ptr, top_p_stride, top_p, draw)
-    least_p = number_at(min_p_ptr, min_p_stride, min_p, draw)
-    k = integer_at(top_k_ptr, top_k_stride, top_k, 0, draw)
+    p = number_at(top_p_ptr, strides[TOP_P], top_p, draw)
+    least_p = number_at(min_p_ptr, strides[MIN_P], min_p, draw)
+    k = integer_at(top_k_ptr, strides[TOP_K], top_k, 0, draw)
     k = tl.where(D.temperature > 0, tl.where((k > 0) & (k < D.n_cols), k, 0), 1)
     least = tl.zeros([], tl.int32) + LOWEST
     if least_p > 0:
@@ -132,10 +147,10 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False):
     cols = first[:, None] + tl.arange(0, 8)[None, :]
     if WHOLE:
         x = widen(tl.load(D.ptr + cols), tl.float32, K.ptx)
-        if D.bias_ptr is not None:
-            x += tl.load(D.bias_ptr + D.bias_at + cols).to(tl.float32)
-        if D.bitmask_ptr is not None:
-            bits = tl.load(D.bitmask_ptr + D.bitmask_at + first // 8).to(tl.int32)
+        if K.biased:
+            x += tl.load(D.bias_ptr + cols).to(tl.float32)
+        if K.bitmasked:
+            bits = tl.load(D.bitmask_ptr + first // 8).to(tl.int32)
             x = tl.where((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, x, NEG_INF)
         return x
     else:
@@ -145,12 +160,10 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False):
         else:
             on = there[:, None] & (cols < D.n_cols)
         x = widen(tl.load(D.ptr + cols, mask=on, other=NEG_INF), tl.float32, K.ptx)
-        if D.bias_ptr is not None:
-            x += tl.load(D.bias_ptr + D.bias_at + cols, mask=on, other=0.0).to(tl.float32)
-        if D.bitmask_ptr is not None:
-            bits = tl.load(D.bitmask_ptr + D.bitmask_at + first // 8, mask=there & (first < D.n_cols), other=0).to(
-                tl.int32
-            )
+        if K.biased:
+            x += tl.load(D.bias_ptr + cols, mask=on, other=0.0).to(tl.float32)
+        if K.bitmasked:
+            bits = tl.load(D.bitmask_ptr + first // 8, mask=there & (first < D.n_cols), other=0).to(tl.int32)
             x = tl.where((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, x, NEG_INF)
         return x
 

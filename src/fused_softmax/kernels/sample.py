@@ -11,23 +11,22 @@ from fused_softmax.kernels.draw import (
     INF,
     LANES,
     STRETCH,
+    TOKENS,
     calls_of,
     column_of,
-    factor_of,
+    draw_of,
     group_of,
     key_of,
     log2_of,
     logits_of,
     member_of,
     noise_of,
-    numbers_of,
     score_of,
     sum_of_8,
     survey,
     weight_at,
     words_of,
 )
-from fused_softmax.kernels.spec import Draw
 from fused_softmax.kernels.state import NEG_INF
 
 ODD = tl.constexpr(9223372034707292159)  # above the key of every finite score
@@ -40,38 +39,33 @@ FAR = tl.constexpr(1024.0)  # scores beyond it are too coarse to tell neighbours
     ]
 )  # fmt: skip
 def _draw(
-    state_ptr, logits_ptr, tokens_ptr, valid_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr,
-    position_ptr, logits_row_stride, bias_row_stride, bitmask_row_stride, tokens_stride, temperature_stride,
-    seed_stride, position_stride, n_rows, n_cols, n_parts, part_stretches, temperature, seed_low,
-    seed_high, position_low, position_high, K: tl.constexpr,
+    scratch_ptr, logits_ptr, tokens_ptr, valid_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr,
+    position_ptr, strides, n_rows, n_cols, n_parts, part_stretches, temperature, seed_low, seed_high, position_low,
+    position_high, K: tl.constexpr,
 ):  # fmt: skip
     """A draw, or a part of one (K.split)."""
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     part = program % n_parts
-    row, temperature, seed, position, valid = numbers_of(
-        rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
-        temperature, seed_low, seed_high, position_low, position_high, draw,
-    )  # fmt: skip
-    D = Draw(
-        logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride, draw * bitmask_row_stride,
-        n_cols, temperature, factor_of(temperature), seed, position, valid,
+    D = draw_of(
+        logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols,
+        temperature, seed_low, seed_high, position_low, position_high, draw, K,
     )  # fmt: skip
     first = tl.load(D.ptr).to(tl.float32)
     origin = tl.where(tl.abs(first) < INF, first, 0.0)
     start = part * part_stretches
     end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
     key = with_token(D, best_group(D, start, end, origin, K), origin, K)
-    state_ptr += draw * 2
+    state_ptr = scratch_ptr + draw * 2
     if K.split:
         tl.atomic_max(state_ptr, key, sem="relaxed")
         last = tl.atomic_add(state_ptr + 1, 1, sem="acq_rel") == n_parts - 1
         if last:
             key = tl.atomic_xchg(state_ptr, 0, sem="relaxed")
             tl.atomic_xchg(state_ptr + 1, 0, sem="relaxed")
-            finish_draw(D, key, tokens_ptr + draw * tokens_stride, valid_ptr + draw, K)
+            finish_draw(D, key, tokens_ptr + draw * strides[TOKENS], valid_ptr + draw, K)
     else:
-        finish_draw(D, key, tokens_ptr + draw * tokens_stride, valid_ptr + draw, K)
+        finish_draw(D, key, tokens_ptr + draw * strides[TOKENS], valid_ptr + draw, K)
 
 
 @triton.jit

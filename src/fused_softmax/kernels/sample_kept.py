@@ -13,26 +13,25 @@ import triton.language as tl
 from fused_softmax.kernels.draw import (
     COLUMN_BITS,
     GROUPS,
+    KEPT_BITS,
     LANES,
     LAST_COLUMN,
     LOWEST,
-    RECORD,
     STRETCH,
+    TOKENS,
     UNIT,
     bounds_of_code,
     calls_of,
     code_of,
     column_of,
-    factor_of,
+    draw_of,
     filters_of,
     group_of,
     logits_of,
     logprob_of,
     member_of,
-    number_at,
-    numbers_of,
     order_of,
-    row_of,
+    scratch_at,
     sum_of_8,
     survey,
     take_kept,
@@ -41,14 +40,14 @@ from fused_softmax.kernels.draw import (
 )
 from fused_softmax.kernels.sample_row import least_in_row, within_row
 from fused_softmax.kernels.sample_wide import least_of_filters, open_row
-from fused_softmax.kernels.spec import Draw, Held
+from fused_softmax.kernels.spec import Held
 from fused_softmax.kernels.state import NEG_INF
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows"])
 def _stretches(
-    m_ptr, s_ptr, tops_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, logits_row_stride,
-    bias_row_stride, bitmask_row_stride, temperature_stride, n_rows, n_cols, temperature, K: tl.constexpr,
+    scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature,
+    K: tl.constexpr,
 ):  # fmt: skip
     """Of K.stretches stretches of a row: m and s = sum 2 ** z, and the maximum of each lane's 32 logits.
 
@@ -60,12 +59,9 @@ def _stretches(
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     stretch = program % n_parts * K.stretches
-    row, _ = row_of(rows_ptr, draw, n_rows)
-    factor = factor_of(number_at(temperature_ptr, temperature_stride, temperature, draw))
-    zero = tl.zeros([], tl.int64)
-    D = Draw(
-        logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride, draw * bitmask_row_stride,
-        n_cols, factor, factor, zero, zero, zero == 0,
+    D = draw_of(
+        logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols, temperature,
+        0, 0, 0, 0, draw, K,
     )  # fmt: skip
     call = calls_of(stretch, K)
     there = call < n_stretches * LANES
@@ -74,10 +70,9 @@ def _stretches(
     else:
         top, m, s = state_of_stretches(D, call, there, K, False)
     at = stretch + tl.arange(0, K.stretches)
-    tl.store(tops_ptr + draw * n_stretches * LANES + call, top, mask=there)
-    here = draw * n_stretches + at
-    tl.store(m_ptr + here, m, mask=at < n_stretches)
-    tl.store(s_ptr + here, s, mask=at < n_stretches)
+    tl.store(scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K) + call, top, mask=there)
+    tl.store(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, m, mask=at < n_stretches)
+    tl.store(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, s, mask=at < n_stretches)
 
 
 @triton.jit
@@ -104,35 +99,25 @@ def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
     do_not_specialize=["n_cols", "n_rows", "top_k", "seed_low", "seed_high", "position_low", "position_high"]
 )  # fmt: skip
 def _choose(
-    m_ptr, s_ptr, tops_ptr, lanes_ptr, ranked_ptr, record_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr,
-    kept_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr,
-    logits_row_stride, bias_row_stride, bitmask_row_stride, tokens_stride, kept_row_stride, temperature_stride,
-    top_k_stride, top_p_stride, min_p_stride, seed_stride, position_stride, n_rows, n_cols, temperature, top_k, top_p,
-    min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
+    scratch_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr, kept_ptr, bias_ptr, bitmask_ptr, rows_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols, temperature,
+    top_k, top_p, min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
     """A draw by one program, from the lanes of the greatest maxima; or what the launches after it need (K.wide)."""
     draw = tl.program_id(0).to(tl.int64)
-    row, temperature, seed, position, valid = numbers_of(
-        rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
-        temperature, seed_low, seed_high, position_low, position_high, draw,
-    )  # fmt: skip
-    D = Draw(
-        logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride, draw * bitmask_row_stride,
-        n_cols, temperature, factor_of(temperature), seed, position, valid,
+    D = draw_of(
+        logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols,
+        temperature, seed_low, seed_high, position_low, position_high, draw, K,
     )  # fmt: skip
     if kept_ptr is not None:
-        kept_ptr += draw * kept_row_stride
-    m, total, odd = row_state(m_ptr, s_ptr, draw, D, K)
-    F = filters_of(
-        top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, top_k, top_p, min_p, m, total, draw,
-        D, K,
-    )  # fmt: skip
+        kept_ptr += draw * strides[KEPT_BITS]
+    m, total, odd = row_state(scratch_ptr, draw, D, K)
+    F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
     valid = D.valid & (F.p > 0)
     token = tl.zeros([], tl.int64)
     logprob = tl.full([], float("nan"), tl.float32)
     if K.wide:
-        record_ptr += draw * RECORD
-        tl.store(record_ptr, 0)
+        tl.store(scratch_ptr + draw * K.scratch, 0)
     if odd:
         _, n_inf, at_inf, n_nan = survey(D, K)
         valid &= (n_nan == 0) & (n_inf == 1)
@@ -144,30 +129,30 @@ def _choose(
     else:
         valid &= m > NEG_INF
         if valid:
-            token, logprob = choose(tops_ptr, lanes_ptr, ranked_ptr, record_ptr, kept_ptr, draw, D, F, K)
-    tl.store(tokens_ptr + draw * tokens_stride, token)
+            token, logprob = choose(scratch_ptr, kept_ptr, draw, D, F, K)
+    tl.store(tokens_ptr + draw * strides[TOKENS], token)
     tl.store(valid_ptr + draw, valid.to(tl.int8))
     if logprobs_ptr is not None:
         tl.store(logprobs_ptr + draw, logprob)
 
 
 @triton.jit
-def row_state(m_ptr, s_ptr, draw, D, K: tl.constexpr):
+def row_state(scratch_ptr, draw, D, K: tl.constexpr):
     """(m, s in units, whether the row has a NaN or an inf) of all stretches of a row."""
     n_stretches = tl.cdiv(D.n_cols, STRETCH)
     at = tl.arange(0, K.all_stretches)
     on = at < n_stretches
-    m_parts = tl.load(m_ptr + draw * n_stretches + at, mask=on, other=NEG_INF)
-    s_parts = tl.load(s_ptr + draw * n_stretches + at, mask=on, other=0)
+    m_parts = tl.load(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, mask=on, other=NEG_INF)
+    s_parts = tl.load(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, mask=on, other=0)
     m = tl.max(m_parts, axis=0)
     weight = weight_at(m_parts, m, D).to(tl.float64)
     return m, tl.sum((s_parts.to(tl.float64) * weight).to(tl.int64), axis=0), tl.min(s_parts, axis=0) < 0
 
 
 @triton.jit
-def choose(tops_ptr, lanes_ptr, ranked_ptr, record_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+def choose(scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob) of a row that can be drawn from."""
-    call, known = greatest_lanes(tops_ptr, lanes_ptr, draw, D, F, K)
+    call, known = greatest_lanes(scratch_ptr, draw, D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
     H = Held(
@@ -175,7 +160,7 @@ def choose(tops_ptr, lanes_ptr, ranked_ptr, record_ptr, kept_ptr, draw, D, F, K:
         logits_of(D, column_of(call, 2), there, K), logits_of(D, column_of(call, 3), there, K), call,
     )  # fmt: skip
     if K.ranked:
-        least, enough = least_of_candidates(H, known, ranked_ptr, draw, D, F, K)
+        least, enough = least_of_candidates(H, known, scratch_ptr, draw, D, F, K)
     else:
         least = known.to(tl.int64) << COLUMN_BITS
         enough = (known == LOWEST) | (known <= F.least)
@@ -194,7 +179,7 @@ def choose(tops_ptr, lanes_ptr, ranked_ptr, record_ptr, kept_ptr, draw, D, F, K:
         token = member_of(D, group_of(key), F.m, K, B)
         logprob = logprob_of(token, mass, D, F.m, K)
     elif K.wide:
-        open_row(record_ptr, D, F, K)
+        open_row(scratch_ptr + draw * K.scratch, D, F, K)
     else:
         B = bounds_of_code(least_in_row(D, F, K))
         token, logprob = within_row(kept_ptr, D, F.m, B, K)
@@ -202,11 +187,12 @@ def choose(tops_ptr, lanes_ptr, ranked_ptr, record_ptr, kept_ptr, draw, D, F, K:
 
 
 @triton.jit
-def greatest_lanes(tops_ptr, lanes_ptr, draw, D, F, K: tl.constexpr):
+def greatest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
     """(calls [K.capacity] of lanes, -1 where there is none, the least order from which on they hold every logit)."""
     n_lanes = tl.cdiv(D.n_cols, STRETCH) * LANES
     at = tl.arange(0, K.all_stretches * LANES)
-    top = tl.load(tops_ptr + draw * n_lanes + at, mask=at < n_lanes, other=NEG_INF)
+    tops_ptr = scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K)
+    top = tl.load(tops_ptr + at, mask=at < n_lanes, other=NEG_INF)
     order = order_of(top)
     there = order > LOWEST
     n_there = tl.sum(there.to(tl.int32), axis=0)
@@ -230,7 +216,7 @@ def greatest_lanes(tops_ptr, lanes_ptr, draw, D, F, K: tl.constexpr):
             n_high = tl.where(n > K.capacity, n_high, n)
     chosen = (order >= high) & there
     place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    lanes_ptr += draw * K.capacity
+    lanes_ptr = scratch_at(scratch_ptr, draw, K.lanes_at, tl.int32, K)
     tl.store(lanes_ptr + place, at, mask=chosen)
     tl.debug_barrier()
     i = tl.arange(0, K.capacity)
@@ -239,7 +225,7 @@ def greatest_lanes(tops_ptr, lanes_ptr, draw, D, F, K: tl.constexpr):
 
 
 @triton.jit
-def least_of_candidates(H, known, list_ptr, draw, D, F, K: tl.constexpr):
+def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep, whether all that decides it is known).
 
     Candidates are what is held from the order `known` on.
@@ -254,7 +240,7 @@ def least_of_candidates(H, known, list_ptr, draw, D, F, K: tl.constexpr):
             high = tl.where(many, high, middle)
         known = high.to(tl.int32)
         n = count_held(H, known)
-    list_ptr += draw * K.candidates
+    list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
     n_0, n_1, n_2, n_3 = (
         count_lanes(H.x_0, known), count_lanes(H.x_1, known), count_lanes(H.x_2, known), count_lanes(H.x_3, known),
     )  # fmt: skip

@@ -11,31 +11,31 @@ import triton.language as tl
 from fused_softmax.kernels.draw import (
     COLUMN_BITS,
     GREATEST,
+    KEPT_BITS,
     LANES,
     LAST_COLUMN,
     LOWEST,
     QUARTER,
-    RECORD,
     STRETCH,
+    TOKENS,
     UNIT,
     bounds_of_code,
     calls_of,
     column_of,
-    factor_of,
+    draw_of,
     filters_of,
     group_of,
     logits_of,
     logprob_of,
     member_of,
-    numbers_of,
     order_of,
     score_at,
+    scratch_at,
     sum_of_8,
     value_of,
     weight_at,
 )
 from fused_softmax.kernels.sample_row import best_kept, least_in_row
-from fused_softmax.kernels.spec import Draw
 from fused_softmax.kernels.state import NEG_INF
 
 # Of a row's record, after whether anything is left to do: nothing, from the draw on, or all.
@@ -123,36 +123,27 @@ def step_of(low, high, n):
     return tl.where(n > 0, low + width * n // 5, low), tl.where(n < 4, low + width * (n + 1) // 5, high)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_cols", "n_parts", "n_rows", "part_stretches", "seed_low", "seed_high", "position_low", "position_high",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "n_rows", "part_stretches"])
 def _weigh(
-    record_ptr, list_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr,
-    logits_row_stride, bias_row_stride, bitmask_row_stride, temperature_stride, seed_stride, position_stride, n_rows,
-    n_cols, n_parts, part_stretches, temperature, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
+    scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, n_parts,
+    part_stretches, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """Of a part of an open row: how many logits are above its bracket, their mass, and a list of those within."""
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     part = program % n_parts
-    record_ptr += draw * RECORD
+    record_ptr = scratch_ptr + draw * K.scratch
     if tl.load(record_ptr + STATUS) == ALL:
-        row, temperature, seed, position, valid = numbers_of(
-            rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
-            temperature, seed_low, seed_high, position_low, position_high, draw,
-        )  # fmt: skip
-        D = Draw(
-            logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride,
-            draw * bitmask_row_stride, n_cols, temperature, factor_of(temperature), seed, position, valid,
+        D = draw_of(
+            logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols,
+            temperature, 0, 0, 0, 0, draw, K,
         )  # fmt: skip
         m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
         low = tl.maximum(value_of(tl.load(record_ptr + LOW).to(tl.int32)), -GREATEST)
         high = value_of(tl.load(record_ptr + HIGH).to(tl.int32))
         start = part * part_stretches
         end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
-        list_ptr += draw * K.listed
+        list_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int32, K)
         count = tl.zeros([K.stretches * LANES], tl.int32)
         mass = tl.zeros([K.stretches * LANES], tl.int64)
         for stretch in range(start, end, K.stretches):
@@ -196,39 +187,30 @@ def ones_of(word):
     return (n + (n >> 8) + (n >> 16) + (n >> 24)) & 0x3F
 
 
-@triton.jit(
-    do_not_specialize=["n_cols", "n_rows", "top_k", "seed_low", "seed_high", "position_low", "position_high"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["n_cols", "n_rows", "top_k"])
 def _bound(
-    record_ptr, list_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr,
-    top_p_ptr, min_p_ptr, seed_ptr, position_ptr, logits_row_stride, bias_row_stride, bitmask_row_stride,
-    temperature_stride, top_k_stride, top_p_stride, min_p_stride, seed_stride, position_stride, n_rows, n_cols,
-    temperature, top_k, top_p, min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
+    scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, strides,
+    n_rows, n_cols, temperature, top_k, top_p, min_p, K: tl.constexpr,
 ):  # fmt: skip
     """The last logit that is kept of an open row, from what is listed."""
     draw = tl.program_id(0).to(tl.int64)
-    record_ptr += draw * RECORD
+    record_ptr = scratch_ptr + draw * K.scratch
     if tl.load(record_ptr + STATUS) == ALL:
-        row, temperature, seed, position, valid = numbers_of(
-            rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
-            temperature, seed_low, seed_high, position_low, position_high, draw,
-        )  # fmt: skip
-        D = Draw(
-            logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride,
-            draw * bitmask_row_stride, n_cols, temperature, factor_of(temperature), seed, position, valid,
+        D = draw_of(
+            logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols,
+            temperature, 0, 0, 0, 0, draw, K,
         )  # fmt: skip
         m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
-        F = filters_of(
-            top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride, top_k, top_p, min_p, m,
-            tl.load(record_ptr + TOTAL), draw, D, K,
-        )  # fmt: skip
+        total = tl.load(record_ptr + TOTAL)
+        F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
+        list_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int32, K)
         n = tl.load(record_ptr + LISTED)
         least, found = tl.zeros([], tl.int64), n < 0
         if n <= K.listed:
             if n <= K.listed // 2:
-                least, found = least_of_list(record_ptr, list_ptr + draw * K.listed, n, D, F, K, K.listed // 2)
+                least, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed // 2)
             else:
-                least, found = least_of_list(record_ptr, list_ptr + draw * K.listed, n, D, F, K, K.listed)
+                least, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed)
         if not found:
             least = least_in_row(D, F, K)
         tl.store(record_ptr + LEAST, tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS))
@@ -241,8 +223,8 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
     on = i < n
     cols = tl.load(list_ptr + i, mask=on, other=0)
     x = tl.load(D.ptr + cols, mask=on, other=NEG_INF).to(tl.float32)
-    if D.bias_ptr is not None:
-        x += tl.load(D.bias_ptr + D.bias_at + cols, mask=on, other=0.0).to(tl.float32)
+    if K.biased:
+        x += tl.load(D.bias_ptr + cols, mask=on, other=0.0).to(tl.float32)
     low, high = tl.load(record_ptr + LOW), tl.load(record_ptr + HIGH)
     count, mass = tl.load(record_ptr + COUNT), tl.load(record_ptr + MASS)
     least, by_k, by_p = least_of_filters(order_of(x), cols, on, low, high, count, mass, D, F, K)
@@ -313,29 +295,24 @@ def last_of(order, cols, v, low, high, above, target, D):
     ]
 )  # fmt: skip
 def _draw_within(
-    record_ptr, logits_ptr, tokens_ptr, logprobs_ptr, kept_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr,
-    seed_ptr, position_ptr, logits_row_stride, bias_row_stride, bitmask_row_stride, tokens_stride, kept_row_stride,
-    temperature_stride, seed_stride, position_stride, n_rows, n_cols, n_parts, part_stretches, temperature, seed_low,
-    seed_high, position_low, position_high, K: tl.constexpr,
+    scratch_ptr, logits_ptr, tokens_ptr, logprobs_ptr, kept_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr,
+    seed_ptr, position_ptr, strides, n_rows, n_cols, n_parts, part_stretches, temperature, seed_low, seed_high,
+    position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
     """The draw from what is kept of an open row, part by part; the part that arrives last writes the token."""
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     part = program % n_parts
-    record_ptr += draw * RECORD
+    record_ptr = scratch_ptr + draw * K.scratch
     if tl.load(record_ptr + STATUS) > 0:
-        row, temperature, seed, position, valid = numbers_of(
-            rows_ptr, temperature_ptr, seed_ptr, position_ptr, temperature_stride, seed_stride, position_stride, n_rows,
-            temperature, seed_low, seed_high, position_low, position_high, draw,
-        )  # fmt: skip
-        D = Draw(
-            logits_ptr + row * logits_row_stride, bias_ptr, bitmask_ptr, draw * bias_row_stride,
-            draw * bitmask_row_stride, n_cols, temperature, factor_of(temperature), seed, position, valid,
+        D = draw_of(
+            logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows,
+            n_cols, temperature, seed_low, seed_high, position_low, position_high, draw, K,
         )  # fmt: skip
         m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
         B = bounds_of_code(tl.load(record_ptr + LEAST))
         if kept_ptr is not None:
-            kept_ptr += draw * kept_row_stride
+            kept_ptr += draw * strides[KEPT_BITS]
         start = part * part_stretches
         end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
         key, mass = best_kept(kept_ptr, D, start, end, m, B, K)
@@ -346,6 +323,6 @@ def _draw_within(
             key = tl.atomic_max(record_ptr + KEY, 0, sem="relaxed")
             mass = tl.atomic_add(record_ptr + KEPT, 0, sem="relaxed")
             token = member_of(D, group_of(key), m, K, B)
-            tl.store(tokens_ptr + draw * tokens_stride, token)
+            tl.store(tokens_ptr + draw * strides[TOKENS], token)
             if logprobs_ptr is not None:
                 tl.store(logprobs_ptr + draw, logprob_of(token, mass, D, m, K))

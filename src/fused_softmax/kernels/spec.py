@@ -233,9 +233,10 @@ class LossSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSpec:
-    """Of draws from rows of logits.
+    """Of draws from rows of logits, and where the parts of a draw's scratch begin, in int64.
 
     stretches: of 1024 columns, that a program reads at a time. whole_groups: whether no row ends within 8 columns.
+    biased, bitmasked: whether a bias is added, and whether a bitmask says which columns there are.
     split: whether a row's programs tell each other their best.
     all_stretches: at least as many as a row has. capacity: lanes of a row that are held, and candidates, at most, that
         are ranked of their logits (ranked: whether top-k or top-p may ask for it).
@@ -246,6 +247,8 @@ class SampleSpec:
 
     stretches: int
     whole_groups: bool
+    biased: bool = False
+    bitmasked: bool = False
     split: bool = False
     all_stretches: int = 1
     capacity: int = 64
@@ -257,18 +260,54 @@ class SampleSpec:
     listed: int = 8192
     ptx: bool = False
 
+    @property
+    def sums_at(self) -> int:
+        """int64: the sum of each stretch. Before them, what is open of a row: see `sample_wide`."""
+        return 12
+
+    @property
+    def ranked_at(self) -> int:
+        """int64: the candidates."""
+        return self.sums_at + self.room
+
+    @property
+    def maxima_at(self) -> int:
+        """fp32: the maximum of each stretch."""
+        return self.ranked_at + (self.candidates if self.ranked else 0)
+
+    @property
+    def tops_at(self) -> int:
+        """fp32: the maximum of each lane."""
+        return self.maxima_at + self.room // 2
+
+    @property
+    def lanes_at(self) -> int:
+        """int32: the lanes that are held."""
+        return self.tops_at + 16 * self.room
+
+    @property
+    def list_at(self) -> int:
+        """int32: the columns among which a low boundary is sought."""
+        return self.lanes_at + self.capacity // 2
+
+    @property
+    def scratch(self) -> int:
+        return self.list_at + (self.listed // 2 if self.wide else 0)
+
+    @property
+    def room(self) -> int:
+        return max(4, self.all_stretches)  # so that all begin on 16 bytes
+
 
 class Draw(NamedTuple):
     """A row that is drawn from: where it is, what is added, and by which noise. valid: whether it can be, so far.
 
-    bias_at, bitmask_at: where the draw's begin.
+    bias_ptr, bitmask_ptr: the draw's own, where there are any (K.biased, K.bitmasked).
     """
 
     ptr: Any
     bias_ptr: Any
     bitmask_ptr: Any
-    bias_at: Any
-    bitmask_at: Any
     n_cols: Any
     temperature: Any
     factor: Any

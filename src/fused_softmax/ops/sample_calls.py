@@ -6,7 +6,7 @@ Three launches more, which do nothing where these are enough, follow unless top-
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fused_softmax import launch, workspace
+from fused_softmax.calls import allocator
 from fused_softmax.device import device_of
-from fused_softmax.kernels.draw import RECORD
 from fused_softmax.kernels.sample import _draw
 from fused_softmax.kernels.sample_kept import _choose, _stretches
 from fused_softmax.kernels.sample_wide import _bound, _draw_within, _weigh
@@ -33,73 +33,30 @@ FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
 _MIN_P_CAPACITY = 512
 
 
-class Drawn(NamedTuple):
-    """tokens, valid, log-probabilities of the distribution drawn from, and kept bits; the last two if asked for."""
+class SampleOutput(NamedTuple):
+    """Of n_draws draws, their tokens and what else was asked for; None for the rest.
+
+    tokens: int64 [n_draws]; 0 where a row cannot be drawn from.
+    valid: bool [n_draws], whether it can.
+    logprobs: float32 [n_draws], in nats, that of the token; NaN where valid is False.
+    top_logprobs, top_tokens: float32 and int64 [n_draws, top_logprobs], the greatest first, of equals the lowest column
+        first. Where fewer columns have a probability, -inf and -1; where valid is False, NaN and -1.
+    kept: int32 [n_draws, ceil(vocab / 32)]; bit c % 32 of word c // 32 says whether column c could be drawn.
+    """
 
     tokens: Tensor
     valid: Tensor
     logprobs: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_tokens: Tensor | None = None
     kept: Tensor | None = None
 
 
-NUMBERS = "temperature", "top_k", "top_p", "min_p", "seed", "position"
-_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0}
-_INTS = "seed", "position"
-
-
-def is_few(top_k: Any) -> bool:
-    """Whether the lanes of the greatest maxima hold all that top-k keeps."""
-    return isinstance(top_k, int) and 0 < top_k <= FEW
-
-
-class _Arguments:
-    """A kernel's arguments by name, of a call's tensors and numbers; and which of them every call gives anew."""
-
-    def __init__(self, tensors: Mapping[str, Tensor | None], scalars: Mapping[str, Any], parameters: Mapping[str, Any]):
-        self.tensors: dict[str, Tensor | None] = {"record_ptr": None}
-        self.tensors |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-        self.scalars = dict(scalars)
-        self.anew: set[str] = set()  # of the parameters
-        for name in NUMBERS:
-            value = parameters.get(name)
-            is_tensor = isinstance(value, Tensor)
-            self.tensors[f"{name}_ptr"] = value if is_tensor else None
-            self.scalars[f"{name}_stride"] = value.stride(0) if isinstance(value, Tensor) and value.ndim else 0
-            number = _DEFAULTS[name] if is_tensor or value is None else value
-            if name in _INTS:
-                self.scalars[f"{name}_low"], self.scalars[f"{name}_high"] = _halves(int(number))
-            else:
-                self.scalars[name] = number
-            if value is not None:
-                self.anew.add(name)
-
-    def prepare(
-        self, kernel: Any, programs: int, spec: SampleSpec, device: int, num_warps: int
-    ) -> tuple[Callable[..., None], Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
-        """(what launches a kernel for others like these, what finds its arguments among those that `_given` names)."""
-        names = [name for name in kernel.arg_names if name != "K"]
-        tensors = [self.tensors[name] for name in names if name.endswith("_ptr")]
-        wanted = [name[:-4] for name in names if name.endswith("_ptr") and self.tensors[name] is not None]
-        rest = [name for name in names if not name.endswith("_ptr")]
-        numbers = [
-            name for name in rest
-            if name.removesuffix("_low").removesuffix("_high") in self.anew
-            and self.tensors[f"{name.removesuffix('_low').removesuffix('_high')}_ptr"] is None
-        ]  # fmt: skip
-        launched = launch.prepare(
-            kernel, programs, tensors, [self.scalars[name] for name in rest], {"K": spec}, device=device,
-            num_warps=num_warps, numbers=tuple(rest.index(name) for name in numbers),
-        )  # fmt: skip
-        return launched.__call__, itemgetter(*wanted, *numbers)
-
-
-def _halves(number: int) -> tuple[int, int]:
-    """The low and the high 32 bits of an integer of 64, signed."""
-    return (number + 2**31) % 2**32 - 2**31, ((number >> 32) + 2**31) % 2**32 - 2**31
-
-
 class Numbers(NamedTuple):
-    """What a call has for temperature, top_k, top_p and min_p, its seed and position: numbers, tensors, or None."""
+    """What a call has for temperature, top_k, top_p and min_p, its seed and position: numbers, tensors, or None.
+
+    position: None if draw i has position i.
+    """
 
     temperature: Any
     top_k: Any
@@ -109,136 +66,172 @@ class Numbers(NamedTuple):
     position: Any
 
     @classmethod
-    def of(cls, options: Sampling, seed: int | Tensor, position: int | Tensor) -> "Numbers":
+    def of(cls, options: Sampling, seed: int | Tensor, position: int | Tensor | None) -> "Numbers":
         return cls(options.temperature, options.top_k, options.top_p, options.min_p, seed, position)
 
 
-def _given(numbers: Numbers) -> dict[str, Any]:
-    """What launches take of a call's numbers, by name."""
-    given = dict(zip(NUMBERS, numbers, strict=True))
-    _, _, _, _, seed, position = numbers
-    if seed.__class__ is int:
-        given["seed_low"], given["seed_high"] = _halves(seed)
-    if position.__class__ is int:
-        given["position_low"], given["position_high"] = _halves(position)
-    return given
+NUMBERS = Numbers._fields
+_DEFAULTS = Numbers(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+_HALVES = "seed_low", "seed_high", "position_low", "position_high"  # of 64 bits that are numbers
+_STRIDES = "logits", "bias", "bitmask", *NUMBERS, "tokens", "kept"  # as kernels/draw.py has them
+_READ = "logits", "bias", "bitmask", "rows"
+_WRITTEN = "scratch", "tokens", "valid", "logprobs", "kept"
+_OF_A_CALL = *_READ, *_WRITTEN, *NUMBERS, *_HALVES  # what launches choose from
+
+
+def is_few(top_k: Any) -> bool:
+    """Whether the lanes of the greatest maxima hold all that top-k keeps."""
+    return isinstance(top_k, int) and 0 < top_k <= FEW
+
+
+def _halves(number: Any) -> tuple[int, int]:
+    """The low and the high 32 bits of an integer of 64, signed; 0 where a tensor, or the draw, stands for it."""
+    if number.__class__ is not int:
+        return 0, 0
+    return (number + 2**31) % 2**32 - 2**31, ((number >> 32) + 2**31) % 2**32 - 2**31
+
+
+def _of_a_call(read: tuple, written: tuple, numbers: Numbers) -> tuple:
+    """What `_OF_A_CALL` names."""
+    return (*read, *written, *numbers, *_halves(numbers.seed), *_halves(numbers.position))
+
+
+class _Arguments:
+    """A kernel's arguments by name, of a call's tensors and numbers; and which of them every call gives anew."""
+
+    def __init__(self, read: tuple, written: tuple, numbers: Numbers, n_rows: int, n_cols: int):
+        given = dict(zip(_OF_A_CALL, _of_a_call(read, written, numbers), strict=True))
+        self._tensors = {name: value if isinstance(value, Tensor) else None for name, value in given.items()}
+        self._anew: set[str] = set()  # of the numbers
+        self._by_draw = numbers.position is None
+        self._scalars: dict[str, Any] = {
+            "n_rows": n_rows,
+            "n_cols": n_cols,
+            "strides": tuple(map(self._stride, _STRIDES)),
+        }
+        for name, value, default in zip(NUMBERS, numbers, _DEFAULTS, strict=True):
+            is_number = value is not None and self._tensors[name] is None
+            self._scalars[name] = value if is_number else default
+            if is_number:
+                self._anew |= {name, f"{name}_low", f"{name}_high"}
+        self._scalars |= {name: given[name] for name in _HALVES}
+
+    def _stride(self, name: str) -> int:
+        """Of the first dim; 0 of what all draws share."""
+        tensor = self._tensors[name]
+        if tensor is None:
+            return int(name == "position" and self._by_draw)
+        return 0 if tensor.ndim == 0 or (name == "bias" and tensor.ndim == 1) else tensor.stride(0)
+
+    def prepare(
+        self, kernel: Any, programs: int, spec: SampleSpec, device: int, num_warps: int, n_parts: int = 1,
+        part_stretches: int = 1,
+    ) -> tuple[Callable[..., None], Callable[[tuple], tuple]]:  # fmt: skip
+        """(what launches a kernel for others like these, what finds its arguments among what `_OF_A_CALL` names)."""
+        names = [name for name in kernel.arg_names if name != "K"]
+        tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
+        scalars = [name for name in names if not name.endswith("_ptr")]
+        numbers = [name for name in scalars if name in self._anew]
+        known = self._scalars | {"n_parts": n_parts, "part_stretches": part_stretches}
+        launched = launch.prepare(
+            kernel, programs, [self._tensors[name] for name in tensors], [known[name] for name in scalars],
+            {"K": spec}, device=device, num_warps=num_warps, numbers=tuple(map(scalars.index, numbers)),
+        )  # fmt: skip
+        given = [name for name in tensors if self._tensors[name] is not None] + numbers
+        return launched.__call__, itemgetter(*map(_OF_A_CALL.index, given))
 
 
 def prepare_draws(
-    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor, out: Tensor | None,
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None,
     *, logprobs: bool = False, plan: DrawPlan | None = None,
-) -> Callable[[Tensor, Numbers, Tensor | None, Tensor | None, Tensor | None, Tensor | None], Drawn]:  # fmt: skip
+) -> Callable[[Tensor, Numbers, Tensor | None, Tensor | None, Tensor | None, Tensor | None], SampleOutput]:  # fmt: skip
     """What draws for a call like this one, whose arguments were checked: of logits, numbers, bias, bitmask, rows, out.
 
-    logprobs: of the distribution drawn from.
+    position: None if draw i has position i. logprobs: of the distribution drawn from.
     """
     n_rows, n_cols = logits.shape
     n_draws = n_rows if options.row_indices is None else options.row_indices.shape[0]
-    index, device, itemsize = logits.get_device(), logits.device, logits.element_size()
+    index, device, empty = logits.get_device(), logits.device, allocator(logits.device)
     filtered = any(each is not None for each in (options.top_k, options.top_p, options.min_p))
     filtered |= logprobs or options.return_kept
-    ranked = options.top_k is not None or options.top_p is not None
-    wide = not is_few(options.top_k)
-    words, keeps = -(-n_cols // 32), options.return_kept
+    of_draws, of_kept, keeps = (n_draws,), (n_draws, 4 * -(-n_cols // 32)), options.return_kept
 
-    def allocated(out: Tensor | None) -> tuple[Tensor, Tensor]:
-        tokens = torch.empty(n_draws, dtype=torch.int64, device=device) if out is None else out
-        return tokens, torch.empty(n_draws, dtype=torch.bool, device=device)
+    def results(out: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens = empty(of_draws, (1,), torch.int64) if out is None else out
+        return tokens, empty(of_draws, (1,), torch.bool)
 
     if not n_draws:
-        return lambda logits, numbers, bias, bitmask, rows, out: Drawn(*allocated(out))
-    plan = plan or plan_draws(n_draws, n_cols, itemsize, device_of(index))
-    n_stretches = -(-n_cols // STRETCH)
+        return lambda logits, numbers, bias, bitmask, rows, out: SampleOutput(*results(out))
+    plan = plan or plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
+    spec = _spec_of(plan, options, index, filtered)
+    given = logits, options.logit_bias, options.bitmask, options.row_indices
+    read, numbers = _readable(*given), Numbers.of(options, seed, position)
+    as_given = all(a is b for a, b in zip(read, given, strict=True))
+
+    def written(out: Tensor | None) -> tuple[Any, ...]:
+        tokens, valid = results(out)
+        if not filtered:
+            return _slots(index, n_draws), tokens, valid, None, None
+        return (
+            empty((n_draws * spec.scratch,), (1,), torch.int64), tokens, valid,
+            empty(of_draws, (1,), torch.float32) if logprobs else None,
+            torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None,
+        )  # fmt: skip
+
+    arguments = _Arguments(read, written(out), numbers, n_rows, n_cols)
+    launches = _launches_of_kept(plan, spec, arguments, index) if filtered else [
+        arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
+    ]  # fmt: skip
+
+    def draw(logits, numbers, bias, bitmask, rows, out):
+        read = (logits, bias, bitmask, rows) if as_given else _readable(logits, bias, bitmask, rows)
+        its = written(out)
+        values = _of_a_call(read, its, numbers)
+        for launched, wanted in launches:
+            launched(*wanted(values))
+        _, tokens, valid, of_tokens, kept = its
+        kept = None if kept is None else kept.view(torch.int32)
+        return SampleOutput(tokens, valid, of_tokens, None, None, kept)
+
+    return draw
+
+
+def _slots(index: int, n_draws: int) -> Tensor:
+    if index < 0:
+        return torch.zeros(2 * n_draws, dtype=torch.int64)
+    return workspace.slots(index, n_draws, 2, _DRAWS)
+
+
+def _spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool) -> SampleSpec:
+    ranked = options.top_k is not None or options.top_p is not None
+    wide = not is_few(options.top_k)
     capacity = plan.capacity if not wide else 2 * plan.capacity if ranked else max(plan.capacity, _MIN_P_CAPACITY)
-    choosing_warps = plan.kept_warps if ranked else 2 * plan.kept_warps
-    spec = SampleSpec(
-        stretches=plan.stretches, whole_groups=n_cols % 8 == 0, split=plan.parts > 1 and not filtered,
-        all_stretches=plan.all_stretches, capacity=capacity,
-        candidates=2 * capacity if ranked else 1, ranked=ranked, joint=options.order == "joint", wide=wide,
-        listed=plan.listed, ptx=has_ptx(index),
+    return SampleSpec(
+        stretches=plan.stretches, whole_groups=plan.n_cols % 8 == 0, biased=options.logit_bias is not None,
+        bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered, all_stretches=plan.all_stretches,
+        capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked, joint=options.order == "joint",
+        wide=wide, listed=plan.listed, ptx=has_ptx(index),
     )  # fmt: skip
 
-    def slots() -> Tensor:
-        if index < 0:
-            return torch.zeros(2 * n_draws, dtype=torch.int64)
-        return workspace.slots(index, n_draws, 2, _DRAWS)
 
-    # Each a whole number of 16 bytes, one after another in one allocation.
-    shares: list[tuple[str, torch.dtype, int]] = [
-        ("s", torch.int64, n_stretches), ("ranked", torch.int64, spec.candidates), ("m", torch.float32, n_stretches),
-        ("tops", torch.float32, 32 * n_stretches), ("lanes", torch.int32, spec.capacity),
-    ]  # fmt: skip
-    if wide:
-        shares += [("record", torch.int64, RECORD), ("list", torch.int32, plan.listed)]
-    sizes_of = [-(-n_draws * each * dtype.itemsize // 16) * 16 for _, dtype, each in shares]
-    total, shared = sum(sizes_of), [name for name, _, _ in shares]
-
-    def scratch(typed: bool = index < 0) -> dict[str, Tensor | None]:
-        """The parts by name. typed: as what the kernels take them for, which only a first launch has to know."""
-        parts = torch.empty(total, dtype=torch.uint8, device=device).split(sizes_of)
-        if typed:
-            parts = [part.view(dtype) for part, (_, dtype, _) in zip(parts, shares, strict=True)]
-        return dict(zip(shared, parts, strict=True))
-
-    def results(tokens: Tensor, valid: Tensor) -> dict[str, Tensor | None]:
-        of_tokens = torch.empty(n_draws, dtype=torch.float32, device=device) if logprobs else None
-        kept = torch.zeros(n_draws, 4 * words, dtype=torch.uint8, device=device) if keeps else None
-        return {"tokens": tokens, "valid": valid, "logprobs": of_tokens, "kept": kept}
-
-    tokens, valid = allocated(out)
-    given = logits, options.logit_bias, options.bitmask, options.row_indices
-    read, strides = _read(*given)
-    as_given = all(a is b for a, b in zip(read.values(), given, strict=True))
-    sizes = {
-        **strides, "n_rows": n_rows, "n_cols": n_cols, "tokens_stride": tokens.stride(0), "n_parts": plan.parts,
-        "part_stretches": plan.part_stretches, "kept_row_stride": 4 * words,
-    }  # fmt: skip
-    parameters = _given(Numbers.of(options, seed, position))
-    tensors: dict[str, Tensor | None] = {**read, **results(tokens, valid)}
-    if not filtered:
-        arguments = _Arguments({**tensors, "state": slots()}, sizes, parameters)
-        drawing, its = arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps)
-
-        def draw(logits, numbers, bias, bitmask, rows, out):
-            tokens, valid = allocated(out)
-            given = _given(numbers)
-            given["logits"], given["bias"], given["bitmask"], given["rows"] = logits, bias, bitmask, rows
-            if not as_given:
-                given |= _read(logits, bias, bitmask, rows)[0]
-            given["state"], given["tokens"], given["valid"] = slots(), tokens, valid
-            drawing(*its(given))
-            return Drawn(tokens, valid)
-
-        return draw
-
-    arguments = _Arguments({**tensors, **scratch(True)}, sizes, parameters)
+def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "_Arguments", index: int) -> list:
+    """The launches of draws with filters, each as `_Arguments.prepare` returns it."""
+    n_draws, warps = plan.n_draws, plan.num_warps
+    n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))
+    choosing_warps = plan.kept_warps if spec.ranked else 2 * plan.kept_warps
+    of_choosing, of_bound = (replace(spec, stretches=each) for each in (choosing_warps, plan.bound_warps))
     launches = [
-        arguments.prepare(_stretches, n_draws * -(-n_stretches // plan.stretches), spec, index, plan.num_warps),
-        arguments.prepare(_choose, n_draws, replace(spec, stretches=choosing_warps), index, choosing_warps),
+        arguments.prepare(_stretches, n_draws * n_parts, spec, index, warps),
+        arguments.prepare(_choose, n_draws, of_choosing, index, choosing_warps),
     ]
-    if wide:
-        of_bound = replace(spec, stretches=plan.bound_warps)
-        cut = {"n_parts": plan.wide_parts, "part_stretches": plan.wide_stretches}
-        of_parts = _Arguments({**tensors, **scratch(True)}, {**sizes, **cut}, parameters)
+    if spec.wide:
+        n_wide, cut = n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
         launches += [
-            of_parts.prepare(_weigh, n_draws * plan.wide_parts, spec, index, plan.num_warps),
-            of_parts.prepare(_bound, n_draws, of_bound, index, plan.bound_warps),
-            of_parts.prepare(_draw_within, n_draws * plan.wide_parts, spec, index, plan.num_warps),
+            arguments.prepare(_weigh, n_wide, spec, index, warps, *cut),
+            arguments.prepare(_bound, n_draws, of_bound, index, plan.bound_warps),
+            arguments.prepare(_draw_within, n_wide, spec, index, warps, *cut),
         ]
-
-    def draw_kept(logits, numbers, bias, bitmask, rows, out):
-        tokens, valid = allocated(out)
-        written = results(tokens, valid)
-        given = _given(numbers) | scratch() | written
-        given["logits"], given["bias"], given["bitmask"], given["rows"] = logits, bias, bitmask, rows
-        if not as_given:
-            given |= _read(logits, bias, bitmask, rows)[0]
-        for launched, its in launches:
-            launched(*its(given))
-        kept = written["kept"]
-        return Drawn(tokens, valid, written["logprobs"], None if kept is None else kept.view(torch.int32))
-
-    return draw_kept
+    return launches
 
 
 def log_probs_at(x: Tensor, lse: Tensor) -> Tensor:
@@ -254,18 +247,17 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     n_draws, n_cols = x.shape
     index, n_stretches = logits.get_device(), -(-n_cols // STRETCH)
     plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = SampleSpec(stretches=plan.stretches, whole_groups=n_cols % 8 == 0, ptx=has_ptx(index))
-    m = torch.empty(n_draws, n_stretches, dtype=torch.float32, device=x.device)
-    s = torch.empty(n_draws, n_stretches, dtype=torch.int64, device=x.device)
-    tops = torch.empty(n_draws, 32 * n_stretches, dtype=torch.float32, device=x.device)
-    read, strides = _read(logits, None, None, options.row_indices)
-    sizes = {**strides, "n_rows": logits.shape[0], "n_cols": n_cols}
-    tensors = {**read, "m": m, "s": s, "tops": tops}
-    arguments = _Arguments(tensors, sizes, {"temperature": 1.0})
+    spec = replace(_spec_of(plan, Sampling(), index, filtered=True), wide=False)
+    scratch = torch.empty(n_draws, spec.scratch, dtype=torch.int64, device=x.device)
+    read, numbers = _readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
+    written = scratch, None, None, None, None
     if n_draws:
         programs = n_draws * -(-n_stretches // plan.stretches)
-        launched, its = arguments.prepare(_stretches, programs, spec, index, plan.num_warps)
-        launched(*its({**tensors, "temperature": 1.0}))
+        arguments = _Arguments(read, written, numbers, logits.shape[0], n_cols)
+        launched, wanted = arguments.prepare(_stretches, programs, spec, index, plan.num_warps)
+        launched(*wanted(_of_a_call(read, written, numbers)))
+    s = scratch[:, spec.sums_at :][:, :n_stretches]
+    m = scratch[:, spec.maxima_at :].view(torch.float32)[:, :n_stretches]
     top = m.amax(1, keepdim=True)
     total = (s.double() / _UNIT * (m.double() - top.double()).exp()).sum(1)
     lse = top.squeeze(1).double() + total.log()
@@ -300,18 +292,13 @@ def greatest(x: Tensor, n: int, kept: Tensor | None = None) -> tuple[Tensor, Ten
     return x.gather(1, cols), cols
 
 
-def _read(
+def _readable(
     logits: Tensor, bias: Tensor | None, bitmask: Tensor | None, rows: Tensor | None
-) -> tuple[dict[str, Tensor | None], dict[str, int]]:
-    """The tensors that kernels read, their last dims contiguous, and their row strides."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The tensors as kernels read them, their last dims contiguous, and bytes of bits."""
     logits = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
     if bias is not None and bias.stride(-1) != 1:
         bias = bias.contiguous()
     if bitmask is not None:
         bitmask = (bitmask if bitmask.stride(1) == 1 else bitmask.contiguous()).view(torch.uint8)
-    rows = rows if rows is None or rows.is_contiguous() else rows.contiguous()
-    return {"logits": logits, "bias": bias, "bitmask": bitmask, "rows": rows}, {
-        "logits_row_stride": logits.stride(0),
-        "bias_row_stride": 0 if bias is None or bias.ndim == 1 else bias.stride(0),
-        "bitmask_row_stride": 0 if bitmask is None else bitmask.stride(0),
-    }
+    return logits, bias, bitmask, rows if rows is None or rows.is_contiguous() else rows.contiguous()

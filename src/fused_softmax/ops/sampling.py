@@ -13,11 +13,11 @@ from torch import Tensor
 from fused_softmax import reference_sampling as reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops.sample_calls import (
+    FEW,
     MOST_COLUMNS,
-    Drawn,
     Numbers,
+    SampleOutput,
     greatest,
-    is_few,
     judged_rows,
     log_probs_at,
     prepare_draws,
@@ -38,25 +38,7 @@ from fused_softmax.reference_sampling import per_row
 from fused_softmax.route import Route, route_of
 
 _NUMBERS = (float, int)
-
-
-class SampleOutput(NamedTuple):
-    """Of n_draws draws, their tokens and what else was asked for; None for the rest.
-
-    tokens: int64 [n_draws]; 0 where a row cannot be drawn from.
-    valid: bool [n_draws], whether it can.
-    logprobs: float32 [n_draws], in nats, that of the token; NaN where valid is False.
-    top_logprobs, top_tokens: float32 and int64 [n_draws, top_logprobs], the greatest first, of equals the lowest column
-        first. Where fewer columns have a probability, -inf and -1; where valid is False, NaN and -1.
-    kept: int32 [n_draws, ceil(vocab / 32)]; bit c % 32 of word c // 32 says whether column c could be drawn.
-    """
-
-    tokens: Tensor
-    valid: Tensor
-    logprobs: Tensor | None = None
-    top_logprobs: Tensor | None = None
-    top_tokens: Tensor | None = None
-    kept: Tensor | None = None
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class SpeculativeOutput(NamedTuple):
@@ -134,17 +116,19 @@ def sample(
     tensor([2, 0], device='cuda:0')
     """
     name = "sample"
-    compiling = torch.compiler.is_dynamo_compiling()
-    bare = return_logprobs is None and top_logprobs == 0 and return_kept.__class__ is bool and not compiling
-    if bare and generator is None:
-        plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position)
-        if plain is not None:
-            (t, k, p, least_p), kinds = plain
-            kind = order, return_kept, is_few(k)
-            call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
-            if call is not None:
-                numbers = Numbers(t, k, p, least_p, _signed(seed), _signed(0 if position is None else position))
-                return _output(call(logits, numbers, logit_bias, bitmask, row_indices, out))
+    plain = None
+    bare = return_logprobs != "raw" and top_logprobs.__class__ is int and not top_logprobs
+    if bare and return_kept.__class__ is bool and not _is_compiling():
+        plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position, generator)
+    if plain is not None:
+        (t, k, p, least_p, of_seed, of_position), kinds = plain
+        kind = order, return_logprobs, return_kept, k.__class__ is int and k <= FEW
+        call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
+        if call is not None:
+            if of_seed is None:
+                of_seed = _seed_of(generator, logits.device)
+            numbers = Numbers(t, k, p, least_p, of_seed, of_position)
+            return call(logits, numbers, logit_bias, bitmask, row_indices, out)
     check_logits(name, "logits", logits, "[n_rows, vocab]")
     options = sampling_of(
         name, logits, temperature, top_k, top_p, min_p, order, logit_bias, bitmask, row_indices, return_logprobs,
@@ -159,21 +143,17 @@ def sample(
     route = route_of(logits, *options.tensors, *given, takes=logits.shape[1] <= MOST_COLUMNS, batches=False)
     with torch.no_grad():
         if seed is None:
-            seed, position = _random_of(generator, n_draws, logits.device)
+            seed, position = _seed_of(generator, logits.device), None
         else:
             seed, position = _signed(seed), _signed(0 if position is None else position)
         if route is Route.KERNEL:
-            plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position) if bare else None
             if plain is None or not n_draws or not logits.shape[0]:
                 return draws_of(logits, options, seed, position, out)
-            others = *plain[1], logit_bias, bitmask, row_indices, out
-            kind = order, return_kept, is_few(plain[0][1])
-            call = find(name, kind, logits, *others)  # one with a generator was not looked up before
-            if call is None:
-                prepared = Prepared(prepare_draws(logits, options, seed, position, out))
-                call = keep(prepared, name, kind, logits, *others)
-            return _output(call(logits, Numbers.of(options, seed, position), logit_bias, bitmask, row_indices, out))
-        seeds, positions = (_int64(each, n_draws, logits.device) for each in (seed, position))
+            logprobs = return_logprobs is not None
+            prepared = Prepared(prepare_draws(logits, options, seed, position, out, logprobs=logprobs))
+            call = keep(prepared, name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
+            return call(logits, Numbers.of(options, seed, position), logit_bias, bitmask, row_indices, out)
+        seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
         if route is Route.OPERATOR:
             drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.operator_arguments())
             drawn = options.asked(*drawn)
@@ -182,17 +162,13 @@ def sample(
         return SampleOutput(drawn[0] if out is None else out.copy_(drawn[0]), *drawn[1:])
 
 
-def _output(drawn: Drawn) -> SampleOutput:
-    return SampleOutput(drawn.tokens, drawn.valid, None, None, None, drawn.kept)
-
-
 def draws_of(
-    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor, out: Tensor | None = None
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None = None
 ) -> SampleOutput:
     """A call by the kernels, of logits that they take."""
     n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
     if not n_draws or not logits.shape[0]:  # nothing to launch, or no row to read
-        seeds, positions = (_int64(each, n_draws, logits.device) for each in (seed, position))
+        seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
         none = reference.sample(logits, seeds, positions, **options.arguments())
         return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
     processed, n_top = options.return_logprobs == "processed", options.top_logprobs
@@ -278,12 +254,12 @@ def speculative_sample(
     options = sampling_of(name, target_logits, temperature, top_k, top_p, min_p, order)
     check_random(name, seed, position, generator, target_logits, n)
     with torch.no_grad():
+        device = target_logits.device
         if seed is None:
-            seed, position = _random_of(generator, n, target_logits.device)
-            position = position * k_and_1  # sequences of one seed share no position
-        seeds, positions = (
-            _int64(each, n, target_logits.device) for each in (seed, 0 if position is None else position)
-        )
+            seeds = _int64(_seed_of(generator, device), n, device)
+            positions = _positions(None, n, device) * k_and_1  # sequences of one seed share no position
+        else:
+            seeds, positions = (_int64(each, n, device) for each in (seed, 0 if position is None else position))
         return SpeculativeOutput(
             *reference.speculative_sample(
                 target_logits, draft_tokens, draft_logits, seeds, positions, **options.filters()
@@ -291,40 +267,69 @@ def speculative_sample(
         )
 
 
-def _random_of(generator: torch.Generator | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A seed for n rows, and a position for each, int64."""
+def _seed_of(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """A seed for all rows, int64."""
     # Drawn on the device: a captured graph advances the generator as it does for torch's own.
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
-    return seed, torch.arange(n, device=device)
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+
+
+def _positions(position: int | Tensor | None, n: int, device: torch.device) -> Tensor:
+    return torch.arange(n, device=device) if position is None else _int64(position, n, device)
 
 
 def _plain(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, position: Any
-) -> tuple[tuple[Any, Any, Any, Any], tuple[Any, ...]] | None:
-    """((temperature, top_k, top_p, min_p), None where one is off, and what tells apart calls that differ otherwise).
+    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, position: Any, generator: Any
+) -> tuple[Numbers, tuple[Any, ...]] | None:
+    """(what a call has for its numbers, what tells apart calls that differ otherwise), for `find`.
 
-    None where an argument has to be looked at more closely.
+    None where an argument has to be looked at more closely. Whatever is neither a number nor a tensor finds nothing.
     """
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or seed is None:
+    of_k, of_p, of_least_p, of_seed, of_position = top_k, top_p, min_p, seed, position
+    of_temperature = temperature
+    if temperature.__class__ in _NUMBERS:
+        if not (1e-30 < temperature < 1e30 or temperature == 0):
+            return None
+        of_temperature = "number"
+    if top_k.__class__ is int:
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            return None
+        top_k, of_k = (top_k, "number") if 0 < top_k < logits.shape[1] else (None, None)
+    if top_p.__class__ in _NUMBERS:
+        if not top_p > 1e-30:
+            return None
+        top_p, of_p = (top_p, "number") if top_p < 1 else (None, None)
+    if min_p.__class__ in _NUMBERS:
+        if not (1e-30 < min_p <= 1 or min_p <= 0):
+            return None
+        min_p, of_least_p = (min_p, "number") if min_p > 0 else (None, None)
+    if seed.__class__ is int:
+        if not -(2**63) <= seed < 2**64 or generator is not None:
+            return None
+        seed, of_seed = _as_int64(seed), "number"
+    elif seed is None:
+        if position is not None or not _is_of(generator, logits):
+            return None
+        return Numbers(temperature, top_k, top_p, min_p, None, None), (
+            of_temperature, of_k, of_p, of_least_p, "drawn", None,
+        )  # fmt: skip
+    elif generator is not None:
         return None
-    if top_k.__class__ is int and not 0 < top_k < logits.shape[1]:
-        top_k = None
-    if top_p.__class__ in _NUMBERS and top_p >= 1:
-        top_p = None
-    if min_p.__class__ in _NUMBERS and min_p <= 0:
-        min_p = None
-    filters = temperature, top_k, top_p, min_p
-    within = (
-        (temperature, temperature.__class__ in _NUMBERS and (temperature == 0 or 1e-30 < temperature < 1e30)),
-        (top_k, top_k.__class__ is int), (top_p, top_p.__class__ in _NUMBERS and top_p > 1e-30),
-        (min_p, min_p.__class__ in _NUMBERS and 1e-30 < min_p <= 1),
-        (seed, seed.__class__ is int and -(2**63) <= seed < 2**64),
-        (position, position.__class__ is int and -(2**63) <= position < 2**64),
+    if position is None:
+        position, of_position = 0, "number"
+    elif position.__class__ is int:
+        if not -(2**63) <= position < 2**64:
+            return None
+        position, of_position = _as_int64(position), "number"
+    return Numbers(temperature, top_k, top_p, min_p, seed, position), (
+        of_temperature, of_k, of_p, of_least_p, of_seed, of_position,
     )  # fmt: skip
-    if not all(inside or value is None or isinstance(value, Tensor) for value, inside in within):
-        return None
-    kinds = tuple(value if value is None or isinstance(value, Tensor) else "number" for value, _ in within)
-    return filters, (*kinds[:-1], "number" if position is None else kinds[-1])
+
+
+def _is_of(generator: Any, logits: Any) -> bool:
+    """Whether a generator, or none, can draw a seed for logits."""
+    if generator is None:
+        return True
+    return generator.__class__ is torch.Generator and generator.device.type == logits.device.type
 
 
 def _signed(value: Any) -> int | Tensor:
