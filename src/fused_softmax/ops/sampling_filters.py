@@ -3,6 +3,9 @@
 Each gives one result whatever the batch. They take no part in autograd, and nothing waits for the device.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,8 @@ from fused_softmax.options_sampling import (
     top_p_of,
 )
 
+_CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}
+
 
 def top_k_mask_logits(logits: Tensor, top_k: int | Tensor) -> Tensor:
     """The logits, with -inf in place of all but the top_k greatest of each row; of equals the lowest columns are kept.
@@ -30,11 +35,7 @@ def top_k_mask_logits(logits: Tensor, top_k: int | Tensor) -> Tensor:
     >>> top_k_mask_logits(torch.tensor([[1.0, 3.0, 3.0]]), 1)
     tensor([[-inf, 3., -inf]])
     """
-    name = "top_k_mask_logits"
-    check_logits(name, "logits", logits, "[n_rows, vocab]")
-    checked = top_k_of(name, top_k, logits, logits.shape[0])
-    with torch.no_grad():
-        return reference.mask_logits(logits, top_k=checked)
+    return _kept("top_k_mask_logits", "logits", logits, reference.mask_logits, top_k=top_k)
 
 
 def top_p_mask_logits(logits: Tensor, top_p: float | Tensor) -> Tensor:
@@ -50,11 +51,7 @@ def top_p_mask_logits(logits: Tensor, top_p: float | Tensor) -> Tensor:
     >>> top_p_mask_logits(torch.tensor([[0.0, 2.0, 1.0]]), 0.8)
     tensor([[-inf, 2., 1.]])
     """
-    name = "top_p_mask_logits"
-    check_logits(name, "logits", logits, "[n_rows, vocab]")
-    checked = top_p_of(name, top_p, logits, logits.shape[0])
-    with torch.no_grad():
-        return reference.mask_logits(logits, top_p=checked)
+    return _kept("top_p_mask_logits", "logits", logits, reference.mask_logits, top_p=top_p)
 
 
 def min_p_mask_logits(logits: Tensor, min_p: float | Tensor) -> Tensor:
@@ -69,11 +66,7 @@ def min_p_mask_logits(logits: Tensor, min_p: float | Tensor) -> Tensor:
     >>> min_p_mask_logits(torch.tensor([[0.0, 2.0, 1.0]]), 0.3)
     tensor([[-inf, 2., 1.]])
     """
-    name = "min_p_mask_logits"
-    check_logits(name, "logits", logits, "[n_rows, vocab]")
-    checked = min_p_of(name, min_p, logits, logits.shape[0])
-    with torch.no_grad():
-        return reference.mask_logits(logits, min_p=checked)
+    return _kept("min_p_mask_logits", "logits", logits, reference.mask_logits, min_p=min_p)
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: int | Tensor) -> Tensor:
@@ -89,11 +82,7 @@ def top_k_renorm_probs(probs: Tensor, top_k: int | Tensor) -> Tensor:
     >>> top_k_renorm_probs(torch.tensor([[0.25, 0.25, 0.5]]), 2)
     tensor([[0.3333, 0.0000, 0.6667]])
     """
-    name = "top_k_renorm_probs"
-    check_logits(name, "probs", probs, "[n_rows, vocab]")
-    checked = top_k_of(name, top_k, probs, probs.shape[0])
-    with torch.no_grad():
-        return reference.renorm_probs(probs, top_k=checked)
+    return _kept("top_k_renorm_probs", "probs", probs, reference.renorm_probs, top_k=top_k)
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: float | Tensor) -> Tensor:
@@ -110,11 +99,16 @@ def top_p_renorm_probs(probs: Tensor, top_p: float | Tensor) -> Tensor:
     >>> top_p_renorm_probs(torch.tensor([[0.125, 0.25, 0.625]]), 0.75)
     tensor([[0.0000, 0.2857, 0.7143]])
     """
-    name = "top_p_renorm_probs"
-    check_logits(name, "probs", probs, "[n_rows, vocab]")
-    checked = top_p_of(name, top_p, probs, probs.shape[0])
+    return _kept("top_p_renorm_probs", "probs", probs, reference.renorm_probs, top_p=top_p)
+
+
+def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], **filters: Any) -> Tensor:
+    """What `keep` makes of rows by one filter, both checked."""
+    check_logits(name, argument, rows, "[n_rows, vocab]")
+    ((filter, value),) = filters.items()
+    checked = _CHECKS[filter](name, value, rows, rows.shape[0])
     with torch.no_grad():
-        return reference.renorm_probs(probs, top_p=checked)
+        return keep(rows, **{filter: checked})
 
 
 def penalize(
