@@ -24,6 +24,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before `-m` takes out what it does not ask for
 def pytest_collection_modifyitems(items):
     products.mark_exhaustive(items)
+    products.mark_guard(items)
 
 
 def pytest_runtest_setup(item):

@@ -1,6 +1,7 @@
-"""Which cases of a product of parameters `make test` runs; the others are marked `exhaustive`, for `make test-all`.
+"""Which tests `make test` runs, so that it takes minutes.
 
-Kernels it compiles for sm_90. What is compiled for other GPUs is marked `guard`, for `make test-compiles`.
+What is marked `guard` is left to CI: `make test-guard`, and `make test-compiles` for what compiles kernels, of which
+`make test` runs one case a test, for sm_90. What is marked `exhaustive` is left to `make test-all`.
 
 A test that is marked `pairwise` keeps the whole product of its parameters. Of these cases the quick suite takes a few
 in which every two values of two parameters meet, the same few every time:
@@ -19,6 +20,17 @@ import torch
 # Whether this run leaves out what is exhaustive: conftest.py sets it before any test is imported. gradcheck is then in
 # fast mode, which looks at a projection of the Jacobian instead of every element.
 QUICK = False
+
+
+# By file: whatever takes long and stands apart, and files of which one case of a test in so many says enough.
+GUARDS = frozenset({
+    "fuzz", "host", "library", "library_losses", "library_sampling", "losses_fuzz", "opinfo", "opinfo_losses", "page",
+    "plan_spans", "profile", "report",
+})  # fmt: skip
+ONE_IN = {
+    "alone": 3, "calls": 2, "column_scores": 3, "exact": 3, "fp8": 3, "layouts": 3, "linear_by_classes": 3,
+    "sample_kernels": 3, "scores": 2, "whole_losses": 3,
+}  # fmt: skip
 
 
 def pairwise(*whole: tuple[str, ...], strength: int = 2):
@@ -48,9 +60,29 @@ def mark_exhaustive(items) -> None:
         for case in cases:
             if case.nodeid not in quick:
                 case.add_marker(pytest.mark.exhaustive)
+
+
+def mark_guard(items) -> None:
+    """Mark what `make test` leaves to CI."""
+    tests = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("compiles") and _parameters(item).get("target", "sm_90") != "sm_90":
-            item.add_marker(pytest.mark.guard)
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        file = cases[0].path.stem.removeprefix("test_")
+        possible = [case for case in cases if not _is_left_out(case)]
+        if file in GUARDS:
+            chosen = []
+        elif cases[0].get_closest_marker("compiles"):
+            chosen = possible[-1:]
+        else:
+            chosen = possible[:: ONE_IN.get(file, 1)]
+        for case in set(cases) - set(chosen):
+            case.add_marker(pytest.mark.guard)
+
+
+def _is_left_out(case) -> bool:
+    marked = case.get_closest_marker("exhaustive") or case.get_closest_marker("guard")
+    return bool(marked) or _parameters(case).get("target", "sm_90") != "sm_90"
 
 
 def cover(cases: list[dict[str, int]], *whole: tuple[str, ...], strength: int = 2) -> list[int]:

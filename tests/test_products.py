@@ -1,9 +1,10 @@
 """What the quick suite takes of a product of parameters."""
 
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
-from products import cover
+from products import GUARDS, ONE_IN, cover
 
 SIZES = {"strategy": 4, "alignment": 3, "dtype": 2, "option": 8}
 CASES = [dict(zip(SIZES, values, strict=True)) for values in product(*map(range, SIZES.values()))]
@@ -37,3 +38,9 @@ def test_of_less_than_a_product_what_is_there_is_covered():
 
 def test_the_same_cases_every_time():
     assert cover(CASES) == cover(CASES) == sorted(cover(CASES))
+
+
+def test_files_that_are_named_are_there():
+    """A file that is renamed would be run whole, and make the quick suite slow."""
+    there = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    assert there >= GUARDS | ONE_IN.keys()
