@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "classic": set(),
     "bench": {PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device"},
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
-    "trace": {PUBLIC, "ops", "classic", "options", "plan"},
+    "trace": {PUBLIC, "ops", "classic", "options", "options_sampling", "plan"},
     "cli": {"bench", "profile", "trace", "plan", "device"},
 }  # fmt: skip
 

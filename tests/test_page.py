@@ -21,11 +21,15 @@ from typing import Any
 import pytest
 import torch
 
+from fused_softmax.trace import page as page_of
+from fused_softmax.trace import presets
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 ROOT = Path(__file__).parents[1]
 VIZ = ROOT / "viz"
 PAGE = ROOT / "src/fused_softmax/trace/page.html"
+WHOLE = page_of.embed([], presets.load())
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
     "no-sandbox",
@@ -35,7 +39,6 @@ FLAGS = (
     "disable-component-update",
     "disable-sync",
 )
-PRESETS = re.compile(r'<script id="presets" type="application/json">(.*?)</script>', re.DOTALL)
 SLOT = '<script id="recordings" type="application/json">null</script>'
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -205,20 +208,13 @@ PEAKED = torch.tensor([
 ])  # fmt: skip
 
 
-def embedded() -> list[dict[str, Any]]:
-    """The recordings that ship in the page."""
-    found = PRESETS.search(PAGE.read_text())
-    assert found, "the page has no element for presets"
-    return json.loads(found[1]) or []
-
-
 RECORDINGS = {
     "two reads": lambda: passes(SEED, 2),
     "three reads": lambda: passes(SEED, 3),
     "split": lambda: split(SEED),
     "not finite": lambda: passes(PEAKED, 2),
     "16 x 64": lambda: passes(WIDE, 2, 16),
-} | {f"preset {n}: {each['title']}": partial(lambda each: each, each) for n, each in enumerate(embedded())}
+} | {f"preset {n}: {each['title']}": partial(lambda each: each, each) for n, each in enumerate(presets.load())}
 
 
 # The browser. Whatever a test does, the page writes no error and asks the network for nothing.
@@ -244,7 +240,7 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
     def open_page(
         *recordings: dict[str, Any], link: str = "", width: int = 1280, height: int = 900, **more: Any
     ) -> Any:
-        text = PAGE.read_text()
+        text = WHOLE
         assert text.count(SLOT) == 1
         if recordings:
             text = text.replace(SLOT, SLOT.replace("null", json.dumps(recordings).replace("<", "\\u003c")))
@@ -491,9 +487,8 @@ def test_text_of_a_recording_stays_text(open_page: Open) -> None:
 
 
 def test_a_page_without_recordings_shows_its_own_model(browser: Any, open_page: Open, tmp_path: Path) -> None:
-    bare = PRESETS.sub('<script id="presets" type="application/json">null</script>', PAGE.read_text())
     path = tmp_path / "bare.html"
-    path.write_text(bare)
+    path.write_text(PAGE.read_text())
     page = open_page(passes(SEED, 2))
     page.goto(path.as_uri())
     page.wait_for_selector(".badge")
@@ -532,7 +527,7 @@ def test_programs_of_a_split_show_their_messages(open_page: Open) -> None:
 
 @pytest.mark.parametrize(("kernel", "state"), [("split", "(m, s)"), ("backward", "d")])
 def test_lanes_name_what_programs_exchange(open_page: Open, kernel: str, state: str) -> None:
-    page = open_page(next(each for each in embedded() if each["kernel"] == kernel))
+    page = open_page(next(each for each in presets.load() if each["kernel"] == kernel))
     assert page.locator(".lanes .legend .publish").inner_text() == f"publishes {state}"
     assert f"publishes its {state} and" in page.locator(".lanes h2").inner_text()
 
@@ -604,7 +599,7 @@ def test_a_step_is_announced_and_the_theme_can_be_chosen(open_page: Open) -> Non
 
 
 def test_the_page_works_in_a_frame_without_an_origin(open_page: Open, tmp_path: Path) -> None:
-    inner = html.escape(PAGE.read_text().replace(SLOT, SLOT.replace("null", json.dumps([passes(SEED, 2)]))))
+    inner = html.escape(WHOLE.replace(SLOT, SLOT.replace("null", json.dumps([passes(SEED, 2)]))))
     path = tmp_path / "notebook.html"
     path.write_text(f'<iframe srcdoc="{inner}" sandbox="allow-scripts" style="width: 1000px; height: 800px"></iframe>')
     page = open_page(passes(SEED, 2))
@@ -641,7 +636,7 @@ def test_motion_is_reduced_where_asked(open_page: Open) -> None:
 
 @needs_chromium
 def test_the_page_is_small_and_ready_within_a_second(open_page: Open) -> None:
-    assert PAGE.stat().st_size < 1_000_000
+    assert len(WHOLE.encode()) < 400_000
     times = []
     for _ in range(3):
         page = open_page(passes(WIDE, 2, 16))
@@ -679,7 +674,7 @@ class Server(BaseHTTPRequestHandler):
         if self.path == "/kernels":
             kernels = [{"name": "online", "title": "in one pass", "block": True, "dtypes": ["float32"]}]
             return self.answer(200, "application/json", json.dumps({"kernels": kernels}))
-        return self.answer(200, "text/html", PAGE.read_text())
+        return self.answer(200, "text/html", WHOLE)
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -743,4 +738,4 @@ def test_the_committed_page_is_what_its_source_builds(tmp_path: Path) -> None:
 
 def test_the_page_and_its_lock_file_name_no_address_of_a_registry() -> None:
     assert '"resolved"' not in (VIZ / "package-lock.json").read_text()
-    assert not re.search(r"""(?:src|href)=["']?https?:|@import|url\(["']?https?:""", PAGE.read_text())
+    assert not re.search(r"""(?:src|href)=["']?https?:|@import|url\(["']?https?:""", WHOLE)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from products import QUICK, pairwise
 from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUBLISHED_OUTPUTS, PUBLISHED_SUMS, SUMS
 
-from fused_softmax import trace
+from fused_softmax import sample, trace
 from fused_softmax.cli import main
 from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace import files, page, presets, recorder
@@ -29,17 +29,21 @@ from fused_softmax.trace.encode import numbers, read_numbers
 from fused_softmax.trace.hooks import interpreting
 from fused_softmax.trace.our_kernels import OURS
 from fused_softmax.trace.recorder import Recorder
+from fused_softmax.trace.sampling_kernels import DRAWS, SEED
 from fused_softmax.trace.story import Story, Told
 
 NAMES = tuple(trace.kernels())
 SOFTMAX = tuple(name for name, kernel in trace.kernels().items() if kernel.operation == "softmax")
+# What writes a value for each element of the matrix, by a formula that holds for rows of any length.
+MATRICES = tuple(name for name, kernel in trace.kernels().items() if kernel.operation != "sample")
 every_kernel = pytest.mark.parametrize("name", NAMES)
+every_matrix = pytest.mark.parametrize("name", MATRICES)
 every_softmax = pytest.mark.parametrize("name", SOFTMAX)
 interpreted = pytest.mark.skipif(not interpreting(), reason="looks into the process that interprets")
 
 
 def test_the_table_of_operators_names_what_is_recorded():
-    assert {name for each in OPERATORS for name in each.recordings} == {kernel.name for kernel in OURS}
+    assert {name for each in OPERATORS for name in each.recordings} == {kernel.name for kernel in (*OURS, *DRAWS)}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,7 @@ def test_phases_come_in_order_and_all_of_them(name, example):
         lambda step: (recording["frames"][step["frame"]]["program"], recording["frames"][step["frame"]]["launch"]),
     ):
         phases = [step["phase"] for step in steps]
-        assert name == "persistent" or phases == sorted(phases)
+        assert name in ("persistent", "draw") or phases == sorted(phases)  # which do the same again
 
 
 @every_softmax
@@ -199,7 +203,7 @@ def test_the_gradient_is_that_of_the_first_probability(example):
 
 
 @pairwise(strength=1)
-@every_kernel
+@every_matrix
 @pytest.mark.parametrize("shape", [(3, 8), (2, 5), (1, 3)], ids=str)
 def test_traffic_is_what_the_formula_says(name, shape):
     formula = trace.kernels()[name].formula
@@ -212,7 +216,7 @@ def test_traffic_is_what_the_formula_says(name, shape):
 
 @settings(max_examples=8 if QUICK else 25, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(NAMES),
+    name=st.sampled_from(MATRICES),
     shape=st.tuples(st.integers(1, 6), st.integers(2, 11)),
     block=st.sampled_from([1, 2, 4, 8]),
     dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
@@ -236,7 +240,18 @@ def test_any_small_matrix(name, shape, block, dtype, seed):
     assert (result(recording) - truth).abs().max() <= 4 * torch.finfo(x.dtype).eps
 
 
-@every_kernel
+@pytest.mark.parametrize("n_cols", [8, 24, 40])
+def test_a_recorded_draw_is_the_token_that_sample_draws(n_cols):
+    x = torch.randn(4, n_cols, generator=torch.Generator().manual_seed(n_cols))
+    recording = trace.record("draw", x)
+    wanted = sample(x, seed=SEED, position=torch.arange(4)).tokens
+    assert only(recording, "output")["after"] == wanted.tolist()
+    formula = trace.kernels()["draw"].formula
+    traffic = recording["traffic"]
+    assert (traffic["reads"], traffic["writes"]) == (formula.reads(4, n_cols), formula.writes(4, n_cols))
+
+
+@every_matrix
 def test_one_element(name):
     if name == "hybrid-tiled":
         with pytest.raises(ValueError, match="1 columns are not longer than 1; take a smaller block, or hybrid-fast"):
@@ -348,7 +363,7 @@ def test_every_dtype_that_is_offered(name, dtype):
             trace.record(name, x, dtype=dtype)
         return
     recording = trace.record(name, x, dtype=dtype)
-    assert only(recording, "output")["dtype"] == dtype
+    assert only(recording, "output")["dtype"] == (dtype if name in MATRICES else "int64")
     if name in SOFTMAX:
         eps = torch.finfo(getattr(torch, dtype)).eps
         truth = torch.softmax(x.to(getattr(torch, dtype)).double(), 1)
@@ -441,7 +456,10 @@ def alike(a, b, rel):
         return len(a) == len(b) and all(map(alike, a, b, itertools.repeat(rel)))
     if isinstance(a, float) and isinstance(b, float):
         return a == pytest.approx(b, rel=rel, abs=rel)
-    if isinstance(a, str) and isinstance(b, str) and a.isdecimal() and b.isdecimal():  # a message: two floats in bits
+    if isinstance(a, str) and isinstance(b, str) and a.isdecimal() and b.isdecimal():
+        if abs(int(a) - int(b)) <= 2**37:  # a draw's key: a score in the upper bits
+            return True
+        # A message: two floats in bits.
         a, b = (np.array([int(text)], np.int64).view(np.float32).tolist() for text in (a, b))
         return alike([abs(each) for each in a], [abs(each) for each in b], rel)
     return type(a) is type(b) and a == b
@@ -461,6 +479,7 @@ def test_presets_are_what_the_kernels_do():
 
 def test_alike_can_tell():
     assert alike({"a": [1.0, "4629700420153634970"]}, {"a": [1.0 + 1e-7, "4629700420153634971"]}, 1e-5)
+    assert alike("6734872309452873905", "6734872309452873906", 1e-5)
     for a, b in ((1.0, 1.1), (1, 2), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ("inf", "nan"), ("4629700420153634970",) * 2):
         assert alike(a, b, 1e-5) == (a == b)
 
@@ -637,7 +656,8 @@ def test_a_page_without_the_slot_is_refused():
 
 
 def held(html, name):
-    return next(json.loads(text) for attributes, text in scripts(html) if attributes.get("id") == name)
+    value = next(json.loads(text) for attributes, text in scripts(html) if attributes.get("id") == name)
+    return page.unpack(value) if isinstance(value, str) else value
 
 
 def test_what_a_page_held_is_replaced(example):
@@ -651,7 +671,7 @@ def test_what_a_page_held_is_replaced(example):
 
 
 def test_the_page_with_all_presets_is_small():
-    assert len(page.embed([], presets.load()).encode()) < 1_000_000
+    assert len(page.embed([], presets.load()).encode()) < 400_000
 
 
 def test_show_is_a_frame_of_its_own():

@@ -6,13 +6,15 @@ import { viteSingleFile } from "vite-plugin-singlefile";
 const trace = new URL("../src/fused_softmax/trace/", import.meta.url);
 const presets = new URL("presets.json", trace);
 
-/** Embeds the recordings that ship with the page, where there are any. */
+/** Embeds the recordings that ship with the page while it is developed. `page.py` embeds them in what users open. */
 function embedPresets(): Plugin {
   return {
     name: "embed-presets",
+    apply: "serve",
     transformIndexHtml(html) {
       const text = existsSync(presets) ? JSON.stringify(JSON.parse(readFileSync(presets, "utf8"))) : "null";
-      return html.replace("__PRESETS__", () => text.replaceAll("<", "\\u003c"));
+      const slot = '<script id="presets" type="application/json">';
+      return html.replace(`${slot}null`, () => slot + text.replaceAll("<", "\\u003c"));
     },
   };
 }

@@ -1,7 +1,7 @@
 import { render } from "preact";
 import { App } from "./app";
 import { entryOf, sameChoice, type Entry, type Origin } from "./catalogue";
-import { readRecordings } from "./recording";
+import { readEmbedded } from "./recording";
 import { compute } from "./recurrence";
 import "./style.css";
 
@@ -14,17 +14,18 @@ const EXAMPLE = [
 
 const problems: string[] = [];
 
-function embedded(id: string, origin: Origin): Entry[] {
+async function embedded(id: string, origin: Origin): Promise<Entry[]> {
   try {
-    return readRecordings(document.getElementById(id)?.textContent ?? "null").map((each) => entryOf(each, origin));
+    const found = await readEmbedded(document.getElementById(id)?.textContent ?? "null");
+    return found.map((each) => entryOf(each, origin));
   } catch (error) {
     problems.push(`The embedded “${id}” cannot be shown: ${(error as Error).message}.`);
     return [];
   }
 }
 
-const own = embedded("recordings", "embedded");
-const presets = embedded("presets", "preset").filter((each) => !own.some((one) => sameChoice(one, each)));
+const own = await embedded("recordings", "embedded");
+const presets = (await embedded("presets", "preset")).filter((each) => !own.some((one) => sameChoice(one, each)));
 const entries = [...own, ...presets];
 if (entries.length === 0) {
   for (const kernel of ["online", "three_pass"] as const) entries.push(entryOf(compute(kernel, EXAMPLE, 4), "computed"));

@@ -220,7 +220,16 @@ export function checkRecording(value: unknown): Recording {
   return recording;
 }
 
-/** The recordings in the text of a file or an element, which holds one, a list of them, or null for none. */
+/** The recordings in the text of an element: as in that of a file, or packed, as base64 of gzip of it. */
+export async function readEmbedded(text: string): Promise<Recording[]> {
+  const value: unknown = JSON.parse(text);
+  if (typeof value !== "string") return readRecordings(text);
+  const bytes = Uint8Array.from(atob(value), (each) => each.charCodeAt(0));
+  const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return readRecordings(await new Response(unpacked).text());
+}
+
+/** The recordings in the text of a file, which holds one, a list of them, or null for none. */
 export function readRecordings(text: string): Recording[] {
   const value: unknown = JSON.parse(text);
   if (value === null) return [];

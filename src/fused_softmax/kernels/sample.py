@@ -56,8 +56,8 @@ def _draw(
     start = part * part_stretches
     end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
     key = with_token(D, best_group(D, start, end, origin, K), origin, K)
-    state_ptr = scratch_ptr + draw * 2
     if K.split:
+        state_ptr = scratch_ptr + draw * 2
         tl.atomic_max(state_ptr, key, sem="relaxed")
         last = tl.atomic_add(state_ptr + 1, 1, sem="acq_rel") == n_parts - 1
         if last:

@@ -171,7 +171,7 @@ def prepare_draws(
     def written(out: Tensor | None) -> tuple[Any, ...]:
         tokens, valid = results(out)
         if not filtered:
-            return _slots(index, n_draws), tokens, valid, None, None
+            return _slots(index, n_draws) if spec.split else None, tokens, valid, None, None
         return (
             empty((n_draws * spec.scratch,), (1,), torch.int64), tokens, valid,
             empty(of_draws, (1,), torch.float32) if logprobs else None,

@@ -160,5 +160,6 @@ OPERATORS = (
             "sample_top_k_top_p",
             "sample_min_p",
         ),
+        recordings=("draw",),
     ),
 )

@@ -1,5 +1,7 @@
 """The page: one HTML file that holds recordings. No text in a recording can leave its script element."""
 
+import base64
+import gzip
 import html
 import json
 from collections.abc import Sequence
@@ -15,19 +17,31 @@ def embed(recordings: Sequence[dict[str, Any]], presets: Sequence[dict[str, Any]
     """The page with these recordings, in order, and with its presets.
 
     page: by default the built page. It must contain `<script id="recordings" type="application/json">` and the same
-        element for presets, once each. Their contents are replaced, by null if there is nothing to hold.
+        element for presets, once each. Their contents are replaced, by null if there is nothing to hold. Presets are
+        packed, into a tenth.
     """
     page = BUILT.read_text() if page is None else page
-    return _fill(_fill(page, "presets", presets), "recordings", recordings)
+    return _fill(_fill(page, "presets", pack(presets) if presets else None), "recordings", list(recordings) or None)
 
 
-def _fill(page: str, name: str, recordings: Sequence[dict[str, Any]]) -> str:
+def pack(recordings: Sequence[dict[str, Any]]) -> str:
+    """Recordings as base64 of gzip of their JSON, which the page unpacks."""
+    text = json.dumps(list(recordings), separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def unpack(packed: str) -> list[dict[str, Any]]:
+    """What `pack` packed."""
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def _fill(page: str, name: str, value: Any) -> str:
     opening = f'<script id="{name}" type="application/json">'
     if page.count(opening) != 1:
         raise ValueError(f"a page must hold {opening} once, this one holds it {page.count(opening)} times")
     before, _, rest = page.partition(opening)
     _, closing, after = rest.partition("</script>")
-    return before + opening + script_json(list(recordings) or None) + closing + after
+    return before + opening + script_json(value) + closing + after
 
 
 def script_json(value: Any) -> str:

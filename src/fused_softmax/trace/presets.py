@@ -5,6 +5,7 @@ its 2 x 8 demonstration with blocks of 2, and rows at which kernels go wrong.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ HIDDEN: Rows = (
 EMPTY: Rows = (("-inf", "-inf", "-inf", "-inf"), (0.0, "nan", 1.0, 2.0))
 # Logits like a trained model's: a few are far above the rest. Row 0's largest comes last.
 PEAKED: Rows = ((-2.0, 9.5, 0.5, -1.0, 1.0, 12.0, -0.5, 14.0), (88.0, 90.0, 1.0, 0.0, -90.0, 89.0, 3.0, 2.0))
+# Logits that a token is drawn from: three groups of eight columns.
+LOGITS: Rows = tuple(
+    tuple(round(3 * math.sin(1.7 * col + row) + (4 if col == likely else 0), 1) for col in range(24))
+    for row, likely in enumerate((13, 6))
+)
 RISING: Rows = ((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
 
 
@@ -55,6 +61,7 @@ def asked_for() -> list[tuple[str, Rows, int, str, str]]:
     return [
         *worked,
         ("hybrid-tiled", DEMONSTRATION, 2, "float32", "2 x 8, blocks of 2: hybrid-tiled"),
+        ("draw", LOGITS, 4, "float32", "Three groups of columns, one token: draw"),
         ("online", RISING, 2, "float32", "Every tile raises the maximum: online"),
         ("online", HIDDEN, 2, "float32", "Tiles of -inf: online"),
         ("split", HIDDEN[:1], 2, "float32", "A part of -inf: split"),

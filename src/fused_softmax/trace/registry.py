@@ -67,5 +67,6 @@ def kernels() -> dict[str, Kernel]:
     """All kernels by name, in the order in which to learn them."""
     from fused_softmax.trace.classic_kernels import CLASSIC
     from fused_softmax.trace.our_kernels import OURS
+    from fused_softmax.trace.sampling_kernels import DRAWS
 
-    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS)}
+    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS, *DRAWS)}
