@@ -739,3 +739,35 @@ def test_the_committed_page_is_what_its_source_builds(tmp_path: Path) -> None:
 def test_the_page_and_its_lock_file_name_no_address_of_a_registry() -> None:
     assert '"resolved"' not in (VIZ / "package-lock.json").read_text()
     assert not re.search(r"""(?:src|href)=["']?https?:|@import|url\(["']?https?:""", WHOLE)
+
+
+def test_the_page_opens_where_the_maximum_rises_in_every_tile(open_page: Open) -> None:
+    page = open_page()
+    assert page.locator("select[name=matrix] option:checked").inner_text() == "Every tile raises the maximum"
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ("#kernel=nothing", "no recording of a kernel “nothing”"),
+        ("#kernel=online&matrix=1x1-z", "no recording of the matrix"),
+    ],
+)
+def test_a_link_to_what_the_page_does_not_have_says_so(open_page: Open, link: str, said: str) -> None:
+    page = open_page(link=link)
+    assert said in page.locator(".message").inner_text()
+
+
+def test_source_lines_are_readable_in_full_and_values_cover_none(open_page: Open) -> None:
+    recording = next(each for each in presets.load() if each["kernel"] == "draw")
+    page = open_page(recording, width=1400, height=1000)
+    for step in range(1, len(recording["steps"]), 12):
+        page.evaluate("each => { location.hash = each }", f"#kernel=draw&step={step}")
+        page.wait_for_timeout(30)
+        assert page.eval_on_selector(".code", "each => each.scrollWidth <= each.clientWidth")
+        covered = """each => [...each.querySelectorAll('li')].some(line => {
+            const box = name => line.querySelector(name)?.getBoundingClientRect();
+            const [code, values] = [box('code'), box('.inline')];
+            return values && values.top < code.bottom - 1 && values.left < code.right - 1;
+        })"""
+        assert not page.eval_on_selector(".code", covered)

@@ -487,7 +487,7 @@ def test_alike_can_tell():
 def test_every_kernel_has_the_worked_example_among_the_presets():
     kept = presets.load()
     for name in NAMES:
-        recording = next(each for each in kept if each["kernel"] == name)
+        recording = next(each for each in kept if each["title"].startswith("3 x 8") and each["kernel"] == name)
         assert read_numbers(recording["tensors"][0]["before"]) == [value for row in EXAMPLE for value in row] or (
             name == "backward"
         )

@@ -45,7 +45,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const [speed, setSpeed] = useState<number>(5);
   const [values, setValues] = useState(false);
   const [dialog, setDialog] = useState<"help" | "paste" | null>(null);
-  const [message, setMessage] = useState(problem);
+  const [message, setMessage] = useState(() => problem || missing(given, readHash(location.hash)));
   const [theme, setTheme] = useTheme();
   const [keys, setKeys] = useState(true);
   const server = useServer(dialog === "paste", SERVED ? valuesOf(given, "kernel") : []);
@@ -125,10 +125,11 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
       if (location.hash === written.current) return;
       setPlaying(false);
       setState((old) => arrive(old, readHash(location.hash)));
+      setMessage(missing(state.entries, readHash(location.hash)));
     };
     addEventListener("hashchange", onHash);
     return () => removeEventListener("hashchange", onHash);
-  }, []);
+  }, [state.entries]);
 
   const add = (fresh: Entry[]) => {
     const first = fresh[0];
@@ -173,11 +174,13 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   };
   const copyLink = async () => {
     remember(hash);
+    const carried = entry.origin === "preset" || place.data;
+    const absent = carried ? "" : " It does not carry the recording: it works where this recording is open.";
     try {
       await navigator.clipboard.writeText(location.href);
-      setMessage("Copied the link to this step.");
+      setMessage(`Copied the link to this step.${absent}`);
     } catch {
-      setMessage("The link to this step is in the address bar.");
+      setMessage(`The link to this step is in the address bar.${absent}`);
     }
   };
   const select = (field_: keyof Choice, value: string) => {
@@ -504,6 +507,18 @@ function arrive(old: State, place: Place): State {
     clock: place.clock ?? 0,
     row: place.row ?? null,
   };
+}
+
+/** What a link asks for that the page does not have. */
+function missing(entries: readonly Entry[], place: Place): string {
+  if (place.data) return "";
+  if (place.kernel && !entries.some((each) => each.kernel === place.kernel)) {
+    return `This page has no recording of a kernel “${place.kernel}”, so it shows another one.`;
+  }
+  if (place.matrix && !entries.some((each) => each.matrix === place.matrix)) {
+    return "This page has no recording of the matrix that the link names, so it shows another one.";
+  }
+  return "";
 }
 
 /** The entry to show first: the recording that the page was made for, else the online recurrence. */

@@ -1,4 +1,4 @@
-/** Reads a pasted matrix: CSV, TSV, spaces or JSON, with inf, -inf and nan in upper or lower case. */
+/** Reads a pasted matrix: CSV, TSV, spaces, JSON, or as torch and NumPy print it; inf and nan in any case. */
 
 export const MAX_ROWS = 256;
 export const MAX_COLS = 1024;
@@ -10,7 +10,8 @@ export type Matrix = number[][];
 export function parseMatrix(text: string): Matrix {
   const trimmed = text.trim();
   if (trimmed === "") throw new Error("Nothing to read: paste at least one number.");
-  const matrix = trimmed.startsWith("[") ? parseJson(trimmed) : parseLines(trimmed);
+  const printed = /^(?:[\w.]+\()?\s*(\[[^]*\])(?:,\s*\w+=[^]*)?\)?$/.exec(trimmed);
+  const matrix = printed ? parseBrackets(printed[1]!) : trimmed.startsWith("[") ? parseBrackets(trimmed) : parseLines(trimmed);
   return checkMatrix(matrix);
 }
 
@@ -67,14 +68,15 @@ function parseNumber(field: string, place: string): number {
     throw new Error(text === "" ? `The field at ${place} is empty.` : `“${field.trim()}” at ${place} is not a number.`);
   }
   const value = Number(word);
+  if (!Number.isFinite(value)) throw new Error(`“${field.trim()}” at ${place} is too large for any float.`);
   return sign === "-" ? -value : value;
 }
 
-function parseJson(text: string): Matrix {
-  // JSON has no words for these numbers; Python writes them bare.
-  const quoted = text.replace(/"[^"]*"|[+-]?\b(?:Infinity|inf|NaN)\b/gi, (found) =>
-    found.startsWith('"') ? found : `"${found}"`,
-  );
+function parseBrackets(text: string): Matrix {
+  // Python writes inf and nan bare, and ends numbers with a point; NumPy writes no commas.
+  const quoted = text
+    .replace(/"[^"]*"|[^\s,[\]"]+/g, (found) => (found.startsWith('"') ? found : `"${found}"`))
+    .replace(/(["\]])\s+(?=["[])/g, "$1, ");
   let value: unknown;
   try {
     value = JSON.parse(quoted);

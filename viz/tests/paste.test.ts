@@ -10,6 +10,10 @@ describe("a pasted matrix", () => {
     ["semicolons", "1;2;3\n4;5;6"],
     ["trailing commas", "1,2,3,\n4,5,6,"],
     ["JSON", "[[1, 2, 3], [4, 5, 6]]"],
+    ["what torch prints", "tensor([[1., 2., 3.],\n        [4., 5., 6.]])"],
+    ["what torch prints of a GPU", "tensor([[1., 2., 3.],\n        [4., 5., 6.]], device='cuda:0', dtype=torch.float16)"],
+    ["what NumPy prints", "[[1. 2. 3.]\n [4. 5. 6.]]"],
+    ["NumPy's repr", "array([[1., 2., 3.],\n       [4., 5., 6.]], dtype=float32)"],
     ["JSON over lines", "[\n [1.0, 2e0, 3],\n [4, 5, 6]\n]"],
   ])("is read with %s", (_, text) =>
     expect(parseMatrix(text)).toEqual([
@@ -37,8 +41,11 @@ describe("a pasted matrix", () => {
     ["1,two,3", "“two” at line 1, number 2"],
     ["1,,3", "field at line 1, number 2 is empty"],
     ["0x10", "“0x10”"],
+    ["1e400", "“1e400” at line 1, number 1 is too large for any float"],
+    ["[[1, 1e400]]", "“1e400” at row 1, number 2 is too large"],
+    ["tensor([[1., ..., 3.]])", "“...” at row 1, number 2"],
     ["[[1, 2], 3]", "Row 2 is not a list"],
-    ["[[1, null]]", "null at row 1, number 2"],
+    ["[[1, null]]", "“null” at row 1, number 2"],
     ["[1, 2", "starts like JSON"],
     ["[]", "empty"],
     ["1 2 3 -", "“-”"],

@@ -59,10 +59,10 @@ def asked_for() -> list[tuple[str, Rows, int, str, str]]:
     blocks = dict.fromkeys(kernels(), 4) | {"stream": 2}
     worked = [(name, EXAMPLE, blocks[name], "float32", f"3 x 8 worked example: {name}") for name in kernels()]
     return [
+        ("online", RISING, 2, "float32", "Every tile raises the maximum: online"),  # the page opens on it
         *worked,
         ("hybrid-tiled", DEMONSTRATION, 2, "float32", "2 x 8, blocks of 2: hybrid-tiled"),
         ("draw", LOGITS, 4, "float32", "Three groups of columns, one token: draw"),
-        ("online", RISING, 2, "float32", "Every tile raises the maximum: online"),
         ("online", HIDDEN, 2, "float32", "Tiles of -inf: online"),
         ("split", HIDDEN[:1], 2, "float32", "A part of -inf: split"),
         ("online", EMPTY, 2, "float32", "A row of only -inf, and a row with a NaN: online"),

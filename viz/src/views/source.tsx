@@ -73,7 +73,7 @@ const CodeLine = memo(function CodeLine({ text, number, now, first, caller, inli
       <span class="marker" aria-hidden="true">
         {first && now ? "▶" : caller ? "↳" : ""}
       </span>
-      <code>
+      <code style={{ "--indent": text.length - text.trimStart().length }}>
         {tokens(text).map((token, index) =>
           token.kind === "text" ? token.text : <span key={index} class={`t-${token.kind}`}>{token.text}</span>,
         )}
