@@ -40,12 +40,12 @@ def render(run: Run) -> str:
     rows = record.rows_only(run)
     left = ["rows x cols", "dtype"] if rows else ["operation", "shape", "dtype"]
     right = [OWN, "ratio", *names]
-    lines = [_row([*left, *right]), _row([*["---"] * len(left), *["---:"] * len(right)])]
+    lines = [table_row([*left, *right]), table_row([*["---"] * len(left), *["---:"] * len(right)])]
     for case, points in cases.items():
         own = points.get(OWN)
         ratio = f"{own.ratio:.3f}" if own and own.ratio is not None else ""
         what = [case.size, case.dtype] if rows else [case.operation, case.size, case.dtype]
-        lines.append(_row([*what, _cell(own), ratio, *(_cell(points.get(n)) for n in names)]))
+        lines.append(table_row([*what, _cell(own), ratio, *(_cell(points.get(n)) for n in names)]))
     return "\n".join([_about(run), "", *lines, *_notes(run)])
 
 
@@ -94,7 +94,7 @@ def _cell(point: Point | None) -> str:
     return f"{figure:.0f}" + ("\\*" if point.method == "events" else "")
 
 
-def _row(cells: Sequence[str]) -> str:
+def table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,0 +1,166 @@
+"""One table of all operations against their peers, from the committed results.
+
+    python -m fused_softmax.bench.overview benchmarks/results README.md [--check]
+
+Rewrites the text between the markers `<!-- results overview:begin -->` and `:end`, and nothing else. With --check it
+writes nothing and exits with 1 if the page disagrees with the files. Standard library only.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fused_softmax.bench import record
+from fused_softmax.bench.providers import OWN
+from fused_softmax.bench.readme import replace, table_row
+from fused_softmax.bench.record import Point, Run
+
+PLACE = "overview"
+NONE = "not measured"
+PEERS = {
+    "torch": "torch",
+    "torch.compile": "torch.compile",
+    "liger": "Liger",
+    "quack": "QuACK",
+    "flashinfer": "FlashInfer",
+    "cudnn": "cuDNN",
+}
+
+
+class Line(NamedTuple):
+    """A row of the table: its title, the file it is made of, and the operation in it."""
+
+    title: str
+    file: str
+    operation: str
+
+
+LINES = (
+    Line("softmax", "h200_softmax", "softmax"),
+    Line("softmax, few rows", "h200_few_rows", "softmax"),
+    Line("softmax, bf16 to fp32", "h200_vocab", "softmax_float32"),
+    Line("softmax over a strided dim", "h200_dims", "softmax_dim"),
+    Line("softmax, causal", "h200_masked", "softmax_causal"),
+    Line("softmax, bool mask", "h200_masked", "softmax_masked"),
+    Line("softmax, added mask", "h200_masked", "softmax_biased"),
+    Line("softmax's gradient", "h200_backward", "softmax_backward"),
+    Line("log_softmax's gradient", "h200_backward", "log_softmax_backward"),
+    Line("logsumexp", "h200_logsumexp", "logsumexp"),
+    Line("cross_entropy", "h200_cross_entropy", "cross_entropy"),
+    Line("cross_entropy, gradient", "h200_cross_entropy", "cross_entropy_gradient"),
+    Line("linear_cross_entropy, gradient", "h200_linear_cross_entropy", "linear_cross_entropy"),
+    Line("sample", "h200_sampling", "sample"),
+)
+
+
+def render(runs: Mapping[str, Run]) -> str:
+    """The Markdown between the markers: what the cells mean, a row for each of LINES, and which kernels were measured.
+
+    runs: by the name of the file. A file that is missing leaves its row without figures.
+    """
+    header = ["operation", *(f"over {name}" for name in PEERS.values()), "MiB, ours / torch", "host us, ours / torch"]
+    lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
+    for line in LINES:
+        pairs = _pairs(runs.get(line.file), line.operation)
+        cells = [_speed_up(pairs.get(peer, [])) for peer in PEERS]
+        lines.append(table_row([line.title, *cells, _memory(pairs.get("torch", [])), _host(pairs.get("torch", []))]))
+    return "\n".join([_about(runs), "", *lines, "", _kernels(runs)])
+
+
+Pairs = dict[str, list[tuple[Point, Point]]]
+
+
+def _pairs(run: Run | None, operation: str) -> Pairs:
+    """By provider, this package's point and the peer's of every case of which both are right."""
+    if run is None:
+        return {}
+    points = [p for p in run.points if p.operation == operation and p.status == "ok"]
+    own = {p.case: p for p in points if p.provider == OWN}
+    pairs: Pairs = {}
+    for p in points:
+        if p.provider != OWN and p.case in own:
+            pairs.setdefault(p.provider, []).append((own[p.case], p))
+    return pairs
+
+
+def _speed_up(pairs: Sequence[tuple[Point, Point]]) -> str:
+    times = [theirs.kernel.p50_us / ours.kernel.p50_us for ours, theirs in pairs if ours.kernel and theirs.kernel]
+    if not times:
+        return NONE
+    mean = math.exp(statistics.fmean(map(math.log, times)))
+    return f"{mean:.2f}" + (f" ({min(times):.2f})" if times[1:] else "")
+
+
+def _memory(pairs: Sequence[tuple[Point, Point]]) -> str:
+    """Of the case in which torch takes most."""
+    found = [(b.memory_bytes, a.memory_bytes) for a, b in pairs if a.memory_bytes is not None and b.memory_bytes]
+    if not found:
+        return NONE
+    theirs, ours = max(found)
+    return f"{_mib(ours)} / {_mib(theirs)}"
+
+
+def _mib(n: int) -> str:
+    return f"{n / 2**20:.0f}" if n >= 2**20 else f"{n / 2**20:.2g}"
+
+
+def _host(pairs: Sequence[tuple[Point, Point]]) -> str:
+    found = [(ours.host_us, theirs.host_us) for ours, theirs in pairs if ours.host_us and theirs.host_us]
+    if not found:
+        return NONE
+    ours, theirs = (statistics.median(each) for each in zip(*found, strict=True))
+    return f"{ours:.0f} / {theirs:.0f}"
+
+
+def _about(runs: Mapping[str, Run]) -> str:
+    names = sorted({(run.environment["gpu"] or {}).get("name", "no GPU") for run in runs.values()})
+    return (
+        f"Speed-up: the peer's kernel time over ours, as the geometric mean of a file's shapes and dtypes, with the "
+        f"least in brackets. Memory: the most that a call allocates, at its largest shape. Host: the time to enqueue a "
+        f"small call. {', '.join(names)}."
+    )
+
+
+def _kernels(runs: Mapping[str, Run]) -> str:
+    ask = "`fused-softmax bench all --dry-run --out benchmarks/results` says which files are current."
+    prints = {run.environment.get("kernels") for name, run in runs.items() if any(name == line.file for line in LINES)}
+    if None in prints:
+        return f"These figures are of earlier kernels than the source's: {ask}"
+    return f"Kernels measured: {', '.join(sorted(map(str, prints)))}. {ask}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m fused_softmax.bench.overview", description="Fill the table of all.")
+    parser.add_argument("results", type=Path, help="folder of JSON files that `fused-softmax bench all` wrote")
+    parser.add_argument("page", type=Path, help="Markdown file with the two markers")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the two disagree")
+    options = parser.parse_args(arguments)
+    path = options.results
+    try:
+        runs = {}
+        for name in sorted({line.file for line in LINES}):
+            path = options.results / f"{name}.json"
+            if path.exists():
+                runs[name] = record.read(path)
+        if not runs:
+            raise ValueError(f"no file of {', '.join(sorted({line.file for line in LINES}))}")
+        path = options.page
+        old = path.read_text()
+        new = replace(old, render(runs), PLACE)
+        if options.check and new != old:
+            print(f"{path} does not show {options.results}: run this again without --check", file=sys.stderr)
+        elif new != old:
+            record.write_whole(path, new.encode())
+        return int(options.check and new != old)
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror or error}")
+    except ValueError as error:
+        parser.error(f"{path}: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
