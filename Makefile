@@ -8,14 +8,14 @@ COMPILED := compiles and not gpu and not exhaustive
 # A worker a core, so PyTorch needs no threads of its own in any of them.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
-.PHONY: env demo page presets report test test-guard test-compiles test-all gpu-test sanitize faults lint clean
+.PHONY: env demo docs page presets report test test-guard test-compiles test-all gpu-test sanitize faults lint clean
 
 env: $(ENV)
 
 .venv/.ready: pyproject.toml constraints.txt
 	@$(SYSTEM_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fused-softmax needs Python 3.11 or newer" >&2; exit 1; }
 	test -x .venv/bin/python || $(SYSTEM_PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	@touch $@
 
 demo: $(ENV)
@@ -72,6 +72,10 @@ page:
 # The page of all committed results; commit what it makes. A test fails where it shows others.
 report: $(ENV)
 	PYTHONPATH=src $(PY) -m fused_softmax.cli report benchmarks/results/*.json -o benchmarks/report.html
+
+# The site, in build/site. A link without a target, or a page that loads from the network, is an error.
+docs: $(ENV)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv .triton-* build dist demo viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
