@@ -4,10 +4,10 @@ Pages may link to any file of the repository, as they are read there: `../benchm
 file becomes part of the site, and Markdown files at the root become pages of it.
 """
 
-import importlib.util
 import json
 import logging
 import re
+import runpy
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -59,8 +59,5 @@ def served_as(path: str) -> str:
 def visualizer() -> str:
     """The page that `fused-softmax trace -o` writes, made without the package, which would import torch."""
     trace = ROOT / "src/fused_softmax/trace"
-    spec = importlib.util.spec_from_file_location("page", trace / "page.py")
-    assert spec and spec.loader
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    return page.embed([], json.loads((trace / "presets.json").read_text()))
+    page = runpy.run_path(str(trace / "page.py"))
+    return page["embed"]([], json.loads((trace / "presets.json").read_text()))

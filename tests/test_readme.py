@@ -1,15 +1,11 @@
-"""The README's table of results: what it shows, what it refuses, and that it touches nothing else."""
+"""The tables of results in README and docs: what they show, what they refuse, and that they touch nothing else."""
 
-import re
 from pathlib import Path
 
 import pytest
-import torch
-from click.testing import CliRunner
 
-from fused_softmax.bench import readme, record
+from fused_softmax.bench import overview, readme, record
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
-from fused_softmax.cli import main
 
 ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "gpu": {"name": "NVIDIA H200", "driver_version": "580.159"}}
 COMMAND = "fused-softmax bench --quick --out h200_softmax.json"
@@ -130,42 +126,63 @@ def test_the_picture_is_drawn_where_it_shows_other_figures(tmp_path):
     assert not picture.exists()
 
 
-def commands_shown():
-    """Of the README, each command with its output."""
-    blocks = re.findall(r"^```\n\$ fused-softmax (\S[^\n]*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    return [pytest.param(arguments, said, id=arguments) for arguments, said in blocks]
-
-
-@pytest.mark.parametrize(("arguments", "said"), commands_shown())
-def test_what_the_readme_says_a_command_prints_it_prints(monkeypatch, arguments, said):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(main, arguments.split(), prog_name="fused-softmax")
-    assert result.exit_code == 0
-    if arguments == "env":  # its values are the machine's
-        assert [line.split()[0] for line in result.output.splitlines()] == [
-            line.split()[0] for line in said.splitlines()
-        ]
-    else:
-        assert result.output == said
-
-
-def test_its_calls_of_sampling_run(device):
-    """On a vocabulary that is small enough for the interpreter."""
-    (block,) = (each for each in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-                if "sample(" in each)  # fmt: skip
-    names = {"torch": torch}
-    exec(block.replace("128256", "96").replace('"cuda"', f'"{device}"'), names)
-    assert names["tokens"].shape == (8,)
-    assert names["out"].top_tokens.shape == (8, 5)
-    assert names["drafted"].tokens.shape == (8, 4)
-
-
 @pytest.mark.parametrize(
     ("place", "name"), [("", "softmax"), ("losses", "cross_entropy"), ("linear", "linear_cross_entropy")]
 )
-def test_the_projects_readme_shows_the_committed_results(place, name):
+def test_the_page_of_results_shows_the_committed_ones(place, name):
     results = ROOT / f"benchmarks/results/h200_{name}.json"
-    assert readme.main([str(results), str(ROOT / "README.md"), "--place", place, "--check"]) == 0
+    assert readme.main([str(results), str(ROOT / "docs/results.md"), "--place", place, "--check"]) == 0
+
+
+def test_the_projects_readme_shows_the_committed_results():
+    assert overview.main([str(ROOT / "benchmarks/results"), str(ROOT / "README.md"), "--check"]) == 0
+
+
+def overview_of(provider="torch", **runs):
+    table = overview.render({f"h200_{name}": run for name, run in runs.items()})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    return table, {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+
+
+def test_a_row_of_the_overview_is_the_mean_of_a_file():
+    def point(n_cols, provider, us, status="ok", **more):
+        return Point(64, n_cols, "float32", provider, status, kernel=Figure(us, us, us, 1.0), **more)
+
+    run = run_of(
+        point(256, "fused_softmax", 1.0, host_us=5.0, memory_bytes=2**20),
+        point(256, "torch", 2.0, host_us=6.0, memory_bytes=2**21),
+        point(512, "fused_softmax", 1.0, host_us=7.0, memory_bytes=2**23),
+        point(512, "torch", 8.0, host_us=8.0, memory_bytes=2**24),
+        point(512, "quack", 3.0),
+        point(256, "quack", 100.0, status="wrong"),
+    )
+    table, rows = overview_of(softmax=run)
+    assert len(rows) == len(overview.LINES)
+    assert rows["softmax"]["over torch"] == "4.00 (2.00)"
+    assert rows["softmax"]["over QuACK"] == "3.00"
+    assert rows["softmax"]["MiB, ours / torch"] == "8 / 16"
+    assert rows["softmax"]["host us, ours / torch"] == "6 / 7"
+    assert set(rows["softmax"].values()) >= {"not measured"}
+    assert set(list(rows["logsumexp"].values())[1:]) == {"not measured"}
+    assert "earlier kernels" in table
+    run.environment = {**ENVIRONMENT, "kernels": "abc"}
+    assert "Kernels measured: abc." in overview_of(softmax=run)[0]
+
+
+def test_the_overview_is_written_once_and_checked(tmp_path, capsys):
+    page, results = tmp_path / "README.md", tmp_path / "h200_softmax.json"
+    empty = "before\n" + "\n".join(readme.markers("overview")) + "\nafter\n"
+    page.write_text(empty)
+    with pytest.raises(SystemExit, match="2"):
+        overview.main([str(tmp_path), str(page)])
+    assert "no file of" in capsys.readouterr().err
+    record.save(run_of(timed(256, "fused_softmax", 3940.0), timed(256, "torch", 1000.0)), results)
+    assert overview.main([str(tmp_path), str(page), "--check"]) == 1
+    assert page.read_text() == empty
+    assert overview.main([str(tmp_path), str(page)]) == 0
+    assert page.read_text().startswith("before\n<!--")
+    assert page.read_text().endswith("-->\nafter\n")
+    assert overview.main([str(tmp_path), str(page), "--check"]) == 0
 
 
 def test_products_are_in_us_and_several_tables_have_places(tmp_path):
