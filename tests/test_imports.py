@@ -97,6 +97,7 @@ assert not is_initialized()
         "bench.committed",
         "bench.fingerprint",
         "bench.plot",
+        "bench.overview",
         "bench.readme",
         "bench.record",
         "bench.resume",

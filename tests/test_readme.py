@@ -138,7 +138,7 @@ def test_the_projects_readme_shows_the_committed_results():
     assert overview.main([str(ROOT / "benchmarks/results"), str(ROOT / "README.md"), "--check"]) == 0
 
 
-def overview_of(provider="torch", **runs):
+def overview_of(**runs):
     table = overview.render({f"h200_{name}": run for name, run in runs.items()})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     return table, {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
@@ -153,17 +153,18 @@ def test_a_row_of_the_overview_is_the_mean_of_a_file():
         point(256, "torch", 2.0, host_us=6.0, memory_bytes=2**21),
         point(512, "fused_softmax", 1.0, host_us=7.0, memory_bytes=2**23),
         point(512, "torch", 8.0, host_us=8.0, memory_bytes=2**24),
-        point(512, "quack", 3.0),
+        point(512, "quack", 3.0, method="events"),
         point(256, "quack", 100.0, status="wrong"),
     )
     table, rows = overview_of(softmax=run)
     assert len(rows) == len(overview.LINES)
-    assert rows["softmax"]["over torch"] == "4.00 (2.00)"
-    assert rows["softmax"]["over QuACK"] == "3.00"
+    assert rows["softmax"]["torch"] == "4.00 (2.00)"
+    assert rows["softmax"]["QuACK"] == "3.00\\*"
     assert rows["softmax"]["MiB, ours / torch"] == "8 / 16"
     assert rows["softmax"]["host us, ours / torch"] == "6 / 7"
     assert set(rows["softmax"].values()) >= {"not measured"}
     assert set(list(rows["logsumexp"].values())[1:]) == {"not measured"}
+    assert "Timed by events" in table
     assert "earlier kernels" in table
     run.environment = {**ENVIRONMENT, "kernels": "abc"}
     assert "Kernels measured: abc." in overview_of(softmax=run)[0]

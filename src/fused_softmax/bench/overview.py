@@ -62,13 +62,15 @@ def render(runs: Mapping[str, Run]) -> str:
 
     runs: by the name of the file. A file that is missing leaves its row without figures.
     """
-    header = ["operation", *(f"over {name}" for name in PEERS.values()), "MiB, ours / torch", "host us, ours / torch"]
+    header = ["operation", *PEERS.values(), "MiB, ours / torch", "host us, ours / torch"]
     lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
     for line in LINES:
         pairs = _pairs(runs.get(line.file), line.operation)
         cells = [_speed_up(pairs.get(peer, [])) for peer in PEERS]
         lines.append(table_row([line.title, *cells, _memory(pairs.get("torch", [])), _host(pairs.get("torch", []))]))
-    return "\n".join([_about(runs), "", *lines, "", _kernels(runs)])
+    by_events = "\\*" in "".join(lines)
+    notes = ["\\* Timed by events around eager calls, because it could not be captured in a CUDA graph.", ""]
+    return "\n".join([_about(runs), "", *lines, "", *(notes if by_events else []), _kernels(runs)])
 
 
 Pairs = dict[str, list[tuple[Point, Point]]]
@@ -92,7 +94,8 @@ def _speed_up(pairs: Sequence[tuple[Point, Point]]) -> str:
     if not times:
         return NONE
     mean = math.exp(statistics.fmean(map(math.log, times)))
-    return f"{mean:.2f}" + (f" ({min(times):.2f})" if times[1:] else "")
+    mark = "\\*" if any(theirs.method == "events" for _, theirs in pairs) else ""
+    return f"{mean:.2f}{mark}" + (f" ({min(times):.2f})" if times[1:] else "")
 
 
 def _memory(pairs: Sequence[tuple[Point, Point]]) -> str:
@@ -119,9 +122,9 @@ def _host(pairs: Sequence[tuple[Point, Point]]) -> str:
 def _about(runs: Mapping[str, Run]) -> str:
     names = sorted({(run.environment["gpu"] or {}).get("name", "no GPU") for run in runs.values()})
     return (
-        f"Speed-up: the peer's kernel time over ours, as the geometric mean of a file's shapes and dtypes, with the "
-        f"least in brackets. Memory: the most that a call allocates, at its largest shape. Host: the time to enqueue a "
-        f"small call. {', '.join(names)}."
+        f"Speed-up over each peer: its kernel time over ours, as the geometric mean of a file's shapes and dtypes, "
+        f"with the least in brackets. Memory: the most that a call allocates, at its largest shape. Host: the time to "
+        f"enqueue a small call. {', '.join(names)}."
     )
 
 

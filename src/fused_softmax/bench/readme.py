@@ -1,10 +1,10 @@
-"""The README's table of results, from a file that `fused-softmax bench --out` wrote.
+"""A page's table of results, from a file that `fused-softmax bench --out` wrote.
 
-    python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json README.md [--place NAME] [--check]
+    python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json docs/results.md [--place NAME] [--check]
 
 Rewrites the text between two markers, and nothing else. NAME selects the markers if there are several tables. It also
-draws the picture beside the results, which has their name, if the README shows it and its figures are stale. With
---check it writes nothing and exits with 1 if the README or the picture disagrees with the file. Standard library only,
+draws the picture beside the results, which has their name, if the page shows it and its figures are stale. With
+--check it writes nothing and exits with 1 if the page or the picture disagrees with the file. Standard library only,
 except for drawing.
 """
 
