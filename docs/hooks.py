@@ -20,6 +20,8 @@ OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 TEXT = {".py", ".json", ".toml"}  # which browsers show as text by this name, and not by their own
 # What a browser loads by itself: scripts, styles, pictures, frames. A link to another site loads nothing.
 REMOTE = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"(?:https?:)?//[^\"]*\"")
+# The theme's way to search pages that are opened from a folder is a script of the web; offline.js takes its place.
+SHIM = '<script src="https://unpkg.com/iframe-worker/shim"'
 
 log = logging.getLogger("mkdocs.hooks.site")
 
@@ -46,6 +48,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    output = output.replace(SHIM, '<script src="offline.js"')
     for found in REMOTE.findall(output):
         log.warning("%s loads from the network: %s", page.file.src_uri, found)
     return output

@@ -222,6 +222,11 @@ def test_the_site_opens_in_a_browser_without_errors_and_without_a_network(tmp_pa
         for path in sorted({*tmp_path.glob("*.html")} - {tmp_path / "404.html"}):  # whose links are a server's
             page.goto(path.as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path.name
+        page.goto((tmp_path / "index.html").as_uri())
+        if width == 1400:
+            page.locator("input.md-search__input").click()
+            page.keyboard.type("prefetch")
+            page.locator(".md-search-result__item").first.wait_for()
         page.goto((tmp_path / "story.html").as_uri())
         frame = page.frame_locator("iframe >> nth=0")
         frame.get_by_role("button", name="Step", exact=True).click()
