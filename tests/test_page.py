@@ -771,3 +771,26 @@ def test_source_lines_are_readable_in_full_and_values_cover_none(open_page: Open
             return values && values.top < code.bottom - 1 && values.left < code.right - 1;
         })"""
         assert not page.eval_on_selector(".code", covered)
+
+
+def test_the_tour_has_six_stops_and_leaves_the_page_at_hand(open_page: Open) -> None:
+    page = open_page()
+    page.get_by_role("button", name="Tour").click()
+    kernels = []
+    for stop in range(6):
+        assert page.locator(".tour h2").inner_text().endswith(f"{stop + 1} of 6")
+        kernels.append(page.locator("select[name=kernel]").input_value())
+        assert position(page) > 0
+        page.keyboard.press("ArrowLeft")  # the page answers while the tour is open
+        page.get_by_role("button", name="Done" if stop == 5 else "Next").click()
+    assert kernels == ["naive", "row", "tile", "online", "split", "split"]
+    assert page.locator(".tour").count() == 0
+
+
+def test_a_page_of_ones_own_recordings_alone_has_no_tour(browser: Any, open_page: Open, tmp_path: Path) -> None:
+    path = tmp_path / "own.html"
+    path.write_text(page_of.embed([passes(SEED, 2)]))
+    page = open_page(passes(SEED, 2))
+    page.goto(path.as_uri())
+    page.wait_for_selector("main [aria-label]")
+    assert page.get_by_role("button", name="Tour").count() == 0

@@ -18,7 +18,9 @@ import { NumericsView } from "./views/numerics";
 import { RowsView } from "./views/rows";
 import { SourceView } from "./views/source";
 import { TensorView } from "./views/tensor";
+import { Tour } from "./views/tour";
 import { SPEEDS, Transport } from "./views/transport";
+import { sights } from "./tour";
 
 type Theme = "auto" | "light" | "dark";
 
@@ -48,6 +50,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const [message, setMessage] = useState(() => problem || missing(given, readHash(location.hash)));
   const [theme, setTheme] = useTheme();
   const [keys, setKeys] = useState(true);
+  const [stop, setStop] = useState<number | null>(null);
   const server = useServer(dialog === "paste", SERVED ? valuesOf(given, "kernel") : []);
   const file = useRef<HTMLInputElement>(null);
 
@@ -55,6 +58,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const entry = choose(entries, choice)!;
   const replay = useMemo(() => new Replay(entry.recording), [entry]);
   const names = useMemo(() => matrixNames(entries), [entries]);
+  const tour = useMemo(() => sights(entries), [entries]);
   const field = useMemo(() => fieldOf(entries, entry), [entries, entry]);
   const rival = useMemo(() => rivalOf(field, entry, state.versus), [field, entry, state.versus]);
   const pair = useMemo(() => [new Replay(entry.recording), new Replay(rival.recording)] as const, [entry, rival]);
@@ -188,6 +192,12 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
     const found = choose(entries, { ...choiceOf(entry), [field_]: value }, field_)!;
     patch({ choice: choiceOf(found), position: 0, clock: 0, row: null });
   };
+  const visit = (number: number) => {
+    const sight = tour[number]!;
+    setPlaying(false);
+    setStop(number);
+    patch({ choice: choiceOf(sight.entry), position: sight.position, clock: 0, row: null, view: "replay" });
+  };
   const follow = (to: number) => patch({ row: state.row === to ? null : to });
 
   const actions: Record<string, () => void> = {
@@ -282,6 +292,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
             ))}
           </nav>
           <div class="tools" role="toolbar" aria-label="Page">
+            {tour.length ? <button type="button" onClick={() => visit(0)}>Tour</button> : null}
             <button type="button" onClick={() => setDialog("paste")}>Your numbers</button>
             <button type="button" onClick={() => file.current?.click()}>Open</button>
             <button type="button" onClick={() => void copyLink()}>Link</button>
@@ -325,6 +336,9 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
         ) : null}
       </header>
 
+      {stop !== null && tour[stop] ? (
+        <Tour sight={tour[stop]} number={stop} count={tour.length} onGo={visit} onClose={() => setStop(null)} />
+      ) : null}
       <main>
         <div id="view" role="tabpanel" aria-labelledby={`tab-${view}`} class={view}>
         {view === "replay" ? <ReplayView {...{ replay, position, row, follow, values, entry }} onValues={setValues} pinned={state.row !== null} /> : null}
