@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import fused_softmax
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src/fused_softmax"
@@ -44,7 +47,7 @@ MAY_IMPORT = {
     "register": {
         "ops", "calls", "layout", "options", "options_sampling", "route", "reference", "reference_sampling",
     },
-    "nn": {"ops", "options"},
+    "nn": {"ops", "options", "register"},
     "classic": set(),
     "bench": {PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device"},
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
@@ -87,6 +90,56 @@ assert not is_initialized()
 """)
 
 
+def test_the_package_is_light_until_a_public_name_is_used():
+    python("""
+import sys
+import fused_softmax
+assert not {"torch", "triton"} & set(sys.modules)
+assert dir(fused_softmax) == sorted(fused_softmax.__all__)
+assert fused_softmax.__version__
+try:
+    fused_softmax.sotfmax
+except AttributeError as error:
+    assert str(error) == "module 'fused_softmax' has no attribute 'sotfmax'"
+else:
+    raise AssertionError("it has any name")
+assert "torch" not in sys.modules
+import torch
+assert not hasattr(torch.ops.fused_softmax, "softmax")
+from fused_softmax import logsumexp
+assert torch.ops.fused_softmax.softmax.default
+assert fused_softmax.__all__ == sorted(name for name in vars(fused_softmax) if name in fused_softmax.__all__)
+assert dir(fused_softmax) == fused_softmax.__all__
+""")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import fused_softmax.nn",
+        "from fused_softmax import nn",
+        "from fused_softmax import *; softmax",
+        "import pickle; pickle.loads(FUNCTION)",
+        "import pickle; pickle.loads(MODULE)",
+        "import fused_softmax; torch.compile(lambda x: fused_softmax.softmax(x, 0), backend='eager')(torch.ones(2))",
+    ],
+)
+def test_what_leads_to_a_public_function_registers_the_operators(use):
+    function, module = pickle.dumps(fused_softmax.softmax), pickle.dumps(fused_softmax.nn.Softmax(-1))
+    python(f"""
+import torch
+FUNCTION, MODULE = {function!r}, {module!r}
+{use}
+assert torch.ops.fused_softmax.softmax.default
+""")
+
+
+def test_public_names_are_imported_for_type_checkers_too():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (seen,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    assert sorted(alias.name for each in seen.body for alias in each.names) == fused_softmax.__all__
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -105,12 +158,8 @@ assert not is_initialized()
     ],
 )
 def test_what_is_read_without_a_gpu_imports_the_standard_library_alone(module):
-    # Beside the package's own __init__, which imports torch.
     python(f"""
-import sys, types
-package = types.ModuleType("fused_softmax")
-package.__path__ = [{str(PACKAGE)!r}]
-sys.modules["fused_softmax"] = package
+import sys
 before = set(sys.modules)
 import fused_softmax.{module}
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}} - {{"fused_softmax"}}

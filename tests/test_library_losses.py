@@ -389,6 +389,7 @@ from fused_softmax import launch, reference
 torch.manual_seed(0)
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
+fused_softmax.cross_entropy  # the first public name registers the operators
 ops, x = torch.ops.fused_softmax, torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
 t, weight = torch.tensor([1, -100, 8, 0]), torch.rand(9)
 options = dict(label_smoothing=0.1, softcap=3.0, scale=2.0, lse_square_scale=0.1)

@@ -1,27 +1,14 @@
-"""Softmax kernels in Triton at the speed of the memory, for every row length, as a drop-in for PyTorch."""
+"""Softmax kernels in Triton at the speed of the memory, for every row length, as a drop-in for PyTorch.
+
+The import is quick: PyTorch is imported, and the operators are registered, with the first public name that is used.
+"""
 
 import os
+from typing import TYPE_CHECKING
 
 # Triton reads its flag when a kernel is decorated, so this stands before the first import that reaches one.
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import fused_softmax.register.library  # noqa: F401
-from fused_softmax import nn
-from fused_softmax.ops.cross_entropy import cross_entropy
-from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
-from fused_softmax.ops.logsumexp import logsumexp
-from fused_softmax.ops.sampling import SampleOutput, SpeculativeOutput, sample, speculative_sample
-from fused_softmax.ops.sampling_filters import (
-    min_p_mask_logits,
-    penalize,
-    top_k_mask_logits,
-    top_k_renorm_probs,
-    top_p_mask_logits,
-    top_p_renorm_probs,
-)
-from fused_softmax.ops.softmax import log_softmax, softmax
-from fused_softmax.register.patch import disable, enable, enabled
 
 __all__ = [
     "SampleOutput",
@@ -45,3 +32,54 @@ __all__ = [
     "top_p_renorm_probs",
 ]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fused_softmax import nn
+    from fused_softmax.ops.cross_entropy import cross_entropy
+    from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
+    from fused_softmax.ops.logsumexp import logsumexp
+    from fused_softmax.ops.sampling import SampleOutput, SpeculativeOutput, sample, speculative_sample
+    from fused_softmax.ops.sampling_filters import (
+        min_p_mask_logits,
+        penalize,
+        top_k_mask_logits,
+        top_k_renorm_probs,
+        top_p_mask_logits,
+        top_p_renorm_probs,
+    )
+    from fused_softmax.ops.softmax import log_softmax, softmax
+    from fused_softmax.register.patch import disable, enable, enabled
+else:
+    # A type checker would take any name for one of the package's.
+
+    _HOMES = {
+        "nn": ("nn",),
+        "ops.cross_entropy": ("cross_entropy",),
+        "ops.linear_cross_entropy": ("linear_cross_entropy",),
+        "ops.logsumexp": ("logsumexp",),
+        "ops.sampling": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
+        "ops.sampling_filters": (
+            "min_p_mask_logits", "penalize", "top_k_mask_logits", "top_k_renorm_probs", "top_p_mask_logits",
+            "top_p_renorm_probs",
+        ),
+        "ops.softmax": ("log_softmax", "softmax"),
+        "register.patch": ("disable", "enable", "enabled"),
+    }  # fmt: skip
+
+    def __getattr__(name):
+        """A public name at its first use: all of them are then plain attributes, and the operators are registered."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        import_module("fused_softmax.register.library")
+        for home, names in _HOMES.items():
+            module = import_module(f"{__name__}.{home}")
+            for each in names:
+                found = globals()[each] = module if home == each else getattr(module, each)
+                if callable(found) and not isinstance(found, type):
+                    found.__module__ = __name__  # so that who unpickles a function has the operators too
+        return globals()[name]
+
+    def __dir__():
+        return list(__all__)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fused_softmax.register.library  # noqa: F401  # for whoever imports or unpickles a module by this file's name
 from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.softmax import log_softmax, softmax
