@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from products import pairwise
 from test_cross_entropy import OPTIONS, named
 
-from fused_softmax import linear_cross_entropy, reference
+from fused_softmax import cross_entropy, linear_cross_entropy, reference, route
 from fused_softmax.ops import cross_entropy_calls
 from fused_softmax.ops.linear_by_rows import linear_of
 
@@ -114,3 +114,47 @@ def test_a_chunk_takes_no_more_memory_than_it_saves(rows, options, size):
     how = {"chunk_size": None, "accumulate": "fp32", "of_weight": True} | options
     how.pop("dtype", None)
     assert linear_of(x, w, **how).chunk_size == size
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("wrong", [9, -3])
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"reduction": "none"}, {"softcap": 2.0}], ids=str)
+def test_a_target_that_is_no_class_is_said_on_a_cpu(monkeypatch, function, wrong, options):
+    monkeypatch.setattr(route, "on_device", lambda tensor: False)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    call = (
+        linear_cross_entropy
+        if function == "linear_cross_entropy"
+        else lambda x, w, *rest, **more: cross_entropy(x @ w.t(), *rest, **more)
+    )
+    assert call(x, w, torch.tensor([0, -100, 4]), **options) is not None
+    with pytest.raises(IndexError, match=rf"^{function}: target {wrong} of row 2 is out of range \[0, 4\]$"):
+        call(x, w, torch.tensor([0, -100, wrong]), **options)
+    target = torch.tensor([0, -100, wrong], dtype=torch.int32)
+    with pytest.raises(IndexError, match=f"^{function}: target {wrong} of row 2"):
+        call(x, w, target, **options)
+
+
+def test_targets_are_not_looked_at_where_something_watches(monkeypatch):
+    monkeypatch.setattr(route, "on_device", lambda tensor: False)
+    x, w, target = torch.randn(2, 3, 4), torch.randn(5, 4), torch.tensor([[0, 1, 9], [0, 1, 2]])
+    found = torch.func.vmap(lambda x, target: linear_cross_entropy(x, w, target))(x, target)
+    assert found.isnan().tolist() == [True, False]
+    compiled = torch.compile(lambda *given: linear_cross_entropy(*given), backend="eager", fullgraph=True)
+    assert compiled(x[0], w, target[0]).isnan()
+
+
+def test_targets_are_checked_where_asked(monkeypatch, device):
+    monkeypatch.setattr("fused_softmax.ops.linear_cross_entropy.CHECK", True)
+    x, w = torch.ones(3, 4, device=device), torch.ones(5, 4, device=device)
+    with pytest.raises(IndexError, match=r"^linear_cross_entropy: target 9 of row 2 is out of range \[0, 4\]"):
+        linear_cross_entropy(x, w, torch.tensor([0, -100, 9], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_another_float_dtype_are_taken_on_a_cpu_as_by_the_kernels(monkeypatch, dtype):
+    x, w, target = torch.randn(3, 4, dtype=dtype), torch.randn(5, 4, dtype=dtype), torch.tensor([0, 1, 4])
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.25], dtype=torch.float64)
+    monkeypatch.setattr(route, "on_device", lambda tensor: False)
+    for loss in (cross_entropy(x @ w.t(), target, weight), linear_cross_entropy(x, w, target, weight=weight)):
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ w.t(), target, weight.to(dtype)))

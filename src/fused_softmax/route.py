@@ -62,6 +62,18 @@ def runs_here(input: Tensor, *others: Tensor) -> bool:
     )
 
 
+def readable(target: Tensor) -> bool:
+    """Whether a call may look at the values of its targets: on a CPU, where nobody waits, and with nothing watching."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(target) is Tensor
+        and target.device.type == "cpu"
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
 def on_device(tensor: Tensor) -> bool:
     return tensor.is_cuda or (INTERPRET and tensor.device.type == "cpu")
 

@@ -18,10 +18,10 @@ from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.cross_entropy_steps import Kind, Steps, differentiated, prepare_steps, run_steps
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
-from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of
+from fused_softmax.route import Route, dtype_under_autocast, needs_grad, readable, route_of
 
 _LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
-_CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
+CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 
 
 def cross_entropy(
@@ -47,8 +47,9 @@ def cross_entropy(
     input: logits [n_classes], [n, n_classes] or [n, n_classes, d1, ...]; float32, float16, bfloat16 or float64.
     target: class indices of the input's shape without its class dim, of int64, int32 or uint8; or probabilities of the
         input's shape and a float dtype. An index that is no class and not ignore_index makes its loss, its row of the
-        gradient and so a sum or mean NaN; with FUSED_SOFTMAX_CHECK=1 in the environment it raises IndexError.
-    weight: [n_classes], what each class counts; a mean divides by what its targets count.
+        gradient and so a sum or mean NaN; on a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises
+        IndexError.
+    weight: [n_classes] of any float dtype, what each class counts; a mean divides by what its targets count.
     ignore_index: the target that counts nothing; of indices alone.
     reduction: "mean", "sum" or "none". With a gradient, mean and sum write it in the forward pass; but of float16
         logits it is made in the backward pass, where what scales the loss is known.
@@ -96,7 +97,7 @@ def cross_entropy(
 
 def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
     """All that a kept call depends on but tensors and the values of numbers; None where a number wants a check."""
-    if _CHECK or type(ignore_index) is not int:
+    if CHECK or type(ignore_index) is not int:
         return None
     if label_smoothing == 0 and softcap is None and scale is None and lse_square_scale == 0:
         plain = type(label_smoothing) is not bool and type(lse_square_scale) is not bool
@@ -136,16 +137,19 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
     if route is Route.OPERATOR:
         return _traced(input, target, loss, wanted, result_dtype, lse)
     if route is Route.COMPOSED:
+        if not target.is_floating_point() and readable(target):
+            check_targets(name, target, n_classes, ignore_index)
         plain = loss.plain and wanted == Wanted() and lse is None
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
+            weight = None if weight is None else weight.to(input.dtype)  # which torch alone asks to be one
             return torch.nn.functional.cross_entropy(
                 input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
             )
         arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
         return composed(input, target, loss, wanted, result_dtype, arithmetic, lse)
 
-    if _CHECK:
-        _check_targets(target, n_classes, ignore_index)
+    if CHECK:
+        check_targets(name, target, n_classes, ignore_index)
     rows = rows_of(input)
     inplace = wanted.inplace and reduction != "none" and needs_grad(input)
     if inplace:
@@ -281,9 +285,10 @@ def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:
         )
 
 
-def _check_targets(target: Tensor, n_classes: int, ignore_index: int) -> None:
+def check_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
+    """IndexError for an index that is neither a class nor ignore_index."""
     flat = target.reshape(-1).long()
     wrong = (flat != ignore_index) & ((flat < 0) | (flat >= n_classes))
     if wrong.any():
         row = int(wrong.nonzero()[0])
-        raise IndexError(f"cross_entropy: target {int(flat[row])} of row {row} is out of range [0, {n_classes - 1}]")
+        raise IndexError(f"{name}: target {int(flat[row])} of row {row} is out of range [0, {n_classes - 1}]")

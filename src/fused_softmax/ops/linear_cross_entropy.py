@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy import composed
+from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed
 from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
 from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes
 from fused_softmax.ops.linear_by_rows import Gradients, Linear, by_rows, chunks, linear_of
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
-from fused_softmax.route import Route, batched, needs_grad, route_of
+from fused_softmax.route import Route, batched, needs_grad, readable, route_of
 
 _NAME = "linear_cross_entropy"
 
@@ -108,10 +108,14 @@ def linear_cross_entropy(
         )  # fmt: skip
         return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
     if route is Route.COMPOSED:
+        if not target.is_floating_point() and readable(target):
+            check_targets(_NAME, target, n_classes, ignore_index)
         logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
         found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input))
         return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
+    if CHECK:
+        check_targets(_NAME, target, n_classes, ignore_index)
     if loss.weight is not None:
         loss = replace(loss, weight=loss.weight.detach().to(arithmetic_of(input)).contiguous())
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
