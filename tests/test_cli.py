@@ -156,7 +156,7 @@ def test_an_interrupted_run_keeps_its_points_and_the_earlier_file(monkeypatch, t
 
     monkeypatch.setattr(measure, "measure", interrupted)
     image = tmp_path / "plot.png"
-    result = bench("--shape", "4x50", "--provider", "torch", "--out", out, "--plot", image)
+    result = bench("--shape", "4x50", "--provider", "torch", "--out", out, "--plot", image, "--force")
     assert result.exit_code == 130
     assert out.read_text() == "earlier"
     partial = record.load(tmp_path / "results.partial.json")
@@ -295,7 +295,7 @@ def test_one_shape_of_a_wrong_provider_has_no_figure(monkeypatch):
     provide(monkeypatch, "softmax", lambda x: torch.softmax(x, -1) * 1.01, "naive")
     result = fused_softmax("bench", "one", "--M", 8, "--N", 100, "--backend", "naive")
     assert result.exit_code == 1
-    assert "naive is wrong at 8 x 100 float16: largest error" in result.output
+    assert "naive is wrong at 8 x 100 float32: largest error" in result.output
     assert "average_ms" not in result.output
 
 
@@ -306,8 +306,8 @@ def test_one_shape_of_a_wrong_provider_has_no_figure(monkeypatch):
         (["--M", "0", "--N", "8"], 2, "not a positive size"),
         (["--M", "8", "--N", "8", "--backend", "cudnn"], 2, "unknown provider 'cudnn'"),
         (["--M", "8", "--N", "8", "--backend", "hybrid"], 1, "a GPU kernel, and there is no GPU"),
-        (["--M", "8", "--N", "8", "--op", "softmax_causal"], 1, "softmax_causal takes shapes of 4 dims"),
-        (["--M", "8", "--N", "8", "--op", "logsumexp", "--backend", "liger"], 1, "logsumexp has no provider 'liger'"),
+        (["--M", "8", "--N", "8", "--op", "softmax_causal"], 2, "softmax_causal takes shapes of 4 dims"),
+        (["--M", "8", "--N", "8", "--op", "logsumexp", "--backend", "liger"], 2, "logsumexp has no provider 'liger'"),
         (["--M", "64Mi", "--N", "64Mi", "--backend", "torch"], 1, "GiB are free"),
     ],
 )

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "bench": {PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device"},
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
     "trace": {PUBLIC, "ops", "classic", "options", "options_sampling", "plan"},
-    "cli": {"bench", "profile", "trace", "plan", "device"},
+    "cli": {PUBLIC, "bench", "profile", "trace", "plan", "device"},
 }  # fmt: skip
 
 

@@ -282,7 +282,7 @@ def test_what_is_no_result_is_refused_and_an_earlier_page_stays(tmp_path):
         ((good, again), "two results files are named good"),
         ((), "Missing argument"),
     ):
-        result, out = report(tmp_path, *arguments)
+        result, out = report(tmp_path, *arguments, "--force")
         assert result.exit_code == 2
         assert complaint in result.output
         assert out.read_text() == "earlier"

@@ -525,7 +525,7 @@ def test_the_command(to, tmp_path):
     assert found[0]["options"] == {"dtype": "float16", "block": 2}
     if to != "-":
         again = run()
-        assert (again.exit_code, again.output) == (1, f"Error: {out} exists; --force overwrites it\n")
+        assert (again.exit_code, again.output) == (2, f"Error: {out} exists; --force overwrites it\n")
         assert run("--force").exit_code == 0
         assert out.read_text() != text
 
@@ -554,7 +554,7 @@ def test_the_command_without_a_kernel_writes_the_presets(tmp_path):
 def test_a_file_that_is_no_matrix(content, message, tmp_path):
     (tmp_path / "x.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     done = CliRunner().invoke(main, ["trace", "--matrix", str(tmp_path / "x.csv"), "-o", str(tmp_path / "y.json")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert message in done.output
     assert not (tmp_path / "y.json").exists()
 
@@ -583,7 +583,7 @@ def test_a_matrix_of_numpy(tmp_path):
 def test_a_command_that_cannot_be(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(main, ["trace", *arguments])
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert message in done.output
     assert not list(tmp_path.iterdir())
 

@@ -269,9 +269,13 @@ def test_the_command_writes_the_table_beside_others(monkeypatch, file):
     result = CliRunner().invoke(cli.main, command)
     assert result.exit_code == 0, result.output
     assert set(tuned.load(file)) == {"NVIDIA H100", "NVIDIA H200"}
-    file.write_text("{")
     result = CliRunner().invoke(cli.main, command)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
+    assert "plans.json has plans for NVIDIA H200; --force replaces them" in result.output
+    assert CliRunner().invoke(cli.main, [*command, "--force"]).exit_code == 0
+    file.write_text("{")
+    result = CliRunner().invoke(cli.main, [*command, "--force"])
+    assert result.exit_code == 2
     assert "plans.json is no JSON" in result.output
     assert file.read_text() == "{"
 

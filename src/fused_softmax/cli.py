@@ -8,26 +8,37 @@ from pathlib import Path
 if missing := [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]:
     sys.exit(f"{missing[0]} is missing: pip install 'fused-softmax[cli]'")
 
-import click
+try:
+    import click
 
-from fused_softmax.bench import cases, operations, providers, record, sweeps
-from fused_softmax.bench.arguments import (
-    FILE,
-    find_device,
-    new_console,
-    parse_backends,
-    parse_operation,
-    print_facts,
-    read_results,
-    value_of,
-    values_of,
-    writable,
-)
-from fused_softmax.bench.commands import bench
+    from fused_softmax import __version__
+    from fused_softmax.bench import cases, catalog, paths
+    from fused_softmax.bench.arguments import (
+        Listing,
+        case_of,
+        dtype_option,
+        find_device,
+        force_option,
+        json_option,
+        list_option,
+        new_console,
+        operation_option,
+        print_facts,
+        providers_option,
+        read_results,
+        require_known,
+        shape_options,
+        value_of,
+    )
+    from fused_softmax.bench.commands import bench
+    from fused_softmax.bench.front import INTERRUPTED, Front, busy
+except KeyboardInterrupt:  # until here `Front` is not there to say it
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(record.version())
+@click.group(cls=Front, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
 def main() -> None:
     """Softmax kernels at memory speed: measure them, see how a shape is planned, and step through a run."""
 
@@ -35,92 +46,93 @@ def main() -> None:
 main.add_command(bench)
 
 
-@main.command()
-@click.option("--M", "n_rows", metavar="ROWS", required=True, callback=value_of(cases.parse_size), help="Rows.")
-@click.option("--N", "n_cols", metavar="COLS", required=True, callback=value_of(cases.parse_size), help="Columns.")
-@click.option(
-    "--dtype",
-    default="float16",
-    show_default=True,
-    callback=value_of(cases.parse_dtype),
-    help="float32, float16, bfloat16 or float64.",
-)
-@click.option(
-    "--op", "operation", default="softmax", show_default=True, callback=value_of(parse_operation), help="Operation."
-)
-@click.option(
-    "--provider",
-    "names",
-    metavar="NAME",
-    multiple=True,
-    callback=values_of(parse_backends),
-    help="Default: fused and torch.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def profile(n_rows: int, n_cols: int, dtype: str, operation: str, names: list[str], as_json: bool) -> None:
+@main.command(cls=Listing)
+@shape_options
+@dtype_option()
+@operation_option
+@providers_option("Repeat, or separate by commas; --list names them.  [default: fused,torch]")
+@json_option
+@list_option
+@click.pass_context
+def profile(
+    ctx: click.Context, n_rows: int, n_cols: int, dtype: str, operation: str, names: list[str], as_json: bool
+) -> None:
     """Run one call of each provider under ncu and print one table: bytes moved, occupancy, registers, widths, stalls.
 
     Where counters cannot be read, it says why and prints facts of the compiled kernel, and Proton's times.
     """
-    from fused_softmax.profile import run, table
-
-    case = cases.Case((n_rows, n_cols), dtype, operation)
-    try:
-        sweeps.require_dims(case, operation, sweeps.ndim_of(operation))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    known = operations.provider_names([operation])
-    if strangers := [name for name in names if name not in known]:
-        raise click.UsageError(f"{operation} has no provider {strangers[0]!r}; it has {', '.join(known)}")
+    case = case_of(n_rows, n_cols, dtype, operation)
+    require_known(operation, names)
     device, gpu = find_device()
-    found = [run.profile(case, name, device, gpu=gpu) for name in names or [providers.OWN, providers.TORCH]]
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import operations, providers
+        from fused_softmax.profile import run, table
+    found: list[table.Profile] = []
+    stopped = False
+    try:
+        for name in names or [providers.OWN, providers.TORCH]:
+            with busy(f"{name} at {case}"):
+                found.append(run.profile(case, name, device, gpu=gpu))
+    except KeyboardInterrupt:
+        stopped = True
     floor_bytes = operations.operation_of(case).floor_bytes(case)
     if as_json:
         click.echo(json.dumps({"case": str(case), **table.facts(found, floor_bytes, device)}, indent=1))
-    else:
+    elif found:
         run.print_table(case, found, floor_bytes, device, new_console())
+    if stopped:
+        click.echo(f"interrupted: {len(found)} providers were profiled", err=True)
+        ctx.exit(INTERRUPTED)
 
 
 @main.command("report")
-@click.argument("results", nargs=-1, required=True, type=FILE)
-@click.option("-o", "--out", type=FILE, required=True, callback=writable, help="File for the page.")
-@click.option("--charts", "folder", type=FILE, help="Folder for every chart as PNG and SVG.")
+@click.argument("results", nargs=-1, required=True, type=paths.FILE)
+@click.option("-o", "--out", type=paths.FILE, required=True, callback=paths.ending(".html"), help="File for the page.")
+@click.option(
+    "--charts", "folder", type=paths.FILE, callback=paths.folder, help="Folder for every chart as PNG and SVG."
+)
 @click.option("--title", default="Measured: fused-softmax", show_default=True, help="Title of the page.")
-def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, title: str) -> None:
+@force_option
+def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, title: str, force: bool) -> None:
     """Write one self-contained page from RESULTS of `bench --out`: charts, tables, how it was measured."""
-    try:
-        from fused_softmax.bench import page
-    except ImportError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[report]'") from None
-
     names = [path.stem for path in results]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise click.UsageError(f"two results files are named {twice[0]}: rename one")
+    paths.require_outputs([out], results, replace=force, how="--force overwrites it")
+    if folder and not force and folder.exists() and next(folder.iterdir(), None):
+        raise click.UsageError(f"{folder} is not empty; --force overwrites the charts in it")
     for path in results:
         read_results(path)
-    parts = [page.part(path) for path in results]
-    record.write_whole(out, page.render(parts, title).encode())
-    click.echo(f"wrote {out}")
-    if folder:
-        click.echo(f"wrote {len(page.save_charts(parts, folder))} files into {folder}")
+    try:
+        with busy("importing what draws"):
+            from fused_softmax.bench import page, record
+    except ImportError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[report]'") from None
+
+    try:
+        with busy("making the page") as say:
+            parts = [page.part(path) for path in results]
+            charts = [path for each in parts for path in page.chart_files(each, folder)] if folder else []
+            paths.require_outputs([*charts, out], results, replace=True, how="")
+            record.write_whole(out, page.render(parts, title).encode())
+            say(f"wrote {out}")
+            if folder:
+                say(f"wrote {len(page.save_charts(parts, folder))} files into {folder}")
+    except OSError as error:
+        raise click.ClickException(f"cannot write {error.filename}: {error.strerror or error}") from None
 
 
 @main.command()
 @click.argument("n_rows", metavar="ROWS", callback=value_of(cases.parse_size))
 @click.argument("n_cols", metavar="COLS", callback=value_of(cases.parse_size))
-@click.option(
-    "--dtype",
-    default="float32",
-    show_default=True,
-    callback=value_of(cases.parse_dtype),
-    help="float32, float16, bfloat16 or float64.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@dtype_option()
+@json_option
 def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
     """Print the plan for contiguous ROWS x COLS on this GPU: why, its traffic and others', the least possible time."""
-    from fused_softmax.bench import report
-
     device, gpu = find_device()
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import providers, report
+
     if not gpu and not as_json:
         click.echo(f"no GPU: planned for the built-in {device.name}")
     asked = device, n_rows, n_cols, cases.ITEMSIZE[dtype]
@@ -128,10 +140,11 @@ def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def env(as_json: bool) -> None:
     """Print the environment that results are recorded with."""
-    from fused_softmax.bench import run
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import record, run
 
     facts = record.environment(*run.gpu_facts())
     del facts["kernels_of"]  # a digest an operation, which files of results have
@@ -149,9 +162,11 @@ def env(as_json: bool) -> None:
     help="Rows of numbers: .npy, or text such as CSV; - is standard input.  [default: a 3 x 8 example]",
 )
 @click.option("--block", type=int, help="Columns of a tile, a power of two.  [default: 4]")
-@click.option("--dtype", callback=value_of(cases.parse_dtype), help="Default: the matrix's, or float32.")
-@click.option("-o", "--out", type=FILE, help="A page (.html) or only the recordings (.json; - is standard output).")
-@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@dtype_option(None, f"{', '.join(cases.ITEMSIZE)}.  [default: the matrix's, or {cases.DTYPE}]")
+@click.option(
+    "-o", "--out", type=paths.FILE, help="A page (.html) or only the recordings (.json; - is standard output)."
+)
+@force_option
 @click.option("--list", "listed", is_flag=True, help="List the kernels that can be recorded, and exit.")
 def trace(
     names: tuple[str, ...],
@@ -167,28 +182,32 @@ def trace(
 
     The page also contains its built-in recordings. Without --kernel and --matrix, only these are written.
     """
+    wanted = [*names, *([second] if second else [])]
+    out = Path("-") if listed else _required_out(out, matrix, force)
     try:
-        from fused_softmax import trace as tracing
-        from fused_softmax.trace import files, page, presets
+        with busy("importing PyTorch"):
+            from fused_softmax import trace as tracing
+            from fused_softmax.trace import asked, files, page, presets
     except ImportError as error:
         raise _missing(error) from None
     if listed:
         for kernel in tracing.kernels().values():
             click.echo(f"{kernel.name:14}{kernel.title}")
         return
-    if out is None:
-        raise click.UsageError("-o FILE is missing: a page (.html) or the recordings (.json, or - for standard output)")
-    if out.suffix not in (".html", ".json") and str(out) != "-":
-        raise click.UsageError(f"{out.name} must end in .html (a page) or .json (only the recordings)")
-    if out.exists() and not force:
-        raise click.ClickException(f"{out} exists; --force overwrites it")
-    wanted = [*names, *([second] if second else [])]
     try:
-        recordings, kept = [], presets.load()
-        if wanted or matrix or block or dtype:
+        wanted = [catalog.find("kernel", name, tracing.kernels()) for name in wanted]
+        requests = []
+        if wanted or matrix or block is not None or dtype:
             rows = files.read_matrix(matrix) if matrix else presets.EXAMPLE
-            wanted = wanted or ["online"]
-            recordings = [tracing.record(name, rows, block=block, dtype=dtype) for name in wanted]
+            requests = [asked.asked(name, rows, block, dtype) for name in wanted or ["online"]]
+    except OSError as error:
+        raise click.UsageError(f"cannot read {matrix}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        with busy("recording"):
+            recordings = [tracing.record(each.kernel, each.x, block=each.block) for each in requests]
+            kept = presets.load()
         if out.suffix == ".html":
             text = page.embed(recordings, kept)
         else:
@@ -202,6 +221,19 @@ def trace(
         raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
     except (ValueError, tracing.RecordingError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _required_out(out: Path | None, matrix: str | None, force: bool) -> Path:
+    if out is None:
+        raise click.UsageError("-o FILE is missing: a page (.html) or the recordings (.json, or - for standard output)")
+    if str(out) == "-":
+        return out
+    if out.suffix not in (".html", ".json"):
+        raise click.UsageError(f"{out.name} must end in .html (a page) or .json (only the recordings)")
+    paths.require_writable(out)
+    inputs = [Path(matrix)] if matrix and matrix != "-" else []
+    paths.require_outputs([out], inputs, replace=force, how="--force overwrites it")
+    return out
 
 
 def _missing(error: ImportError) -> click.ClickException:

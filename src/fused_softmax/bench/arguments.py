@@ -1,19 +1,22 @@
-"""What the commands have in common: how they parse their arguments, and the device and console that they use."""
+"""What the commands have in common: their options, how they parse them, and the device and console that they use."""
 
-import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from fused_softmax.bench import cases, operations, record, sweeps
-from fused_softmax.bench.committed import COMMITTED
-from fused_softmax.bench.providers import PROVIDER_ALIASES
-from fused_softmax.plan import H200, Device
+from fused_softmax.bench import cases, catalog
+from fused_softmax.bench.front import Option, busy
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fused_softmax.bench.record import Run
+    from fused_softmax.plan import Device
 
 
 def values_of(parse: Callable[[str], Any]) -> Callable[..., list[Any]]:
@@ -41,36 +44,27 @@ def value_of(parse: Callable[[str], Any]) -> Callable[..., Any]:
     return callback
 
 
-def parse_dtypes(text: str) -> list[str]:
-    return [cases.parse_dtype(part) for part in text.split(",")]
+def listed(parse: Callable[[str], str]) -> Callable[[str], list[str]]:
+    """A parser of values that are separated by commas."""
+    return lambda text: [parse(part) for part in text.split(",")]
 
 
-def parse_providers(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    known = operations.provider_names()
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown provider {name!r}; known: {', '.join(known)}")
-    return names
+parse_dtypes = listed(cases.parse_dtype)
+parse_operation = partial(catalog.find, "operation", known=catalog.PEERS)
+parse_operations = listed(parse_operation)
+
+
+def parse_provider(text: str) -> str:
+    return catalog.find("provider", text, catalog.provider_names(), catalog.PROVIDER_ALIASES)
+
+
+parse_providers = listed(parse_provider)
 
 
 def parse_sweep(text: str) -> str:
-    if text not in sweeps.SWEEPS:
-        raise ValueError(f"unknown sweep {text!r}; known: {', '.join(sweeps.SWEEPS)}")
-    return text
+    from fused_softmax.bench import sweeps
 
-
-def parse_operations(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    for name in names:
-        if name not in operations.OPERATIONS:
-            raise ValueError(f"unknown operation {name!r}; known: {', '.join(operations.OPERATIONS)}")
-    return names
-
-
-def parse_operation(text: str) -> str:
-    (name,) = parse_operations(text)
-    return name
+    return catalog.find("sweep", text, sweeps.SWEEPS)
 
 
 def parse_tunable(text: str) -> list[str]:
@@ -82,6 +76,8 @@ def parse_tunable(text: str) -> list[str]:
 
 
 def parse_committed(text: str) -> list[str]:
+    from fused_softmax.bench.committed import COMMITTED
+
     names = [part.strip().removesuffix(".json") for part in text.split(",")]
     for name in names:
         if name not in COMMITTED:
@@ -89,39 +85,134 @@ def parse_committed(text: str) -> list[str]:
     return names
 
 
-def parse_backend(text: str) -> str:
-    (name,) = parse_providers(PROVIDER_ALIASES.get(text, text))
-    return name
+def facts_of_names(*, sweeps: bool = False) -> dict[str, dict[str, str]]:
+    """The names that the options take, each with a word on it, by kind."""
+    spelled: dict[str, list[str]] = {}
+    for alias, name in (*cases.ALIASES.items(), *catalog.PROVIDER_ALIASES.items()):
+        spelled.setdefault(name, []).append(alias)
+
+    def also(names: Iterable[str]) -> dict[str, str]:
+        return {name: f"also {', '.join(spelled[name])}" if name in spelled else "" for name in names}
+
+    always = ", ".join(catalog.provider_names(["softmax_dim"]))
+    found = {
+        "Operations, and their providers beside " + always: {
+            name: ", ".join(peers) for name, peers in catalog.PEERS.items()
+        },
+        "Providers": also(catalog.provider_names()),
+        "Dtypes": also(cases.ITEMSIZE),
+    }
+    if sweeps:
+        from fused_softmax.bench.sweeps import SWEEPS
+
+        found = {"Sweeps": {name: sweep.about for name, sweep in SWEEPS.items()}} | found
+    return found
 
 
-def parse_backends(text: str) -> list[str]:
-    return [parse_backend(part.strip()) for part in text.split(",")]
+def columns(title: str, lines: Mapping[str, str]) -> str:
+    """One line for each entry under a title. \\b keeps click from joining the lines of an epilog."""
+    width = max(map(len, lines))
+    return "\n".join(("\b", f"{title}:", *(f"  {name:{width}}  {about}".rstrip() for name, about in lines.items())))
 
 
-def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Fails before anything is measured if the file cannot be written."""
+class Listing(click.Command):
+    """A command whose help ends with the names that its options take."""
+
+    sweeps = False
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        for title, lines in facts_of_names(sweeps=self.sweeps).items():
+            formatter.write_paragraph()
+            formatter.write_text(columns(title, lines))
+
+
+def _list(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        found = facts_of_names(sweeps=getattr(ctx.command, "sweeps", False))
+        click.echo("\n\n".join(columns(title, lines).removeprefix("\b\n") for title, lines in found.items()))
+        ctx.exit()
+
+
+Decorator = Callable[[Any], Any]
+
+list_option: Decorator = click.option(
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="List the names to choose from."
+)
+json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+force_option: Decorator = click.option("--force", is_flag=True, help="Overwrite a file that exists.")
+operation_option: Decorator = click.option(
+    "--op", "operation", metavar="NAME", default="softmax", show_default=True, callback=value_of(parse_operation),
+    help="Operation; --list names them.",
+)  # fmt: skip
+
+
+def dtype_option(default: str | None = cases.DTYPE, help: str = f"{', '.join(cases.ITEMSIZE)}.") -> Decorator:
+    return click.option(
+        "--dtype", metavar="NAME", default=default, show_default=default is not None,
+        callback=value_of(cases.parse_dtype), help=help,
+    )  # fmt: skip
+
+
+def dtypes_option(default: str) -> Decorator:
+    return click.option(
+        "--dtype", "dtypes", metavar="NAME", multiple=True, callback=values_of(parse_dtypes),
+        help=f"{', '.join(cases.ITEMSIZE)}.  [default: {default}]",
+    )  # fmt: skip
+
+
+def providers_option(help: str) -> Decorator:
+    """--provider, repeated or with commas; --backend is its other spelling."""
+    return click.option(
+        "--provider", "--backend", "names", cls=Option, metavar="NAME", multiple=True,
+        callback=values_of(parse_providers), help=help,
+    )  # fmt: skip
+
+
+def provider_option(default: str) -> Decorator:
+    return click.option(
+        "--provider", "--backend", "provider", cls=Option, metavar="NAME", default=default, show_default=True,
+        callback=value_of(parse_provider), help="Provider; --list names them.",
+    )  # fmt: skip
+
+
+def shape_options(command: Any) -> Any:
+    """--rows and --cols of one shape; --M and --N are their other spellings."""
+    size: dict[str, Any] = {"cls": Option, "metavar": "N", "required": True, "callback": value_of(cases.parse_size)}
+    command = click.option("--cols", "--N", "n_cols", help="Columns.", **size)(command)
+    return click.option("--rows", "--M", "n_rows", help="Rows.", **size)(command)
+
+
+def out_option(suffix: str, what: str, *, required: bool = False, default: str = "") -> Decorator:
+    from fused_softmax.bench.paths import FILE, ending
+
+    text = f"File for {what} ({suffix})." + (f"  [default: {default}]" if default else "")
+    return click.option("-o", "--out", type=FILE, required=required, callback=ending(suffix), help=text)
+
+
+def require_known(operation: str, names: Iterable[str]) -> None:
+    """UsageError for a provider that the operation does not have."""
+    known = catalog.provider_names([operation])
+    if strangers := [name for name in names if name not in known]:
+        raise click.UsageError(f"{operation} has no provider {strangers[0]!r}; it has {', '.join(known)}")
+
+
+def case_of(n_rows: int, n_cols: int, dtype: str, operation: str) -> cases.Case:
+    """The case of one shape, or a UsageError for an operation that takes shapes of other dims."""
+    from fused_softmax.bench import sweeps
+
+    case = cases.Case((n_rows, n_cols), dtype, operation)
     try:
-        if path:
-            record.require_writable(path)
-    except OSError as error:
-        raise click.BadParameter(f"cannot write {path}: {error.strerror or error}", ctx, param) from None
-    return path
+        sweeps.require_dims(case, operation, sweeps.ndim_of(operation))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    return case
 
 
-def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    if path and path.suffix not in (".png", ".svg", ".pdf"):
-        raise click.BadParameter(f"cannot draw {path.name}: its name must end in .png, .svg or .pdf", ctx, param)
-    if path and importlib.util.find_spec("matplotlib") is None:
-        raise click.BadParameter("matplotlib is missing: pip install 'fused-softmax[cli]'", ctx, param)
-    return writable(ctx, param, path)
-
-
-FILE = click.Path(path_type=Path)
-FOLDER = click.Path(path_type=Path, file_okay=False)
-
-
-def read_results(path: Path) -> record.Run:
+def read_results(path: Path) -> "Run":
     """The results that `bench --out` wrote. A file that cannot be read is a usage error, exit code 2."""
+    from fused_softmax.bench import record
+
     try:
         return record.read(path)
     except OSError as error:
@@ -130,26 +221,33 @@ def read_results(path: Path) -> record.Run:
         raise click.UsageError(str(error)) from None
 
 
-def find_device() -> tuple[Device, bool]:
+def find_device() -> "tuple[Device, bool]":
     """The GPU and True, or without a GPU the built-in H200 and False."""
-    import torch
+    with busy("importing PyTorch"):
+        import torch
 
-    if not torch.cuda.is_available():
-        return H200, False
-    from fused_softmax.device import device_of
+        from fused_softmax.plan import H200
 
-    return device_of(0), True
+        if not torch.cuda.is_available():
+            return H200, False
+        from fused_softmax.device import device_of
+
+        return device_of(0), True
 
 
-def new_console() -> Console:
+def new_console() -> "Console":
     """A console that does not fold tables when the output is a file or a pipe."""
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else 1000)
 
 
 def print_facts(facts: dict[str, Any], as_json: bool) -> None:
-    from fused_softmax.bench import report
-
     if as_json:
         click.echo(json.dumps(facts, indent=1))
-    else:
-        report.print_facts(facts, Console())
+        return
+    from rich.console import Console
+
+    from fused_softmax.bench import report
+
+    report.print_facts(facts, Console())

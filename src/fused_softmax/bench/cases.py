@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-ALIASES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+ALIASES = {
+    "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "bf16": "bfloat16",
+    "fp16": "float16", "half": "float16",
+}  # fmt: skip
+LARGEST = 2**62  # elements
+MOST_SIZES = 10_000  # of a range
+DTYPE = "float32"  # of a command that is given none
 SUFFIX = {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -64,9 +70,11 @@ def in_time(case: Case) -> bool:
 
 def parse_size(text: str) -> int:
     """A positive integer, with an optional Ki, Mi or Gi."""
-    match = re.fullmatch(r"(\d+)(ki|mi|gi|)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,30})(ki|mi|gi|)", text.strip().lower())
     if not match or not (size := int(match[1]) * SUFFIX[match[2]]):
         raise ValueError(f"{text!r} is not a positive size such as 4096 or 128Mi")
+    if size >= LARGEST:
+        raise ValueError(f"{text!r} is larger than any tensor")
     return size
 
 
@@ -83,6 +91,8 @@ def parse_sizes(text: str) -> list[int]:
         start, stop, step = (*map(parse_size, bounds), 1)[:3]
         if start >= stop:
             raise ValueError(f"range {part!r} is empty: start {start} is not below stop {stop}")
+        if len(range(start, stop, step)) > MOST_SIZES:
+            raise ValueError(f"range {part!r} has more than {MOST_SIZES} sizes: give a larger step")
         sizes += range(start, stop, step)
     return sizes
 

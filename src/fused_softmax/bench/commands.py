@@ -2,32 +2,40 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from fused_softmax.bench import cases, record, sweeps
+from fused_softmax.bench import cases, paths
 from fused_softmax.bench.arguments import (
-    FILE,
-    FOLDER,
+    Listing,
+    case_of,
+    columns,
+    dtype_option,
+    dtypes_option,
     find_device,
+    force_option,
+    json_option,
+    list_option,
     new_console,
-    parse_backend,
+    operation_option,
+    out_option,
     parse_committed,
-    parse_dtypes,
-    parse_operation,
-    parse_providers,
     parse_tunable,
     print_facts,
+    provider_option,
+    providers_option,
     read_results,
+    require_known,
+    shape_options,
     value_of,
     values_of,
-    writable,
 )
-from fused_softmax.bench.committed import COMMITTED, GPU
+from fused_softmax.bench.front import INTERRUPTED, busy
 from fused_softmax.bench.sweep_command import asked, sweep_command
-from fused_softmax.plan import built_in
+
+if TYPE_CHECKING:
+    from fused_softmax.bench.record import Point
 
 
 class _Bench(click.Group):
@@ -45,94 +53,106 @@ class _Bench(click.Group):
         return self.sweep.make_context(info_name, args, parent, **extra)
 
 
-def _columns(title: str, lines: dict[str, str]) -> str:
-    """One line for each entry under a title, for an epilog. \\b keeps click from joining the lines."""
-    width = max(map(len, lines))
-    return "\n".join(("\b", title, *(f"  {name:{width}}  {about}" for name, about in lines.items())))
-
-
 bench = _Bench(sweep_command, name="bench")
 
 
-@bench.command()
-@click.option("--M", "n_rows", metavar="ROWS", required=True, callback=value_of(cases.parse_size), help="Rows.")
-@click.option("--N", "n_cols", metavar="COLS", required=True, callback=value_of(cases.parse_size), help="Columns.")
-@click.option(
-    "--dtype",
-    default="float16",
-    show_default=True,
-    callback=value_of(cases.parse_dtype),
-    help="float32, float16, bfloat16 or float64.",
-)
-@click.option(
-    "--op", "operation", default="softmax", show_default=True, callback=value_of(parse_operation), help="Operation."
-)
-@click.option(
-    "--backend",
-    default="fused",
-    show_default=True,
-    callback=value_of(parse_backend),
-    help="fused, torch, compile or a provider.",
-)
+@bench.command(cls=Listing)
+@shape_options
+@dtype_option()
+@operation_option
+@provider_option("fused")
 @click.option("--warmup", type=click.IntRange(0), default=10, show_default=True, help="Calls before the timed ones.")
 @click.option("--iters", type=click.IntRange(1), default=100, show_default=True, help="Timed calls, each timed alone.")
 @click.option("--profile-only", is_flag=True, help="Make one call and print no figure, for a profiler.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
+@list_option
+@click.pass_context
 def one(
+    ctx: click.Context,
     n_rows: int,
     n_cols: int,
     dtype: str,
     operation: str,
-    backend: str,
+    provider: str,
     warmup: int,
     iters: int,
     profile_only: bool,
     as_json: bool,
 ) -> None:
-    """Time one provider at one shape: the average of the middle 80 % of its calls."""
-    from fused_softmax.bench import one as single
+    """Time one provider at one shape: the average of the middle 80 % of its calls.
 
-    case = cases.Case((n_rows, n_cols), dtype, operation)
+    Says which path is timed: without a GPU, this package takes torch's. Ctrl-C averages the calls until then.
+    """
+    case = case_of(n_rows, n_cols, dtype, operation)
+    require_known(operation, [provider])
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import one as single
+
     try:
-        sweeps.require_dims(case, operation, sweeps.ndim_of(operation))
-        if profile_only:
-            single.call_once(case, backend)
-            click.echo(f"{backend}: one call at {case}", err=as_json)
-            return
-        print_facts(single.time_calls(case, backend, warmup, iters).facts(), as_json)
-    except (single.NoFigure, ValueError) as error:
+        with busy(f"{provider} at {case}"):
+            if not profile_only:
+                found = single.time_calls(case, provider, warmup, iters)
+            else:
+                single.call_once(case, provider)
+    except single.NoFigure as error:
         raise click.ClickException(str(error)) from None
+    if profile_only:
+        click.echo(f"{provider}: one call at {case}, by {single.path_of(case, provider)}", err=as_json)
+        return
+    print_facts(found.facts(), as_json)
+    if len(found.seconds) < iters:
+        click.echo(f"interrupted: the average is of {len(found.seconds)} calls", err=True)
+        ctx.exit(INTERRUPTED)
 
 
 @bench.command()
-@click.option("--out", type=FILE, callback=writable, help="File for the rows, as JSON.")
+@out_option(".json", "the rows")
+@force_option
 @click.pass_context
-def host(ctx: click.Context, out: Path | None) -> None:
+def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     """Time what one small eager call costs the host, ours beside torch's own for the same result, in under a minute.
 
-    Exits with 1 if a result differs from torch's: it then has no figure.
+    Exits with 1 if a result differs from torch's: it then has no figure. Ctrl-C keeps the rows until then.
     """
-    from fused_softmax.bench import host as hosts
-    from fused_softmax.bench import run
+    from fused_softmax.bench import record
 
+    if out:
+        paths.require_outputs([out, record.partial_path(out)], replace=force, how="--force overwrites it")
     _, gpu = find_device()
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import host as hosts
+        from fused_softmax.bench import run
+
     console = new_console()
     if not gpu:
-        console.print("No GPU: these are times of calls on the CPU.", highlight=False)
+        console.print("No GPU: these are times of calls on the CPU, where this package takes torch's path.")
     arguments = record.command_line(["bench", "host", *(["--out", str(out)] if out else [])])
-    rows = hosts.measure_all("cuda" if gpu else "cpu")
+    rows: list[hosts.Row] = []
+    stopped = False
+    try:
+        with busy("timing calls"):
+            for row in hosts.measure_all("cuda" if gpu else "cpu"):
+                rows.append(row)
+    except KeyboardInterrupt:
+        stopped = True
     hosts.print_rows(rows, console)
-    if out:
+    where = record.partial_path(out) if out and stopped else out
+    if where:
         environment = record.environment(*run.gpu_facts())
-        record.write_whole(out, hosts.text(rows, environment, arguments).encode())
-        click.echo(f"wrote {out}")
-    ctx.exit(int(any(row.wrong for row in rows)))
+        record.write_whole(where, hosts.text(rows, environment, arguments).encode())
+        click.echo(f"wrote {where}")
+    if out and not stopped:
+        record.partial_path(out).unlink(missing_ok=True)
+    if stopped:
+        click.echo(f"interrupted: {len(rows)} rows were measured", err=True)
+    ctx.exit(INTERRUPTED if stopped else int(any(row.wrong for row in rows)))
 
 
 @bench.command("all")
 @click.option(
-    "--out", "folder", type=FOLDER, required=True, help="Folder of the files: benchmarks/results in this project."
-)
+    "-o", "--out", "folder", type=paths.FILE, required=True, callback=paths.folder,
+    help="Folder of the files: benchmarks/results in this project.",
+)  # fmt: skip
 @click.option(
     "--only", "names", metavar="NAME", multiple=True, callback=values_of(parse_committed), help="Only these files."
 )
@@ -146,10 +166,15 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     A file is current if it has all its points from these kernels, on this GPU, with this torch and Triton. Ctrl-C keeps
     what was measured. Exits with 1 if a file could not be measured, or has a wrong result.
     """
-    from fused_softmax.bench import measure, renew, run
-
     if resume and force:
         raise click.UsageError("--resume keeps what is current and --force keeps nothing: give only one of them")
+    from rich.console import Console
+
+    from fused_softmax.bench.committed import COMMITTED, GPU
+
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import measure, record, renew, run
+
     chosen = [
         renew.Renewal(name, asked(shlex.split(COMMITTED[name]), f"{name}.json"), folder)
         for name in COMMITTED
@@ -162,7 +187,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         for renewal in chosen:
             click.echo(f"{renewal.name}: {renewal.state(environment)}")
         return
-    there = [renewal.out.name for renewal in chosen if renewal.out.exists()]
+    there = [path.name for each in chosen for path in (each.out, record.partial_path(each.out)) if path.exists()]
     if there and not resume and not force:
         more = f" and {len(there) - 1} more" if there[1:] else ""
         raise click.UsageError(
@@ -182,8 +207,8 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
 
 
 @bench.command()
-@click.argument("before", type=FILE)
-@click.argument("after", type=FILE)
+@click.argument("before", type=paths.FILE)
+@click.argument("after", type=paths.FILE)
 @click.option(
     "--by",
     type=click.Choice(["time", "ratio"]),
@@ -199,9 +224,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     show_default=True,
     help="Percent by which a median must change to count.",
 )
-@click.option(
-    "--provider", "names", metavar="NAME", multiple=True, callback=values_of(parse_providers), help="Only these."
-)
+@providers_option("Only these.")
 @click.option("--all", "everything", is_flag=True, help="Also show what stayed the same.")
 @click.pass_context
 def compare(
@@ -211,13 +234,15 @@ def compare(
 
     Exits with 0 if nothing got slower, 1 if something got slower or lost its figure, 2 if nothing can be compared.
     """
-    from fused_softmax.bench import compare as comparing
-    from fused_softmax.bench import report
 
-    def wanted(point: record.Point) -> bool:
+    def wanted(point: "Point") -> bool:
         return not names or point.provider in names
 
     old, new = (read_results(path) for path in (before, after))
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import compare as comparing
+        from fused_softmax.bench import report
+
     found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
     report.print_comparison(found, new_console(), everything)
     ctx.exit(found.exit_code)
@@ -227,21 +252,15 @@ def compare(
 @click.option(
     "--op", "chosen", metavar="NAME", multiple=True, callback=values_of(parse_tunable), help="Default: softmax."
 )
-@click.option(
-    "--dtype",
-    "dtypes",
-    metavar="NAME",
-    multiple=True,
-    callback=values_of(parse_dtypes),
-    help="Default: float32,bfloat16.",
-)
+@dtypes_option("float32,bfloat16")
 @click.option(
     "--cols", metavar="N", multiple=True, callback=values_of(cases.parse_sizes), help="Default: 1024 to 524288."
 )
 @click.option(
     "--elements", metavar="N", callback=value_of(cases.parse_size), help="Elements of a tensor.  [default: 128Mi]"
 )
-@click.option("--out", type=FILE, callback=writable, help="File for the table.  [default: the user's own]")
+@out_option(".json", "the table", default="the user's own")
+@click.option("--force", is_flag=True, help="Replace the plans that the file has for this GPU.")
 @click.option("--print-only", is_flag=True, help="Print the ladders, write no table.")
 @click.pass_context
 def tune(
@@ -251,6 +270,7 @@ def tune(
     cols: list[int],
     elements: int | None,
     out: Path | None,
+    force: bool,
     print_only: bool,
 ) -> None:
     """Time the planner's choices on this GPU, and write the best ones for the planner to use.
@@ -259,36 +279,46 @@ def tune(
     names, or plans.json in the user's configuration folder. Results of `bench` say when it is in use. Delete the file
     to return to the built-in plans.
     """
-    from fused_softmax.bench import run
-    from fused_softmax.bench import tune as tuner
-    from fused_softmax.plan import tuned
-
     device, gpu = find_device()
+    with busy("importing PyTorch"):
+        from fused_softmax.bench import record, run
+        from fused_softmax.bench import tune as tuner
+        from fused_softmax.plan import built_in, tuned
+
     chosen, dtypes = chosen or ["softmax"], dtypes or ["float32", "bfloat16"]
+    where = out or tuned.path()
+    try:
+        record.require_writable(where)
+        kept = tuned.load(where) if where.exists() and not print_only else {}  # a bad file fails before the work
+    except OSError as error:
+        raise click.UsageError(f"cannot write {where}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if device.name in kept and not force:
+        raise click.UsageError(f"{where} has plans for {device.name}; --force replaces them")
     if not gpu:
         for operation in chosen:
             for dtype in dtypes:
                 click.echo(tuner.source(built_in(tuner.OPERATIONS[operation], cases.ITEMSIZE[dtype])))
         raise click.ClickException("no GPU: these are the built-in ladders; nothing was measured or written")
+    stopped = False
     try:
-        where = out or tuned.path()
-        if not print_only and where.exists():
-            tuned.load(where)  # a bad file fails before anything is measured
-        table = tuner.tune(device, chosen, dtypes, cols or tuner.WIDTHS, elements or tuner.ELEMENTS, click.echo)
+        with busy("timing plans") as say:
+            table = tuner.tune(device, chosen, dtypes, cols or tuner.WIDTHS, elements or tuner.ELEMENTS, say)
+    except tuner.Interrupted as error:
+        table, where, stopped = error.table, record.partial_path(where), True
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if table.ladders:
         click.echo(tuner.source(table))
         if not print_only:
             tuned.save(where, device.name, table, record.environment(*run.gpu_facts()))
-            click.echo(f"wrote {where}: plans for {device.name} use it from the next process on")
-    except KeyboardInterrupt:
-        click.echo("interrupted: nothing was written", err=True)
-        ctx.exit(130)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
+    if stopped:
+        kept_in = f"{where} has the ladders until then" if table.ladders and not print_only else "nothing was written"
+        click.echo(f"interrupted: {kept_in}", err=True)
+        ctx.exit(INTERRUPTED)
+    if not print_only:
+        click.echo(f"wrote {where}: plans for {device.name} use it from the next process on")
 
 
-sweep_command.epilog = "\n\n".join(
-    (
-        _columns("Sweeps:", {name: sweep.about for name, sweep in sweeps.SWEEPS.items()}),
-        _columns("Commands:", {name: each.get_short_help_str(90) for name, each in bench.commands.items()}),
-    )
-)
+sweep_command.epilog = columns("Commands", {name: each.get_short_help_str(90) for name, each in bench.commands.items()})

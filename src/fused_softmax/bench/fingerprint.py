@@ -39,10 +39,14 @@ def of_operations() -> dict[str, str]:
 def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        text = path.read_text()
-        code = code_of(text) if path.suffix == ".py" else text
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{code}\0".encode())
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0{_code(path)}\0".encode())
     return digest.hexdigest()[:12]
+
+
+@cache  # most files are of several operations
+def _code(path: Path) -> str:
+    text = path.read_text()
+    return code_of(text) if path.suffix == ".py" else text
 
 
 def _files_of_operations() -> dict[str, set[Path]]:
@@ -53,7 +57,7 @@ def _files_of_operations() -> dict[str, set[Path]]:
     found = {}
     for operator in OPERATORS:
         run = operator.public or operator.run
-        module = getattr(run, "func", run).__module__
+        module = getattr(run, "func", run).__globals__["__name__"]  # a public function's __module__ is the package
         for name in operator.bench:
             found[name] = always | _imported(_path_of(module))
     return found

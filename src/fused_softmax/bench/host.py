@@ -222,9 +222,9 @@ def _idle(x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def measure_all(device: str) -> list[Row]:
-    """All rows."""
-    return [measure(pair) for pair in pairs(device)]
+def measure_all(device: str) -> Iterator[Row]:
+    """All rows, one after another."""
+    return map(measure, pairs(device))
 
 
 def text(rows: Sequence[Row], environment: dict[str, Any], command: str) -> str:

@@ -50,6 +50,7 @@ class Times:
         p20, p50, p80 = (1e6 * seconds for seconds in quantiles(self.seconds))
         return {
             "provider": self.provider,
+            "path": path_of(self.case, self.provider),
             "case": str(self.case),
             "iterations": len(self.seconds),
             "trimmed_at_each_end": self.trimmed,
@@ -61,6 +62,15 @@ class Times:
             "p50_us": p50,
             "p80_us": p80,
         }
+
+
+def path_of(case: Case, name: str) -> str:
+    """What computes the provider's call on this machine, in words."""
+    if measure.on_gpu():
+        return f"{'the kernels of this package' if name == OWN else name} on {torch.cuda.get_device_name()}"
+    if name != OWN:
+        return f"{name} on the CPU"
+    return "torch's path on the CPU, for there is no GPU: no kernel of this package is timed"
 
 
 def prepared(case: Case, name: str, seed: int = 0) -> tuple[Call, Inputs]:
@@ -90,7 +100,10 @@ def call_once(case: Case, name: str, seed: int = 0) -> None:
 
 
 def time_calls(case: Case, name: str, warmup: int, iterations: int, seed: int = 0) -> Times:
-    """The times of `iterations` calls. NoFigure if the first result is further from float64 than allowed."""
+    """The times of `iterations` calls, or of those before Ctrl-C.
+
+    NoFigure if the first result is further from float64 than allowed.
+    """
     call, inputs = prepared(case, name, seed)
     judge = judge_of(case, inputs)
     try:
@@ -100,7 +113,13 @@ def time_calls(case: Case, name: str, warmup: int, iterations: int, seed: int = 
         for _ in range(warmup):
             call(*inputs)
         one = _events_around if inputs[0].is_cuda else _wall_around
-        seconds = [one(lambda: call(*inputs)) for _ in range(iterations)]
+        seconds: list[float] = []
+        try:
+            for _ in range(iterations):
+                seconds.append(one(lambda: call(*inputs)))
+        except KeyboardInterrupt:
+            if not seconds:
+                raise
     except NoFigure:
         raise
     except Exception as error:

@@ -18,6 +18,7 @@ from fused_softmax.bench.record import Run
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 # Colours for a white page, and their replacements on a black one.
 DARK = {charts.INK: "#e8e6e1", "#5D3A9B": "#b39ae0", "#0072B2": "#6f8dff", "#8B6D05": "#cdaa33", "#D55E00": "#ff8740"}
+SUFFIXES = ("svg", "png")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -119,6 +120,11 @@ def packed(specs: dict[str, Any]) -> str:
     """The specifications compressed to a tenth, in letters that cannot end a script element."""
     text = json.dumps(specs, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def chart_files(each: Part, folder: Path) -> list[Path]:
+    """The files that `save_charts` writes for a part."""
+    return [folder / f"{chart.name}.{suffix}" for group in each.groups for chart in group.charts for suffix in SUFFIXES]
 
 
 def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object] = lambda name: None) -> list[Path]:

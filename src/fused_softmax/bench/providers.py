@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import COMPILED, OWN, TORCH  # noqa: F401
 from fused_softmax.plan import Alignment, Device, RowPlan, Strategy
 
 if TYPE_CHECKING:
@@ -108,8 +109,6 @@ def quack_backward(case: Case) -> Call:
 
 
 CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}
-OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"
-PROVIDER_ALIASES = {"fused": OWN, "triton": OWN, "compile": COMPILED}
 NEEDS_GPU = frozenset({"persistent", "hybrid", "online", "liger", "quack"})
 
 

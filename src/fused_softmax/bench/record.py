@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from fused_softmax.bench import fingerprint
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.providers import OWN
+from fused_softmax.bench.catalog import OWN
 
 SCHEMA = 1
 Status = Literal["ok", "wrong", "refused", "absent", "untimed", "skipped"]
@@ -123,6 +123,7 @@ def save(run: Run, path: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write beside the target, then rename over it. An interrupt leaves the target as it was and no other file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as temporary:
@@ -148,7 +149,7 @@ def read(path: Path) -> Run:
     """Like `load`, but anything wrong with the content is a ValueError. OSError if there is no readable file."""
     try:
         return load(path)
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path.name} is not what `fused-softmax bench --out` writes") from error
 
 
@@ -195,13 +196,16 @@ def partial_path(path: Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Raise OSError now rather than after the measurement."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Raise OSError now rather than after the measurement. Makes nothing: folders are made when the file is."""
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} is not writable")
-    tempfile.TemporaryFile(dir=path.parent).close()
+        raise IsADirectoryError("it is a directory")
+    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+        raise PermissionError("it is not a file that may be written")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} may not be written into")
 
 
 def one_line(error: BaseException | str) -> str:

@@ -1,36 +1,39 @@
 """`fused-softmax bench [SWEEP]...`: which cases its arguments ask for, by which providers, and with what effort."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from fused_softmax.bench import cases, operations, record, sweeps
+from fused_softmax.bench import cases, catalog, paths
 from fused_softmax.bench.arguments import (
-    FILE,
-    drawable,
+    Listing,
+    dtypes_option,
+    force_option,
+    list_option,
     new_console,
-    parse_dtypes,
+    out_option,
     parse_operations,
-    parse_providers,
     parse_sweep,
+    providers_option,
     value_of,
     values_of,
-    writable,
 )
-from fused_softmax.bench.resume import CannotResume
+from fused_softmax.bench.front import Option, busy
 
 if TYPE_CHECKING:
     from fused_softmax.bench.run import Asked
 
 
-class _Keeping(click.Command):
+class _Keeping(Listing):
     """A command that records its arguments as they were typed."""
 
+    sweeps = True
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # A resumed run is still the same run.
-        ctx.meta["typed"] = [argument for argument in args if argument != "--resume"]
+        # A resumed run is still the same run, and so is one that replaces another.
+        ctx.meta["typed"] = [argument for argument in args if argument not in ("--resume", "--force")]
         return super().parse_args(ctx, args)
 
 
@@ -54,6 +57,9 @@ class _Keeping(click.Command):
 )
 @click.option(
     "--rows",
+    "--M",
+    "rows",
+    cls=Option,
     metavar="N",
     multiple=True,
     callback=values_of(cases.parse_sizes),
@@ -61,6 +67,9 @@ class _Keeping(click.Command):
 )
 @click.option(
     "--cols",
+    "--N",
+    "cols",
+    cls=Option,
     metavar="N|START:STOP:STEP",
     multiple=True,
     callback=values_of(cases.parse_sizes),
@@ -69,27 +78,13 @@ class _Keeping(click.Command):
 @click.option(
     "--elements", metavar="N", callback=value_of(cases.parse_size), help="Elements of a tensor.  [default: 128Mi]"
 )
-@click.option(
-    "--dtype",
-    "dtypes",
-    metavar="NAME",
-    multiple=True,
-    callback=values_of(parse_dtypes),
-    help="Default: the sweep's dtypes.",
-)
-@click.option(
-    "--provider",
-    "names",
-    metavar="NAME",
-    multiple=True,
-    callback=values_of(parse_providers),
-    help="Default: all providers.",
-)
+@dtypes_option("the sweep's")
+@providers_option("Providers; --list names them.  [default: all]")
 @click.option("--quick", is_flag=True, help="Measure a short, representative set.")
 @click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
 @click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the inputs.")
-@click.option("--out", type=FILE, callback=writable, help="File for the results, as JSON.")
+@out_option(".json", "the results")
 @click.option(
     "--resume",
     is_flag=True,
@@ -97,10 +92,12 @@ class _Keeping(click.Command):
 )
 @click.option(
     "--plot",
-    type=FILE,
-    callback=drawable,
+    type=paths.FILE,
+    callback=paths.drawable,
     help="Draw GB/s over the columns, or over what varies instead, as .png, .svg or .pdf.",
 )
+@force_option
+@list_option
 @click.pass_context
 def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel that moves as much.
@@ -108,27 +105,50 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     A sweep names the operations to measure, and their shapes and dtypes unless options give others. Without one, the
     tutorial's sweep runs. Repeat an option or separate its values by commas. Ctrl-C keeps what was measured.
     """
-    from fused_softmax.bench import run
-
     files = {name: options.pop(name) for name in ("out", "plot", "resume")}
-    if files["resume"] and not files["out"]:
+    out, resume, force = files["out"], files["resume"], options.pop("force")
+    if resume and not out:
         raise click.UsageError("--resume continues the file that --out names: give --out too")
+    if resume and force:
+        raise click.UsageError("--resume keeps what was measured and --force keeps nothing: give only one of them")
+    # Names are checked before PyTorch is imported, which takes seconds.
+    measured = _measured(options)
+    _require_files(out, files["plot"], replace=resume or force)
+    from fused_softmax.bench.resume import CannotResume, earlier
+
     try:
-        code = run.bench(_asked(ctx.meta["typed"], options), new_console(), Console(stderr=True), **files)
+        if resume:
+            earlier(out)
+        with busy("importing PyTorch"):
+            from rich.console import Console
+
+            from fused_softmax.bench import run
+
+        code = run.bench(_asked(ctx.meta["typed"], measured), new_console(), Console(stderr=True), **files)
     except CannotResume as error:
         raise click.UsageError(str(error)) from None
     ctx.exit(code)
 
 
+def _require_files(out: Path | None, plot: Path | None, *, replace: bool) -> None:
+    from fused_softmax.bench import record
+
+    outputs = [path for path in (out, out and record.partial_path(out), plot) if path]
+    resumed = "--force overwrites it" + (", --resume continues the run in --out" if out else "")
+    paths.require_outputs(outputs, replace=replace, how=resumed)
+
+
 def asked(arguments: Sequence[str], out: str) -> "Asked":
     """The measurement that arguments of `fused-softmax bench` ask for. out: the name of the file that is to hold it."""
     ctx = sweep_command.make_context("bench", list(arguments))
-    options = {name: value for name, value in ctx.params.items() if name not in ("out", "plot", "resume")}
-    return _asked([*ctx.meta["typed"], "--out", out], options)
+    files = ("out", "plot", "resume", "force")
+    options = {name: value for name, value in ctx.params.items() if name not in files}
+    return _asked([*ctx.meta["typed"], "--out", out], _measured(options))
 
 
-def _asked(typed: list[str], options: dict[str, Any]) -> "Asked":
-    from fused_softmax.bench.run import Asked
+def _measured(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an `Asked` but its command, or a UsageError."""
+    from fused_softmax.bench import sweeps
 
     if options["elements"] and options["rows"]:
         raise click.UsageError("--elements takes the place of --rows: give only one of them")
@@ -140,8 +160,15 @@ def _asked(typed: list[str], options: dict[str, Any]) -> "Asked":
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     chosen = cases.unique(found)
-    known = operations.provider_names(dict.fromkeys(case.operation for case in chosen))
+    known = catalog.provider_names(dict.fromkeys(case.operation for case in chosen))
     if strangers := [name for name in options["names"] if name not in known]:
         raise click.UsageError(f"{' '.join(named)} has no provider {strangers[0]!r}; it has {', '.join(known)}")
     standing = not (given["shapes"] or given["rows"] or given["elements"])
-    return Asked(record.command_line(["bench", *typed]), chosen, standing=standing, **options)
+    return {"chosen": chosen, "standing": standing, **options}
+
+
+def _asked(typed: list[str], measured: dict[str, Any]) -> "Asked":
+    from fused_softmax.bench import record
+    from fused_softmax.bench.run import Asked
+
+    return Asked(record.command_line(["bench", *typed]), **measured)

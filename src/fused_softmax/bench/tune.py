@@ -61,6 +61,14 @@ class Trial:
         return self.plan.strategy, *parts, self.plan.num_warps
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C. table: the ladders of the operations and dtypes that were measured whole."""
+
+    def __init__(self, table: Table):
+        super().__init__()
+        self.table = table
+
+
 def candidates(n_rows: int, n_cols: int, itemsize: int, inputs: int, device: Device) -> list[RowPlan]:
     """Every row and split plan that a table may hold for these rows, with the planner's prefetch distance."""
     found = []
@@ -204,32 +212,38 @@ def tune(
     say: Callable[[str], object],
     timed: Callable[[Case, Sequence[RowPlan], Device], list[Trial]] = time_plans,
 ) -> Table:
-    """The table of the fastest plans. timed: measures plans for a case and leaves out wrong and refused ones."""
+    """The table of the fastest plans. timed: measures plans for a case and leaves out wrong and refused ones.
+
+    Raises Interrupted for Ctrl-C.
+    """
     found: dict[tuple[str, int, int], Ladder] = {}
-    for operation in operations:
-        inputs = OPERATIONS[operation]
-        for dtype in dtypes:
-            winners, fetched = [], []
-            for n_cols in sorted(widths):
-                case = Case((max(1, math.ceil(elements / n_cols)), n_cols), dtype, operation)
-                trials = timed(case, candidates(case.n_rows, n_cols, case.itemsize, inputs, device), device)
-                if not trials:
-                    say(f"{case}: no plan could be timed: all were wrong, refused or too large")
-                    continue
-                winner = best(trials)
-                winners.append(winner)
-                own = next((trial for trial in trials if trial.own), None)
-                was = f", the planner's own {own.ratio:.3f}" if own and own is not winner else ""
-                say(f"{case}: {' '.join(map(str, winner.choice))} {winner.ratio:.3f}{was}, of {len(trials)} plans")
-                aheads = timed(case, [_ahead(winner.plan, ahead) for ahead in PREFETCHES], device)
-                if aheads:
-                    farthest = min(aheads, key=lambda trial: trial.us)
-                    fetched.append((n_cols, _ahead_bytes(farthest.plan), farthest.ratio))
-            if winners:
-                found |= ladders(winners, inputs, Case((1, 1), dtype).itemsize)
-            if fetched:
-                itemsize = Case((1, 1), dtype).itemsize
-                found["prefetch_bytes", inputs, itemsize] = prefetch_ladder(fetched, itemsize)
+    try:
+        for operation in operations:
+            inputs = OPERATIONS[operation]
+            for dtype in dtypes:
+                winners, fetched = [], []
+                for n_cols in sorted(widths):
+                    case = Case((max(1, math.ceil(elements / n_cols)), n_cols), dtype, operation)
+                    trials = timed(case, candidates(case.n_rows, n_cols, case.itemsize, inputs, device), device)
+                    if not trials:
+                        say(f"{case}: no plan could be timed: all were wrong, refused or too large")
+                        continue
+                    winner = best(trials)
+                    winners.append(winner)
+                    own = next((trial for trial in trials if trial.own), None)
+                    was = f", the planner's own {own.ratio:.3f}" if own and own is not winner else ""
+                    say(f"{case}: {' '.join(map(str, winner.choice))} {winner.ratio:.3f}{was}, of {len(trials)} plans")
+                    aheads = timed(case, [_ahead(winner.plan, ahead) for ahead in PREFETCHES], device)
+                    if aheads:
+                        farthest = min(aheads, key=lambda trial: trial.us)
+                        fetched.append((n_cols, _ahead_bytes(farthest.plan), farthest.ratio))
+                if winners:
+                    found |= ladders(winners, inputs, Case((1, 1), dtype).itemsize)
+                if fetched:
+                    itemsize = Case((1, 1), dtype).itemsize
+                    found["prefetch_bytes", inputs, itemsize] = prefetch_ladder(fetched, itemsize)
+    except KeyboardInterrupt:
+        raise Interrupted(table_of(Table(tuple(found.items())).data())) from None
     return table_of(Table(tuple(found.items())).data())
 
 

@@ -1,0 +1,80 @@
+"""The front door: a group of commands whose errors and interrupts are one line, and what shows that work goes on."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import click
+
+INTERRUPTED = 130  # the exit code, as of shells
+
+
+class Front(click.Group):
+    """A group that ends in one line on stderr: exit code 2 for a wrong value, 1 for a failure, 130 for Ctrl-C."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        call: Callable[[], Any] = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
+        if not standalone_mode:
+            return call()
+        try:
+            code = call()
+        except click.ClickException as error:
+            if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # of click 8.2 and later
+                error.show()
+            else:
+                click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
+            sys.exit(error.exit_code)
+        except click.Abort:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None  # before click prints an empty line of its own
+
+
+class Option(click.Option):
+    """An option of which help shows the names with one spelling: `-o, --out`; other long names are accepted."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        names = self.opts
+        long = [name for name in names if name.startswith("--")]
+        self.opts = [name for name in names if name not in long[1:]]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = names
+
+
+@contextmanager
+def busy(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr, where that is a terminal, until the block ends. Yields what prints a line beside it."""
+    if not sys.stderr.isatty():
+        yield click.echo
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+
+    # rich would send what is printed to stdout to stderr.
+    options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Live(Spinner("dots", what), console=Console(stderr=True), **options) as live:
+
+        def say(text: str) -> None:
+            live.stop()
+            click.echo(text)
+            live.start()
+
+        yield say
