@@ -413,6 +413,8 @@ def test_plan_prints_the_plan_its_traffic_and_its_floor():
     for name in ("strategy", "traffic_bytes", "floor_us"):
         assert name in result.output
     facts = json.loads(fused_softmax("plan", "4096", "32768", "--json").output)
+    assert facts == json.loads(fused_softmax("plan", "--rows", "4096", "--N", "32768", "--json").output)
+    assert json.loads(fused_softmax("plan", "64", "64", "--json").output)["n_cols"] == 64
     assert facts["floor_bytes"] == 2 * 4096 * 32768 * 4
 
 

@@ -98,8 +98,15 @@ BAD = [
             "serve",
         )
     ),
-    *((*command.split(), "--rows", size, "--cols", "8") for command in (*SHAPED, "bench") for size in BAD_SIZES),
-    *(("plan", size, "8") for size in BAD_SIZES if size != "-4"),
+    *(
+        (*command.split(), "--rows", size, "--cols", "8")
+        for command in (*SHAPED, "bench", "plan")
+        for size in BAD_SIZES
+    ),
+    *(("plan", size, "8") for size in BAD_SIZES),
+    ("plan", "8", "8", "--rows", "8"),
+    ("plan", "--rows", "8"),
+    ("plan",),
     *((*command.split(), *SHAPE, "--dtype", "int8") for command in (*SHAPED, "bench")),
     ("plan", "8", "8", "--dtype", "int8"),
     ("trace", "-o", "x.json", "--dtype", "int8"),
@@ -179,6 +186,40 @@ def test_a_wrong_value_is_one_line_and_exit_code_2_and_nothing_is_written(here, 
     assert line.startswith("Error: ")
     assert files() == before
     assert not [path for path in Path().iterdir() if path.name.startswith(("x", "a" * 20))]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("environment",), []),
+        (("environment", "gpu"), "H200"),
+        (("points",), [1]),
+        (("points", 0, "n_rows"), "64"),
+        (("points", 0, "n_cols"), 0),
+        (("points", 0, "dtype"), "int8"),
+        (("points", 0, "status"), "fine"),
+        (("points", 0, "ratio"), [1]),
+        (("points", 0, "kernel", "p50_us"), 0),
+        (("points", 0, "clocks"), -1),
+        (("points", 0, "parameters"), {"shape": None}),
+        (("points", 0, "parameters"), {"dim": 5}),
+        (("nothing",), 1),
+    ],
+    ids=str,
+)
+def test_results_with_a_value_that_no_run_has_are_refused(here, place, value):
+    found = json.loads(Path("results.json").read_text())
+    *outer, name = place
+    inner = found
+    for key in outer:
+        inner = inner[key]
+    inner[name] = value
+    Path("odd.json").write_text(json.dumps(found))
+    for arguments in (("report", "odd.json", "-o", "x.html"), ("bench", "compare", "results.json", "odd.json")):
+        result = fused_softmax(*arguments)
+        assert (result.exit_code, result.stderr) == (
+            2, "Error: odd.json is not what `fused-softmax bench --out` writes\n"
+        )  # fmt: skip
 
 
 def test_every_command_is_tried():
@@ -315,7 +356,7 @@ def test_the_catalog_names_what_is_measured():
     assert catalog.provider_names() == operations.provider_names()
 
 
-@pytest.mark.parametrize("command", ["bench", "bench one", "profile"])
+@pytest.mark.parametrize("command", ["bench", "bench one", "bench compare", "bench tune", "profile"])
 def test_help_and_list_name_all_there_is_to_choose(command):
     for option in ("--help", "--list"):
         result = fused_softmax(*command.split(), option)
@@ -386,7 +427,7 @@ def seconds(*arguments):
     return time.perf_counter() - start
 
 
-@pytest.mark.parametrize("command", ["", "bench", "bench one", "trace", "report"])
+@pytest.mark.parametrize("command", ["", "bench", "report"])
 def test_help_is_there_at_once(command):
     """In turns, and the least of several: a busy machine slows one of them alone."""
     pairs = [

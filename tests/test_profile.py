@@ -265,7 +265,7 @@ def test_the_command_prints_one_table_and_why_counters_are_missing(no_gpu):
     facts = json.loads(fused_softmax("--M", 64, "--N", 4096, "--provider", "fused", "--json").output)
     (found,) = facts["profiles"]
     assert found["kernels"][0]["registers"] > 0
-    assert (facts["case"], facts["floor_bytes"]) == ("64 x 4096 float16", 2 * 2 * 64 * 4096)
+    assert (facts["case"], facts["floor_bytes"]) == ("64 x 4096 float32", 2 * 4 * 64 * 4096)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ try:
         Listing,
         case_of,
         dtype_option,
+        each_value_of,
         find_device,
         force_option,
         json_option,
@@ -28,7 +29,6 @@ try:
         read_results,
         require_known,
         shape_options,
-        value_of,
     )
     from fused_softmax.bench.commands import bench
     from fused_softmax.bench.front import INTERRUPTED, Front, busy
@@ -47,7 +47,7 @@ main.add_command(bench)
 
 
 @main.command(cls=Listing)
-@shape_options
+@shape_options()
 @dtype_option()
 @operation_option
 @providers_option("Repeat, or separate by commas; --list names them.  [default: fused,torch]")
@@ -123,12 +123,16 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
 
 
 @main.command()
-@click.argument("n_rows", metavar="ROWS", callback=value_of(cases.parse_size))
-@click.argument("n_cols", metavar="COLS", callback=value_of(cases.parse_size))
+@click.argument("shape", metavar="[ROWS COLS]", nargs=-1, callback=each_value_of(cases.parse_size))
+@shape_options(required=False)
 @dtype_option()
 @json_option
-def plan(n_rows: int, n_cols: int, dtype: str, as_json: bool) -> None:
+def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, as_json: bool) -> None:
     """Print the plan for contiguous ROWS x COLS on this GPU: why, its traffic and others', the least possible time."""
+    given = [size for size in (n_rows, n_cols) if size is not None]
+    if sorted((len(shape), len(given))) != [0, 2]:
+        raise click.UsageError("a shape is two sizes: ROWS COLS, or --rows and --cols")
+    n_rows, n_cols = shape or given
     device, gpu = find_device()
     with busy("importing PyTorch"):
         from fused_softmax.bench import providers, report
@@ -146,7 +150,7 @@ def env(as_json: bool) -> None:
     with busy("importing PyTorch"):
         from fused_softmax.bench import record, run
 
-    facts = record.environment(*run.gpu_facts())
+        facts = record.environment(*run.gpu_facts())
     del facts["kernels_of"]  # a digest an operation, which files of results have
     print_facts(facts, as_json)
 

@@ -44,6 +44,12 @@ def value_of(parse: Callable[[str], Any]) -> Callable[..., Any]:
     return callback
 
 
+def each_value_of(parse: Callable[[str], Any]) -> Callable[..., list[Any]]:
+    """A click callback for an argument with several values, of which two may be equal."""
+    one = value_of(parse)
+    return lambda ctx, param, values: [one(ctx, param, value) for value in values]
+
+
 def listed(parse: Callable[[str], str]) -> Callable[[str], list[str]]:
     """A parser of values that are separated by commas."""
     return lambda text: [parse(part) for part in text.split(",")]
@@ -176,11 +182,11 @@ def provider_option(default: str) -> Decorator:
     )  # fmt: skip
 
 
-def shape_options(command: Any) -> Any:
+def shape_options(*, required: bool = True) -> Decorator:
     """--rows and --cols of one shape; --M and --N are their other spellings."""
-    size: dict[str, Any] = {"cls": Option, "metavar": "N", "required": True, "callback": value_of(cases.parse_size)}
-    command = click.option("--cols", "--N", "n_cols", help="Columns.", **size)(command)
-    return click.option("--rows", "--M", "n_rows", help="Rows.", **size)(command)
+    size = partial(click.option, cls=Option, metavar="N", required=required, callback=value_of(cases.parse_size))
+    rows, cols = size("--rows", "--M", "n_rows", help="Rows."), size("--cols", "--N", "n_cols", help="Columns.")
+    return lambda command: rows(cols(command))
 
 
 def out_option(suffix: str, what: str, *, required: bool = False, default: str = "") -> Decorator:

@@ -57,7 +57,7 @@ bench = _Bench(sweep_command, name="bench")
 
 
 @bench.command(cls=Listing)
-@shape_options
+@shape_options()
 @dtype_option()
 @operation_option
 @provider_option("fused")
@@ -138,7 +138,8 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     hosts.print_rows(rows, console)
     where = record.partial_path(out) if out and stopped else out
     if where:
-        environment = record.environment(*run.gpu_facts())
+        with busy("reading the environment"):
+            environment = record.environment(*run.gpu_facts())
         record.write_whole(where, hosts.text(rows, environment, arguments).encode())
         click.echo(f"wrote {where}")
     if out and not stopped:
@@ -206,7 +207,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
 
 
-@bench.command()
+@bench.command(cls=Listing)
 @click.argument("before", type=paths.FILE)
 @click.argument("after", type=paths.FILE)
 @click.option(
@@ -226,6 +227,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
 )
 @providers_option("Only these.")
 @click.option("--all", "everything", is_flag=True, help="Also show what stayed the same.")
+@list_option
 @click.pass_context
 def compare(
     ctx: click.Context, before: Path, after: Path, names: list[str], everything: bool, tolerance: float, **options: Any
@@ -248,7 +250,7 @@ def compare(
     ctx.exit(found.exit_code)
 
 
-@bench.command()
+@bench.command(cls=Listing)
 @click.option(
     "--op", "chosen", metavar="NAME", multiple=True, callback=values_of(parse_tunable), help="Default: softmax."
 )
@@ -262,6 +264,7 @@ def compare(
 @out_option(".json", "the table", default="the user's own")
 @click.option("--force", is_flag=True, help="Replace the plans that the file has for this GPU.")
 @click.option("--print-only", is_flag=True, help="Print the ladders, write no table.")
+@list_option
 @click.pass_context
 def tune(
     ctx: click.Context,

@@ -18,10 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fused_softmax.bench import fingerprint
-from fused_softmax.bench.cases import Case
+from fused_softmax.bench.cases import ITEMSIZE, Case
 from fused_softmax.bench.catalog import OWN
 
 SCHEMA = 1
@@ -148,9 +149,50 @@ def load(path: Path) -> Run:
 def read(path: Path) -> Run:
     """Like `load`, but anything wrong with the content is a ValueError. OSError if there is no readable file."""
     try:
-        return load(path)
+        run = load(path)
+        _require_kinds(run)
+        return run
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path.name} is not what `fused-softmax bench --out` writes") from error
+
+
+def _require_kinds(run: Run) -> None:
+    """TypeError where a value is not of the type that its field says, or is one that no run has."""
+    for each in (run, *run.points, *run.checks):
+        parts = (getattr(each, part) for part in ("kernel", "call", "ceiling") if getattr(each, part, None))
+        for record in (each, *parts):
+            for name, kind in get_type_hints(type(record)).items():
+                if not _is(getattr(record, name), kind):
+                    raise TypeError(f"{name} is no {kind}")
+    gpus = [run.environment.get("gpu") or {}]
+    clocks = [point.clocks or {} for point in run.points]
+    if not all(isinstance(each, dict) for each in gpus) or not all(
+        isinstance(each.get("throttled", []), list) for each in clocks
+    ):
+        raise TypeError("facts of a GPU of another kind")
+    for point in run.points:
+        shape, dim = point.parameters.get("shape", [1]), point.parameters.get("dim", -1)
+        if not isinstance(shape, list) or not isinstance(dim, int) or not -1 <= dim < len(shape):
+            raise TypeError("a shape of another kind")
+        sizes = (point.n_rows, point.n_cols, *shape)
+        times = [value for figure in (point.kernel, point.call) if figure for value in dataclasses.astuple(figure)]
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or not all(time > 0 for time in times):
+            raise TypeError("a size or a time that is not positive")
+        if point.dtype not in ITEMSIZE:
+            raise TypeError(f"{point.dtype} is no dtype")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type; of containers the outer type counts."""
+    if kind is Any:
+        return True
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is(value, each) for each in get_args(kind))
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)
 
 
 def _point(data: dict[str, Any]) -> Point:

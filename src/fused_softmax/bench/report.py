@@ -24,7 +24,8 @@ def print_head(run: Run, console: Console, gpu: bool) -> None:
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "python"))
     say(console, f"{env['gpu']['name'] if env['gpu'] else 'no GPU'}; {versions}")
     if not gpu:
-        say(console, "The CPU path is timed. The kernels are compared under Triton's interpreter and not timed.")
+        path = "fused_softmax is timed by torch's path, which it takes on a CPU."
+        say(console, f"{path} Its kernels are compared under Triton's interpreter and not timed.")
 
 
 def print_run(run: Run, console: Console) -> None:
@@ -120,9 +121,11 @@ def print_without_figure(run: Run, console: Console) -> None:
 
 def print_end(run: Run, console: Console, stopped: str, written: Sequence[Path]) -> None:
     if stopped:
-        say(console, f"Stopped early: {stopped}. Earlier files are unchanged.")
+        kept = "Nothing was written."
         if written:
-            say(console, "The same command with --resume continues from here.")
+            kept = f"{written[0]} has what was measured; the same command with --resume continues from here."
+        say(console, f"Stopped early: {stopped}. {kept}")
+        return
     for path in written:
         say(console, f"wrote {path}")
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fused_softmax.bench import measure, record, report, sweeps
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.front import busy
 from fused_softmax.bench.operations import provider_names
 from fused_softmax.bench.plot import plot as draw
 from fused_softmax.bench.record import Point, Run
@@ -89,7 +90,9 @@ def measured(
     Raises CannotResume, before anything is measured, for a file that cannot be continued.
     """
     gpu, chosen = measure.on_gpu(), asked.chosen
-    run = Run(record.environment(*gpu_facts()), asked.command, options=asked.effort.recorded())
+    with busy("reading the environment"):
+        environment = record.environment(*gpu_facts())
+    run = Run(environment, asked.command, options=asked.effort.recorded())
     held = hold(run, out) if resume and out else Held()
     report.print_head(run, console, gpu)
     if not gpu and asked.standing:
