@@ -146,6 +146,7 @@ def test_public_names_are_imported_for_type_checkers_too():
         "plan",
         "plan.tuned",
         "bench.cases",
+        "bench.catalog",
         "bench.clocks",
         "bench.committed",
         "bench.fingerprint",

@@ -182,7 +182,8 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         if name in names or not names
     ]
     if dry_run:
-        environment = record.environment(*run.gpu_facts())
+        with busy("reading the environment"):
+            environment = record.environment(*run.gpu_facts())
         if not environment["gpu"]:
             click.echo("No GPU: of each file the kernels are compared, and neither its GPU nor its versions.")
         for renewal in chosen:
@@ -196,7 +197,8 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         )
     if not measure.on_gpu():
         raise click.ClickException("no GPU: nothing was measured; --dry-run says which files are current")
-    environment = record.environment(*run.gpu_facts())
+    with busy("reading the environment"):
+        environment = record.environment(*run.gpu_facts())
     if environment["gpu"]["name"] != GPU:
         click.echo(f"note: the files are named after an {GPU}, and this is an {environment['gpu']['name']}", err=True)
     try:
@@ -245,7 +247,8 @@ def compare(
         from fused_softmax.bench import compare as comparing
         from fused_softmax.bench import report
 
-    found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
+    with busy("comparing"):
+        found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
     report.print_comparison(found, new_console(), everything)
     ctx.exit(found.exit_code)
 
@@ -315,7 +318,9 @@ def tune(
     if table.ladders:
         click.echo(tuner.source(table))
         if not print_only:
-            tuned.save(where, device.name, table, record.environment(*run.gpu_facts()))
+            with busy("reading the environment"):
+                environment = record.environment(*run.gpu_facts())
+            tuned.save(where, device.name, table, environment)
     if stopped:
         kept_in = f"{where} has the ladders until then" if table.ladders and not print_only else "nothing was written"
         click.echo(f"interrupted: {kept_in}", err=True)
