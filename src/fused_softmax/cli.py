@@ -31,7 +31,7 @@ try:
         shape_options,
     )
     from fused_softmax.bench.commands import bench
-    from fused_softmax.bench.front import INTERRUPTED, Front, busy
+    from fused_softmax.bench.front import INTERRUPTED, Front, busy, importing
 except KeyboardInterrupt:  # until here `Front` is not there to say it
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -64,7 +64,7 @@ def profile(
     case = case_of(n_rows, n_cols, dtype, operation)
     require_known(operation, names)
     device, gpu = find_device()
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import operations, providers
         from fused_softmax.profile import run, table
     found: list[table.Profile] = []
@@ -104,7 +104,7 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
     for path in results:
         read_results(path)
     try:
-        with busy("importing what draws"):
+        with importing("what draws"):
             from fused_softmax.bench import page, record
     except ImportError as error:
         raise click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[report]'") from None
@@ -134,7 +134,7 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
         raise click.UsageError("a shape is two sizes: ROWS COLS, or --rows and --cols")
     n_rows, n_cols = shape or given
     device, gpu = find_device()
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import providers, report
 
     if not gpu and not as_json:
@@ -147,7 +147,7 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
 @json_option
 def env(as_json: bool) -> None:
     """Print the environment that results are recorded with."""
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import record, run
 
         facts = record.environment(*run.gpu_facts())
@@ -189,7 +189,7 @@ def trace(
     wanted = [*names, *([second] if second else [])]
     out = Path("-") if listed else _required_out(out, matrix, force)
     try:
-        with busy("importing PyTorch"):
+        with importing():
             from fused_softmax import trace as tracing
             from fused_softmax.trace import asked, files, page, presets
     except ImportError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fused_softmax.bench import cases, catalog
-from fused_softmax.bench.front import Option, busy
+from fused_softmax.bench.front import Option, importing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -229,7 +229,7 @@ def read_results(path: Path) -> "Run":
 
 def find_device() -> "tuple[Device, bool]":
     """The GPU and True, or without a GPU the built-in H200 and False."""
-    with busy("importing PyTorch"):
+    with importing():
         import torch
 
         from fused_softmax.plan import H200

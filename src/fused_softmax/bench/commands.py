@@ -31,7 +31,7 @@ from fused_softmax.bench.arguments import (
     value_of,
     values_of,
 )
-from fused_softmax.bench.front import INTERRUPTED, busy
+from fused_softmax.bench.front import INTERRUPTED, busy, importing
 from fused_softmax.bench.sweep_command import asked, sweep_command
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def one(
     """
     case = case_of(n_rows, n_cols, dtype, operation)
     require_known(operation, [provider])
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import one as single
 
     try:
@@ -119,7 +119,7 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     if out:
         paths.require_outputs([out, record.partial_path(out)], replace=force, how="--force overwrites it")
     _, gpu = find_device()
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import host as hosts
         from fused_softmax.bench import run
 
@@ -173,7 +173,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
 
     from fused_softmax.bench.committed import COMMITTED, GPU
 
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import measure, record, renew, run
 
     chosen = [
@@ -243,7 +243,7 @@ def compare(
         return not names or point.provider in names
 
     old, new = (read_results(path) for path in (before, after))
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import compare as comparing
         from fused_softmax.bench import report
 
@@ -286,7 +286,7 @@ def tune(
     to return to the built-in plans.
     """
     device, gpu = find_device()
-    with busy("importing PyTorch"):
+    with importing():
         from fused_softmax.bench import record, run
         from fused_softmax.bench import tune as tuner
         from fused_softmax.plan import built_in, tuned

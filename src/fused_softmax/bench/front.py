@@ -1,6 +1,9 @@
 """The front door: a group of commands whose errors and interrupts are one line, and what shows that work goes on."""
 
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -78,3 +81,24 @@ def busy(what: str) -> Iterator[Callable[[str], None]]:
             live.start()
 
         yield say
+
+
+@contextmanager
+def importing(what: str = "PyTorch") -> Iterator[None]:
+    """The spinner of an import, during which Ctrl-C ends the process at once: what is imported may swallow it."""
+
+    def leave(*_: object) -> None:
+        clear = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the spinner's line and the hidden cursor
+        os.write(2, f"{clear}interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    caught = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
+    try:
+        with busy(f"importing {what}"):
+            if caught:
+                signal.signal(signal.SIGINT, leave)
+            yield
+    finally:
+        if caught:
+            signal.signal(signal.SIGINT, before)

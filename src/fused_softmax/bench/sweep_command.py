@@ -20,7 +20,7 @@ from fused_softmax.bench.arguments import (
     value_of,
     values_of,
 )
-from fused_softmax.bench.front import Option, busy
+from fused_softmax.bench.front import Option, importing
 
 if TYPE_CHECKING:
     from fused_softmax.bench.run import Asked
@@ -119,7 +119,7 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     try:
         if resume:
             earlier(out)
-        with busy("importing PyTorch"):
+        with importing():
             from rich.console import Console
 
             from fused_softmax.bench import run
