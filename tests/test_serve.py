@@ -1,41 +1,22 @@
 """The server as a browser and an attacker meet it: a real one, on a port of its own."""
 
 import contextlib
-import http.client
 import json
 import os
-import re
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 
 import jsonschema
 import pytest
+from serving import ask, refused, started
 
 pytest.importorskip("uvicorn")
 
 from fused_softmax import trace
 from fused_softmax.trace import serve
-
-SERVER = """
-import sys
-from functools import partial
-from fused_softmax.trace import serve
-serve.BODY_SECONDS, serve.MOST_WAITING = 3.0, 2
-serve.app = partial(serve.app, seconds=float(sys.argv[1]), workers=1)
-serve.serve("<title>the page</title>", "127.0.0.1", 0, lambda address: print(address, flush=True))
-"""
-
-
-def started(seconds):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert select.select([process.stdout], [], [], 120)[0], "the server says where it is"
-    return process, int(process.stdout.readline().rpartition(":")[2])
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +26,6 @@ def port():
     yield port
     process.terminate()
     assert "Traceback" not in process.communicate(timeout=30)[1]
-
-
-def ask(port, method, path, body=None, headers=(), timeout=150):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-    if body is not None and not isinstance(body, bytes):
-        body = json.dumps(body).encode()
-    given = {"Content-Type": "application/json"} | dict(headers)
-    try:
-        connection.request(method, path, body, given)
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read()
-    finally:
-        connection.close()
-
-
-def refused(port, body, status, message, **kwargs):
-    found, _, answer = ask(port, "POST", "/record", body, **kwargs)
-    assert (found, bool(re.search(message, json.loads(answer)["error"]))) == (status, True), answer
-    still, _, _ = ask(port, "GET", "/")
-    assert still == 200
 
 
 def test_the_page(port):
@@ -178,6 +139,7 @@ def test_a_length_that_lies_is_refused_unread(port):
         ({"Host": "evil.example"}, 403, "this server is not 'evil.example'"),
         ({"Host": "127.0.0.1.evil.example:80"}, 403, "this server is not"),
         ({"Host": "localhost.evil.example"}, 403, "this server is not"),
+        ({"Host": "evil.example:80@localhost"}, 403, "no name or address with a port"),
         ({"Origin": "http://evil.example"}, 403, "other sites' pages"),
         ({"Origin": "null"}, 403, "other sites' pages"),
         ({"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),
@@ -263,17 +225,3 @@ def _alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.parametrize(
-    ("host", "names"),
-    [
-        ("127.0.0.1", {"localhost", "127.0.0.1", "::1"}),
-        ("::1", {"localhost", "127.0.0.1", "::1"}),
-        ("127.0.0.2", {"localhost", "127.0.0.1", "::1", "127.0.0.2"}),
-        ("0.0.0.0", None),
-        ("192.168.0.7", None),
-    ],
-)
-def test_names_of_a_host(host, names):
-    assert serve._names(host) == (names if names is None else frozenset(names))

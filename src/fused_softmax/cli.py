@@ -247,15 +247,27 @@ def _missing(error: ImportError) -> click.ClickException:
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; by default only loopback.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0 takes any free port.")
-def serve(host: str, port: int) -> None:
+@click.option(
+    "--allow-host",
+    "allowed",
+    metavar="NAME",
+    multiple=True,
+    help="A name or address, without a port, by which others reach this server. Needed where it is not on loopback.",
+)
+def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
     """Serve the page, and record the matrices that its reader types. Ctrl+C ends it."""
     try:
-        from fused_softmax.trace import page, presets
+        from fused_softmax.trace import hosts, page, presets
         from fused_softmax.trace import serve as server
     except ImportError as error:
         raise _missing(error) from None
     try:
-        server.serve(page.embed([], presets.load()), host, port, lambda address: click.echo(f"serving on {address}"))
+        names = hosts.answered(host, allowed)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    html = page.embed([], presets.load())
+    try:
+        server.serve(html, host, port, lambda address: click.echo(f"serving on {address}"), names)
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror}") from None
 

@@ -1,17 +1,17 @@
 """Serves the page, and records the matrices that its reader asks for.
 
 No part of a request runs: it names a kernel of the registry and holds numbers. Sizes are limited before anything is
-parsed. A recording is made in a process of its own, which is killed when it is late; only a few run at a time. A server
-on loopback answers only to loopback's names, so that no site can reach it under a name of its own (DNS rebinding). It
-takes only JSON, which no form of another site can send.
+parsed. A recording is made in a process of its own, which is killed when it is late; only a few run at a time. The
+server answers only to the names it is given (`hosts.py`), so that no site can reach it under a name of its own. It
+takes only JSON, which no form of another site can send. No client can keep others out (`connections.py`).
 """
 
 import asyncio
-import ipaddress
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -19,16 +19,19 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fused_softmax.trace import asked as asking
+from fused_softmax.trace import hosts
+from fused_softmax.trace.connections import Connection
 from fused_softmax.trace.memory import RecordingError
 from fused_softmax.trace.registry import kernels
 from fused_softmax.trace.worker import Late, Worker
 
 MOST_BYTES = 2**18
+PIECE_BYTES = 2**16
 SECONDS = 5.0  # of a recording
 BODY_SECONDS = 10.0  # for a request to arrive
 WORKERS = 2
@@ -45,10 +48,13 @@ HEADERS = {
 }
 
 
-def app(page: str, host: str = "127.0.0.1", *, seconds: float = SECONDS, workers: int = WORKERS) -> Starlette:
+def app(
+    page: str, names: frozenset[str] = hosts.LOOPBACK, *, seconds: float = SECONDS, workers: int = WORKERS
+) -> Starlette:
     """The server: `GET /` is the page, `GET /kernels` lists kernels and limits, `POST /record` makes a recording.
 
-    host: the address it listens on. seconds: how long a recording may take. workers: how many are made at a time.
+    names: the hosts it answers to. seconds: how long a recording may take. workers: how many are made at a time.
+    `app.state.stop()` ends the recordings that are being made.
     """
     pool = _Pool(workers, seconds)
 
@@ -60,8 +66,10 @@ def app(page: str, host: str = "127.0.0.1", *, seconds: float = SECONDS, workers
         finally:
             await pool.close()
 
+    shown = _InPieces(page, media_type="text/html", headers=HEADERS)
+
     async def index(_: Request) -> Response:
-        return HTMLResponse(page, headers=HEADERS)
+        return shown
 
     async def known(_: Request) -> Response:
         limits = {"elements": asking.MOST_ELEMENTS, "block": asking.MOST_BLOCK, "bytes": MOST_BYTES, "seconds": seconds}
@@ -79,21 +87,53 @@ def app(page: str, host: str = "127.0.0.1", *, seconds: float = SECONDS, workers
         Route("/record", record, methods=["POST"]),
     ]
     handlers: Any = {HTTPException: _refused, Exception: _failed}
-    middleware = [Middleware(_Names, names=_names(host))]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
+    middleware = [Middleware(_Names, names=names)]
+    made = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
+    made.state.stop = pool.stop
+    return made
 
 
-def serve(page: str, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until interrupted. Calls `say` with the address once it listens. Port 0 takes any free port."""
+def serve(page: str, host: str, port: int, say: Callable[[str], None], names: frozenset[str] = hosts.LOOPBACK) -> None:
+    """Serve until interrupted. Calls `say` with the address once it listens. Port 0 takes any free port.
+
+    names: the hosts it answers to, by `hosts.answered`. Raises OSError if it cannot listen.
+    """
+    served = app(page, names)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE_BYTES)  # of every connection
     shown = f"[{host}]" if ":" in host else host
-    say(f"http://{shown}:{listening.getsockname()[1]}")
-    config = uvicorn.Config(
-        app(page, host), log_level="warning", access_log=False, server_header=False, limit_concurrency=64,
-        timeout_graceful_shutdown=3,
-    )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listening])
+    gc.freeze()  # or the interpreter searches all of torch for cycles when it ends, which takes a second
+    with suppress(KeyboardInterrupt):
+        say(f"http://{shown}:{listening.getsockname()[1]}")
+        config = uvicorn.Config(
+            served, http=Connection, ws="none", log_level="error", access_log=False, server_header=False,
+            proxy_headers=False, backlog=128, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        _Server(config, served.state.stop).run(sockets=[listening])
+
+
+class _InPieces(Response):
+    """A response that is handed over as the client reads it, so that one who does not read holds one piece."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for begin in range(0, len(self.body), PIECE_BYTES):
+            piece = self.body[begin : begin + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Server(uvicorn.Server):
+    """Stops recordings before it waits for what is under way."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stop()
+        await super().shutdown(sockets)
 
 
 class _Pool:
@@ -112,7 +152,13 @@ class _Pool:
             self._start(worker)
             self._free.put_nowait(worker)
 
+    def stop(self) -> None:
+        """Kill all workers; what they were asked for fails."""
+        for worker in self._workers:
+            worker.kill()
+
     async def close(self) -> None:
+        self.stop()
         await asyncio.gather(*self._starting, return_exceptions=True)
         for worker in self._workers:
             worker.close()
@@ -210,40 +256,16 @@ async def _failed(_: Request, __: Exception) -> Response:
     return JSONResponse({"error": "the server failed; its log says why"}, 500, headers=HEADERS)
 
 
-def _names(host: str) -> frozenset[str] | None:
-    """The names that a server on this host answers to. None if others can reach it, under names of their own."""
-    name = host.strip("[]").lower()
-    try:
-        loopback = ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        loopback = name == "localhost"
-    return frozenset({"localhost", "127.0.0.1", "::1", name}) if loopback else None
-
-
 class _Names:
     """Refuses requests that use another name for the server, or come from another site's page."""
 
-    def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
+    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
         self._app, self._allowed = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             given: dict[bytes, str] = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            host, origin = given.get(b"host", ""), given.get(b"origin")
-            name = _name(host)
-            wrong = None
-            if self._allowed is not None and name not in self._allowed:
-                wrong = f"this server is not {name[:60]!r}; it answers to {', '.join(sorted(self._allowed))}"
-            elif origin is not None and origin.partition("://")[2].lower() != host.lower():
-                wrong = "requests from other sites' pages are not answered"
-            if wrong:
+            if wrong := hosts.refusal(given.get(b"host", ""), given.get(b"origin"), self._allowed):
                 await JSONResponse({"error": wrong}, 403, headers=HEADERS)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _name(host: str) -> str:
-    """The name in a Host header, without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()

@@ -29,6 +29,7 @@ class Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._asking = threading.Lock()
+        self._closed = False
 
     def start(self) -> None:
         """Start the process, and wait until it has imported its modules."""
@@ -53,9 +54,16 @@ class Worker:
         raise _KINDS.get(answer["kind"], RuntimeError)(answer["error"])
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, for good, and wait until it has ended; what it was asked for fails."""
+        self.kill()
         with self._asking:
             self._end()
+
+    def kill(self) -> None:
+        """Tell the process to end, for good; whoever waits for its answer gets a RecordingError."""
+        self._closed = True
+        if process := self._process:
+            process.kill()
 
     def _ready(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
@@ -68,6 +76,8 @@ class Worker:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | here, start_new_session=True,
             )  # fmt: skip
             try:
+                if self._closed:
+                    raise RecordingError("the recording process was ended")
                 self._answer(self._process, b"", START_SECONDS)
             except BaseException:
                 self._end()
