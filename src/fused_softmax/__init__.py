@@ -4,11 +4,17 @@ The import is quick: PyTorch is imported, and the operators are registered, with
 """
 
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 # Triton reads its flag when a kernel is decorated, so this stands before the first import that reaches one.
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if find_spec("triton") is None:
+    from fused_softmax.without_triton import install
+
+    install()
 
 __all__ = [
     "SampleOutput",
