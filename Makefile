@@ -9,6 +9,7 @@ COMPILED := compiles and not gpu and not exhaustive
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 .PHONY: env demo docs page presets report test test-guard test-compiles test-all gpu-test sanitize faults lint clean
+.PHONY: dist dist-test smoke-matrix
 
 env: $(ENV)
 
@@ -77,6 +78,19 @@ report: $(ENV)
 docs: $(ENV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
+# The wheel and the sdist, which RELEASING.md is about.
+dist: $(ENV)
+	rm -rf dist
+	$(PY) -m build --outdir dist
+
+# Installs both into new environments outside the checkout, and runs the sdist's tests that read its tree.
+dist-test: dist
+	$(PY) tests/check_dist.py dist
+
+# The wheel under each Python and torch supported, as far as their interpreters are here and SECONDS reach.
+smoke-matrix: dist
+	$(PY) tests/smoke_matrix.py dist $(if $(SECONDS),--seconds $(SECONDS))
+
 clean:
-	rm -rf .venv .triton-* build dist demo viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .triton-* .smoke build dist demo viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
