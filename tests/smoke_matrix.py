@@ -1,8 +1,8 @@
 """A first look at the wheel under each Python and each torch supported: `python tests/smoke_matrix.py dist`.
 
 Interpreters are those on PATH, pyenv's and uv's; uv is asked to download others, where a network lets it. With
-`--seconds`, no cell begins later than that. It prints a line a cell, and exits with 1 if one failed: cells that were not
-reached, and interpreters that were not found, are named and are no failure.
+`--seconds`, no cell begins later than that. It prints a line a cell, and exits with 1 if one failed. Cells that were
+not reached, and interpreters that were not found, are named and are no failure.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -68,12 +67,10 @@ def last_line(error):
 
 def torches(python):
     """The versions of torch that pip offers an interpreter, the last of each minor version, newest first."""
-    said = subprocess.run(
-        [python, "-m", "pip", "index", "versions", "torch"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ).stdout
+    try:
+        said = run(python, "-m", "pip", "index", "versions", "torch", timeout=120)
+    except Failed:
+        return []
     listed = re.search(r"Available versions: (.*)", said)
     last = {}
     for version in listed[1].split(", ") if listed else ():
