@@ -241,6 +241,8 @@ def _required_out(out: Path | None, matrix: str | None, force: bool) -> Path:
 
 
 def _missing(error: ImportError) -> click.ClickException:
+    if error.name == "triton":
+        return click.ClickException(str(error))
     return click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[viz]'")
 
 

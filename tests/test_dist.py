@@ -1,0 +1,53 @@
+"""What the packages say of themselves, without building them; `make dist-test` builds and tries them."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from check_dist import RELATIVE
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SUBSTITUTIONS = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
+
+
+def for_an_index(text):
+    for each in SUBSTITUTIONS:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    return text
+
+
+def test_the_readme_leads_nowhere_that_an_index_has_not():
+    text = (ROOT / "README.md").read_text()
+    shown = for_an_index(text)
+    assert RELATIVE.search(shown) is None
+    assert shown.count("\n#") == text.count("\n#")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a ![plot](docs/plot.png) b", "a  b"),
+        ("[![plot](docs/plot.png)](docs/plot.html)\n\nb", "b"),
+        ('<img alt="a" src="plot.png" width="9">\nb', "b"),
+        ('<picture>\n<source srcset="a.png"><img src="https://a.example/b.png">\n</picture>\nb', "b"),
+        ("see [the\nlist](MEASURED.md#list), (or [Limits](#limits))", "see the\nlist, (or Limits)"),
+        ('<a href="docs/">docs</a>', "docs"),
+        ("[torch](https://a.example/b) ![x](https://a.example/x.png)", None),
+        ("kernel[grid](x) and record(kernel)[(n_rows,)](x, y, x.stride(0))", None),
+    ],
+)
+def test_what_an_index_shows(text, shown):
+    assert for_an_index(text) == (text if shown is None else shown)
+
+
+def test_the_version_stands_in_one_place():
+    assert "version" in PROJECT["project"]["dynamic"]
+    text = (ROOT / PROJECT["tool"]["hatch"]["version"]["path"]).read_text()
+    assert re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', text, re.MULTILINE)
+
+
+def test_triton_is_asked_for_on_linux_alone():
+    (triton,) = [each for each in PROJECT["project"]["dependencies"] if each.startswith("triton")]
+    assert triton.endswith("platform_system == 'Linux'")
