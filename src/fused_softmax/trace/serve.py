@@ -94,7 +94,7 @@ def app(
 
 
 def serve(page: str, host: str, port: int, say: Callable[[str], None], names: frozenset[str] = hosts.LOOPBACK) -> None:
-    """Serve until interrupted. Calls `say` with the address once it listens. Port 0 takes any free port.
+    """Serve until interrupted. Calls `say` with the address once it answers. Port 0 takes any free port.
 
     names: the hosts it answers to, by `hosts.answered`. Raises OSError if it cannot listen.
     """
@@ -104,13 +104,13 @@ def serve(page: str, host: str, port: int, say: Callable[[str], None], names: fr
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE_BYTES)  # of every connection
     shown = f"[{host}]" if ":" in host else host
     gc.freeze()  # or the interpreter searches all of torch for cycles when it ends, which takes a second
+    address = f"http://{shown}:{listening.getsockname()[1]}"
     with suppress(KeyboardInterrupt):
-        say(f"http://{shown}:{listening.getsockname()[1]}")
         config = uvicorn.Config(
             served, http=Connection, ws="none", log_level="error", access_log=False, server_header=False,
             proxy_headers=False, backlog=128, timeout_graceful_shutdown=1,
         )  # fmt: skip
-        _Server(config, served.state.stop).run(sockets=[listening])
+        _Server(config, lambda: say(address), served.state.stop).run(sockets=[listening])
 
 
 class _InPieces(Response):
@@ -125,11 +125,15 @@ class _InPieces(Response):
 
 
 class _Server(uvicorn.Server):
-    """Stops recordings before it waits for what is under way."""
+    """Says when it answers, and stops recordings before it waits for what is under way."""
 
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, say: Callable[[], None], stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._stop = stop
+        self._say, self._stop = say, stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._say()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stop()
