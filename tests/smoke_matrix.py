@@ -19,6 +19,7 @@ from fresh import Failed, run, smoke
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 11)
+BESIDE = {"2.11": ["numpy<2.4"]}  # its Triton is 3.6, whose interpreter converts arrays as NumPy 2.4 does not
 
 
 def version_of(python):
@@ -121,8 +122,9 @@ def main():
                 skipped.append(name)
                 continue
             place = Path(tempfile.mkdtemp(dir=made))
+            wanted = [f"torch=={torch}", f"{wheel}[viz]", *BESIDE.get(".".join(torch.split(".")[:2]), ())]
             try:
-                print(f"{name}: {smoke(place, found[python], version, f'torch=={torch}', f'{wheel}[viz]')}", flush=True)
+                print(f"{name}: {smoke(place, found[python], version, *wanted)}", flush=True)
             except Failed as error:
                 failed += 1
                 print(f"{name}: failed\n{error}", flush=True)
