@@ -83,9 +83,9 @@ dist: $(ENV)
 	rm -rf dist
 	$(PY) -m build --outdir dist
 
-# Installs both into new environments outside the checkout, and runs the sdist's tests that read its tree.
+# Installs both into new environments outside the checkout, and runs the sdist's tests that read its tree, or TESTS.
 dist-test: dist
-	$(PY) tests/check_dist.py dist
+	$(PY) tests/check_dist.py dist $(TESTS)
 
 # The wheel under each Python and torch supported, as far as their interpreters are here and SECONDS reach.
 smoke-matrix: dist

@@ -46,6 +46,10 @@ class Front(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise click.Abort from None  # before click prints an empty line of its own
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise click.ClickException(str(error)) from None
 
 
 class Option(click.Option):
