@@ -794,3 +794,13 @@ def test_a_page_of_ones_own_recordings_alone_has_no_tour(browser: Any, open_page
     page.goto(path.as_uri())
     page.wait_for_selector("main [aria-label]")
     assert page.get_by_role("button", name="Tour").count() == 0
+
+
+def test_on_a_phone_the_line_that_ran_stands_above_the_transport(open_page: Open) -> None:
+    recording = next(each for each in presets.load() if each["kernel"] == "online")
+    page = open_page(recording, width=390, height=844, link="#kernel=online&step=11")
+    now = page.locator(".now-line")
+    assert now.inner_text().endswith(page.locator(".code [aria-current] code").inner_text().strip())
+    assert now.bounding_box()["y"] + now.bounding_box()["height"] <= page.locator(".track").bounding_box()["y"] < 844
+    page.set_viewport_size({"width": 1400, "height": 900})
+    assert not now.is_visible()

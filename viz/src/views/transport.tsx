@@ -20,11 +20,26 @@ interface Props {
   place: string;
 }
 
+/** The line that has just run, for screens on which the source is out of sight. The announcer speaks it. */
+function NowLine({ replay }: { replay: Replay }) {
+  const top = replay.stack()[0];
+  if (!top?.line) return null;
+  const { source, line } = top;
+  const last = source.ends?.[String(line)] ?? line;
+  const lines = source.lines.slice(line - source.first_line, last - source.first_line + 1);
+  return (
+    <p class="now-line" aria-hidden="true">
+      <span class="what">{line}</span> <code>{lines.map((each) => each.trim()).join(" ")}</code>
+    </p>
+  );
+}
+
 /** Buttons to step and play, and a slider. A map above the slider shows the steps' programs and phases. */
 export function Transport(props: Props) {
   const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, place } = props;
   return (
     <section class="transport" aria-label="Playback">
+      {replay ? <NowLine replay={replay} /> : null}
       <div class={replay ? "track mapped" : "track"}>
         {replay ? <Map_ replay={replay} position={position} /> : null}
         <input
