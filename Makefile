@@ -70,7 +70,7 @@ lint: $(ENV)
 page:
 	cd viz && npm ci && npm run build
 
-# The page of all committed results; commit what it makes. A test fails where it shows others.
+# The page of all committed results. It is released and not committed.
 report: $(ENV)
 	PYTHONPATH=src $(PY) -m fused_softmax.cli report benchmarks/results/*.json -o benchmarks/report.html --force
 
@@ -92,5 +92,5 @@ smoke-matrix: dist
 	$(PY) tests/smoke_matrix.py dist $(if $(SECONDS),--seconds $(SECONDS))
 
 clean:
-	rm -rf .venv .triton-* .smoke build dist demo viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .triton-* .smoke build dist demo benchmarks/report.html viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
