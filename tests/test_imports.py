@@ -156,6 +156,7 @@ def test_public_names_are_imported_for_type_checkers_too():
         "bench.readme",
         "bench.record",
         "bench.resume",
+        "bench.summary",
         "bench.sweeps",
     ],
 )

@@ -1,44 +1,23 @@
-"""The page of results: what its charts show, that it needs nothing beside itself, and how a browser takes it."""
+"""The page of results: what its charts and its summary show, and that it needs nothing beside itself."""
 
 import base64
 import gzip
 import json
 import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from products import one_in
+from reports import RESULTS, report, run_of, timed, written
 
-from fused_softmax.bench import fingerprint, record
-from fused_softmax.bench.record import Ceiling, Figure, Point, Run
-from fused_softmax.cli import main
+from fused_softmax.bench import fingerprint, summary
+from fused_softmax.bench.record import Check, Point
 
 pytest.importorskip("altair", reason="the report's extra is not installed")
 pytest.importorskip("vl_convert", reason="the report's extra is not installed")
 
 from fused_softmax.bench import charts, page
 from fused_softmax.bench.plot import STYLES
-
-RESULTS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*.json"))
-GPU = {"name": "NVIDIA H200", "l2_bytes": 62914560, "memory_bytes": 150109880320}
-ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "python": "3.12", "commit": None, "gpu": GPU}
-
-
-def figure(us, moved=1e6):
-    return Figure(us * 0.99, us, us * 1.02, moved / us * 1e-3)
-
-
-def timed(n_rows, n_cols, provider="fused_softmax", us=10.0, **more):
-    top = Ceiling("copy", 9.0, 111.0)
-    settings = {"kernel": figure(us), "call": figure(us + 5), "ceiling": top, "ratio": 9.0 / us} | more
-    return Point(n_rows, n_cols, more.pop("dtype", "float32"), provider, "ok", **settings)
-
-
-def run_of(*points, complete=True, **environment):
-    return Run(ENVIRONMENT | environment, "fused-softmax bench --out x.json", list(points), complete=complete)
 
 
 def charts_of(run):
@@ -162,23 +141,72 @@ def test_a_linear_layers_loss_is_time_and_memory():
     assert "64 x 8 x 1000" in str(frontier.spec["params"])
 
 
+def test_a_ratio_and_a_size_are_shown_from_0():
+    points = [timed(8, n, name, memory_bytes=2**28 + n) for n in (100, 200) for name in ("fused_softmax", "torch")]
+    drawn = charts_of(run_of(*points))
+    for kind in ("Speed", "Ratio to the ceiling", "Memory"):
+        scales = [each["y"]["scale"] for each in encodings(drawn[kind].spec) if "scale" in each.get("y", {})]
+        assert scales
+        assert all(scale == {"zero": True} for scale in scales), kind
+
+
+def test_neighbouring_widths_far_from_the_next_are_not_joined_by_a_line():
+    assert not charts.clustered(2**i for i in range(7, 21))
+    assert not charts.clustered(range(128, 40961, 128))
+    assert not charts.clustered([4096])
+    around = [end + step for end in (128, 1024, 8192, 65536) for step in (-4, -1, 0, 1, 4)]
+    assert charts.clustered(around)
+    for widths, has_line in ((around, False), (range(128, 2048, 128), True)):
+        spec = charts_of(run_of(*(timed(4096, n) for n in widths)))["Speed"].spec
+        assert any(layer["mark"]["type"] == "line" for layer in spec["layer"]) == has_line
+
+
 def test_the_summary_is_of_geometric_means_and_the_lowest_ratio():
     points = [timed(8, 100, us=10), timed(8, 200, us=20), timed(8, 100, "torch", 40), timed(8, 200, "torch", 20)]
-    (summary,) = charts.summaries(run_of(*points))
-    assert summary.ratio == pytest.approx((0.9 * 0.45) ** 0.5)
-    assert summary.lowest == (0.45, "8 x 200")
-    assert summary.over == {"torch": pytest.approx(2)}
+    (found,) = summary.summaries({"one": run_of(*points)})
+    assert found.points == 2
+    assert found.ratio == pytest.approx((0.9 * 0.45) ** 0.5)
+    assert found.lowest == (0.45, "8 x 200", "one")
+    assert found.over == {"torch": (pytest.approx(2), 1)}
+    assert found.best == found.over["torch"]
+    assert found.only_torch
 
 
-def report(tmp_path, *arguments):
-    out = tmp_path / "report.html"
-    result = CliRunner().invoke(main, ["report", *map(str, arguments), "-o", str(out)], prog_name="fused-softmax")
-    return result, out
+def test_the_best_peer_is_the_fastest_of_each_shape_and_never_this_package_with_another_option():
+    own = [timed(8, n) for n in (100, 200)]
+    torch = [timed(8, 100, "torch", 20), timed(8, 200, "torch", 80)]
+    others = [timed(8, 100, "liger", 90), timed(8, 200, "liger", 30), timed(8, 100, "in one chunk", 1)]
+    (found,) = summary.summaries({"one": run_of(*own, *torch, *others)})
+    assert found.best == (pytest.approx(6**0.5), 2)
+    assert not found.only_torch
+    (alone,) = summary.summaries({"one": run_of(*own, *torch, others[-1])})
+    assert alone.only_torch
 
 
-def written(tmp_path, name, run):
-    record.save(run, tmp_path / name)
-    return tmp_path / name
+def test_the_summary_compares_within_a_file_and_keeps_machines_apart():
+    runs = {"one": run_of(timed(8, 100)), "two": run_of(timed(8, 100, us=20), timed(8, 100, "torch", 60))}
+    (found,) = summary.summaries(runs)
+    assert (found.points, found.lowest, found.over) == (2, (0.45, "8 x 100", "two"), {"torch": (pytest.approx(3), 3)})
+    runs["three"] = run_of(timed(8, 100), gpu={"name": "another"})
+    assert [each.machine for each in summary.summaries(runs)] == ["NVIDIA H200", "another"]
+    absent = Point(8, 100, "float32", "fused_softmax", "absent")
+    assert summary.summaries({"none": run_of(absent, timed(8, 100, "torch"))}) == []
+
+
+def test_what_failed_is_named_before_any_section_and_counted(tmp_path):
+    wrong = Point(8, 300, "float32", "fused_softmax", "wrong", "largest error 3")
+    run = run_of(timed(8, 100), wrong)
+    run.checks.append(Check("split", 4, 64, "float16", "failed", message="an interpreter's error"))
+    paths = written(tmp_path, "one.json", run), written(tmp_path, "fine.json", run_of(timed(8, 100)))
+    result, out = report(tmp_path, *paths)
+    assert result.exit_code == 0, result.output
+    head, *sections = out.read_text().split("<section ")
+    assert "3 results were compared with float64: 2 matched" in head
+    assert "and 1 did not" in head
+    assert "fused_softmax: wrong at 8 x 300 float32: largest error 3" in head
+    assert "split under Triton&#39;s interpreter: failed at 4 x 64 float16: an interpreter" in head
+    assert ["failed a check" in each for each in sections] == [True, False]
+    assert "every figure" not in out.read_text().lower()
 
 
 def test_the_page_asks_for_nothing_and_holds_all(tmp_path):
@@ -267,57 +295,3 @@ def test_what_is_no_result_is_refused_and_an_earlier_page_stays(tmp_path):
         assert result.exit_code == 2
         assert complaint in result.output
         assert out.read_text() == "earlier"
-
-
-CHROMIUM = shutil.which("chromium")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM:
-        pytest.skip("no chromium")
-    flags = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="module")
-def whole_page(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    memory = run_of(*(timed(8, n, memory_bytes=n * 2**20) for n in (100, 200)))
-    names = ("h200_softmax", "h200_few_rows", "h200_dims")
-    paths = [*(path for path in RESULTS if path.stem in names), written(folder, "memory.json", memory)]
-    result, out = report(folder, *paths)
-    assert result.exit_code == 0, result.output
-    return out
-
-
-@pytest.mark.parametrize(
-    ("width", "scheme"),
-    [
-        (1400, "light"),
-        (380, "dark"),
-        pytest.param(1400, "dark", marks=pytest.mark.exhaustive),
-        pytest.param(380, "light", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_browser_draws_it_all_without_an_error_a_request_or_a_sideways_scroll(browser, whole_page, width, scheme):
-    tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    said, asked = [], []
-    tab.on("console", lambda message: said.append(message.text))
-    tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.on("request", lambda request: asked.append(request.url))
-    tab.goto(whole_page.as_uri())
-    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
-    tab.wait_for_function("!document.querySelector('.chart:not(.drawn)')")
-    tab.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
-    assert said == []
-    assert asked == [whole_page.as_uri()]
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    too_wide = "[...document.querySelectorAll('.chart')].filter((e) => e.scrollWidth > e.clientWidth + 1).length"
-    assert tab.evaluate(too_wide) == 0
-    assert tab.evaluate("document.querySelectorAll('.chart svg').length") > 10
-    tab.close()

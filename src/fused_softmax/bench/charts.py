@@ -5,15 +5,16 @@ A provider has the same colour, shape and dash everywhere; the ceiling is a line
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import altair as alt
 
 from fused_softmax.bench.cases import Case, in_time
-from fused_softmax.bench.compare import geometric_mean
 from fused_softmax.bench.plot import STYLES, axis_of
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of
 
@@ -139,9 +140,8 @@ class Panel:
     def lines(self, rows: list[dict[str, Any]], field: str, title: str, ceiling: bool, log: bool = False) -> Any:
         """A line for every provider over what varies, or, where shapes have no order, a mark on a line for each."""
         looks = self.looks(ceiling)
-        value: dict[str, Any] = {"title": title}
-        if log:
-            value["scale"] = alt.Scale(type="log", nice=False)
+        scale = alt.Scale(type="log", nice=False) if log else alt.Scale(zero=True)
+        value: dict[str, Any] = {"title": title, "scale": scale}
         tooltip = [
             alt.Tooltip("provider:N"),
             alt.Tooltip("shape:N"),
@@ -162,18 +162,21 @@ class Panel:
             return (alt.layer(tops, marks) if ceiling else marks).properties(height=26 * len(self.shapes))
         x, y = self.along(), alt.Y(f"{field}:Q", **value)
         crowded = len({row["at"] for row in rows}) > CROWDED
+        scattered = clustered(self.at.values())
         line = data.mark_line(strokeWidth=1.8).encode(x, y, looks["color"], looks["strokeDash"], **faint)
         marks = data.mark_point(filled=True, size=9 if crowded else 42, strokeWidth=1.5).encode(
             x, y, looks["color"], looks["shape"], tooltip=tooltip, **faint
         )
-        if not crowded:
+        if scattered:
+            shown = marks.encode(size=alt.value(24))
+        elif not crowded:
             shown = marks.transform_filter(alt.datum.provider != self.ceiling)
         else:  # on a crowded line every eighth point is marked, enough to tell the lines apart
             shown = marks.transform_filter(f"datum.place % 8 == 0 && datum.provider != '{self.ceiling}'").encode(
                 size=alt.value(42)
             )
         hover = data.mark_point(size=120, opacity=0).encode(x, y, tooltip=tooltip)
-        layers = alt.layer(line, shown, hover).add_params(picked).properties(height=300)
+        layers = alt.layer(*([] if scattered else [line]), shown, hover).add_params(picked).properties(height=300)
         if not self.by:
             return layers
         sizes = sorted({row["by"] for row in rows})
@@ -324,7 +327,7 @@ class Panel:
         if not rows:
             return None
         caption = "The most memory that one call allocated at once, its result included, its inputs not."
-        chart = self.lines(self.placed(rows), "value", "MiB", ceiling=False, log=True)
+        chart = self.lines(self.placed(rows), "value", "MiB", ceiling=False)
         return self.chart("memory", "Memory", caption, chart)
 
     def frontier(self) -> Chart | None:
@@ -340,10 +343,8 @@ class Panel:
         shapes = [size for size in self.shapes if any(row["shape"] == size for row in rows)]
         largest = max(shapes, key=lambda size: min(row["ms"] for row in rows if row["shape"] == size))
         chosen = alt.param(bind=alt.binding_select(options=shapes, name="tokens x hidden x vocabulary "), value=largest)
-        x = alt.X(
-            "mib:Q", title="MiB that a call allocated at most", scale=alt.Scale(type="log", nice=False, padding=12)
-        )
-        y = alt.Y("ms:Q", title="ms", scale=alt.Scale(type="log", nice=False, padding=12))
+        x = alt.X("mib:Q", title="MiB that a call allocated at most", scale=alt.Scale(zero=True))
+        y = alt.Y("ms:Q", title="ms", scale=alt.Scale(zero=True))
         tooltip = [
             "provider:N", "shape:N", alt.Tooltip("ms:Q", format=".4~g"),
             alt.Tooltip("mib:Q", title="MiB", format=".4~g"),
@@ -381,6 +382,13 @@ def grid_of(cases: Iterable[Case]) -> tuple[str, str] | None:
     return ("n_rows", "n_cols") if len(n_rows) > len(n_cols) else ("n_cols", "n_rows")
 
 
+def clustered(places: Iterable[int]) -> bool:
+    """Whether most sizes stand close beside others, far from the next ones: a line through them is vertical strokes."""
+    logs = [math.log(place) for place in sorted(set(places))]
+    gaps = [after - before for before, after in pairwise(logs)]
+    return bool(gaps) and statistics.median(gaps) < statistics.fmean(gaps) / 8
+
+
 def groups(run: Run, stem: str) -> list[Group]:
     """A run's charts, by operation and dtype. Charts without figures are left out."""
     kinds: dict[tuple[str, str], list[Point]] = {}
@@ -396,49 +404,6 @@ def groups(run: Run, stem: str) -> list[Group]:
             charts = [chart for make in makers if (chart := make())]
             found.append(Group(operation, dtype, charts))
     return found
-
-
-@dataclass(frozen=True)
-class Summary:
-    """This package's geometric means over all shapes of one operation and dtype."""
-
-    operation: str
-    dtype: str
-    shapes: int
-    ratio: float | None
-    lowest: tuple[float, str] | None
-    over: dict[str, float]
-
-
-def summaries(run: Run) -> list[Summary]:
-    """One summary for each operation and dtype for which this package has figures."""
-    on_gpu = any(point.kernel for point in run.points)
-    kinds: dict[tuple[str, str], dict[str, dict[Case, Point]]] = {}
-    for point in run.points:
-        if point.kernel if on_gpu else point.call:
-            by_name = kinds.setdefault((point.operation, point.dtype), {})
-            by_name.setdefault(point.provider, {})[point.case] = point
-    found = []
-    for (operation, dtype), by_name in kinds.items():
-        own = by_name.pop(OWN, None)
-        if not own:
-            continue
-        ratios = [(point.ratio, case.size) for case, point in own.items() if point.ratio is not None]
-        over = {
-            name: geometric_mean(
-                _figure(points[case], on_gpu).p50_us / _figure(own[case], on_gpu).p50_us for case in both
-            )
-            for name, points in by_name.items()
-            if (both := points.keys() & own.keys())
-        }
-        mean = _mean(ratio for ratio, _ in ratios)
-        found.append(Summary(operation, dtype, len(own), mean, min(ratios, default=None), over))
-    return found
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    seen = list(values)
-    return geometric_mean(seen) if seen else None
 
 
 def _figure(point: Point, on_gpu: bool) -> Any:

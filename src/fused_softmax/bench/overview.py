@@ -65,9 +65,9 @@ def render(runs: Mapping[str, Run]) -> str:
     header = ["operation", *PEERS.values(), "MiB, ours / torch", "host us, ours / torch"]
     lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
     for line in LINES:
-        pairs = _pairs(runs.get(line.file), line.operation)
-        cells = [_speed_up(pairs.get(peer, [])) for peer in PEERS]
-        lines.append(table_row([line.title, *cells, _memory(pairs.get("torch", [])), _host(pairs.get("torch", []))]))
+        found = pairs(runs.get(line.file), line.operation)
+        cells = [_speed_up(found.get(peer, [])) for peer in PEERS]
+        lines.append(table_row([line.title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
     by_events = "\\*" in "".join(lines)
     notes = ["\\* Timed by events around eager calls, because it could not be captured in a CUDA graph.", ""]
     return "\n".join([_about(runs), "", *lines, "", *(notes if by_events else []), _kernels(runs)])
@@ -76,17 +76,18 @@ def render(runs: Mapping[str, Run]) -> str:
 Pairs = dict[str, list[tuple[Point, Point]]]
 
 
-def _pairs(run: Run | None, operation: str) -> Pairs:
-    """By provider, this package's point and the peer's of every case of which both are right."""
+def pairs(run: Run | None, operation: str, dtype: str | None = None) -> Pairs:
+    """By provider, this package's point and the peer's of every case of which both are right. dtype: None for all."""
     if run is None:
         return {}
-    points = [p for p in run.points if p.operation == operation and p.status == "ok"]
+    asked = [p for p in run.points if p.operation == operation and dtype in (None, p.dtype)]
+    points = [p for p in asked if p.status == "ok"]
     own = {p.case: p for p in points if p.provider == OWN}
-    pairs: Pairs = {}
+    found: Pairs = {}
     for p in points:
         if p.provider != OWN and p.case in own:
-            pairs.setdefault(p.provider, []).append((own[p.case], p))
-    return pairs
+            found.setdefault(p.provider, []).append((own[p.case], p))
+    return found
 
 
 def _speed_up(pairs: Sequence[tuple[Point, Point]]) -> str:

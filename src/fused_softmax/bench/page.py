@@ -12,7 +12,7 @@ import altair
 import jinja2
 import vl_convert
 
-from fused_softmax.bench import charts, fingerprint, record
+from fused_softmax.bench import charts, committed, fingerprint, record, summary
 from fused_softmax.bench.record import Run
 
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
@@ -29,26 +29,43 @@ class Part:
     stem: str
     run: Run
     groups: list[charts.Group]
-    summaries: list[charts.Summary]
+    summaries: list[summary.Summary]
 
     @property
     def gpu(self) -> str:
-        return str((self.run.environment.get("gpu") or {}).get("name", "no GPU"))
+        return summary.machine_of(self.run)
 
     @property
-    def operations(self) -> str:
-        return ", ".join(dict.fromkeys(point.operation for point in self.run.points)) or "nothing"
+    def title(self) -> str:
+        """Its name for people: of a file that is not committed, its operations."""
+        operations = dict.fromkeys(summary.title_of(point.operation) for point in self.run.points)
+        return committed.TITLES.get(self.stem) or ", ".join(operations) or "No results"
+
+    @property
+    def about(self) -> str:
+        """What it holds, in a line."""
+        names = ("shape", "shapes"), ("dtype", "dtypes"), ("implementation", "implementations")
+        points = self.run.points
+        counts = (len({each(p) for p in points}) for each in (_shape, lambda p: p.dtype, lambda p: p.provider))
+        return ", ".join(f"{n} {several if n != 1 else one}" for n, (one, several) in zip(counts, names, strict=True))
 
     @property
     def peers(self) -> list[str]:
-        return list(dict.fromkeys(name for summary in self.summaries for name in summary.over))
+        return list(dict.fromkeys(name for each in self.summaries for name in each.over))
+
+    @property
+    def failed(self) -> list[str]:
+        return summary.failed(self.run)
+
+    @property
+    def difference(self) -> str:
+        """How the kernels measured differ from the present ones, or ""."""
+        return fingerprint.difference(self.run.environment, operations={p.operation for p in self.run.points})
 
     @property
     def age(self) -> str:
         """That the figures are not of the present kernels, in words, or ""."""
-        operations = {point.case.operation for point in self.run.points}
-        why = fingerprint.difference(self.run.environment, operations=operations)
-        return f"Not of the present kernels: {why}." if why else ""
+        return f"Not of the present kernels: {self.difference}." if self.difference else ""
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -92,7 +109,7 @@ class Part:
 def part(path: Path) -> Part:
     """A results file as a part of the page. ValueError if it holds no results, OSError if it cannot be read."""
     run = record.read(path)
-    return Part(path.stem, run, charts.groups(run, path.stem), charts.summaries(run))
+    return Part(path.stem, run, charts.groups(run, path.stem), summary.summaries({path.stem: run}))
 
 
 def render(parts: Sequence[Part], title: str) -> str:
@@ -102,18 +119,34 @@ def render(parts: Sequence[Part], title: str) -> str:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters["number"] = number
+    environment.filters["named"] = summary.title_of
+    order = list(committed.COMMITTED)
+    parts = sorted(parts, key=lambda each: order.index(each.stem) if each.stem in order else len(order))
+    runs = {each.stem: each.run for each in parts}
+    of_others: dict[str, list[Part]] = {}
+    for each in parts:
+        if each.difference:
+            of_others.setdefault(each.difference, []).append(each)
     specs = {chart.name: bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
     gpus = dict.fromkeys(each.gpu for each in parts)
     return environment.get_template("report.html").render(
         title=title,
         parts=parts,
-        gpus=", ".join(gpus),
+        gpus=list(gpus),
+        titles={each.stem: each.title for each in parts},
+        summaries=summary.summaries(runs),
+        checked=summary.checked(runs.values()),
+        of_others=of_others,
         specs=packed(specs),
         kernels=fingerprint.kernels(),
         dark=json.dumps(DARK),
         font=json.dumps(FONT),
         bundle=vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
     )
+
+
+def _shape(point: record.Point) -> str:
+    return point.case.size
 
 
 def packed(specs: dict[str, Any]) -> str:

@@ -109,6 +109,8 @@ def quack_backward(case: Case) -> Call:
 
 
 CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}
+# This package with other options than the default: no peer of its own.
+VARIANTS = frozenset({"in one chunk", "chunks of 1024", "chunks of 256", "summed in place", "32 in place"})
 NEEDS_GPU = frozenset({"persistent", "hybrid", "online", "liger", "quack"})
 
 
