@@ -17,7 +17,10 @@ from fused_softmax.bench.record import Run
 
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 # Colours for a white page, and their replacements on a black one.
-DARK = {charts.INK: "#e8e6e1", "#5D3A9B": "#b39ae0", "#0072B2": "#6f8dff", "#8B6D05": "#cdaa33", "#D55E00": "#ff8740"}
+DARK = {
+    charts.INK: "#e8e6e1", "#5D3A9B": "#b39ae0", "#0072B2": "#6f8dff", "#8B6D05": "#cdaa33", "#D55E00": "#ff8740",
+    "#00441B": "#3db46d", "#7F2704": "#c96a3a", "#1B3A57": "#7fa9d6",
+}  # fmt: skip
 SUFFIXES = ("svg", "png")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
