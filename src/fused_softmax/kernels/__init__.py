@@ -1,1 +1,1 @@
-"""Device code alone: kernels that read like their formulas, and the helpers they share."""
+"""Device code alone: kernels that read like their formulas, and the helpers that they share."""

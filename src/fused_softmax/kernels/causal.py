@@ -1,9 +1,9 @@
-"""softmax and log_softmax of causal scores, a row a program: of four lengths, each with code of its own.
+"""softmax and log_softmax of causal scores, one row for each program, with code of its own for each of four lengths.
 
-What causality hides of a row is not read, and its result is written while the rest is on its way; pieces that lie
-wholly before the diagonal are read without a mask. One code for all rows spent half its instructions for nothing:
-8 x 16 x 2048 x 2048 bf16 0.83 of a copy, 0.98 with four (MEASURED.md).
-Traffic: the visible half is read once (about MN/2), everything is written once (MN).
+Hidden elements of a row are not read, and their result is written while the others are on their way. Pieces that lie
+wholly before the diagonal are read without a mask. A single code for all rows wasted half of its instructions: 8 x 16 x
+2048 x 2048 in bf16 reached 0.83 of a copy, and 0.98 with four (MEASURED.md).
+Traffic: the visible half is read once (about MN/2), and everything is written once (MN).
 """
 
 import triton

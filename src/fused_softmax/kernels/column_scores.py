@@ -1,7 +1,7 @@
-"""Scores over a strided dim: what scale and mask make of held tiles [block_cols, block_inner].
+"""Scores over a strided dim: scale and mask applied to held tiles [block_cols, block_inner].
 
-Both are read where they lie. Of a mask that is the same for all columns, or for all inner positions, a program reads
-one row or one column for each tile, and no more.
+Scale and mask are read where they lie. If a mask is the same for all columns, or for all inner positions, a program
+reads only one row or one column of the mask for each tile.
 """
 
 import triton

@@ -1,8 +1,8 @@
-"""What every draw from a row of logits shares: which columns lanes have, by which noise one is drawn, and its order.
+"""The rules that every draw from a row of logits shares: the columns of each lane, the noise, and the order of logits.
 
 Columns are dealt in stretches of 1024. Lane i of a stretch has the 8 columns from 8 * i on in each of its four quarters
-of 256: the groups whose words one Philox call gives (`reference_noise`). A group of 8 is drawn by log2 sum 2 ** z +
-noise, and its member by noise of its own, z = (x - origin) * log2(e) / temperature.
+of 256. One Philox call gives the words of these four groups (`reference_noise`). A group is drawn by log2 sum 2 ** z +
+noise, and its member by noise of the member's own, where z = (x - origin) * log2(e) / temperature.
 """
 
 import triton

@@ -1,9 +1,9 @@
 """How programs that share a row exchange its state: one 64-bit message each, whose tag flips at every launch.
 
-Every launch flips the tag of every slot of a row, so what a slot held before never passes for a new message, and
-nothing is reset between launches (a sense-reversing barrier). No program depends on another: one that has waited long
-reads the missing parts itself, computes their states as they would, and goes on (as the decoupled fallback of a scan:
-Smith, Levien, Owens, "Decoupled Fallback", SPAA 2025).
+Every launch flips the tag of every slot of a row. So an old message never passes for a new one, and nothing is reset
+between launches (a sense-reversing barrier). No program depends on another: a program that has waited long reads the
+missing parts itself, computes their states with the same bits, and goes on. A scan's decoupled fallback does the same
+(Smith, Levien, Owens, "Decoupled Fallback", SPAA 2025).
 """
 
 import triton

@@ -1,6 +1,6 @@
 """logsumexp of rows and its gradient.  lse = m + log s,  dx = exp(z - lse) * dlse.
 
-Traffic: the input is read once (MN), few rows by many programs each; the gradient reads it again and writes (2MN).
+Traffic: the input is read once (MN), and each of few rows by many programs; the gradient reads it again and writes dx.
 """
 
 import triton

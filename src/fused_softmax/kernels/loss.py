@@ -1,8 +1,8 @@
-"""The losses of rows of logits, and the gradient of their sum or mean written in the same pass.
+"""The losses of rows of logits, and the gradient of their sum or mean, written in the same pass.
 
-Traffic: with the gradient the logits are read once and it is written once (2MN): a row waits in registers, of one
-program or of several that exchange (m, s), as in softmax. Rows that do not count are read too: to leave them out, every
-program would await its target before it asks for its row.
+Traffic: with the gradient, the logits are read once and the gradient is written once (2MN). A row waits in registers of
+one program, or of several that exchange (m, s) as in softmax. Rows that do not count are read too: to leave them out,
+every program would have to wait for its target before it asks for its row.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The losses of rows whose log-sum-exp is given: that of a longer row, of which the logits are a part.
 
 loss = w (lse - z_t).
-Traffic: of every row the target's logit and its lse. The gradient is `loss_grad._gradient` with m = lse and ls = 0.
+Traffic: the target's logit and the lse of every row. The gradient is `loss_grad._gradient` with m = lse and ls = 0.
 """
 
 import triton

@@ -1,7 +1,7 @@
-"""The gradient of the losses of rows, from the logits and each row's m and log s; and what a sum or mean takes beside.
+"""The gradient of the losses of rows, from the logits and each row's m and log s; and helper kernels of sums and means.
 
 dx_c = (p_c a - [c = t] b - w_c u) dz_c / dx_c,  p = exp(z - m - log s).
-Traffic: the logits are read once and the gradient written once (2MN); a product with 1 moves nothing.
+Traffic: the logits are read once and the gradient is written once (2MN); a product with 1 moves nothing.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The losses of rows of logits alone, without their gradient: read once (MN), few rows by many programs each."""
+"""The losses of rows of logits without their gradient: logits are read once (MN), each of few rows by many programs."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,9 @@
-"""The losses of tokens by transposed logits [classes, tokens], one block of classes after another, and their gradient.
+"""The losses of tokens from transposed logits [classes, tokens], one block of classes after another; their gradient.
 
-Traffic: the losses read the logits once (MN), and the gradient, which is written over them, reads them a second time
-(2MN). Token statistics read them once more, by a kernel of their own. A program has a tile of tokens in one part of a
-block's classes; a kernel of its own merges the parts' states.
-A bias of classes is added as logits are read, in the dtype of the arithmetic: K.cast_dtype is that dtype then.
+Traffic: the losses read the logits once (MN). The gradient, which is written over the logits, reads them a second time
+(2MN). Token statistics read them once more, in a kernel of their own. A program has a tile of tokens in one part of a
+block's classes; another kernel merges the states of the parts.
+A bias of classes is added as logits are read, in the dtype of the arithmetic; K.cast_dtype is then that dtype.
 """
 
 from typing import Any, NamedTuple

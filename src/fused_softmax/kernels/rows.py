@@ -1,7 +1,7 @@
-"""A row as a program meets it: where it lies, what is read of it, its scores, and what is written.
+"""A row as a program sees it: where it lies, which part is read, its scores, and the writing of its result.
 
 A row is cut into pieces, power-of-two tiles in a tuple. Rows that start off a 16-byte boundary have an aligned body,
-read in whole vectors, and edges before and after it, read one element a lane.
+read in whole vectors, and edges before and after it, of which each lane reads one element.
 """
 
 import triton

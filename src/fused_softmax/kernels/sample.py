@@ -1,6 +1,6 @@
 """A token from all columns of a row of logits, in one launch that reads each logit once.
 
-The parts of a row tell each other their best groups; nobody waits, for the part that arrives last writes the token.
+The parts of a row tell each other their best groups. No part waits: the part that arrives last writes the token.
 """
 
 import triton

@@ -1,10 +1,10 @@
-"""A token from what top-k, top-p and min-p keep of a row of logits, where few logits decide it: two launches.
+"""A token from the logits that top-k, top-p and min-p keep of a row, in two launches, where few logits decide it.
 
-The first reads each logit once and leaves the state of every stretch and the maximum of every lane's 32 logits. The
-lanes of the greatest maxima hold every logit from a certain one on; the second launch looks at these alone. A row whose
-boundary is lower is `sample_wide`'s.
+The first launch reads each logit once, and leaves every stretch's state and the maximum of every lane's 32 logits. The
+lanes with the greatest maxima hold every logit above a certain one. The second launch looks only at these lanes. If a
+row's boundary is lower, the row is left to `sample_wide`.
 
-Every sum of probabilities is one of integers, so no result depends on how columns lie in threads or programs.
+Every sum of probabilities is a sum of integers, so no result depends on how columns lie in threads or programs.
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""All of a row of logits, or a part of it, drawn from within bounds; and bounds, by reading a row again and again.
+"""Draws from a whole row of logits, or a part of it, within given bounds; and bounds by reading a row again and again.
 
-The last is slow and right whatever the logits are: it is for rows of which nothing quicker knows the boundary.
+Such reading is slow, and right whatever the logits are: it serves rows whose boundary nothing quicker can find.
 """
 
 import triton

@@ -1,8 +1,8 @@
-"""A token from what filters keep of a row, where many logits lie above the boundary: three launches more.
+"""A token from the logits that filters keep of a row, in three more launches, where many logits lie above the boundary.
 
-A sample of the row says between which two logits the boundary is. The first launch reads the row, counts what is above
-them and lists what is between. The second finds the boundary among these, which are a few thousand. The third draws
-from what is kept. Where the sample misleads, the row is read again as often as a bisection asks, for the same result.
+A sample of the row gives two logits with the boundary between them. The first launch reads the row, counts the logits
+above both and lists those in between, a few thousand. The second finds the boundary in this list. The third draws from
+the kept logits. If the sample misleads, a bisection reads the row as often as it needs, with the same result.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """softmax and log_softmax of rows.  y = exp(z - m) / s, or z - m - log s,  m = max z,  s = sum exp(z - m).
 
-z is the input x, or its scaled and masked scores. A sink is one term more of s, and m is at least it.
-Traffic: every element is read once and written once (2MN), however long the row; only rows that the chip cannot hold
-are read twice (stream, 3MN). What causality hides is not read.
+z is the input x, or its scaled and masked scores. A sink is one more term of s, and m is at least the sink.
+Traffic: every element is read once and written once (2MN), however long the row. Only rows that the chip cannot hold
+are read twice (stream, 3MN). Elements that causality hides are not read.
 """
 
 import triton

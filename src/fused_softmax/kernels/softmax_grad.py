@@ -1,9 +1,9 @@
-"""The gradient of softmax and of log_softmax from their output y and its gradient dy.
+"""The gradient of softmax and of log_softmax, from their output y and its gradient dy.
 
 softmax      dx = y * (dy - d),       d = sum y * dy
 log_softmax  dx = dy - exp(y) * d,    d = sum dy
 
-Traffic: y and dy are read once and dx is written once (3MN), by the strategies of the forward; rows that the chip
+Traffic: y and dy are read once and dx is written once (3MN), by the strategies of the forward pass. Rows that the chip
 cannot hold are read twice (stream, 5MN).
 """
 

@@ -1,6 +1,6 @@
-"""What a kernel is compiled for, and the bundles of values that its helpers share.
+"""The description that a kernel is compiled for, and the bundles of values that its helpers share.
 
-A kernel has one constexpr, K: a frozen Spec made on the host. Its launch boundary is flat. Inside, values that belong
+A kernel has one constexpr, K: a frozen Spec made on the host. A launch's arguments are flat. Inside, values that belong
 together travel as NamedTuples. Triton 3.6 returns no NamedTuple that holds None, so optional pointers stay in bundles
 that are only passed down.
 """

@@ -1,4 +1,4 @@
-"""The state (m, s) of a row, m its maximum and s = sum exp(x - m), and what is made of an element by it.
+"""The state (m, s) of a row, where m is its maximum and s = sum exp(x - m), and the results that follow from it.
 
 States merge: the states of two parts of a row give the state of the row (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", arXiv 1805.02867).

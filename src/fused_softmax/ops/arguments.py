@@ -1,4 +1,4 @@
-"""What every operator along one dim asks of its arguments: torch's errors, naming the argument."""
+"""The checks of arguments that all operators along one dim share: they raise torch's errors and name the argument."""
 
 import torch
 from torch import Tensor

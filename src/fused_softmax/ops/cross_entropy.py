@@ -1,8 +1,8 @@
 """Cross-entropy of logits, whose class dim is 1, with class indices or probabilities.
 
 loss = -sum_c w_c q_c (z_c - lse),  z = x * scale, or softcap * tanh(x * scale / softcap),  lse = log sum exp z.
-Traffic: reduction mean or sum with a gradient reads the logits once and writes it once, in the forward pass (2MN);
-none reads them twice and writes once (3MN); without a gradient they are read once (MN).
+Traffic: with a gradient, reduction mean or sum reads the logits once and writes the gradient once, in the forward pass
+(2MN); reduction none reads the logits twice and writes once (3MN). Without a gradient the logits are read once (MN).
 """
 
 import os

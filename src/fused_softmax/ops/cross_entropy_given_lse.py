@@ -1,4 +1,4 @@
-"""The losses of rows whose log-sum-exp is given, prepared: a short launch, which reads the targets' logits alone."""
+"""Prepared losses of rows whose log-sum-exp is given: a short launch that reads only the targets' logits."""
 
 from operator import itemgetter
 

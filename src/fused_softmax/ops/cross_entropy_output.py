@@ -1,4 +1,4 @@
-"""What a cross-entropy returns: its loss alone, or a CrossEntropyOutput of all that was asked for."""
+"""The results of a cross-entropy: its loss alone, or a CrossEntropyOutput of all that was asked for."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
 """A cross-entropy of rows as its launches, prepared one by one, and their gradient for autograd.
 
-The gradient of a sum or mean is written with the losses where that reads the logits once less; otherwise, and for a
-second backward, it is made of the logits and each row's m and ls.
+The gradient of a sum or mean is written together with the losses if that saves a read of the logits. Otherwise, and for
+a second backward, it is computed from the logits and each row's m and ls.
 """
 
 from functools import partial

@@ -1,11 +1,12 @@
 """Loss and gradients of a linear layer by blocks of classes, whose logits lie in the memory of the weight's gradient.
 
-Logits are made transposed, [classes, tokens], so that those of any block of classes are contiguous. All are made once
-for the loss, block after block over each other, and those of the last block are kept; the others are made again for
-the gradient. Each row of linear_weight's gradient is then one product over all tokens, which nothing is added to.
-Those in memory are without linear_bias, which the kernels add as they read: a product that adds it rounds it twice.
-Traffic: all logits are read once, and once more read and written. Extra memory: a chunk's elements at most, and where
-several products are added up in a wider dtype, the input's gradient in it; the states of tokens before that.
+Logits are made transposed, [classes, tokens], so that the logits of any block of classes are contiguous. For the loss
+all logits are made once, each block over the one before it. The last block is kept; the others are made again for the
+gradient. Each row of linear_weight's gradient is then one product over all tokens, to which nothing is added.
+The logits in memory lack linear_bias. The kernels add it as they read, because a product that adds it rounds it twice.
+Traffic: all logits are read once, and once more read and written. Extra memory: at most a chunk's elements; where
+several products are added up in a wider dtype, also the input's gradient in that dtype, and before that the states of
+tokens.
 """
 
 from collections.abc import Mapping, Sequence

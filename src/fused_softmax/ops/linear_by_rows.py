@@ -1,4 +1,4 @@
-"""A linear layer's logits by chunks of rows, all in one buffer, and the gradients of its tensors chunk by chunk."""
+"""A linear layer's logits by chunks of rows, which all use one buffer, and the gradients of its tensors by chunk."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """Cross-entropy of input @ linear_weight.T + linear_bias, whose logits exist a chunk of rows at a time.
 
-Three matrix products by cuBLAS, as with all logits in memory; between them the logits of a chunk are read once and
-their gradient written over them. Extra memory: a chunk of logits, and an accumulator of linear_weight's gradient. Where
-chunks are many and short, blocks of classes take their place (`linear_by_classes.py`), and no accumulator.
+cuBLAS computes three matrix products, as it would with all logits in memory. Between them the logits of a chunk are
+read once, and their gradient is written over them. Extra memory: a chunk of logits, and an accumulator of
+linear_weight's gradient. If chunks would be many and short, blocks of classes take their place
+(`linear_by_classes.py`), and need no accumulator.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """logsumexp over one or several dims, of the input or of its scaled, masked, causal scores.
 
-lse = m + log s,  m = max z,  s = sum exp(z - m);  its gradient dx = exp(z - lse) * dlse.
-Traffic: the input is read once (MN); the gradient reads it again and writes (2MN).
+lse = m + log s,  m = max z,  s = sum exp(z - m).  Its gradient is dx = exp(z - lse) * dlse.
+Traffic: the input is read once (MN); the gradient reads it again and writes dx (2MN).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""logsumexp and its gradient as prepared calls: which plan, which kernel, what is allocated and copied."""
+"""Prepared calls of logsumexp and its gradient: the plan, the kernel, allocations and copies."""
 
 import math
 from dataclasses import replace

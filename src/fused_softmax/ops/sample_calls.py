@@ -1,8 +1,9 @@
-"""What launches the kernels of draws: which of the two ways a call takes, how rows meet the chip, what is allocated.
+"""Launches of the kernels of draws: which of two ways a call takes, how rows meet the chip, and allocations.
 
-Without filters a draw is one launch that reads each logit once. With filters, logprobs or kept bits it is two: one
-reads each logit once and leaves every stretch's state and every lane's maximum, the other reads the lanes that matter.
-Three launches more, which do nothing where these are enough, follow unless top-k is a small number.
+Without filters a draw is one launch that reads each logit once. With filters, logprobs or kept bits it is two launches:
+the first reads each logit once and leaves every stretch's state and every lane's maximum, and the second reads the
+lanes that matter. Unless top-k is a small number, three more launches follow; they do nothing for rows that the two
+have finished.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tokens from logits: temperature, top-k, top-p and min-p, and a draw that depends on its row, seed and position alone.
+"""Tokens from logits: temperature, top-k, top-p and min-p, and a draw that depends only on its row, seed and position.
 
 token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `reference_noise` has the words and the map.
 """

@@ -1,6 +1,7 @@
 """The filters of sampling on their own, which mask logits or renormalise probabilities, and penalties of repetition.
 
-Each gives one result whatever the batch. They take no part in autograd, and nothing waits for the device.
+The result for a row is the same in every batch. These functions take no part in autograd, and nothing waits for the
+device.
 """
 
 from collections.abc import Callable

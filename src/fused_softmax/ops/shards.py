@@ -1,4 +1,4 @@
-"""An operator over some dims of a DTensor: each rank works on its own shard; only a dim sharded among them moves."""
+"""An operator over some dims of a DTensor: each rank works on its own shard, and only sharded dims among these move."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,6 @@
 """softmax and log_softmax along one dim, of the input or of its scaled, masked, causal scores.
 
-Each reads every element once and writes it once, and so does its gradient, but for rows that the chip cannot hold.
+Each reads every element once and writes it once, and so does its gradient, except for rows that the chip cannot hold.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
-"""softmax, log_softmax and their gradients as prepared calls: what is allocated, copied and launched.
+"""Prepared calls of softmax, log_softmax and their gradients: allocations, copies and launches.
 
-The tensors at hand decide once: rows or columns, whether the result is written where it lies, what goes through a copy.
-The call that comes of it does the same for any tensors like these, and decides nothing.
+The tensors at hand decide once between rows and columns, whether the result is written where it lies, and which tensors
+are copied. The prepared call does the same for any tensors like these, and decides nothing.
 """
 
 from collections.abc import Callable

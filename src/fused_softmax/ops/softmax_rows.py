@@ -1,6 +1,6 @@
-"""softmax, log_softmax and their gradients on rows and columns: which plan, which kernel, prepared for tensors at hand.
+"""softmax, log_softmax and their gradients on rows and columns: the plan and the kernel, prepared for tensors at hand.
 
-Each `prepare_...` returns a Run, for any tensors like these, alignment included.
+Each `prepare_...` returns a Run, which takes any tensors like these, of the same alignment.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Which strategy, for which rows: pure functions from sizes and a device to a frozen plan that says why.
+"""The strategy for rows: pure functions from sizes and a device to a frozen plan that says why.
 
-Allocation, launch, tests, the bench and `fused-softmax plan` all read the one record that they return.
+Allocation, launch, tests, the bench and `fused-softmax plan` all read the one record that these functions return.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The plan of rows, and the four strategies: each function decides the shape of its own strategy and nothing else."""
+"""The plan of rows, and the four strategies of rows: each function decides only the shape of its own strategy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

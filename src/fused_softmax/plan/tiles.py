@@ -1,8 +1,8 @@
-"""Short rows, several a program: for each kind of work the shapes of its programs, and the measurement that set them.
+"""Short rows, several for each program: the shapes of programs for each kind of work, and the measurements behind them.
 
-A program's lanes have one access of a tile each, or a few: the fewer columns a tile has, the fewer steps a reduction
-over its lanes takes, and the more rows share them. By elements one access of a tile is one element.
-Figures are TB/s of an H200 at 64 Mi elements of 2 bytes, or 32 Mi of 4: a width, and its speed.
+A program's lanes have one access of a tile each, or a few. The fewer columns a tile has, the fewer steps a reduction
+over its lanes takes, and the more rows share the lanes. If rows are read by elements, one access is one element.
+Figures are TB/s of an H200 at 64 Mi elements of 2 bytes, or 32 Mi elements of 4 bytes: a width, and its speed.
 """
 
 from typing import Literal

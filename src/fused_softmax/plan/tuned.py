@@ -1,7 +1,7 @@
 """The user's own table of plans: ladders that `fused-softmax bench tune` measured, by the GPU's name, in one JSON file.
 
-It is read once a process, when the first plan for a GPU is wanted, never at import. A file that no planner could follow
-is warned about and passed over: the built-in ladders then hold. Standard library only.
+It is read once in a process, when the first plan for a GPU is needed, never at import. If no planner could follow the
+file, a warning says so, and the built-in ladders hold. Standard library only.
 """
 
 import json
