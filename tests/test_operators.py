@@ -13,6 +13,7 @@ from fused_softmax import reference, reference_sampling
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace.our_kernels import OURS
+from fused_softmax.trace.sampling_kernels import DRAWS
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 kernels = pytest.mark.skipif(
@@ -278,7 +279,7 @@ def test_every_entry_of_the_bench_belongs_to_one_operator():
 def test_every_recording_belongs_to_one_operator():
     recorded = [kernel for each in OPERATORS for kernel in each.recordings]
     assert len(recorded) == len(set(recorded))
-    assert set(recorded) == {kernel.name for kernel in OURS}
+    assert set(recorded) == {kernel.name for kernel in (*OURS, *DRAWS)}
 
 
 # Faults.
