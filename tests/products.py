@@ -79,11 +79,18 @@ def mark_guard(items) -> None:
             chosen = possible[:: ONE_IN.get(file, 1)]
         for case in set(cases) - set(chosen):
             case.add_marker(pytest.mark.guard)
+        for case in cases:
+            if _target(case) != "sm_90":
+                case.add_marker(pytest.mark.other_gpus)
 
 
 def _is_left_out(case) -> bool:
     marked = case.get_closest_marker("exhaustive") or case.get_closest_marker("guard")
-    return bool(marked) or _parameters(case).get("target", "sm_90") != "sm_90"
+    return bool(marked) or _target(case) != "sm_90"
+
+
+def _target(case) -> str:
+    return _parameters(case).get("target", "sm_90")
 
 
 def cover(cases: list[dict[str, int]], *whole: tuple[str, ...], strength: int = 2) -> list[int]:
