@@ -79,9 +79,20 @@ def mark_guard(items) -> None:
             chosen = possible[:: ONE_IN.get(file, 1)]
         for case in set(cases) - set(chosen):
             case.add_marker(pytest.mark.guard)
-        for case in cases:
-            if _target(case) != "sm_90":
-                case.add_marker(pytest.mark.other_gpus)
+        _mark_other_gpus(cases)
+
+
+def _mark_other_gpus(cases) -> None:
+    """Every second case of another GPU than sm_90 is exhaustive."""
+    others = defaultdict(list)
+    for case in cases:
+        if _target(case) != "sm_90":
+            case.add_marker(pytest.mark.other_gpus)
+            if not case.get_closest_marker("exhaustive"):
+                others[_target(case)].append(case)
+    for of_target in others.values():
+        for case in of_target[1::2]:
+            case.add_marker(pytest.mark.exhaustive)
 
 
 def _is_left_out(case) -> bool:
@@ -90,7 +101,8 @@ def _is_left_out(case) -> bool:
 
 
 def _target(case) -> str:
-    return _parameters(case).get("target", "sm_90")
+    """The GPU that a case compiles for; a loss's targets are none."""
+    return _parameters(case).get("target", "sm_90") if case.get_closest_marker("compiles") else "sm_90"
 
 
 def cover(cases: list[dict[str, int]], *whole: tuple[str, ...], strength: int = 2) -> list[int]:
