@@ -42,8 +42,16 @@ class Judged(NamedTuple):
         return self.weights / self.total[:, None]
 
 
-class Sample(NamedTuple):
-    """Of draws [n]: columns, whether they could be drawn, and what else was asked for."""
+class SampleOutput(NamedTuple):
+    """Of n_draws draws, their tokens and what else was asked for; None for the rest.
+
+    tokens: int64 [n_draws]; 0 where a row cannot be drawn from.
+    valid: bool [n_draws], whether it can.
+    logprobs: float32 [n_draws], in nats, that of the token; NaN where valid is False.
+    top_logprobs, top_tokens: float32 and int64 [n_draws, top_logprobs], the greatest first, of equals the lowest column
+        first. Where fewer columns have a probability, -inf and -1; where valid is False, NaN and -1.
+    kept: int32 [n_draws, ceil(vocab / 32)]; bit c % 32 of word c // 32 says whether column c could be drawn.
+    """
 
     tokens: Tensor
     valid: Tensor
@@ -58,7 +66,7 @@ def sample(
     top_p: Number | None = None, min_p: Number | None = None, *, order: str = "sequential",
     logit_bias: Tensor | None = None, bitmask: Tensor | None = None, row_indices: Tensor | None = None,
     return_logprobs: str | None = None, top_logprobs: int = 0, return_kept: bool = False,
-) -> Sample:  # fmt: skip
+) -> SampleOutput:  # fmt: skip
     """fused_softmax.sample for seeds and positions [n_draws], int64."""
     n_rows, n_cols = logits.shape
     in_range = None
@@ -87,7 +95,7 @@ def sample(
             top_tokens = torch.where(valid[:, None] & (top > -math.inf), top_tokens, -1)
             top = top.masked_fill(~valid[:, None], math.nan).float()
     kept = packed(judged.kept & valid[:, None]) if return_kept else None
-    return Sample(tokens, valid, of_tokens, top, top_tokens, kept)
+    return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept)
 
 
 def judge(

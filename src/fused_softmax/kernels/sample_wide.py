@@ -110,19 +110,6 @@ def sampled_bracket(D, F, K: tl.constexpr):
     return low_order, tl.where(few | (high >= BINS), order_of(F.m) + 1, tl.minimum(high_order, order_of(F.m) + 1))
 
 
-@triton.jit
-def steps_between(low, high):
-    """Four numbers that cut what is between two into fifths, as int32."""
-    return (low + (high - low) * (tl.arange(0, 4) + 1) // 5).to(tl.int32)
-
-
-@triton.jit
-def step_of(low, high, n):
-    """The ends of the fifth behind the n-th of these."""
-    width = high - low
-    return tl.where(n > 0, low + width * n // 5, low), tl.where(n < 4, low + width * (n + 1) // 5, high)
-
-
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "n_rows", "part_stretches"])
 def _weigh(
     scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, n_parts,

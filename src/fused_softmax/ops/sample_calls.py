@@ -24,7 +24,7 @@ from fused_softmax.kernels.sample_wide import _bound, _draw_within, _weigh
 from fused_softmax.kernels.spec import SampleSpec
 from fused_softmax.options_sampling import Sampling
 from fused_softmax.plan import DrawPlan, plan_draws
-from fused_softmax.reference_sampling import unpacked
+from fused_softmax.reference_sampling import SampleOutput, unpacked
 from fused_softmax.runner import has_ptx
 
 MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
@@ -32,25 +32,6 @@ _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
 _MIN_P_CAPACITY = 512
-
-
-class SampleOutput(NamedTuple):
-    """Of n_draws draws, their tokens and what else was asked for; None for the rest.
-
-    tokens: int64 [n_draws]; 0 where a row cannot be drawn from.
-    valid: bool [n_draws], whether it can.
-    logprobs: float32 [n_draws], in nats, that of the token; NaN where valid is False.
-    top_logprobs, top_tokens: float32 and int64 [n_draws, top_logprobs], the greatest first, of equals the lowest column
-        first. Where fewer columns have a probability, -inf and -1; where valid is False, NaN and -1.
-    kept: int32 [n_draws, ceil(vocab / 32)]; bit c % 32 of word c // 32 says whether column c could be drawn.
-    """
-
-    tokens: Tensor
-    valid: Tensor
-    logprobs: Tensor | None = None
-    top_logprobs: Tensor | None = None
-    top_tokens: Tensor | None = None
-    kept: Tensor | None = None
 
 
 class Numbers(NamedTuple):

@@ -16,7 +16,6 @@ from fused_softmax.ops.sample_calls import (
     FEW,
     MOST_COLUMNS,
     Numbers,
-    SampleOutput,
     greatest,
     judged_rows,
     log_probs_at,
@@ -34,7 +33,7 @@ from fused_softmax.options_sampling import (
     check_tensor,
     sampling_of,
 )
-from fused_softmax.reference_sampling import per_row
+from fused_softmax.reference_sampling import SampleOutput, per_row
 from fused_softmax.route import Route, route_of
 
 _NUMBERS = (float, int)
