@@ -327,7 +327,7 @@ def test_ladders_measured_before_ctrl_c_are_kept(here, monkeypatch):
     assert not Path("plans.json").exists()
 
 
-@pytest.mark.parametrize("seconds", [0.4, 1.5])
+@pytest.mark.parametrize("seconds", [0.7, 1.5])
 def test_ctrl_c_while_starting_is_one_line(seconds):
     process = started("-m", "fused_softmax.cli", "bench", "custom", "--shape", "64x64", "--reps", "100")
     time.sleep(seconds)
@@ -427,6 +427,7 @@ def seconds(*arguments):
     return time.perf_counter() - start
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ["", "bench", "report"])
 def test_help_is_there_at_once(command):
     """In turns, and the least of several: a busy machine slows one of them alone."""

@@ -24,11 +24,14 @@ export function reveal(box: HTMLElement, element: Element | null, margin: number
   }
 }
 
-/** Calls back on every animation frame while `running`, with the seconds since the last frame. */
+/**
+ * Calls back on every animation frame while `running`, with the seconds since the last frame. No frame follows the
+ * event that ends it: an effect that waits for a paint would be cleaned up some frames later.
+ */
 export function useFrames(running: boolean, onFrame: (seconds: number) => void): void {
   const callback = useRef(onFrame);
   callback.current = onFrame;
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!running) return;
     let last = performance.now();
     let handle = requestAnimationFrame(function frame(now) {
