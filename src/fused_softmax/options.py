@@ -257,6 +257,11 @@ class Loss:
         """W = sum_c w_c, where smoothing asks for it."""
         return self.weight.sum(dtype=self.weight.dtype) if self.weight is not None and self.smooth else None
 
+    def asked(self) -> dict[str, Any]:
+        """What every rank of a group has to ask alike."""
+        named = ("ignore_index", "reduction", "label_smoothing", "softcap", "scale", "lse_square_scale")
+        return {"weighted": self.weight is not None, **{name: getattr(self, name) for name in named}}
+
     def operator_arguments(self) -> tuple:
         """As the registered operators take them."""
         return (

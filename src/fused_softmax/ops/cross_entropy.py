@@ -7,18 +7,23 @@ Traffic: with a gradient, reduction mean or sum reads the logits once and writes
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted, output_of
+from fused_softmax.ops.cross_entropy_sharded import sharded
 from fused_softmax.ops.cross_entropy_steps import Kind, Steps, differentiated, prepare_steps, run_steps
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
-from fused_softmax.route import Route, dtype_under_autocast, needs_grad, readable, route_of
+from fused_softmax.route import Route, dtype_under_autocast, needs_grad, on_device, readable, route_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 _LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
@@ -41,6 +46,9 @@ def cross_entropy(
     inplace_backward: bool = False,
     dtype: torch.dtype | None = None,
     lse: Tensor | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    transport: Transport | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """torch.nn.functional.cross_entropy, with the same results, and more that training asks for.
 
@@ -69,15 +77,33 @@ def cross_entropy(
         targets' logits alone, and the gradient is made in the backward pass. A target that is not among the input's
         classes has to be ignored, and its row gets no gradient. return_lse returns the given lse.
 
+    group: of torch.distributed, over whose ranks the classes lie in shards: each rank gives its own columns of the
+        logits and of weight, in rank order, as many as it has. Targets are classes among all, the same on all ranks.
+        So is the loss; each rank's incoming gradient is that of this one loss, which is never summed over ranks. Every
+        rank of the group makes the same call. There is no second derivative.
+    n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
+        last shards, are padding without a gradient.
+    transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend, which
+        is what None takes.
+
     With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError: they take more
     of the row.
 
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
-    Raises TypeError, ValueError or RuntimeError as torch for arguments that do not fit, naming the argument.
+    Raises TypeError, ValueError or RuntimeError as torch for arguments that do not fit, naming the argument; with
+    group, RuntimeError on every rank where they differ in anything but their columns: on CPUs, at the first call with
+    so many columns, and at each call with FUSED_SOFTMAX_CHECK=1, which compares the targets too. A later call on a GPU
+    that differs gives NaN, and the call after it raises.
 
     >>> cross_entropy(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), torch.tensor([2], device="cuda"))
     tensor(0.4076, device='cuda:0')
+    >>> cross_entropy(logits, target, group=torch.distributed.group.WORLD)  # [8192, 64128] on each of two ranks, [8192]
     """
+    if group is not None or n_classes is not None or transport is not None:
+        wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
+        numbers = label_smoothing, softcap, scale, lse_square_scale
+        over = group, n_classes, transport
+        return _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over)
     options = _options_of(
         ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
         # Without gradients a loss alone is another call, which reads the logits and writes none.
@@ -116,17 +142,7 @@ def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_sq
 
 def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options):
     name = "cross_entropy"
-    label_smoothing, softcap, scale, lse_square_scale = numbers
-    if not isinstance(input, Tensor):
-        raise TypeError(f"{name}: input must be a Tensor, not {type(input).__name__}")
-    if input.is_nested or input.layout != torch.strided:
-        raise RuntimeError(f"{name}: input must be a dense strided tensor, got {input.layout}")
-    check_logits(name, "input", input.dtype, tuple(input.shape), target)
-    n_classes = input.shape[0 if input.ndim == 1 else 1]
-    loss = loss_of(
-        name, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
-        lse_square_scale, wanted.dtype, wanted.stats,
-    )  # fmt: skip
+    loss, n_classes = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
     if lse is not None:
         check_lse(name, lse, target, loss)
     result_dtype = dtype_under_autocast(input, wanted.dtype)
@@ -143,8 +159,9 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
             weight = None if weight is None else weight.to(input.dtype)  # which torch alone asks to be one
             return torch.nn.functional.cross_entropy(
-                input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-            )
+                input, target, weight, ignore_index=ignore_index, reduction=reduction,
+                label_smoothing=loss.label_smoothing,
+            )  # fmt: skip
         arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
         return composed(input, target, loss, wanted, result_dtype, arithmetic, lse)
 
@@ -163,6 +180,43 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
     if options is not None:
         keep(prepared, name, options, input, target, weight, *(() if lse is None else (lse,)))
     return prepared.call(input, target, weight, *numbers, lse)
+
+
+def _checked(input, target, weight, ignore_index, reduction, numbers, wanted) -> tuple[Loss, int]:
+    """(what a call asks of its losses, columns), or an error that names the argument."""
+    name = "cross_entropy"
+    label_smoothing, softcap, scale, lse_square_scale = numbers
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{name}: input must be a Tensor, not {type(input).__name__}")
+    if input.is_nested or input.layout != torch.strided:
+        raise RuntimeError(f"{name}: input must be a dense strided tensor, got {input.layout}")
+    check_logits(name, "input", input.dtype, tuple(input.shape), target)
+    n_classes = input.shape[0 if input.ndim == 1 else 1]
+    loss = loss_of(
+        name, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
+        lse_square_scale, wanted.dtype, wanted.stats,
+    )  # fmt: skip
+    return loss, n_classes
+
+
+def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over):
+    """A call whose classes lie over the ranks of a group."""
+    name, (group, n_classes, transport) = "cross_entropy", over
+    check_group(name, group, n_classes, transport)
+    loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
+    if lse is not None:
+        raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")
+    if target.is_floating_point():
+        raise ValueError(f"{name}: group= takes targets of class indices, got probabilities")
+    if wanted.inplace and reduction != "none" and needs_grad(input):
+        _check_inplace(input, rows_of(input), wanted)
+    asked = {"operation": name, "dtype": input.dtype, **loss.asked(), "wanted": tuple(wanted)}
+    shards = shards_of(name, columns, target.numel(), group, n_classes, transport, input.device, asked, target)
+    if CHECK or (readable(target) and not on_device(input)):
+        check_targets(name, target, shards.n_classes, ignore_index)
+    result_dtype = dtype_under_autocast(input, wanted.dtype)
+    y, of_rows, z, *stats = sharded(*_as_rows(input, target), loss, shards, wanted, result_dtype)
+    return output_of(y, of_rows, z, stats, wanted, reduction, tuple(target.shape))
 
 
 def prepare_plain(

@@ -10,6 +10,7 @@ from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy_calls import LossRows
 from fused_softmax.ops.linear_by_classes import add_product
 from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.route import on_device
 
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
 _CHUNK_ROWS = 128  # a multiple that matrix products like
@@ -74,6 +75,11 @@ def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterato
         yield start, logits
 
 
+def divides_late(x: Tensor, loss: Loss) -> bool:
+    """Whether gradients are divided by a mean's total only when what scales the loss is known."""
+    return x.dtype == torch.float16 and loss.mean
+
+
 class Gradients:
     """The gradients asked for, of input, linear_weight and linear_bias, by those of chunks of logits."""
 
@@ -108,10 +114,15 @@ class Gradients:
         found: list[Tensor | None] = []
         for gradient, of in ((self.dx, self.x), (self.dw, self.w), (self.db, self.bias)):
             if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
-                gradient = gradient if factor is None else losses.multiply(gradient, factor)
+                by_kernel = factor is not None and on_device(gradient)
+                gradient = losses.multiply(gradient, factor) if by_kernel else _times(gradient, factor)  # type: ignore[arg-type]
             elif gradient is not None:
                 rounded = torch.empty(gradient.shape, dtype=of.dtype, device=of.device)  # type: ignore[union-attr]
                 one = gradient.new_ones(()) if factor is None else factor
                 gradient = torch.mul(gradient, one, out=rounded)  # read and written once
             found.append(gradient)
         return found
+
+
+def _times(gradient: Tensor, factor: Tensor | None) -> Tensor:
+    return gradient if factor is None else gradient.mul_(factor)

@@ -8,19 +8,24 @@ linear_weight's gradient. If chunks would be many and short, blocks of classes t
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fused_softmax.distributed import Shards, Transport, check_group, shards_of
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed
 from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
 from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes
-from fused_softmax.ops.linear_by_rows import Gradients, Linear, by_rows, chunks, linear_of
+from fused_softmax.ops.linear_by_rows import Gradients, Linear, by_rows, chunks, divides_late, linear_of
+from fused_softmax.ops.linear_sharded import GatheredRows, LinearSharded, OfCall
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
-from fused_softmax.route import Route, batched, needs_grad, readable, route_of
+from fused_softmax.route import Route, batched, needs_grad, on_device, readable, route_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 _NAME = "linear_cross_entropy"
 
@@ -45,6 +50,10 @@ def linear_cross_entropy(
     accumulate: str = "fp32",
     skip_ignored: bool = False,
     dtype: torch.dtype | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    transport: Transport | None = None,
+    input_sharded: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     """cross_entropy(linear(input, linear_weight, linear_bias), target, ...), without all logits in memory at once.
 
@@ -67,6 +76,12 @@ def linear_cross_entropy(
         are many; it asks the device how many they are, and so waits for it. Compiled code makes the logits all the
         same.
 
+    group, n_classes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of linear_bias
+        and weight. The input is the same on all ranks, and so is its gradient, which is summed over them as
+        `accumulate` says, each chunk while the next one's products are made.
+    input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets
+        their gradient; targets [ranks * rows] are those of all.
+
     With reduction "mean" or "sum" the forward pass makes the gradients of those tensors alone that require one. A
     second backward makes the logits again, as "none" does. Returns the loss, [] or of the targets' shape; a
     CrossEntropyOutput if more was asked for.
@@ -82,13 +97,25 @@ def linear_cross_entropy(
         dtype = dtype or torch.float32
         input, linear_weight = input.to(cast), linear_weight.to(cast)
         linear_bias = None if linear_bias is None else linear_bias.to(cast)
-    n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+    shards = None
+    if group is not None or n_classes is not None or transport is not None or input_sharded:
+        alike = {
+            "dtype": input.dtype, "in_features": input.shape[-1], "weighted": weight is not None,
+            "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+            "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale, "skip_ignored": skip_ignored,
+            "chunk_size": chunk_size, "input_sharded": input_sharded, "statistics": return_token_stats,
+        }  # fmt: skip
+        shards = _shards_of_call(input, linear_weight, target, (group, n_classes, transport), alike)
+        if input_sharded:
+            input = GatheredRows.apply(input, shards)
+    columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+    n_classes = columns if shards is None else shards.n_classes
     of_target = target  # as cross_entropy takes it: the class dim at 1
     if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
         of_target = target.movedim(-1, 1)
-    check_logits(_NAME, "logits", input.dtype, (*leading[:1], n_classes, *leading[1:]), of_target)
+    check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
     loss = loss_of(
-        _NAME, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
+        _NAME, input, target, columns, weight, ignore_index, reduction, label_smoothing, softcap, scale,
         lse_square_scale, dtype, bool(return_token_stats),
     )  # fmt: skip
     wanted = Wanted(bool(return_lse), bool(return_z_loss), loss.stats)
@@ -99,6 +126,12 @@ def linear_cross_entropy(
     takes = takes and target.numel() > 0 and linear_weight.numel() > 0
     tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
     route = route_of(*tensors, takes=takes, batches=False)
+    if shards is not None:
+        if target.is_floating_point():
+            raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
+        if readable(target) and not on_device(input):
+            check_targets(_NAME, target, n_classes, ignore_index)
+        route = Route.KERNEL  # or what stands for kernels on a shard
     if route is Route.OPERATOR:
         # One operator, which gives the gradients beside the loss: a loop over chunks would be unrolled for one number
         # of rows, and a backward that made them from the loss alone would multiply by linear_weight once more.
@@ -128,15 +161,35 @@ def linear_cross_entropy(
         else:
             kept = None
     linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight))
-    at_once = reduction != "none" and any(_asked(rows, linear_weight, linear_bias))
-    found = _LinearCrossEntropy.apply(rows, linear_weight, linear_bias, flat, loss, linear, at_once, wanted)
-    y, lse, z, *stats = found if wanted.beside else (found, None, None)
+    asked = _asked(rows, linear_weight, linear_bias)
+    if shards is None:
+        at_once = reduction != "none" and any(asked)
+        found = _LinearCrossEntropy.apply(rows, linear_weight, linear_bias, flat, loss, linear, at_once, wanted)
+        y, lse, z, *stats = found if wanted.beside else (found, None, None)
+    else:
+        of_call = OfCall(loss, linear, shards, result_dtype, summed=not input_sharded)
+        y, lse, z, *stats = LinearSharded.apply(rows, linear_weight, linear_bias, flat, of_call, asked)
     if kept is not None:
         n = target.numel()
         y, z = (each if each is None or reduction != "none" else _spread(each, kept, n) for each in (y, z))
         lse = None if lse is None else _spread(lse, kept, n)
         stats = [_spread(each, kept, n) for each in stats]
     return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
+
+
+def _shards_of_call(input, linear_weight, target, over: tuple[Any, Any, Any], asked) -> Shards:
+    """The shards of a call, whose arguments are checked as far as the ranks' own exchange needs it."""
+    check_group(_NAME, *over)
+    rows = input.shape[:-1].numel()
+    if asked["input_sharded"]:
+        n_ranks = torch.distributed.get_world_size(over[0])
+        if input.ndim != 2 or not isinstance(target, Tensor) or tuple(target.shape) != (n_ranks * rows,):
+            raise ValueError(
+                f"{_NAME}: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
+                f"{tuple(input.shape)}, {tuple(getattr(target, 'shape', ()))} and {n_ranks} ranks"
+            )
+    columns, of_target = linear_weight.shape[0], target if isinstance(target, Tensor) else None
+    return shards_of(_NAME, columns, rows, *over, input.device, {"operation": _NAME, **asked}, of_target)
 
 
 def _spread(of_kept: Tensor, kept: Tensor, n: int) -> Tensor:
@@ -270,11 +323,6 @@ def differentiable_gradient(
     logits = torch.nn.functional.linear(x, w, bias)
     found = iter(differentiable_gradients(inputs, logits, target, loss, dy, dlse, dz))
     return [next(found) if wanted else None for wanted in asked]
-
-
-def divides_late(x: Tensor, loss: Loss) -> bool:
-    """Whether gradients are divided by a mean's total only when what scales the loss is known."""
-    return x.dtype == torch.float16 and loss.mean
 
 
 def _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate):

@@ -7,15 +7,18 @@ Traffic: the input is read once (MN); the gradient reads it again and writes dx 
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.distributed import Transport, check_group
+from fused_softmax.ops.arguments import check
 from fused_softmax.ops.logsumexp_calls import backward, prepare_call
 from fused_softmax.ops.shards import on_shards
+from fused_softmax.ops.softmax_sharded import logsumexp_of_shards, scores_of_shard, shards_of_dim
 from fused_softmax.options import (
     DTYPES,
     MaskedRows,
@@ -27,6 +30,9 @@ from fused_softmax.options import (
     scores_of,
 )
 from fused_softmax.route import Route, needs_grad, route_of, runs_here
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 
 def logsumexp(
@@ -40,6 +46,9 @@ def logsumexp(
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
     sink: float | Tensor | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """log sum exp(input * scale + mask) over `dim`, as torch.logsumexp: same results, NaN and infinities included.
 
@@ -53,6 +62,9 @@ def logsumexp(
         logsumexp(cat([scores, sink], dim)), which is the sink itself where nothing else is kept.
     masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN ("nan"; 0 if no loss uses it), or zero.
 
+    group, n_classes, transport: as softmax's, for a single dim. Every rank gets the same result; each rank's incoming
+        gradient is that of this one result, which is never summed over ranks.
+
     Raises torch's errors, and those of softmax's scale, mask, is_causal and sink.
 
     >>> logsumexp(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), 1)
@@ -60,6 +72,9 @@ def logsumexp(
     >>> logsumexp(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), 1, sink=2.0)
     tensor([2.9176], device='cuda:0')
     """
+    if group is not None or n_classes is not None or transport is not None:
+        over = group, n_classes, transport
+        return _over_group(input, dim, bool(keepdim), out, (scale, mask, is_causal, masked_rows, sink), over)
     if type(dim) is int and type(keepdim) is bool and type(is_causal) is bool:
         options = dim, keepdim, is_causal, masked_rows
         if scale is None and mask is None and out is None and sink is None:
@@ -69,6 +84,22 @@ def logsumexp(
         if call is not None:
             return call(input, out, scale, mask, sink)
     return _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink)
+
+
+def _over_group(input, dim, keepdim, out, scored, over):
+    """A call whose columns lie over the ranks of a group."""
+    name = "logsumexp"
+    check_group(name, *over)
+    if out is not None:
+        raise ValueError(f"{name}: out= is not for group=")
+    if isinstance(dim, Sequence):
+        if len(dim) != 1:
+            raise ValueError(f"{name}: group= is for a single dim, got dim={tuple(dim)}")
+        (dim,) = dim
+    check(name, input, dim, None, None)
+    scores = scores_of_shard(name, input, dim, *scored)
+    shards = shards_of_dim(name, input, dim, input.dtype, scores, over)
+    return logsumexp_of_shards(input, dim, keepdim, scores, shards)
 
 
 def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink):

@@ -5,7 +5,7 @@ Each reads every element once and writes it once, and so does its gradient, exce
 
 from functools import partial
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch.overrides import has_torch_function_unary
 
 from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.distributed import Transport, check_group
 from fused_softmax.ops import logsumexp_calls
 from fused_softmax.ops.arguments import check
 from fused_softmax.ops.shards import on_shards
 from fused_softmax.ops.softmax_calls import backward, backward_key, prepare_call
+from fused_softmax.ops.softmax_sharded import scores_of_shard, shards_of_dim, softmax_of_shards
 from fused_softmax.options import (
     DTYPES,
     MaskedRows,
@@ -31,6 +33,9 @@ from fused_softmax.options import (
 from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of, runs_here
 from fused_softmax.runner import FP8
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
+
 
 def softmax(
     input: Tensor,
@@ -43,6 +48,9 @@ def softmax(
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
     sink: float | Tensor | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """softmax of `input * scale + mask` along `dim`, as torch.softmax: same results, NaN and infinities included.
 
@@ -66,6 +74,13 @@ def softmax(
         scaled nor masked; a row of which nothing else is kept gives 0, with any masked_rows. Where its gradient is
         wanted, the forward pass reads the input once more, for the sum.
 
+    group: of torch.distributed, over whose ranks the columns of `dim` lie in shards: each rank gives its own columns of
+        the input and of mask, in rank order, as many as it has, and gets these of the result. Every rank of the group
+        makes the same call. No is_causal, no scale of 0, no out, no second derivative.
+    n_classes: with group: the columns of all shards that count, if not all; those past it, at the end of the last
+        shards, are padding and get 0.
+    transport: with group: how ranks talk to each other: "collective", by all_gather, which is what None takes.
+
     Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
     ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
     last; NotImplementedError for a sparse input or an integer one without dtype; RuntimeError for a nested input, or an
@@ -76,6 +91,9 @@ def softmax(
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), sink=2.0)
     tensor([[0.0541, 0.1470, 0.3995]], device='cuda:0')
     """
+    if group is not None or n_classes is not None or transport is not None:
+        over = group, n_classes, transport
+        return _over_group("softmax", input, dim, dtype, out, (scale, mask, is_causal, masked_rows, sink), over)
     if type(dim) is int and type(is_causal) is bool:  # True and 1.0 equal 1, and would find what was kept for it
         options = dim, dtype, is_causal, masked_rows
         if scale is None and mask is None and out is None and sink is None:
@@ -98,6 +116,9 @@ def log_softmax(
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
     sink: float | Tensor | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """The logarithm of softmax along `dim`, as torch.log_softmax: z - m - log s. Arguments and errors are softmax's.
 
@@ -106,6 +127,9 @@ def log_softmax(
     >>> log_softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[-2.4076, -1.4076, -0.4076]], device='cuda:0')
     """
+    if group is not None or n_classes is not None or transport is not None:
+        over = group, n_classes, transport
+        return _over_group("log_softmax", input, dim, dtype, out, (scale, mask, is_causal, masked_rows, sink), over)
     if type(dim) is int and type(is_causal) is bool:
         options = dim, dtype, is_causal, masked_rows
         if scale is None and mask is None and out is None and sink is None:
@@ -115,6 +139,20 @@ def log_softmax(
         if call is not None:
             return call(input, out, scale, mask, sink)
     return _softmax("log_softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink)
+
+
+def _over_group(name, input, dim, dtype, out, scored, over):
+    """A call whose columns lie over the ranks of a group."""
+    group, n_classes, transport = over
+    check_group(name, group, n_classes, transport)
+    result_dtype = check(name, input, dim, dtype, out)
+    if out is not None:
+        raise ValueError(f"{name}: out= is not for group=")
+    scores = scores_of_shard(name, input, dim, *scored)
+    if dtype is None:
+        result_dtype = dtype_under_autocast(input, dtype)
+    shards = shards_of_dim(name, input, dim, result_dtype, scores, over)
+    return softmax_of_shards(name == "log_softmax", input, dim, result_dtype, scores, shards)
 
 
 def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink):

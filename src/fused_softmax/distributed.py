@@ -1,0 +1,181 @@
+"""Rows whose columns lie in shards over the ranks of a group: who holds which, and what the ranks tell each other.
+
+Each rank reduces its own columns to a few numbers a row. One all_gather carries all ranks' numbers to every rank, and
+every rank merges them in rank order. So all ranks get the same bits, in every run. Any backend that gathers will do.
+"""
+
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
+Transport = Literal["collective"]
+TRANSPORTS = get_args(Transport)
+_SAID = 1024  # bytes of what a rank says of a call
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
+_HEADER = 3  # numbers at the end of each message: the rank's columns, its rows, and a digest of the rest
+_EXACT = 2**20  # counts below this are exact in every dtype of messages
+
+
+class Shards(NamedTuple):
+    """The columns of a row over the ranks of a group.
+
+    sizes: of each rank's columns, in rank order. n_classes: those of them that count; the rest is padding at the end.
+    digest: of what all ranks have to ask alike; None where they are known to.
+    """
+
+    group: Any
+    rank: int
+    sizes: tuple[int, ...]
+    n_classes: int
+    digest: int | None = None
+
+    @property
+    def first(self) -> int:
+        """This rank's first column among all."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def held(self) -> int:
+        """How many of this rank's columns are no padding."""
+        return max(0, min(self.sizes[self.rank], self.n_classes - self.first))
+
+
+class _Doubt(NamedTuple):
+    """Headers that a call has gathered and nobody has read yet; there once `event`, if any, has happened."""
+
+    headers: Tensor
+    expected: Tensor
+    event: Any
+
+
+_known: WeakKeyDictionary[Any, dict[tuple, Shards]] = WeakKeyDictionary()
+_doubts: WeakKeyDictionary[Any, list[_Doubt]] = WeakKeyDictionary()
+
+
+def shards_of(
+    name: str, columns: int, rows: int, group: Any, n_classes: Any, transport: Any, device: torch.device,
+    asked: Mapping[str, Any], target: Tensor | None = None,
+) -> Shards:  # fmt: skip
+    """The shards of a call, or an error that says what is wrong, on every rank that can tell.
+
+    asked: what all ranks have to ask alike. On a CPU, where nobody waits for a device, and with FUSED_SOFTMAX_CHECK=1
+    in the environment, the ranks compare it, and their targets under that flag, before each call. Elsewhere they do so
+    when a call's columns are new to the group; later messages carry a digest.
+    """
+    check_group(name, group, n_classes, transport)
+    described = {"rows": rows, **asked}
+    digest = zlib.crc32(repr(sorted((key, str(value)) for key, value in asked.items())).encode()) % _EXACT
+    _raise_doubts(name, group)
+    known = _known.setdefault(group, {})
+    key = columns, n_classes, device.type
+    if _waits_for_nobody(device) or CHECK or key not in known:
+        if CHECK and target is not None:
+            described["target"] = zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
+        sizes = _compare(name, group, device, {"columns": columns, "n_classes": n_classes, **described})
+        if n_classes is not None and sum(sizes) < n_classes:
+            raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}")
+        n = sum(sizes) if n_classes is None else n_classes
+        known[key] = Shards(group, dist.get_rank(group), sizes, n)
+    shards = known[key]
+    return shards if _waits_for_nobody(device) else shards._replace(digest=digest)
+
+
+def check_group(name: str, group: Any, n_classes: Any, transport: Any) -> None:
+    """Raise what a single rank can tell of the arguments that a sharded call has more."""
+    if transport is not None and transport not in TRANSPORTS:
+        raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {transport!r}")
+    if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
+        raise TypeError(f"{name}: n_classes must be an int, not {type(n_classes).__name__} ({n_classes!r})")
+    if n_classes is not None and n_classes < 1:
+        raise ValueError(f"{name}: n_classes must be at least 1, got {n_classes}")
+    if group is None:
+        raise ValueError(f"{name}: n_classes and transport are of shards, which need group=")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(f"{name}: group= needs torch.distributed.init_process_group() before the call")
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{name}: this rank is not in the group")
+        raise TypeError(f"{name}: group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"{name}: this rank is not in the group")
+
+
+def gather(message: Tensor, shards: Shards) -> Tensor:
+    """[ranks, *message.shape] of every rank's message, in rank order; NaN where ranks ask for different things."""
+    if len(shards.sizes) == 1 or not message.numel():
+        return message.expand(len(shards.sizes), *message.shape)
+    shape, said = message.shape, message.reshape(-1)
+    if shards.digest is not None:
+        own = (shards.sizes[shards.rank], shape[-1], shards.digest)
+        said = torch.cat((said, _numbers(own, message)))
+    heard = torch.empty(len(shards.sizes) * said.numel(), dtype=said.dtype, device=said.device)
+    _all_gather(heard, said, group=shards.group)
+    heard = heard.view(len(shards.sizes), -1)
+    if shards.digest is None:
+        return heard.view(-1, *shape)
+    expected = torch.stack([_numbers((size, shape[-1], shards.digest), message) for size in shards.sizes])
+    headers = heard[:, -_HEADER:]
+    _remember(shards.group, headers, expected)
+    spoilt = torch.where((headers == expected).all(), 0.0, float("nan")).to(message.dtype)
+    return (heard[:, :-_HEADER] + spoilt).view(-1, *shape)
+
+
+def _numbers(counts: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.stack([torch.full((), count % _EXACT, dtype=like.dtype, device=like.device) for count in counts])
+
+
+def _waits_for_nobody(device: torch.device) -> bool:
+    """Whether what is gathered there can be looked at without a wait for a device."""
+    return device.type == "cpu"
+
+
+def _compare(name: str, group: Any, device: torch.device, said: Mapping[str, Any]) -> tuple[int, ...]:
+    """The columns of every rank, once all are found to say the same of all else."""
+    text = "\n".join(f"{key}={value}" for key, value in said.items()).encode()[:_SAID]
+    own = torch.zeros(_SAID, dtype=torch.uint8)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    size = dist.get_world_size(group)
+    heard = torch.empty(size * _SAID, dtype=torch.uint8, device=device)
+    _all_gather(heard, own.to(device), group=group)
+    lines = [bytes(each.tolist()).rstrip(b"\0").decode().split("\n") for each in heard.cpu().view(size, -1)]
+    all_said = [dict(line.split("=", 1) for line in each) for each in lines]
+    for key in all_said[0] | all_said[-1]:
+        values = [each.get(key, "nothing") for each in all_said]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if key != "columns" and other is not None:
+            said_there = f"{values[0]} on rank 0, {values[other]} on rank {other}"
+            raise RuntimeError(f"{name}: the ranks of the group differ in {key}: {said_there}")
+    return tuple(int(each["columns"]) for each in all_said)
+
+
+def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
+    """Keep what a later call can say of this one: no call waits for a device to say it of itself."""
+    if headers.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    event = None
+    if headers.is_cuda:
+        headers, expected = (each.to("cpu", non_blocking=True) for each in (headers.contiguous(), expected))
+        event = torch.cuda.Event()
+        event.record()
+    _doubts.setdefault(group, []).append(_Doubt(headers, expected, event))
+
+
+def _raise_doubts(name: str, group: Any) -> None:
+    """Raise what earlier calls have found, as far as the device has come."""
+    doubts = _doubts.get(group)
+    while doubts and (doubts[0].event is None or doubts[0].event.query()):
+        headers, expected, _ = doubts.pop(0)
+        for kind, found, wanted in zip(("columns", "rows", "options"), headers.T, expected.T, strict=True):
+            if not found.equal(wanted):
+                ranks = "" if kind == "options" else f": {[int(each) for each in found]} by rank"
+                doubts.clear()
+                raise RuntimeError(
+                    f"{name}: an earlier call gave NaN, because the ranks of the group differed in their {kind}{ranks}"
+                )

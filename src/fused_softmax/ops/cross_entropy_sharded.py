@@ -1,0 +1,339 @@
+"""Cross-entropy of rows whose classes lie in shards over ranks, by one exchange of a few numbers a row.
+
+loss = (1 - e) w_t (lse - z_t) + e / C (W lse - sum_c w_c z_c),  e = label_smoothing,  W = sum_c w_c.
+Each rank reads its shard for the lse and the sums of its own classes; the exchange tells every rank those of all. The
+gradient reads the shard again and writes it. It needs no exchange: every rank has the gradient of the one loss.
+Traffic of a shard of N columns: MN, with a gradient 3MN; between ranks at most 8 numbers a row.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fused_softmax.distributed import Shards, gather
+from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.route import runs_here
+
+_ELSEWHERE = -100  # stands for a target that is none of a shard's classes
+
+
+class Shard(NamedTuple):
+    """One rank's part of a loss.
+
+    x: [n, columns], padding among them. target: [n], among the classes of all ranks. loss: its weight [columns].
+    local: [n], targets among this shard's classes, or _ELSEWHERE.
+    """
+
+    x: Tensor
+    target: Tensor
+    local: Tensor
+    loss: Loss
+    shards: Shards
+
+    @property
+    def classes(self) -> Tensor:
+        """The logits without padding."""
+        return self.x[:, : self.shards.held]
+
+    @property
+    def by_kernels(self) -> bool:
+        return self.shards.held > 0 and len(self.x) > 0 and self.loss.scale != 0 and runs_here(self.x, self.target)
+
+
+class States(NamedTuple):
+    """Of every row, in the dtype of the arithmetic: by a shard [n], by all shards [ranks, n], or by the whole row [n].
+
+    logit, weight: of the target; 0 in a shard that does not hold it, so that sums over shards are exact.
+    weighted: sum_c w_c z_c. total: W. expected: sum_c p_c z_c. best, best_at: the greatest logit, and its first class.
+    """
+
+    lse: Tensor
+    logit: Tensor
+    weight: Tensor | None = None
+    weighted: Tensor | None = None
+    total: Tensor | None = None
+    expected: Tensor | None = None
+    best: Tensor | None = None
+    best_at: Tensor | None = None
+
+
+class Coefficients(NamedTuple):
+    """The gradient of a row's logits z is p_c a - [c = t] w_t b - w_c u; each is [n]. u: None without smoothing."""
+
+    a: Tensor
+    b: Tensor
+    u: Tensor | None
+
+
+def shard_of(x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> Shard:
+    """x: [n, columns], its columns contiguous. target: [n]."""
+    t = target.long()
+    local = t - shards.first
+    local = torch.where((local >= 0) & (local < shards.held) & (t != loss.ignore_index), local, _ELSEWHERE)
+    weight = None if loss.weight is None else loss.weight.detach().to(arithmetic_of(x))[: shards.held].contiguous()
+    return Shard(x, target, local, replace(loss, weight=weight), shards)
+
+
+def states_of(shard: Shard) -> States:
+    """Of whole rows: what all shards together say, merged in rank order."""
+    own = _by_kernels(shard) if shard.by_kernels else _composed(shard)
+    heard = iter(gather(torch.stack([each for each in own if each is not None]), shard.shards).unbind(1))
+    of_ranks = States(*[None if each is None else next(heard) for each in own])  # type: ignore[arg-type]
+    return merged(of_ranks, shard.shards)
+
+
+def merged(heard: States, shards: Shards) -> States:
+    lse, expected, best, best_at = torch.logsumexp(heard.lse, 0), heard.expected, heard.best, heard.best_at
+    if expected is not None and best is not None and best_at is not None:
+        p = (heard.lse - lse).exp()
+        expected = torch.where(p == 0, 0.0, p * expected).sum(0)
+        rank = best.argmax(0, keepdim=True)  # the first of the greatest
+        firsts = torch.tensor([sum(shards.sizes[:r]) for r in range(len(best))], device=rank.device)
+        best_at = best_at.gather(0, rank).squeeze(0).long() + firsts[rank.squeeze(0)]
+        best = None
+    weight, weighted, total = (None if each is None else each.sum(0) for each in heard[2:5])
+    return States(lse, heard.logit.sum(0), weight, weighted, total, expected, best, best_at)
+
+
+def _composed(shard: Shard) -> States:
+    """The states of a shard, by torch's operations."""
+    loss, z = shard.loss, _scaled(shard.classes, shard.loss)
+    columns = z.shape[1]
+    lse = torch.logsumexp(z, 1) if columns else z.new_full((len(z),), -torch.inf)
+    weighted = total = expected = best = best_at = None
+    if loss.smooth:
+        weights = z.new_ones(columns) if loss.weight is None else loss.weight
+        weighted, total = (weights * z).sum(1), weights.sum().expand(len(z))
+    if loss.stats:
+        p = (z - torch.where(lse.isinf(), 0.0, lse).unsqueeze(1)).exp()
+        expected = torch.where(p == 0, 0.0, p * z).sum(1)
+        best, best_at = z.max(1) if columns else (lse, torch.zeros_like(lse))
+        best_at = best_at.to(lse.dtype)
+    return States(lse, *_of_targets(shard, lse.dtype), weighted, total, expected, best, best_at)
+
+
+def _by_kernels(shard: Shard) -> States:
+    """The states of a shard in one read of it."""
+    loss, x = shard.loss, shard.classes
+    own = _own_loss(loss)
+    target = shard.local
+    if loss.smooth:  # the loss of a target of all classes alike is (W lse - sum_c w_c z_c) / C
+        own, target = replace(own, label_smoothing=1.0), torch.zeros_like(target)
+    own = replace(own, stats=loss.stats)
+    rows = losses.forward(x, target, own)
+    lse = rows.m + rows.ls  # type: ignore[operator]
+    weighted = total = expected = best = best_at = None
+    if loss.smooth:
+        of_all = lse.new_full((), x.shape[1]) if loss.weight is None else loss.weight.sum()
+        weighted = torch.where(lse == -torch.inf, lse, of_all * lse - x.shape[1] * rows.loss.sum(1))
+        total = of_all.expand(len(x))
+    if loss.stats:
+        predicted: Any = rows.predicted
+        expected = torch.where(lse == -torch.inf, 0.0, lse - rows.entropy)  # type: ignore[operator]
+        best = _scaled(x.gather(1, predicted.unsqueeze(1)), loss).squeeze(1)
+        best_at = predicted.to(lse.dtype)
+    return States(lse, *_of_targets(shard, lse.dtype), weighted, total, expected, best, best_at)
+
+
+def _own_loss(loss: Loss) -> Loss:
+    """What of a loss is each row's own: its logits and class weights."""
+    return Loss(loss.weight, _ELSEWHERE, "none", 0.0, loss.softcap, loss.scale)
+
+
+def _of_targets(shard: Shard, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(z_t, w_t) of the targets that the shard holds."""
+    x, (here, at) = shard.classes, _places(shard)
+    if not x.shape[1]:
+        return x.new_zeros(len(x), dtype=dtype), weights_of(shard)
+    logit = torch.where(here, _scaled(x.gather(1, at.unsqueeze(1)), shard.loss).squeeze(1), 0.0)
+    return logit.to(dtype), weights_of(shard)
+
+
+def weights_of(shard: Shard) -> Tensor | None:
+    """w_t of the targets that the shard holds; 0 of others."""
+    weight, (here, at) = shard.loss.weight, _places(shard)
+    if weight is None or not len(weight):
+        return None if weight is None else weight.new_zeros(len(at))
+    return torch.where(here, weight[at], 0.0)
+
+
+def _scaled(x: Tensor, loss: Loss) -> Tensor:
+    z = x.to(arithmetic_of(x)) * loss.scale
+    return z if loss.softcap is None else loss.softcap * torch.tanh(z / loss.softcap)
+
+
+class Counts(NamedTuple):
+    """Which targets count [n], which of them are no class, and what a mean divides losses and z-losses by."""
+
+    on: Tensor
+    wrong: Tensor
+    of_loss: Tensor | None
+    of_z: Tensor | None
+
+
+def counts_of(shard: Shard, states: States) -> Counts:
+    t = shard.target.long()
+    on = t != shard.loss.ignore_index
+    wrong = on & ((t < 0) | (t >= shard.shards.n_classes))
+    if not shard.loss.mean:
+        return Counts(on, wrong, None, None)
+    of_z = on.sum().to(states.lse.dtype)
+    of_loss = of_z if states.weight is None else torch.where(on & ~wrong, states.weight, 0.0).sum()
+    return Counts(on, wrong, of_loss, of_z)
+
+
+def losses_of(shard: Shard, states: States, counts: Counts) -> tuple[Tensor, Tensor]:
+    """(loss, z-loss) of every row [n], neither of which has the other in it."""
+    loss, (a, b) = shard.loss, _shares(shard)
+    of_target = states.lse - states.logit
+    y = a * (of_target if states.weight is None else states.weight * of_target)
+    if loss.smooth:
+        y = y + b * (states.total * states.lse - states.weighted)  # type: ignore[operator]
+    z = loss.lse_square_scale * states.lse.square() if loss.lse_square_scale else torch.zeros_like(y)
+    spoilt = torch.where(counts.wrong, torch.nan, 1.0).to(y.dtype)
+    y, z = (each.masked_fill(~counts.on, 0.0) * spoilt for each in (y, z))
+    return y, z
+
+
+def _shares(shard: Shard) -> tuple[float, float]:
+    """What the target counts, and what each class does."""
+    smoothing = float(shard.loss.label_smoothing)
+    return 1.0 - smoothing, smoothing / shard.shards.n_classes
+
+
+def coefficients_of(
+    shard: Shard, states: States, counts: Counts, dy: Tensor | None, dlse: Tensor | None, dz: Tensor | None
+) -> Coefficients:
+    """By the gradients of loss, lse and z-loss: one number, or one a row."""
+    (of_target, of_class), zero = _shares(shard), torch.zeros_like(states.lse)
+    g = zero if dy is None else zero + (dy if counts.of_loss is None else dy / counts.of_loss)
+    g = torch.where(counts.on, torch.where(counts.wrong, torch.nan, g), 0.0)
+    b, u = of_target * g, None
+    a = b if states.weight is None else b * states.weight
+    if shard.loss.smooth:
+        u = of_class * g
+        a = a + u * states.total  # type: ignore[operator]
+    if shard.loss.lse_square_scale:
+        parts = [each for each in (dy, dz) if each is not None]
+        g_z = zero + sum(each if counts.of_z is None else each / counts.of_z for each in parts)
+        a = a + torch.where(counts.on, 2.0 * shard.loss.lse_square_scale * states.lse * g_z, 0.0)
+    return Coefficients(a if dlse is None else a + dlse, b, u)
+
+
+def gradient_of(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor) -> Tensor:
+    """dx [n, columns], which may be the logits' own memory; 0 at padding."""
+    held = shard.shards.held
+    dx[:, held:] = 0
+    # Where nothing is asked of a row, its p is 0 rather than what -inf everywhere would make of it.
+    lse = torch.where((given.a == 0) & (given.b == 0), torch.finfo(torch.float32).max, lse)
+    if shard.by_kernels:
+        _kernels_gradient(shard, lse, given, dx[:, :held])
+    elif held:
+        dx[:, :held] = _composed_gradient(shard, lse, given)
+    return dx
+
+
+def _composed_gradient(shard: Shard, lse: Tensor, given: Coefficients) -> Tensor:
+    z, weight = _scaled(shard.classes, shard.loss), shard.loss.weight
+    dz = (z - lse.unsqueeze(1)).exp() * given.a.unsqueeze(1)
+    if given.u is not None:
+        dz = dz - given.u.unsqueeze(1) * (1.0 if weight is None else weight)
+    here, at = _places(shard)
+    b = given.b if weight is None else given.b * weight[at]
+    dz = dz.scatter_add(1, at.unsqueeze(1), torch.where(here, -b, 0.0).unsqueeze(1))
+    return (dz * _slope(z, shard.loss)).to(shard.x.dtype)
+
+
+def _kernels_gradient(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor) -> None:
+    x, own, zero = shard.classes, _own_loss(shard.loss), torch.zeros_like(lse)
+    here, at = _places(shard)
+    weight = None if own.weight is None else own.weight[at]
+    if given.u is None:
+        # Of its own targets the kernel takes p a - w_t b as one; rows whose target is elsewhere have p a alone.
+        own_a = given.b if weight is None else given.b * weight
+        losses.backward(
+            x, shard.local, lse, zero, own, dy=given.b, dlse=given.a - torch.where(here, own_a, 0.0), dx=dx
+        )  # fmt: skip
+        return
+    # The kernel takes p a - w_c u of targets of all classes alike; a target's own element is then set apart, rounded
+    # once as the others are.
+    z = _scaled(x.gather(1, at.unsqueeze(1)), shard.loss).squeeze(1)
+    step = (z - lse).exp() * given.a - (given.u + given.b) * (1.0 if weight is None else weight)
+    step = (step * _slope(z, shard.loss)).to(dx.dtype)
+    columns = x.shape[1]
+    of_all = float(columns) if own.weight is None else own.weight.sum()
+    losses.backward(
+        x, torch.zeros_like(at), lse, zero, replace(own, label_smoothing=1.0), dy=given.u * columns,
+        dlse=given.a - given.u * of_all, dx=dx,
+    )  # fmt: skip
+    step = torch.where(here, step, dx.gather(1, at.unsqueeze(1)).squeeze(1))
+    dx.scatter_(1, at.unsqueeze(1), step.unsqueeze(1))
+
+
+def _places(shard: Shard) -> tuple[Tensor, Tensor]:
+    """(whether the shard holds a row's target, where; the first class for others)."""
+    here = shard.local != _ELSEWHERE
+    return here, torch.where(here, shard.local, 0)
+
+
+def _slope(z: Tensor, loss: Loss) -> Tensor | float:
+    """dz / dx."""
+    return loss.scale if loss.softcap is None else loss.scale * (1.0 - (z / loss.softcap).square())
+
+
+def reduced(values: Tensor, total: Tensor | None, loss: Loss, dtype: torch.dtype) -> Tensor:
+    """Losses of rows as the caller asks for them."""
+    if loss.reduction == "none":
+        return values.to(dtype)
+    values = values.sum()
+    return (values if total is None else values / total).to(dtype)
+
+
+class _Sharded(torch.autograd.Function):
+    """(loss, lse, z-loss, statistics) of rows, the same on every rank, with the gradient of this rank's logits."""
+
+    @staticmethod
+    def forward(ctx, x, target, loss, shards, wanted, dtype):
+        ctx.set_materialize_grads(False)
+        shard = shard_of(x, target, loss, shards)
+        states = states_of(shard)
+        counts = counts_of(shard, states)
+        y, z = losses_of(shard, states, counts)
+        of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
+        results = (of_loss + of_z).to(dtype), states.lse, of_z.to(dtype), *stats_of(shard, states, counts, y)
+        ctx.of_call, ctx.inplace = (loss, shards), wanted.inplace and loss.reduction != "none"
+        ctx.save_for_backward(x, target, *states[:5])
+        ctx.mark_non_differentiable(*results[3:])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dlse, dz, *_):
+        x, target, *states = ctx.saved_tensors
+        shard, states = shard_of(x, target, *ctx.of_call), States(*states)
+        counts = counts_of(shard, states)
+        wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
+        given = coefficients_of(shard, states, counts, *wide)
+        dx = x.detach() if ctx.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return gradient_of(shard, states.lse, given, dx), *(None,) * 5
+
+
+def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Tensor]:
+    """The TokenStats of the targets, if they are asked for."""
+    if states.expected is None or states.best_at is None:
+        return []
+    entropy = (states.lse - states.expected).masked_fill(~counts.on, 0.0)
+    correct = (states.best_at == shard.target.long()) & counts.on
+    return [y.clone(), entropy, states.best_at.masked_fill(~counts.on, 0), correct]
+
+
+def sharded(
+    rows: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns]."""
+    return _Sharded.apply(rows, target, loss, shards, wanted, dtype)

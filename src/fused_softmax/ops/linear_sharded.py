@@ -1,0 +1,168 @@
+"""Cross-entropy of a linear layer whose classes lie in shards over ranks: chunks of rows, each with its own exchange.
+
+Every rank makes its classes' logits of a chunk, tells the others what it knows of them, writes the gradient over them,
+and multiplies it back. What that gives of the input is a part of a sum over ranks, which is on its way to the others
+while the next chunk's products are made.
+Extra memory: a chunk of logits, and an accumulator of linear_weight's gradient, as on one device.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fused_softmax.distributed import Shards, gather
+from fused_softmax.ops.cross_entropy_sharded import (
+    Counts,
+    Shard,
+    States,
+    coefficients_of,
+    counts_of,
+    gradient_of,
+    losses_of,
+    reduced,
+    shard_of,
+    states_of,
+    stats_of,
+    weights_of,
+)
+from fused_softmax.ops.linear_by_classes import add_product
+from fused_softmax.ops.linear_by_rows import Gradients, Linear, chunks, divides_late
+from fused_softmax.options import Loss, arithmetic_of
+
+
+class OfCall(NamedTuple):
+    """What stays the same from chunk to chunk. summed: whether the input's gradient is summed over ranks here."""
+
+    loss: Loss
+    linear: Linear
+    shards: Shards
+    dtype: torch.dtype
+    summed: bool
+
+
+class GatheredRows(torch.autograd.Function):
+    """The rows of all ranks, in rank order; each rank gets the sum over ranks of its own rows' gradients."""
+
+    @staticmethod
+    def forward(ctx, x, shards):
+        ctx.shards = shards
+        return gather(x.contiguous(), shards._replace(digest=None)).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        dx, shards = dx.contiguous(), ctx.shards
+        dist.all_reduce(dx, group=shards.group)
+        return dx.chunk(len(shards.sizes))[shards.rank], None
+
+
+class LinearSharded(torch.autograd.Function):
+    """(loss, lse, z-loss, statistics), the same on every rank, with gradients of input, linear_weight, linear_bias."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, target, of_call, asked):
+        ctx.set_materialize_grads(False)
+        loss, shards, late = of_call.loss, of_call.shards, divides_late(x, of_call.loss)
+        counts = _counts_of_all(x, target, loss, shards)
+        at_once = any(asked) and loss.reduction != "none"
+        at_once = at_once and not (late and loss.lse_square_scale and loss.weight is not None)
+        summing = _Summing(x, w, bias, of_call, asked, wide=late) if at_once else None
+        found = []
+        for here, shard in _shards_of(x, w, bias, target, of_call):
+            states = states_of(shard)
+            found.append(states)
+            if summing is not None:
+                of_chunk = _counts_at(counts, here, divided=not late)
+                summing.add(here.start, shard, states, of_chunk, states.lse.new_ones(()), None, None)
+        states = States(*[None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)])  # type: ignore[arg-type]
+        whole = shard_of(x.new_empty(len(x), 0), target, loss, shards)
+        y, z = losses_of(whole, states, counts)
+        ctx.late = None
+        if late and counts.of_loss is not None:
+            ctx.late = 1.0 / torch.where(counts.of_loss == 0, 1.0, counts.of_loss)
+        ctx.gradients, ctx.of_call, ctx.asked = summing and summing.finish(), of_call, asked
+        ctx.save_for_backward(x, w, bias, target, *states[:5])
+        of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
+        stats = stats_of(whole, states, counts, y)
+        ctx.mark_non_differentiable(*stats)
+        return (of_loss + of_z).to(of_call.dtype), states.lse, of_z.to(of_call.dtype), *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dlse, dz, *_):
+        x, w, bias, target, *states = ctx.saved_tensors
+        of_call, states = ctx.of_call, States(*states)
+        if ctx.gradients is not None and dlse is None and dz is None and dy is not None:
+            # Given away: whoever has them may change them, and a second backward computes them again.
+            gradients, ctx.gradients = ctx.gradients, None
+            return *gradients.times(dy if ctx.late is None else dy * ctx.late), *(None,) * 3
+        counts = _counts_of_all(x, target, of_call.loss, of_call.shards, states.weight)
+        summing = _Summing(x, w, bias, of_call, ctx.asked, wide=divides_late(x, of_call.loss))
+        wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
+        for here, shard in _shards_of(x, w, bias, target, of_call):
+            of_rows = [each if each is None or each.ndim == 0 else each[here] for each in wide]
+            of_chunk = States(*[None if each is None else each[here] for each in states])  # type: ignore[arg-type]
+            summing.add(here.start, shard, of_chunk, _counts_at(counts, here), *of_rows)
+        return *summing.finish().times(None), *(None,) * 3
+
+
+class _Summing:
+    """The gradients of a call, of which the input's is summed over ranks chunk by chunk, as wide as chunks add up."""
+
+    def __init__(self, x, w, bias, of_call: OfCall, asked: Sequence[bool], wide: bool) -> None:
+        over_ranks = of_call.summed and len(of_call.shards.sizes) > 1
+        self.group = of_call.shards.group if over_ranks and asked[0] else None
+        self.gradients = Gradients(x, w, bias, of_call.linear, (asked[0] and not over_ranks, *asked[1:]), wide=wide)
+        self.wide = arithmetic_of(x) if of_call.linear.accumulate or wide else x.dtype
+        self.dx = None if self.group is None else torch.empty_like(x)
+        self.on_its_way: tuple[int, Tensor, Any] | None = None
+
+    def add(self, start: int, shard: Shard, states: States, counts: Counts, dy, dlse, dz) -> None:
+        dlogits = gradient_of(shard, states.lse, coefficients_of(shard, states, counts, dy, dlse, dz), shard.x)
+        self.gradients.add(start, dlogits)
+        if self.group is not None:
+            part = add_product(None, dlogits, self.gradients.w, self.wide)
+            self._arrived()
+            self.on_its_way = start, part, dist.all_reduce(part, group=self.group, async_op=True)
+
+    def finish(self) -> Gradients:
+        if self.group is not None:
+            self._arrived()
+            self.gradients.dx = self.dx
+        return self.gradients
+
+    def _arrived(self) -> None:
+        if self.on_its_way is not None and self.dx is not None:
+            start, rows, work = self.on_its_way
+            work.wait()
+            self.dx[start : start + len(rows)] = rows
+            self.on_its_way = None
+
+
+def _shards_of(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, of_call: OfCall
+) -> Iterator[tuple[slice, Shard]]:
+    """(rows, their logits) of each chunk."""
+    for start, logits in chunks(x.detach(), w.detach(), bias, of_call.linear):
+        here = slice(start, start + len(logits))
+        yield here, shard_of(logits, target[here], of_call.loss, of_call.shards)
+
+
+def _counts_of_all(x: Tensor, target: Tensor, loss: Loss, shards: Shards, weight: Tensor | None = None) -> Counts:
+    """Of all rows, before any of their logits are made. weight: of the targets, if it is known already."""
+    empty = x.new_empty(len(x), 0)
+    if loss.weight is not None and weight is None and loss.mean:
+        own = shard_of(empty, target, loss, shards)
+        weight = gather(weights_of(own), shards).sum(0)  # type: ignore[arg-type]
+    lse = x.new_empty(len(x), dtype=arithmetic_of(x))
+    return counts_of(shard_of(empty, target, loss, shards), States(lse, lse, weight))
+
+
+def _counts_at(counts: Counts, here: slice, divided: bool = True) -> Counts:
+    """divided: whether a mean's totals are in the gradients."""
+    of_loss, of_z = (counts.of_loss, counts.of_z) if divided else (None, None)
+    return Counts(counts.on[here], counts.wrong[here], of_loss, of_z)

@@ -1,0 +1,176 @@
+"""softmax, log_softmax and logsumexp of rows whose columns lie in shards over ranks.
+
+Each rank reduces its columns to their lse. The ranks exchange these, one number a row, and merge them in rank order.
+To a rank, the columns of the others are then one more logit of each row: a sink at their lse. Its part of the softmax
+is the softmax of its own columns beside that sink.
+Traffic of a shard of N columns: it is read for its lse, then read and written (3MN).
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fused_softmax.distributed import Shards, gather, shards_of
+from fused_softmax.options import Scores, arithmetic_in, scores_of
+from fused_softmax.route import needs_grad
+
+
+def scores_of_shard(name: str, x: Tensor, dim: int, scale, mask, is_causal, masked_rows, sink) -> Scores:
+    """The Scores of one rank's columns, or an error that names the argument."""
+    scores = scores_of(name, x, dim, scale, mask, is_causal, masked_rows, sink)
+    if x.ndim == 0:
+        raise ValueError(f"{name}: group= needs an input with a dim to lie in shards, got shape ()")
+    if scores.is_causal:
+        raise ValueError(f"{name}: is_causal is of whole rows, and group= gives a part of their columns")
+    if not isinstance(scores.scale, Tensor) and scores.scale == 0:
+        raise ValueError(f"{name}: a scale of 0 keeps one column of whole rows, and group= gives a part of them")
+    return scores
+
+
+def shards_of_dim(
+    name: str, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, over: tuple[Any, Any, Any]
+) -> Shards:
+    """The shards of `dim`, as the ranks of over = (group, n_classes, transport) tell each other."""
+    dim %= x.ndim
+    shape = [size for d, size in enumerate(x.shape) if d != dim]
+    asked = {
+        "operation": name, "dtype": f"{x.dtype} to {dtype}", "dim": dim, "shape": shape,
+        "masked_rows": scores.masked_rows, "scaled": scores.scale is not None, "sink": scores.sink is not None,
+    }  # fmt: skip
+    return shards_of(name, x.shape[dim], math.prod(shape), *over, x.device, asked)
+
+
+def logsumexp_of_shards(x: Tensor, dim: int, keepdim: bool, scores: Scores, shards: Shards) -> Tensor:
+    """lse of whole rows, in x's dtype."""
+    held, own_scores = _held(x, dim, scores, shards)
+    lse = _Merged.apply(_lse_of(held, dim, x.dtype, own_scores), shards)
+    if scores.sink is not None:
+        lse = torch.logaddexp(lse, _sink_of(scores, lse))
+    return (lse if keepdim else lse.squeeze(dim)).to(x.dtype)
+
+
+def softmax_of_shards(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, shards: Shards) -> Tensor:
+    """This rank's columns of the softmax of whole rows; at padding 0, or its logarithm."""
+    columns = x.shape[dim]
+    x, scores = _held(x, dim, scores, shards)
+    if needs_grad(*scores.tensors):
+        others = _Others.apply(_lse_of(x, dim, dtype, scores), shards, _hollow(scores))
+        y = _beside(log, x, dim, dtype, scores, others)
+    else:
+        y = _Softmax.apply(x, log, dim, dtype, scores, shards)
+    if x.shape[dim] == columns:
+        return y
+    after = (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, columns - x.shape[dim])
+    return torch.nn.functional.pad(y, after, value=-torch.inf if log else 0.0)
+
+
+def _held(x: Tensor, dim: int, scores: Scores, shards: Shards) -> tuple[Tensor, Scores]:
+    """x and its mask without padding."""
+    if x.shape[dim] == shards.held:
+        return x, scores
+    mask, from_end = scores.mask, dim % x.ndim - x.ndim
+    if mask is not None and mask.ndim >= -from_end and mask.shape[from_end] != 1:
+        scores = replace(scores, mask=mask.narrow(from_end, 0, shards.held))
+    return x.narrow(dim, 0, shards.held), scores
+
+
+def _lse_of(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Tensor:
+    """lse of a shard's columns, as they are in `dtype`; `dim` kept, in the dtype of the arithmetic."""
+    arithmetic = arithmetic_in(dtype)
+    x = x if dtype in (x.dtype, arithmetic) and x.dtype.is_floating_point else x.to(dtype)
+    if not x.shape[dim]:
+        return x.sum(dim, keepdim=True, dtype=arithmetic) - torch.inf
+    arguments = replace(scores, sink=None).operator_arguments()
+    return torch.ops.fused_softmax.logsumexp.default(x, [dim], True, *arguments, dtype=arithmetic)
+
+
+def _sink_of(scores: Scores, lse: Tensor) -> Tensor:
+    return torch.as_tensor(scores.sink, device=lse.device).to(lse.dtype)
+
+
+def _beside(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, others: Tensor) -> Tensor:
+    """The softmax of a shard's columns, of which others have the lse `others`."""
+    from fused_softmax.ops.softmax import log_softmax, softmax
+
+    if not x.shape[dim]:
+        return x.to(dtype) + others.to(dtype)  # nothing, by way of what has to be gathered in the backward pass too
+    sink = others if scores.sink is None else torch.logaddexp(others, _sink_of(scores, others))
+    return (log_softmax if log else softmax)(x, dim, dtype=dtype, **replace(scores, sink=sink).arguments())
+
+
+def _hollow(scores: Scores) -> float:
+    """What stands for a row of which no rank keeps anything: NaN, as its softmax; else it is the others' lse alone."""
+    return torch.nan if scores.sink is None and scores.masked_rows == "nan" else -torch.inf
+
+
+def _lse_of_others(heard: Tensor, rank: int, hollow: float) -> Tensor:
+    others = [each for other, each in enumerate(heard) if other != rank]
+    lse = torch.logsumexp(torch.stack(others), 0) if others else torch.full_like(heard[0], -torch.inf)
+    return torch.where((heard == -torch.inf).all(0), hollow, lse)
+
+
+class _Merged(torch.autograd.Function):
+    """lse of whole rows, from a shard's."""
+
+    @staticmethod
+    def forward(ctx, own, shards):
+        lse = torch.logsumexp(gather(own, shards), 0)
+        ctx.save_for_backward(own, lse)
+        return lse
+
+    @staticmethod
+    def backward(ctx, dlse):
+        own, lse = ctx.saved_tensors
+        return (own - lse).exp().masked_fill(own == -torch.inf, 0.0) * dlse, None
+
+
+class _Others(torch.autograd.Function):
+    """lse of the other ranks' columns, from a shard's; what comes back is gathered from those others."""
+
+    @staticmethod
+    def forward(ctx, own, shards, hollow):
+        heard = gather(own, shards)
+        ctx.save_for_backward(heard)
+        ctx.shards, ctx.hollow = shards, hollow
+        return _lse_of_others(heard, shards.rank, hollow)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (heard,), shards = ctx.saved_tensors, ctx.shards
+        gradients, own = gather(gradient, shards), heard[shards.rank]
+        total = torch.zeros_like(own)
+        for rank, each in enumerate(gradients):
+            if rank != shards.rank:
+                of_others = _lse_of_others(heard, rank, ctx.hollow)
+                total += (own - of_others).exp().masked_fill(own == -torch.inf, 0.0) * each
+        return total, None, None
+
+
+class _Softmax(torch.autograd.Function):
+    """softmax, or its logarithm, with the gradient of a shard's input: one sum a row is exchanged for it."""
+
+    @staticmethod
+    def forward(ctx, x, log, dim, dtype, scores, shards):
+        heard = gather(_lse_of(x, dim, dtype, scores), shards)
+        others = _lse_of_others(heard, shards.rank, _hollow(scores))
+        y = _beside(log, x, dim, dtype, scores, others)
+        ctx.of_call = log, dim, x.dtype, scores, shards
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (y,), (log, dim, dtype, scores, shards) = ctx.saved_tensors, ctx.of_call
+        y_wide, dy = (each.to(arithmetic_in(y.dtype)) for each in (y, dy))
+        own = dy if log else y_wide * dy
+        total = gather(own.sum(dim, keepdim=True), shards).sum(0)
+        dz = dy - y_wide.exp() * total if log else y_wide * (dy - total)
+        if log and scores.hides:
+            dz = dz.masked_fill(y == -torch.inf, 0.0)
+        return (dz if scores.scale is None else dz * scores.scale).to(dtype), *(None,) * 5

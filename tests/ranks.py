@@ -1,0 +1,88 @@
+"""Ranks of a gloo group for tests: processes that run a function side by side, and say what each gave or raised."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+MOST = 4
+SECONDS = 20  # after which a rank that hears nothing gives up
+
+
+class Raised(Exception):
+    """What one rank raised: its type's name, and the text."""
+
+
+class Ranks:
+    """`MOST` processes, each a rank. They end with the pool."""
+
+    def __init__(self, directory: Path) -> None:
+        context, self._pipes, self._processes = multiprocessing.get_context("spawn"), [], []
+        for rank in range(MOST):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, directory, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def __call__(self, n: int, function: Callable, *args: Any) -> list[Any]:
+        """[function(group, *args) on each rank of a group of n]; an exception is a Raised in its place."""
+        for pipe in self._pipes[:n]:
+            pipe.send((n, function, args))
+        found = []
+        for rank, pipe in enumerate(self._pipes[:n]):
+            if not pipe.poll(2 * SECONDS):
+                raise TimeoutError(f"rank {rank} did not answer")
+            found.append(pipe.recv())
+        return found
+
+    def values(self, n: int, function: Callable, *args: Any) -> list[Any]:
+        """The same, where no rank may raise."""
+        found = self(n, function, *args)
+        for rank, each in enumerate(found):
+            if isinstance(each, Raised):
+                pytest.fail(f"rank {rank}: {each.args[0]}: {each.args[1]}\n{each.args[2]}")
+        return found
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+def _serve(rank: int, directory: Path, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store, waits = dist.FileStore(str(directory / "store"), MOST), timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=MOST, timeout=waits)
+    groups = {n: dist.new_group(list(range(n)), timeout=waits) for n in range(1, MOST + 1)}
+    while (asked := pipe.recv()) is not None:
+        n, function, args = asked
+        try:
+            pipe.send(function(groups[n], *args))
+        except Exception as error:
+            pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
+    os._exit(0)  # gloo's own end waits for ranks that may be gone
+
+
+@contextlib.contextmanager
+def pool() -> Iterator[Ranks]:
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = Ranks(Path(directory))
+        try:
+            yield ranks
+        finally:
+            ranks.close()
