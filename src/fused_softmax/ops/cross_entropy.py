@@ -19,8 +19,9 @@ from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.cross_entropy_sharded import sharded
 from fused_softmax.ops.cross_entropy_steps import Kind, Steps, differentiated, prepare_steps, run_steps
+from fused_softmax.ops.loss_on_shards import loss_on_shards
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
-from fused_softmax.route import Route, dtype_under_autocast, needs_grad, on_device, readable, route_of
+from fused_softmax.route import Route, dtype_under_autocast, is_sharded, needs_grad, on_device, readable, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -143,6 +144,12 @@ def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_sq
 def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options):
     name = "cross_entropy"
     loss, n_classes = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
+    if is_sharded(input) and lse is None and not target.is_floating_point():
+        if readable(target) and not on_device(input):
+            check_targets(name, target, n_classes, ignore_index)
+        if wanted.inplace and reduction != "none" and needs_grad(input) and input.is_leaf:
+            raise RuntimeError(_LEAF)
+        return loss_on_shards(input, target, loss, wanted, dtype_under_autocast(input, wanted.dtype))
     if lse is not None:
         check_lse(name, lse, target, loss)
     result_dtype = dtype_under_autocast(input, wanted.dtype)

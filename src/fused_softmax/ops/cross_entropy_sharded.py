@@ -6,10 +6,12 @@ gradient reads the shard again and writes it. It needs no exchange: every rank h
 Traffic of a shard of N columns: MN, with a gradient 3MN; between ranks at most 8 numbers a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -176,15 +178,21 @@ class Counts(NamedTuple):
     of_z: Tensor | None
 
 
-def counts_of(shard: Shard, states: States) -> Counts:
+def counts_of(shard: Shard, states: States, over: Sequence[Any] = (), totals: Sequence[Tensor] = ()) -> Counts:
+    """over: groups over whose ranks the rows lie. totals: of_loss and of_z, where they are known."""
     t = shard.target.long()
     on = t != shard.loss.ignore_index
     wrong = on & ((t < 0) | (t >= shard.shards.n_classes))
     if not shard.loss.mean:
         return Counts(on, wrong, None, None)
+    if totals:
+        return Counts(on, wrong, *totals)
     of_z = on.sum().to(states.lse.dtype)
     of_loss = of_z if states.weight is None else torch.where(on & ~wrong, states.weight, 0.0).sum()
-    return Counts(on, wrong, of_loss, of_z)
+    both = torch.stack((of_loss, of_z))
+    for group in over:
+        dist.all_reduce(both, group=group)
+    return Counts(on, wrong, *both.unbind())
 
 
 def losses_of(shard: Shard, states: States, counts: Counts) -> tuple[Tensor, Tensor]:
@@ -298,29 +306,29 @@ class _Sharded(torch.autograd.Function):
     """(loss, lse, z-loss, statistics) of rows, the same on every rank, with the gradient of this rank's logits."""
 
     @staticmethod
-    def forward(ctx, x, target, loss, shards, wanted, dtype):
+    def forward(ctx, x, target, loss, shards, wanted, dtype, over):
         ctx.set_materialize_grads(False)
         shard = shard_of(x, target, loss, shards)
         states = states_of(shard)
-        counts = counts_of(shard, states)
+        counts = counts_of(shard, states, over)
         y, z = losses_of(shard, states, counts)
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
         results = (of_loss + of_z).to(dtype), states.lse, of_z.to(dtype), *stats_of(shard, states, counts, y)
         ctx.of_call, ctx.inplace = (loss, shards), wanted.inplace and loss.reduction != "none"
-        ctx.save_for_backward(x, target, *states[:5])
+        ctx.save_for_backward(x, target, *states[:5], counts.of_loss, counts.of_z)
         ctx.mark_non_differentiable(*results[3:])
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dlse, dz, *_):
-        x, target, *states = ctx.saved_tensors
+        x, target, *states, of_loss, of_z = ctx.saved_tensors
         shard, states = shard_of(x, target, *ctx.of_call), States(*states)
-        counts = counts_of(shard, states)
+        counts = counts_of(shard, states, totals=() if of_loss is None else (of_loss, of_z))
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         given = coefficients_of(shard, states, counts, *wide)
         dx = x.detach() if ctx.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return gradient_of(shard, states.lse, given, dx), *(None,) * 5
+        return gradient_of(shard, states.lse, given, dx), *(None,) * 6
 
 
 def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Tensor]:
@@ -333,7 +341,11 @@ def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Te
 
 
 def sharded(
-    rows: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns]."""
-    return _Sharded.apply(rows, target, loss, shards, wanted, dtype)
+    rows: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype,
+    over: Sequence[Any] = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns].
+
+    over: groups over whose ranks the rows lie: a mean is of all, and what is returned is this rank's part of it.
+    """
+    return _Sharded.apply(rows, target, loss, shards, wanted, dtype, over)

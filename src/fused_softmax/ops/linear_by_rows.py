@@ -27,7 +27,7 @@ class Linear:
 def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_weight: bool) -> Linear:
     """The chunks of a call. of_weight: whether w's gradient is asked for, which takes several chunks an accumulator."""
     if chunk_size is None:
-        row_bytes = w.shape[0] * x.element_size()
+        row_bytes = max(w.shape[0], 1) * x.element_size()
         fits = _CHUNK_BYTES // row_bytes
         chunk_size = max(fits // _CHUNK_ROWS * _CHUNK_ROWS, min(fits, _CHUNK_ROWS), 1)
         if of_weight and accumulate == "fp32" and x.dtype == torch.bfloat16:
@@ -37,7 +37,7 @@ def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_
             chunk_size = len(x) if len(x) * row_bytes <= at_once else chunk_size
         equal = -(-len(x) // max(-(-len(x) // chunk_size), 1))
         chunk_size = min(chunk_size, -(-equal // _CHUNK_ROWS) * _CHUNK_ROWS)
-    return Linear(min(chunk_size, len(x)), accumulate == "fp32")
+    return Linear(max(min(chunk_size, len(x)), 1), accumulate == "fp32")
 
 
 def by_rows(

@@ -20,9 +20,10 @@ from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOut
 from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
 from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes
 from fused_softmax.ops.linear_by_rows import Gradients, Linear, by_rows, chunks, divides_late, linear_of
+from fused_softmax.ops.linear_on_shards import linear_loss_on_shards
 from fused_softmax.ops.linear_sharded import GatheredRows, LinearSharded, OfCall
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
-from fused_softmax.route import Route, batched, needs_grad, on_device, readable, route_of
+from fused_softmax.route import Route, batched, is_sharded, needs_grad, on_device, readable, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -122,6 +123,10 @@ def linear_cross_entropy(
     left_out = skip_ignored and wanted.lse and not target.is_floating_point()
     ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
     result_dtype = dtype or input.dtype
+    if is_sharded(linear_weight):
+        return linear_loss_on_shards(
+            input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate
+        )
     takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and target.numel() > 0 and linear_weight.numel() > 0
     tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]

@@ -35,13 +35,17 @@ from fused_softmax.options import Loss, arithmetic_of
 
 
 class OfCall(NamedTuple):
-    """What stays the same from chunk to chunk. summed: whether the input's gradient is summed over ranks here."""
+    """What stays the same from chunk to chunk.
+
+    summed: whether the input's gradient is summed over ranks here. over: groups over whose ranks the rows lie.
+    """
 
     loss: Loss
     linear: Linear
     shards: Shards
     dtype: torch.dtype
     summed: bool
+    over: Sequence[Any] = ()
 
 
 class GatheredRows(torch.autograd.Function):
@@ -67,7 +71,7 @@ class LinearSharded(torch.autograd.Function):
     def forward(ctx, x, w, bias, target, of_call, asked):
         ctx.set_materialize_grads(False)
         loss, shards, late = of_call.loss, of_call.shards, divides_late(x, of_call.loss)
-        counts = _counts_of_all(x, target, loss, shards)
+        counts = _counts_of_all(x, target, of_call)
         at_once = any(asked) and loss.reduction != "none"
         at_once = at_once and not (late and loss.lse_square_scale and loss.weight is not None)
         summing = _Summing(x, w, bias, of_call, asked, wide=late) if at_once else None
@@ -85,7 +89,7 @@ class LinearSharded(torch.autograd.Function):
         if late and counts.of_loss is not None:
             ctx.late = 1.0 / torch.where(counts.of_loss == 0, 1.0, counts.of_loss)
         ctx.gradients, ctx.of_call, ctx.asked = summing and summing.finish(), of_call, asked
-        ctx.save_for_backward(x, w, bias, target, *states[:5])
+        ctx.save_for_backward(x, w, bias, target, *states[:5], counts.of_loss, counts.of_z)
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
         stats = stats_of(whole, states, counts, y)
         ctx.mark_non_differentiable(*stats)
@@ -94,13 +98,13 @@ class LinearSharded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dlse, dz, *_):
-        x, w, bias, target, *states = ctx.saved_tensors
+        x, w, bias, target, *states, of_loss, of_z = ctx.saved_tensors
         of_call, states = ctx.of_call, States(*states)
         if ctx.gradients is not None and dlse is None and dz is None and dy is not None:
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
             return *gradients.times(dy if ctx.late is None else dy * ctx.late), *(None,) * 3
-        counts = _counts_of_all(x, target, of_call.loss, of_call.shards, states.weight)
+        counts = _counts_of_all(x, target, of_call, () if of_loss is None else (of_loss, of_z))
         summing = _Summing(x, w, bias, of_call, ctx.asked, wide=divides_late(x, of_call.loss))
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         for here, shard in _shards_of(x, w, bias, target, of_call):
@@ -146,20 +150,21 @@ class _Summing:
 def _shards_of(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, of_call: OfCall
 ) -> Iterator[tuple[slice, Shard]]:
-    """(rows, their logits) of each chunk."""
+    """(rows, their logits) of each chunk; one of none where there are no rows, for other ranks may have some."""
+    if not len(x):
+        yield slice(0, 0), shard_of(x.new_empty(0, len(w)), target, of_call.loss, of_call.shards)
     for start, logits in chunks(x.detach(), w.detach(), bias, of_call.linear):
         here = slice(start, start + len(logits))
         yield here, shard_of(logits, target[here], of_call.loss, of_call.shards)
 
 
-def _counts_of_all(x: Tensor, target: Tensor, loss: Loss, shards: Shards, weight: Tensor | None = None) -> Counts:
-    """Of all rows, before any of their logits are made. weight: of the targets, if it is known already."""
-    empty = x.new_empty(len(x), 0)
-    if loss.weight is not None and weight is None and loss.mean:
-        own = shard_of(empty, target, loss, shards)
-        weight = gather(weights_of(own), shards).sum(0)  # type: ignore[arg-type]
-    lse = x.new_empty(len(x), dtype=arithmetic_of(x))
-    return counts_of(shard_of(empty, target, loss, shards), States(lse, lse, weight))
+def _counts_of_all(x: Tensor, target: Tensor, of_call: OfCall, totals: Sequence[Tensor] = ()) -> Counts:
+    """Of all rows, before any of their logits are made. totals: of a mean, where they are known."""
+    loss, lse, weight = of_call.loss, x.new_empty(len(x), dtype=arithmetic_of(x)), None
+    shard = shard_of(x.new_empty(len(x), 0), target, loss, of_call.shards)
+    if loss.weight is not None and loss.mean and not totals:
+        weight = gather(weights_of(shard), of_call.shards).sum(0)  # type: ignore[arg-type]
+    return counts_of(shard, States(lse, lse, weight), of_call.over, totals)
 
 
 def _counts_at(counts: Counts, here: slice, divided: bool = True) -> Counts:

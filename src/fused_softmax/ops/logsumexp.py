@@ -132,7 +132,12 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scores.arguments())
-        return on_shards(on_shard, input, (*dims, -2) if is_causal else dims, dims, keepdim)
+        whole = (*dims, -2) if is_causal else dims
+
+        def in_parts(x, shards):
+            return logsumexp_of_shards(x, dims[0], bool(keepdim), scores, shards)
+
+        return on_shards(on_shard, input, whole, dims, keepdim, None if scores.greedy else in_parts)
     if route is Route.OPERATOR and out is None:
         return torch.ops.fused_softmax.logsumexp.default(input, dims, keepdim, *scores.operator_arguments())
     if plain:

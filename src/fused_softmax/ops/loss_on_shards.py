@@ -1,0 +1,164 @@
+"""Cross-entropy of a DTensor: each rank works on its own shard, and only numbers of rows move."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.distributed import Shards
+from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted
+from fused_softmax.ops.cross_entropy_sharded import sharded
+from fused_softmax.ops.shards import shards_of_mesh
+from fused_softmax.options import DTYPES, Loss
+from fused_softmax.route import is_sharded
+
+
+class Placed(NamedTuple):
+    """Where the results of a loss lie on a mesh.
+
+    of_rows: a placement of each mesh dim. classes: the mesh dim over which classes lie in shards, or None.
+    shape: of the targets.
+    """
+
+    name: str
+    mesh: Any
+    of_rows: list[Any]
+    classes: int | None
+    shape: torch.Size
+
+    @property
+    def over(self) -> list[int]:
+        """The mesh dims over which rows lie in shards."""
+        from torch.distributed.tensor import Shard
+
+        return [i for i, each in enumerate(self.of_rows) if isinstance(each, Shard)]
+
+    @property
+    def groups(self) -> list[Any]:
+        return [self.mesh.get_group(i) for i in self.over]
+
+    def shards(self, n_classes: int) -> Shards:
+        if self.classes is None:
+            return Shards(None, 0, (n_classes,), n_classes)
+        return shards_of_mesh(self.mesh, self.classes, n_classes)
+
+    def targets(self, target: Any) -> Tensor:
+        """This rank's targets."""
+        if self.over and not is_sharded(target):
+            raise ValueError(
+                f"{self.name}: target must be a DTensor where the rows of the input lie in shards: "
+                "a plain tensor may be of all rows, or of this rank's"
+            )
+        return _local(target, self.mesh, self.of_rows)
+
+    def weight(self, weight: Any) -> Tensor | None:
+        """This rank's classes' weights."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        placements = [Shard(0) if i == self.classes else Replicate() for i in range(self.mesh.ndim)]
+        return None if weight is None else _local(weight, self.mesh, placements)
+
+    def output(self, y, lse, z, stats, wanted: Wanted, reduction: str) -> Tensor | CrossEntropyOutput:
+        """What the caller asked for, as DTensors."""
+        y, z = (self._reduced(each, reduction) for each in (y, z))
+        if not wanted.beside:
+            return y
+        return CrossEntropyOutput(
+            y, self._of_targets(lse) if wanted.lse else None, z if wanted.z_loss else None,
+            TokenStats(*map(self._of_targets, stats)) if wanted.stats else None,
+        )  # fmt: skip
+
+    def _of_targets(self, values: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        sizes = list(self.shape)
+        for i in self.over:
+            dim = self.of_rows[i].dim
+            sizes[dim] = shards_of_mesh(self.mesh, i, sizes[dim]).held
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            values.view(sizes), self.mesh, self.of_rows, run_check=False, shape=self.shape, stride=stride
+        )
+
+    def _reduced(self, values: Tensor, reduction: str) -> Any:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if reduction == "none":
+            return self._of_targets(values)
+        if reduction == "mean" and self.over:  # the average over ranks is this sum, and so is each rank's gradient
+            ranks = math.prod(self.mesh.size(i) for i in self.over)
+            values = values + (values * (ranks - 1)).detach()
+        partial = Partial("avg" if reduction == "mean" else "sum")
+        placements = [partial if i in self.over else Replicate() for i in range(self.mesh.ndim)]
+        return DTensor.from_local(values, self.mesh, placements, run_check=False)
+
+
+def loss_on_shards(
+    input: Any, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype
+) -> Tensor | CrossEntropyOutput:
+    """The loss of logits that are a DTensor, as DTensors where torch's own rules place them.
+
+    target, weight: DTensors, or whole tensors that are the same on all ranks. Where rows lie in shards, a mean is
+    Partial("avg") and a sum Partial("sum"); elsewhere results are Replicate, and of rows they lie as the rows do.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    class_dim = 0 if input.ndim == 1 else 1
+    input, kept = cut_once(input, class_dim)
+    of_rows = [
+        Shard(each.dim - (each.dim > 1)) if isinstance(each, Shard) and i != kept else Replicate()
+        for i, each in enumerate(input.placements)
+    ]
+    placed = Placed("cross_entropy", input.device_mesh, of_rows, kept, target.shape)
+    x, t = input.to_local(), placed.targets(target)
+    rows = x.unsqueeze(0) if x.ndim == 1 else x.movedim(1, -1).flatten(0, -2)
+    rows = rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
+    y, lse, z, *stats = sharded(
+        rows, t.reshape(-1).contiguous(), replace(loss, weight=placed.weight(loss.weight)),
+        placed.shards(input.shape[class_dim]), wanted, dtype, placed.groups,
+    )  # fmt: skip
+    return placed.output(y, lse, z, stats, wanted, loss.reduction)
+
+
+def cut_once(x: Any, dim: int, *whole: int) -> tuple[Any, int | None]:
+    """(x with `dim` in shards over at most one mesh dim, and dims `whole` over none, that mesh dim)."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    cut = next((i for i, each in enumerate(x.placements) if type(each) is Shard and each.dim == dim), None)
+
+    def place(i: int, placement: Any) -> Any:
+        fits = type(placement) is Shard and placement.dim not in (dim, *whole)  # columns of shards of shards have gaps
+        return placement if i == cut or fits else Replicate()
+
+    placements = [place(i, each) for i, each in enumerate(x.placements)]
+    return (x if placements == list(x.placements) else x.redistribute(placements=placements)), cut
+
+
+def loss_fits_shards(x: Any, target: Any, weight: Any, reduction: int, label_smoothing: float) -> bool:
+    """Whether arguments of ATen's cross_entropy, which nobody has checked, are those of a loss of a DTensor."""
+    rows = (x.shape[0], *x.shape[2:]) if x.ndim > 1 else ()
+    from torch.distributed.tensor import Shard
+
+    by_rows = any(isinstance(each, Shard) and each.dim != min(1, x.ndim - 1) for each in x.placements)
+    return (
+        x.ndim > 0
+        and x.dtype in DTYPES
+        and target.dtype in (torch.int64, torch.uint8)
+        and tuple(target.shape) == rows
+        and target.device == x.device
+        and reduction in (0, 1, 2)
+        and 0.0 <= label_smoothing <= 1.0
+        and (weight is None or (tuple(weight.shape), weight.device) == ((x.shape[min(1, x.ndim - 1)],), x.device))
+        and (is_sharded(target) or not by_rows)
+    )
+
+
+def _local(tensor: Any, mesh: Any, placements: list) -> Tensor:
+    """This rank's part of a DTensor, or of a tensor that every rank has whole."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return tensor.redistribute(placements=placements).to_local()
