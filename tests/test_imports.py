@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "launch": {"native"},
     "workspace": set(),
     "calls": {"native"},
+    "distributed": set(),
     "route": set(),
     "options": set(),
     "options_sampling": set(),
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "layout": {"options", "kernels", "plan"},
     "runner": {"plan", "kernels", "device", "launch", "workspace"},
     "ops": {
-        "calls", "options", "layout", "route", "runner", "plan", "kernels", "device", "launch", "workspace",
+        "calls", "distributed", "options", "layout", "route", "runner", "plan", "kernels", "device", "launch", "workspace",
         "reference", "reference_sampling", "options_sampling",
     },
     "register": {

@@ -72,7 +72,8 @@ def shards_of(
     check_group(name, group, n_classes, transport)
     described = {"rows": rows, **asked}
     digest = zlib.crc32(repr(sorted((key, str(value)) for key, value in asked.items())).encode()) % _EXACT
-    _raise_doubts(name, group)
+    if not _captures(device):
+        _raise_doubts(name, group)
     known = _known.setdefault(group, {})
     key = columns, n_classes, device.type
     if _waits_for_nobody(device) or CHECK or key not in known:
@@ -136,6 +137,11 @@ def _waits_for_nobody(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def _captures(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can be asked of earlier calls."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _compare(name: str, group: Any, device: torch.device, said: Mapping[str, Any]) -> tuple[int, ...]:
     """The columns of every rank, once all are found to say the same of all else."""
     text = "\n".join(f"{key}={value}" for key, value in said.items()).encode()[:_SAID]
@@ -157,7 +163,7 @@ def _compare(name: str, group: Any, device: torch.device, said: Mapping[str, Any
 
 def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
     """Keep what a later call can say of this one: no call waits for a device to say it of itself."""
-    if headers.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _captures(headers.device):
         return
     event = None
     if headers.is_cuda:

@@ -94,9 +94,9 @@ def merged(heard: States, shards: Shards) -> States:
     if expected is not None and best is not None and best_at is not None:
         p = (heard.lse - lse).exp()
         expected = torch.where(p == 0, 0.0, p * expected).sum(0)
-        rank = best.argmax(0, keepdim=True)  # the first of the greatest
-        firsts = torch.tensor([sum(shards.sizes[:r]) for r in range(len(best))], device=rank.device)
-        best_at = best_at.gather(0, rank).squeeze(0).long() + firsts[rank.squeeze(0)]
+        firsts = [sum(shards.sizes[:rank]) for rank in range(len(best))]
+        at = torch.stack([each.long() + first for each, first in zip(best_at, firsts, strict=True)])
+        best_at = at.gather(0, best.argmax(0, keepdim=True)).squeeze(0)  # of the first of the greatest
         best = None
     weight, weighted, total = (None if each is None else each.sum(0) for each in heard[2:5])
     return States(lse, heard.logit.sum(0), weight, weighted, total, expected, best, best_at)

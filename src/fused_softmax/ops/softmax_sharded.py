@@ -89,7 +89,8 @@ def _lse_of(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Tensor:
 
 
 def _sink_of(scores: Scores, lse: Tensor) -> Tensor:
-    return torch.as_tensor(scores.sink, device=lse.device).to(lse.dtype)
+    sink = scores.sink
+    return sink.to(lse.dtype) if isinstance(sink, Tensor) else lse.new_full((), sink)  # type: ignore[arg-type]
 
 
 def _beside(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, others: Tensor) -> Tensor:
