@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 MOST = 4
-SECONDS = 20  # after which a rank that hears nothing gives up
+SECONDS = 60  # after which a rank that hears nothing gives up
 
 
 class Raised(Exception):
