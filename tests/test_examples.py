@@ -1,4 +1,4 @@
-"""The examples run: a few steps of the tiny training, generate() by our sampler, a server's step."""
+"""The examples run: the tiny training, alone and over two ranks, generate() by our sampler, a server's step."""
 
 import importlib.util
 import sys
@@ -34,6 +34,13 @@ def generate():
 @pytest.fixture
 def server_step():
     return module_of("server_step")
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    pytest.importorskip("matplotlib", reason="the example draws its curves")
+    monkeypatch.syspath_prepend(EXAMPLES)  # where the ranks, which are other processes, find what they run
+    return module_of("two_ranks")
 
 
 SMALL = ["--vocab", "31", "--hidden", "16", "--layers", "1", "--tokens", "32", "--length", "8"]
@@ -102,3 +109,44 @@ def test_a_server_draws_what_a_grammar_allows_and_ends_what_it_cannot_draw(serve
     assert set(allowed.tokens) <= {7, 33}
     assert len(allowed.tokens) == 3
     assert nothing.tokens == [0]
+
+
+def test_a_vocabulary_over_two_ranks_is_learnt_as_by_one(two_ranks, tmp_path, capsys):
+    """31 classes: the last of the ranks has a column of padding."""
+    out = tmp_path / "curves.png"
+    sizes = ["--vocab", "31", "--hidden", "16", "--tokens", "32", "--length", "8", "--dtype", "float64"]
+    alone, over = two_ranks.main(["--steps", "8", *sizes, "-o", str(out)])
+    (losses,) = alone.losses
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.1
+    assert len(over.losses) == 2
+    for of_rank in over.losses:
+        assert of_rank == pytest.approx(losses, rel=1e-9)
+    assert (alone.logits_bytes, over.logits_bytes) == (28 * 31 * 8, 28 * 16 * 8)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "losses are at most" in said
+    assert "2 ranks: loss" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "--ranks"), (["-o", "no_such_folder/x.png"], "no folder no_such_folder"),
+        (["-o", "x.txt"], "must end in one of .png, .svg, .pdf, got x.txt"),
+        (["--device", "cuda", "--ranks", "999"], "a GPU for each of the 999 ranks"),
+    ],
+)  # fmt: skip
+def test_bad_options_of_two_ranks_are_named(options, message, two_ranks, capsys):
+    with pytest.raises(SystemExit):
+        two_ranks.main(options)
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_that_exists_is_kept(two_ranks, tmp_path, capsys):
+    out = tmp_path / "curves.png"
+    out.write_text("mine")
+    with pytest.raises(SystemExit):
+        two_ranks.main(["-o", str(out)])
+    assert "curves.png exists; --force overwrites it" in capsys.readouterr().err
+    assert out.read_text() == "mine"
