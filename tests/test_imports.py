@@ -43,8 +43,8 @@ MAY_IMPORT = {
     "layout": {"options", "kernels", "plan"},
     "runner": {"plan", "kernels", "device", "launch", "workspace"},
     "ops": {
-        "calls", "distributed", "options", "layout", "route", "runner", "plan", "kernels", "device", "launch", "workspace",
-        "reference", "reference_sampling", "options_sampling",
+        "calls", "distributed", "options", "layout", "route", "runner", "plan", "kernels", "device", "launch",
+        "workspace", "reference", "reference_sampling", "options_sampling",
     },
     "register": {
         "ops", "calls", "layout", "options", "options_sampling", "route", "reference", "reference_sampling",
