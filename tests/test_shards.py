@@ -566,3 +566,25 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd)
             if odd
             else None
         )
+
+
+def second_derivatives(group, name, scored):
+    x, w = (logits(3, 4, seed=seed).float().requires_grad_() for seed in (0, 1))
+    if name == "linear_cross_entropy":
+        y = linear_cross_entropy(x, w, torch.arange(3), group=group)
+    elif name == "cross_entropy":
+        y = cross_entropy(x, torch.arange(3), group=group)
+    else:
+        scale = {"scale": torch.ones(3, 1, requires_grad=True)} if scored else {}
+        y = getattr(fused_softmax, name)(x, 1, **scale, group=group)
+    penalty = x.square().sum()  # by which there is another way to x
+    (dx,) = torch.autograd.grad(y.square().sum() + penalty, x, create_graph=True)
+    torch.autograd.grad((dx * dx).sum() + penalty, x)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "linear_cross_entropy"])
+def test_a_second_derivative_raises(ranks, name, scored):
+    for each in ranks(2, second_derivatives, name, scored):
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1].endswith(": there is no second derivative over the ranks of a group")

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fused_softmax.distributed import Shards, gather
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.ops.once import once
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import runs_here
 
@@ -320,7 +320,7 @@ class _Sharded(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @once("cross_entropy")
     def backward(ctx, dy, dlse, dz, *_):
         x, target, *states, of_loss, of_z = ctx.saved_tensors
         shard, states = shard_of(x, target, *ctx.of_call), States(*states)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fused_softmax.distributed import Shards, gather
 from fused_softmax.ops.cross_entropy_sharded import (
@@ -31,6 +30,7 @@ from fused_softmax.ops.cross_entropy_sharded import (
 )
 from fused_softmax.ops.linear_by_classes import add_product
 from fused_softmax.ops.linear_by_rows import Gradients, Linear, chunks, divides_late
+from fused_softmax.ops.once import once
 from fused_softmax.options import Loss, arithmetic_of
 
 
@@ -57,7 +57,7 @@ class GatheredRows(torch.autograd.Function):
         return gather(x.contiguous(), shards._replace(digest=None)).flatten(0, 1)
 
     @staticmethod
-    @once_differentiable
+    @once("linear_cross_entropy")
     def backward(ctx, dx):
         dx, shards = dx.contiguous(), ctx.shards
         dist.all_reduce(dx, group=shards.group)
@@ -96,7 +96,7 @@ class LinearSharded(torch.autograd.Function):
         return (of_loss + of_z).to(of_call.dtype), states.lse, of_z.to(of_call.dtype), *stats
 
     @staticmethod
-    @once_differentiable
+    @once("linear_cross_entropy")
     def backward(ctx, dy, dlse, dz, *_):
         x, w, bias, target, *states, of_loss, of_z = ctx.saved_tensors
         of_call, states = ctx.of_call, States(*states)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fused_softmax.distributed import Shards, gather, shards_of
+from fused_softmax.ops.once import once
 from fused_softmax.options import Scores, arithmetic_in, scores_of
 from fused_softmax.route import needs_grad
 
@@ -124,6 +124,7 @@ class _Merged(torch.autograd.Function):
         return lse
 
     @staticmethod
+    @once("logsumexp")
     def backward(ctx, dlse):
         own, lse = ctx.saved_tensors
         return (own - lse).exp().masked_fill(own == -torch.inf, 0.0) * dlse, None
@@ -140,7 +141,7 @@ class _Others(torch.autograd.Function):
         return _lse_of_others(heard, shards.rank, hollow)
 
     @staticmethod
-    @once_differentiable
+    @once("softmax")
     def backward(ctx, gradient):
         (heard,), shards = ctx.saved_tensors, ctx.shards
         gradients, own = gather(gradient, shards), heard[shards.rank]
@@ -165,7 +166,7 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once("softmax")
     def backward(ctx, dy):
         (y,), (log, dim, dtype, scores, shards) = ctx.saved_tensors, ctx.of_call
         y_wide, dy = (each.to(arithmetic_in(y.dtype)) for each in (y, dy))
