@@ -588,3 +588,21 @@ def test_a_second_derivative_raises(ranks, name, scored):
     for each in ranks(2, second_derivatives, name, scored):
         assert each.args[0] == "RuntimeError"
         assert each.args[1].endswith(": there is no second derivative over the ranks of a group")
+
+
+def chunks_of_memory(group, x, w, target):
+    """A call whose chunks are what fits in little memory, of which a long shard holds fewer rows."""
+    from fused_softmax.ops import linear_by_rows
+
+    held, linear_by_rows._CHUNK_BYTES = linear_by_rows._CHUNK_BYTES, 128 * 12 * 4
+    try:
+        return linear_losses(group, "torch", x, w, None, target, None, {})
+    finally:
+        linear_by_rows._CHUNK_BYTES = held
+
+
+def test_all_ranks_take_the_same_chunks(ranks):
+    x, w = logits(300, 6, seed=5).float() / 3, logits(N_CLASSES, 6, seed=6).float() / 3
+    target = torch.arange(300) % N_CLASSES
+    found = ranks.values(4, chunks_of_memory, x, w, target)
+    close(found[0][0][0], linear_cross_entropy(x.double(), w.double(), target))

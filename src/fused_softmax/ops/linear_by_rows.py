@@ -24,15 +24,21 @@ class Linear:
     accumulate: bool
 
 
-def linear_of(x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_weight: bool) -> Linear:
-    """The chunks of a call. of_weight: whether w's gradient is asked for, which takes several chunks an accumulator."""
+def linear_of(
+    x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_weight: bool, sizes: Sequence[int] = ()
+) -> Linear:  # fmt: skip
+    """The chunks of a call. of_weight: whether w's gradient is asked for, which takes several chunks an accumulator.
+
+    sizes: of all ranks' shards of w, if it is one: every rank takes the chunks of the longest, and exchanges as many.
+    """
+    n_classes = max(sizes, default=w.shape[0])
     if chunk_size is None:
-        row_bytes = max(w.shape[0], 1) * x.element_size()
+        row_bytes = max(n_classes, 1) * x.element_size()
         fits = _CHUNK_BYTES // row_bytes
         chunk_size = max(fits // _CHUNK_ROWS * _CHUNK_ROWS, min(fits, _CHUNK_ROWS), 1)
         if of_weight and accumulate == "fp32" and x.dtype == torch.bfloat16:
             # Several take a chunk and two gradients' bytes; in the end, their rounded sum beside them, three.
-            w_bytes = w.numel() * x.element_size()
+            w_bytes = n_classes * w.shape[1] * x.element_size()
             at_once = max(_CHUNK_BYTES + w_bytes, 2 * w_bytes)
             chunk_size = len(x) if len(x) * row_bytes <= at_once else chunk_size
         equal = -(-len(x) // max(-(-len(x) // chunk_size), 1))

@@ -165,7 +165,8 @@ def linear_cross_entropy(
             rows, flat = rows[kept], flat[kept]
         else:
             kept = None
-    linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight))
+    sizes = () if shards is None else shards.sizes
+    linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight), sizes)
     asked = _asked(rows, linear_weight, linear_bias)
     if shards is None:
         at_once = reduction != "none" and any(asked)

@@ -45,10 +45,10 @@ def linear_loss_on_shards(
         bias = linear_bias.redistribute(placements=weight.placements).to_local(grad_placements=of_gradient)
 
     rows, flat = x.reshape(-1, x.shape[-1]), t.reshape(-1).contiguous()
-    linear = linear_of(rows, w, chunk_size, accumulate, needs_grad(w))
+    shards = placed.shards(linear_weight.shape[0])
+    linear = linear_of(rows, w, chunk_size, accumulate, needs_grad(w), shards.sizes)
     of_call = OfCall(
-        replace(loss, weight=placed.weight(loss.weight)), linear, placed.shards(linear_weight.shape[0]), dtype,
-        summed=True, over=placed.groups,
+        replace(loss, weight=placed.weight(loss.weight)), linear, shards, dtype, summed=True, over=placed.groups
     )  # fmt: skip
     asked = [each is not None and needs_grad(each) for each in (rows, w, bias)]
     y, lse, z, *stats = LinearSharded.apply(rows, w, bias, flat, of_call, asked)
