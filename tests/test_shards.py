@@ -606,3 +606,41 @@ def test_all_ranks_take_the_same_chunks(ranks):
     target = torch.arange(300) % N_CLASSES
     found = ranks.values(4, chunks_of_memory, x, w, target)
     close(found[0][0][0], linear_cross_entropy(x.double(), w.double(), target))
+
+
+def graded_on_some(group, name, argument):
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    x, w, scale = torch.zeros(2, 3), torch.zeros(3, 3), torch.ones(2, 1)
+    {"input": x, "weight": w, "scale": scale}[argument].requires_grad_(not last)
+    if name == "linear_cross_entropy":
+        return linear_cross_entropy(x, w, INDICES, group=group)
+    return getattr(fused_softmax, name)(x, 1, **({"scale": scale} if argument == "scale" else {}), group=group)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "said"),
+    [
+        ("softmax", "input", "requires_grad"),
+        ("log_softmax", "input", "requires_grad"),
+        ("softmax", "scale", "requires_grad"),
+        ("linear_cross_entropy", "input", "input_requires_grad"),
+        ("linear_cross_entropy", "weight", "weight_requires_grad"),
+    ],
+)
+def test_gradients_that_take_an_exchange_are_asked_for_by_all_ranks(ranks, name, argument, said):
+    for each in ranks(3, graded_on_some, name, argument):
+        assert each.args[:2] == (
+            "RuntimeError",
+            f"{name}: the ranks of the group differ in {said}: True on rank 0, False on rank 2",
+        )
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "cross_entropy"])
+def test_gradients_without_an_exchange_are_each_rank_s_own(ranks, name):
+    assert ranks.values(3, graded_on_one, name) == [True, False, False]
+
+
+def graded_on_one(group, name):
+    x = torch.zeros(2, 3, requires_grad=dist.get_rank(group) == 0)
+    y = getattr(fused_softmax, name)(x, *((INDICES,) if name == "cross_entropy" else (1,)), group=group)
+    return bool(y.requires_grad and torch.autograd.grad(y.sum(), x)[0].any())

@@ -105,6 +105,7 @@ def linear_cross_entropy(
             "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
             "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale, "skip_ignored": skip_ignored,
             "chunk_size": chunk_size, "input_sharded": input_sharded, "statistics": return_token_stats,
+            "input_requires_grad": needs_grad(input), "weight_requires_grad": needs_grad(linear_weight),
         }  # fmt: skip
         shards = _shards_of_call(input, linear_weight, target, (group, n_classes, transport), alike)
         if input_sharded:

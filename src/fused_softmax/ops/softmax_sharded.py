@@ -41,6 +41,9 @@ def shards_of_dim(
         "operation": name, "dtype": f"{x.dtype} to {dtype}", "dim": dim, "shape": shape,
         "masked_rows": scores.masked_rows, "scaled": scores.scale is not None, "sink": scores.sink is not None,
     }  # fmt: skip
+    if name != "logsumexp":  # ranks exchange in the backward pass too, in one of two ways
+        of_scores = needs_grad(*scores.tensors)
+        asked |= {"requires_grad": of_scores or needs_grad(x), "scores_require_grad": of_scores}
     return shards_of(name, x.shape[dim], math.prod(shape), *over, x.device, asked)
 
 
