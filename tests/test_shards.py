@@ -644,3 +644,33 @@ def graded_on_one(group, name):
     x = torch.zeros(2, 3, requires_grad=dist.get_rank(group) == 0)
     y = getattr(fused_softmax, name)(x, *((INDICES,) if name == "cross_entropy" else (1,)), group=group)
     return bool(y.requires_grad and torch.autograd.grad(y.sum(), x)[0].any())
+
+
+def exchanges_of(group, arguments):
+    """What a linear loss raised, and how many times this rank had talked to the others by then."""
+    from fused_softmax import distributed
+
+    said, gathers = [], distributed._all_gather
+    distributed._all_gather = lambda *args, **kwargs: said.append(gathers(*args, **kwargs))
+    try:
+        linear_cross_entropy(torch.zeros(2, 3), torch.zeros(4, 3), **arguments, group=group)
+    except Exception as error:
+        return type(error).__name__, str(error), len(said)
+    finally:
+        distributed._all_gather = gathers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"target": INDICES, "weight": torch.ones(3)}, "RuntimeError", "weight must have shape (4,)"),
+        ({"target": INDICES[:1]}, "ValueError", "target must have shape (2,)"),
+        ({"target": torch.zeros(2, 4)}, "ValueError", "group= takes targets of class indices, got probabilities"),
+        ({"target": INDICES, "reduction": "max"}, "ValueError", "reduction must be"),
+        ({"target": INDICES, "input_sharded": True}, "ValueError", "input_sharded takes [rows, in_features]"),
+    ],
+)
+def test_linear_losses_check_before_any_exchange(ranks, arguments, error, said):
+    for kind, text, exchanges in ranks.values(2, exchanges_of, arguments):
+        assert (kind, exchanges) == (error, 0)
+        assert text.startswith(f"linear_cross_entropy: {said}")

@@ -279,3 +279,16 @@ def test_linear_losses_of_shards(ranks, mesh, of_x, of_w, reduction, way):
         assert same
         for ours, truth in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=2e-6)
+
+
+def of_a_mesh_and_a_group(group, name):
+    x = distribute_tensor(logits(6, 12), mesh_of((4,)), [Shard(1)])
+    arguments = {"cross_entropy": (torch.arange(6),), "linear_cross_entropy": (logits(3, 12), torch.arange(6))}
+    return getattr(fused_softmax, name)(x, *arguments.get(name, (1,)), group=group)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp", "cross_entropy", "linear_cross_entropy"])
+def test_a_group_takes_no_dtensor(ranks, name):
+    for each in ranks(4, of_a_mesh_and_a_group, name):
+        assert each.args[0] == "TypeError"
+        assert each.args[1].startswith(f"{name}: group= takes this rank's columns as a plain tensor, got a DTensor")

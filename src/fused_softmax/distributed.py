@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_softmax.route import is_sharded
+
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["collective"]
 TRANSPORTS = get_args(Transport)
@@ -69,7 +71,6 @@ def shards_of(
     in the environment, the ranks compare it, and their targets under that flag, before each call. Elsewhere they do so
     when a call's columns are new to the group; later messages carry a digest.
     """
-    check_group(name, group, n_classes, transport)
     described = {"rows": rows, **asked}
     digest = zlib.crc32(repr(sorted((key, str(value)) for key, value in asked.items())).encode()) % _EXACT
     if not _captures(device):
@@ -88,8 +89,8 @@ def shards_of(
     return shards if _waits_for_nobody(device) else shards._replace(digest=digest)
 
 
-def check_group(name: str, group: Any, n_classes: Any, transport: Any) -> None:
-    """Raise what a single rank can tell of the arguments that a sharded call has more."""
+def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors: Any) -> None:
+    """Raise what a single rank can tell of the arguments that a sharded call has more, and of the kind of tensors."""
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {transport!r}")
     if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
@@ -106,6 +107,8 @@ def check_group(name: str, group: Any, n_classes: Any, transport: Any) -> None:
         raise TypeError(f"{name}: group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: this rank is not in the group")
+    if any(isinstance(each, Tensor) and is_sharded(each) for each in tensors):
+        raise TypeError(f"{name}: group= takes this rank's columns as a plain tensor, got a DTensor, which has a mesh")
 
 
 def gather(message: Tensor, shards: Shards) -> Tensor:

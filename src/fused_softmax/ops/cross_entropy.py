@@ -209,7 +209,7 @@ def _checked(input, target, weight, ignore_index, reduction, numbers, wanted) ->
 def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over):
     """A call whose classes lie over the ranks of a group."""
     name, (group, n_classes, transport) = "cross_entropy", over
-    check_group(name, group, n_classes, transport)
+    check_group(name, group, n_classes, transport, input)
     loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
     if lse is not None:
         raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax.distributed import Shards, Transport, check_group, shards_of
+from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed
 from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOutput, Wanted, output_of, stats_of
@@ -98,20 +98,11 @@ def linear_cross_entropy(
         dtype = dtype or torch.float32
         input, linear_weight = input.to(cast), linear_weight.to(cast)
         linear_bias = None if linear_bias is None else linear_bias.to(cast)
-    shards = None
-    if group is not None or n_classes is not None or transport is not None or input_sharded:
-        alike = {
-            "dtype": input.dtype, "in_features": input.shape[-1], "weighted": weight is not None,
-            "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
-            "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale, "skip_ignored": skip_ignored,
-            "chunk_size": chunk_size, "input_sharded": input_sharded, "statistics": return_token_stats,
-            "input_requires_grad": needs_grad(input), "weight_requires_grad": needs_grad(linear_weight),
-        }  # fmt: skip
-        shards = _shards_of_call(input, linear_weight, target, (group, n_classes, transport), alike)
-        if input_sharded:
-            input = GatheredRows.apply(input, shards)
     columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
-    n_classes = columns if shards is None else shards.n_classes
+    over_group = group is not None or n_classes is not None or transport is not None or input_sharded
+    if over_group:
+        check_group(_NAME, group, n_classes, transport, input, linear_weight)
+        leading = _rows_of_all(input, target, group) if input_sharded else leading
     of_target = target  # as cross_entropy takes it: the class dim at 1
     if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
         of_target = target.movedim(-1, 1)
@@ -120,6 +111,21 @@ def linear_cross_entropy(
         _NAME, input, target, columns, weight, ignore_index, reduction, label_smoothing, softcap, scale,
         lse_square_scale, dtype, bool(return_token_stats),
     )  # fmt: skip
+    shards = None
+    if over_group:
+        if target.is_floating_point():
+            raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
+        asked = {
+            "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **loss.asked(),
+            "statistics": loss.stats, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored,
+            "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
+            "weight_requires_grad": needs_grad(linear_weight),
+        }  # fmt: skip
+        rows = input.shape[:-1].numel()
+        shards = shards_of(_NAME, columns, rows, group, n_classes, transport, input.device, asked, target)
+        if input_sharded:
+            input = GatheredRows.apply(input, shards)
+    n_classes = columns if shards is None else shards.n_classes
     wanted = Wanted(bool(return_lse), bool(return_z_loss), loss.stats)
     left_out = skip_ignored and wanted.lse and not target.is_floating_point()
     ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
@@ -133,8 +139,6 @@ def linear_cross_entropy(
     tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
     route = route_of(*tensors, takes=takes, batches=False)
     if shards is not None:
-        if target.is_floating_point():
-            raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
         if readable(target) and not on_device(input):
             check_targets(_NAME, target, n_classes, ignore_index)
         route = Route.KERNEL  # or what stands for kernels on a shard
@@ -184,19 +188,15 @@ def linear_cross_entropy(
     return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
 
 
-def _shards_of_call(input, linear_weight, target, over: tuple[Any, Any, Any], asked) -> Shards:
-    """The shards of a call, whose arguments are checked as far as the ranks' own exchange needs it."""
-    check_group(_NAME, *over)
-    rows = input.shape[:-1].numel()
-    if asked["input_sharded"]:
-        n_ranks = torch.distributed.get_world_size(over[0])
-        if input.ndim != 2 or not isinstance(target, Tensor) or tuple(target.shape) != (n_ranks * rows,):
-            raise ValueError(
-                f"{_NAME}: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
-                f"{tuple(input.shape)}, {tuple(getattr(target, 'shape', ()))} and {n_ranks} ranks"
-            )
-    columns, of_target = linear_weight.shape[0], target if isinstance(target, Tensor) else None
-    return shards_of(_NAME, columns, rows, *over, input.device, {"operation": _NAME, **asked}, of_target)
+def _rows_of_all(input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
+    """The leading shape of the input of all ranks, of which each gives as many rows."""
+    n_ranks, rows = torch.distributed.get_world_size(group), input.shape[:-1].numel()
+    if input.ndim != 2 or not isinstance(target, Tensor) or tuple(target.shape) != (n_ranks * rows,):
+        raise ValueError(
+            f"{_NAME}: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
+            f"{tuple(input.shape)}, {tuple(getattr(target, 'shape', ()))} and {n_ranks} ranks"
+        )
+    return (n_ranks * rows,)
 
 
 def _spread(of_kept: Tensor, kept: Tensor, n: int) -> Tensor:

@@ -89,7 +89,7 @@ def logsumexp(
 def _over_group(input, dim, keepdim, out, scored, over):
     """A call whose columns lie over the ranks of a group."""
     name = "logsumexp"
-    check_group(name, *over)
+    check_group(name, *over, input)
     if out is not None:
         raise ValueError(f"{name}: out= is not for group=")
     if isinstance(dim, Sequence):

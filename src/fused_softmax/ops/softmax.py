@@ -144,7 +144,7 @@ def log_softmax(
 def _over_group(name, input, dim, dtype, out, scored, over):
     """A call whose columns lie over the ranks of a group."""
     group, n_classes, transport = over
-    check_group(name, group, n_classes, transport)
+    check_group(name, group, n_classes, transport, input)
     result_dtype = check(name, input, dim, dtype, out)
     if out is not None:
         raise ValueError(f"{name}: out= is not for group=")
