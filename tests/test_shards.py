@@ -674,3 +674,17 @@ def test_linear_losses_check_before_any_exchange(ranks, arguments, error, said):
     for kind, text, exchanges in ranks.values(2, exchanges_of, arguments):
         assert (kind, exchanges) == (error, 0)
         assert text.startswith(f"linear_cross_entropy: {said}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [math.nan, INF, -INF])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"lse_square_scale": 0.1}, {"reduction": "sum"}])
+def test_the_logits_of_an_ignored_row_have_no_gradient(ranks, options, value, way):
+    x, target = logits().float(), torch.arange(N_ROWS) * 4
+    x[5], target[5] = value, -100
+    found = ranks.values(3, losses, way, x, target, None, options)
+    whole = x.double()
+    whole[5] = 0
+    y, dx = differentiated(cross_entropy(whole.requires_grad_(), target, **options), whole, 1.0)
+    close(found[0][0], y)
+    close(torch.cat([each[1] for each in found], 1), dx)

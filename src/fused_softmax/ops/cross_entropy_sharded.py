@@ -237,12 +237,13 @@ def gradient_of(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor) -> T
     """dx [n, columns], which may be the logits' own memory; 0 at padding."""
     held = shard.shards.held
     dx[:, held:] = 0
-    # Where nothing is asked of a row, its p is 0 rather than what -inf everywhere would make of it.
-    lse = torch.where((given.a == 0) & (given.b == 0), torch.finfo(torch.float32).max, lse)
+    # A row of which nothing is asked has a gradient of 0, whatever its logits are.
+    asked = (given.a != 0) | (given.b != 0)
+    asked = asked if given.u is None else asked | (given.u != 0)
     if shard.by_kernels:
-        _kernels_gradient(shard, lse, given, dx[:, :held])
+        _kernels_gradient(shard, lse, given, asked, dx[:, :held])
     elif held:
-        dx[:, :held] = _composed_gradient(shard, lse, given)
+        dx[:, :held] = _composed_gradient(shard, lse, given).masked_fill(~asked.unsqueeze(1), 0.0)
     return dx
 
 
@@ -257,7 +258,7 @@ def _composed_gradient(shard: Shard, lse: Tensor, given: Coefficients) -> Tensor
     return (dz * _slope(z, shard.loss)).to(shard.x.dtype)
 
 
-def _kernels_gradient(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor) -> None:
+def _kernels_gradient(shard: Shard, lse: Tensor, given: Coefficients, asked: Tensor, dx: Tensor) -> None:
     x, own, zero = shard.classes, _own_loss(shard.loss), torch.zeros_like(lse)
     here, at = _places(shard)
     weight = None if own.weight is None else own.weight[at]
@@ -265,7 +266,8 @@ def _kernels_gradient(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor
         # Of its own targets the kernel takes p a - w_t b as one; rows whose target is elsewhere have p a alone.
         own_a = given.b if weight is None else given.b * weight
         losses.backward(
-            x, shard.local, lse, zero, own, dy=given.b, dlse=given.a - torch.where(here, own_a, 0.0), dx=dx
+            x, torch.where(asked, shard.local, _ELSEWHERE), lse, zero, own, dy=given.b,
+            dlse=given.a - torch.where(here, own_a, 0.0), dx=dx,
         )  # fmt: skip
         return
     # The kernel takes p a - w_c u of targets of all classes alike; a target's own element is then set apart, rounded
@@ -276,10 +278,10 @@ def _kernels_gradient(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor
     columns = x.shape[1]
     of_all = float(columns) if own.weight is None else own.weight.sum()
     losses.backward(
-        x, torch.zeros_like(at), lse, zero, replace(own, label_smoothing=1.0), dy=given.u * columns,
+        x, torch.where(asked, 0, _ELSEWHERE), lse, zero, replace(own, label_smoothing=1.0), dy=given.u * columns,
         dlse=given.a - given.u * of_all, dx=dx,
     )  # fmt: skip
-    step = torch.where(here, step, dx.gather(1, at.unsqueeze(1)).squeeze(1))
+    step = torch.where(here & asked, step, dx.gather(1, at.unsqueeze(1)).squeeze(1))
     dx.scatter_(1, at.unsqueeze(1), step.unsqueeze(1))
 
 
