@@ -688,3 +688,30 @@ def test_the_logits_of_an_ignored_row_have_no_gradient(ranks, options, value, wa
     y, dx = differentiated(cross_entropy(whole.requires_grad_(), target, **options), whole, 1.0)
     close(found[0][0], y)
     close(torch.cat([each[1] for each in found], 1), dx)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [INF, -INF])
+@pytest.mark.parametrize("column", [0, 12, 20])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_infinite_logits_of_losses(ranks, smoothing, column, value, way):
+    x, target = logits().float(), torch.arange(N_ROWS) * 4
+    x[3, column] = value
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    found = ranks.values(3, losses, way, x, target, None, options)
+    whole = x.double().requires_grad_()
+    y, dx = differentiated(torch.nn.functional.cross_entropy(whole, target, **options), whole, 1.0)
+    close(found[0][0], y)
+    close(torch.cat([each[1] for each in found], 1), dx)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{"softcap": 1e39}, {"softcap": 1e-50}, {"scale": 1e-45}, {"scale": -2.0}])
+def test_numbers_that_32_bits_do_not_hold(ranks, options, way):
+    options = options | {"return_token_stats": True}
+    x, target = logits().float(), torch.arange(N_ROWS) * 4
+    found = ranks.values(3, losses, way, x, target, None, options)
+    whole = x.double().requires_grad_()
+    y, *_, dx = differentiated(cross_entropy(whole, target, **options), whole, 1.0)
+    close(found[0][0], y)
+    close(torch.cat([each[-1] for each in found], 1), dx)

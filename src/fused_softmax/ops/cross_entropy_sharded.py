@@ -107,6 +107,7 @@ def _composed(shard: Shard) -> States:
     loss, z = shard.loss, _scaled(shard.classes, shard.loss)
     columns = z.shape[1]
     lse = torch.logsumexp(z, 1) if columns else z.new_full((len(z),), -torch.inf)
+    lse = torch.where(lse == torch.inf, torch.nan, lse)  # as m + log s, and torch's losses
     weighted = total = expected = best = best_at = None
     if loss.smooth:
         weights = z.new_ones(columns) if loss.weight is None else loss.weight
@@ -132,7 +133,9 @@ def _by_kernels(shard: Shard) -> States:
     weighted = total = expected = best = best_at = None
     if loss.smooth:
         of_all = lse.new_full((), x.shape[1]) if loss.weight is None else loss.weight.sum()
-        weighted = torch.where(lse == -torch.inf, lse, of_all * lse - x.shape[1] * rows.loss.sum(1))
+        # The target's own part is 0 times its logit; which, where that is -inf, hides what the others give.
+        first = _scaled(x[:, 0], loss) * (1.0 if loss.weight is None else loss.weight[0])
+        weighted = torch.where(first.isinf(), first, of_all * lse - x.shape[1] * rows.loss.sum(1))
         total = of_all.expand(len(x))
     if loss.stats:
         predicted: Any = rows.predicted
@@ -165,8 +168,17 @@ def weights_of(shard: Shard) -> Tensor | None:
 
 
 def _scaled(x: Tensor, loss: Loss) -> Tensor:
-    z = x.to(arithmetic_of(x)) * loss.scale
-    return z if loss.softcap is None else loss.softcap * torch.tanh(z / loss.softcap)
+    scale, softcap = _numbers(x, loss)
+    z = x.to(arithmetic_of(x)) * scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def _numbers(x: Tensor, loss: Loss) -> tuple[float, float | None]:
+    """scale and softcap as the kernels have them."""
+    scale, _, softcap, *_ = loss.numbers()
+    if arithmetic_of(x) == torch.float64 or loss.scale == 0:
+        return loss.scale, loss.softcap
+    return scale, None if loss.softcap is None else softcap
 
 
 class Counts(NamedTuple):
@@ -293,7 +305,8 @@ def _places(shard: Shard) -> tuple[Tensor, Tensor]:
 
 def _slope(z: Tensor, loss: Loss) -> Tensor | float:
     """dz / dx."""
-    return loss.scale if loss.softcap is None else loss.scale * (1.0 - (z / loss.softcap).square())
+    scale, softcap = _numbers(z, loss)
+    return scale if softcap is None else scale * (1.0 - (z / softcap).square())
 
 
 def reduced(values: Tensor, total: Tensor | None, loss: Loss, dtype: torch.dtype) -> Tensor:
