@@ -1,6 +1,8 @@
 """Rows whose columns lie in shards over ranks, against one process that has all columns; by kernels and by torch."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -715,3 +717,25 @@ def test_numbers_that_32_bits_do_not_hold(ranks, options, way):
     y, *_, dx = differentiated(cross_entropy(whole, target, **options), whole, 1.0)
     close(found[0][0], y)
     close(torch.cat([each[-1] for each in found], 1), dx)
+
+
+def ended(group):
+    mine = dist.new_group([0, 1])
+    fused_softmax.softmax(torch.zeros(2, 3), 1, group=mine)
+    dist.destroy_process_group(mine)
+    alive = weakref.ref(mine)
+    del mine
+    gc.collect()
+    return alive() is None
+
+
+def test_a_group_that_has_ended_is_held_by_nobody(ranks):
+    assert all(ranks.values(4, at_most_two, ended))
+
+
+def at_most_two(group, function):
+    """function on ranks 0 and 1; others take part in making its groups."""
+    if dist.get_rank(group) < 2:
+        return function(group)
+    dist.new_group([0, 1])
+    return True

@@ -57,7 +57,7 @@ class _Doubt(NamedTuple):
     event: Any
 
 
-_known: WeakKeyDictionary[Any, dict[tuple, Shards]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, dict[tuple, tuple]] = WeakKeyDictionary()  # Shards without their group, which ends
 _doubts: WeakKeyDictionary[Any, list[_Doubt]] = WeakKeyDictionary()
 
 
@@ -84,9 +84,8 @@ def shards_of(
         if n_classes is not None and sum(sizes) < n_classes:
             raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}")
         n = sum(sizes) if n_classes is None else n_classes
-        known[key] = Shards(group, dist.get_rank(group), sizes, n)
-    shards = known[key]
-    return shards if _waits_for_nobody(device) else shards._replace(digest=digest)
+        known[key] = dist.get_rank(group), sizes, n
+    return Shards(group, *known[key], None if _waits_for_nobody(device) else digest)
 
 
 def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors: Any) -> None:
