@@ -739,3 +739,31 @@ def at_most_two(group, function):
         return function(group)
     dist.new_group([0, 1])
     return True
+
+
+def kept_mask(group, name):
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    y = getattr(fused_softmax, name)(torch.zeros(2, 3, requires_grad=True), 1, mask=mask, group=group)
+    alive = weakref.ref(mask)
+    del mask
+    gc.collect()
+    return alive() is None and y.requires_grad
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_a_mask_is_not_kept_for_the_gradient(ranks, name):
+    assert all(ranks.values(2, kept_mask, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mean_of_targets_that_weigh_nothing_has_no_gradient(ranks, dtype):
+    x, w = logits(12, 6, seed=5).to(dtype), logits(N_CLASSES, 6, seed=6).to(dtype)
+    for (y,), gradients in ranks.values(2, weightless, x, w):
+        assert y.isnan()
+        assert all(each.isnan().all() for each in gradients)
+
+
+def weightless(group, x, w):
+    x, w = x.clone().requires_grad_(), shard(w, group, 0).requires_grad_()
+    y = linear_cross_entropy(x, w, torch.arange(12), weight=torch.zeros(len(w)), group=group)
+    return [y.detach()], torch.autograd.grad(y, (x, w))

@@ -164,18 +164,20 @@ class _Softmax(torch.autograd.Function):
         heard = gather(_lse_of(x, dim, dtype, scores), shards)
         others = _lse_of_others(heard, shards.rank, _hollow(scores))
         y = _beside(log, x, dim, dtype, scores, others)
-        ctx.of_call = log, dim, x.dtype, scores, shards
-        ctx.save_for_backward(y)
+        # A mask is not kept: what it hides is 0 in y.
+        ctx.of_call = log, dim, x.dtype, scores.hides, None if scores.per_row is not None else scores.scale, shards
+        ctx.save_for_backward(y, scores.per_row)
         return y
 
     @staticmethod
     @once("softmax")
     def backward(ctx, dy):
-        (y,), (log, dim, dtype, scores, shards) = ctx.saved_tensors, ctx.of_call
+        (y, per_row), (log, dim, dtype, hides, scale, shards) = ctx.saved_tensors, ctx.of_call
+        scale = scale if per_row is None else per_row
         y_wide, dy = (each.to(arithmetic_in(y.dtype)) for each in (y, dy))
         own = dy if log else y_wide * dy
         total = gather(own.sum(dim, keepdim=True), shards).sum(0)
         dz = dy - y_wide.exp() * total if log else y_wide * (dy - total)
-        if log and scores.hides:
+        if log and hides:
             dz = dz.masked_fill(y == -torch.inf, 0.0)
-        return (dz if scores.scale is None else dz * scores.scale).to(dtype), *(None,) * 5
+        return (dz if scale is None else dz * scale).to(dtype), *(None,) * 5
