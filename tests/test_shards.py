@@ -11,6 +11,8 @@ from ranks import pool
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy, reference, route
+from fused_softmax.distributed import Shards
+from fused_softmax.ops.cross_entropy_sharded import States, merged
 
 INF = math.inf
 # Uneven, and of 0 and 1 columns.
@@ -767,3 +769,38 @@ def weightless(group, x, w):
     x, w = x.clone().requires_grad_(), shard(w, group, 0).requires_grad_()
     y = linear_cross_entropy(x, w, torch.arange(12), weight=torch.zeros(len(w)), group=group)
     return [y.detach()], torch.autograd.grad(y, (x, w))
+
+
+def padded_linear(group, way, x, w, bias, n_classes):
+    by(way)
+    x, w, bias = x.requires_grad_(), shard(w, group, 0).requires_grad_(), shard(bias, group, 0).requires_grad_()
+    y = linear_cross_entropy(x, w, torch.arange(12) % n_classes, linear_bias=bias, group=group, n_classes=n_classes)
+    return y.detach(), *torch.autograd.grad(y, (x, w, bias))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n_classes", [36, 13, 5])
+def test_padding_of_a_linear_layer_is_in_no_product(ranks, n_classes, way):
+    x, w, bias = logits(12, 6, seed=5).float(), logits(N_CLASSES, 6, seed=6).float(), torch.linspace(-1, 1, N_CLASSES)
+    w[n_classes:] = bias[n_classes:] = math.nan
+    found = ranks.values(3, padded_linear, way, x, w, bias, n_classes)
+    inputs = [each.double().requires_grad_() for each in (x, w[:n_classes], bias[:n_classes])]
+    y = linear_cross_entropy(*inputs[:2], torch.arange(12) % n_classes, linear_bias=inputs[2])
+    dx, *others = torch.autograd.grad(y, inputs)
+    close(found[0][0], y)
+    close(found[0][1], dx)
+    for i, wanted in enumerate(others, 2):
+        ours = torch.cat([each[i] for each in found])
+        close(ours[:n_classes], wanted)
+        assert (ours[n_classes:] == 0).all()
+
+
+def test_statistics_take_nothing_from_the_host(monkeypatch):
+    """No copy to a device, for which the host would wait, and which a graph cannot capture."""
+    monkeypatch.setattr(torch, "tensor", None)
+    of_ranks = torch.tensor_split(logits(2, 6).float(), 2, 1)
+    at = torch.stack([each.argmax(1) for each in of_ranks]).float()
+    states = torch.stack([each.logsumexp(1) for each in of_ranks])
+    best = torch.stack([each.amax(1) for each in of_ranks])
+    heard = States(states, states, expected=states, best=best, best_at=at)
+    assert merged(heard, Shards(None, 0, (3, 3), 6)).best_at.equal(logits(2, 6).argmax(1))

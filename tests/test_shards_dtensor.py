@@ -292,3 +292,16 @@ def test_a_group_takes_no_dtensor(ranks, name):
     for each in ranks(4, of_a_mesh_and_a_group, name):
         assert each.args[0] == "TypeError"
         assert each.args[1].startswith(f"{name}: group= takes this rank's columns as a plain tensor, got a DTensor")
+
+
+def lse_of_skipped(group, x, w, target):
+    mesh = mesh_of((4,))
+    w, x = distribute_tensor(w, mesh, [Shard(0)]), distribute_tensor(x, mesh, [Replicate()])
+    return linear_cross_entropy(x, w, target, return_lse=True, skip_ignored=True).lse.full_tensor()
+
+
+def test_the_lse_of_rows_that_are_skipped_is_0(ranks):
+    x, w, target = logits(6, 4), logits(13, 4, seed=1), torch.tensor([0, -100, 3, -100, 5, 9])
+    wanted = linear_cross_entropy(x, w, target, return_lse=True, skip_ignored=True).lse
+    for lse in ranks.values(4, lse_of_skipped, x, w, target):
+        torch.testing.assert_close(lse, wanted)

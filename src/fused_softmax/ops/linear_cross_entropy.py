@@ -125,6 +125,9 @@ def linear_cross_entropy(
         shards = shards_of(_NAME, columns, rows, group, n_classes, transport, input.device, asked, target)
         if input_sharded:
             input = GatheredRows.apply(input, shards)
+        if shards.held < columns:  # no product has padding in it, which may be anything
+            linear_weight = linear_weight[: shards.held]
+            linear_bias = None if linear_bias is None else linear_bias[: shards.held]
     n_classes = columns if shards is None else shards.n_classes
     wanted = Wanted(bool(return_lse), bool(return_z_loss), loss.stats)
     left_out = skip_ignored and wanted.lse and not target.is_floating_point()
@@ -132,7 +135,7 @@ def linear_cross_entropy(
     result_dtype = dtype or input.dtype
     if is_sharded(linear_weight):
         return linear_loss_on_shards(
-            input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate
+            input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate, skip_ignored
         )
     takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and target.numel() > 0 and linear_weight.numel() > 0

@@ -16,11 +16,12 @@ from fused_softmax.route import is_sharded, needs_grad
 
 def linear_loss_on_shards(
     input: Any, linear_weight: Any, linear_bias: Any, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype,
-    chunk_size: int | None, accumulate: str,
+    chunk_size: int | None, accumulate: str, skip_ignored: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """The loss of input @ linear_weight.T + linear_bias, of which linear_weight is a DTensor, placed as torch does.
 
     input, linear_bias, target, the loss's weight: DTensors, or whole tensors that are the same on all ranks.
+    skip_ignored: only that the lse of ignored rows is 0: their logits are made all the same.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -52,4 +53,6 @@ def linear_loss_on_shards(
     )  # fmt: skip
     asked = [each is not None and needs_grad(each) for each in (rows, w, bias)]
     y, lse, z, *stats = LinearSharded.apply(rows, w, bias, flat, of_call, asked)
+    if skip_ignored and wanted.lse:
+        lse = lse.masked_fill(flat.long() == loss.ignore_index, 0.0)
     return placed.output(y, lse, z, stats, wanted, loss.reduction)

@@ -61,7 +61,7 @@ class GatheredRows(torch.autograd.Function):
     def backward(ctx, dx):
         dx, shards = dx.contiguous(), ctx.shards
         dist.all_reduce(dx, group=shards.group)
-        return dx.chunk(len(shards.sizes))[shards.rank], None
+        return dx.chunk(len(shards.sizes))[shards.rank].clone(), None  # all ranks' rows are not kept for it
 
 
 class LinearSharded(torch.autograd.Function):
