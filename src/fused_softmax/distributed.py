@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.route import is_sharded
-
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["collective"]
 TRANSPORTS = get_args(Transport)
@@ -85,7 +83,8 @@ def shards_of(
             raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}")
         n = sum(sizes) if n_classes is None else n_classes
         known[key] = dist.get_rank(group), sizes, n
-    return Shards(group, *known[key], None if _waits_for_nobody(device) else digest)
+    rank, sizes, n = known[key]
+    return Shards(group, rank, sizes, n, None if _waits_for_nobody(device) else digest)
 
 
 def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors: Any) -> None:
@@ -106,7 +105,7 @@ def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors:
         raise TypeError(f"{name}: group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: this rank is not in the group")
-    if any(isinstance(each, Tensor) and is_sharded(each) for each in tensors):
+    if any(hasattr(type(each), "to_local") for each in tensors):
         raise TypeError(f"{name}: group= takes this rank's columns as a plain tensor, got a DTensor, which has a mesh")
 
 

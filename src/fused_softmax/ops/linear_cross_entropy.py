@@ -115,14 +115,14 @@ def linear_cross_entropy(
     if over_group:
         if target.is_floating_point():
             raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
-        asked = {
+        alike = {
             "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **loss.asked(),
             "statistics": loss.stats, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored,
             "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
             "weight_requires_grad": needs_grad(linear_weight),
         }  # fmt: skip
-        rows = input.shape[:-1].numel()
-        shards = shards_of(_NAME, columns, rows, group, n_classes, transport, input.device, asked, target)
+        n_rows, over = input.shape[:-1].numel(), (group, n_classes, transport)
+        shards = shards_of(_NAME, columns, n_rows, *over, input.device, alike, target)
         if input_sharded:
             input = GatheredRows.apply(input, shards)
         if shards.held < columns:  # no product has padding in it, which may be anything

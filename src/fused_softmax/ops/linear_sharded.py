@@ -87,7 +87,7 @@ class LinearSharded(torch.autograd.Function):
         y, z = losses_of(whole, states, counts)
         ctx.late = None
         if late and counts.of_loss is not None:
-            ctx.late = 1.0 / torch.where(counts.of_z == 0, 1.0, counts.of_loss)
+            ctx.late = 1.0 / torch.where(counts.of_z == 0, 1.0, counts.of_loss)  # type: ignore[arg-type]
         ctx.gradients, ctx.of_call, ctx.asked = summing and summing.finish(), of_call, asked
         ctx.save_for_backward(x, w, bias, target, *states[:5], counts.of_loss, counts.of_z)
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
