@@ -804,3 +804,17 @@ def test_statistics_take_nothing_from_the_host(monkeypatch):
     best = torch.stack([each.amax(1) for each in of_ranks])
     heard = States(states, states, expected=states, best=best, best_at=at)
     assert merged(heard, Shards(None, 0, (3, 3), 6)).best_at.equal(logits(2, 6).argmax(1))
+
+
+def cold(group, name, x, scale):
+    return (getattr(fused_softmax, name)(shard(x, group, 1), 1, scale=scale, group=group),)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_a_row_whose_scale_is_0_gives_nan(ranks, name):
+    x, scale = logits().float(), torch.ones(N_ROWS, 1)
+    scale[2] = 0
+    wanted = getattr(torch, name)(x, 1)
+    wanted[2] = math.nan
+    found = ranks.values(3, cold, name, x, scale)
+    close(found[0][0] if name == "logsumexp" else torch.cat([each[0] for each in found], 1), wanted)

@@ -76,7 +76,7 @@ def softmax(
 
     group: of torch.distributed, over whose ranks the columns of `dim` lie in shards: each rank gives its own columns of
         the input and of mask, in rank order, as many as it has, and gets these of the result. Every rank of the group
-        makes the same call. No is_causal, no scale of 0, no out, no second derivative.
+        makes the same call. No is_causal, no scale of 0 (in a tensor, its row gives NaN), no out, no second derivative.
     n_classes: with group: the columns of all shards that count, if not all; those past it, at the end of the last
         shards, are padding and get 0.
     transport: with group: how ranks talk to each other: "collective", by all_gather, which is what None takes.

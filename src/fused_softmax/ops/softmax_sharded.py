@@ -28,6 +28,8 @@ def scores_of_shard(name: str, x: Tensor, dim: int, scale, mask, is_causal, mask
         raise ValueError(f"{name}: is_causal is of whole rows, and group= gives a part of their columns")
     if not isinstance(scores.scale, Tensor) and scores.scale == 0:
         raise ValueError(f"{name}: a scale of 0 keeps one column of whole rows, and group= gives a part of them")
+    if isinstance(scores.scale, Tensor):  # which nobody waits for to look at
+        scores = replace(scores, scale=torch.where(scores.scale == 0, torch.nan, scores.scale), never_zero=True)
     return scores
 
 
