@@ -62,11 +62,11 @@ class Placed(NamedTuple):
 
     def output(self, y, lse, z, stats, wanted: Wanted, reduction: str) -> Tensor | CrossEntropyOutput:
         """What the caller asked for, as DTensors."""
-        y, z = (self._reduced(each, reduction) for each in (y, z))
+        y = self._reduced(y, reduction)
         if not wanted.beside:
             return y
         return CrossEntropyOutput(
-            y, self._of_targets(lse) if wanted.lse else None, z if wanted.z_loss else None,
+            y, self._of_targets(lse) if wanted.lse else None, self._reduced(z, reduction) if wanted.z_loss else None,
             TokenStats(*map(self._of_targets, stats)) if wanted.stats else None,
         )  # fmt: skip
 
