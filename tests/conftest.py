@@ -32,6 +32,15 @@ def pytest_runtest_setup(item):
     calls.forget()  # a test that replaces a part is not to find a call that was kept with the old one
 
 
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes that are ranks of gloo groups, for all tests of a worker."""
+    from ranks import pool
+
+    with pool() as found:
+        yield found
+
+
 @pytest.fixture
 def way(request, monkeypatch) -> str:
     """Who draws, as the test's parameter says: "torch", by which many draws take little time, or "kernels"."""

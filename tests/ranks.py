@@ -15,6 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fused_softmax
+from fused_softmax import route
+
 MOST = 4
 SECONDS = 60  # after which a rank that hears nothing gives up
 
@@ -66,11 +69,14 @@ class Ranks:
 
 def _serve(rank: int, directory: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    assert fused_softmax.softmax  # imports all of the package, before a test changes what the import looks at
+    interprets = route.INTERPRET
     store, waits = dist.FileStore(str(directory / "store"), MOST), timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=MOST, timeout=waits)
     groups = {n: dist.new_group(list(range(n)), timeout=waits) for n in range(1, MOST + 1)}
     while (asked := pipe.recv()) is not None:
         n, function, args = asked
+        route.INTERPRET = interprets  # whatever the function before has set
         try:
             pipe.send(function(groups[n], *args))
         except Exception as error:

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from ranks import pool
+from products import pairwise
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
@@ -13,12 +13,6 @@ import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy, route
 
 WAYS = ["kernels", "torch"]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with pool() as found:
-        yield found
 
 
 def logits(*shape, seed=0):
@@ -73,6 +67,7 @@ PLACED = [
 ]  # fmt: skip
 
 
+@pairwise()
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("mesh", "placements"), PLACED)
@@ -252,6 +247,7 @@ def linear_of_dtensor(group, way, mesh, of_x, of_w, x, w, bias, target, weight, 
     return [each.full_tensor().detach() for each in (y, dx, dw, db)], y.placements, dx.placements == x.placements
 
 
+@pairwise()
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(

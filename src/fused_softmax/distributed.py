@@ -19,7 +19,7 @@ Transport = Literal["collective"]
 TRANSPORTS = get_args(Transport)
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
-_HEADER = 3  # numbers at the end of each message: the rank's columns, its rows, and a digest of the rest
+_HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
 _EXACT = 2**20  # counts below this are exact in every dtype of messages
 
 
@@ -67,23 +67,25 @@ def shards_of(
 
     asked: what all ranks have to ask alike. On a CPU, where nobody waits for a device, and with FUSED_SOFTMAX_CHECK=1
     in the environment, the ranks compare it, and their targets under that flag, before each call. Elsewhere they do so
-    when a call's columns are new to the group; later messages carry a digest.
+    at the group's first call with this n_classes; later messages carry a digest. A rank whose columns have changed
+    since goes on as if the others' had not, for these cannot know that they should compare.
     """
     described = {"rows": rows, **asked}
     digest = zlib.crc32(repr(sorted((key, str(value)) for key, value in asked.items())).encode()) % _EXACT
     if not _captures(device):
         _raise_doubts(name, group)
     known = _known.setdefault(group, {})
-    key = columns, n_classes, device.type
+    key = n_classes, device.type
     if _waits_for_nobody(device) or CHECK or key not in known:
         if CHECK and target is not None:
             described["target"] = zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
         sizes = _compare(name, group, device, {"columns": columns, "n_classes": n_classes, **described})
         if n_classes is not None and sum(sizes) < n_classes:
             raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}")
-        n = sum(sizes) if n_classes is None else n_classes
-        known[key] = dist.get_rank(group), sizes, n
-    rank, sizes, n = known[key]
+        known[key] = dist.get_rank(group), sizes
+    rank, sizes = known[key]
+    sizes = (*sizes[:rank], columns, *sizes[rank + 1 :])
+    n = sum(sizes) if n_classes is None else n_classes
     return Shards(group, rank, sizes, n, None if _waits_for_nobody(device) else digest)
 
 
@@ -115,14 +117,14 @@ def gather(message: Tensor, shards: Shards) -> Tensor:
         return message.expand(len(shards.sizes), *message.shape)
     shape, said = message.shape, message.reshape(-1)
     if shards.digest is not None:
-        own = (shards.sizes[shards.rank], shape[-1], shards.digest)
-        said = torch.cat((said, _numbers(own, message)))
+        rest = sum(shards.sizes), shape[-1], shards.digest
+        said = torch.cat((said, _numbers((shards.sizes[shards.rank], *rest), message)))
     heard = torch.empty(len(shards.sizes) * said.numel(), dtype=said.dtype, device=said.device)
     _all_gather(heard, said, group=shards.group)
     heard = heard.view(len(shards.sizes), -1)
     if shards.digest is None:
         return heard.view(-1, *shape)
-    expected = torch.stack([_numbers((size, shape[-1], shards.digest), message) for size in shards.sizes])
+    expected = torch.stack([_numbers((size, *rest), message) for size in shards.sizes])
     headers = heard[:, -_HEADER:]
     _remember(shards.group, headers, expected)
     spoilt = torch.where((headers == expected).all(), 0.0, float("nan")).to(message.dtype)
@@ -168,10 +170,14 @@ def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
         return
     event = None
     if headers.is_cuda:
-        headers, expected = (each.to("cpu", non_blocking=True) for each in (headers.contiguous(), expected))
+        headers, expected = (_on_its_way_to_the_host(each) for each in (headers, expected))
         event = torch.cuda.Event()
         event.record()
     _doubts.setdefault(group, []).append(_Doubt(headers, expected, event))
+
+
+def _on_its_way_to_the_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _raise_doubts(name: str, group: Any) -> None:
@@ -179,10 +185,13 @@ def _raise_doubts(name: str, group: Any) -> None:
     doubts = _doubts.get(group)
     while doubts and (doubts[0].event is None or doubts[0].event.query()):
         headers, expected, _ = doubts.pop(0)
-        for kind, found, wanted in zip(("columns", "rows", "options"), headers.T, expected.T, strict=True):
-            if not found.equal(wanted):
-                ranks = "" if kind == "options" else f": {[int(each) for each in found]} by rank"
-                doubts.clear()
-                raise RuntimeError(
-                    f"{name}: an earlier call gave NaN, because the ranks of the group differed in their {kind}{ranks}"
-                )
+        kinds = ("columns", "columns", "rows", "options")  # as the header has them
+        wrong = next((i for i, (a, b) in enumerate(zip(headers.T, expected.T, strict=True)) if not a.equal(b)), None)
+        if wrong is not None:
+            doubts.clear()
+            _known.pop(group, None)  # the next call compares
+            told = ""
+            if kinds[wrong] == "columns":
+                told = f": {[int(each) for each in headers[:, 0]]} by rank. Shards whose sizes change need n_classes"
+            differed = f"the ranks of the group differed in their {kinds[wrong]}{told}"
+            raise RuntimeError(f"{name}: an earlier call gave NaN, because {differed}")

@@ -58,11 +58,10 @@ def _gradient(
     u = D.u
     counts = T.kept | T.wrong
     if dlse_ptr is not None:  # a row that does not count has no loss, and yet an lse
-        dlse = tl.load(dlse_ptr + r.row)
-        a = tl.where(T.kept, a, 0.0) + dlse
+        a = tl.where(T.kept, a, 0.0) + tl.load(dlse_ptr + r.row)
         b = tl.where(T.kept, b, 0.0)
         u = tl.where(T.kept, u, 0.0)
-        counts |= dlse != 0
+        counts = r.row >= 0
     a = tl.where(T.wrong, float("nan"), a)
     t = tl.where(T.kept, T.t, -1).to(tl.int32)
     x_body = body_of(x, r.row, K)

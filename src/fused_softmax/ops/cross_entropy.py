@@ -92,9 +92,10 @@ def cross_entropy(
 
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises TypeError, ValueError or RuntimeError as torch for arguments that do not fit, naming the argument; with
-    group, RuntimeError on every rank where they differ in anything but their columns: on CPUs, at the first call with
-    so many columns, and at each call with FUSED_SOFTMAX_CHECK=1, which compares the targets too. A later call on a GPU
-    that differs gives NaN, and the call after it raises.
+    group, RuntimeError on every rank where they differ in anything but their columns: on CPUs, at a group's first call
+    with this n_classes, and at each call with FUSED_SOFTMAX_CHECK=1, which compares the targets too. A later call on
+    GPUs gives NaN where ranks differ in options, or in columns without another n_classes, and a call after it raises;
+    where they differ in rows, the backend's own timeout ends it.
 
     >>> cross_entropy(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), torch.tensor([2], device="cuda"))
     tensor(0.4076, device='cuda:0')

@@ -272,6 +272,7 @@ def _composed_gradient(shard: Shard, lse: Tensor, given: Coefficients) -> Tensor
 
 def _kernels_gradient(shard: Shard, lse: Tensor, given: Coefficients, asked: Tensor, dx: Tensor) -> None:
     x, own, zero = shard.classes, _own_loss(shard.loss), torch.zeros_like(lse)
+    lse = torch.where(asked, lse, torch.finfo(torch.float32).max)  # by which a row of -inf has p of 0
     here, at = _places(shard)
     weight = None if own.weight is None else own.weight[at]
     if given.u is None:

@@ -1,0 +1,182 @@
+"""Losses of a linear layer whose classes lie in shards over ranks, against one process; by kernels and by torch."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from products import pairwise
+from sharded import INDICES, N_CLASSES, SIZES, WAYS, by, close, flat, logits, same_on_all, shard
+
+from fused_softmax import linear_cross_entropy
+
+
+def linear_losses(group, way, x, w, bias, target, weight, options, of=1.0):
+    by(way)
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    x = (x.chunk(n)[rank] if options.get("input_sharded") else x).clone().requires_grad_()
+    w, bias = (None if each is None else shard(each, group, 0).requires_grad_() for each in (w, bias))
+    weight = None if weight is None else shard(weight, group, 0)
+    output = linear_cross_entropy(x, w, target, linear_bias=bias, weight=weight, **options, group=group)
+    tensors = flat(output)
+    graded = [each for each in tensors if each.requires_grad]
+    parts = [of * torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each.dtype) for each in graded]
+    inputs = [each for each in (x, w, bias) if each is not None]
+    again = torch.autograd.grad(graded, inputs, parts, retain_graph=True)
+    gradients = torch.autograd.grad(graded, inputs, parts)
+    for first, second in zip(again, gradients, strict=True):
+        assert (first - second).norm() <= (4 * torch.finfo(first.dtype).eps + 1e-6) * second.norm()
+    return [each.detach() for each in tensors], gradients
+
+
+LINEAR = {
+    "plain": {},
+    "none": {"reduction": "none"},
+    "sum, one chunk": {"reduction": "sum", "chunk_size": 12},
+    "weights": {"weighted": True},
+    "bias": {"biased": True, "chunk_size": 3},
+    "ignored rows are left out": {"skip_ignored": True, "return_lse": True},
+    "the input lies in shards": {"input_sharded": True, "biased": True, "weighted": True},
+    "all": {
+        "biased": True, "weighted": True, "label_smoothing": 0.2, "softcap": 5.0, "scale": 1.2,
+        "lse_square_scale": 0.02, "return_z_loss": True, "return_lse": True, "return_token_stats": True,
+    },
+}  # fmt: skip
+
+
+@pairwise()
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", LINEAR)
+def test_linear_losses_are_those_of_one_process(ranks, options, way, n):
+    options = {"chunk_size": 5} | LINEAR[options]
+    weighted, biased = (options.pop(key, False) for key in ("weighted", "biased"))
+    x, w = logits(12, 6, seed=5).float() / 3, logits(N_CLASSES, 6, seed=6).float() / 3
+    bias = torch.linspace(-1, 1, N_CLASSES) if biased else None
+    weight = torch.linspace(0.2, 2, N_CLASSES) if weighted else None
+    target = torch.tensor([0, 36, 12, 13, 7, -100, 30, 29, 3, 20, -100, 1])
+    found = ranks.values(n, linear_losses, way, x, w, bias, target, weight, options)
+    inputs = [each.double().requires_grad_() for each in (x, w, bias) if each is not None]
+    options.pop("input_sharded", None)
+    output = linear_cross_entropy(
+        *inputs[:2], target, linear_bias=inputs[2] if biased else None,
+        weight=None if weight is None else weight.double(), **options,
+    )  # fmt: skip
+    wanted = flat(output)
+    graded = [each for each in wanted if each.requires_grad]
+    parts = [torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each.dtype) for each in graded]
+    dx, *others = torch.autograd.grad(graded, inputs, parts)
+    for ours, truth in zip(same_on_all([each[0] for each in found]), wanted, strict=True):
+        close(ours, truth)
+    if LINEAR.get("the input lies in shards") and len(found[0][1][0]) < len(x):
+        close(torch.cat([each[1][0] for each in found]), dx)
+    else:
+        close(same_on_all([each[1][:1] for each in found])[0], dx)
+    for i, truth in enumerate(others, 1):
+        close(torch.cat([each[1][i] for each in found]), truth)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes_of_linear_losses(ranks, dtype, weighted, way):
+    x, w = logits(12, 6, seed=5).to(dtype), logits(N_CLASSES, 6, seed=6).to(dtype)
+    target, weight = torch.arange(12) * 3, torch.linspace(0.2, 2, N_CLASSES) if weighted else None
+    of = 2.0**8 if dtype == torch.float16 else 1.0
+    options = {"chunk_size": 4, "dtype": torch.float32, "lse_square_scale": 1e-3}
+    found = ranks.values(3, linear_losses, way, x, w, None, target, weight, options, of)
+    inputs = [each.double().requires_grad_() for each in (x, w)]
+    weight = None if weight is None else weight.double()
+    y = linear_cross_entropy(*inputs, target, weight=weight, lse_square_scale=1e-3)
+    dx, dw = torch.autograd.grad(y, inputs, torch.tensor(of).double() * 0.5)
+    eps = torch.finfo(dtype).eps
+    close(found[0][0][0], y, 1e-5 + eps)
+    for ours, truth in ((found[0][1][0], dx), (torch.cat([each[1][1] for each in found]), dw)):
+        assert ours.dtype == dtype
+        assert (ours.double() - truth).norm() <= (4 * eps + 1e-6) * truth.norm()
+
+
+def chunks_of_memory(group, x, w, target):
+    """A call whose chunks are what fits in little memory, of which a long shard holds fewer rows."""
+    from fused_softmax.ops import linear_by_rows
+
+    held, linear_by_rows._CHUNK_BYTES = linear_by_rows._CHUNK_BYTES, 128 * 12 * 4
+    try:
+        return linear_losses(group, "torch", x, w, None, target, None, {})
+    finally:
+        linear_by_rows._CHUNK_BYTES = held
+
+
+def test_all_ranks_take_the_same_chunks(ranks):
+    x, w = logits(300, 6, seed=5).float() / 3, logits(N_CLASSES, 6, seed=6).float() / 3
+    target = torch.arange(300) % N_CLASSES
+    found = ranks.values(4, chunks_of_memory, x, w, target)
+    close(found[0][0][0], linear_cross_entropy(x.double(), w.double(), target))
+
+
+def exchanges_of(group, arguments):
+    """What a linear loss raised, and how many times this rank had talked to the others by then."""
+    from fused_softmax import distributed
+
+    said, gathers = [], distributed._all_gather
+    distributed._all_gather = lambda *args, **kwargs: said.append(gathers(*args, **kwargs))
+    try:
+        linear_cross_entropy(torch.zeros(2, 3), torch.zeros(4, 3), **arguments, group=group)
+    except Exception as error:
+        return type(error).__name__, str(error), len(said)
+    finally:
+        distributed._all_gather = gathers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"target": INDICES, "weight": torch.ones(3)}, "RuntimeError", "weight must have shape (4,)"),
+        ({"target": INDICES[:1]}, "ValueError", "target must have shape (2,)"),
+        ({"target": torch.zeros(2, 4)}, "ValueError", "group= takes targets of class indices, got probabilities"),
+        ({"target": INDICES, "reduction": "max"}, "ValueError", "reduction must be"),
+        ({"target": INDICES, "input_sharded": True}, "ValueError", "input_sharded takes [rows, in_features]"),
+    ],
+)
+def test_linear_losses_check_before_any_exchange(ranks, arguments, error, said):
+    for kind, text, exchanges in ranks.values(2, exchanges_of, arguments):
+        assert (kind, exchanges) == (error, 0)
+        assert text.startswith(f"linear_cross_entropy: {said}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mean_of_targets_that_weigh_nothing_has_no_gradient(ranks, dtype):
+    x, w = logits(12, 6, seed=5).to(dtype), logits(N_CLASSES, 6, seed=6).to(dtype)
+    for (y,), gradients in ranks.values(2, weightless, x, w):
+        assert y.isnan()
+        assert all(each.isnan().all() for each in gradients)
+
+
+def weightless(group, x, w):
+    x, w = x.clone().requires_grad_(), shard(w, group, 0).requires_grad_()
+    y = linear_cross_entropy(x, w, torch.arange(12), weight=torch.zeros(len(w)), group=group)
+    return [y.detach()], torch.autograd.grad(y, (x, w))
+
+
+def padded_linear(group, way, x, w, bias, n_classes):
+    by(way)
+    x, w, bias = x.requires_grad_(), shard(w, group, 0).requires_grad_(), shard(bias, group, 0).requires_grad_()
+    y = linear_cross_entropy(x, w, torch.arange(12) % n_classes, linear_bias=bias, group=group, n_classes=n_classes)
+    return y.detach(), *torch.autograd.grad(y, (x, w, bias))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n_classes", [36, 13, 5])
+def test_padding_of_a_linear_layer_is_in_no_product(ranks, n_classes, way):
+    x, w, bias = logits(12, 6, seed=5).float(), logits(N_CLASSES, 6, seed=6).float(), torch.linspace(-1, 1, N_CLASSES)
+    w[n_classes:] = bias[n_classes:] = math.nan
+    found = ranks.values(3, padded_linear, way, x, w, bias, n_classes)
+    inputs = [each.double().requires_grad_() for each in (x, w[:n_classes], bias[:n_classes])]
+    y = linear_cross_entropy(*inputs[:2], torch.arange(12) % n_classes, linear_bias=inputs[2])
+    dx, *others = torch.autograd.grad(y, inputs)
+    close(found[0][0], y)
+    close(found[0][1], dx)
+    for i, wanted in enumerate(others, 2):
+        ours = torch.cat([each[i] for each in found])
+        close(ours[:n_classes], wanted)
+        assert (ours[n_classes:] == 0).all()

@@ -1,0 +1,240 @@
+"""What ranks and groups may get wrong, and how they are told; what is kept of a group."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import INDICES, close, logits
+
+import fused_softmax
+from fused_softmax import cross_entropy, linear_cross_entropy
+
+NAMES = ["softmax", "log_softmax", "logsumexp", "cross_entropy"]
+
+
+def outside(group, name):
+    mine = dist.new_group([0])
+    return getattr(fused_softmax, name)(torch.zeros(2, 3), *of(name), group=mine).shape
+
+
+def of(name):
+    return (torch.zeros(2, dtype=torch.long),) if name == "cross_entropy" else (1,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_that_this_rank_is_not_in(ranks, name):
+    inside, *others = ranks(4, outside, name)
+    assert isinstance(inside, torch.Size)
+    assert {each.args[:2] for each in others} == {("ValueError", f"{name}: this rank is not in the group")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"n_classes": 3}, ValueError, "n_classes and transport are of shards, which need group="),
+        ({"transport": "collective"}, ValueError, "n_classes and transport are of shards, which need group="),
+        ({"transport": "pigeon"}, ValueError, "transport must be None or one of ('collective',), got 'pigeon'"),
+        ({"n_classes": 2.0}, TypeError, "n_classes must be an int, not float (2.0)"),
+        ({"n_classes": 0}, ValueError, "n_classes must be at least 1, got 0"),
+        ({"group": object()}, RuntimeError, "group= needs torch.distributed.init_process_group() before the call"),
+    ],
+)
+def test_bad_arguments_of_shards(name, arguments, error, said):
+    with pytest.raises(error) as raised:
+        getattr(fused_softmax, name)(torch.zeros(2, 3), *of(name), **arguments)
+    assert str(raised.value) == f"{name}: {said}"
+
+
+def refused(group, name, x, rest, arguments):
+    return getattr(fused_softmax, name)(x, *rest, **arguments, group=group)
+
+
+@pytest.mark.parametrize(
+    ("name", "rest", "arguments", "error", "said"),
+    [
+        ("softmax", (1,), {"is_causal": True}, "ValueError", "is_causal is of whole rows, and group= gives a part"),
+        ("softmax", (1,), {"scale": 0}, "ValueError", "a scale of 0 keeps one column of whole rows"),
+        ("softmax", (1,), {"out": torch.zeros(2, 3)}, "ValueError", "out= is not for group="),
+        ("softmax", (2,), {}, "IndexError", "dim 2 is out of range"),
+        ("logsumexp", ((0, 1),), {}, "ValueError", "group= is for a single dim"),
+        ("cross_entropy", (INDICES,), {"lse": torch.zeros(2)}, "ValueError", "lse and group= exclude each other"),
+        ("cross_entropy", (torch.zeros(2, 3),), {}, "ValueError", "group= takes targets of class indices"),
+        ("cross_entropy", (INDICES,), {"n_classes": 7}, "ValueError", "the shards hold (3, 3) columns, together fewer"),
+        ("cross_entropy", (INDICES, torch.ones(4)), {}, "RuntimeError", "weight must have shape (3,)"),
+    ],
+)
+def test_bad_calls_over_a_group(ranks, name, rest, arguments, error, said):
+    for each in ranks(2, refused, name, torch.zeros(2, 3), rest, arguments):
+        assert each.args[0] == error
+        assert each.args[1].startswith(f"{name}: {said}")
+
+
+def at_odds(group, name, odd):
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    x, target, arguments = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), {}
+    if last and odd == "rows":
+        x, target = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    if last and odd == "dtype":
+        x = x.double()
+    if last and odd == "n_classes":
+        arguments["n_classes"] = 8
+    if last and odd == "scale":
+        arguments["scale"] = 2.0
+    return getattr(fused_softmax, name)(x, *((target,) if name == "cross_entropy" else (1,)), **arguments, group=group)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("odd", ["rows", "dtype", "n_classes", "scale"])
+def test_ranks_that_disagree_are_told_in_what(ranks, name, odd):
+    key = {"scale": "scaled"}.get(odd, odd) if name != "cross_entropy" else odd
+    for each in ranks(3, at_odds, name, odd):
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1].startswith(f"{name}: the ranks of the group differ in ")
+        assert f" {key}: " in each.args[1] or (odd == "rows" and " shape: " in each.args[1])
+        assert each.args[1].endswith("on rank 2")
+
+
+def checked_targets(group):
+    from fused_softmax import distributed
+
+    distributed.CHECK = True
+    try:
+        cross_entropy(torch.zeros(2, 3), torch.tensor([0, dist.get_rank(group)]), group=group)
+    finally:
+        distributed.CHECK = False
+
+
+def test_targets_are_compared_where_the_environment_asks_for_it(ranks):
+    for each in ranks(2, checked_targets):
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1].startswith("cross_entropy: the ranks of the group differ in target: ")
+
+
+def as_on_a_gpu(group, odd):
+    """Calls that compare nothing but the first, as where it would cost a wait for the device; the third ones differ."""
+    from fused_softmax import distributed
+
+    waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
+    distributed._known.pop(group, None)
+    rank, target = dist.get_rank(group), torch.tensor([1, 4])
+    whole = torch.arange(14.0).reshape(2, 7)
+
+    def columns(n):  # of the second rank; the first has 3
+        return whole[:, 3 * rank : 3 + n * rank]
+
+    try:
+        found = [cross_entropy(columns(3), target, group=group, scale=scale) for scale in (None, 2.0)]
+        scale = 3.0 if odd == "options" and rank else 2.0
+        found.append(cross_entropy(columns(4 if odd == "columns" else 3), target, group=group, scale=scale))
+        said = None
+        try:
+            cross_entropy(columns(3), target, group=group)
+        except RuntimeError as error:
+            said = str(error)
+        sizes = (4, 3, 4)  # that take turns, and are told apart
+        found += [cross_entropy(columns(n), target, group=group, n_classes=3 + n) for n in sizes]
+        return found, said
+    finally:
+        distributed._waits_for_nobody = waits
+
+
+@pytest.mark.parametrize("odd", [None, "options", "columns"])
+def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd):
+    whole, target = torch.arange(14.0).reshape(2, 7), torch.tensor([1, 4])
+    said_of = {
+        None: None,
+        "options": "differed in their options",
+        "columns": "differed in their columns: [3, 4] by rank. Shards whose sizes change need n_classes",
+    }
+    scales = (1.0, 2.0, math.nan if odd else 2.0, 1.0, 1.0, 1.0)
+    for found, said in ranks.values(2, as_on_a_gpu, odd):
+        for y, scale, columns in zip(found, scales, (6, 6, 6, 7, 6, 7), strict=True):
+            close(y, torch.nn.functional.cross_entropy(whole[:, :columns] * scale, target))
+        before = "cross_entropy: an earlier call gave NaN, because the ranks of the group "
+        assert said == (odd and before + said_of[odd])
+
+
+def second_derivatives(group, name, scored):
+    x, w = (logits(3, 4, seed=seed).float().requires_grad_() for seed in (0, 1))
+    if name == "linear_cross_entropy":
+        y = linear_cross_entropy(x, w, torch.arange(3), group=group)
+    elif name == "cross_entropy":
+        y = cross_entropy(x, torch.arange(3), group=group)
+    else:
+        scale = {"scale": torch.ones(3, 1, requires_grad=True)} if scored else {}
+        y = getattr(fused_softmax, name)(x, 1, **scale, group=group)
+    penalty = x.square().sum()  # by which there is another way to x
+    (dx,) = torch.autograd.grad(y.square().sum() + penalty, x, create_graph=True)
+    torch.autograd.grad((dx * dx).sum() + penalty, x)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "linear_cross_entropy"])
+def test_a_second_derivative_raises(ranks, name, scored):
+    for each in ranks(2, second_derivatives, name, scored):
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1].endswith(": there is no second derivative over the ranks of a group")
+
+
+def graded_on_some(group, name, argument):
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    x, w, scale = torch.zeros(2, 3), torch.zeros(3, 3), torch.ones(2, 1)
+    {"input": x, "weight": w, "scale": scale}[argument].requires_grad_(not last)
+    if name == "linear_cross_entropy":
+        return linear_cross_entropy(x, w, INDICES, group=group)
+    return getattr(fused_softmax, name)(x, 1, **({"scale": scale} if argument == "scale" else {}), group=group)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "said"),
+    [
+        ("softmax", "input", "requires_grad"),
+        ("log_softmax", "input", "requires_grad"),
+        ("softmax", "scale", "requires_grad"),
+        ("linear_cross_entropy", "input", "input_requires_grad"),
+        ("linear_cross_entropy", "weight", "weight_requires_grad"),
+    ],
+)
+def test_gradients_that_take_an_exchange_are_asked_for_by_all_ranks(ranks, name, argument, said):
+    for each in ranks(3, graded_on_some, name, argument):
+        assert each.args[:2] == (
+            "RuntimeError",
+            f"{name}: the ranks of the group differ in {said}: True on rank 0, False on rank 2",
+        )
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "cross_entropy"])
+def test_gradients_without_an_exchange_are_each_rank_s_own(ranks, name):
+    assert ranks.values(3, graded_on_one, name) == [True, False, False]
+
+
+def graded_on_one(group, name):
+    x = torch.zeros(2, 3, requires_grad=dist.get_rank(group) == 0)
+    y = getattr(fused_softmax, name)(x, *((INDICES,) if name == "cross_entropy" else (1,)), group=group)
+    return bool(y.requires_grad and torch.autograd.grad(y.sum(), x)[0].any())
+
+
+def ended(group):
+    mine = dist.new_group([0, 1])
+    fused_softmax.softmax(torch.zeros(2, 3), 1, group=mine)
+    dist.destroy_process_group(mine)
+    alive = weakref.ref(mine)
+    del mine
+    gc.collect()
+    return alive() is None
+
+
+def test_a_group_that_has_ended_is_held_by_nobody(ranks):
+    assert all(ranks.values(4, at_most_two, ended))
+
+
+def at_most_two(group, function):
+    """function on ranks 0 and 1; others take part in making its groups."""
+    if dist.get_rank(group) < 2:
+        return function(group)
+    dist.new_group([0, 1])
+    return True
