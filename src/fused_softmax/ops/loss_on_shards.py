@@ -136,13 +136,16 @@ def cut_once(x: Any, dim: int, *whole: int) -> tuple[Any, int | None]:
     return (x if placements == list(x.placements) else x.redistribute(placements=placements)), cut
 
 
-def loss_fits_shards(x: Any, target: Any, weight: Any, reduction: int, label_smoothing: float) -> bool:
-    """Whether arguments of ATen's cross_entropy, which nobody has checked, are those of a loss of a DTensor."""
-    rows = (x.shape[0], *x.shape[2:]) if x.ndim > 1 else ()
+def loss_as_aten(
+    x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, label_smoothing: float
+) -> Any | None:
+    """ATen's cross_entropy of a DTensor, of whose arguments nobody has checked any; None where they do not fit."""
     from torch.distributed.tensor import Shard
 
-    by_rows = any(isinstance(each, Shard) and each.dim != min(1, x.ndim - 1) for each in x.placements)
-    return (
+    class_dim = min(1, x.ndim - 1)
+    rows = (x.shape[0], *x.shape[2:]) if x.ndim > 1 else ()
+    by_rows = any(isinstance(each, Shard) and each.dim != class_dim for each in x.placements)
+    fits = (
         x.ndim > 0
         and x.dtype in DTYPES
         and target.dtype in (torch.int64, torch.uint8)
@@ -150,9 +153,13 @@ def loss_fits_shards(x: Any, target: Any, weight: Any, reduction: int, label_smo
         and target.device == x.device
         and reduction in (0, 1, 2)
         and 0.0 <= label_smoothing <= 1.0
-        and (weight is None or (tuple(weight.shape), weight.device) == ((x.shape[min(1, x.ndim - 1)],), x.device))
+        and (weight is None or (tuple(weight.shape), weight.device) == ((x.shape[class_dim],), x.device))
         and (is_sharded(target) or not by_rows)
     )
+    if not fits:
+        return None
+    loss = Loss(weight, ignore_index, ("none", "mean", "sum")[reduction], label_smoothing)
+    return loss_on_shards(x, target, loss, Wanted(), x.dtype)
 
 
 def _local(tensor: Any, mesh: Any, placements: list) -> Tensor:

@@ -21,9 +21,8 @@ from fused_softmax.calls import find, keep
 from fused_softmax.layout import overlap
 from fused_softmax.ops import logsumexp_calls, softmax_calls
 from fused_softmax.ops.cross_entropy import prepare_plain
-from fused_softmax.ops.cross_entropy_output import Wanted
-from fused_softmax.ops.loss_on_shards import loss_fits_shards, loss_on_shards
-from fused_softmax.options import DTYPES, Loss
+from fused_softmax.ops.loss_on_shards import loss_as_aten
+from fused_softmax.options import DTYPES
 from fused_softmax.route import INTERPRET, is_sharded, runs_here
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
@@ -187,10 +186,10 @@ def _cross_entropy(atens: Callable) -> Callable:
         label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
         if is_sharded(x):
-            if not loss_fits_shards(x, target, weight, reduction, label_smoothing):
-                return atens(x, target, weight, reduction, ignore_index, label_smoothing)
-            loss = Loss(weight, ignore_index, ("none", "mean", "sum")[reduction], label_smoothing)
-            return loss_on_shards(x, target, loss, Wanted(), x.dtype)  # type: ignore[return-value]
+            found = loss_as_aten(x, target, weight, reduction, ignore_index, label_smoothing)
+            if found is not None:
+                return found
+            return atens(x, target, weight, reduction, ignore_index, label_smoothing)
         tensors = [each for each in (x, target, weight) if each is not None]
         # Where the class dim is strided, log_softmax is taken as it lies.
         taken = (
