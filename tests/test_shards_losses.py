@@ -222,7 +222,20 @@ def test_statistics_take_nothing_from_the_host(monkeypatch):
     monkeypatch.setattr(torch, "tensor", None)
     of_ranks = torch.tensor_split(logits(2, 6).float(), 2, 1)
     at = torch.stack([each.argmax(1) for each in of_ranks]).float()
-    states = torch.stack([each.logsumexp(1) for each in of_ranks])
-    best = torch.stack([each.amax(1) for each in of_ranks])
-    heard = States(states, states, expected=states, best=best, best_at=at)
+    m = torch.stack([each.amax(1) for each in of_ranks])
+    heard = States(m, torch.zeros_like(m), m, expected=m, best_at=at)
     assert merged(heard, Shards(None, 0, (3, 3), 6)).best_at.equal(logits(2, 6).argmax(1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_small_loss_of_great_logits_keeps_its_digits(ranks, way):
+    """lse alone would have rounded them away: at 10000 it is a multiple of 0.001."""
+    x, target = logits().float() / 3, torch.arange(N_ROWS) * 4
+    x[torch.arange(N_ROWS), target] += 8
+    x += 10000
+    found = ranks.values(3, losses, way, x, target, None, {"reduction": "none"})
+    whole = x.double().requires_grad_()
+    y, dx = differentiated(cross_entropy(whole, target, reduction="none"), whole, 1.0)
+    assert y.max() < 0.2
+    torch.testing.assert_close(found[0][0].double(), y, rtol=1e-4, atol=0)
+    close(torch.cat([each[1] for each in found], 1), dx, 1e-6)

@@ -50,18 +50,23 @@ class Shard(NamedTuple):
 class States(NamedTuple):
     """Of every row, in the dtype of the arithmetic: by a shard [n], by all shards [ranks, n], or by the whole row [n].
 
-    logit, weight: of the target; 0 in a shard that does not hold it, so that sums over shards are exact.
-    weighted: sum_c w_c z_c. total: W. expected: sum_c p_c z_c. best, best_at: the greatest logit, and its first class.
+    m, ls: the greatest logit, and log sum_c exp(z_c - m). logit, weight: of the target; 0 in a shard that does not hold
+    it, so that sums over shards are exact. weighted: sum_c w_c z_c. total: W. expected: sum_c p_c z_c. best_at: the
+    first class of the greatest logit.
     """
 
-    lse: Tensor
+    m: Tensor
+    ls: Tensor
     logit: Tensor
     weight: Tensor | None = None
     weighted: Tensor | None = None
     total: Tensor | None = None
     expected: Tensor | None = None
-    best: Tensor | None = None
     best_at: Tensor | None = None
+
+    @property
+    def lse(self) -> Tensor:
+        return self.m + self.ls
 
 
 class Coefficients(NamedTuple):
@@ -90,34 +95,41 @@ def states_of(shard: Shard) -> States:
 
 
 def merged(heard: States, shards: Shards) -> States:
-    lse, expected, best, best_at = torch.logsumexp(heard.lse, 0), heard.expected, heard.best, heard.best_at
-    if expected is not None and best is not None and best_at is not None:
+    expected, best_at = heard.expected, heard.best_at
+    m = heard.m.amax(0)
+    ls = (heard.ls + (heard.m - _origin(m))).exp().sum(0).log()
+    lse = m + ls
+    if expected is not None and best_at is not None:
         p = (heard.lse - lse).exp()
         expected = torch.where(p == 0, 0.0, p * expected).sum(0)
-        firsts = [sum(shards.sizes[:rank]) for rank in range(len(best))]
+        firsts = [sum(shards.sizes[:rank]) for rank in range(len(best_at))]
         at = torch.stack([each.long() + first for each, first in zip(best_at, firsts, strict=True)])
-        best_at = at.gather(0, best.argmax(0, keepdim=True)).squeeze(0)  # of the first of the greatest
-        best = None
-    weight, weighted, total = (None if each is None else each.sum(0) for each in heard[2:5])
-    return States(lse, heard.logit.sum(0), weight, weighted, total, expected, best, best_at)
+        best_at = at.gather(0, heard.m.argmax(0, keepdim=True)).squeeze(0)  # of the first of the greatest
+    weight, weighted, total = (None if each is None else each.sum(0) for each in heard[3:6])
+    return States(m, ls, heard.logit.sum(0), weight, weighted, total, expected, best_at)
 
 
 def _composed(shard: Shard) -> States:
     """The states of a shard, by torch's operations."""
     loss, z = shard.loss, _scaled(shard.classes, shard.loss)
     columns = z.shape[1]
-    lse = torch.logsumexp(z, 1) if columns else z.new_full((len(z),), -torch.inf)
-    lse = torch.where(lse == torch.inf, torch.nan, lse)  # as m + log s, and torch's losses
-    weighted = total = expected = best = best_at = None
+    m = z.amax(1) if columns else z.new_full((len(z),), -torch.inf)
+    ls = (z - _origin(m).unsqueeze(1)).exp().sum(1).log()
+    lse = m + ls
+    weighted = total = expected = best_at = None
     if loss.smooth:
         weights = z.new_ones(columns) if loss.weight is None else loss.weight
         weighted, total = (weights * z).sum(1), weights.sum().expand(len(z))
     if loss.stats:
         p = (z - torch.where(lse.isinf(), 0.0, lse).unsqueeze(1)).exp()
         expected = torch.where(p == 0, 0.0, p * z).sum(1)
-        best, best_at = z.max(1) if columns else (lse, torch.zeros_like(lse))
-        best_at = best_at.to(lse.dtype)
-    return States(lse, *_of_targets(shard, lse.dtype), weighted, total, expected, best, best_at)
+        best_at = z.argmax(1).to(lse.dtype) if columns else torch.zeros_like(lse)
+    return States(m, ls, *_of_targets(shard, lse.dtype), weighted, total, expected, best_at)
+
+
+def _origin(m: Tensor) -> Tensor:
+    """What is subtracted from the logits of a row: of one that is -inf everywhere, 0."""
+    return torch.where(m == -torch.inf, 0.0, m)
 
 
 def _by_kernels(shard: Shard) -> States:
@@ -129,8 +141,10 @@ def _by_kernels(shard: Shard) -> States:
         own, target = replace(own, label_smoothing=1.0), torch.zeros_like(target)
     own = replace(own, stats=loss.stats)
     rows = losses.forward(x, target, own)
-    lse = rows.m + rows.ls  # type: ignore[operator]
-    weighted = total = expected = best = best_at = None
+    m: Any = rows.m
+    ls: Any = rows.ls
+    lse = m + ls
+    weighted = total = expected = best_at = None
     if loss.smooth:
         of_all = lse.new_full((), x.shape[1]) if loss.weight is None else loss.weight.sum()
         # The target's own part is 0 times its logit; which, where that is -inf, hides what the others give.
@@ -138,11 +152,9 @@ def _by_kernels(shard: Shard) -> States:
         weighted = torch.where(first.isinf(), first, of_all * lse - x.shape[1] * rows.loss.sum(1))
         total = of_all.expand(len(x))
     if loss.stats:
-        predicted: Any = rows.predicted
-        expected = torch.where(lse == -torch.inf, 0.0, lse - rows.entropy)  # type: ignore[operator]
-        best = _scaled(x.gather(1, predicted.unsqueeze(1)), loss).squeeze(1)
-        best_at = predicted.to(lse.dtype)
-    return States(lse, *_of_targets(shard, lse.dtype), weighted, total, expected, best, best_at)
+        expected = torch.where(lse == -torch.inf, 0.0, lse - rows.entropy)
+        best_at = rows.predicted.to(lse.dtype)  # type: ignore[union-attr]
+    return States(m, ls, *_of_targets(shard, lse.dtype), weighted, total, expected, best_at)
 
 
 def _own_loss(loss: Loss) -> Loss:
@@ -210,7 +222,7 @@ def counts_of(shard: Shard, states: States, over: Sequence[Any] = (), totals: Se
 def losses_of(shard: Shard, states: States, counts: Counts) -> tuple[Tensor, Tensor]:
     """(loss, z-loss) of every row [n], neither of which has the other in it."""
     loss, (a, b) = shard.loss, _shares(shard)
-    of_target = states.lse - states.logit
+    of_target = (states.m - states.logit) + states.ls  # apart, for m may be far greater than the loss
     y = a * (of_target if states.weight is None else states.weight * of_target)
     if loss.smooth:
         y = y + b * (states.total * states.lse - states.weighted)  # type: ignore[operator]
@@ -245,7 +257,7 @@ def coefficients_of(
     return Coefficients(a if dlse is None else a + dlse, b, u)
 
 
-def gradient_of(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor) -> Tensor:
+def gradient_of(shard: Shard, states: States, given: Coefficients, dx: Tensor) -> Tensor:
     """dx [n, columns], which may be the logits' own memory; 0 at padding."""
     held = shard.shards.held
     dx[:, held:] = 0
@@ -253,15 +265,15 @@ def gradient_of(shard: Shard, lse: Tensor, given: Coefficients, dx: Tensor) -> T
     asked = (given.a != 0) | (given.b != 0)
     asked = asked if given.u is None else asked | (given.u != 0)
     if shard.by_kernels:
-        _kernels_gradient(shard, lse, given, asked, dx[:, :held])
+        _kernels_gradient(shard, states, given, asked, dx[:, :held])
     elif held:
-        dx[:, :held] = _composed_gradient(shard, lse, given).masked_fill(~asked.unsqueeze(1), 0.0)
+        dx[:, :held] = _composed_gradient(shard, states, given).masked_fill(~asked.unsqueeze(1), 0.0)
     return dx
 
 
-def _composed_gradient(shard: Shard, lse: Tensor, given: Coefficients) -> Tensor:
+def _composed_gradient(shard: Shard, states: States, given: Coefficients) -> Tensor:
     z, weight = _scaled(shard.classes, shard.loss), shard.loss.weight
-    dz = (z - lse.unsqueeze(1)).exp() * given.a.unsqueeze(1)
+    dz = (z - states.m.unsqueeze(1) - states.ls.unsqueeze(1)).exp() * given.a.unsqueeze(1)
     if given.u is not None:
         dz = dz - given.u.unsqueeze(1) * (1.0 if weight is None else weight)
     here, at = _places(shard)
@@ -270,28 +282,29 @@ def _composed_gradient(shard: Shard, lse: Tensor, given: Coefficients) -> Tensor
     return (dz * _slope(z, shard.loss)).to(shard.x.dtype)
 
 
-def _kernels_gradient(shard: Shard, lse: Tensor, given: Coefficients, asked: Tensor, dx: Tensor) -> None:
-    x, own, zero = shard.classes, _own_loss(shard.loss), torch.zeros_like(lse)
-    lse = torch.where(asked, lse, torch.finfo(torch.float32).max)  # by which a row of -inf has p of 0
+def _kernels_gradient(shard: Shard, states: States, given: Coefficients, asked: Tensor, dx: Tensor) -> None:
+    x, own = shard.classes, _own_loss(shard.loss)
+    m = torch.where(asked, states.m, torch.finfo(torch.float32).max)  # by which a row of -inf has p of 0
+    ls = torch.where(asked, states.ls, 0.0)
     here, at = _places(shard)
     weight = None if own.weight is None else own.weight[at]
     if given.u is None:
         # Of its own targets the kernel takes p a - w_t b as one; rows whose target is elsewhere have p a alone.
         own_a = given.b if weight is None else given.b * weight
         losses.backward(
-            x, torch.where(asked, shard.local, _ELSEWHERE), lse, zero, own, dy=given.b,
+            x, torch.where(asked, shard.local, _ELSEWHERE), m, ls, own, dy=given.b,
             dlse=given.a - torch.where(here, own_a, 0.0), dx=dx,
         )  # fmt: skip
         return
     # The kernel takes p a - w_c u of targets of all classes alike; a target's own element is then set apart, rounded
     # once as the others are.
     z = _scaled(x.gather(1, at.unsqueeze(1)), shard.loss).squeeze(1)
-    step = (z - lse).exp() * given.a - (given.u + given.b) * (1.0 if weight is None else weight)
+    step = (z - m - ls).exp() * given.a - (given.u + given.b) * (1.0 if weight is None else weight)
     step = (step * _slope(z, shard.loss)).to(dx.dtype)
     columns = x.shape[1]
     of_all = float(columns) if own.weight is None else own.weight.sum()
     losses.backward(
-        x, torch.where(asked, 0, _ELSEWHERE), lse, zero, replace(own, label_smoothing=1.0), dy=given.u * columns,
+        x, torch.where(asked, 0, _ELSEWHERE), m, ls, replace(own, label_smoothing=1.0), dy=given.u * columns,
         dlse=given.a - given.u * of_all, dx=dx,
     )  # fmt: skip
     step = torch.where(here & asked, step, dx.gather(1, at.unsqueeze(1)).squeeze(1))
@@ -331,7 +344,7 @@ class _Sharded(torch.autograd.Function):
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
         results = (of_loss + of_z).to(dtype), states.lse, of_z.to(dtype), *stats_of(shard, states, counts, y)
         ctx.of_call, ctx.inplace = (loss, shards), wanted.inplace and loss.reduction != "none"
-        ctx.save_for_backward(x, target, *states[:5], counts.of_loss, counts.of_z)
+        ctx.save_for_backward(x, target, *states[:6], counts.of_loss, counts.of_z)
         ctx.mark_non_differentiable(*results[3:])
         return results
 
@@ -344,7 +357,7 @@ class _Sharded(torch.autograd.Function):
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         given = coefficients_of(shard, states, counts, *wide)
         dx = x.detach() if ctx.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return gradient_of(shard, states.lse, given, dx), *(None,) * 6
+        return gradient_of(shard, states, given, dx), *(None,) * 6
 
 
 def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Tensor]:

@@ -89,7 +89,7 @@ class LinearSharded(torch.autograd.Function):
         if late and counts.of_loss is not None:
             ctx.late = 1.0 / torch.where(counts.of_z == 0, 1.0, counts.of_loss)  # type: ignore[arg-type]
         ctx.gradients, ctx.of_call, ctx.asked = summing and summing.finish(), of_call, asked
-        ctx.save_for_backward(x, w, bias, target, *states[:5], counts.of_loss, counts.of_z)
+        ctx.save_for_backward(x, w, bias, target, *states[:6], counts.of_loss, counts.of_z)
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
         stats = stats_of(whole, states, counts, y)
         ctx.mark_non_differentiable(*stats)
@@ -126,7 +126,7 @@ class _Summing:
         self.on_its_way: tuple[int, Tensor, Any] | None = None
 
     def add(self, start: int, shard: Shard, states: States, counts: Counts, dy, dlse, dz) -> None:
-        dlogits = gradient_of(shard, states.lse, coefficients_of(shard, states, counts, dy, dlse, dz), shard.x)
+        dlogits = gradient_of(shard, states, coefficients_of(shard, states, counts, dy, dlse, dz), shard.x)
         self.gradients.add(start, dlogits)
         if self.group is not None:
             part = add_product(None, dlogits, self.gradients.w, self.wide)
@@ -164,7 +164,7 @@ def _counts_of_all(x: Tensor, target: Tensor, of_call: OfCall, totals: Sequence[
     shard = shard_of(x.new_empty(len(x), 0), target, loss, of_call.shards)
     if loss.weight is not None and loss.mean and not totals:
         weight = gather(weights_of(shard), of_call.shards).sum(0)  # type: ignore[arg-type]
-    return counts_of(shard, States(lse, lse, weight), of_call.over, totals)
+    return counts_of(shard, States(lse, lse, lse, weight), of_call.over, totals)
 
 
 def _counts_at(counts: Counts, here: slice, divided: bool = True) -> Counts:
