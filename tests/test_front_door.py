@@ -250,7 +250,7 @@ def test_what_exists_is_overwritten_only_by_force(here, monkeypatch):
 
 
 def test_charts_never_take_the_place_of_results(here, monkeypatch):
-    page = pytest.importorskip("fused_softmax.bench.page")
+    page = pytest.importorskip("fused_softmax.bench.page", reason="the report's extra is not installed")
     Path("results_softmax_float32_speed.svg").write_bytes(Path("results.json").read_bytes())
     monkeypatch.setattr(page, "part", lambda path: page.Part(path.stem, record.load(path), [], []))
     monkeypatch.setattr(page, "chart_files", lambda each, folder: [folder / "results_softmax_float32_speed.svg"])

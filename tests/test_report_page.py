@@ -115,9 +115,9 @@ CHROMIUM = shutil.which("chromium")
 
 @pytest.fixture(scope="module")
 def browser():
-    api = pytest.importorskip("playwright.sync_api")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not CHROMIUM:
-        pytest.skip("no chromium")
+        pytest.skip("chromium is not installed")
     flags = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
     with api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)

@@ -18,7 +18,15 @@ from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.cross_entropy_sharded import sharded
-from fused_softmax.ops.cross_entropy_steps import Kind, Steps, differentiated, prepare_steps, run_steps
+from fused_softmax.ops.cross_entropy_steps import (
+    Kind,
+    Steps,
+    as_rows,
+    differentiated,
+    prepare_steps,
+    rows_of,
+    run_steps,
+)
 from fused_softmax.ops.loss_on_shards import loss_on_shards
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
 from fused_softmax.route import Route, dtype_under_autocast, is_sharded, needs_grad, on_device, readable, route_of
@@ -95,7 +103,7 @@ def cross_entropy(
     group, RuntimeError on every rank where they differ in anything but their columns: on CPUs, at a group's first call
     with this n_classes, and at each call with FUSED_SOFTMAX_CHECK=1, which compares the targets too. A later call on
     GPUs gives NaN where ranks differ in options, or in columns without another n_classes, and a call after it raises;
-    where they differ in rows, the backend's own timeout ends it.
+    where they differ in rows, their messages differ in length, which the backend may not survive.
 
     >>> cross_entropy(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), torch.tensor([2], device="cuda"))
     tensor(0.4076, device='cuda:0')
@@ -223,7 +231,7 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(name, target, shards.n_classes, ignore_index)
     result_dtype = dtype_under_autocast(input, wanted.dtype)
-    y, of_rows, z, *stats = sharded(*_as_rows(input, target), loss, shards, wanted, result_dtype)
+    y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype)
     return output_of(y, of_rows, z, stats, wanted, reduction, tuple(target.shape))
 
 
@@ -245,13 +253,13 @@ def _prepare_call(
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
     plain_numbers = given.numbers() if given.plain and not given.smooth and input.dtype != torch.float64 else None
     of_rows = None if lse is None else lse_of_rows(lse, input)
-    steps = prepare_steps(kind, *_as_rows(input, target), _loss_now(given, weight, input, numbers), of_rows)
+    steps = prepare_steps(kind, *as_rows(input, target), _loss_now(given, weight, input, numbers), of_rows)
 
     def made(steps, target_shape):
         def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
             if kind.inplace and input.is_leaf:
                 raise RuntimeError(_LEAF)
-            rows, flat = (input, target) if simple else _as_rows(input, target)
+            rows, flat = (input, target) if simple else as_rows(input, target)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
             if plain_numbers is not None and weight is None:
                 of_call = given, plain_numbers, of_rows
@@ -281,14 +289,6 @@ def _prepare_call(
     return Prepared(made(calls, target_shape), again if simple and target.ndim == 1 else None)
 
 
-def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [n, n_classes] with contiguous columns, and targets [n]."""
-    rows = rows_of(input)
-    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
-        rows = rows.contiguous()
-    return rows, target.reshape(-1).contiguous()
-
-
 def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) -> Loss:
     """A kept call's loss with the weight and the numbers of one call."""
     label_smoothing, softcap, scale, lse_square_scale = numbers
@@ -297,13 +297,6 @@ def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) 
         loss.reduction, label_smoothing if loss.smooth else 0.0, None if loss.softcap is None else softcap,
         1.0 if scale is None else scale, lse_square_scale if loss.lse_square_scale else 0.0, loss.stats,
     )  # fmt: skip
-
-
-def rows_of(input: Tensor) -> Tensor:
-    """Logits as [n, n_classes]."""
-    if input.ndim == 2:
-        return input
-    return input.unsqueeze(0) if input.ndim == 1 else input.movedim(1, -1).flatten(0, -2)
 
 
 def composed(

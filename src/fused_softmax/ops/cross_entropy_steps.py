@@ -53,6 +53,21 @@ class Steps(NamedTuple):
     multiply: Any = None
 
 
+def as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [n, n_classes] with contiguous columns, and targets [n]."""
+    rows = rows_of(input)
+    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
+        rows = rows.contiguous()
+    return rows, target.reshape(-1).contiguous()
+
+
+def rows_of(input: Tensor) -> Tensor:
+    """Logits as [n, n_classes]."""
+    if input.ndim == 2:
+        return input
+    return input.unsqueeze(0) if input.ndim == 1 else input.movedim(1, -1).flatten(0, -2)
+
+
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
     """The steps of a loss for rows and targets like these, as Prepared. lse: of every row, where it is given."""
     arithmetic, wanted = arithmetic_of(x), kind.wanted

@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_softmax.distributed import Shards
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted
 from fused_softmax.ops.cross_entropy_sharded import sharded
+from fused_softmax.ops.cross_entropy_steps import as_rows
 from fused_softmax.ops.shards import shards_of_mesh
 from fused_softmax.options import DTYPES, Loss
 from fused_softmax.route import is_sharded
@@ -112,11 +113,8 @@ def loss_on_shards(
         for i, each in enumerate(input.placements)
     ]
     placed = Placed("cross_entropy", input.device_mesh, of_rows, kept, target.shape)
-    x, t = input.to_local(), placed.targets(target)
-    rows = x.unsqueeze(0) if x.ndim == 1 else x.movedim(1, -1).flatten(0, -2)
-    rows = rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
     y, lse, z, *stats = sharded(
-        rows, t.reshape(-1).contiguous(), replace(loss, weight=placed.weight(loss.weight)),
+        *as_rows(input.to_local(), placed.targets(target)), replace(loss, weight=placed.weight(loss.weight)),
         placed.shards(input.shape[class_dim]), wanted, dtype, placed.groups,
     )  # fmt: skip
     return placed.output(y, lse, z, stats, wanted, loss.reduction)
