@@ -290,7 +290,7 @@ def test_every_strategy_of_columns(held_bytes, log, device):
     lse, lse_copy = (torch.full((6, 1, 8), math.nan, device=device) for _ in range(2))
     logsumexp_calls.prepare_columns(lie[1], lse, plan=plan)(y, lse)
     logsumexp_calls.prepare_columns(of_copy, lse_copy, plan=plan)(of_copy, lse_copy)
-    assert torch.equal(lse, lse_copy)
+    torch.testing.assert_close(lse, lse_copy, rtol=1e-6, atol=1e-6)  # a tile's sum is in the order of its layout
 
 
 @every_function

@@ -185,7 +185,7 @@ def test_gradients_with_out(dtype, dim, log, ran, device):
     dy = peaked(6, 70, seed=1).to(dtype).to(device)
     operator = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
     name = "out" if log else "grad_input"
-    expected = operator(dy, y, dim, dtype)
+    expected = operator(dy.double(), y.double(), dim, torch.float64).to(dtype)  # ATen rounds y * dy to fp16 on a GPU
     outs = [torch.empty_like(y), torch.full((6, 80), 7.0, dtype=dtype, device=device)[:, :70], y.new_empty(70, 6).T]
     with fused_softmax.enabled():
         for out in [*outs, *outs]:
@@ -197,7 +197,7 @@ def test_gradients_with_out(dtype, dim, log, ran, device):
         ran.clear()
         operator.out(dy, y, dim, dtype, **{name: dy})  # over what is read: ATen's
         assert not ran
-        torch.testing.assert_close(dy, expected)
+        torch.testing.assert_close(dy, expected, rtol=1e-2, atol=1e-3)
 
 
 REFUSED = {

@@ -173,8 +173,9 @@ def test_the_gradient_takes_the_place_of_the_logits(ranks, way):
         assert given.equal(dx)
 
 
-# By kernels, other logits that are not finite have a gradient of NaN: docs/shards.md says so.
-@pytest.mark.parametrize(("way", "value"), [("torch", math.nan), ("torch", INF), ("torch", -INF), ("kernels", -INF)])
+@pairwise()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [math.nan, INF, -INF])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"lse_square_scale": 0.1}, {"reduction": "sum"}])
 def test_the_logits_of_an_ignored_row_have_no_gradient(ranks, options, value, way):
     x, target = logits().float(), torch.arange(N_ROWS) * 4

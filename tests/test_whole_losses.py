@@ -73,6 +73,23 @@ def test_the_ticket_is_back_at_the_start(device, nvidia, monkeypatch):
         assert drawn[0].item() == 0
 
 
+@pytest.mark.parametrize("with_z", [False, True], ids=["", "z"])
+@pytest.mark.parametrize(("n_rows", "parts"), [(8192, 1), (8193, 1), (4100, 3), (300_000, 1)])
+def test_the_losses_of_many_rows_are_added_by_many_programs(n_rows, parts, with_z, device):
+    """And of few rows by one. The ticket is back at the start, so that the next launch gives the same."""
+    loss, generator = Loss(reduction="mean"), torch.Generator().manual_seed(1)
+    values = torch.rand(n_rows, parts, generator=generator).to(device)
+    z = torch.rand(n_rows, generator=generator).to(device) if with_z else None
+    totals = torch.tensor([[2.0, 6.0], [1.0, 3.0]], device=device)
+    for _ in range(2):
+        y, of_z = losses.finish(losses.LossRows(None, None, values, z), totals, loss, torch.float32)
+        truth = values.double().sum() / 8
+        if z is not None:
+            torch.testing.assert_close(of_z.double(), z.double().sum() / 4, rtol=1e-6, atol=0)
+            truth += z.double().sum() / 4
+        torch.testing.assert_close(y.double(), truth, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("target", "expected"), [([-100, -100], float("nan")), ([3, 20000], float("nan")), ([3, -1], float("nan"))]
 )

@@ -57,11 +57,11 @@ def _gradient(
     b = D.b
     u = D.u
     counts = T.kept | T.wrong
-    if dlse_ptr is not None:  # a row that does not count has no loss, and yet an lse
+    if dlse_ptr is not None:  # a row that does not count has no loss, and yet an lse, whose gradient may be 0
         a = tl.where(T.kept, a, 0.0) + tl.load(dlse_ptr + r.row)
         b = tl.where(T.kept, b, 0.0)
         u = tl.where(T.kept, u, 0.0)
-        counts = r.row >= 0
+        counts |= a != 0
     a = tl.where(T.wrong, float("nan"), a)
     t = tl.where(T.kept, T.t, -1).to(tl.int32)
     x_body = body_of(x, r.row, K)
@@ -137,29 +137,55 @@ def count_targets(
 
 @triton.jit(do_not_specialize=["n_losses", "n_z", "n_rows", "n_classes", "ignore_index"])
 def _finish(
-    loss_ptr, z_ptr, totals_ptr, target_ptr, weight_ptr, result_ptr, z_result_ptr, n_losses, n_z, n_rows, n_classes,
-    ignore_index, K: tl.constexpr, BLOCK: tl.constexpr,
+    loss_ptr, z_ptr, totals_ptr, target_ptr, weight_ptr, result_ptr, z_result_ptr, parts_ptr, ticket_ptr,
+    n_losses, n_z, n_rows, n_classes, ignore_index, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum or mean of all losses, and of the z-losses in it; few targets are counted here, if they were not yet."""
+    """The sum or mean of all losses, and of the z-losses in it; few targets are counted here, if they were not yet.
+
+    By one program, or by K.lanes of them (K.finishes), of which the last to be done adds what each has summed.
+    """
+    LANES: tl.constexpr = K.lanes
+    DTYPE: tl.constexpr = loss_ptr.dtype.element_ty
     if target_ptr is not None:
-        weights, counts = count_targets(
-            target_ptr, weight_ptr, 0, n_rows, n_classes, ignore_index, loss_ptr.dtype.element_ty, BLOCK
-        )
+        weights, counts = count_targets(target_ptr, weight_ptr, 0, n_rows, n_classes, ignore_index, DTYPE, BLOCK)
         g = 1.0 / weights
         g_z = 1.0 / counts
     else:
         g, g_z = per_row(totals_ptr, K)
-    total = tl.zeros([BLOCK], loss_ptr.dtype.element_ty)
-    for at in range(0, n_losses, BLOCK):
-        j = at + tl.arange(0, BLOCK)
-        total += tl.load(loss_ptr + j, mask=j < n_losses, other=0.0)
-    result = tl.sum(total, axis=0) * g
+    program = tl.program_id(0)
+    total = sum_of_share(loss_ptr, program, n_losses, K, BLOCK)
+    z_total = tl.zeros([], DTYPE)
     if z_ptr is not None:
-        total = tl.zeros([BLOCK], loss_ptr.dtype.element_ty)
-        for at in range(0, n_z, BLOCK):
-            j = at + tl.arange(0, BLOCK)
-            total += tl.load(z_ptr + j, mask=j < n_z, other=0.0)
-        z = tl.sum(total, axis=0) * g_z
+        z_total = sum_of_share(z_ptr, program, n_z, K, BLOCK)
+    if K.finishes:
+        tl.store(parts_ptr + program, total)
+        tl.store(parts_ptr + LANES + program, z_total)
+        # A release of the sums before it, and an acquire of all others'.
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == LANES - 1:
+            j = tl.arange(0, LANES)
+            total = tl.sum(tl.load(parts_ptr + j, volatile=True), axis=0)
+            z_total = tl.sum(tl.load(parts_ptr + LANES + j, volatile=True), axis=0)
+            store_result(result_ptr, z_result_ptr, total * g, z_total * g_z)
+            tl.atomic_xchg(ticket_ptr, 0, sem="relaxed")
+    else:
+        store_result(result_ptr, z_result_ptr, total * g, z_total * g_z)
+
+
+@triton.jit
+def sum_of_share(ptr, program, n, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a program's share of n values: one of K.lanes equal ones, of whole blocks."""
+    share = tl.cdiv(n, K.lanes * BLOCK) * BLOCK
+    start = program * share
+    total = tl.zeros([BLOCK], ptr.dtype.element_ty)
+    for at in range(start, tl.minimum(start + share, n), BLOCK):
+        j = at + tl.arange(0, BLOCK)
+        total += tl.load(ptr + j, mask=j < n, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def store_result(result_ptr, z_result_ptr, result, z):
+    if z_result_ptr is not None:
         tl.store(z_result_ptr, z)
         result += z
     tl.store(result_ptr, result)

@@ -28,7 +28,8 @@ from fused_softmax.runner import TLDTYPES, prepare, spec_of
 
 _WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 _COUNTED = 2048  # targets that a program counts at a time
-_FINISHED = 65536  # values that one program sums
+_ADDED = 8192  # values that one program adds; more are added by _ADDERS
+_ADDERS = 64
 _MULTIPLIED = 4096  # elements that a program multiplies at a time
 _MULTIPLIERS = 8  # programs a multiprocessor
 
@@ -378,9 +379,6 @@ def totals_parts(n_rows: int) -> int:
 def finish(rows: LossRows, totals: Tensor | None, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The sum or mean of all losses, and of the z-losses in it."""
     values, z = rows.loss, rows.z
-    if values.numel() > _FINISHED:
-        values = values.sum().view(1)
-        z = None if z is None else z.sum().view(1)
     call = find("finish", (loss.mean, dtype), values, z, totals)
     if call is None:
         prepared = prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype)
@@ -402,32 +400,39 @@ def prepare_finish(
     """
     values, z = rows.loss, rows.z
     weight = None if target is None else loss.weight
-    empty, most = allocator(values.device), _FINISHED if target is None else _COUNTED
-    result, z_result = empty((), (), dtype), None if z is None else empty((), (), dtype)
+    empty, device, summed = allocator(values.device), values.get_device(), values.dtype
+    many, with_z, counts = values.numel() > _ADDED, z is not None, target is not None
     spec = LossSpec(
-        block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[values.dtype], mean=loss.mean and target is None,
-        totals=1 if totals is None else totals.shape[1],
+        block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[values.dtype], mean=loss.mean and not counts,
+        totals=1 if totals is None else totals.shape[1], finishes=many, lanes=_ADDERS if many else 1,
     )  # fmt: skip
-    arranged = (values, z, totals, target, weight, result, z_result)
+
+    def written():
+        parts = empty((2, _ADDERS), (_ADDERS, 1), summed) if many else None
+        ticket = _ticket(device) if many else None
+        return empty((), (), dtype), empty((), (), dtype) if with_z else None, parts, ticket
+
+    arranged = (values, z, totals, target, weight, *written())
     sizes = values.numel(), 0 if z is None else z.numel(), 0 if target is None else target.numel(), n_classes
+    block = _COUNTED if counts else _ADDED // 2 if many else _ADDED
     launched = launch.prepare(
-        _finish, 1, arranged, (*sizes, loss.ignore_index), {"K": spec, "BLOCK": 8192 if target is None else _COUNTED},
-        device=values.get_device(), num_warps=16,
+        _finish, spec.lanes, arranged, (*sizes, loss.ignore_index), {"K": spec, "BLOCK": block}, device=device,
+        num_warps=8 if many else 16,
     )  # fmt: skip
-    picked, per_row, with_z = _picked(arranged), values.numel() // max(values.shape[0], 1), z is not None
+    picked, per_row = _picked(arranged), values.numel() // max(values.shape[0], 1)
 
     def made(launched):
         def call(values, z, totals, target, weight):
-            result, z_result = empty((), (), dtype), empty((), (), dtype) if with_z else None
-            launched(*picked((values, z, totals, target, weight, result, z_result)))
-            return result, z_result
+            outputs = written()
+            launched(*picked((values, z, totals, target, weight, *outputs)))
+            return outputs[:2]
 
         return call
 
     def again(n):
-        if max(n * per_row, n) > most:
+        if (n * per_row > _ADDED) != many or (counts and n > _COUNTED):
             return None
-        found = launched.again(1, {0: n * per_row, 1: n if with_z else 0, 2: n if most == _COUNTED else 0})
+        found = launched.again(spec.lanes, {0: n * per_row, 1: n if with_z else 0, 2: n if counts else 0})
         return found and made(found.__call__)
 
     return Prepared(made(launched.__call__), again)
