@@ -23,7 +23,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "log_softmax_backward": (),
     "logsumexp": (),
     "cross_entropy": (),
-    "cross_entropy_gradient": (),
+    "cross_entropy_gradient": ("quack",),
     "linear_cross_entropy": (
         "torch chunked", "liger", "cce", "in one chunk", "chunks of 1024", "chunks of 256", "summed in place",
         "32 in place",

@@ -14,36 +14,36 @@ from fused_softmax.bench.cases import Case
 GPU = "NVIDIA H200"  # after which the files are named
 ALONE = "--provider fused_softmax"
 BESIDE_TORCH = "--provider fused_softmax,torch"
+BESIDE_PEERS = f"{BESIDE_TORCH},liger,quack"
 COLS = ",".join(map(str, (*sweeps.WIDTHS, 2097152)))
 LONG_COLS = "50257,65536,100003,128256,131072,151936,262144,524288,1048576,2097152"
 LONG_SHAPES = "4185x128256,4096x131072,2048x262144,1024x524288,512x1048576,256x2097152"
 
 # Each file, and the arguments of `fused-softmax bench` that make it, without --out.
 COMMITTED = {
-    "h200_softmax": (
-        f"tutorial --cols {COLS} --dtype float32,bfloat16 --provider fused_softmax,torch,torch.compile,hybrid"
-    ),
-    "h200_cross_entropy": f"cross-entropy {BESIDE_TORCH}",
+    "h200_softmax": f"tutorial --cols {COLS} --dtype float32,bfloat16 {BESIDE_PEERS},torch.compile,hybrid",
+    "h200_cross_entropy": f"cross-entropy {BESIDE_TORCH},quack",
     "h200_linear_cross_entropy": (
         "linear-cross-entropy --quick --provider "
         "'fused_softmax,torch,liger,cce,in one chunk,chunks of 256,summed in place,32 in place'"
     ),
     "h200_tutorial": "tutorial --provider fused_softmax,torch,naive",
-    "h200_backward": f"backward {BESIDE_TORCH}",
+    "h200_backward": f"backward {BESIDE_PEERS}",
     "h200_logsumexp": f"logsumexp {BESIDE_TORCH}",
     "h200_masked": f"masked {BESIDE_TORCH}",
     "h200_dims": f"dims {BESIDE_TORCH}",
-    "h200_few_rows": f"few-rows {BESIDE_TORCH}",
+    "h200_few_rows": f"few-rows {BESIDE_PEERS}",
     "h200_batch": f"batch {BESIDE_TORCH} --quick",
     "h200_small": f"small {BESIDE_TORCH} --quick",
-    "h200_vocab": f"vocab {BESIDE_TORCH} --quick",
+    "h200_vocab": f"vocab {BESIDE_PEERS} --quick",
     "h200_float16": f"custom --cols {COLS} --elements 134217728 --dtype float16 {BESIDE_TORCH}",
     "h200_long_bf16": f"custom --cols {LONG_COLS} --elements 134217728 --dtype bfloat16 {BESIDE_TORCH}",
     "h200_long_rows": f"custom --shape {LONG_SHAPES} --dtype bfloat16 {BESIDE_TORCH}",
-    "h200_sweep_fp32": f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype float32 {ALONE}",
-    "h200_sweep_bf16": f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype bfloat16 {ALONE}",
+    "h200_sweep_fp32": f"tutorial --quick --cols 256:40961:256 --elements 128Mi --dtype float32 {ALONE}",
+    "h200_sweep_bf16": f"tutorial --quick --cols 256:40961:256 --elements 128Mi --dtype bfloat16 {ALONE}",
     "h200_sweep_fp16": f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
-    "h200_peaks": f"peaks {ALONE}",
+    "h200_peaks": f"peaks {ALONE} --reps 2",
+    "h200_sampling": "sampling --quick --provider fused_softmax,torch,transformers,flashinfer",
 }
 
 # What a report calls them.
@@ -63,10 +63,11 @@ TITLES = {
     "h200_float16": "softmax in float16, 128 to 2 Mi columns",
     "h200_long_bf16": "softmax of long bfloat16 rows",
     "h200_long_rows": "softmax of 512 Mi bfloat16 elements",
-    "h200_sweep_fp32": "softmax of float32, every 128 columns",
-    "h200_sweep_bf16": "softmax of bfloat16, every 128 columns",
+    "h200_sweep_fp32": "softmax of float32, every 256 columns",
+    "h200_sweep_bf16": "softmax of bfloat16, every 256 columns",
     "h200_sweep_fp16": "softmax of float16, every 1024 columns",
     "h200_peaks": "Widths around each of the planner's thresholds",
+    "h200_sampling": "Tokens drawn from logits",
 }
 
 

@@ -388,6 +388,7 @@ _ENTRIES = {
         own=loss_gradient(cross_entropy),
         formula=loss_gradient_formula,
         eager=loss_gradient(torch.nn.functional.cross_entropy),
+        peers={"quack": providers.quack_cross_entropy_gradient},
         held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
         ceilings=lambda case: ceiling.copies(),
         parameters=lambda case: {"reduction": "mean"},

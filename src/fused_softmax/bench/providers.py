@@ -108,6 +108,14 @@ def quack_backward(case: Case) -> Call:
     return softmax_bwd
 
 
+def quack_cross_entropy_gradient(case: Case) -> Call:
+    from quack.cross_entropy import cross_entropy
+
+    from fused_softmax.bench.operations import loss_gradient
+
+    return loss_gradient(cross_entropy)(case)
+
+
 CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}
 # This package with other options than the default: no peer of its own.
 VARIANTS = frozenset({"in one chunk", "chunks of 1024", "chunks of 256", "summed in place", "32 in place"})
