@@ -218,6 +218,20 @@ def sum_of_8(x):
 
 
 @triton.jit
+def sums_of(a, b, K: tl.constexpr):
+    """The sums of both, by one exchange between warps."""
+    if K.ptx:
+        return tl.reduce((a, b), 0, add_pairs)
+    else:  # the interpreter takes long for a reduction that it does not know
+        return tl.sum(a, axis=0), tl.sum(b, axis=0)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def key_of(score, group):
     """One int64 that orders scores, and of equal ones the lower group first; above 0."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)

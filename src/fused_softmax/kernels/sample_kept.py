@@ -33,6 +33,7 @@ from fused_softmax.kernels.draw import (
     order_of,
     scratch_at,
     sum_of_8,
+    sums_of,
     survey,
     take_kept,
     weight_at,
@@ -195,15 +196,16 @@ def greatest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
     top = tl.load(tops_ptr + at, mask=at < n_lanes, other=NEG_INF)
     order = order_of(top)
     there = order > LOWEST
-    n_there = tl.sum(there.to(tl.int32), axis=0)
+    total, n_there = sums_of(tl.where(there, top, 0.0), there.to(tl.int32), K)
     high = tl.zeros([], tl.int64) + LOWEST
     if n_there > K.capacity:
         # The greatest lanes are far above the mean, and a few less than K.capacity do as well if they are k.
-        mean = tl.sum(tl.where(there, top, 0.0), axis=0) / n_there.to(tl.float32)
+        mean = total / n_there.to(tl.float32)
         low = tl.where(mean < F.m, order_of(mean).to(tl.int64), high + 1)
-        low = tl.where(tl.sum((order >= low).to(tl.int32), axis=0) > K.capacity, low, high + 1)
+        n_low, n_least = sums_of((order >= low).to(tl.int32), (order >= F.least).to(tl.int32), K)
+        low = tl.where(n_low > K.capacity, low, high + 1)
         # Nothing below min-p's bound is looked for.
-        few = (tl.sum((order >= F.least).to(tl.int32), axis=0) <= K.capacity) & (F.least > LOWEST)
+        few = (n_least <= K.capacity) & (F.least > LOWEST)
         high = tl.where(few, F.least, order_of(F.m) + 1).to(tl.int64)
         low = tl.where(few, high - 1, low)
         n_high = 0

@@ -32,6 +32,7 @@ from fused_softmax.kernels.draw import (
     score_at,
     scratch_at,
     sum_of_8,
+    sums_of,
     value_of,
     weight_at,
 )
@@ -231,19 +232,19 @@ def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.conste
     order, cols: of logits of the orders from low to high, where `on`. count, mass: of all that are above these.
     """
     weight = tl.where(on, (weight_at(value_of(order), F.m, D) * UNIT).to(tl.int64), 0)
-    n = tl.sum(on.to(tl.int32), axis=0)
+    of_all, n = sums_of(weight, on.to(tl.int32), K)
     least = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
     target = F.p.to(tl.float64) * F.total.to(tl.float64)
     by_k = (F.k > 0) & (count < F.k) & (count + n >= F.k)
     if by_k:
-        least = last_of(order, cols, on.to(tl.int64), low, high, count, F.k.to(tl.float64), D)
+        least = last_of(order, cols, on, on.to(tl.int64), low, high, count, F.k.to(tl.float64), K)
         if not K.joint:
             kept = tl.sum(tl.where(at_or_above(order, cols, least), weight, 0), axis=0)
             target = F.p.to(tl.float64) * (mass + kept).to(tl.float64)
-    reaches = tl.where((mass + tl.sum(weight, axis=0)).to(tl.float64) >= target, 1, 0)
+    reaches = tl.where((mass + of_all).to(tl.float64) >= target, 1, 0)
     by_p = (tl.where(F.p < 1, 1, 0) > 0) & (tl.where(mass.to(tl.float64) < target, 1, 0) * reaches > 0)
     if by_p:
-        least = tl.maximum(least, last_of(order, cols, weight, low, high, mass, target, D))
+        least = tl.maximum(least, last_of(order, cols, on, weight, low, high, mass, target, K))
     return least, by_k, by_p
 
 
@@ -253,26 +254,37 @@ def at_or_above(order, cols, code):
 
 
 @triton.jit
-def last_of(order, cols, v, low, high, above, target, D):
-    """The code at which a sum of v, by logits in their order and beginning with `above`, reaches a target."""
-    while high - low > 1:
+def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr):
+    """The code at which a sum of v, by logits in their order and beginning with `above`, reaches a target.
+
+    All logits where `on` are of orders from low to high. The search ends where one of them is left.
+    """
+    n_low, n_high = tl.sum(on.to(tl.int32), axis=0), tl.zeros([], tl.int32)
+    while (high - low > 1) & (n_low - n_high > 1):
         middle = (low + high) >> 1
-        reached = (above + tl.sum(tl.where(order >= middle.to(tl.int32), v, 0), axis=0)).to(tl.float64) >= target
+        beyond = on & (order >= middle.to(tl.int32))
+        total, n = sums_of(tl.where(beyond, v, 0), beyond.to(tl.int32), K)
+        reached = (above + total).to(tl.float64) >= target
         low = tl.where(reached, middle, low)
+        n_low = tl.where(reached, n, n_low)
         high = tl.where(reached, high, middle)
-    # All of one order have one v, and are kept from the lowest column on.
-    above += tl.sum(tl.where(order > low, v, 0), axis=0)
-    equal = order == low
-    n = tl.sum(equal.to(tl.int32), axis=0)
-    one = tl.max(tl.where(equal, v, 0), axis=0)
-    before, last = tl.full([], -1, tl.int32), tl.max(tl.where(equal, cols, 0), axis=0)
-    if (above + (n - 1) * one).to(tl.float64) >= target:
-        while last - before > 1:
-            middle = (before + last) >> 1
-            n = tl.sum((equal & (cols <= middle)).to(tl.int32), axis=0)
-            reached = (above + n * one).to(tl.float64) >= target
-            last = tl.where(reached, middle, last)
-            before = tl.where(reached, before, middle)
+        n_high = tl.where(reached, n_high, n)
+    equal = on & (order >= low) & (order < high)
+    last = tl.max(tl.where(equal, cols, 0), axis=0)
+    if n_low - n_high > 1:
+        # All of one order have one v, and are kept from the lowest column on.
+        above += tl.sum(tl.where(on & (order >= high), v, 0), axis=0)
+        one = tl.max(tl.where(equal, v, 0), axis=0)
+        before = tl.full([], -1, tl.int32)
+        if (above + (n_low - n_high - 1) * one).to(tl.float64) >= target:
+            while last - before > 1:
+                middle = (before + last) >> 1
+                n = tl.sum((equal & (cols <= middle)).to(tl.int32), axis=0)
+                reached = (above + n * one).to(tl.float64) >= target
+                last = tl.where(reached, middle, last)
+                before = tl.where(reached, before, middle)
+    else:
+        low = tl.max(tl.where(equal, order, LOWEST), axis=0).to(tl.int64)
     return (low << COLUMN_BITS) | (tl.full([], LAST_COLUMN, tl.int64) - last)
 
 
