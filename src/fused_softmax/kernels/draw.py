@@ -264,6 +264,18 @@ def value_of(order):
 
 
 @triton.jit
+def whole_grains(low, high, K: tl.constexpr):
+    """Orders from low to high, and as few more as make whole grains: numbers of 16 bits have one order in each."""
+    return low >> K.grain_bits << K.grain_bits, (high + K.grain - 1) >> K.grain_bits << K.grain_bits
+
+
+@triton.jit
+def middle_of(low, high, K: tl.constexpr):
+    """Whole grains between whole grains."""
+    return low + ((high - low) >> K.grain_bits >> 1 << K.grain_bits)
+
+
+@triton.jit
 def code_of(x, cols):
     """int64 by which logits stand in the order of filters: by value, of equal ones the lower column first."""
     return (order_of(x).to(tl.int64) << COLUMN_BITS) | (LAST_COLUMN - cols)

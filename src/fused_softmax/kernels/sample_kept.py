@@ -30,6 +30,7 @@ from fused_softmax.kernels.draw import (
     logits_of,
     logprob_of,
     member_of,
+    middle_of,
     order_of,
     scratch_at,
     sum_of_8,
@@ -37,6 +38,7 @@ from fused_softmax.kernels.draw import (
     survey,
     take_kept,
     weight_at,
+    whole_grains,
     words_of,
 )
 from fused_softmax.kernels.sample_row import least_in_row, within_row
@@ -210,8 +212,10 @@ def greatest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
         low = tl.where(few, high - 1, low)
         n_high = 0
         wanted = tl.minimum(tl.maximum(F.k, K.capacity - K.capacity // 8), K.capacity)
-        while (high - low > 1) & (n_high < wanted):
-            middle = (low + high) >> 1
+        if not few:
+            low, high = whole_grains(low, high, K)
+        while (high - low > K.grain) & (n_high < wanted):
+            middle = middle_of(low, high, K)
             n = tl.sum((order >= middle).to(tl.int32), axis=0)
             low = tl.where(n > K.capacity, middle, low)
             high = tl.where(n > K.capacity, high, middle)
@@ -234,9 +238,9 @@ def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
     """
     n = count_held(H, known)
     if n > K.candidates:
-        low, high = known.to(tl.int64), order_of(F.m).to(tl.int64) + 1
-        while high - low > 1:
-            middle = (low + high) >> 1
+        low, high = whole_grains(known.to(tl.int64), order_of(F.m).to(tl.int64) + 1, K)
+        while high - low > K.grain:
+            middle = middle_of(low, high, K)
             many = count_held(H, middle.to(tl.int32)) > K.candidates
             low = tl.where(many, middle, low)
             high = tl.where(many, high, middle)
@@ -260,7 +264,7 @@ def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
     cols = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
     low, high = known.to(tl.int64), order_of(F.m).to(tl.int64) + 1
     zero = tl.zeros([], tl.int64)
-    least, by_k, by_p = least_of_filters(order, cols, i < n, low, high, zero, zero, D, F, K)
+    least, by_k, by_p = least_of_filters(order, cols, i < n, low, high, zero, zero, D, F, K, True)
     if K.joint:
         enough = by_k | by_p
     else:

@@ -28,6 +28,7 @@ from fused_softmax.kernels.draw import (
     logits_of,
     logprob_of,
     member_of,
+    middle_of,
     order_of,
     score_at,
     scratch_at,
@@ -35,6 +36,7 @@ from fused_softmax.kernels.draw import (
     sums_of,
     value_of,
     weight_at,
+    whole_grains,
 )
 from fused_softmax.kernels.sample_row import best_kept, least_in_row
 from fused_softmax.kernels.state import NEG_INF
@@ -215,7 +217,7 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
         x += tl.load(D.bias_ptr + cols, mask=on, other=0.0).to(tl.float32)
     low, high = tl.load(record_ptr + LOW), tl.load(record_ptr + HIGH)
     count, mass = tl.load(record_ptr + COUNT), tl.load(record_ptr + MASS)
-    least, by_k, by_p = least_of_filters(order_of(x), cols, on, low, high, count, mass, D, F, K)
+    least, by_k, by_p = least_of_filters(order_of(x), cols, on, low, high, count, mass, D, F, K, False)
     if K.joint:  # a boundary below the list is no bound, and one above it is unknown
         found = (by_k | by_p) & ((F.k == 0) | (count < F.k))
         if F.p < 1:
@@ -226,7 +228,7 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
 
 
 @triton.jit
-def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.constexpr):
+def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.constexpr, FEW: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep, whether top-k ends among these, whether top-p does).
 
     order, cols: of logits of the orders from low to high, where `on`. count, mass: of all that are above these.
@@ -237,14 +239,14 @@ def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.conste
     target = F.p.to(tl.float64) * F.total.to(tl.float64)
     by_k = (F.k > 0) & (count < F.k) & (count + n >= F.k)
     if by_k:
-        least = last_of(order, cols, on, on.to(tl.int64), low, high, count, F.k.to(tl.float64), K)
+        least = last_of(order, cols, on, on.to(tl.int64), low, high, count, F.k.to(tl.float64), K, FEW)
         if not K.joint:
             kept = tl.sum(tl.where(at_or_above(order, cols, least), weight, 0), axis=0)
             target = F.p.to(tl.float64) * (mass + kept).to(tl.float64)
     reaches = tl.where((mass + of_all).to(tl.float64) >= target, 1, 0)
     by_p = (tl.where(F.p < 1, 1, 0) > 0) & (tl.where(mass.to(tl.float64) < target, 1, 0) * reaches > 0)
     if by_p:
-        least = tl.maximum(least, last_of(order, cols, on, weight, low, high, mass, target, K))
+        least = tl.maximum(least, last_of(order, cols, on, weight, low, high, mass, target, K, FEW))
     return least, by_k, by_p
 
 
@@ -254,37 +256,46 @@ def at_or_above(order, cols, code):
 
 
 @triton.jit
-def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr):
+def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr, FEW: tl.constexpr):
     """The code at which a sum of v, by logits in their order and beginning with `above`, reaches a target.
 
-    All logits where `on` are of orders from low to high. The search ends where one of them is left.
+    All logits where `on` are of orders from low to high. FEW: the search ends where one of them is left, too.
     """
-    n_low, n_high = tl.sum(on.to(tl.int32), axis=0), tl.zeros([], tl.int32)
-    while (high - low > 1) & (n_low - n_high > 1):
-        middle = (low + high) >> 1
-        beyond = on & (order >= middle.to(tl.int32))
-        total, n = sums_of(tl.where(beyond, v, 0), beyond.to(tl.int32), K)
-        reached = (above + total).to(tl.float64) >= target
-        low = tl.where(reached, middle, low)
-        n_low = tl.where(reached, n, n_low)
-        high = tl.where(reached, high, middle)
-        n_high = tl.where(reached, n_high, n)
+    low, high = whole_grains(low, high, K)
+    n, n_high = tl.sum(on.to(tl.int32), axis=0), tl.zeros([], tl.int32)
+    if FEW:
+        while (high - low > K.grain) & (n - n_high > 1):
+            middle = middle_of(low, high, K)
+            beyond = on & (order >= middle.to(tl.int32))
+            total, n_beyond = sums_of(tl.where(beyond, v, 0), beyond.to(tl.int32), K)
+            reached = (above + total).to(tl.float64) >= target
+            low = tl.where(reached, middle, low)
+            n = tl.where(reached, n_beyond, n)
+            high = tl.where(reached, high, middle)
+            n_high = tl.where(reached, n_high, n_beyond)
+        n -= n_high
+    else:
+        while high - low > K.grain:
+            middle = middle_of(low, high, K)
+            reached = (above + tl.sum(tl.where(order >= middle.to(tl.int32), v, 0), axis=0)).to(tl.float64) >= target
+            low = tl.where(reached, middle, low)
+            high = tl.where(reached, high, middle)
+        n = tl.sum((on & (order >= low) & (order < high)).to(tl.int32), axis=0)
     equal = on & (order >= low) & (order < high)
     last = tl.max(tl.where(equal, cols, 0), axis=0)
-    if n_low - n_high > 1:
+    if n > 1:
         # All of one order have one v, and are kept from the lowest column on.
         above += tl.sum(tl.where(on & (order >= high), v, 0), axis=0)
         one = tl.max(tl.where(equal, v, 0), axis=0)
         before = tl.full([], -1, tl.int32)
-        if (above + (n_low - n_high - 1) * one).to(tl.float64) >= target:
+        if (above + (n - 1) * one).to(tl.float64) >= target:
             while last - before > 1:
                 middle = (before + last) >> 1
                 n = tl.sum((equal & (cols <= middle)).to(tl.int32), axis=0)
                 reached = (above + n * one).to(tl.float64) >= target
                 last = tl.where(reached, middle, last)
                 before = tl.where(reached, before, middle)
-    else:
-        low = tl.max(tl.where(equal, order, LOWEST), axis=0).to(tl.int64)
+    low = tl.max(tl.where(equal, order, LOWEST), axis=0).to(tl.int64)
     return (low << COLUMN_BITS) | (tl.full([], LAST_COLUMN, tl.int64) - last)
 
 

@@ -243,6 +243,7 @@ class SampleSpec:
     joint: whether each filter judges all columns.
     wide: whether launches follow for rows whose boundary is lower. sampled: groups that they are told of it by; listed:
         columns that it is sought among.
+    grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
     """
 
     stretches: int
@@ -258,7 +259,12 @@ class SampleSpec:
     wide: bool = False
     sampled: int = 512
     listed: int = 8192
+    grain_bits: int = 0
     ptx: bool = False
+
+    @property
+    def grain(self) -> int:
+        return 1 << self.grain_bits
 
     @property
     def sums_at(self) -> int:

@@ -30,6 +30,7 @@ from fused_softmax.runner import has_ptx
 MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
+_GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
 _MIN_P_CAPACITY = 512
 
@@ -145,7 +146,7 @@ def prepare_draws(
     if not n_draws:
         return lambda logits, numbers, bias, bitmask, rows, out: SampleOutput(*results(out))
     plan = plan or plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = _spec_of(plan, options, index, filtered)
+    spec = _spec_of(plan, options, index, filtered, logits.dtype)
     given = logits, options.logit_bias, options.bitmask, options.row_indices
     read, numbers = _readable(*given), Numbers.of(options, seed, position)
     as_given = all(a is b for a, b in zip(read, given, strict=True))
@@ -184,7 +185,7 @@ def _slots(index: int, n_draws: int) -> Tensor:
     return workspace.slots(index, n_draws, 2, _DRAWS)
 
 
-def _spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool) -> SampleSpec:
+def _spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype: torch.dtype) -> SampleSpec:
     ranked = options.top_k is not None or options.top_p is not None
     wide = not is_few(options.top_k)
     capacity = plan.capacity if not wide else 2 * plan.capacity if ranked else max(plan.capacity, _MIN_P_CAPACITY)
@@ -193,6 +194,7 @@ def _spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool) -> S
         bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered, all_stretches=plan.all_stretches,
         capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked, joint=options.order == "joint",
         wide=wide, listed=plan.listed, ptx=has_ptx(index),
+        grain_bits=0 if options.logit_bias is not None else _GRAIN_BITS.get(dtype, 0),
     )  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     n_draws, n_cols = x.shape
     index, n_stretches = logits.get_device(), -(-n_cols // STRETCH)
     plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = replace(_spec_of(plan, Sampling(), index, filtered=True), wide=False)
+    spec = replace(_spec_of(plan, Sampling(), index, True, logits.dtype), wide=False)
     scratch = torch.empty(n_draws, spec.scratch, dtype=torch.int64, device=x.device)
     read, numbers = _readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
     written = scratch, None, None, None, None
