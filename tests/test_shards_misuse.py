@@ -158,6 +158,39 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd)
         assert said == (odd and before + said_of[odd])
 
 
+def launches_of_gather(group):
+    """How many operations torch runs for each of three gathers; the second is as the first, the third of other rows."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fused_softmax import distributed
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal n
+            n += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    rank, found = dist.get_rank(group), []
+    distributed._headers.clear()
+    for rows in (5, 5, 6):
+        n = 0
+        with Counting():
+            shards = distributed.Shards(group, rank, (3,) * dist.get_world_size(group), 9, digest=17)
+            heard = distributed.gather(torch.full((2, rows), float(rank)), shards)
+        found.append(n)
+        assert torch.equal(heard[:, 0, 0], torch.arange(float(len(heard))))
+    distributed._doubts.clear()
+    return found
+
+
+def test_what_a_message_says_of_its_rank_is_made_once_for_messages_of_one_kind(ranks):
+    by_ranks = {n: ranks.values(n, launches_of_gather)[0] for n in (2, 4)}
+    for n, (first, second, third) in by_ranks.items():
+        assert second <= 7, "every call makes them"
+        assert min(first, third) > second + 4 * n
+    assert by_ranks[2][1] == by_ranks[4][1]
+
+
 def second_derivatives(group, name, scored):
     x, w = (logits(3, 4, seed=seed).float().requires_grad_() for seed in (0, 1))
     if name == "linear_cross_entropy":

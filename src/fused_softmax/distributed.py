@@ -21,6 +21,7 @@ _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
 _HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
 _EXACT = 2**20  # counts below this are exact in every dtype of messages
+_MOST_KINDS = 256  # of messages whose headers are kept
 
 
 class Shards(NamedTuple):
@@ -47,6 +48,13 @@ class Shards(NamedTuple):
         return max(0, min(self.sizes[self.rank], self.n_classes - self.first))
 
 
+class _Headers(NamedTuple):
+    """[ranks, _HEADER] of what ranks that ask alike send of themselves: beside the messages, and on the host."""
+
+    there: Tensor
+    on_host: Tensor
+
+
 class _Doubt(NamedTuple):
     """Headers that a call has gathered and nobody has read yet; there once `event`, if any, has happened."""
 
@@ -55,6 +63,7 @@ class _Doubt(NamedTuple):
     event: Any
 
 
+_headers: dict[tuple, _Headers] = {}  # of messages of one kind
 _known: WeakKeyDictionary[Any, dict[tuple, tuple]] = WeakKeyDictionary()  # Shards without their group, which ends
 _doubts: WeakKeyDictionary[Any, list[_Doubt]] = WeakKeyDictionary()
 
@@ -116,23 +125,34 @@ def gather(message: Tensor, shards: Shards) -> Tensor:
     if len(shards.sizes) == 1 or not message.numel():
         return message.expand(len(shards.sizes), *message.shape)
     shape, said = message.shape, message.reshape(-1)
-    if shards.digest is not None:
-        rest = sum(shards.sizes), shape[-1], shards.digest
-        said = torch.cat((said, _numbers((shards.sizes[shards.rank], *rest), message)))
+    expected = None if shards.digest is None else _headers_of(shards, shape[-1], shards.digest, message)
+    if expected is not None:
+        said = torch.cat((said, expected.there[shards.rank]))
     heard = torch.empty(len(shards.sizes) * said.numel(), dtype=said.dtype, device=said.device)
     _all_gather(heard, said, group=shards.group)
     heard = heard.view(len(shards.sizes), -1)
-    if shards.digest is None:
+    if expected is None:
         return heard.view(-1, *shape)
-    expected = torch.stack([_numbers((size, *rest), message) for size in shards.sizes])
     headers = heard[:, -_HEADER:]
-    _remember(shards.group, headers, expected)
-    spoilt = torch.where((headers == expected).all(), 0.0, float("nan")).to(message.dtype)
-    return (heard[:, :-_HEADER] + spoilt).view(-1, *shape)
+    _remember(shards.group, headers, expected.on_host)
+    return heard[:, :-_HEADER].masked_fill((headers != expected.there).any(), float("nan")).view(-1, *shape)
 
 
-def _numbers(counts: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.stack([torch.full((), count % _EXACT, dtype=like.dtype, device=like.device) for count in counts])
+def _headers_of(shards: Shards, rows: int, digest: int, like: Tensor) -> _Headers:
+    """Made once for messages of one kind: each of its numbers is a launch, for no call waits for a copy to a device."""
+    of_all = sum(shards.sizes), rows, digest
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else None  # on which they are there
+    key = shards.sizes, *of_all, like.dtype, like.device, stream
+    found = _headers.get(key)
+    if found is None:
+        counts = [[count % _EXACT for count in (size, *of_all)] for size in shards.sizes]
+        numbers = [like.new_full((), count) for each in counts for count in each]
+        found = _Headers(torch.stack(numbers).view(-1, _HEADER), torch.tensor(counts, dtype=like.dtype))
+        if not _captures(like.device):  # else they are of the graph, and nobody has made them yet
+            if len(_headers) >= _MOST_KINDS:
+                _headers.clear()
+            _headers[key] = found
+    return found
 
 
 def _waits_for_nobody(device: torch.device) -> bool:
@@ -170,14 +190,10 @@ def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
         return
     event = None
     if headers.is_cuda:
-        headers, expected = (_on_its_way_to_the_host(each) for each in (headers, expected))
+        headers = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True).copy_(headers, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
     _doubts.setdefault(group, []).append(_Doubt(headers, expected, event))
-
-
-def _on_its_way_to_the_host(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _raise_doubts(name: str, group: Any) -> None:
