@@ -9,6 +9,8 @@ from products import pairwise
 from sharded import INDICES, N_CLASSES, SIZES, WAYS, by, close, flat, logits, same_on_all, shard
 
 from fused_softmax import linear_cross_entropy
+from fused_softmax.distributed import Shards
+from fused_softmax.ops.linear_sharded import GatheredRows
 
 
 def linear_losses(group, way, x, w, bias, target, weight, options, of=1.0):
@@ -180,3 +182,27 @@ def test_padding_of_a_linear_layer_is_in_no_product(ranks, n_classes, way):
         ours = torch.cat([each[i] for each in found])
         close(ours[:n_classes], wanted)
         assert (ours[n_classes:] == 0).all()
+
+
+def sent_backward(group, x, w):
+    """By name, the elements that this rank sends for the gradient of its rows, and that gradient."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    mine, w = x.chunk(n)[rank].clone().requires_grad_(), shard(w, group, 0)
+    y = linear_cross_entropy(mine, w, torch.arange(len(x)), group=group, input_sharded=True, reduction="none")
+    with CommDebugMode() as sent:
+        parts = GatheredRows.apply(mine, Shards(group, rank, SIZES[n], N_CLASSES))
+        (own,) = torch.autograd.grad(parts, mine, x * (rank + 1))
+    assert len(y) == len(x)
+    return {str(name): count for name, count in sent.get_comm_counts().items()}, own
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_gradient_of_rows_in_shards_is_scattered_and_not_told_to_all(ranks, n):
+    x, w = logits(12, 6, seed=5).float(), logits(N_CLASSES, 6, seed=6).float()
+    found = ranks.values(n, sent_backward, x, w)
+    for sent, _ in found:
+        assert not any("all_reduce" in name or "allreduce" in name for name in sent)
+        assert sum(count for name, count in sent.items() if "reduce_scatter" in name) == 1
+    close(torch.cat([own for _, own in found]), x * sum(range(1, n + 1)))

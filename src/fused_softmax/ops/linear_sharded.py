@@ -33,6 +33,8 @@ from fused_softmax.ops.linear_by_rows import Gradients, Linear, chunks, divides_
 from fused_softmax.ops.once import once
 from fused_softmax.options import Loss, arithmetic_of
 
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
 
 class OfCall(NamedTuple):
     """What stays the same from chunk to chunk.
@@ -59,9 +61,9 @@ class GatheredRows(torch.autograd.Function):
     @staticmethod
     @once("linear_cross_entropy")
     def backward(ctx, dx):
-        dx, shards = dx.contiguous(), ctx.shards
-        dist.all_reduce(dx, group=shards.group)
-        return dx.chunk(len(shards.sizes))[shards.rank].clone(), None  # all ranks' rows are not kept for it
+        own = dx.new_empty(len(dx) // len(ctx.shards.sizes), *dx.shape[1:])  # every rank has as many rows
+        _reduce_scatter(own, dx.contiguous(), group=ctx.shards.group)
+        return own, None
 
 
 class LinearSharded(torch.autograd.Function):
