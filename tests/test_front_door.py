@@ -55,6 +55,7 @@ def here(monkeypatch, tmp_path):
     Path("link.json").symlink_to("rows.json")
     Path("link.html").symlink_to("results.html")
     monkeypatch.setenv("FUSED_SOFTMAX_PLANS", "none.json")
+    monkeypatch.delenv("RANK", raising=False)
     work = [
         (measure, "measure"), (one, "time_calls"), (one, "call_once"), (host, "measure"), (tune, "tune"),
         (record, "write_whole"),
@@ -67,6 +68,7 @@ def here(monkeypatch, tmp_path):
 OUTPUTS = {  # of commands that take -o or --out: the arguments, and the suffixes
     "bench": (CUSTOM, ".json"),
     "bench host": (("bench", "host"), ".json"),
+    "bench shards": (("bench", "shards"), ".json"),
     "bench tune": (("bench", "tune"), ".json"),
     "report": (("report", "results.json"), ".html"),
     "trace": (("trace", "--kernel", "naive"), ".html"),
@@ -87,6 +89,7 @@ BAD = [
             "bench",
             "bench one",
             "bench host",
+            "bench shards",
             "bench all",
             "bench compare",
             "bench tune",
@@ -124,6 +127,10 @@ BAD = [
     ("plan", "8", "8", "8"),
     # options of one command
     ("bench", "nothing"),
+    ("bench", "shards"),
+    ("bench", "shards", "--provider", "quack"),
+    ("bench", "shards", "--op", "logsumexp"),
+    ("bench", "shards", "--shape", "8x8:0"),
     ("bench", "--reps", "0"),
     ("bench", "--seed", "x"),
     ("bench", "--shape", "8"),

@@ -51,7 +51,9 @@ MAY_IMPORT = {
     },
     "nn": {"ops", "options", "register"},
     "classic": set(),
-    "bench": {PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device"},
+    "bench": {
+        PUBLIC, "ops", "classic", "distributed", "reference", "reference_sampling", "register", "plan", "device",
+    },
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
     "trace": {PUBLIC, "ops", "classic", "options", "options_sampling", "plan"},
     "cli": {PUBLIC, "bench", "profile", "trace", "plan", "device"},

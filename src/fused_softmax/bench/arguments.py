@@ -126,16 +126,19 @@ class Listing(click.Command):
 
     sweeps = False
 
+    def facts(self) -> dict[str, dict[str, str]]:
+        return facts_of_names(sweeps=self.sweeps)
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(ctx, formatter)
-        for title, lines in facts_of_names(sweeps=self.sweeps).items():
+        for title, lines in self.facts().items():
             formatter.write_paragraph()
             formatter.write_text(columns(title, lines))
 
 
 def _list(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        found = facts_of_names(sweeps=getattr(ctx.command, "sweeps", False))
+        found = ctx.command.facts() if isinstance(ctx.command, Listing) else facts_of_names()
         click.echo("\n\n".join(columns(title, lines).removeprefix("\b\n") for title, lines in found.items()))
         ctx.exit()
 

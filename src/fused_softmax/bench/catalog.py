@@ -37,6 +37,15 @@ PEERS: dict[str, tuple[str, ...]] = {
     "sample_min_p": SAMPLERS,
 }  # fmt: skip
 
+# Of rows in shards over ranks: each operation that `bench shards` measures, and all of its providers.
+ONE_GPU = "one GPU"
+BY_TRANSPORT = (f"{OWN} collective", f"{OWN} peer")
+PEERS_OF_SHARDS: dict[str, tuple[str, ...]] = {
+    "cross_entropy_gradient": (*BY_TRANSPORT, ONE_GPU, "loss_parallel", "liger", "megatron", "flash-attn"),
+    "linear_cross_entropy": (*BY_TRANSPORT, ONE_GPU, "loss_parallel"),
+    "softmax": (*BY_TRANSPORT, ONE_GPU, "torch DTensor"),
+}
+
 
 def provider_names(operations: Iterable[str] = ()) -> list[str]:
     """The providers of the named operations, or of all operations."""

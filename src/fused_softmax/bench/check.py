@@ -101,10 +101,9 @@ class Judge:
         return "", found
 
     def errors(self, y: Tensor) -> Errors:
-        truth = operation_of(self.case).formula(self.case)
         found = torch.zeros(4, device=y.device, dtype=torch.float64)
         for got, inputs in self.chunks(y):
-            want = truth(*(x.double() if x.is_floating_point() else x for x in inputs))
+            want = self.truth(tuple(x.double() if x.is_floating_point() else x for x in inputs))
             got = got.double()
             sums = torch.zeros(2, device=y.device, dtype=torch.float64)
             if not self.reduced:
@@ -113,6 +112,10 @@ class Judge:
             parts = ((got - want).abs().amax(), sums[0], want.abs().amax(), sums[1])
             found = torch.maximum(found, torch.stack(parts))  # NaN wins
         return Errors(*found.tolist())
+
+    def truth(self, inputs: Inputs) -> Tensor:
+        """What y has to be, of inputs in float64."""
+        return operation_of(self.case).formula(self.case)(*inputs)
 
     def chunks(self, y: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
         """y and the inputs, cut along one axis other than `dim`. Inputs that broadcast along it stay whole."""

@@ -32,6 +32,7 @@ from fused_softmax.bench.arguments import (
     values_of,
 )
 from fused_softmax.bench.front import INTERRUPTED, busy, importing
+from fused_softmax.bench.shards_command import shards
 from fused_softmax.bench.sweep_command import asked, sweep_command
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class _Bench(click.Group):
 
 
 bench = _Bench(sweep_command, name="bench")
+
+bench.add_command(shards)
 
 
 @bench.command(cls=Listing)
