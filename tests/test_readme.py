@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_softmax.bench import overview, readme, record
+from fused_softmax.bench import overview, readme, record, simulated
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
 
 ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "gpu": {"name": "NVIDIA H200", "driver_version": "580.159"}}
@@ -194,3 +194,28 @@ def test_products_are_in_us_and_several_tables_have_places(tmp_path):
     assert page.read_text().startswith(EMPTY)
     assert "| linear_cross_entropy | 64 x 8 x 1000 | bfloat16 | 2 | 0.003 |" in page.read_text()
     assert "in us" in page.read_text()
+
+
+def test_the_page_on_shards_shows_the_ranks_that_are_computed(tmp_path, capsys):
+    page = ROOT / "docs/shards.md"
+    assert simulated.main([str(page), "--check"]) == 0
+    stale = tmp_path / "shards.md"
+    stale.write_text(page.read_text().replace("| 1024 | 128 |", "| 1024 | 127 |", 1))
+    assert simulated.main([str(stale), "--check"]) == 1
+    assert "run it without --check" in capsys.readouterr().err
+    assert simulated.main([str(stale)]) == 0
+    assert stale.read_text() == page.read_text()
+
+
+def test_computed_times_follow_their_formulas():
+    case = simulated.CASES[0]
+    assert simulated.gather_us(2, 0) == simulated.GATHER_US
+    assert simulated.ring_us(1024, 12) == pytest.approx(6.6 + 896 * 1.0 + 127 * 2.7 + 1023 * 12 / 20.4e9 * 1e6)
+    assert simulated.ring_us(8, 2**30) == pytest.approx(8.4 + 7 * 3.4 + 7 * 2**30 / 450e9 * 1e6)
+    shared, alone = (simulated.times_of(case, ranks) for ranks in (8, 16))
+    assert shared.shard == pytest.approx(2 * case.tensor_bytes / 8 / 4.2e12 * 1e6)
+    assert shared.peer == pytest.approx(shared.shard + 0.66 + 7 * 8 * 8192 / 450e9 * 1e6)
+    assert alone.peer is None
+    for each in (shared, alone):
+        assert each.collective > 1.5 * each.shard + each.exchange
+        assert each.gathered > each.collective

@@ -1,0 +1,161 @@
+"""What a loss over 4 to 1024 ranks should take, computed from measured times and link speeds; nothing here is measured.
+
+    python -m fused_softmax.bench.simulated docs/shards.md [--check]
+
+Rewrites the tables between two markers. With --check it writes nothing and exits with 1 if the page disagrees. Standard
+library only.
+
+A rank of `peer` reads its shard once and writes its gradient, and a message of 8 bytes a row goes to each other rank
+meanwhile. A rank of `collective` reads its shard, gathers 3 numbers of float32 a row of every rank, and reads its shard
+again to write the gradient. Launches are not counted. An all_gather is what two ranks took, plus what NCCL's own model
+(`src/graph/tuning.cc` at commit b647562) adds for more of them and for more bytes: a ring of R - 1 steps, each with a
+latency, by the protocol that is fastest for so many bytes.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fused_softmax.bench import readme, record
+from fused_softmax.bench.cases import Case
+from fused_softmax.plan import H200
+
+PLACE = "ranks"
+RANKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+CASES = (Case((8192, 128256), "bfloat16"), Case((64, 128256), "float32"))
+PER_HOST = 8  # H200s of one host, each with a network adapter of its own
+
+MEMORY = H200.copy_bytes_per_second or 0.0  # bytes a second, of a copy on an H200: MEASURED.md
+MESSAGE_US = 0.66  # a round of 64-bit messages between two running kernels, measured on 2 H200s
+GATHER_US = 38.0  # all_gather of 3 numbers a row by NCCL on 2 H200s, the longest measured for 1 to 65536 rows
+NVLINK = 450e9  # bytes a second one way: 900 GB/s a GPU both ways (NVIDIA H200 data sheet)
+NETWORK = 400e9 / 8  # bytes a second one way: InfiniBand of 400 Gb/s (MLPerf Inference 4.1, H200-SXM-141GBx8)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Of NCCL's model of rings on Hopper GPUs beside Intel processors.
+
+    us: at the beginning; of a step within a host, and to another; to post one, where there are several hosts.
+    share: of the links' speed, within a host and over several. most: bytes a second, on a host, on two, and on more.
+    """
+
+    base_us: float
+    nvlink_us: float
+    network_us: float
+    posted_us: float
+    share: tuple[float, float]
+    most: tuple[float, float, float]
+
+
+INFINITE = (float("inf"),) * 3
+PROTOCOLS = (
+    Protocol(6.6, 0.6, 2.7, 1.0, (1 / 3, 1 / 4), (87.7e9, 39.0e9, 20.4e9)),  # LL
+    Protocol(14.0, 1.9, 4.0, 1.0, (0.92, 0.92), INFINITE),  # LL128
+    Protocol(8.4, 3.4, 14.0, 3.0, (1.0, 1.0), INFINITE),  # Simple
+)
+
+
+def hosts_of(ranks: int) -> int:
+    return -(-ranks // PER_HOST)
+
+
+def ring_us(ranks: int, sent: int) -> float:
+    """NCCL's model of an all_gather to which every rank gives so many bytes."""
+    hosts = hosts_of(ranks)
+    between = hosts - 1
+    links = NVLINK if hosts == 1 else min(NVLINK, PER_HOST * NETWORK)
+    times = []
+    for each in PROTOCOLS:
+        within_us = each.nvlink_us if hosts == 1 else max(each.nvlink_us, each.posted_us)
+        latency = each.base_us + (ranks - 1 - between) * within_us + between * each.network_us
+        speed = min(links * each.share[hosts > 1], each.most[min(hosts, 3) - 1])
+        times.append(latency + (ranks - 1) * sent / speed * 1e6)
+    return min(times)
+
+
+def gather_us(ranks: int, sent: int) -> float:
+    return GATHER_US + ring_us(ranks, sent) - ring_us(2, 0)
+
+
+@dataclass(frozen=True)
+class Times:
+    """us of a mean loss with its gradient, on each of so many ranks. peer: None over several hosts.
+
+    shard: one read and one write of a shard. exchange: the part of collective in which ranks wait for each other.
+    gathered: of every rank that gathers all logits and computes the whole.
+    """
+
+    ranks: int
+    shard: float
+    peer: float | None
+    collective: float
+    exchange: float
+    gathered: float
+
+
+def times_of(case: Case, ranks: int) -> Times:
+    read = case.tensor_bytes / ranks / MEMORY * 1e6
+    message = 12 * case.n_rows
+    exchange = gather_us(ranks, message)
+    merge = ranks * message / MEMORY * 1e6  # each rank reads what all say
+    peer = None
+    if hosts_of(ranks) == 1:
+        peer = 2 * read + MESSAGE_US + (ranks - 1) * 8 * case.n_rows / NVLINK * 1e6
+    gathered = gather_us(ranks, case.tensor_bytes // ranks) + 2 * ranks * read
+    return Times(ranks, 2 * read, peer, 3 * read + exchange + merge, exchange, gathered)
+
+
+def render() -> str:
+    """The tables, and what follows from each."""
+    return "\n\n".join(_table(case) for case in CASES)
+
+
+def _table(case: Case) -> str:
+    found = [times_of(case, ranks) for ranks in RANKS]
+    heads = ("ranks", "hosts", "one read, one write", "`peer`", "`collective`", "its exchange", "gathered logits")
+    lines = [readme.table_row(heads), readme.table_row(["---:"] * len(heads))]
+    for each in found:
+        peer = "" if each.peer is None else _us(each.peer)
+        times = [_us(us) for us in (each.collective, each.exchange, each.gathered)]
+        lines.append(readme.table_row([str(each.ranks), str(hosts_of(each.ranks)), _us(each.shard), peer, *times]))
+    return "\n".join([f"{case.size} {case.dtype}, us:", "", *lines, "", _conclusion(found)])
+
+
+def _conclusion(found: Sequence[Times]) -> str:
+    inside = [each for each in found if each.peer is not None]
+    gains = [each.collective / (each.peer or 1.0) for each in inside]
+    best = min(found, key=lambda each: each.collective)
+    first = next(each.ranks for each in found if each.exchange > each.shard)
+    return (
+        f"Within a host `collective` takes {min(gains):.1f} to {max(gains):.1f} times as long as `peer`. Its exchange "
+        f"takes longer than a\nread and a write of the shard from {first} ranks on. {best.ranks} ranks take least."
+    )
+
+
+def _us(us: float) -> str:
+    return f"{us:.2g}" if us < 1 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m fused_softmax.bench.simulated", description="Fill the tables of ranks.")
+    parser.add_argument("page", type=Path, help="Markdown file with the two markers")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page disagrees")
+    options = parser.parse_args(arguments)
+    try:
+        old = options.page.read_text()
+        new = readme.replace(old, render(), PLACE)
+        if options.check and new != old:
+            print(f"{options.page} does not show what this computes: run it without --check", file=sys.stderr)
+            return 1
+        if new != old:
+            record.write_whole(options.page, new.encode())
+    except (OSError, ValueError) as error:
+        parser.error(f"{options.page}: {getattr(error, 'strerror', None) or error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
