@@ -5,13 +5,14 @@ token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `refe
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_softmax import reference_sampling as reference
 from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.distributed import Transport
 from fused_softmax.ops.sample_calls import (
     FEW,
     MOST_COLUMNS,
@@ -23,6 +24,7 @@ from fused_softmax.ops.sample_calls import (
     raw_lse,
     rows_of,
 )
+from fused_softmax.ops.sample_sharded import sample_of_shards
 from fused_softmax.options_sampling import (
     Logprobs,
     Order,
@@ -35,6 +37,9 @@ from fused_softmax.options_sampling import (
 )
 from fused_softmax.reference_sampling import SampleOutput, per_row
 from fused_softmax.route import Route, route_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _NUMBERS = (float, int)
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -71,6 +76,9 @@ def sample(
     top_logprobs: int = 0,
     return_kept: bool = False,
     out: Tensor | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    transport: Transport | None = None,
 ) -> SampleOutput:
     """A token of each row of logits.
 
@@ -96,6 +104,13 @@ def sample(
     top_logprobs: how many of the greatest of these to return.
     return_kept: whether to return which columns were kept.
     out: int64 [n_draws], any stride, where to write the tokens.
+    group: of torch.distributed, over whose ranks the vocabulary lies in shards: each rank gives its own columns of the
+        logits and of logit_bias, in rank order, as many as it has; bitmask is of the whole vocabulary. All ranks give
+        the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the rows. Without
+        a seed, a row is drawn by the generator of the rank that gathers it. return_kept is refused.
+    n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
+        last shards, are padding, and are never drawn.
+    transport: with group: how ranks talk to each other: "collective", by the group's backend, which None takes.
 
     temperature, top_k, top_p, min_p, seed and position are numbers, or tensors [] or [n_draws] on the logits' device:
     float16 to float64, which count as float32, or int64 and int32.
@@ -106,7 +121,9 @@ def sample(
 
     Raises TypeError for an argument of a wrong type or dtype, ValueError for one of a wrong shape or value, such as a
     negative temperature, a top_p of 0 or less, a min_p above 1, a seed with a generator, or a narrow bitmask, and
-    RuntimeError for one on another device; each names the argument, before anything runs.
+    RuntimeError for one on another device; each names the argument, before anything runs. With a group, RuntimeError on
+    every rank where they differ in anything but their columns, seeds and positions, on CPUs and at a group's first call
+    with this n_classes; otherwise every token is then invalid, and a later call raises RuntimeError.
 
     >>> logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], device="cuda")
     >>> sample(logits, temperature=0.0).tokens
@@ -115,6 +132,15 @@ def sample(
     tensor([2, 0], device='cuda:0')
     """
     name = "sample"
+    if group is not None or n_classes is not None or transport is not None:
+        filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        tensors = {"logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices}
+        asked = {
+            "order": order, "return_logprobs": return_logprobs, "top_logprobs": top_logprobs,
+            "return_kept": return_kept,
+        }  # fmt: skip
+        over = group, n_classes, transport
+        return sample_of_shards(logits, filters, tensors, asked, (seed, position, generator), out, over)
     plain = None
     bare = return_logprobs != "raw" and top_logprobs.__class__ is int and not top_logprobs
     if bare and return_kept.__class__ is bool and not _is_compiling():
@@ -125,7 +151,7 @@ def sample(
         call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
         if call is not None:
             if of_seed is None:
-                of_seed = _seed_of(generator, logits.device)
+                of_seed = seed_of(generator, logits.device)
             numbers = Numbers(t, k, p, least_p, of_seed, of_position)
             return call(logits, numbers, logit_bias, bitmask, row_indices, out)
     check_logits(name, "logits", logits, "[n_rows, vocab]")
@@ -142,7 +168,7 @@ def sample(
     route = route_of(logits, *options.tensors, *given, takes=logits.shape[1] <= MOST_COLUMNS, batches=False)
     with torch.no_grad():
         if seed is None:
-            seed, position = _seed_of(generator, logits.device), None
+            seed, position = seed_of(generator, logits.device), None
         else:
             seed, position = _signed(seed), _signed(0 if position is None else position)
         if route is Route.KERNEL:
@@ -255,7 +281,7 @@ def speculative_sample(
     with torch.no_grad():
         device = target_logits.device
         if seed is None:
-            seeds = _int64(_seed_of(generator, device), n, device)
+            seeds = _int64(seed_of(generator, device), n, device)
             positions = _positions(None, n, device) * k_and_1  # sequences of one seed share no position
         else:
             seeds, positions = (_int64(each, n, device) for each in (seed, 0 if position is None else position))
@@ -266,7 +292,7 @@ def speculative_sample(
         )
 
 
-def _seed_of(generator: torch.Generator | None, device: torch.device) -> Tensor:
+def seed_of(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """A seed for all rows, int64."""
     # Drawn on the device: a captured graph advances the generator as it does for torch's own.
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
