@@ -241,19 +241,23 @@ def seeded_apart(group):
     return sample(torch.zeros(2, 3), seed=None if dist.get_rank(group) == 2 else 1, group=group)
 
 
-def as_on_a_gpu(group, odd):
-    """Calls that compare nothing but the first; of the second ranks ask for different things."""
+def as_on_a_gpu(group, odd, temperature):
+    """Calls that compare nothing but the first; in the second, ranks ask for different things."""
     from fused_softmax import distributed
 
     waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
     distributed._known.pop(group, None)
-    x = torch.arange(12.0).reshape(2, 6)[:, 3 * dist.get_rank(group) :][:, :3]
-    said = None
+    rank, whole, said = dist.get_rank(group), torch.arange(14.0).reshape(2, 7) * 9, None
+
+    def found(columns, **more):
+        return sample(whole[:, 3 * rank : 3 * rank + columns], temperature, seed=1, **more, group=group)
+
     try:
-        first = sample(x, temperature=0.0, seed=1, group=group)
-        second = sample(x, temperature=0.0, top_k=2 + odd * dist.get_rank(group), seed=1, group=group)
+        first = found(3)
+        more = {"top_k": 2 + rank} if odd == "options" else {}
+        second = found({"fewer columns": 3 - rank, "more columns": 3 + rank}.get(odd, 3), **more)
         try:
-            sample(x, temperature=0.0, seed=1, group=group)
+            found(3)
         except RuntimeError as error:
             said = str(error)
         return first, second, said
@@ -261,11 +265,12 @@ def as_on_a_gpu(group, odd):
         distributed._waits_for_nobody = waits
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_what_is_not_compared_beforehand_gives_no_token_and_then_an_error(ranks, odd):
-    for first, second, said in ranks.values(2, as_on_a_gpu, odd):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("odd", [None, "options", "fewer columns", "more columns"])
+def test_what_is_not_compared_beforehand_gives_no_token_and_then_an_error(ranks, odd, temperature):
+    for first, second, said in ranks.values(2, as_on_a_gpu, odd, temperature):
         assert first.tokens.tolist() == [5, 5]
         assert first.valid.all()
         assert second.tokens.tolist() == ([0, 0] if odd else [5, 5])
         assert second.valid.tolist() == [not odd] * 2
-        assert (said or "").endswith("differed in their options" if odd else "")
+        assert f"differed in their {odd.split()[-1]}" in said if odd else said is None

@@ -98,6 +98,12 @@ def shards_of(
     return Shards(group, rank, sizes, n, None if _waits_for_nobody(device) else digest)
 
 
+def as_others_know(shards: Shards, n_classes: int | None, device: torch.device) -> Shards:
+    """The shards of a call as the other ranks have them, if this rank's columns have changed since they compared."""
+    _, sizes = _known[shards.group][n_classes, device.type]
+    return shards._replace(sizes=sizes, n_classes=sum(sizes) if n_classes is None else n_classes)
+
+
 def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors: Any) -> None:
     """Raise what a single rank can tell of the arguments that a sharded call has more, and of the kind of tensors."""
     if transport is not None and transport not in TRANSPORTS:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.distributed import Shards, check_group, gather, shards_of
+from fused_softmax.distributed import Shards, as_others_know, check_group, gather, shards_of
 from fused_softmax.options_sampling import Sampling, check_logits, check_random, check_shape, check_tensor, sampling_of
 from fused_softmax.reference_sampling import SampleOutput
 
@@ -89,7 +89,8 @@ def sample_of_shards(
         if _greedy(options):
             drawn = _greatest(x, bias, there, shards)
         else:
-            drawn = _told(_drawn(x, bias, there, options, random, shards), options, n_draws, shards)
+            known = as_others_know(shards, n_classes, x.device)  # who otherwise wait for bytes that do not come
+            drawn = _told(_drawn(x, bias, there, options, random, known), options, n_draws, shards)
         return drawn if out is None else drawn._replace(tokens=out.copy_(drawn.tokens))
 
 
@@ -171,7 +172,10 @@ def _drawn(
 def _whole_rows(x: Tensor, part: Part, shards: Shards) -> Tensor:
     """[this rank's rows, n_classes] of x [rows, this rank's columns]; padding is left out."""
     held = [shards._replace(rank=rank).held for rank in range(part.ranks)]
-    x = x[:, : held[part.rank]].contiguous()
+    x = x[:, : held[part.rank]]
+    if x.shape[1] < held[part.rank]:  # than others know; the message after it says so
+        x = torch.nn.functional.pad(x, (0, held[part.rank] - x.shape[1]))
+    x = x.contiguous()
     if part.ranks == 1:
         return x
     mine = part.sizes[part.rank]
