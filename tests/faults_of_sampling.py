@@ -6,6 +6,7 @@ NOISE, REFERENCE = "reference_noise.py", "reference_sampling.py"
 DRAW, KEPT, WIDE = "kernels/draw.py", "kernels/sample_kept.py", "kernels/sample_wide.py"
 FILTERS, BELOW = "test_sample_kernels.py::test_filters", "test_sample_kernels.py::test_boundaries_below_what_is_held"
 CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
+SHARDED = "ops/sample_sharded.py"
 SAMPLING = (
     of(
         "ops", "noise-of-32-bits", NOISE, "low * 2.0**-64", "2.0**-33",
@@ -97,5 +98,19 @@ SAMPLING = (
     of(
         "kernels", "last-part-draws-alone", WIDE,
         "            key = tl.atomic_max(record_ptr + KEY, 0, sem=\"relaxed\")\n", "", BELOW,
+    ),
+    of(
+        "ops", "inf-in-two-shards", SHARDED, "(n_inf.sum(0) <= 1)", "(n_inf.amax(0) <= 1)",
+        "test_shards_sampling.py::test_rows_that_cannot_be_drawn_from_and_rows_of_one_column",
+    ),
+    of(
+        "ops", "columns-that-others-do-not-know", SHARDED, "known = as_others_know(shards, n_classes, x.device)",
+        "known = shards",
+        "test_shards_sampling.py::test_what_is_not_compared_beforehand_gives_no_token_and_then_an_error",
+    ),
+    of(
+        "ops", "header-of-other-rows", "distributed.py", "key = shards.sizes, *of_all, like.dtype",
+        "key = shards.sizes, like.dtype",
+        "test_shards_misuse.py::test_what_a_message_says_of_its_rank_is_made_once_for_messages_of_one_kind",
     ),
 )  # fmt: skip
