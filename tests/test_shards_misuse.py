@@ -159,7 +159,7 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd)
 
 
 def launches_of_gather(group):
-    """How many operations torch runs for each of three gathers; the second is as the first, the third of other rows."""
+    """How many operations torch runs for each gather: of 5, 5 and 6 rows, and of 5, 5, 7 and 7 while it is captured."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from fused_softmax import distributed
@@ -171,23 +171,31 @@ def launches_of_gather(group):
             return function(*args, **(kwargs or {}))
 
     rank, found = dist.get_rank(group), []
+    captures = distributed._captures
     distributed._headers.clear()
-    for rows in (5, 5, 6):
-        n = 0
+    distributed._of_graphs.clear()
+    for rows, captured in ((5, False), (5, False), (6, False), (5, True), (5, True), (7, True), (7, True)):
+        n, distributed._captures = 0, lambda device, captured=captured: captured
         with Counting():
             shards = distributed.Shards(group, rank, (3,) * dist.get_world_size(group), 9, digest=17)
             heard = distributed.gather(torch.full((2, rows), float(rank)), shards)
         found.append(n)
         assert torch.equal(heard[:, 0, 0], torch.arange(float(len(heard))))
+        if captured:
+            distributed._headers.clear()
     distributed._doubts.clear()
+    distributed._captures = captures
     return found
 
 
 def test_what_a_message_says_of_its_rank_is_made_once_for_messages_of_one_kind(ranks):
     by_ranks = {n: ranks.values(n, launches_of_gather)[0] for n in (2, 4)}
-    for n, (first, second, third) in by_ranks.items():
+    for n, (first, second, third, *in_graphs) in by_ranks.items():
         assert second <= 7, "every call makes them"
         assert min(first, third) > second + 4 * n
+        kept, again, new, newer = in_graphs
+        assert kept == again <= second, "what a graph reads is kept as long as the process"
+        assert new == newer > second + 4 * n, "what a graph makes is read by no other"
     assert by_ranks[2][1] == by_ranks[4][1]
 
 

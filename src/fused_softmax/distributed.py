@@ -63,7 +63,8 @@ class _Doubt(NamedTuple):
     event: Any
 
 
-_headers: dict[tuple, _Headers] = {}  # of messages of one kind
+_headers: dict[tuple, dict[Any, _Headers]] = {}  # of messages of one kind, by the stream on which they were made
+_of_graphs: dict[tuple, _Headers] = {}  # which captured graphs read as long as they live
 _known: WeakKeyDictionary[Any, dict[tuple, tuple]] = WeakKeyDictionary()  # Shards without their group, which ends
 _doubts: WeakKeyDictionary[Any, list[_Doubt]] = WeakKeyDictionary()
 
@@ -147,17 +148,22 @@ def gather(message: Tensor, shards: Shards) -> Tensor:
 def _headers_of(shards: Shards, rows: int, digest: int, like: Tensor) -> _Headers:
     """Made once for messages of one kind: each of its numbers is a launch, for no call waits for a copy to a device."""
     of_all = sum(shards.sizes), rows, digest
-    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else None  # on which they are there
-    key = shards.sizes, *of_all, like.dtype, like.device, stream
-    found = _headers.get(key)
+    key = shards.sizes, *of_all, like.dtype, like.device
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else None
+    by_stream, captures = _headers.get(key, {}), _captures(like.device)
+    found = by_stream.get(stream)
+    if captures:  # which begins with a wait for the device, so any stream's are there
+        found = _of_graphs.get(key) or next(iter(by_stream.values()), None)
+        if found is not None:
+            _of_graphs[key] = found
     if found is None:
         counts = [[count % _EXACT for count in (size, *of_all)] for size in shards.sizes]
         numbers = [like.new_full((), count) for each in counts for count in each]
         found = _Headers(torch.stack(numbers).view(-1, _HEADER), torch.tensor(counts, dtype=like.dtype))
-        if not _captures(like.device):  # else they are of the graph, and nobody has made them yet
+        if not captures:  # else they are the graph's own, and nobody has made them yet
             if len(_headers) >= _MOST_KINDS:
                 _headers.clear()
-            _headers[key] = found
+            _headers.setdefault(key, {})[stream] = found
     return found
 
 
