@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "workspace": set(),
     "calls": {"native"},
     "distributed": set(),
+    "peers": set(),
     "route": set(),
     "options": set(),
     "options_sampling": set(),
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "layout": {"options", "kernels", "plan"},
     "runner": {"plan", "kernels", "device", "launch", "workspace"},
     "ops": {
-        "calls", "distributed", "options", "layout", "route", "runner", "plan", "kernels", "device", "launch",
+        "calls", "distributed", "options", "layout", "route", "runner", "peers", "plan", "kernels", "device", "launch",
         "workspace", "reference", "reference_sampling", "options_sampling",
     },
     "register": {

@@ -37,7 +37,7 @@ def test_a_group_that_this_rank_is_not_in(ranks, name):
     [
         ({"n_classes": 3}, ValueError, "n_classes and transport are of shards, which need group="),
         ({"transport": "collective"}, ValueError, "n_classes and transport are of shards, which need group="),
-        ({"transport": "pigeon"}, ValueError, "transport must be None or one of ('collective',), got 'pigeon'"),
+        ({"transport": "pigeon"}, ValueError, "transport must be None or one of ('peer', 'collective'), got 'pigeon'"),
         ({"n_classes": 2.0}, TypeError, "n_classes must be an int, not float (2.0)"),
         ({"n_classes": 0}, ValueError, "n_classes must be at least 1, got 0"),
         ({"group": object()}, RuntimeError, "group= needs torch.distributed.init_process_group() before the call"),

@@ -64,7 +64,7 @@ def test_the_ticket_is_back_at_the_start(device, nvidia, monkeypatch):
         drawn.append(torch.zeros(1, dtype=torch.int64, device=device) if not drawn else drawn[0])
         return drawn[0]
 
-    monkeypatch.setattr(losses, "_ticket", ticket)
+    monkeypatch.setattr(losses, "ticket_of", ticket)
     for n_rows in (3, 7, 1):
         x = peaked(n_rows, 20000).to(device).requires_grad_()
         target = torch.arange(n_rows, device=device)

@@ -160,6 +160,7 @@ def _places(tensors) -> tuple[int, ...]:
 
 _WITH_VALUES_OF_ROWS = {
     "cross_entropy",
+    "cross_entropy by peers",
     "aten::cross_entropy",
     "losses",
     "losses_given_lse",

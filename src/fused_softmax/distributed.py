@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
-Transport = Literal["collective"]
+Transport = Literal["peer", "collective"]
 TRANSPORTS = get_args(Transport)
+BY_PEERS = ("softmax", "log_softmax", "cross_entropy")
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
 _HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
@@ -83,7 +84,7 @@ def shards_of(
     described = {"rows": rows, **asked}
     digest = zlib.crc32(repr(sorted((key, str(value)) for key, value in asked.items())).encode()) % _EXACT
     if not _captures(device):
-        _raise_doubts(name, group)
+        raise_doubts(name, group)
     known = _known.setdefault(group, {})
     key = n_classes, device.type
     if _waits_for_nobody(device) or CHECK or key not in known:
@@ -109,6 +110,8 @@ def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors:
     """Raise what a single rank can tell of the arguments that a sharded call has more, and of the kind of tensors."""
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {transport!r}")
+    if transport == "peer" and name not in BY_PEERS:
+        raise ValueError(f"{name}: transport='peer' is for {', '.join(BY_PEERS)}")
     if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
         raise TypeError(f"{name}: n_classes must be an int, not {type(n_classes).__name__} ({n_classes!r})")
     if n_classes is not None and n_classes < 1:
@@ -208,7 +211,7 @@ def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
     _doubts.setdefault(group, []).append(_Doubt(headers, expected, event))
 
 
-def _raise_doubts(name: str, group: Any) -> None:
+def raise_doubts(name: str, group: Any) -> None:
     """Raise what earlier calls have found, as far as the device has come."""
     doubts = _doubts.get(group)
     while doubts and (doubts[0].event is None or doubts[0].event.query()):

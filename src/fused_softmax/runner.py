@@ -96,7 +96,8 @@ def prepare(
     """Compile `kernel` for a plan and tensors like these, and return the Run that launches it.
 
     plan: None for a kernel whose sizes are all among the values; it then takes programs and num_warps.
-    tensors: by name, in the kernel's order; None where a call goes without one. Slots are no part of them.
+    tensors: by name, in the kernel's order; None where a call goes without one. Slots are no part of them, unless the
+        programs exchange with other GPUs' (spec.peers).
     values: of parameters that neither the plan nor the tensors' strides give.
     numbers: the names of values that every launch gives anew, after the tensors.
     programs: of a plan, and num_warps, where they are not its own. capped: whether registers are held to what residency
@@ -105,7 +106,8 @@ def prepare(
     names = _names(kernel)
     if "ahead" not in names.scalars:
         spec = replace(spec, prefetch=False)
-    groups, slots_per_group = _slots_of(plan) if spec.split else (0, 0)
+    exchanges = spec.split and not spec.peers
+    groups, slots_per_group = _slots_of(plan) if exchanges else (0, 0)
     scalars = _scalars(names.scalars, plan, spec, tensors, values or {})
     if any(isinstance(each, tuple) for each in scalars):
         spec = replace(spec, nested=True, prefetch=False)
@@ -116,14 +118,16 @@ def prepare(
         registers = most_registers if isinstance(plan, RowPlan) else most_column_registers
         options["most_registers"] = registers(plan, device_of(device))
     count = programs or _programs_of
-    if spec.split and spec.ptx:  # help hardly ever runs, and takes no register from the rest
+    if exchanges and spec.ptx:  # help hardly ever runs, and takes no register from the rest
         options["registers_of"] = {"K": replace(spec, helps=False)}
 
     def launcher(spec, slots):
-        given = [slots if name == "slots" else tensors[name] for name in names.pointers]
+        given = [tensors.get(name, slots) if name == "slots" else tensors[name] for name in names.pointers]
         return launch.prepare(kernel, count(plan), given, scalars, {"K": spec}, **options)
 
-    if not spec.split:
+    if spec.peers and device < 0:
+        return _one_by_one([launcher(replace(spec, **only), None) for only in IN_TURN], names.scalars)
+    if not exchanges:
         return _alone(launcher(spec, None), names.scalars, count)
     if device < 0:
         slots = torch.zeros(groups * slots_per_group, dtype=torch.int64)
@@ -168,6 +172,18 @@ def _in_turn(launches, scalars, n_slots):
         others = [each.again(plan.programs, _changed(scalars, plan, values)) for each in launches]
         groups, slots_per_group = _slots_of(plan)
         return None if None in others else _in_turn(others, scalars, groups * slots_per_group)
+
+    return Run(call, again)
+
+
+def _one_by_one(launches, scalars):
+    def call(*arguments):
+        for each in launches:
+            each(*arguments)
+
+    def again(plan, values):
+        others = [each.again(plan.programs, _changed(scalars, plan, values)) for each in launches]
+        return None if None in others else _one_by_one(others, scalars)
 
     return Run(call, again)
 

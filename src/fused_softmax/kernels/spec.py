@@ -34,6 +34,7 @@ class Spec:
         the number of its registers, and never launched.
     publish, collect: both on a GPU. The interpreter runs programs one after another, so all publish in one launch and
         collect in the next.
+    peers: whether programs on other GPUs have parts of the row too; nobody then computes a missing state.
     """
 
     block_cols: int
@@ -58,6 +59,7 @@ class Spec:
     helps: bool = True
     publish: bool = True
     collect: bool = True
+    peers: bool = False
 
     @property
     def state_dtype(self):

@@ -28,13 +28,14 @@ from fused_softmax.ops.cross_entropy_steps import (
     run_steps,
 )
 from fused_softmax.ops.loss_on_shards import loss_on_shards
+from fused_softmax.ops.loss_peers import LEAF, peers_of, prepare_loss, states_by, written_at_once
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
+from fused_softmax.peers import Peers, known
 from fused_softmax.route import Route, dtype_under_autocast, is_sharded, needs_grad, on_device, readable, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
-_LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 
 
@@ -92,8 +93,9 @@ def cross_entropy(
         rank of the group makes the same call. There is no second derivative.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding without a gradient.
-    transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend, which
-        is what None takes.
+    transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend; "peer"
+        by memory that GPUs of one host write into each other's, which takes neither class weights, label_smoothing nor
+        return_token_stats. None takes "peer" on GPUs where it can.
 
     With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError: they take more
     of the row.
@@ -157,7 +159,7 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         if readable(target) and not on_device(input):
             check_targets(name, target, n_classes, ignore_index)
         if wanted.inplace and reduction != "none" and needs_grad(input) and input.is_leaf:
-            raise RuntimeError(_LEAF)
+            raise RuntimeError(LEAF)
         return loss_on_shards(input, target, loss, wanted, dtype_under_autocast(input, wanted.dtype))
     if lse is not None:
         check_lse(name, lse, target, loss)
@@ -218,6 +220,18 @@ def _checked(input, target, weight, ignore_index, reduction, numbers, wanted) ->
 def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over):
     """A call whose classes lie over the ranks of a group."""
     name, (group, n_classes, transport) = "cross_entropy", over
+    options = peers = None
+    if weight is None and lse is None and transport != "collective" and not CHECK:
+        peers = known(group, getattr(input, "device", None))
+        label_smoothing, softcap, scale, lse_square_scale = numbers
+        options = _options_of(
+            ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
+            (*wanted, torch.is_grad_enabled(), n_classes, transport),
+        )  # fmt: skip
+    if isinstance(peers, Peers) and options is not None:
+        call = find("cross_entropy by peers", (peers.number, options), input, target)
+        if call is not None:
+            return call(peers, group, input, target, numbers[1], numbers[2])
     check_group(name, group, n_classes, transport, input)
     loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
     if lse is not None:
@@ -231,7 +245,14 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(name, target, shards.n_classes, ignore_index)
     result_dtype = dtype_under_autocast(input, wanted.dtype)
-    y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype)
+    peers = peers_of(input, target, loss, shards, transport)
+    if peers is not None and written_at_once(input, loss, wanted):
+        prepared = prepare_loss(input, target, loss, wanted, result_dtype, shards, peers)
+        if options is not None:
+            keep(prepared, "cross_entropy by peers", (peers.number, options), input, target)
+        return prepared.call(peers, group, input, target, numbers[1], numbers[2])
+    how = () if peers is None else ((), states_by(peers))
+    y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype, *how)
     return output_of(y, of_rows, z, stats, wanted, reduction, tuple(target.shape))
 
 
@@ -258,7 +279,7 @@ def _prepare_call(
     def made(steps, target_shape):
         def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
             if kind.inplace and input.is_leaf:
-                raise RuntimeError(_LEAF)
+                raise RuntimeError(LEAF)
             rows, flat = (input, target) if simple else as_rows(input, target)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
             if plain_numbers is not None and weight is None:
@@ -331,7 +352,7 @@ def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given
 
 def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:
     if input.is_leaf:
-        raise RuntimeError(_LEAF)
+        raise RuntimeError(LEAF)
     alone = len(rows) == 1 or rows.stride(0) >= rows.shape[1]  # and not one memory for several rows
     contiguous = rows.stride(-1) == 1 or rows.shape[-1] <= 1
     if rows.data_ptr() != input.data_ptr() or not alone or not contiguous or wanted.stats:

@@ -26,7 +26,7 @@ from fused_softmax.options import LOSS_NUMBERS, Loss, arithmetic_of
 from fused_softmax.plan import RowPlan, plan_for, plan_loss, plan_reduction
 from fused_softmax.runner import TLDTYPES, prepare, spec_of
 
-_WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
+WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 _COUNTED = 2048  # targets that a program counts at a time
 _ADDED = 8192  # values that one program adds; more are added by _ADDERS
 _ADDERS = 64
@@ -102,7 +102,7 @@ def prepare_losses(
 
 def is_whole(x: Tensor, dx: Tensor | None, loss: Loss) -> bool:
     """Whether one launch counts the targets, writes losses and gradient, and sums the losses."""
-    if dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale or len(x) > _WHOLE[-1]:
+    if dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale or len(x) > WHOLE[-1]:
         return False
     return plan_forward(x, dx, loss).strategy in ("row", "split")
 
@@ -132,14 +132,14 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype) 
     if not tile:
         spec = replace(spec, stats=False)
     if result_dtype:
-        spec = replace(spec, finishes=True, counted=_counted(plan.n_rows) if loss.mean else 0)
+        spec = replace(spec, finishes=True, counted=counted_by_each(plan.n_rows) if loss.mean else 0)
     parts = plan.parts if loss.smooth and not tile else 1
     rows_of = _rows_maker(x, dtype, loss, states, parts, with_stats=tile, result_dtype=result_dtype)
     rows = rows_of(plan.n_rows)
     names = (*Given._fields, *LossRows._fields)
     tensors = dict(zip(names, (*given, *rows), strict=True))
     device = x.get_device()
-    tensors["ticket"] = None if result_dtype is None else _ticket(device)
+    tensors["ticket"] = None if result_dtype is None else ticket_of(device)
     values = loss.values() | ({"dx_row_stride": x.stride(0)} if dx is None else {})
     kernel = _tile_loss if tile else _part_loss
     run = prepare(kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS)
@@ -148,7 +148,7 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype) 
     def made(launched, n_rows):
         def call(given, numbers):
             rows = rows_of(n_rows)
-            ticket = () if result_dtype is None else (_ticket(device),)
+            ticket = () if result_dtype is None else (ticket_of(device),)
             launched(*picked((*given, *rows)), *ticket, *numbers)
             return rows
 
@@ -156,7 +156,7 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype) 
 
     def again(n):
         other = plan_for(plan, n)
-        if result_dtype and _counted(n) != _counted(plan.n_rows):
+        if result_dtype and counted_by_each(n) != counted_by_each(plan.n_rows):
             return None
         found = other and run.again(other)
         return made(found.__call__, n) if found else None
@@ -164,12 +164,12 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype) 
     return Prepared(made(run.__call__, plan.n_rows), again, partial(rows_of, plan.n_rows))
 
 
-def _counted(n_rows: int) -> int:
+def counted_by_each(n_rows: int) -> int:
     """Targets that each program of a whole loss counts at most; 0 where they are too many."""
-    return next((most for most in _WHOLE if n_rows <= most), 0)
+    return next((most for most in WHOLE if n_rows <= most), 0)
 
 
-def _ticket(device: int) -> Tensor:
+def ticket_of(device: int) -> Tensor:
     return workspace.ticket(device) if device >= 0 else torch.zeros(1, dtype=torch.int64)
 
 
@@ -409,7 +409,7 @@ def prepare_finish(
 
     def written():
         parts = empty((2, _ADDERS), (_ADDERS, 1), summed) if many else None
-        ticket = _ticket(device) if many else None
+        ticket = ticket_of(device) if many else None
         return empty((), (), dtype), empty((), (), dtype) if with_z else None, parts, ticket
 
     arranged = (values, z, totals, target, weight, *written())

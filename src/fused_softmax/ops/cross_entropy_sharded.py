@@ -6,7 +6,7 @@ gradient reads the shard again and writes it. It needs no exchange: every rank h
 Traffic of a shard of N columns: MN, with a gradient 3MN; between ranks at most 8 numbers a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ def shard_of(x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> Shard:
 
 
 def states_of(shard: Shard) -> States:
-    """Of whole rows: what all shards together say, merged in rank order."""
+    """Of whole rows: what all shards together say, merged in rank order, by a collective."""
     own = _by_kernels(shard) if shard.by_kernels else _composed(shard)
     heard = iter(gather(torch.stack([each for each in own if each is not None]), shard.shards).unbind(1))
     of_ranks = States(*[None if each is None else next(heard) for each in own])  # type: ignore[arg-type]
@@ -335,10 +335,10 @@ class _Sharded(torch.autograd.Function):
     """(loss, lse, z-loss, statistics) of rows, the same on every rank, with the gradient of this rank's logits."""
 
     @staticmethod
-    def forward(ctx, x, target, loss, shards, wanted, dtype, over):
+    def forward(ctx, x, target, loss, shards, wanted, dtype, over, states):
         ctx.set_materialize_grads(False)
         shard = shard_of(x, target, loss, shards)
-        states = states_of(shard)
+        states = states(shard)
         counts = counts_of(shard, states, over)
         y, z = losses_of(shard, states, counts)
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
@@ -357,7 +357,7 @@ class _Sharded(torch.autograd.Function):
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         given = coefficients_of(shard, states, counts, *wide)
         dx = x.detach() if ctx.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return gradient_of(shard, states, given, dx), *(None,) * 6
+        return gradient_of(shard, states, given, dx), *(None,) * 7
 
 
 def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Tensor]:
@@ -371,10 +371,11 @@ def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Te
 
 def sharded(
     rows: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype,
-    over: Sequence[Any] = (),
+    over: Sequence[Any] = (), states: Callable[[Shard], States] = states_of,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns].
 
     over: groups over whose ranks the rows lie: a mean is of all, and what is returned is this rank's part of it.
+    states: what makes the states of whole rows of a shard.
     """
-    return _Sharded.apply(rows, target, loss, shards, wanted, dtype, over)
+    return _Sharded.apply(rows, target, loss, shards, wanted, dtype, over, states)

@@ -62,8 +62,8 @@ def logsumexp(
         logsumexp(cat([scores, sink], dim)), which is the sink itself where nothing else is kept.
     masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN ("nan"; 0 if no loss uses it), or zero.
 
-    group, n_classes, transport: as softmax's, for a single dim. Every rank gets the same result; each rank's incoming
-        gradient is that of this one result, which is never summed over ranks.
+    group, n_classes, transport: as softmax's, for a single dim, and without "peer". Every rank gets the same result;
+        each rank's incoming gradient is that of this one result, which is never summed over ranks.
 
     Raises torch's errors, and those of softmax's scale, mask, is_causal and sink.
 

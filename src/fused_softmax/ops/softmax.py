@@ -18,6 +18,7 @@ from fused_softmax.ops import logsumexp_calls
 from fused_softmax.ops.arguments import check
 from fused_softmax.ops.shards import on_shards
 from fused_softmax.ops.softmax_calls import backward, backward_key, prepare_call
+from fused_softmax.ops.softmax_peers import kept_softmax, softmax_by_peers
 from fused_softmax.ops.softmax_sharded import scores_of_shard, shards_of_dim, softmax_of_shards
 from fused_softmax.options import (
     DTYPES,
@@ -79,7 +80,9 @@ def softmax(
         makes the same call. No is_causal, no scale of 0 (in a tensor, its row gives NaN), no out, no second derivative.
     n_classes: with group: the columns of all shards that count, if not all; those past it, at the end of the last
         shards, are padding and get 0.
-    transport: with group: how ranks talk to each other: "collective", by all_gather, which is what None takes.
+    transport: with group: how ranks talk to each other: "collective", by all_gather; or "peer", by memory that GPUs of
+        one host write into each other's, over the last dim and without scale, mask, sink and masked_rows. None takes
+        "peer" on GPUs where it can.
 
     Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
     ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
@@ -144,6 +147,10 @@ def log_softmax(
 def _over_group(name, input, dim, dtype, out, scored, over):
     """A call whose columns lie over the ranks of a group."""
     group, n_classes, transport = over
+    if transport != "collective" and out is None and is_plain(*scored):
+        y = kept_softmax(name, input, dim, dtype, over)
+        if y is not None:
+            return y
     check_group(name, group, n_classes, transport, input)
     result_dtype = check(name, input, dim, dtype, out)
     if out is not None:
@@ -152,6 +159,9 @@ def _over_group(name, input, dim, dtype, out, scored, over):
     if dtype is None:
         result_dtype = dtype_under_autocast(input, dtype)
     shards = shards_of_dim(name, input, dim, result_dtype, scores, over)
+    y = softmax_by_peers(name, input, dim, dtype, result_dtype, scores, shards, n_classes, transport)
+    if y is not None:
+        return y
     return softmax_of_shards(name == "log_softmax", input, dim, result_dtype, scores, shards)
 
 

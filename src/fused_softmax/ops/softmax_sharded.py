@@ -66,7 +66,7 @@ def softmax_of_shards(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores
         others = _Others.apply(_lse_of(x, dim, dtype, scores), shards, _hollow(scores))
         y = _beside(log, x, dim, dtype, scores, others)
     else:
-        y = _Softmax.apply(x, log, dim, dtype, scores, shards)
+        y = SoftmaxOfShard.apply(x, log, dim, dtype, scores, shards)
     if x.shape[dim] == columns:
         return y
     after = (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, columns - x.shape[dim])
@@ -158,7 +158,7 @@ class _Others(torch.autograd.Function):
         return total, None, None
 
 
-class _Softmax(torch.autograd.Function):
+class SoftmaxOfShard(torch.autograd.Function):
     """softmax, or its logarithm, with the gradient of a shard's input: one sum a row is exchanged for it."""
 
     @staticmethod

@@ -1,0 +1,158 @@
+"""How programs exchange the states of a row whose columns lie on several GPUs: in slots that every GPU may write.
+
+Each rank has slots in its own memory, ranks * (n_parts + 1) a row, and the ranks write into each other's: a part its
+state, and a rank its header, which holds the target's logit, where the rank has it, and a digest of what was asked. A
+message is written whole into every rank's slots, its own among them, and each program polls its own rank's. All ranks
+merge the same messages in the same order, and so get the same bits.
+
+There are two sets of slots. A launch takes the set that the launch before it left alone, and flips its tag. A program
+tells both by its own slot, so that a captured graph replays. This is safe. Who is in launch k + 2 has seen messages of
+launch k + 1 from all ranks, so these have ended launch k, and read its set no more. A launch ends when its programs
+have seen all slots of their rows flipped. So the slots of a row are in step between launches, and where rows have
+equally many slots, a launch may have any number of rows.
+
+Programs start in the order of rows on every rank, and a row's parts are few. So the first row that is not finished has
+all its programs on all chips that have launched, and nothing waits in a circle. A rank that comes late is waited for,
+as long as the group's timeout. Then rows become NaN, and a word tells the host who was missing.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.exchange import merged, pack_state, tag_of, wait_for
+
+DIGEST = tl.constexpr(0x7FFFFFFF)
+MISSING = tl.constexpr(1)
+DIFFERENT = tl.constexpr(2)
+
+
+@triton.jit
+def turn_of(slots_ptr, own, set_size, K: tl.constexpr):
+    """(where this launch's set begins, its tag), by the slot `own`, which no other program writes."""
+    first = tag_of(tl.load(slots_ptr + own, volatile=True))
+    second = tag_of(tl.load(slots_ptr + set_size + own, volatile=True))
+    if K.publish:
+        turn = first ^ second
+        tag = 1 - tl.where(turn == 0, first, second)
+    else:  # the launch before has written it
+        turn = 1 - (first ^ second)
+        tag = tl.where(turn == 0, first, second)
+    return turn * set_size, tag
+
+
+@triton.jit
+def header_of(value, digest, tag):
+    """A number in fp32, the digest of what a rank asks for, and the tag."""
+    high = value.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return high | digest | (tag << 31)
+
+
+@triton.jit
+def bases_of(bases_ptr, ranks, K: tl.constexpr):
+    """Where each rank's slots begin, a lane each."""
+    j = tl.arange(0, K.lanes)
+    return tl.load(bases_ptr + j, mask=j < ranks, other=0)
+
+
+@triton.jit
+def send(bases, at, message, ranks, K: tl.constexpr):
+    """Write a message into slot `at` of every rank. It is whole at once, and needs no fence."""
+    LANES: tl.constexpr = K.lanes
+    j = tl.arange(0, LANES)
+    messages = message + tl.zeros([LANES], tl.int64)
+    addresses = bases + at * 8
+    if K.ptx:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,l,r",
+            [addresses, messages, (j < ranks).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(addresses.to(tl.pointer_type(tl.int64)), messages, mask=j < ranks)
+
+
+@triton.jit
+def nanoseconds(K: tl.constexpr):
+    """The device's clock, a lane each: lanes read it at different times, and no thread decides alone."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; mov.b32 t, $1; mov.u64 $0, %globaltimer; }",
+        "=l,r",
+        [tl.arange(0, K.lanes)],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def wait_long(slot_ptrs, message, wanted, tag, limit, K: tl.constexpr):
+    """`wait_for`, for `limit` nanoseconds more; polls, where there is no clock."""
+    waiting = 1
+    polls = 0
+    if K.ptx:
+        begin = nanoseconds(K)
+    while waiting > 0:
+        message = tl.load(slot_ptrs, mask=wanted & (tag_of(message) != tag), other=message, volatile=True)
+        missing = wanted & (tag_of(message) != tag)
+        if K.ptx:
+            missing = missing & (nanoseconds(K) - begin < limit)
+        else:
+            missing = missing & (polls < limit)
+        waiting = tl.max(missing.to(tl.int32), axis=0)
+        polls += 1
+    return message
+
+
+@triton.jit
+def collect(slots_ptr, bases_ptr, ranks, n_slots, tag, limit, K: tl.constexpr):
+    """The messages of a row, a lane each; some may be missing when the wait is over."""
+    LANES: tl.constexpr = K.lanes
+    j = tl.arange(0, LANES)
+    message = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
+    message, left = wait_for(slots_ptr + j, message, j < n_slots, tag)
+    if left > 0:
+        word = tl.load(word_of(bases_ptr, ranks), volatile=True)
+        limit = tl.where(word == 0, limit, 0)  # who starts after another has given up does not wait as long again
+        message = wait_long(slots_ptr + j, message, j < n_slots, tag, limit, K)
+    return message
+
+
+@triton.jit
+def word_of(bases_ptr, ranks):
+    """Where the host is told who was missing."""
+    return tl.load(bases_ptr + ranks).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def state_of(message, bases_ptr, row, n_parts, ranks, digest, tag, K: tl.constexpr):
+    """(m, s, value) of a whole row: the sum of its headers' values, of which all but one are 0.
+
+    s is NaN, and the host is told, where a message is missing or a rank has asked for something else.
+    """
+    j = tl.arange(0, K.lanes)
+    n_states = n_parts * ranks
+    m, s = merged(message, n_states, K)
+    heads = (j >= n_states) & (j < n_states + ranks)
+    value = (message >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    value = tl.sum(tl.where(heads, value, 0.0), axis=0)
+    missing = (j < n_states + ranks) & (tag_of(message) != tag)
+    wrong = missing | (heads & ((message & DIGEST) != digest))
+    first = tl.min(tl.where(wrong, j, K.lanes), axis=0)
+    if first < K.lanes:
+        lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
+        who = tl.where(first < n_states, first // n_parts, first - n_states)
+        word = (row << 16) | (who.to(tl.int64) << 2) | tl.where(lost > 0, MISSING, DIFFERENT)
+        tl.store(word_of(bases_ptr, ranks), word)
+        s = s + float("nan")
+    return m, s, value
+
+
+@triton.jit
+def tell(m, s, value, heads, bases, row_at, part, n_parts, rank, ranks, digest, tag, K: tl.constexpr):
+    """Send a part's state to all ranks, and from one part of a rank (where `heads`) its header."""
+    send(bases, row_at + rank * n_parts + part, pack_state(m, s, tag), ranks, K)
+    if heads:
+        send(bases, row_at + ranks * n_parts + rank, header_of(value, digest, tag), ranks, K)

@@ -1,0 +1,332 @@
+"""Cross-entropy of rows whose classes lie over ranks, by one launch that exchanges with those of the other ranks.
+
+A sum or mean with a gradient reads the shard once and writes its gradient (2MN). All else takes the states of whole
+rows from such a launch (MN), and goes on as `cross_entropy_sharded` does.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.distributed import Shards
+from fused_softmax.kernels.loss_peers import _peer_loss
+from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.layout import alignment_of
+from fused_softmax.ops.cross_entropy_calls import (
+    WHOLE,
+    LossRows,
+    counted_by_each,
+    prepare_finish,
+    prepare_multiply,
+    prepare_totals,
+    ticket_of,
+)
+from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.ops.cross_entropy_sharded import (
+    Shard,
+    States,
+    coefficients_of,
+    counts_of,
+    gradient_of,
+    shard_of,
+)
+from fused_softmax.ops.cross_entropy_steps import as_rows
+from fused_softmax.ops.once import once
+from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
+from fused_softmax.options import Loss
+from fused_softmax.peers import Peers, choose
+from fused_softmax.route import batched, needs_grad, runs_here
+from fused_softmax.runner import spec_of
+
+_NUMBERS = ("factor", "hidden", "cap")
+
+
+def peers_of(x: Tensor, target: Tensor, loss: Loss, shards: Shards, transport: Any) -> Peers | None:
+    """By which memory the ranks exchange what they know of a loss; None for a collective."""
+    why = _hindrance(x, target, loss, facts_of(shards))
+    return choose("cross_entropy", transport, shards.group, x.device, why)
+
+
+def _hindrance(x: Tensor, target: Tensor, loss: Loss, facts: Facts) -> str | None:
+    """Why a call cannot go by peers: of what is the same on all ranks."""
+    if loss.weight is not None or loss.smooth or loss.stats or loss.scale == 0:
+        return "it has class weights, label smoothing, token statistics or a scale of 0"
+    if x.dtype not in DTYPES:
+        return f"it takes logits of 16 and 32 bit floats, not {x.dtype}"
+    if not runs_here(x, target):
+        return "the kernels do not run here"
+    if not target.numel():
+        return "there are no rows"
+    if plan_of(target.numel(), x.element_size(), "even", facts, x.get_device()) is None:
+        return "a shard has too many columns"
+    return None
+
+
+class Kind(NamedTuple):
+    """What a kept call does, beside its tensors and numbers. at_once: whether its gradient is written with the loss."""
+
+    loss: Loss
+    dtype: torch.dtype
+    inplace: bool
+    at_once: bool
+    facts: Facts
+
+
+def written_at_once(input: Tensor, loss: Loss, wanted: Wanted) -> bool:
+    """Whether a sum or mean, and its gradient where one is wanted, is all that is asked for."""
+    alone = loss.reduction != "none" and not wanted.beside and not loss.lse_square_scale
+    inplace = wanted.inplace and not input.is_contiguous()
+    return alone and not (needs_grad(input) and (input.dtype == torch.float16 or inplace))
+
+
+def prepare_loss(
+    input: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype, shards: Shards, peers: Peers
+) -> Prepared:
+    """call(peers, group, input, target, softcap, scale) -> the loss, a sum or mean that is `written_at_once`."""
+    gradient = needs_grad(input)
+    kind = Kind(loss, dtype, wanted.inplace and gradient, gradient, facts_of(shards))
+    simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] <= 1) and target.is_contiguous()
+    x, flat = as_rows(input.detach(), target)
+    steps = _prepare_steps(kind, x, flat, peers, shards.group)
+    plain = loss.numbers()[:3] if loss.plain else None
+
+    def made(steps):
+        def call(peers, group, input, target, softcap, scale):
+            peers.ready("cross_entropy")
+            peers.in_turn()
+            if kind.inplace and input.is_leaf:
+                raise RuntimeError(LEAF)
+            x, flat = (input, target) if simple else as_rows(input, target)
+            numbers = plain
+            if numbers is None:
+                numbers = replace(loss, softcap=softcap, scale=1.0 if scale is None else scale).numbers()[:3]
+            how = kind, steps, numbers, peers, group
+            if not gradient:
+                return _run(x, flat, how)[0]
+            y = _differentiated(x, flat, how)
+            return y[0] if kind.inplace else y
+
+        return call
+
+    def again(n):
+        others = [each and each.again(n) for each in steps]
+        if any(other is None for other, each in zip(others, steps, strict=True) if each is not None):
+            return None
+        return made(_called(_Steps(*others)))
+
+    return Prepared(made(_called(steps)), again if simple and target.ndim == 1 and not peers.compares else None)
+
+
+LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
+
+
+class _Steps(NamedTuple):
+    """The launches of a loss, as Prepared; None for one that a call has no need of."""
+
+    totals: Any
+    rows: Any
+    finish: Any
+    multiply: Any
+
+
+class Found(NamedTuple):
+    """m and ls of rows [2, n], their losses [n], and these added up, where one launch has done that."""
+
+    states: Tensor
+    values: Tensor
+    result: Tensor | None
+
+
+def _called(steps: _Steps) -> _Steps:
+    return _Steps(*[each.call if isinstance(each, Prepared) else each for each in steps])
+
+
+def _prepare_steps(kind: Kind, x: Tensor, target: Tensor, peers: Peers, group: Any) -> _Steps:
+    loss, columns = kind.loss, x.shape[1]
+    whole = kind.at_once and len(x) <= WHOLE[-1]
+    n_classes = kind.facts.n_classes
+    totals = prepare_totals(target, loss, n_classes, torch.float32) if loss.mean and not whole else None
+    counted = None if totals is None or totals.like is None else totals.like()
+    rows = _prepare_rows(kind, x, target, counted, whole, peers, group)
+    finish = multiply = None
+    if not whole:
+        values = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        finish = prepare_finish(LossRows(None, None, values), counted, None, loss, n_classes, kind.dtype)
+    if kind.at_once and columns:
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        multiply = prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
+    return _Steps(totals, rows, finish, multiply)
+
+
+def _prepare_rows(
+    kind: Kind, x: Tensor, target: Tensor, totals: Tensor | None, whole: bool, peers: Peers, group: Any
+) -> Prepared:
+    """call(peers, group, x, dx, target, totals, numbers) -> Found"""
+    empty, n_rows = allocator(x.device), len(x)
+    device, counts = x.get_device(), whole and kind.loss.mean
+    dx = None
+    if kind.at_once:
+        dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    result = torch.empty((), dtype=kind.dtype, device=x.device) if whole else None
+    launch = _prepare_launch(
+        kind, x, dx, target, peers, group, totals=totals, result=result,
+        loss=torch.empty(n_rows, dtype=torch.float32, device=x.device),
+        finishes=whole, counted=counted_by_each(n_rows) if counts else 0,
+    )  # fmt: skip
+
+    def made(run, n_rows):
+        of_row = (n_rows,), (1,)
+
+        def call(peers, group, x, dx, target, totals, numbers):
+            states, loss = empty((2, n_rows), (n_rows, 1), torch.float32), empty(*of_row, torch.float32)
+            y = empty((), (), kind.dtype) if whole else None
+            if whole:
+                run(peers, group, x, dx, target, states, loss, y, ticket_of(device), *numbers)
+            elif dx is None:
+                run(peers, group, x, target, states, loss, *numbers)
+            elif totals is None:
+                run(peers, group, x, dx, target, states, loss, *numbers)
+            else:
+                run(peers, group, x, dx, target, totals, states, loss, *numbers)
+            return Found(states, loss, y)
+
+        return call
+
+    def again(n):
+        if whole and (n > WHOLE[-1] or (counts and counted_by_each(n) != counted_by_each(n_rows))):
+            return None
+        found = launch.again(n)
+        return found and Prepared(made(found.run, n))
+
+    return Prepared(made(launch.run, n_rows), again)
+
+
+def _prepare_launch(
+    kind: Kind, x: Tensor, dx: Tensor | None, target: Tensor, peers: Peers, group: Any, *, totals: Tensor | None,
+    loss: Tensor | None, result: Tensor | None = None, finishes: bool = False, counted: int = 0,
+) -> PeerLaunch:  # fmt: skip
+    """run(peers, group, x, dx, target, totals, states, loss, result, ticket, *numbers), less what is None."""
+    asked, facts, device = kind.loss, kind.facts, x.get_device()
+    held = facts.of(None).held
+    alignment = alignment_of(*(each[:, :held] for each in (x, dx) if each is not None))
+    itemsize = 4 if asked.softcap is not None else x.element_size()
+
+    def plan_for(n_rows):
+        plan = plan_of(n_rows, itemsize, alignment, facts, device)
+        assert plan is not None
+        return plan
+
+    spec = spec_of(
+        LossSpec, plan_for(len(x)), x.dtype, device, itemsize=x.element_size(), peers=True,
+        **asked.kind() | {"mean": asked.mean and dx is not None, "z_loss": False},
+        gradient=dx is not None, inplace=dx is not None and kind.inplace, finishes=finishes, counted=counted,
+        totals=1 if totals is None else totals.shape[1],
+    )  # fmt: skip
+    states = torch.empty((2 if loss is not None else 3, len(x)), dtype=torch.float32, device=x.device)
+    tensors = {
+        "x": x, "dx": dx, "target": target, "totals": totals if dx is not None else None,
+        "states": states, "loss": loss, "result": result, "ticket": ticket_of(device) if finishes else None,
+    }  # fmt: skip
+    factor, hidden, cap, *_ = asked.numbers()
+    values = {
+        "n_classes": facts.n_classes, "first": facts.of(None).first, "ignore_index": asked.ignore_index,
+        "factor": factor, "hidden": hidden, "cap": cap,
+    } | ({} if dx is not None else {"dx_row_stride": 0})  # fmt: skip
+    kind_of = sorted(asked.kind().items())  # values of numbers may change from call to call
+    said = f"cross_entropy {x.dtype} {facts.sizes} {facts.n_classes} {asked.ignore_index} {asked.reduction} {kind_of}"
+    return prepare_launch(
+        _peer_loss, plan_for, len(x), spec, tensors, values, _NUMBERS, peers, group, said
+    )  # fmt: skip
+
+
+def _run(x: Tensor, target: Tensor, how: tuple) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(the loss, dx, m and ls of rows [2, n])"""
+    kind, steps, numbers, peers, group = how
+    totals = None if steps.totals is None else steps.totals(target, None)
+    dx = None
+    if kind.at_once:
+        dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    states, values, y = steps.rows(peers, group, x, dx, target, totals, numbers)
+    if y is None:
+        y = steps.finish(values, None, totals, None, None)[0]
+    if dx is not None and sum(kind.facts.sizes) != kind.facts.n_classes:
+        dx[:, kind.facts.of(None).held :] = 0  # padding
+    return y, dx, states
+
+
+class _Loss(torch.autograd.Function):
+    """A sum or mean; its gradient is there when it is."""
+
+    @staticmethod
+    def forward(ctx, x, target, how):
+        ctx.set_materialize_grads(False)
+        kind, steps, _, _, group = how
+        y, ctx.dx, states = _run(x, target, how)
+        ctx.multiply, ctx.of_call = steps.multiply, (kind, group)
+        ctx.save_for_backward(None if kind.inplace else x, target, states)
+        if kind.inplace:
+            ctx.mark_dirty(x)
+            return y, x
+        return y
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        if dy is None:
+            return None, None, None
+        if ctx.dx is not None and not torch.is_grad_enabled() and not batched(dy):
+            # Given away: whoever has it may change it, and a second backward computes it again.
+            dx, ctx.dx = ctx.dx, None
+            if ctx.multiply is not None:
+                ctx.multiply(dx, dy)
+            return dx, None, None
+        return _again(ctx, dy)
+
+
+# As _Loss.apply, less its search for functorch's wrappers, which no call over a group comes under.
+_differentiated = super(torch.autograd.Function, _Loss).apply
+
+
+@once("cross_entropy")
+def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient from the logits and the states of rows."""
+    (x, target, (m, ls)), (kind, group) = ctx.saved_tensors, ctx.of_call
+    if x is None:
+        raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
+    shard = shard_of(x, target, kind.loss, kind.facts.of(group))
+    states = States(m, ls, torch.zeros_like(m))
+    given = coefficients_of(shard, states, counts_of(shard, states), dy.to(m.dtype), None, None)
+    return gradient_of(shard, states, given, torch.empty(x.shape, dtype=x.dtype, device=x.device)), None, None
+
+
+def states_by(peers: Peers) -> Callable[[Shard], States]:
+    """What makes the states of a shard's rows, of the whole row each."""
+    return partial(_states_of, peers)
+
+
+def _states_of(peers: Peers, shard: Shard) -> States:
+    peers.ready("cross_entropy")
+    peers.in_turn()
+    x, target, group, facts = shard.x, shard.target, shard.shards.group, facts_of(shard.shards)
+    loss = shard.loss
+    options = peers.number, *loss.asked().items(), facts
+    call = find("states by peers", options, x, target)
+    if call is None:
+        call = keep(_prepare_states(loss, facts, x, target, peers, group), "states by peers", options, x, target)
+    return States(*call(peers, group, x, target, loss.numbers()[:3]))
+
+
+def _prepare_states(loss: Loss, facts: Facts, x: Tensor, target: Tensor, peers: Peers, group: Any) -> Prepared:
+    kind, n_rows, empty = Kind(loss, torch.float32, False, False, facts), len(x), allocator(x.device)
+    run = _prepare_launch(kind, x.detach(), None, target, peers, group, totals=None, loss=None).run
+
+    def call(peers, group, x, target, numbers):
+        found = empty((3, n_rows), (n_rows, 1), torch.float32)
+        run(peers, group, x, target, found, *numbers)
+        return found.unbind()
+
+    return Prepared(call)

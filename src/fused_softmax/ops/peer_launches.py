@@ -1,0 +1,101 @@
+"""The launch of a kernel whose programs exchange with those of other ranks, prepared as `runner.prepare` does."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.device import device_of
+from fused_softmax.distributed import Shards
+from fused_softmax.peers import Peers
+from fused_softmax.plan import RowPlan, plan_peers
+from fused_softmax.runner import Run, prepare
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # whose states are two numbers of 32 bits
+PARTS: dict[str, int] = {}  # "cols": columns of a part, for tests and sweeps, which set it alike on every rank
+
+
+class Facts(NamedTuple):
+    """Shards without their group, which ends."""
+
+    rank: int
+    sizes: tuple[int, ...]
+    n_classes: int
+    digest: int | None
+
+    def of(self, group: Any) -> Shards:
+        return Shards(group, *self)
+
+
+def facts_of(shards: Shards) -> Facts:
+    return Facts(*shards[1:5])
+
+
+def plan_of(n_rows: int, itemsize: int, alignment: Any, shards: Shards | Facts, device: int) -> RowPlan | None:
+    """The plan of this rank's columns that are no padding; None on every rank where there are too many for it."""
+    held = [shards_held(shards, rank) for rank in range(len(shards.sizes))]
+    return plan_peers(
+        n_rows, held[shards.rank], max(held), len(held), itemsize, device_of(device), alignment=alignment,
+        part_cols=PARTS.get("cols"),
+    )  # fmt: skip
+
+
+def shards_held(shards: Shards | Facts, rank: int) -> int:
+    """How many of a rank's columns are no padding."""
+    return max(0, min(shards.sizes[rank], shards.n_classes - sum(shards.sizes[:rank])))
+
+
+class PeerLaunch(NamedTuple):
+    """run(peers, group, *tensors, *numbers), without the slots; what makes it for other rows, or None."""
+
+    run: Callable[..., None]
+    again: Callable[[int], "PeerLaunch | None"]
+
+
+def prepare_launch(
+    kernel: Any, plan_for: Callable[[int], RowPlan], n_rows: int, spec: Any, tensors: Mapping[str, Tensor | None],
+    values: Mapping[str, Any], numbers: Sequence[str], peers: Peers, group: Any, asked: str, **options: Any,
+) -> PeerLaunch:  # fmt: skip
+    """Compile `kernel` for tensors like these. asked: what every rank has to ask alike, and where they do not, is told.
+
+    plan_for: the plan for so many rows.
+    """
+    plan = plan_for(n_rows)
+    slots_per_row = (plan.parts + 1) * peers.ranks
+    region = peers.region(group, slots_per_row, n_rows)
+    values = {
+        "rank": peers.rank, "ranks": peers.ranks, "limit": peers.limit, "digest": _digest(asked, plan),
+        "set_size": region.set_size, **values,
+    }  # fmt: skip
+    run = prepare(
+        kernel, plan, spec, {"slots": region.slots, "bases": region.bases, **tensors}, values,
+        device=peers.device.index if peers.device.type == "cuda" else -1, numbers=("set_size", *numbers), **options,
+    )  # fmt: skip
+    n_tensors = sum(each is not None for each in tensors.values())
+
+    def made(run: Run, n_rows: int) -> PeerLaunch:
+        launched = run.__call__
+
+        def call(peers, group, *arguments):
+            region = peers.region(group, slots_per_row, n_rows)
+            launched(
+                region.slots, region.bases, *arguments[:n_tensors], region.set_size, *arguments[n_tensors:]
+            )  # fmt: skip
+
+        def again(n: int) -> PeerLaunch | None:
+            other = plan_for(n)
+            if replace(other, n_rows=plan.n_rows) != plan:
+                return None
+            found = run.again(other, {"digest": _digest(asked, other)})
+            return None if found is None else made(found, n)
+
+        return PeerLaunch(call, again)
+
+    return made(run, n_rows)
+
+
+def _digest(asked: str, plan: RowPlan) -> int:
+    return zlib.crc32(f"{asked} {plan.n_rows} {plan.parts} {plan.part_cols}".encode()) & 0x7FFFFFFF

@@ -1,0 +1,150 @@
+"""softmax and log_softmax of one rank's columns in one launch, which exchanges with those of the other ranks.
+
+Traffic of a shard of N columns: it is read once and written once (2MN); the gradient, which exchanges a sum a row by a
+collective, is made by torch's operations.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
+from fused_softmax.distributed import CHECK, Shards, raise_doubts
+from fused_softmax.kernels.softmax_peers import _peer_forward
+from fused_softmax.kernels.spec import ScoreSpec
+from fused_softmax.layout import alignment_of, flatten, held_bytes
+from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
+from fused_softmax.ops.softmax_sharded import SoftmaxOfShard
+from fused_softmax.options import Scores
+from fused_softmax.peers import Peers, choose, known
+from fused_softmax.route import needs_grad, runs_here
+from fused_softmax.runner import spec_of
+
+
+def kept_softmax(name: str, input: Any, dim: Any, dtype: Any, over: tuple[Any, Any, Any]) -> Tensor | None:
+    """The result by a call that is kept; None where there is none. over: group, n_classes, transport."""
+    group, n_classes, transport = over
+    if CHECK or type(input) is not Tensor or type(dim) is not int:
+        return None
+    peers = known(group, input.device)
+    if not isinstance(peers, Peers):
+        return None
+    call = find(f"{name} by peers", (peers.number, dim, dtype, n_classes, transport), input)
+    return None if call is None else call(name, peers, group, input)
+
+
+def softmax_by_peers(
+    name: str, x: Tensor, dim: int, given_dtype: Any, dtype: torch.dtype, scores: Scores, shards: Shards,
+    n_classes: Any, transport: Any,
+) -> Tensor | None:  # fmt: skip
+    """This rank's columns of the softmax, or None where it goes by a collective. dtype: of the result."""
+    facts = facts_of(shards)
+    peers = choose(name, transport, shards.group, x.device, _hindrance(x, dim, dtype, scores, facts))
+    if peers is None:
+        return None
+    prepared = _prepare(name, x, dtype, facts, peers, shards.group)
+    call = keep(prepared, f"{name} by peers", (peers.number, dim, given_dtype, n_classes, transport), x)
+    return call(name, peers, shards.group, x)
+
+
+def _hindrance(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, facts: Facts) -> str | None:
+    """Why a call cannot go by peers: of what is the same on all ranks."""
+    if dim % x.ndim != x.ndim - 1:
+        return "the columns are another dim than the last"
+    if not scores.plain:
+        return "it has a scale, a mask, a sink or masked_rows"
+    if x.dtype not in DTYPES or dtype not in DTYPES:
+        return f"it takes 16 and 32 bit floats, not {x.dtype} to {dtype}"
+    if not runs_here(x):
+        return "the kernels do not run here"
+    n_rows = _rows(x)
+    if not n_rows:
+        return "there are no rows"
+    if plan_of(n_rows, held_bytes(x), "even", facts, x.get_device()) is None:
+        return "a shard has too many columns"
+    return None
+
+
+def _rows(x: Tensor) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def _prepare(name: str, input: Tensor, dtype: torch.dtype, facts: Facts, peers: Peers, group: Any) -> Prepared:
+    """call(name, peers, group, input) -> y"""
+    log, held, columns = name == "log_softmax", facts.of(None).held, input.shape[-1]
+    differentiates = needs_grad(input)
+    padded, simple = held < columns, flatten(input[..., :held]) is not None
+    n_rows, sizes = _rows(input), input.shape[1:-1]
+    asked = f"{name} {input.dtype} {dtype} {facts.sizes} {facts.n_classes} {differentiates}"
+    launched = _prepare_launch(log, _as_rows(input[..., :held]), dtype, facts, peers, group, asked)
+    empty = allocator(input.device)
+
+    def made(launch: PeerLaunch, shape: tuple[int, ...]):
+        strides = contiguous_strides(shape)
+        run = launch.run
+
+        def written(x, peers, group):
+            y = empty(shape, strides, dtype)
+            run(peers, group, x if simple else x.contiguous(), y)
+            return y
+
+        def call(name, peers, group, input):
+            peers.ready(name)
+            peers.in_turn()
+            x = input[..., :held] if padded else input
+            if differentiates:
+                raise_doubts(name, group)
+                y = _Softmax.apply(x, (written, peers, log, facts.of(group)))
+            else:
+                y = written(x, peers, group)
+            if padded:
+                y = torch.nn.functional.pad(y, (0, columns - held), value=-torch.inf if log else 0.0)
+            return y
+
+        return call
+
+    def again(n):
+        found = launched.again(n * (n_rows // input_rows)) if simple else None
+        return found and made(found, (n, *sizes, held))
+
+    input_rows = input.shape[0] if input.ndim > 1 else 1
+    led = input.ndim > 1 and not peers.compares
+    return Prepared(made(launched, (*input.shape[:-1], held)), again if led else None)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    rows = flatten(x)
+    return flatten(x.contiguous()) if rows is None else rows  # type: ignore[return-value]
+
+
+def _prepare_launch(log: bool, x: Tensor, dtype, facts: Facts, peers: Peers, group, asked: str) -> PeerLaunch:
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    device, alignment, itemsize = x.get_device(), alignment_of(x, y), held_bytes(x)
+
+    def plan_for(n_rows):
+        plan = plan_of(n_rows, itemsize, alignment, facts, device)
+        assert plan is not None
+        return plan
+
+    spec = spec_of(
+        ScoreSpec, plan_for(len(x)), dtype, device, itemsize=x.element_size(), log=log, peers=True
+    )  # fmt: skip
+    return prepare_launch(
+        _peer_forward, plan_for, len(x), spec, {"x": x, "y": y}, {}, (), peers, group, asked, capped=True
+    )  # fmt: skip
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, how):
+        written, peers, log, shards = how
+        y = written(x, peers, shards.group)
+        ctx.of_call = log, x.ndim - 1, x.dtype, False, None, shards
+        ctx.save_for_backward(y, None)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return SoftmaxOfShard.backward(ctx, dy)[0], None

@@ -1,0 +1,36 @@
+"""What tests of ranks that write into each other's memory share: shards of several parts, and calls."""
+
+import torch
+import torch.distributed as dist
+
+import fused_softmax
+from fused_softmax import route
+from fused_softmax.ops.peer_launches import PARTS
+
+WIDE = {1: (331,), 2: (201, 130), 3: (130, 1, 200), 4: (130, 0, 1, 200)}  # of 331 columns; parts of 128
+PART_COLS = 128
+
+
+def wide_shard(whole, group):
+    rank, sizes = dist.get_rank(group), WIDE[dist.get_world_size(group)]
+    return whole[..., sum(sizes[:rank]) : sum(sizes[: rank + 1])].clone()
+
+
+def in_parts(part_cols=PART_COLS):
+    """Whether this process runs kernels, and how long the parts of a row are: None for as long as the plan has them."""
+    route.INTERPRET = True
+    PARTS.clear()
+    if part_cols:
+        PARTS["cols"] = part_cols
+
+
+def softmax(x, group, name="softmax", **options):
+    return getattr(fused_softmax, name)(x, -1, **options, group=group, transport="peer")
+
+
+def loss(x, target, group, **options):
+    return fused_softmax.cross_entropy(x, target, **options, group=group, transport="peer")
+
+
+def finite(x):
+    return bool(torch.isfinite(x).all())

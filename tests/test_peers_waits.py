@@ -1,0 +1,257 @@
+"""Ranks that come late, or not, or ask for something else, and what cannot go by peers."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from peered import in_parts, loss, softmax
+from sharded import INDICES, close, logits
+
+import fused_softmax
+from fused_softmax import cross_entropy, distributed, peers
+
+X = logits(3, 10).float()
+TARGET = torch.tensor([1, 7, 3])
+
+
+def mine(group):
+    rank = dist.get_rank(group)
+    return X[:, 5 * rank : 5 * rank + 5].clone()
+
+
+def on_two(group, function, *args):
+    """What a function gives on ranks 0 and 1, of a group that no other test has; the other ranks help to make it."""
+    own = dist.new_group([0, 1])
+    return function(own, *args) if dist.get_rank(group) < 2 else None
+
+
+def be_impatient(group, seconds=0.3):
+    """Kernels of this group wait no longer."""
+    softmax(torch.zeros(1, 1), group)  # sets its memory up
+    memory = peers.known(group, torch.device("cpu"))
+    memory.limit, memory.seconds = int(memory.limit * seconds / memory.seconds), seconds
+
+
+def late(group):
+    in_parts(None)
+    softmax(mine(group), group)
+    if dist.get_rank(group):
+        time.sleep(1.5)
+    return softmax(mine(group), group), loss(mine(group), TARGET, group)
+
+
+def test_a_late_rank_is_waited_for(ranks):
+    found = ranks.values(2, late)
+    close(torch.cat([each[0] for each in found], 1), torch.softmax(X.double(), 1))
+    for _, y in found:
+        close(y, torch.nn.functional.cross_entropy(X.double(), TARGET))
+
+
+def absent(group, name):
+    """Rank 1 makes the first call and no second one."""
+    in_parts(None)
+    be_impatient(group)
+    call = (lambda: softmax(mine(group), group)) if name == "softmax" else lambda: loss(mine(group), TARGET, group)
+    call()
+    if dist.get_rank(group) == 1:
+        return None
+    started = time.monotonic()
+    y = call()
+    seconds, said = time.monotonic() - started, []
+    for _ in range(2):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    return y, seconds, said
+
+
+@pytest.mark.parametrize("name", ["softmax", "cross_entropy"])
+def test_a_rank_that_never_comes_gives_nan_and_then_an_error(ranks, name):
+    (y, seconds, said), *_ = ranks.values(4, on_two, absent, name)
+    assert y.isnan().all()
+    assert seconds < 30
+    assert len(said) == 2
+    for each in said:
+        assert each.startswith(f"{name}: an earlier call gave NaN, because rank 1 has told nothing of row ")
+        assert " in 0.3 s; " in each
+
+
+def at_odds(group, odd):
+    """Ranks that made both calls together, and then each another."""
+    in_parts(None)
+    be_impatient(group, 1.0)
+    second = {"rows": (X[:2], TARGET[:2], {}), "options": (X, TARGET, {"ignore_index": 3})}[odd]
+    rank = dist.get_rank(group)
+    calls = [(X, TARGET, {}), second]
+    for x, target, options in calls:
+        loss(x[:, 5 * rank : 5 * rank + 5].clone(), target, group, **options)
+    x, target, options = calls[rank]
+    y, said = loss(x[:, 5 * rank : 5 * rank + 5].clone(), target, group, **options), None
+    try:
+        loss(mine(group), TARGET, group)
+    except RuntimeError as error:
+        said = str(error)
+    return y, said
+
+
+def test_ranks_that_ask_for_other_options_get_nan_and_then_an_error(ranks):
+    for rank, (y, said) in enumerate(ranks.values(4, on_two, at_odds, "options")[:2]):
+        assert y.isnan()
+        assert f"rank {1 - rank} differed in operation, dtype, columns, rows or options, as of row " in said
+
+
+def test_ranks_that_differ_in_rows_get_nan_and_then_an_error(ranks):
+    for y, said in ranks.values(4, on_two, at_odds, "rows")[:2]:
+        assert y.isnan()
+        assert said.startswith("cross_entropy: an earlier call gave NaN, because rank ")
+
+
+def first_at_odds(group):
+    in_parts(None)
+    x = torch.zeros(2 + dist.get_rank(group), 3)
+    return softmax(x, group)
+
+
+def test_the_first_call_says_what_differs(ranks):
+    for each in ranks(2, first_at_odds):
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1].startswith("softmax: the ranks of the group differ in ")
+
+
+def refused(group, name, x, rest, arguments):
+    in_parts(None)
+    return getattr(fused_softmax, name)(x, *rest, **arguments, group=group, transport="peer")
+
+
+@pytest.mark.parametrize(
+    ("name", "rest", "arguments", "said"),
+    [
+        ("softmax", (0,), {}, "the columns are another dim than the last"),
+        ("softmax", (1,), {"scale": 2.0}, "it has a scale, a mask, a sink or masked_rows"),
+        ("softmax", (1,), {"masked_rows": "zero"}, "it has a scale, a mask, a sink or masked_rows"),
+        ("softmax", (1,), {"dtype": torch.float64}, "it takes 16 and 32 bit floats, not "),
+        ("cross_entropy", (INDICES,), {"label_smoothing": 0.1}, "it has class weights, label smoothing, "),
+        ("cross_entropy", (INDICES, torch.ones(3)), {}, "it has class weights, label smoothing, "),
+        ("cross_entropy", (INDICES,), {"return_token_stats": True}, "it has class weights, label smoothing, "),
+    ],
+)
+def test_what_goes_by_a_collective_alone(ranks, name, rest, arguments, said):
+    for each in ranks(2, refused, name, torch.zeros(2, 3), rest, arguments):
+        assert each.args[0] == "ValueError"
+        assert each.args[1].startswith(f"{name}: transport='peer' cannot take this call: {said}")
+
+
+def of_other_dtypes_and_sizes(group):
+    in_parts(None)
+    said = []
+    for x in (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(0, 3), torch.zeros(1, 2**20 + 1)):
+        try:
+            softmax(x, group)
+        except ValueError as error:
+            said.append(str(error).partition("call: ")[2])
+    return said
+
+
+def test_sizes_and_dtypes_that_go_by_a_collective_alone(ranks):
+    for said in ranks.values(2, of_other_dtypes_and_sizes):
+        assert said[0].startswith("it takes 16 and 32 bit floats")
+        assert said[1:] == ["there are no rows", "a shard has too many columns"]
+
+
+def without_kernels(group):
+    from fused_softmax import route
+
+    route.INTERPRET = False
+    return softmax(mine(group), group)
+
+
+def test_a_cpu_without_the_interpreter_has_no_peers(ranks):
+    for each in ranks(4, on_two, without_kernels)[:2]:
+        assert each.args[:2] == (
+            "ValueError", "softmax: transport='peer' cannot take this call: the kernels do not run here",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "linear_cross_entropy"])
+def test_operations_that_have_no_peers(name):
+    rest = (1,) if name == "logsumexp" else (torch.zeros(4, 3), INDICES)
+    with pytest.raises(ValueError, match=f"{name}: transport='peer' is for softmax, log_softmax, cross_entropy"):
+        getattr(fused_softmax, name)(torch.zeros(2, 3), *rest, group=object(), transport="peer")
+
+
+def left_to_choose(group):
+    in_parts(None)
+    y = cross_entropy(mine(group), TARGET, group=group)
+    return y, peers.known(group, torch.device("cpu")) is None
+
+
+def test_cpu_ranks_talk_by_a_collective_unless_asked(ranks):
+    for y, untouched in ranks.values(4, on_two, left_to_choose)[:2]:
+        close(y, torch.nn.functional.cross_entropy(X.double(), TARGET))
+        assert untouched
+
+
+def failing(group):
+    in_parts(None)
+    mapped = peers._mapped
+    if dist.get_rank(group):
+        peers._mapped = lambda *arguments: mapped(*arguments) and 1 / 0
+    try:
+        return softmax(mine(group), group)
+    finally:
+        peers._mapped = mapped
+
+
+def test_memory_that_one_rank_cannot_map_is_nobodys(ranks):
+    for each in ranks(4, on_two, failing)[:2]:
+        assert each.args[:2] == (
+            "ValueError",
+            "softmax: transport='peer' cannot take this call: the ranks cannot map each other's memory: "
+            "ZeroDivisionError: division by zero",
+        )
+
+
+def ended(group):
+    if dist.get_rank(group) > 1:
+        dist.new_group([0, 1])
+        return None
+    in_parts(None)
+    group = dist.new_group([0, 1])
+    x = mine(group).requires_grad_()
+    loss(x, TARGET, group).backward()
+    softmax(x, group)
+    memory = weakref.ref(peers.known(group, x.device))
+    dist.destroy_process_group(group)
+    alive = weakref.ref(group)
+    del group
+    gc.collect()
+    return alive() is None and memory() is None
+
+
+def test_a_group_that_has_ended_and_its_memory_are_held_by_nobody(ranks):
+    assert all(ranks.values(4, ended)[:2])
+
+
+def checked(group):
+    """What is compared before each call where the environment asks for it."""
+    in_parts(None)
+    distributed.CHECK = True
+    from fused_softmax.ops import cross_entropy as of_loss
+
+    before, of_loss.CHECK = of_loss.CHECK, True
+    try:
+        for _ in range(2):
+            loss(mine(group), TARGET, group)
+        return loss(mine(group), TARGET + dist.get_rank(group), group)
+    finally:
+        distributed.CHECK, of_loss.CHECK = False, before
+
+
+def test_targets_are_compared_where_the_environment_asks_for_it(ranks):
+    for each in ranks(2, checked):
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1].startswith("cross_entropy: the ranks of the group differ in target: ")
