@@ -17,8 +17,10 @@ if find_spec("triton") is None:
     install()
 
 __all__ = [
+    "AttentionOutput",
     "SampleOutput",
     "SpeculativeOutput",
+    "attention",
     "cross_entropy",
     "disable",
     "enable",
@@ -41,6 +43,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fused_softmax import nn
+    from fused_softmax.ops.attention import AttentionOutput, attention
     from fused_softmax.ops.cross_entropy import cross_entropy
     from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
     from fused_softmax.ops.logsumexp import logsumexp
@@ -60,6 +63,7 @@ else:
 
     _HOMES = {
         "nn": ("nn",),
+        "ops.attention": ("AttentionOutput", "attention"),
         "ops.cross_entropy": ("cross_entropy",),
         "ops.linear_cross_entropy": ("linear_cross_entropy",),
         "ops.logsumexp": ("logsumexp",),

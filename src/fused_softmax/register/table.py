@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fused_softmax import reference, reference_sampling
+from fused_softmax import reference, reference_attention, reference_sampling
 from fused_softmax.ops import logsumexp as lse_ops
 from fused_softmax.ops import softmax as softmax_ops
+from fused_softmax.ops.attention import attention
 from fused_softmax.ops.cross_entropy import cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.sampling import sample
-from fused_softmax.register import loss_rules, one_dim, sampling_rules, softmax_rules
+from fused_softmax.register import attention_rules, loss_rules, one_dim, sampling_rules, softmax_rules
 
 
 @dataclass(frozen=True)
@@ -161,5 +162,21 @@ OPERATORS = (
             "sample_min_p",
         ),
         recordings=("draw",),
+    ),
+    Operator(
+        name="attention",
+        schema=attention_rules.ATTENTION,
+        run=attention_rules.attention,
+        fake=attention_rules.fake_attention,
+        save=attention_rules.save_attention,
+        gradient=attention_rules.attention_gradient,
+        public=attention,
+        reference=reference_attention.attention,
+    ),
+    Operator(
+        name="attention_backward",
+        schema=attention_rules.ATTENTION_BACKWARD,
+        run=attention_rules.attention_backward,
+        fake=attention_rules.fake_attention_backward,
     ),
 )

@@ -1,0 +1,101 @@
+"""attention's forward pass: a program has one tile of queries, and the keys go by in tiles.
+
+    m' = max(m, max_j z_j);  p_j = exp(z_j - m');  s' = s exp(m - m') + sum_j p_j;  o' = o exp(m - m') + sum_j p_j v_j
+
+and at the end output = o / s, lse = m + log s, in which a sink counts one score more (Dao et al., "FlashAttention",
+arXiv 2205.14135; Milakov and Gimelshein, arXiv 1805.02867). m and s are fp32, p is rounded to the dtype of the values.
+Traffic: query, output and lse once; key and value once for each tile of queries of their head, less what is hidden.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.attention_scores import head_at, in_log2, keys_seen, load_tile, place_of, scores_of, store_tile
+from fused_softmax.kernels.attention_spec import Added, Head, Sizes
+from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF
+
+
+@triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
+def _attention(
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, sinks_ptr, slopes_ptr, o_ptr, lse_ptr, entropy_ptr, row_max_ptr,
+    q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides,
+    n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap, K: tl.constexpr,
+):  # fmt: skip
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_V: tl.constexpr = K.block_v
+    A = Added(mask_ptr, mask_strides, bias_ptr, bias_strides, slopes_ptr, slopes_strides, scale, cap)
+    S = Sizes(n_queries, n_keys, left, right, offset)
+    n_tiles = tl.cdiv(n_queries, BLOCK_M)
+    program = tl.program_id(0)
+    number, tile = program // n_tiles, program % n_tiles
+    if K.right:  # the last tile sees most
+        tile = n_tiles - 1 - tile
+    place = place_of(number, n_inner, n_heads)
+    first = tile * BLOCK_M
+    q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
+    k_head = Head(head_at(k_ptr, k_strides, place, place.head // group), k_strides[3])
+    v_head = Head(head_at(v_ptr, v_strides, place, place.head // group), v_strides[3])
+    q = load_tile(q_head, first, n_queries, BLOCK_M, K.head_dim, K.block_d)
+    m = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    s = tl.zeros([BLOCK_M], tl.float32)
+    t = tl.zeros([BLOCK_M], tl.float32)
+    o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    begin, whole, unwhole, end = keys_seen(first, S, K)
+    if K.left:
+        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, begin, whole, A, place, S, K, True)
+    m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, whole, unwhole, A, place, S, K, False)
+    if K.right or K.ragged:
+        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, unwhole, end, A, place, S, K, True)
+    rows = tl.arange(0, BLOCK_M)
+    at = number.to(tl.int64) * n_queries + first + rows
+    valid = first + rows < n_queries
+    if K.row_max:
+        tl.store(row_max_ptr + at, m * LN2, mask=valid)
+    if K.sinks:
+        sink = tl.load(sinks_ptr + place.head).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        base = tl.where(top == NEG_INF, 0.0, top)
+        weight, beside = tl.exp2(m - base), tl.exp2(sink - base)
+        if K.entropy:
+            t = weight * (t + weighed(s, m - base)) + weighed(beside, sink - base)
+        s = s * weight + beside
+        o = o * weight[:, None]
+        m = top
+    o = o / tl.where(s == 0.0, 1.0, s)[:, None]
+    store_tile(o_ptr + number.to(tl.int64) * n_queries * K.value_dim, o, first, n_queries, BLOCK_M, K.value_dim, BLOCK_V)
+    lse = tl.where(s == 0.0, NEG_INF, (m + tl.log2(s)) * LN2)
+    tl.store(lse_ptr + at, lse, mask=valid)
+    if K.entropy:
+        entropy = tl.where(s == 0.0, 0.0, (tl.log2(s) - t / tl.where(s == 0.0, 1.0, s)) * LN2)
+        tl.store(entropy_ptr + at, entropy, mask=valid)
+
+
+@triton.jit
+def visit(m, s, t, o, q, k_head, v_head, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr):
+    """The state after the keys from begin to end. EDGE: whether some of them may be hidden, or beyond the last."""
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_N: tl.constexpr = K.block_n
+    GUARD: tl.constexpr = EDGE and K.ragged
+    rows = (first + tl.arange(0, BLOCK_M))[:, None]
+    for start in tl.range(begin, end, BLOCK_N):
+        k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
+        cols = (start + tl.arange(0, BLOCK_N))[None, :]
+        z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), rows, cols, A, place, S, K, EDGE, GUARD)
+        top = tl.maximum(m, in_log2(tl.max(z, axis=1), A, K))
+        base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN
+        z = in_log2(z, A, K) - base[:, None]
+        p = tl.exp2(z)
+        weight = tl.exp2(m - base)
+        if K.entropy:
+            t = weight * (t + weighed(s, m - base)) + tl.sum(weighed(p, z), axis=1)
+        s = s * weight + tl.sum(p, axis=1)
+        v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
+        o = tl.dot(p.to(v.dtype), v, o * weight[:, None], input_precision="ieee")
+        m = top
+    return m, s, t, o
+
+
+@triton.jit
+def weighed(p, z):
+    """p z, and 0 where p is 0, for z may be -inf there."""
+    return tl.where(p == 0.0, 0.0, p * z)

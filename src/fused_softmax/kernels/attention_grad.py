@@ -1,0 +1,255 @@
+"""attention's gradients, deterministic: no program adds to what another one writes.
+
+p = exp(z - lse);  dP = dO V^T;  dS = p (dP - delta),  delta = sum_d dO O - dlse;  dV = p^T dO;
+dQ = scale dS' K,  dK = scale dS'^T Q,  dS' = dS (1 - (c / cap) ** 2) of capped scores c, and dS without a softcap;
+dsink = -sum_i exp(sink - lse_i) delta_i.  dS is the gradient of a bias, summed over what the bias is broadcast over.
+Weights are computed again from lse. dK and dV go by tiles of keys over all heads that share them, dQ by tiles of
+queries: seven products in place of five, and nothing is added up in memory.
+Traffic: query, key, value, dO once a tile of the other length; delta, lse once a tile of keys; each result once.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.attention_scores import (
+    head_at,
+    in_log2,
+    keys_seen,
+    load_tile,
+    place_of,
+    queries_that_see,
+    scores_of,
+    store_tile,
+)
+from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes
+from fused_softmax.kernels.state import LOG2E, NEG_INF
+
+
+@triton.jit(do_not_specialize=["n_inner", "n_heads", "n_queries"])
+def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, do_strides, n_inner, n_heads, n_queries, K: tl.constexpr):
+    """delta of a tile of queries; 0 of those that see nothing."""
+    BLOCK_M: tl.constexpr = K.block_m
+    n_tiles = tl.cdiv(n_queries, BLOCK_M)
+    program = tl.program_id(0)
+    number, first = program // n_tiles, program % n_tiles * BLOCK_M
+    place = place_of(number, n_inner, n_heads)
+    o_head = Head(o_ptr + number.to(tl.int64) * n_queries * K.value_dim, K.value_dim)
+    o = load_tile(o_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
+    do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
+    do = load_tile(do_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    rows = tl.arange(0, BLOCK_M)
+    at, valid = number.to(tl.int64) * n_queries + first + rows, first + rows < n_queries
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=valid, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=valid, other=NEG_INF)
+    tl.store(delta_ptr + at, tl.where(lse == NEG_INF, 0.0, delta), mask=valid)
+
+
+@triton.jit
+def state_of(rows_of, first, n_queries, BLOCK_M: tl.constexpr):
+    """(lse in units of log 2, delta) of queries from `first` on. Where there is nothing to see lse is inf: p is then 0."""
+    rows = first + tl.arange(0, BLOCK_M)
+    at = rows_of.first + rows
+    lse = tl.load(rows_of.lse_ptr + at, mask=rows < n_queries, other=NEG_INF)
+    delta = tl.load(rows_of.delta_ptr + at, mask=rows < n_queries, other=0.0)
+    return tl.where(lse == NEG_INF, float("inf"), lse * LOG2E), delta
+
+
+@triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
+def _keys_gradient(
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides, do_strides,
+    n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap, K: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys."""
+    BLOCK_N: tl.constexpr = K.block_n
+    BLOCK_D: tl.constexpr = K.block_d
+    BLOCK_V: tl.constexpr = K.block_v
+    A = Added(mask_ptr, mask_strides, bias_ptr, bias_strides, slopes_ptr, slopes_strides, scale, cap)
+    S = Sizes(n_queries, n_keys, left, right, offset)
+    n_tiles = tl.cdiv(n_keys, BLOCK_N)
+    program = tl.program_id(0)
+    number, first = program // n_tiles, program % n_tiles * BLOCK_N
+    n_key_heads = n_heads // group
+    place = place_of(number, n_inner, n_key_heads)
+    k_head = Head(head_at(k_ptr, k_strides, place, place.head), k_strides[3])
+    v_head = Head(head_at(v_ptr, v_strides, place, place.head), v_strides[3])
+    k = load_tile(k_head, first, n_keys, BLOCK_N, K.head_dim, BLOCK_D)
+    v = load_tile(v_head, first, n_keys, BLOCK_N, K.value_dim, BLOCK_V)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    begin, whole, unwhole, end = queries_that_see(first, S, K)
+    for of_group in tl.range(0, group):
+        of_query = number * group + of_group  # heads of key and of query are numbered alike
+        place = place_of(of_query, n_inner, n_heads)
+        q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
+        do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
+        rows_of = OfRows(lse_ptr, delta_ptr, of_query.to(tl.int64) * n_queries)
+        if K.right:
+            dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, begin, whole, A, place, S, K, True)
+        dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, whole, unwhole, A, place, S, K, False)
+        if K.left or K.ragged:
+            dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, unwhole, end, A, place, S, K, True)
+    row = number.to(tl.int64) * n_keys
+    store_tile(dk_ptr + row * K.head_dim, dk * scale, first, n_keys, BLOCK_N, K.head_dim, BLOCK_D)
+    store_tile(dv_ptr + row * K.value_dim, dv, first, n_keys, BLOCK_N, K.value_dim, BLOCK_V)
+
+
+@triton.jit
+def over_queries(
+    dk, dv, k, v, q_head, do_head, rows_of, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV with what queries from begin to end add. Tiles of scores are [keys, queries]."""
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_N: tl.constexpr = K.block_n
+    GUARD: tl.constexpr = EDGE and K.ragged
+    cols = (first + tl.arange(0, BLOCK_N))[:, None]
+    for start in tl.range(begin, end, BLOCK_M):
+        q = load_tile(q_head, start, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
+        lse, delta = state_of(rows_of, start, S.n_queries, BLOCK_M)
+        rows = (start + tl.arange(0, BLOCK_M))[None, :]
+        z, c = scores_of(tl.dot(k, tl.trans(q), input_precision="ieee"), rows, cols, A, place, S, K, EDGE, GUARD)
+        p = tl.exp2(in_log2(z, A, K) - lse[None, :])
+        do = load_tile(do_head, start, S.n_queries, BLOCK_M, K.value_dim, K.block_v)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
+        dk = tl.dot(before_cap(ds, c, A, K).to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
+def _queries_gradient(
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, ds_ptr,
+    q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides, do_strides,
+    n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap, K: tl.constexpr,
+):  # fmt: skip
+    """dQ of a tile of queries, and its dS [batches, heads, queries, keys] if K.stores_ds: where keys are seen."""
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_D: tl.constexpr = K.block_d
+    A = Added(mask_ptr, mask_strides, bias_ptr, bias_strides, slopes_ptr, slopes_strides, scale, cap)
+    S = Sizes(n_queries, n_keys, left, right, offset)
+    n_tiles = tl.cdiv(n_queries, BLOCK_M)
+    program = tl.program_id(0)
+    number, tile = program // n_tiles, program % n_tiles
+    if K.right:
+        tile = n_tiles - 1 - tile
+    place = place_of(number, n_inner, n_heads)
+    first = tile * BLOCK_M
+    q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
+    do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
+    k_head = Head(head_at(k_ptr, k_strides, place, place.head // group), k_strides[3])
+    v_head = Head(head_at(v_ptr, v_strides, place, place.head // group), v_strides[3])
+    q = load_tile(q_head, first, n_queries, BLOCK_M, K.head_dim, BLOCK_D)
+    do = load_tile(do_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
+    row = number.to(tl.int64) * n_queries
+    lse, delta = state_of(OfRows(lse_ptr, delta_ptr, row), first, n_queries, BLOCK_M)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    begin, whole, unwhole, end = keys_seen(first, S, K)
+    if K.left:
+        dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, whole, A, place, S, K, True)
+    dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, whole, unwhole, A, place, S, K, False)
+    if K.right or K.ragged:
+        dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, unwhole, end, A, place, S, K, True)
+    store_tile(dq_ptr + row * K.head_dim, dq * scale, first, n_queries, BLOCK_M, K.head_dim, BLOCK_D)
+
+
+@triton.jit
+def over_keys(
+    dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """dQ with what keys from begin to end add."""
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_N: tl.constexpr = K.block_n
+    GUARD: tl.constexpr = EDGE and K.ragged
+    rows = (first + tl.arange(0, BLOCK_M))[:, None]
+    for start in tl.range(begin, end, BLOCK_N):
+        k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
+        v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
+        cols = (start + tl.arange(0, BLOCK_N))[None, :]
+        z, c = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), rows, cols, A, place, S, K, EDGE, GUARD)
+        p = tl.exp2(in_log2(z, A, K) - lse[:, None])
+        ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+        if K.stores_ds:
+            at = (row + rows) * S.n_keys + cols
+            tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=(rows < S.n_queries) & (cols < S.n_keys))
+        dq = tl.dot(before_cap(ds, c, A, K).to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def before_cap(ds, c, A, K: tl.constexpr):
+    """The gradient of scores before they are capped."""
+    if K.softcap:
+        y = c / A.cap
+        return tl.where(ds == 0.0, 0.0, ds * (1.0 - y * y))
+    else:
+        return ds
+
+
+@triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
+def _bias_gradient(
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr,
+    q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides, do_strides, dbias_strides,
+    repeats, tiles, n_parts, n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The sum of dS over what a bias is broadcast over, one part of it: a tile of the bias, in a fixed order.
+
+    tiles: numbers (outer, inner, head, query tile, key tile) of the bias, and repeats: how often each is repeated.
+    dbias_strides: of (part, outer, inner, head, query, key); 0 where it is broadcast.
+    """
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_N: tl.constexpr = K.block_n
+    A = Added(mask_ptr, mask_strides, bias_ptr, bias_strides, slopes_ptr, slopes_strides, scale, cap)
+    S = Sizes(n_queries, n_keys, left, right, offset)
+    program = tl.program_id(0)
+    part, number = program % n_parts, program // n_parts
+    key_tile, number = number % tiles[4], number // tiles[4]
+    query_tile, number = number % tiles[3], number // tiles[3]
+    head, number = number % tiles[2], number // tiles[2]
+    inner, outer = number % tiles[1], number // tiles[1]
+    n_steps = repeats[0] * repeats[1] * repeats[2] * repeats[3] * repeats[4]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    steps = tl.cdiv(n_steps, n_parts)
+    for step in tl.range(steps * part, tl.minimum(steps * (part + 1), n_steps)):
+        # Of the two, one is 0 wherever the other is not.
+        tile_n, left_over = step % repeats[4] + key_tile, step // repeats[4]
+        tile_m, left_over = left_over % repeats[3] + query_tile, left_over // repeats[3]
+        at_head, left_over = left_over % repeats[2] + head, left_over // repeats[2]
+        at_inner, at_outer = left_over % repeats[1] + inner, left_over // repeats[1] + outer
+        of_query = (at_outer * n_inner + at_inner) * n_heads + at_head
+        place = place_of(of_query, n_inner, n_heads)
+        first, start = tile_m * BLOCK_M, tile_n * BLOCK_N
+        seen = True
+        if K.right:
+            seen = seen & (start <= first + BLOCK_M - 1 + offset + right)
+        if K.left:
+            seen = seen & (start + BLOCK_N - 1 >= first + offset - left)
+        if seen:
+            q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
+            do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
+            k_head = Head(head_at(k_ptr, k_strides, place, place.head // group), k_strides[3])
+            v_head = Head(head_at(v_ptr, v_strides, place, place.head // group), v_strides[3])
+            q = load_tile(q_head, first, n_queries, BLOCK_M, K.head_dim, K.block_d)
+            k = load_tile(k_head, start, n_keys, BLOCK_N, K.head_dim, K.block_d)
+            v = load_tile(v_head, start, n_keys, BLOCK_N, K.value_dim, K.block_v)
+            do = load_tile(do_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
+            rows = (first + tl.arange(0, BLOCK_M))[:, None]
+            cols = (start + tl.arange(0, BLOCK_N))[None, :]
+            z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), rows, cols, A, place, S, K, True, K.ragged)
+            lse, delta = state_of(OfRows(lse_ptr, delta_ptr, of_query.to(tl.int64) * n_queries), first, n_queries, BLOCK_M)
+            p = tl.exp2(in_log2(z, A, K) - lse[:, None])
+            total += p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+    dbias_ptr += part.to(tl.int64) * dbias_strides[0] + outer.to(tl.int64) * dbias_strides[1]
+    dbias_ptr += inner.to(tl.int64) * dbias_strides[2] + head.to(tl.int64) * dbias_strides[3]
+    rows, cols = query_tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if K.sums_rows and K.sums_cols:
+        tl.store(dbias_ptr, tl.sum(tl.sum(total, axis=1), axis=0))
+    elif K.sums_rows:
+        tl.store(dbias_ptr + cols.to(tl.int64) * dbias_strides[5], tl.sum(total, axis=0), mask=cols < n_keys)
+    elif K.sums_cols:
+        tl.store(dbias_ptr + rows.to(tl.int64) * dbias_strides[4], tl.sum(total, axis=1), mask=rows < n_queries)
+    else:
+        at = rows.to(tl.int64)[:, None] * dbias_strides[4] + cols.to(tl.int64)[None, :] * dbias_strides[5]
+        tl.store(dbias_ptr + at, total, mask=(rows < n_queries)[:, None] & (cols < n_keys)[None, :])

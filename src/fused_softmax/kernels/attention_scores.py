@@ -1,0 +1,149 @@
+"""What attention's kernels share: where a head lies, which tiles are visible, and the scores of one tile.
+
+scores = softcap(scale q k) + bias + mask - slope |i + offset - j|, in units of log 2, so that exp is exp2; -inf where
+hidden. Tiles come as [queries, keys] or as [keys, queries]: rows and cols broadcast against each other.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, Place
+from fused_softmax.kernels.losses import capped
+from fused_softmax.kernels.state import LOG2E, NEG_INF
+
+_ADDED, _BOOL = tl.constexpr(ADDED_MASK), tl.constexpr(BOOL_MASK)
+
+
+@triton.jit
+def place_of(number, n_inner, n_heads):
+    """Of a head numbered over batches and heads."""
+    batch = (number // n_heads).to(tl.int64)
+    return Place(batch // n_inner, batch % n_inner, (number % n_heads).to(tl.int64))
+
+
+@triton.jit
+def head_at(ptr, strides, place, head):
+    return ptr + place.outer * strides[0] + place.inner * strides[1] + head * strides[2]
+
+
+@triton.jit
+def load_tile(
+    head, first, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GUARD: tl.constexpr = True
+):
+    """Rows from `first` on of a head [n, DIM], [BLOCK, BLOCK_DIM]; 0 beyond DIM and, with GUARD, beyond n."""
+    rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
+    at = head.ptr + tl.cast(first, tl.int64) * head.stride + rows.to(tl.int64)[:, None] * head.stride + dims[None, :]
+    if GUARD and DIM != BLOCK_DIM:
+        return tl.load(at, mask=((first + rows) < n)[:, None] & (dims < DIM)[None, :], other=0.0)
+    elif GUARD:
+        return tl.load(at, mask=((first + rows) < n)[:, None], other=0.0)
+    elif DIM != BLOCK_DIM:
+        return tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_tile(ptr, x, first, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Into a contiguous head [n, DIM], rounded to its dtype."""
+    rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
+    at = ptr + tl.cast(first, tl.int64) * DIM + rows[:, None] * DIM + dims[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=((first + rows) < n)[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def load_added(ptr, strides, place, rows, cols, S, ROWS: tl.constexpr, GUARD: tl.constexpr):
+    """Of a mask or bias, at these queries and keys; queries beyond the last are the last."""
+    at = head_at(ptr, strides, place, place.head) + cols.to(tl.int64) * strides[4]
+    if ROWS:
+        at = at + tl.minimum(rows, S.n_queries - 1).to(tl.int64) * strides[3]
+    if GUARD:
+        return tl.load(at, mask=cols < S.n_keys, other=0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def scores_of(qk, rows, cols, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl.constexpr):
+    """(scores in units of log 2, capped scores). EDGE: whether something may be hidden. GUARD: whether keys may end.
+
+    With K.folds the first are not scaled yet. The second are of use with K.softcap alone.
+    """
+    c = qk
+    if K.softcap:
+        c = qk * A.scale
+        if K.exact:
+            c = capped(c, A.cap)
+        else:
+            c = A.cap - 2.0 * A.cap / (tl.exp2(c * (2.0 * LOG2E / A.cap)) + 1.0)
+        z = c * LOG2E
+    elif K.folds:
+        z = qk
+    else:
+        z = qk * (A.scale * LOG2E)
+    if K.bias:
+        z += load_added(A.bias_ptr, A.bias_strides, place, rows, cols, S, K.bias_rows, GUARD).to(tl.float32) * LOG2E
+    if K.mask == _ADDED:
+        z += load_added(A.mask_ptr, A.mask_strides, place, rows, cols, S, K.mask_rows, GUARD).to(tl.float32) * LOG2E
+    if K.alibi:
+        slope = tl.load(head_at(A.slopes_ptr, A.slopes_strides, place, place.head)).to(tl.float32) * LOG2E
+        z -= slope * tl.abs(rows + S.offset - cols).to(tl.float32)
+    if K.mask == _BOOL:
+        z = tl.where(load_added(A.mask_ptr, A.mask_strides, place, rows, cols, S, K.mask_rows, GUARD) != 0, z, NEG_INF)
+    if EDGE and K.left:
+        z = tl.where(cols >= rows + (S.offset - S.left), z, NEG_INF)
+    if EDGE and K.right:
+        z = tl.where(cols <= rows + (S.offset + S.right), z, NEG_INF)
+    if GUARD:
+        z = tl.where(cols < S.n_keys, z, NEG_INF)
+    return z, c
+
+
+@triton.jit
+def in_log2(z, A, K: tl.constexpr):
+    """Scores as `scores_of` gives them, scaled where they are not."""
+    if K.folds:
+        return z * (A.scale * LOG2E)
+    else:
+        return z
+
+
+@triton.jit
+def keys_seen(first, S, K: tl.constexpr):
+    """(begin, whole, unwhole, end): keys that block_m queries from `first` on see, in whole tiles of keys.
+
+    All of them see all keys from `whole` to `unwhole`.
+    """
+    last = tl.minimum(first + K.block_m, S.n_queries) - 1
+    begin, end = 0, S.n_keys
+    whole, unwhole = 0, S.n_keys
+    if K.left:
+        begin = tl.maximum(first + S.offset - S.left, 0) // K.block_n * K.block_n
+        whole = tl.cdiv(tl.maximum(last + S.offset - S.left, 0), K.block_n) * K.block_n
+    if K.right:
+        end = tl.maximum(tl.minimum(last + S.offset + S.right + 1, S.n_keys), 0)
+        unwhole = tl.maximum(tl.minimum(first + S.offset + S.right + 1, S.n_keys), 0)
+    unwhole = unwhole // K.block_n * K.block_n
+    whole = tl.minimum(whole, tl.cdiv(end, K.block_n) * K.block_n)
+    return begin, whole, tl.maximum(whole, unwhole), end
+
+
+@triton.jit
+def queries_that_see(first, S, K: tl.constexpr):
+    """(begin, whole, unwhole, end): queries that see some of block_n keys from `first` on, in whole tiles of queries.
+
+    Those from `whole` to `unwhole` see them all.
+    """
+    last = tl.minimum(first + K.block_n, S.n_keys) - 1
+    begin, end = 0, S.n_queries
+    whole, unwhole = 0, tl.cdiv(S.n_queries, K.block_m) * K.block_m
+    if K.right:
+        begin = tl.maximum(first - S.offset - S.right, 0) // K.block_m * K.block_m
+        whole = tl.cdiv(tl.maximum(last - S.offset - S.right, 0), K.block_m) * K.block_m
+    if K.left:
+        end = tl.maximum(tl.minimum(last - S.offset + S.left + 1, S.n_queries), 0)
+        unwhole = tl.maximum(tl.minimum(first - S.offset + S.left + 1, unwhole), 0) // K.block_m * K.block_m
+    whole = tl.minimum(whole, tl.cdiv(end, K.block_m) * K.block_m)
+    if K.ragged:
+        unwhole = tl.where(first + K.block_n > S.n_keys, whole, unwhole)
+    return begin, whole, tl.maximum(whole, unwhole), end

@@ -1,0 +1,93 @@
+"""The description that attention's kernels are compiled for, and the bundles of values that they pass down."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Tiles of block_m queries and block_n keys, of heads of head_dim, and value_dim of the values.
+
+    block_d, block_v: powers of two that hold these. left, right: whether the window has a bound there. ragged: whether
+    the last tile of keys has fewer. mask: NO_MASK, BOOL_MASK or ADDED_MASK; mask_rows, bias_rows: whether it differs
+    between queries. folds: whether scores are query times key times a positive scale, so that the scale is taken in the
+    exponent. dtype: of the inputs.
+    entropy, row_max: what the forward kernel stores beside lse. stores_ds: whether the kernel of dQ stores dS.
+    """
+
+    block_m: int
+    block_n: int
+    head_dim: int
+    value_dim: int
+    block_d: int
+    block_v: int
+    dtype: Any
+    left: bool = False
+    right: bool = False
+    ragged: bool = True
+    mask: int = NO_MASK
+    mask_rows: bool = True
+    bias: bool = False
+    bias_rows: bool = True
+    alibi: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    folds: bool = False
+    entropy: bool = False
+    row_max: bool = False
+    stores_ds: bool = False
+    sums_rows: bool = False
+    sums_cols: bool = False
+
+    @property
+    def exact(self):
+        """Whether a tanh is as exact as fp32 holds it."""
+        return self.dtype == tl.float32
+
+
+class Place(NamedTuple):
+    """A batch, numbered over two dims, and a head of query; int64."""
+
+    outer: Any
+    inner: Any
+    head: Any
+
+
+class Head(NamedTuple):
+    """Of query, key, value or dO: where it begins, and the stride from one row to the next."""
+
+    ptr: Any
+    stride: Any
+
+
+class OfRows(NamedTuple):
+    """lse and delta of a head's queries, of which `first` is the first."""
+
+    lse_ptr: Any
+    delta_ptr: Any
+    first: Any
+
+
+class Sizes(NamedTuple):
+    n_queries: Any
+    n_keys: Any
+    left: Any
+    right: Any
+    offset: Any
+
+
+class Added(NamedTuple):
+    """What scores are made of beside query and key. Strides are of (outer, inner, head, query, key)."""
+
+    mask_ptr: Any
+    mask_strides: Any
+    bias_ptr: Any
+    bias_strides: Any
+    slopes_ptr: Any
+    slopes_strides: Any
+    scale: Any
+    cap: Any

@@ -1,0 +1,245 @@
+"""attention: scaled_dot_product_attention, with a bias, sinks, a softcap, windows and ALiBi, and their gradients.
+
+Weights are in no memory: the forward pass keeps lse, and the backward pass computes the weights again from it. No
+program adds to what another one writes, so every gradient has the same bits at every run.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax import reference_attention
+from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.ops.attention_calls import Gradients, Inputs, prepare_backward, prepare_forward
+from fused_softmax.options import arithmetic_of
+from fused_softmax.options_attention import KERNEL_DTYPES, NAME, Attention, Beside, attention_of, broadcast
+from fused_softmax.reference_attention import AttentionOutput
+from fused_softmax.route import Route, batched, needs_grad, route_of
+
+__all__ = ["AttentionOutput", "attention"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    causal_align: str = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_stats: str | tuple[str, ...] = (),
+) -> Tensor | AttentionOutput:
+    """softmax(scores) @ value with scores = softcap(scale query @ key.T) + bias + attn_mask + ALiBi.
+
+    Layout and meaning are those of torch.nn.functional.scaled_dot_product_attention.
+
+    query: [..., heads, queries, dim]; key: [..., heads, keys, dim]; value: [..., heads, keys, value_dim]. float16,
+        bfloat16, float32 or float64, all alike; dim and value_dim up to 256; leading sizes broadcast. Their last dim is
+        read as it lies if it is contiguous, and copied first otherwise.
+    attn_mask: broadcasts to [..., heads, queries, keys]; bool, where True keeps a key, or a float that is added.
+    bias: a float that is added, of the same shapes; beside a mask or causality. Whatever a mask or bias is broadcast
+        over, it is never expanded, and its gradient is summed without atomics.
+    is_causal: hides keys after the query; takes no attn_mask. causal_align: whether the diagonal begins at the first
+        key, "top_left", or ends at the last one, "bottom_right", as decoding with a cache has it.
+    scale: 1 / sqrt(dim) if None.
+    enable_gqa: key and value have fewer heads, each for as many heads of query.
+    window: (left, right): query i sees keys from i - left to i + right, aligned as causality is; None on a side is
+        unbounded.
+    softcap: scores of query and key become softcap * tanh(score / softcap).
+    sinks: [heads], floats: one score more for each row, neither scaled nor capped. lse counts it; it has no value.
+    alibi_slopes: [heads] or [..., heads], floats: slope * |i - j| is subtracted, aligned as causality is. Its gradient
+        takes torch's operations.
+    dropout_p: 0.
+    deterministic: every gradient is, whether this is asked for or not.
+    return_lse: logsumexp of the scores, [..., heads, queries], float32 (float64 of float64), with its gradient: the
+        results of parts of the keys merge by it.
+    return_stats: names among "entropy" (of a row's weights, its sink's among them, in nats), "row_max" (the greatest
+        score, sinks aside), both [..., heads, queries], and "column_sums" (how much each key is looked at)
+        [..., heads, keys]; no gradients.
+
+    A row that sees nothing is 0, its lse -inf, and it has no part in any gradient. Products of float32 are exact to
+    float32. On a CPU, in float64 and for a second derivative torch's operations compute, with all scores in memory.
+    Returns the output [..., heads, queries, value_dim], contiguous; an AttentionOutput if more was asked for.
+    Raises RuntimeError for dtypes, devices and shapes that do not fit and for is_causal with attn_mask; TypeError for
+    what is no tensor or number; ValueError for other values that cannot be, as dropout_p other than 0.
+
+    Dao et al., "FlashAttention" (arXiv 2205.14135); Press et al., "Train Short, Test Long" (ALiBi, arXiv 2108.12409);
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
+
+    >>> attention(q, k, v, bias=table[None], scale=1.0)  # T5's: [16, 12, 1024, 64], bias [1, 12, 1024, 1024]
+    >>> attention(q, k, v, is_causal=True, window=(127, 0), sinks=sinks, enable_gqa=True)  # a layer of gpt-oss
+    """
+    look = None
+    if window is None or type(window) is tuple:
+        numbers = (
+            is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_lse, return_stats,
+        )  # fmt: skip
+        look = NAME, numbers, query, key, value, attn_mask, bias, sinks, alibi_slopes
+        if type(return_stats) in (tuple, str):
+            call = find(*look)
+            if call is not None:
+                return call(query, key, value, attn_mask, bias, sinks, alibi_slopes)
+    beside = Beside(attn_mask, bias, sinks, alibi_slopes)
+    how = attention_of(
+        query, key, value, beside, is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats
+    )
+    given = Inputs(query, key, value, *beside)
+    if query.is_cuda and torch.is_autocast_enabled("cuda") and query.dtype != torch.float64:
+        cast, look = torch.get_autocast_dtype("cuda"), None
+        given = Inputs(query.to(cast), key.to(cast), value.to(cast), *beside)
+    lead = broadcast(query, key, value, enable_gqa)
+    if {each.shape[:-2] for each in given[:3]} != {torch.Size(lead)} or not lead:
+        look, given = None, _broadcast(given, lead, enable_gqa)
+    takes = given.query.dtype in KERNEL_DTYPES and query.shape[-1] > 0 and value.shape[-1] > 0
+    takes = takes and not (alibi_slopes is not None and needs_grad(alibi_slopes))
+    present = [each for each in given if each is not None]
+    route = route_of(*present, takes=takes, batches=False)
+    if route is Route.KERNEL:
+        made = _prepare(given, how, bool(return_lse), needs_grad(*present), bool(lead))
+        if look is None or type(return_stats) not in (tuple, str):
+            return made(*given)
+        return keep(Prepared(made), *look)(*given)
+    if route is Route.OPERATOR:
+        found = torch.ops.fused_softmax.attention.default(*given, *how.operator_arguments())
+        return _output(found[0], found[1], found[2:], how, bool(return_lse), bool(lead))
+    arithmetic = arithmetic_of(given.query)
+    more = {"return_lse": return_lse, "return_stats": how.stats}
+    found = composed(given, how, arithmetic, **more)
+    if isinstance(found, Tensor):
+        return found if lead else found.squeeze(0)
+    return found if lead else _without_heads(found)
+
+
+def composed(given: Inputs, how: Attention, arithmetic: torch.dtype, **more: Any) -> Tensor | AttentionOutput:
+    """By torch's operations."""
+    beside = Beside(*given[3:])._asdict()
+    return reference_attention.attention(*given[:3], **beside, **how.arguments(), **more, arithmetic=arithmetic)
+
+
+def _broadcast(given: Inputs, lead: tuple[int, ...], enable_gqa: bool) -> Inputs:
+    """Query, key and value of the same leading shape, by views, with a dim of heads."""
+    lead = lead or (1,)
+    found = []
+    for i, each in enumerate(given[:3]):
+        assert each is not None
+        each = each if each.ndim > 2 else each.unsqueeze(0)
+        heads = each.shape[-3] if enable_gqa and i else lead[-1]
+        found.append(each.expand(*lead[:-1], heads, *each.shape[-2:]))
+    return Inputs(*found, *given[3:])
+
+
+def _prepare(given: Inputs, how: Attention, return_lse: bool, with_gradient: bool, headed: bool):
+    """What computes a call on the kernels."""
+    forward = prepare_forward(given, how)
+    if not with_gradient:
+
+        def call(*given):
+            output, lse, *stats = forward(*given)
+            return _output(output, lse, stats, how, return_lse, headed)
+
+        return call
+    name = f"{NAME}_backward"
+
+    def differentiable(*given):
+        output, lse, *stats = _apply(*given, (forward, how, name))
+        return _output(output, lse, stats, how, return_lse, headed)
+
+    return differentiable
+
+
+def _output(output: Tensor, lse: Tensor, stats: Any, how: Attention, return_lse: bool, headed: bool):
+    if not return_lse and not how.stats:
+        return output if headed else output.squeeze(0)
+    by_name = dict(zip(("entropy", "row_max", "column_sums"), stats, strict=True))
+    found = AttentionOutput(output, lse if return_lse else None, {each: by_name[each] for each in how.stats})
+    return found if headed else _without_heads(found)
+
+
+def _without_heads(found: AttentionOutput) -> AttentionOutput:
+    lse = None if found.lse is None else found.lse.squeeze(0)
+    return AttentionOutput(found.output.squeeze(0), lse, {name: each.squeeze(0) for name, each in found.stats.items()})
+
+
+class _Attention(torch.autograd.Function):
+    """(output, lse, entropy, row maxima, column sums), with the gradients of the first two."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, attn_mask, bias, sinks, alibi_slopes, call):
+        forward, ctx.how, ctx.name = call
+        ctx.set_materialize_grads(False)
+        given = query, key, value, attn_mask, bias, sinks, alibi_slopes
+        found = forward(*given)
+        ctx.save_for_backward(*given, *found[:2])
+        ctx.mark_non_differentiable(*[each for each in found[2:] if each is not None])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, do, dlse, *_):
+        *given, output, lse = ctx.saved_tensors
+        return *gradients(Inputs(*given), ctx.how, do, dlse, output, lse, ctx.needs_input_grad[:6]), None, None
+
+
+# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def gradients(
+    given: Inputs, how: Attention, do: Tensor | None, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: Any
+) -> tuple[Tensor | None, ...]:
+    """Those that are asked for, of query, key, value, attn_mask, bias and sinks."""
+    asked = [bool(each) for each in asked]
+    if do is None and dlse is None:
+        return (None,) * 6
+    if torch.is_grad_enabled():
+        return differentiable_gradients(given, how, do, dlse, asked)
+    do = torch.zeros_like(output) if do is None else do
+    present = [each for each in (*given, do, dlse, output, lse) if each is not None]
+    if not batched(do, dlse) and route_of(*present) is Route.KERNEL:
+        return backward(given, how, do, dlse, output, lse, tuple(asked))
+    operator = torch.ops.fused_softmax.attention_backward.default
+    found = operator(do, dlse, output, lse, *given, asked, *how.operator_arguments())
+    return tuple(each if wanted else None for each, wanted in zip(found, asked, strict=True))
+
+
+def backward(
+    given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: tuple[bool, ...]
+) -> Gradients:
+    """By the kernels."""
+    do = do.to(output.dtype)
+    if dlse is not None:
+        dlse = dlse.to(lse.dtype).contiguous()
+    look = f"{NAME}_backward", (how, asked), given.query, *given[1:], do, dlse, output, lse
+    call = find(*look)
+    if call is None:
+        call = keep(Prepared(prepare_backward(given, how, do, dlse, output, lse, asked)), *look)
+    return call(do, dlse, output, lse, *given)
+
+
+def differentiable_gradients(
+    given: Inputs, how: Attention, do: Tensor | None, dlse: Tensor | None, asked: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """The same composed of torch's operations, for a second derivative."""
+    with torch.enable_grad():
+        output, lse, _ = composed(given, how, arithmetic_of(given.query), return_lse=True)
+        results = [(result, dresult) for result, dresult in ((output, do), (lse, dlse)) if dresult is not None]
+        leaves = [each for each, wanted in zip(given[:6], asked, strict=True) if wanted]
+        found = iter(
+            torch.autograd.grad(
+                [each for each, _ in results], leaves, [each for _, each in results], create_graph=True,
+                materialize_grads=True,
+            )
+        )  # fmt: skip
+    return tuple(next(found) if wanted else None for wanted in asked)
+
+

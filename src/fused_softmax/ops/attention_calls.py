@@ -1,0 +1,356 @@
+"""Launches of attention's kernels, prepared once for tensors like those at hand: layouts, tiles and allocations."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax import launch
+from fused_softmax.device import device_of
+from fused_softmax.kernels.attention import _attention
+from fused_softmax.kernels.attention_grad import _bias_gradient, _delta, _keys_gradient, _queries_gradient
+from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, NO_MASK, AttentionSpec
+from fused_softmax.kernels.attention_stats import _column_sums
+from fused_softmax.ops.attention_layout import Groups, Pattern, own_sizes
+from fused_softmax.options_attention import Attention, Beside
+from fused_softmax.plan.attention import Tiles, padded, plan_attention
+from fused_softmax.runner import TLDTYPES
+
+_PART_BYTES = 2**26  # of the parts of a bias's gradient, at most
+_PROGRAMS = 2  # a multiprocessor, that the parts of a bias's gradient are to give
+
+Ready = Callable[[Tensor], Tensor]
+
+
+class Inputs(NamedTuple):
+    """Query, key, value, and what stands beside them: query, key and value of the same leading shape."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
+class Results(NamedTuple):
+    """Those that are not asked for are None; lse is there always."""
+
+    output: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    row_max: Tensor | None
+    column_sums: Tensor | None
+
+
+class _Call:
+    """What the launches of a call share: sizes, strides, and how each tensor is made ready for them."""
+
+    def __init__(self, given: Inputs, how: Attention, do: Tensor | None = None):
+        query, key, value = given[:3]
+        self.how, self.dtype, self.device = how, query.dtype, query.get_device()
+        self.lead = tuple(query.shape[:-3])
+        self.n_heads, self.n_queries, self.head_dim = query.shape[-3:]
+        self.n_keys, self.value_dim = value.shape[-2:]
+        self.group = self.n_heads // key.shape[-3] if key.shape[-3] else 1
+        self.shape = (*self.lead, self.n_heads, self.n_queries, self.n_keys)
+        self.ready: dict[str, Ready] = {}
+        self.strides: dict[str, Any] = {"mask": None, "bias": None, "slopes": None}
+        self.patterns: dict[str, Pattern] = {}
+        self._lay(given, do)
+        self.spec = self._spec(given)
+        self.plan = plan_attention(
+            self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, device_of(self.device)
+        )
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of lse."""
+        return self.shape[:-1]
+
+    @property
+    def n_batches(self) -> int:
+        return math.prod(self.lead)
+
+    def _lay(self, given: Inputs, do: Tensor | None) -> None:
+        dense = {"q": given.query, "k": given.key, "v": given.value} | ({} if do is None else {"do": do})
+        for name, each in dense.items():
+            if each.stride(-1) != 1 and each.shape[-1] > 1:
+                self.ready[name], dense[name] = torch.Tensor.contiguous, each.contiguous()
+        added = {"mask": given.attn_mask, "bias": given.bias}
+        added = {name: each for name, each in added.items() if each is not None}
+        n = len(self.shape)
+        own = {name: own_sizes(each, n) for name, each in added.items()}
+        views = {name: each.expand(self.shape) for name, each in added.items()}
+        if given.alibi_slopes is not None:
+            views["slopes"] = given.alibi_slopes.expand(self.shape[:-2])
+            own["slopes"] = own_sizes(given.alibi_slopes, n - 2)
+        n_lead = len(self.lead)
+        every = dense | views
+        sizes = [own.get(name, self.lead)[:n_lead] for name in every]
+        groups = Groups(self.lead, list(every.values()), sizes)
+        if not groups.fits:  # one dim of contiguous tensors
+            for name in dense:
+                self.ready[name], dense[name] = torch.Tensor.contiguous, dense[name].contiguous()
+            for name, each in views.items():
+                shape = (*self.lead, *own[name][n_lead:])
+                self.ready[name] = lambda t, shape=shape: t.expand(shape).contiguous()
+                views[name] = self.ready[name](added.get(name, given.alibi_slopes)).expand(each.shape)
+                own[name] = shape
+            every = dense | views
+            groups = Groups(self.lead, list(every.values()), [self.lead] * len(every))
+        _, self.inner = groups.sizes
+        self.own = own
+        for name in dense:
+            self.strides[name] = groups.strides(dense[name], 2)
+        for name, each in views.items():
+            self.strides[name] = groups.strides(each, 1 if name == "slopes" else 3)
+            if name != "slopes":
+                self.patterns[name] = groups.pattern(own[name], self.shape)
+
+    def _spec(self, given: Inputs) -> AttentionSpec:
+        mask, how = given.attn_mask, self.how
+        kind = NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK
+        slopes, bias = given.alibi_slopes is not None, given.bias is not None
+        folds = kind != ADDED_MASK and not (bias or slopes) and how.softcap is None and how.scale > 0
+        return AttentionSpec(
+            block_m=0, block_n=0, head_dim=self.head_dim, value_dim=self.value_dim, block_d=padded(self.head_dim),
+            block_v=padded(self.value_dim), dtype=TLDTYPES[self.dtype], left=self._left is not None,
+            right=self._right is not None, mask=kind, mask_rows=mask is None or self.strides["mask"][3] != 0,
+            bias=bias, bias_rows=not bias or self.strides["bias"][3] != 0, alibi=slopes,
+            softcap=how.softcap is not None, sinks=given.sinks is not None, folds=folds,
+        )  # fmt: skip
+
+    @property
+    def _left(self) -> int | None:
+        """None where no key is so far to the left that it is hidden."""
+        left, most = self.how.left, self.n_queries - 1 + self.how.offset(self.n_queries, self.n_keys)
+        return None if left is None or left >= most else left
+
+    @property
+    def _right(self) -> int | None:
+        right, most = self.how.right, self.n_keys - 1 - self.how.offset(self.n_queries, self.n_keys)
+        return None if right is None or right >= most else right
+
+    def numbers(self) -> tuple:
+        """As every kernel takes them, from n_inner on."""
+        offset = self.how.offset(self.n_queries, self.n_keys)
+        return (
+            self.inner, self.n_heads, self.group, self.n_queries, self.n_keys, self._left or 0, self._right or 0,
+            offset, float(self.how.scale), float(self.how.softcap or 1.0),
+        )  # fmt: skip
+
+    def prepare(self, kernel: Any, programs: int, tiles: Tiles, tensors: Sequence, scalars: tuple, **fields: Any):
+        ragged = self.n_keys % tiles.block_n != 0
+        spec = replace(self.spec, block_m=tiles.block_m, block_n=tiles.block_n, ragged=ragged, **fields)
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        return launch.prepare(kernel, programs, tensors, scalars, {"K": spec}, device=self.device, **options)
+
+    def of(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """A tensor as the launches take it."""
+        ready = self.ready.get(name)
+        return tensor if ready is None or tensor is None else ready(tensor)
+
+    def readied(self, given: Inputs) -> Inputs:
+        if not self.ready:
+            return given
+        names = "q", "k", "v", "mask", "bias", "sinks", "slopes"
+        return Inputs(*(self.of(name, each) for name, each in zip(names, given, strict=True)))  # type: ignore[arg-type]
+
+
+def _blocks(n: int, block: int) -> int:
+    return -(-n // block)
+
+
+def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
+    """What computes a call on tensors like these: call it with them."""
+    c = _Call(given, how)
+    stats = how.stats
+    device, dtype, out_shape, rows = given.query.device, c.dtype, (*c.rows, c.value_dim), c.rows
+    columns = (*c.lead, c.n_heads, c.n_keys)
+    n = c.n_batches * c.n_heads * c.n_queries
+
+    def made() -> Results:
+        """Empty results."""
+        more = [torch.empty(rows, dtype=torch.float32, device=device) if each in stats else None
+                for each in ("entropy", "row_max")]  # fmt: skip
+        sums = torch.zeros(columns, dtype=torch.float32, device=device) if "column_sums" in stats else None
+        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        return Results(torch.empty(out_shape, dtype=dtype, device=device), lse, *more, sums)
+
+    if n == 0:
+        return lambda *_: made()
+    like, ready = made(), c.readied(given)
+    q, k, v, mask, bias, sinks, slopes = ready
+    strides = [c.strides[name] for name in ("q", "k", "v", "mask", "bias", "slopes")]
+    tiles = c.plan.forward
+    programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
+    tensors = (q, k, v, mask, bias, sinks, slopes, like.output, like.lse, like.entropy, like.row_max)
+    scalars = (*strides, *c.numbers())
+    run = c.prepare(
+        _attention, programs, tiles, tensors, scalars, entropy="entropy" in stats, row_max="row_max" in stats
+    )  # fmt: skip
+    sums = None
+    if like.column_sums is not None and c.n_keys:
+        tiles = c.plan.sums
+        programs = _blocks(c.n_keys, tiles.block_n) * c.n_batches * c.n_heads
+        of_sums = (strides[0], strides[1], *strides[3:], *c.numbers())
+        sums = c.prepare(
+            _column_sums, programs, tiles, (q, k, mask, bias, slopes, like.lse, like.column_sums), of_sums
+        )
+
+    def call(*given: Tensor | None) -> Results:
+        found = made()
+        q, k, v, mask, bias, sinks, slopes = c.readied(Inputs(*given))  # type: ignore[arg-type]
+        every = (q, k, v, mask, bias, sinks, slopes, *found[:4])
+        run(*[each for each in every if each is not None])
+        if sums is not None:
+            every = (q, k, mask, bias, slopes, found.lse, found.column_sums)
+            sums(*[each for each in every if each is not None])
+        return found
+
+    return call
+
+
+class Gradients(NamedTuple):
+    """Those that are not asked for are None."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    attn_mask: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+def prepare_backward(
+    given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: Sequence[bool]
+) -> Callable[..., Gradients]:
+    """What computes the gradients that are asked for: call it with do, dlse, output, lse, and the inputs."""
+    c = _Call(given, how, do)
+    device = given.query.device
+    q, k, v, mask, bias, _, slopes = c.readied(given)
+    do = c.of("do", do)  # type: ignore[assignment]
+    n_rows = c.n_batches * c.n_heads * c.n_queries
+    strides = [c.strides[name] for name in ("q", "k", "v", "mask", "bias", "slopes", "do")]
+    scalars = (*strides, *c.numbers())
+    delta = torch.empty(c.rows, dtype=torch.float32, device=device)
+    beside = {"mask": given.attn_mask, "bias": given.bias}
+    wanted = [name for name, asks in zip(("mask", "bias"), asked[3:5], strict=True) if asks]
+    full = [name for name in wanted if c.patterns[name].full]
+    ds_dtype = None
+    for name in full:
+        dtype = beside[name].dtype  # type: ignore[union-attr]
+        ds_dtype = dtype if ds_dtype is None else torch.promote_types(ds_dtype, dtype)
+    for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full)
+    dq_like = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
+    key_shape = (*c.lead, c.n_heads // c.group, c.n_keys)
+    of_delta = of_keys = of_queries = None
+    if n_rows:
+        tiles = replace(c.plan.forward, block_m=min(c.plan.forward.block_m, 64), num_warps=4)
+        programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
+        of_delta = c.prepare(
+            _delta, programs, tiles, (output, do, lse, dlse, delta), (strides[6], c.inner, c.n_heads, c.n_queries)
+        )
+    read = (q, k, v, mask, bias, slopes, do, lse, delta)
+
+    def keys_made() -> tuple[Tensor, Tensor]:
+        # Without queries nothing is written.
+        make = torch.empty if n_rows else torch.zeros
+        return tuple(make((*key_shape, d), dtype=c.dtype, device=device) for d in (c.head_dim, c.value_dim))  # type: ignore[return-value]
+
+    def ds_made() -> Tensor:
+        make = torch.zeros if c.how.bounded else torch.empty  # what is hidden is not visited
+        return make(c.shape, dtype=ds_dtype, device=device)
+
+    if for_keys and n_rows and c.n_keys:
+        tiles = c.plan.keys
+        programs = _blocks(c.n_keys, tiles.block_n) * c.n_batches * (c.n_heads // c.group)
+        of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
+    if for_queries and n_rows:
+        tiles = c.plan.queries
+        programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
+        ds_like = ds_made() if full else None
+        of_queries = c.prepare(
+            _queries_gradient, programs, tiles, (*read, dq_like, ds_like), scalars, stores_ds=bool(full)
+        )
+    of_bias = {
+        name: _prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full
+    }  # type: ignore[union-attr]
+
+    def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Tensor | None) -> Gradients:
+        inputs = Inputs(*given)  # type: ignore[arg-type]
+        q, k, v, mask, bias, sinks, slopes = c.readied(inputs)
+        do = c.of("do", do)  # type: ignore[assignment]
+        delta = torch.empty(c.rows, dtype=torch.float32, device=device)
+        if of_delta is not None:
+            of_delta(*[each for each in (output, do, lse, dlse, delta) if each is not None])
+        read = [each for each in (q, k, v, mask, bias, slopes, do, lse, delta) if each is not None]
+        dq = dk = dv = ds = None
+        if for_keys:
+            dk, dv = keys_made()
+            if of_keys is not None:
+                of_keys(*read, dk, dv)
+        if for_queries:
+            dq = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
+            ds = ds_made() if full else None
+            if of_queries is not None:
+                of_queries(*read, dq, *(() if ds is None else (ds,)))
+        added: dict[str, Tensor | None] = {"mask": None, "bias": None}
+        for name, tensor in (("mask", inputs.attn_mask), ("bias", inputs.bias)):
+            if tensor is None or name not in wanted:
+                continue
+            if name in full:
+                found = ds.to(tensor.dtype)  # type: ignore[union-attr]
+                added[name] = (found.clone() if found is ds and len(full) > 1 else found).sum_to_size(tensor.shape)
+            else:
+                added[name] = of_bias[name](read).sum_to_size(tensor.shape)
+        dsinks = sinks_gradient(sinks, lse, delta) if asked[5] and sinks is not None else None
+        return Gradients(
+            dq if asked[0] else None, dk if asked[1] else None, dv if asked[2] else None, added["mask"], added["bias"],
+            dsinks,
+        )  # fmt: skip
+
+    return call
+
+
+def _prepare_bias(c: _Call, name: str, read: tuple, strides: list, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What computes the gradient of a mask or bias that is broadcast, in the shape that it is laid out in."""
+    pattern, tiles, device = c.patterns[name], c.plan.bias, read[0].device
+    sizes, own = list(pattern.sizes), list(pattern.own)
+    for d, block in ((3, tiles.block_m), (4, tiles.block_n)):
+        sizes[d], own[d] = _blocks(sizes[d], block), 1 if own[d] < sizes[d] else _blocks(own[d], block)
+    repeats = tuple(n // each if each else 0 for n, each in zip(sizes, own, strict=True))
+    programs, steps, n = math.prod(own), math.prod(repeats), math.prod(pattern.own)
+    shape = c.own[name]
+    if 0 in pattern.sizes:
+        return lambda read: torch.zeros(shape, dtype=dtype, device=device)
+    parts = _PROGRAMS * device_of(c.device).sm_count // programs
+    parts = max(1, min(parts, steps, _PART_BYTES // (4 * n)))
+    made_dtype = dtype if parts == 1 else torch.float32
+    of_dbias = (n, *pattern.strides)
+    like = torch.empty(1, dtype=made_dtype, device=device)
+    run = c.prepare(
+        _bias_gradient, programs * parts, tiles, (*read, like), (*strides, of_dbias, repeats, tuple(own), parts,
+        *c.numbers()),
+        sums_rows=pattern.own[3] < pattern.sizes[3], sums_cols=pattern.own[4] < pattern.sizes[4],
+    )  # fmt: skip
+
+    def call(read: list[Tensor]) -> Tensor:
+        found = torch.empty((parts, *shape), dtype=made_dtype, device=device)
+        run(*read, found)
+        return found[0] if parts == 1 else found.sum(0).to(dtype)
+
+    return call
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum exp(sink - lse) delta over batches and queries."""
+    z = sinks.to(lse.dtype)[:, None]
+    p = (z - lse).exp().masked_fill(z == -math.inf, 0.0)
+    terms = -p * delta
+    return terms.sum([d for d in range(terms.ndim) if d != terms.ndim - 2]).to(sinks.dtype)

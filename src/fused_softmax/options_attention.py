@@ -1,0 +1,216 @@
+"""What a call of attention asks for beside its tensors, checked once: scale, softcap, what is visible, what comes back.
+
+Shapes and dtypes are checked as scaled_dot_product_attention checks them, before anything runs.
+"""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NAME = "attention"
+STATS = ("entropy", "row_max", "column_sums")
+MOST_DIM = 256  # of a head
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """scores = softcap(scale query key^T) + bias + attn_mask + ALiBi, of which keys within the window are visible.
+
+    left, right: query i sees key j where i + offset - left <= j <= i + offset + right; None is unbounded. offset is 0,
+    or keys - queries where bottom_right. enable_gqa: whether several heads of query share one of key and value.
+    stats: names among STATS.
+    """
+
+    scale: float
+    softcap: float | None = None
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    enable_gqa: bool = False
+    stats: tuple[str, ...] = ()
+
+    @property
+    def bounded(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    def offset(self, n_queries: int, n_keys: int) -> int:
+        return n_keys - n_queries if self.bottom_right else 0
+
+    def arguments(self) -> dict[str, Any]:
+        """As `attention` takes them."""
+        return {
+            "scale": self.scale, "softcap": self.softcap, "window": (self.left, self.right),
+            "causal_align": "bottom_right" if self.bottom_right else "top_left", "enable_gqa": self.enable_gqa,
+        }  # fmt: skip
+
+    def operator_arguments(self) -> tuple:
+        """As the registered operators take them."""
+        return (
+            self.scale, self.softcap, self.left, self.right, self.bottom_right, self.enable_gqa,
+            *[name in self.stats for name in STATS],
+        )  # fmt: skip
+
+    @staticmethod
+    def of_operator(
+        scale: float, softcap: float | None = None, left: int | None = None, right: int | None = None,
+        bottom_right: bool = False, enable_gqa: bool = False, *stats: bool,
+    ) -> "Attention":  # fmt: skip
+        asked = tuple(name for name, asks in zip(STATS, stats, strict=False) if asks)
+        return Attention(scale, softcap, left, right, bottom_right, enable_gqa, asked)
+
+
+class Beside(NamedTuple):
+    """The tensors of a call beside query, key and value; None where it goes without one."""
+
+    attn_mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
+def attention_of(
+    query: Any, key: Any, value: Any, beside: Beside, is_causal: Any, causal_align: Any, scale: Any, enable_gqa: Any,
+    window: Any, softcap: Any, dropout_p: Any, return_stats: Any,
+) -> Attention:  # fmt: skip
+    """The Attention of a call, or an error that names the argument."""
+    if dropout_p != 0:
+        raise ValueError(f"{NAME}: dropout_p must be 0.0, for weights are never in memory to be dropped; got {dropout_p}")
+    for argument, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(argument, tensor, query)
+    _check_shapes(query, key, value, enable_gqa)
+    if causal_align not in ("top_left", "bottom_right"):
+        raise ValueError(f'{NAME}: causal_align must be "top_left" or "bottom_right", got {causal_align!r}')
+    if is_causal and beside.attn_mask is not None:
+        raise RuntimeError(f"{NAME}: is_causal=True takes no attn_mask; give an additive one as bias")
+    n_heads = query.shape[-3] if query.ndim > 2 else 1
+    shape = (*broadcast(query, key, value, enable_gqa), query.shape[-2], key.shape[-2])
+    if beside.attn_mask is not None:
+        _check_beside("attn_mask", beside.attn_mask, query, shape, bool_too=True)
+    if beside.bias is not None:
+        _check_beside("bias", beside.bias, query, shape)
+    if beside.sinks is not None:
+        _check_beside("sinks", beside.sinks, query, None)
+        if tuple(beside.sinks.shape) != (n_heads,):
+            raise RuntimeError(f"{NAME}: sinks must have shape [heads], ({n_heads},), got {_shape(beside.sinks)}")
+    if beside.alibi_slopes is not None:
+        _check_beside("alibi_slopes", beside.alibi_slopes, query, None)
+        shapes = (n_heads,), tuple(shape[:-2])
+        if tuple(beside.alibi_slopes.shape) not in shapes:
+            raise RuntimeError(
+                f"{NAME}: alibi_slopes must have shape {shapes[0]} or {shapes[1]}, got {_shape(beside.alibi_slopes)}"
+            )
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    elif isinstance(scale, bool) or not isinstance(scale, Real | torch.SymFloat):
+        raise TypeError(f"{NAME}: scale must be a number, not {type(scale).__name__}")
+    if softcap is not None:
+        if isinstance(softcap, bool) or not isinstance(softcap, Real | torch.SymFloat):
+            raise TypeError(f"{NAME}: softcap must be a number, not {type(softcap).__name__}")
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"{NAME}: softcap must be more than 0 and finite, got {softcap}")
+    left, right = _window(window)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    stats = (return_stats,) if isinstance(return_stats, str) else tuple(return_stats)
+    for each in stats:
+        if each not in STATS:
+            raise ValueError(f"{NAME}: return_stats takes names among {STATS}, got {each!r}")
+    return Attention(
+        scale, softcap, left, right, causal_align == "bottom_right", bool(enable_gqa), tuple(dict.fromkeys(stats))
+    )
+
+
+def broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """The leading shape of the output: [..., heads]."""
+    if not enable_gqa:
+        return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
+    return (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]), query.shape[-3])
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"{NAME}: window must be (left, right), each an int or None, got {window!r}")
+    for side in window:
+        if side is None:
+            continue
+        if isinstance(side, bool) or not isinstance(side, Integral | torch.SymInt):
+            raise TypeError(f"{NAME}: window must be (left, right), each an int or None, got {window!r}")
+        if side < 0:
+            raise ValueError(f"{NAME}: window must have no negative size, got {window!r}; None is unbounded")
+    return window[0], window[1]
+
+
+def _check_tensor(argument: str, tensor: Any, query: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise RuntimeError(f"{NAME}: {argument} must be a dense strided tensor, got a {kind} one")
+    if tensor.dtype not in _FLOATS:
+        raise RuntimeError(
+            f"{NAME}: {argument} must be of float16, bfloat16, float32 or float64, got {tensor.dtype}"
+        )
+    if tensor.dtype != query.dtype:
+        raise RuntimeError(f"{NAME}: {argument} must have the query's dtype {query.dtype}, got {tensor.dtype}")
+    if tensor.device != query.device:
+        raise RuntimeError(f"{NAME}: {argument} must be on the query's device {query.device}, got {tensor.device}")
+    if tensor.ndim < 2:
+        raise RuntimeError(f"{NAME}: {argument} must have shape [..., heads, length, dim], got {_shape(tensor)}")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    if key.shape[-1] != query.shape[-1]:
+        raise RuntimeError(
+            f"{NAME}: key must have the query's last size {query.shape[-1]}, got shape {_shape(key)}"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise RuntimeError(f"{NAME}: value must have the key's length {key.shape[-2]}, got shape {_shape(value)}")
+    for argument, tensor in (("query", query), ("value", value)):
+        if tensor.shape[-1] > MOST_DIM:
+            raise ValueError(f"{NAME}: {argument} must have a last size of at most {MOST_DIM}, got {_shape(tensor)}")
+    if enable_gqa:
+        if min(query.ndim, key.ndim, value.ndim) < 3:
+            raise RuntimeError(f"{NAME}: enable_gqa takes [..., heads, length, dim], got query {_shape(query)}")
+        heads, of_keys, of_values = (each.shape[-3] for each in (query, key, value))
+        if of_keys != of_values:
+            raise RuntimeError(f"{NAME}: value must have the key's {of_keys} heads, got shape {_shape(value)}")
+        if of_keys == 0 or heads % of_keys:
+            raise RuntimeError(f"{NAME}: key must have heads that divide the query's {heads}, got shape {_shape(key)}")
+    try:
+        broadcast(query, key, value, enable_gqa)
+    except RuntimeError:
+        raise RuntimeError(
+            f"{NAME}: the leading sizes of query, key and value must broadcast, got {_shape(query)}, {_shape(key)} "
+            f"and {_shape(value)}"
+        ) from None
+
+
+def _check_beside(argument: str, tensor: Any, query: Tensor, shape: Any, bool_too: bool = False) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise RuntimeError(f"{NAME}: {argument} must be a dense strided tensor, got {tensor.layout}")
+    if tensor.dtype not in _FLOATS and not (bool_too and tensor.dtype == torch.bool):
+        kinds = "bool or a float dtype" if bool_too else "a float dtype"
+        raise RuntimeError(f"{NAME}: {argument} must be of {kinds}, got {tensor.dtype}")
+    if tensor.device != query.device:
+        raise RuntimeError(f"{NAME}: {argument} must be on the query's device {query.device}, got {tensor.device}")
+    if shape is None:
+        return
+    pairs = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    if tensor.ndim > len(shape) or any(n not in (1, wanted) for n, wanted in pairs):
+        raise RuntimeError(
+            f"{NAME}: {argument} must broadcast to [..., heads, queries, keys], {tuple(shape)}, got {_shape(tensor)}"
+        )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

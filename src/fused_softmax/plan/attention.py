@@ -1,0 +1,94 @@
+"""How attention meets the chip: a pure function from sizes and a device to a frozen plan.
+
+The ladder is a guess by registers and shared memory, and waits for its measurement: no kernel of attention has run on a
+GPU yet. A rung is (tiles of queries, tiles of keys, warps, stages of the pipeline).
+"""
+
+from dataclasses import dataclass
+
+from fused_softmax.plan.device import Device
+from fused_softmax.plan.sizes import next_power_of_2
+
+Rung = tuple[int, int, int, int]
+
+# By the power of two that holds a head's dims; of 16-bit inputs, whose products tensor cores take.
+HALF: dict[str, dict[int, Rung]] = {
+    "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+    "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)},
+    "queries": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 1)},
+    "bias": {64: (128, 64, 8, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 1)},
+    "sums": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1)},
+}
+# Of fp32, whose products are exact: no tensor core takes them, and each is a loop over registers.
+FULL: dict[str, dict[int, Rung]] = {
+    "forward": {64: (64, 32, 8, 2), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    "keys": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "queries": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "bias": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    "sums": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+}
+LEAST = 16  # of a side of a product
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """block_m queries and block_n keys of a program of num_warps warps; loads run num_stages - 1 tiles ahead."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The tiles of each kernel: of the output, of dK and dV, of dQ, of a broadcast bias's gradient, of column sums."""
+
+    forward: Tiles
+    keys: Tiles
+    queries: Tiles
+    bias: Tiles
+    sums: Tiles
+
+
+def plan_attention(
+    head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device
+) -> AttentionPlan:
+    """The plan for n_queries queries and n_keys keys of heads of head_dim, values of value_dim.
+
+    >>> from fused_softmax.plan import H200
+    >>> plan_attention(128, 128, 2, 4096, 4096, H200).forward
+    Tiles(block_m=128, block_n=128, num_warps=8, num_stages=2)
+    """
+    dims = padded(head_dim), padded(value_dim)
+    found = {}
+    for kernel, ladder in (FULL if itemsize > 2 else HALF).items():
+        rung = ladder[max(64, *dims)]
+        found[kernel] = _fitted(rung, dims, itemsize, n_queries, n_keys, device)
+    return AttentionPlan(**found)
+
+
+def padded(dim: int) -> int:
+    """The power of two that holds a head's dims, and that a product takes."""
+    return max(LEAST, next_power_of_2(dim))
+
+
+def _fitted(rung: Rung, dims: tuple[int, int], itemsize: int, n_queries: int, n_keys: int, device: Device) -> Tiles:
+    """The rung, less what short lengths and little shared memory leave no place for."""
+    block_m, block_n, num_warps, num_stages = rung
+    block_m = min(block_m, max(LEAST, next_power_of_2(n_queries)))
+    block_n = min(block_n, max(LEAST, next_power_of_2(n_keys)))
+    if block_m * block_n <= 64 * 64:
+        num_warps = min(num_warps, 4)
+    if device.backend == "hip":
+        num_stages = min(num_stages, 2)
+    room = min(device.shared_bytes, 228 * 1024) - 4096  # less what the system and a reduction take of it
+
+    def taken() -> int:
+        return itemsize * sum(dims) * (max(block_m, block_n) + num_stages * min(block_m, block_n))
+
+    while num_stages > 1 and taken() > room:
+        num_stages -= 1
+    while min(block_m, block_n) > LEAST and taken() > room:
+        block_m, block_n = (block_m // 2, block_n) if block_m > block_n else (block_m, block_n // 2)
+    return Tiles(block_m, block_n, num_warps, num_stages)

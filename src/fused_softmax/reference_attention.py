@@ -1,0 +1,106 @@
+"""attention of torch's operations: the truth in float64, the path of CPUs, and what a second derivative goes through.
+
+scores = softcap * tanh(scale q k / softcap) + bias + mask - slope |i + offset - j|, and -inf where hidden;
+lse = log(exp(sink) + sum_j exp(scores_j)),  p_j = exp(scores_j - lse),  output = sum_j p_j v_j.
+Scores of all queries and keys are in memory.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AttentionOutput(NamedTuple):
+    """The result of `attention`, and what was asked for beside it.
+
+    output: [..., heads, queries, value_dim], of the query's dtype.
+    lse: [..., heads, queries], float32 (float64 of float64), with a gradient; None unless return_lse.
+    stats: by name, of lse's dtype, without gradients. "entropy" and "row_max" [..., heads, queries], "column_sums"
+        [..., heads, keys].
+    """
+
+    output: Tensor
+    lse: Tensor | None
+    stats: dict[str, Tensor]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    causal_align: str = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: tuple[str, ...] = (),
+    arithmetic: torch.dtype = torch.float64,
+) -> Tensor | AttentionOutput:
+    """fused_softmax.attention of torch's operations in the dtype `arithmetic`, rounded once. Arguments: the same."""
+    q, k, v = (each.to(arithmetic) for each in (query, key, value))
+    if enable_gqa and q.shape[-3] != k.shape[-3]:
+        group = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    if max(q.ndim, k.ndim, v.ndim) == 2:  # the one head has no dim
+        sinks, alibi_slopes = (None if each is None else each.squeeze(0) for each in (sinks, alibi_slopes))
+    z = q @ k.transpose(-2, -1) * scale
+    z = z.expand(torch.broadcast_shapes(z.shape[:-2], v.shape[:-2]) + z.shape[-2:])
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    keep = None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        keep = attn_mask
+    for added in (bias, attn_mask if keep is None else None):
+        z = z if added is None else z + added.to(arithmetic)
+    offset = n_keys - n_queries if causal_align == "bottom_right" else 0
+    rows = torch.arange(n_queries, device=q.device)[:, None] + offset
+    cols = torch.arange(n_keys, device=q.device)
+    if alibi_slopes is not None:
+        z = z - alibi_slopes.to(arithmetic)[..., None, None] * (rows - cols).abs()
+    left, right = (None, None) if window is None else window
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    if left is not None:
+        keep = cols >= rows - left if keep is None else keep & (cols >= rows - left)
+    if right is not None:
+        keep = cols <= rows + right if keep is None else keep & (cols <= rows + right)
+    if keep is not None:
+        z = z.masked_fill(~keep, -math.inf)
+    kept = z
+    if sinks is not None:
+        z = torch.cat([z, sinks.to(arithmetic)[..., None, None].expand(*z.shape[:-1], 1)], -1)
+    # Of 0 and not of -inf, whose gradient is NaN even where the gradient of the result is 0.
+    empty = (z == -math.inf).all(-1, keepdim=True)
+    filled = z.masked_fill(empty, 0.0)
+    weights = torch.softmax(filled, -1).masked_fill(empty, 0.0)
+    p = weights[..., :n_keys]
+    output = (p @ v).to(query.dtype)
+    if not return_lse and not return_stats:
+        return output
+    beside = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = None
+    if return_lse:
+        lse = torch.logsumexp(filled, -1).masked_fill(empty.squeeze(-1), -math.inf).to(beside)
+    found = {}
+    with torch.no_grad():
+        for name in return_stats:
+            if name == "entropy":
+                stat = torch.special.entr(weights).sum(-1)
+            elif name == "row_max":
+                stat = kept.amax(-1) if n_keys else kept.new_full(kept.shape[:-1], -math.inf)
+            else:
+                stat = p.sum(-2)
+            found[name] = stat.to(beside)
+    return AttentionOutput(output, lse, found)
