@@ -40,12 +40,12 @@ def _attention(
     s = tl.zeros([BLOCK_M], tl.float32)
     t = tl.zeros([BLOCK_M], tl.float32)
     o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    begin, whole, unwhole, end = keys_seen(first, S, K)
-    if K.left:
-        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, begin, whole, A, place, S, K, True)
-    m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, whole, unwhole, A, place, S, K, False)
-    if K.right or K.ragged:
-        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, unwhole, end, A, place, S, K, True)
+    begin, cut, end = keys_seen(first, S, K)
+    if K.cuts:
+        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, begin, cut, A, place, S, K, False)
+        begin = cut
+    if K.edge or not K.cuts:
+        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, begin, end, A, place, S, K, K.edge)
     rows = tl.arange(0, BLOCK_M)
     at = number.to(tl.int64) * n_queries + first + rows
     valid = first + rows < n_queries

@@ -79,18 +79,14 @@ def _keys_gradient(
     v = load_tile(v_head, first, n_keys, BLOCK_N, K.value_dim, BLOCK_V)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-    begin, whole, unwhole, end = queries_that_see(first, S, K)
+    begin, end = queries_that_see(first, S, K)
     for of_group in tl.range(0, group):
         of_query = number * group + of_group  # heads of key and of query are numbered alike
         place = place_of(of_query, n_inner, n_heads)
         q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
         do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
         rows_of = OfRows(lse_ptr, delta_ptr, of_query.to(tl.int64) * n_queries)
-        if K.right:
-            dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, begin, whole, A, place, S, K, True)
-        dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, whole, unwhole, A, place, S, K, False)
-        if K.left or K.ragged:
-            dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, unwhole, end, A, place, S, K, True)
+        dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, begin, end, A, place, S, K, K.edge)
     row = number.to(tl.int64) * n_keys
     store_tile(dk_ptr + row * K.head_dim, dk * scale, first, n_keys, BLOCK_N, K.head_dim, BLOCK_D)
     store_tile(dv_ptr + row * K.value_dim, dv, first, n_keys, BLOCK_N, K.value_dim, BLOCK_V)
@@ -145,12 +141,8 @@ def _queries_gradient(
     row = number.to(tl.int64) * n_queries
     lse, delta = state_of(OfRows(lse_ptr, delta_ptr, row), first, n_queries, BLOCK_M)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin, whole, unwhole, end = keys_seen(first, S, K)
-    if K.left:
-        dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, whole, A, place, S, K, True)
-    dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, whole, unwhole, A, place, S, K, False)
-    if K.right or K.ragged:
-        dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, unwhole, end, A, place, S, K, True)
+    begin, _, end = keys_seen(first, S, K)
+    dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S, K, K.edge)
     store_tile(dq_ptr + row * K.head_dim, dq * scale, first, n_queries, BLOCK_M, K.head_dim, BLOCK_D)
 
 

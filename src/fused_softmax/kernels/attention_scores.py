@@ -110,40 +110,27 @@ def in_log2(z, A, K: tl.constexpr):
 
 @triton.jit
 def keys_seen(first, S, K: tl.constexpr):
-    """(begin, whole, unwhole, end): keys that block_m queries from `first` on see, in whole tiles of keys.
+    """(begin, cut, end): keys that block_m queries from `first` on see, in whole tiles of keys.
 
-    All of them see all keys from `whole` to `unwhole`.
+    Unless the window has a bound on the left, all of the queries see all keys before `cut`.
     """
     last = tl.minimum(first + K.block_m, S.n_queries) - 1
-    begin, end = 0, S.n_keys
-    whole, unwhole = 0, S.n_keys
+    begin, end, cut = 0, S.n_keys, S.n_keys
     if K.left:
         begin = tl.maximum(first + S.offset - S.left, 0) // K.block_n * K.block_n
-        whole = tl.cdiv(tl.maximum(last + S.offset - S.left, 0), K.block_n) * K.block_n
     if K.right:
         end = tl.maximum(tl.minimum(last + S.offset + S.right + 1, S.n_keys), 0)
-        unwhole = tl.maximum(tl.minimum(first + S.offset + S.right + 1, S.n_keys), 0)
-    unwhole = unwhole // K.block_n * K.block_n
-    whole = tl.minimum(whole, tl.cdiv(end, K.block_n) * K.block_n)
-    return begin, whole, tl.maximum(whole, unwhole), end
+        cut = tl.maximum(tl.minimum(first + S.offset + S.right + 1, S.n_keys), 0)
+    return begin, cut // K.block_n * K.block_n, end
 
 
 @triton.jit
 def queries_that_see(first, S, K: tl.constexpr):
-    """(begin, whole, unwhole, end): queries that see some of block_n keys from `first` on, in whole tiles of queries.
-
-    Those from `whole` to `unwhole` see them all.
-    """
+    """(begin, end): queries that see some of block_n keys from `first` on, in whole tiles of queries."""
     last = tl.minimum(first + K.block_n, S.n_keys) - 1
     begin, end = 0, S.n_queries
-    whole, unwhole = 0, tl.cdiv(S.n_queries, K.block_m) * K.block_m
     if K.right:
         begin = tl.maximum(first - S.offset - S.right, 0) // K.block_m * K.block_m
-        whole = tl.cdiv(tl.maximum(last - S.offset - S.right, 0), K.block_m) * K.block_m
     if K.left:
         end = tl.maximum(tl.minimum(last - S.offset + S.left + 1, S.n_queries), 0)
-        unwhole = tl.maximum(tl.minimum(first - S.offset + S.left + 1, unwhole), 0) // K.block_m * K.block_m
-    whole = tl.minimum(whole, tl.cdiv(end, K.block_m) * K.block_m)
-    if K.ragged:
-        unwhole = tl.where(first + K.block_n > S.n_keys, whole, unwhole)
-    return begin, whole, tl.maximum(whole, unwhole), end
+    return begin, end

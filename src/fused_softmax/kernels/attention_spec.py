@@ -44,6 +44,16 @@ class AttentionSpec:
     sums_cols: bool = False
 
     @property
+    def edge(self):
+        """Whether a tile may have keys that are hidden or beyond the last."""
+        return self.left or self.right or self.ragged
+
+    @property
+    def cuts(self):
+        """Whether tiles that are seen whole have a loop of their own, which hides nothing."""
+        return self.folds and self.mask == NO_MASK and not self.left and not self.entropy
+
+    @property
     def exact(self):
         """Whether a tanh is as exact as fp32 holds it."""
         return self.dtype == tl.float32

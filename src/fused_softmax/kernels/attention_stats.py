@@ -32,7 +32,7 @@ def _column_sums(
     k = load_tile(k_head, first, n_keys, BLOCK_N, K.head_dim, K.block_d)
     rows_of = OfRows(lse_ptr, lse_ptr, number.to(tl.int64) * n_queries)
     sums = tl.zeros([BLOCK_N], tl.float32)
-    begin, _, _, end = queries_that_see(first, S, K)
+    begin, end = queries_that_see(first, S, K)
     cols = (first + tl.arange(0, BLOCK_N))[:, None]
     for start in tl.range(begin, end, BLOCK_M):
         q = load_tile(q_head, start, n_queries, BLOCK_M, K.head_dim, K.block_d)

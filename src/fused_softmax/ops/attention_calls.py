@@ -63,9 +63,12 @@ class _Call:
         self.patterns: dict[str, Pattern] = {}
         self._lay(given, do)
         self.spec = self._spec(given)
+        spec = self.spec
         self.plan = plan_attention(
-            self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, device_of(self.device)
-        )
+            self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, device_of(self.device),
+            (spec.mask != NO_MASK) + spec.bias + spec.softcap + spec.alibi + spec.left
+            + 2 * ("entropy" in self.how.stats),
+        )  # fmt: skip
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """How attention meets the chip: a pure function from sizes and a device to a frozen plan.
 
-The ladder is a guess by registers and shared memory, and waits for its measurement: no kernel of attention has run on a
-GPU yet. A rung is (tiles of queries, tiles of keys, warps, stages of the pipeline).
+No kernel of attention has run on a GPU yet: the ladder takes tiles of which nothing spills when compiled for sm_90 by
+Triton 3.6, and waits for its measurement.
 """
 
 from dataclasses import dataclass
@@ -9,23 +9,42 @@ from dataclasses import dataclass
 from fused_softmax.plan.device import Device
 from fused_softmax.plan.sizes import next_power_of_2
 
+# Queries and keys of a tile, warps, stages of the pipeline.
 Rung = tuple[int, int, int, int]
+# Of scores that may be causal, those to which one thing more is done, and two or more.
+Rungs = tuple[Rung, Rung, Rung]
 
 # By the power of two that holds a head's dims; of 16-bit inputs, whose products tensor cores take.
-HALF: dict[str, dict[int, Rung]] = {
-    "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
-    "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)},
-    "queries": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 1)},
-    "bias": {64: (128, 64, 8, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 1)},
-    "sums": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1)},
+HALF: dict[str, dict[int, Rungs]] = {
+    "forward": {
+        64: ((128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 3)),
+        128: ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 8, 2)),
+        256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+    },
+    "keys": {
+        64: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2)),
+        128: ((32, 128, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
+        256: ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
+    },
+    "queries": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+    },
+    "bias": {64: ((128, 64, 8, 2),) * 3, 128: ((64, 64, 8, 2),) * 3, 256: ((64, 32, 8, 1),) * 3},
+    "sums": {64: ((64, 64, 8, 2),) * 3, 128: ((64, 64, 8, 2),) * 3, 256: ((64, 32, 8, 1),) * 3},
 }
 # Of fp32, whose products are exact: no tensor core takes them, and each is a loop over registers.
-FULL: dict[str, dict[int, Rung]] = {
-    "forward": {64: (64, 32, 8, 2), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
-    "keys": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "queries": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "bias": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
-    "sums": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+FULL: dict[str, dict[int, Rungs]] = {
+    "forward": {
+        64: ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 1)),
+        128: ((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
+        256: ((16, 32, 8, 1),) * 3,
+    },
+    "keys": {64: ((32, 32, 8, 1),) * 3, 128: ((16, 32, 8, 1),) * 3, 256: ((16, 16, 8, 1),) * 3},
+    "queries": {64: ((32, 32, 8, 1),) * 3, 128: ((16, 32, 8, 1),) * 3, 256: ((16, 16, 8, 1),) * 3},
+    "bias": {64: ((32, 32, 8, 1),) * 3, 128: ((32, 32, 8, 1),) * 3, 256: ((16, 32, 8, 1),) * 3},
+    "sums": {64: ((32, 32, 8, 1),) * 3, 128: ((32, 32, 8, 1),) * 3, 256: ((16, 32, 8, 1),) * 3},
 }
 LEAST = 16  # of a side of a product
 
@@ -52,9 +71,11 @@ class AttentionPlan:
 
 
 def plan_attention(
-    head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device
+    head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device, extras: int = 0
 ) -> AttentionPlan:
     """The plan for n_queries queries and n_keys keys of heads of head_dim, values of value_dim.
+
+    extras: how many things are done to scores beside hiding what comes after a query.
 
     >>> from fused_softmax.plan import H200
     >>> plan_attention(128, 128, 2, 4096, 4096, H200).forward
@@ -63,8 +84,8 @@ def plan_attention(
     dims = padded(head_dim), padded(value_dim)
     found = {}
     for kernel, ladder in (FULL if itemsize > 2 else HALF).items():
-        rung = ladder[max(64, *dims)]
-        found[kernel] = _fitted(rung, dims, itemsize, n_queries, n_keys, device)
+        rung = ladder[max(64, *dims)][min(extras, 2)]
+        found[kernel] = _fitted(kernel, rung, dims, itemsize, n_queries, n_keys, device)
     return AttentionPlan(**found)
 
 
@@ -73,19 +94,24 @@ def padded(dim: int) -> int:
     return max(LEAST, next_power_of_2(dim))
 
 
-def _fitted(rung: Rung, dims: tuple[int, int], itemsize: int, n_queries: int, n_keys: int, device: Device) -> Tiles:
+def _fitted(
+    kernel: str, rung: Rung, dims: tuple[int, int], itemsize: int, n_queries: int, n_keys: int, device: Device
+) -> Tiles:
     """The rung, less what short lengths and little shared memory leave no place for."""
     block_m, block_n, num_warps, num_stages = rung
     block_m = min(block_m, max(LEAST, next_power_of_2(n_queries)))
     block_n = min(block_n, max(LEAST, next_power_of_2(n_keys)))
-    if block_m * block_n <= 64 * 64:
+    if max(dims) <= 64 and 2 * block_m * block_n <= rung[0] * rung[1]:
         num_warps = min(num_warps, 4)
     if device.backend == "hip":
         num_stages = min(num_stages, 2)
     room = min(device.shared_bytes, 228 * 1024) - 4096  # less what the system and a reduction take of it
 
     def taken() -> int:
-        return itemsize * sum(dims) * (max(block_m, block_n) + num_stages * min(block_m, block_n))
+        if kernel == "keys":
+            return itemsize * sum(dims) * (block_n + num_stages * block_m)
+        held = dims[0] if kernel == "forward" else sum(dims)
+        return itemsize * (held * block_m + num_stages * sum(dims) * block_n)
 
     while num_stages > 1 and taken() > room:
         num_stages -= 1

@@ -69,6 +69,20 @@ def _indices(plain: Callable[..., Any]) -> Callable[..., Any]:
     return patch
 
 
+def _of_bf16(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter multiplies matrices of bf16 by their bits."""
+
+    def exact(x: TensorHandle) -> TensorHandle:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(builder: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+        return plain(builder, exact(a), exact(b), *rest)
+
+    return dot
+
+
 CORRECTIONS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
     (InterpreterBuilder, "cast_impl", _rounding),
     (InterpreterBuilder, "create_maxnumf", _of_numbers(np.fmax)),
@@ -76,4 +90,5 @@ CORRECTIONS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., 
     (InterpreterBuilder, "create_fma", _rounded_once),
     (interpreter, "_patch_lang_tensor", _indices),
     (interpreter, "_implicit_cvt", _arguments),
+    (InterpreterBuilder, "create_dot", _of_bf16),
 )
