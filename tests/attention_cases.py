@@ -1,4 +1,4 @@
-"""What attention is held to: twice the error of torch's operations in the same dtype, and tiles small enough to be many."""
+"""What attention is held to: twice the error of torch's operations in the same dtype; and tiles that are small."""
 
 import torch
 
@@ -69,7 +69,10 @@ def assert_attention(q, k, v, **arguments):
     for name, exact in truth.items():
         found, torchs = ours[name], theirs[name]
         given = arguments.get(name, {"query": q, "key": k, "value": v}.get(name))
-        assert (found.shape, found.dtype) == (exact.shape, FP32 if name == "lse" else (q if given is None else given).dtype)
+        assert (found.shape, found.dtype) == (
+            exact.shape,
+            FP32 if name == "lse" else (q if given is None else given).dtype,
+        )
         assert torch.equal(found.isinf(), exact.isinf()) and not found.isnan().any(), name
         if not found.numel():
             continue

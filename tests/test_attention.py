@@ -141,10 +141,12 @@ def test_rows_that_see_nothing(tiles, device):
     keep[[0, 7, 19]] = False
     q, k, v = (each.requires_grad_() for each in qkv(20, 35, device=device))
     found = fused_softmax.attention(q, k, v, keep, return_lse=True)
-    assert (found.lse[..., [0, 7, 19]] == -float("inf")).all() and (found.output[..., [0, 7, 19], :] == 0).all()
+    assert (found.lse[..., [0, 7, 19]] == -float("inf")).all()
+    assert (found.output[..., [0, 7, 19], :] == 0).all()
     dlse = torch.where(found.lse.isinf(), float("nan"), 1.0)
     got = torch.autograd.grad([found.output, found.lse], [q, k, v], [torch.ones_like(found.output), dlse])
-    assert all(each.isfinite().all() for each in got) and (got[0][..., [0, 7, 19], :] == 0).all()
+    assert all(each.isfinite().all() for each in got)
+    assert (got[0][..., [0, 7, 19], :] == 0).all()
     hidden = torch.where(keep, 0.0, -float("inf"))
     assert_attention(q.detach(), k.detach(), v.detach(), attn_mask=hidden)
     assert_attention(*qkv(35, 5, device=device), is_causal=True, causal_align="bottom_right")
@@ -178,7 +180,9 @@ def test_leading_sizes_broadcast(tiles, device):
     """One head of keys for all, a batch of one, and no heads at all."""
     q, k, v = (each.to(device) for each in tensors((2, 3, 9, 16), (1, 17, 16), (2, 1, 17, 16)))
     assert_attention(q, k, v, is_causal=True)
-    assert_attention(q[0, 0], k[0], v[0, 0], sinks=torch.ones(1, device=device), alibi_slopes=torch.ones(1, device=device))
+    assert_attention(
+        q[0, 0], k[0], v[0, 0], sinks=torch.ones(1, device=device), alibi_slopes=torch.ones(1, device=device)
+    )
 
 
 def test_stats(tiles, device):
@@ -189,9 +193,11 @@ def test_stats(tiles, device):
         q, k, v = (each.requires_grad_() for each in qkv(20, 35, device=device))
         found = fused_softmax.attention(q, k, v, **options, return_stats=names)
         exact = reference_attention.attention(q.double(), k.double(), v.double(), **options, return_stats=names)
-        assert found.lse is None and list(found.stats) == list(names)
+        assert found.lse is None
+        assert list(found.stats) == list(names)
         for name in names:
-            assert found.stats[name].dtype == FP32 and not found.stats[name].requires_grad
+            assert found.stats[name].dtype == FP32
+            assert not found.stats[name].requires_grad
             torch.testing.assert_close(found.stats[name].double(), exact.stats[name], rtol=1e-5, atol=1e-5)
 
 
@@ -240,7 +246,9 @@ def test_gradcheck(tiles, device):
             q, k, v, bias=bias, sinks=sinks, softcap=2.0, window=(3, 4), enable_gqa=True, return_lse=True
         )[:2]
 
-    torch.autograd.gradcheck(call, (q, k, v, bias, sinks), eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=True)
+    torch.autograd.gradcheck(
+        call, (q, k, v, bias, sinks), eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("extra", [1, 63, 64, 65, 127])

@@ -80,7 +80,7 @@ def attention_of(
 ) -> Attention:  # fmt: skip
     """The Attention of a call, or an error that names the argument."""
     if dropout_p != 0:
-        raise ValueError(f"{NAME}: dropout_p must be 0.0, for weights are never in memory to be dropped; got {dropout_p}")
+        raise ValueError(f"{NAME}: dropout_p must be 0.0, for no weights are in memory; got {dropout_p}")
     for argument, tensor in (("query", query), ("key", key), ("value", value)):
         _check_tensor(argument, tensor, query)
     _check_shapes(query, key, value, enable_gqa)
@@ -155,9 +155,7 @@ def _check_tensor(argument: str, tensor: Any, query: Any) -> None:
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise RuntimeError(f"{NAME}: {argument} must be a dense strided tensor, got a {kind} one")
     if tensor.dtype not in _FLOATS:
-        raise RuntimeError(
-            f"{NAME}: {argument} must be of float16, bfloat16, float32 or float64, got {tensor.dtype}"
-        )
+        raise RuntimeError(f"{NAME}: {argument} must be of float16, bfloat16, float32 or float64, got {tensor.dtype}")
     if tensor.dtype != query.dtype:
         raise RuntimeError(f"{NAME}: {argument} must have the query's dtype {query.dtype}, got {tensor.dtype}")
     if tensor.device != query.device:
@@ -168,9 +166,7 @@ def _check_tensor(argument: str, tensor: Any, query: Any) -> None:
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     if key.shape[-1] != query.shape[-1]:
-        raise RuntimeError(
-            f"{NAME}: key must have the query's last size {query.shape[-1]}, got shape {_shape(key)}"
-        )
+        raise RuntimeError(f"{NAME}: key must have the query's last size {query.shape[-1]}, got shape {_shape(key)}")
     if value.shape[-2] != key.shape[-2]:
         raise RuntimeError(f"{NAME}: value must have the key's length {key.shape[-2]}, got shape {_shape(value)}")
     for argument, tensor in (("query", query), ("value", value)):

@@ -10,8 +10,16 @@ Traffic: query, output and lse once; key and value once for each tile of queries
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.attention_scores import head_at, in_log2, keys_seen, load_tile, place_of, scores_of, store_tile
-from fused_softmax.kernels.attention_spec import Added, Head, Sizes
+from fused_softmax.kernels.attention_scores import (
+    head_at,
+    in_log2,
+    keys_seen,
+    load_tile,
+    place_of,
+    scores_of,
+    store_tile,
+)
+from fused_softmax.kernels.attention_spec import Added, Head, Sizes, Tile
 from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF
 
 
@@ -62,7 +70,9 @@ def _attention(
         o = o * weight[:, None]
         m = top
     o = o / tl.where(s == 0.0, 1.0, s)[:, None]
-    store_tile(o_ptr + number.to(tl.int64) * n_queries * K.value_dim, o, first, n_queries, BLOCK_M, K.value_dim, BLOCK_V)
+    store_tile(
+        o_ptr + number.to(tl.int64) * n_queries * K.value_dim, o, first, n_queries, BLOCK_M, K.value_dim, BLOCK_V
+    )
     lse = tl.where(s == 0.0, NEG_INF, (m + tl.log2(s)) * LN2)
     tl.store(lse_ptr + at, lse, mask=valid)
     if K.entropy:
@@ -76,11 +86,10 @@ def visit(m, s, t, o, q, k_head, v_head, first, begin, end, A, place, S, K: tl.c
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
-    rows = (first + tl.arange(0, BLOCK_M))[:, None]
     for start in tl.range(begin, end, BLOCK_N):
         k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
-        cols = (start + tl.arange(0, BLOCK_N))[None, :]
-        z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), rows, cols, A, place, S, K, EDGE, GUARD)
+        T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
+        z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, EDGE, GUARD)
         top = tl.maximum(m, in_log2(tl.max(z, axis=1), A, K))
         base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN
         z = in_log2(z, A, K) - base[:, None]

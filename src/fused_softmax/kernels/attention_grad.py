@@ -21,7 +21,7 @@ from fused_softmax.kernels.attention_scores import (
     scores_of,
     store_tile,
 )
-from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes
+from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes, Tile
 from fused_softmax.kernels.state import LOG2E, NEG_INF
 
 
@@ -48,7 +48,7 @@ def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, do_strides, n_inner, n_h
 
 @triton.jit
 def state_of(rows_of, first, n_queries, BLOCK_M: tl.constexpr):
-    """(lse in units of log 2, delta) of queries from `first` on. Where there is nothing to see lse is inf: p is then 0."""
+    """(lse in units of log 2, delta) of queries from `first` on; inf where there is nothing to see, for p is then 0."""
     rows = first + tl.arange(0, BLOCK_M)
     at = rows_of.first + rows
     lse = tl.load(rows_of.lse_ptr + at, mask=rows < n_queries, other=NEG_INF)
@@ -100,12 +100,11 @@ def over_queries(
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
-    cols = (first + tl.arange(0, BLOCK_N))[:, None]
     for start in tl.range(begin, end, BLOCK_M):
         q = load_tile(q_head, start, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
         lse, delta = state_of(rows_of, start, S.n_queries, BLOCK_M)
-        rows = (start + tl.arange(0, BLOCK_M))[None, :]
-        z, c = scores_of(tl.dot(k, tl.trans(q), input_precision="ieee"), rows, cols, A, place, S, K, EDGE, GUARD)
+        T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
+        z, c = scores_of(tl.dot(k, tl.trans(q), input_precision="ieee"), T, A, place, S, K, EDGE, GUARD)
         p = tl.exp2(in_log2(z, A, K) - lse[None, :])
         do = load_tile(do_head, start, S.n_queries, BLOCK_M, K.value_dim, K.block_v)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
@@ -148,23 +147,24 @@ def _queries_gradient(
 
 @triton.jit
 def over_keys(
-    dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
+    dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S,
+    K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dQ with what keys from begin to end add."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
-    rows = (first + tl.arange(0, BLOCK_M))[:, None]
     for start in tl.range(begin, end, BLOCK_N):
         k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
         v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
-        cols = (start + tl.arange(0, BLOCK_N))[None, :]
-        z, c = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), rows, cols, A, place, S, K, EDGE, GUARD)
+        T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
+        z, c = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, EDGE, GUARD)
         p = tl.exp2(in_log2(z, A, K) - lse[:, None])
         ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
         if K.stores_ds:
-            at = (row + rows) * S.n_keys + cols
-            tl.store(ds_ptr + at, ds.to(ds_ptr.dtype.element_ty), mask=(rows < S.n_queries) & (cols < S.n_keys))
+            inside = (first + T.rows < S.n_queries) & (start + T.cols < S.n_keys)
+            at = ds_ptr + (row + first) * S.n_keys + start + (T.rows * S.n_keys + T.cols)
+            tl.store(at, ds.to(ds_ptr.dtype.element_ty), mask=inside)
         dq = tl.dot(before_cap(ds, c, A, K).to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -227,10 +227,10 @@ def _bias_gradient(
             k = load_tile(k_head, start, n_keys, BLOCK_N, K.head_dim, K.block_d)
             v = load_tile(v_head, start, n_keys, BLOCK_N, K.value_dim, K.block_v)
             do = load_tile(do_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
-            rows = (first + tl.arange(0, BLOCK_M))[:, None]
-            cols = (start + tl.arange(0, BLOCK_N))[None, :]
-            z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), rows, cols, A, place, S, K, True, K.ragged)
-            lse, delta = state_of(OfRows(lse_ptr, delta_ptr, of_query.to(tl.int64) * n_queries), first, n_queries, BLOCK_M)
+            T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
+            z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, True, K.ragged)
+            rows_of = OfRows(lse_ptr, delta_ptr, of_query.to(tl.int64) * n_queries)
+            lse, delta = state_of(rows_of, first, n_queries, BLOCK_M)
             p = tl.exp2(in_log2(z, A, K) - lse[:, None])
             total += p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
     dbias_ptr += part.to(tl.int64) * dbias_strides[0] + outer.to(tl.int64) * dbias_strides[1]

@@ -32,7 +32,7 @@ def load_tile(
 ):
     """Rows from `first` on of a head [n, DIM], [BLOCK, BLOCK_DIM]; 0 beyond DIM and, with GUARD, beyond n."""
     rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
-    at = head.ptr + tl.cast(first, tl.int64) * head.stride + rows.to(tl.int64)[:, None] * head.stride + dims[None, :]
+    at = head.ptr + tl.cast(first, tl.int64) * head.stride + (rows[:, None] * head.stride + dims[None, :])
     if GUARD and DIM != BLOCK_DIM:
         return tl.load(at, mask=((first + rows) < n)[:, None] & (dims < DIM)[None, :], other=0.0)
     elif GUARD:
@@ -47,28 +47,34 @@ def load_tile(
 def store_tile(ptr, x, first, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Into a contiguous head [n, DIM], rounded to its dtype."""
     rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
-    at = ptr + tl.cast(first, tl.int64) * DIM + rows[:, None] * DIM + dims[None, :]
+    at = ptr + tl.cast(first, tl.int64) * DIM + (rows[:, None] * DIM + dims[None, :])
     tl.store(at, x.to(ptr.dtype.element_ty), mask=((first + rows) < n)[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit
-def load_added(ptr, strides, place, rows, cols, S, ROWS: tl.constexpr, GUARD: tl.constexpr):
-    """Of a mask or bias, at these queries and keys; queries beyond the last are the last."""
-    at = head_at(ptr, strides, place, place.head) + cols.to(tl.int64) * strides[4]
+def load_added(ptr, strides, place, T, S, ROWS: tl.constexpr, GUARD: tl.constexpr):
+    """Of a mask or bias, at a tile's queries and keys; queries beyond the last are the last.
+
+    Within the tile offsets have 32 bits: rows of which neighbours are unaligned would hold an address for each element.
+    """
+    base = head_at(ptr, strides, place, place.head) + tl.cast(T.start, tl.int64) * strides[4]
+    at = T.cols * strides[4]
     if ROWS:
-        at = at + tl.minimum(rows, S.n_queries - 1).to(tl.int64) * strides[3]
+        base += tl.cast(T.first, tl.int64) * strides[3]
+        at = tl.minimum(T.rows, S.n_queries - 1 - T.first) * strides[3] + at
     if GUARD:
-        return tl.load(at, mask=cols < S.n_keys, other=0)
+        return tl.load(base + at, mask=T.start + T.cols < S.n_keys, other=0)
     else:
-        return tl.load(at)
+        return tl.load(base + at)
 
 
 @triton.jit
-def scores_of(qk, rows, cols, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl.constexpr):
+def scores_of(qk, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl.constexpr):
     """(scores in units of log 2, capped scores). EDGE: whether something may be hidden. GUARD: whether keys may end.
 
     With K.folds the first are not scaled yet. The second are of use with K.softcap alone.
     """
+    rows, cols = T.first + T.rows, T.start + T.cols
     c = qk
     if K.softcap:
         c = qk * A.scale
@@ -82,14 +88,14 @@ def scores_of(qk, rows, cols, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, 
     else:
         z = qk * (A.scale * LOG2E)
     if K.bias:
-        z += load_added(A.bias_ptr, A.bias_strides, place, rows, cols, S, K.bias_rows, GUARD).to(tl.float32) * LOG2E
+        z += load_added(A.bias_ptr, A.bias_strides, place, T, S, K.bias_rows, GUARD).to(tl.float32) * LOG2E
     if K.mask == _ADDED:
-        z += load_added(A.mask_ptr, A.mask_strides, place, rows, cols, S, K.mask_rows, GUARD).to(tl.float32) * LOG2E
+        z += load_added(A.mask_ptr, A.mask_strides, place, T, S, K.mask_rows, GUARD).to(tl.float32) * LOG2E
     if K.alibi:
         slope = tl.load(head_at(A.slopes_ptr, A.slopes_strides, place, place.head)).to(tl.float32) * LOG2E
         z -= slope * tl.abs(rows + S.offset - cols).to(tl.float32)
     if K.mask == _BOOL:
-        z = tl.where(load_added(A.mask_ptr, A.mask_strides, place, rows, cols, S, K.mask_rows, GUARD) != 0, z, NEG_INF)
+        z = tl.where(load_added(A.mask_ptr, A.mask_strides, place, T, S, K.mask_rows, GUARD) != 0, z, NEG_INF)
     if EDGE and K.left:
         z = tl.where(cols >= rows + (S.offset - S.left), z, NEG_INF)
     if EDGE and K.right:

@@ -90,6 +90,15 @@ class Sizes(NamedTuple):
     offset: Any
 
 
+class Tile(NamedTuple):
+    """Of scores: its first query and key, and those after them, which broadcast against each other."""
+
+    first: Any
+    rows: Any
+    start: Any
+    cols: Any
+
+
 class Added(NamedTuple):
     """What scores are made of beside query and key. Strides are of (outer, inner, head, query, key)."""
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fused_softmax.kernels.attention_grad import state_of
 from fused_softmax.kernels.attention_scores import head_at, in_log2, load_tile, place_of, queries_that_see, scores_of
-from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes
+from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes, Tile
 
 
 @triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
@@ -33,12 +33,11 @@ def _column_sums(
     rows_of = OfRows(lse_ptr, lse_ptr, number.to(tl.int64) * n_queries)
     sums = tl.zeros([BLOCK_N], tl.float32)
     begin, end = queries_that_see(first, S, K)
-    cols = (first + tl.arange(0, BLOCK_N))[:, None]
     for start in tl.range(begin, end, BLOCK_M):
         q = load_tile(q_head, start, n_queries, BLOCK_M, K.head_dim, K.block_d)
         lse, _ = state_of(rows_of, start, n_queries, BLOCK_M)
-        rows = (start + tl.arange(0, BLOCK_M))[None, :]
-        z, _ = scores_of(tl.dot(k, tl.trans(q), input_precision="ieee"), rows, cols, A, place, S, K, True, K.ragged)
+        T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
+        z, _ = scores_of(tl.dot(k, tl.trans(q), input_precision="ieee"), T, A, place, S, K, True, K.ragged)
         sums += tl.sum(tl.exp2(in_log2(z, A, K) - lse[None, :]), axis=1)
     cols = first + tl.arange(0, BLOCK_N)
     tl.store(sums_ptr + number.to(tl.int64) * n_keys + cols, sums, mask=cols < n_keys)

@@ -241,5 +241,3 @@ def differentiable_gradients(
             )
         )  # fmt: skip
     return tuple(next(found) if wanted else None for wanted in asked)
-
-

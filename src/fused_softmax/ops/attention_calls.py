@@ -15,11 +15,12 @@ from fused_softmax.kernels.attention_grad import _bias_gradient, _delta, _keys_g
 from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, NO_MASK, AttentionSpec
 from fused_softmax.kernels.attention_stats import _column_sums
 from fused_softmax.ops.attention_layout import Groups, Pattern, own_sizes
-from fused_softmax.options_attention import Attention, Beside
+from fused_softmax.options_attention import Attention
 from fused_softmax.plan.attention import Tiles, padded, plan_attention
 from fused_softmax.runner import TLDTYPES
 
 _PART_BYTES = 2**26  # of the parts of a bias's gradient, at most
+_MOST_STRIDE = 2**23  # of the rows of a tile, whose offsets have 32 bits
 _PROGRAMS = 2  # a multiprocessor, that the parts of a bias's gradient are to give
 
 Ready = Callable[[Tensor], Tensor]
@@ -67,7 +68,7 @@ class _Call:
         self.plan = plan_attention(
             self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, device_of(self.device),
             (spec.mask != NO_MASK) + spec.bias + spec.softcap + spec.alibi + spec.left
-            + 2 * ("entropy" in self.how.stats),
+            + 2 * ("entropy" in self.how.stats) + self._unaligned,
         )  # fmt: skip
 
     @property
@@ -82,7 +83,7 @@ class _Call:
     def _lay(self, given: Inputs, do: Tensor | None) -> None:
         dense = {"q": given.query, "k": given.key, "v": given.value} | ({} if do is None else {"do": do})
         for name, each in dense.items():
-            if each.stride(-1) != 1 and each.shape[-1] > 1:
+            if (each.stride(-1) != 1 and each.shape[-1] > 1) or each.stride(-2) >= _MOST_STRIDE:
                 self.ready[name], dense[name] = torch.Tensor.contiguous, each.contiguous()
         added = {"mask": given.attn_mask, "bias": given.bias}
         added = {name: each for name, each in added.items() if each is not None}
@@ -127,6 +128,11 @@ class _Call:
             bias=bias, bias_rows=not bias or self.strides["bias"][3] != 0, alibi=slopes,
             softcap=how.softcap is not None, sinks=given.sinks is not None, folds=folds,
         )  # fmt: skip
+
+    @property
+    def _unaligned(self) -> bool:
+        """Whether the rows of a mask or bias begin at any address, so that each element takes a load of its own."""
+        return any(strides is not None and strides[3] % 16 for strides in (self.strides["mask"], self.strides["bias"]))
 
     @property
     def _left(self) -> int | None:
@@ -202,9 +208,7 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
         tiles = c.plan.sums
         programs = _blocks(c.n_keys, tiles.block_n) * c.n_batches * c.n_heads
         of_sums = (strides[0], strides[1], *strides[3:], *c.numbers())
-        sums = c.prepare(
-            _column_sums, programs, tiles, (q, k, mask, bias, slopes, like.lse, like.column_sums), of_sums
-        )
+        sums = c.prepare(_column_sums, programs, tiles, (q, k, mask, bias, slopes, like.lse, like.column_sums), of_sums)
 
     def call(*given: Tensor | None) -> Results:
         found = made()
@@ -281,9 +285,7 @@ def prepare_backward(
         of_queries = c.prepare(
             _queries_gradient, programs, tiles, (*read, dq_like, ds_like), scalars, stores_ds=bool(full)
         )
-    of_bias = {
-        name: _prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full
-    }  # type: ignore[union-attr]
+    of_bias = {name: _prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full}  # type: ignore[union-attr]
 
     def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Tensor | None) -> Gradients:
         inputs = Inputs(*given)  # type: ignore[arg-type]

@@ -13,17 +13,13 @@ from fused_softmax.options import arithmetic_of
 from fused_softmax.options_attention import KERNEL_DTYPES, STATS, Attention
 from fused_softmax.route import on_device
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
-)
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
 _HOW = (
     "float scale, float? softcap=None, int? left=None, int? right=None, bool bottom_right=False, "
     "bool enable_gqa=False, bool entropy=False, bool row_max=False, bool column_sums=False"
 )
 # Query, key and value have the same leading shape. Results that are not asked for are empty.
-ATTENTION = (
-    f"({_INPUTS}, {_HOW}) -> (Tensor output, Tensor lse, Tensor entropy, Tensor row_max, Tensor column_sums)"
-)
+ATTENTION = f"({_INPUTS}, {_HOW}) -> (Tensor output, Tensor lse, Tensor entropy, Tensor row_max, Tensor column_sums)"
 ATTENTION_BACKWARD = (
     f"(Tensor doutput, Tensor? dlse, Tensor output, Tensor lse, {_INPUTS}, bool[] gradients, {_HOW}) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dattn_mask, Tensor dbias, Tensor dsinks)"
@@ -79,8 +75,7 @@ def attention_backward(do, dlse, output, lse, *arguments):
 def fake_attention_backward(do, dlse, output, lse, *arguments):
     given, asked = arguments[:_N_DIFFERENTIABLE], arguments[_N_INPUTS]
     return tuple(
-        each.new_empty(each.shape) if wanted else output.new_empty(0)
-        for each, wanted in zip(given, asked, strict=True)
+        each.new_empty(each.shape) if wanted else output.new_empty(0) for each, wanted in zip(given, asked, strict=True)
     )
 
 

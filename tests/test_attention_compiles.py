@@ -1,0 +1,82 @@
+"""attention's kernels compiled for GPUs that need not be present: no spills on sm_90, and shared memory suffices."""
+
+from unittest import mock
+
+import pytest
+import torch
+from launches import GPUS, launched
+from products import pairwise
+
+from fused_softmax.ops import attention_calls
+from fused_softmax.options_attention import Attention
+
+pytestmark = pytest.mark.compiles
+FP32, BF16 = torch.float32, torch.bfloat16
+STATS = ("entropy", "row_max", "column_sums")
+KEEP = torch.empty(500, 500, dtype=torch.bool)
+# What is given, and what of it a program of a GPU may take.
+KINDS = {
+    "plain": ((2, 2, 512, 512), {}),
+    "causal": ((2, 2, 500, 500), {"right": 0}),
+    "bias": ((2, 2, 512, 512), {"bias": (1, 2, 512, 512), "sinks": True}),
+    "full bias": ((2, 2, 500, 500), {"bias": (2, 2, 500, 500), "right": 0}),
+    "softcap": ((2, 2, 512, 512), {"softcap": 50.0, "right": 0}),
+    "all": (
+        (4, 2, 500, 500),
+        {"right": 0, "left": 100, "softcap": 50.0, "bias": (1, 4, 500, 500), "mask": True, "alibi": True,
+         "stats": STATS},
+    ),
+}  # fmt: skip
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+
+
+def binaries(target, sizes, dims, dtype, bias=None, mask=False, sinks=False, alibi=False, **how):
+    """Of a forward and a backward pass, by the names of the kernels."""
+    heads, key_heads, n_queries, n_keys = sizes
+    how = Attention(scale=0.125, enable_gqa=heads != key_heads, **how)
+    q, k = (
+        torch.empty(2, heads, n_queries, dims[0], dtype=dtype),
+        torch.empty(2, key_heads, n_keys, dims[0], dtype=dtype),
+    )
+    v, rows = torch.empty(2, key_heads, n_keys, dims[1], dtype=dtype), torch.empty(2, heads, n_queries)
+    given = attention_calls.Inputs(
+        q, k, v, KEEP[:n_queries, :n_keys] if mask else None, None if bias is None else torch.empty(bias, dtype=dtype),
+        torch.empty(heads) if sinks else None, torch.empty(heads) if alibi else None,
+    )  # fmt: skip
+
+    def run():
+        attention_calls.prepare_forward(given, how)
+        o = torch.empty(2, heads, n_queries, dims[1], dtype=dtype)
+        asked = (True, True, True, False, bias is not None, sinks)
+        attention_calls.prepare_backward(given, how, o, rows, o, rows, asked)
+
+    on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
+    with on_gpu, mock.patch.object(attention_calls, "device_of", return_value=GPUS[target]):
+        recorded = launched(GPUS[target], run)
+    return {launch.kernel.__name__: launch.compile(target) for launch in recorded}
+
+
+@pairwise(("kind", "dtype", "dim"))
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention(target, dtype, dim, kind):
+    sizes, given = KINDS[kind]
+    found = binaries(target, sizes, (dim, dim), dtype, **given)
+    expected = {"_attention", "_delta", "_keys_gradient", "_queries_gradient"}
+    expected |= {"_bias_gradient"} if kind in ("bias", "all") else set()
+    assert found.keys() == expected | ({"_column_sums"} if kind == "all" else set())
+    for name, binary in found.items():
+        assert binary.kernel.metadata.shared <= SHARED[target], name
+        if target == "sm_90" and dtype == BF16 and kind != "all":
+            assert binary.stack_bytes <= (256 if kind == "full bias" else 0), name  # whose rows are unaligned
+            if name == "_attention":
+                assert "wgmma" in binary.ptx
+
+
+@pytest.mark.parametrize("dims", [(80, 96), (32, 32), (16, 256)], ids=str)
+@pytest.mark.parametrize("lengths", [(49, 49), (1, 4096)], ids=str)
+def test_short_lengths_and_odd_dims(lengths, dims):
+    for name, binary in binaries("sm_90", (4, 2, *lengths), dims, BF16, bias=(4, *lengths)).items():
+        assert binary.stack_bytes <= 256, name  # unaligned rows of a bias take an address for each element
