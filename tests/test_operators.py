@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import fused_softmax
-from fused_softmax import reference, reference_sampling
+from fused_softmax import reference, reference_attention, reference_sampling
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace.our_kernels import OURS
@@ -115,7 +115,27 @@ def sampling_samples():
     }  # fmt: skip
 
 
-SAMPLES = softmax_samples() | loss_samples() | sampling_samples()
+def attention_samples():
+    q, k, v, b = (logits(6, 8, seed=i).detach().view(3, 1, 2, 8).requires_grad_() for i in range(4))
+    keep, sinks, slopes = torch.arange(2) > 0, torch.tensor([0.5]).requires_grad_(), torch.tensor([0.25])
+    bias = b.detach()[:, :, :, :2].clone().requires_grad_()
+    options = 0.5, 4.0, 1, 0, True
+    o, lse = q.detach() / 2, torch.full((3, 1, 2), 3.0)
+    given = [each.detach() for each in (q, k, v)]
+    return {
+        "attention": [
+            (q, k, v, None, None, None, None, 0.25),
+            (q, k, v, keep, bias, sinks, slopes, *options, False, True, True, True),
+        ],
+        "attention_backward": [
+            (o, None, o, lse, *given, None, None, None, None, [True, False, True] + [False] * 3, 0.25),
+            (o, lse, o, lse, *given, keep, bias.detach(), sinks.detach(), slopes, [True] * 3 + [False, True, True],
+             *options),
+        ],
+    }  # fmt: skip
+
+
+SAMPLES = softmax_samples() | loss_samples() | sampling_samples() | attention_samples()
 
 
 def samples(name, device):
@@ -225,7 +245,8 @@ def test_the_public_functions_are_those_of_the_table():
     assert set(PUBLIC) == BY_NAME.keys() & set(fused_softmax.__all__)
     for name in PUBLIC:
         assert BY_NAME[name].public is getattr(fused_softmax, name)
-        assert BY_NAME[name].reference is getattr(reference_sampling if name == "sample" else reference, name)
+        home = {"sample": reference_sampling, "attention": reference_attention}.get(name, reference)
+        assert BY_NAME[name].reference is getattr(home, name)
 
 
 def public_samples(device):
@@ -247,6 +268,10 @@ def public_samples(device):
         "logsumexp": [*of_scores, ((x, (0, 1), True), {})],
         "cross_entropy": [((x, target), options) for options in losses],
         "linear_cross_entropy": [((hidden, w, target), options | bias) for options in losses],
+        "attention": [
+            ((x.view(5, 1, 7, 10) / 4, x.view(5, 1, 7, 10), x.view(5, 1, 7, 10)), options)
+            for options in ({"is_causal": True}, {"softcap": 3.0, "window": (2, 1)})
+        ],
     }
 
 
