@@ -112,7 +112,7 @@ def attention_of(
     if softcap is not None:
         if isinstance(softcap, bool) or not isinstance(softcap, Real | torch.SymFloat):
             raise TypeError(f"{NAME}: softcap must be a number, not {type(softcap).__name__}")
-        if not 0 < softcap < math.inf:
+        if not 0 < softcap < math.inf:  # type: ignore[operator]
             raise ValueError(f"{NAME}: softcap must be more than 0 and finite, got {softcap}")
     left, right = _window(window)
     if is_causal:

@@ -123,20 +123,19 @@ def attention(
 
 def composed(given: Inputs, how: Attention, arithmetic: torch.dtype, **more: Any) -> Tensor | AttentionOutput:
     """By torch's operations."""
-    beside = Beside(*given[3:])._asdict()
-    return reference_attention.attention(*given[:3], **beside, **how.arguments(), **more, arithmetic=arithmetic)
+    return reference_attention.attention(**given._asdict(), **how.arguments(), **more, arithmetic=arithmetic)
 
 
 def _broadcast(given: Inputs, lead: tuple[int, ...], enable_gqa: bool) -> Inputs:
     """Query, key and value of the same leading shape, by views, with a dim of heads."""
     lead = lead or (1,)
-    found = []
-    for i, each in enumerate(given[:3]):
-        assert each is not None
+    found: list[Any] = []
+    for i, tensor in enumerate(given[:3]):
+        each: Any = tensor
         each = each if each.ndim > 2 else each.unsqueeze(0)
         heads = each.shape[-3] if enable_gqa and i else lead[-1]
         found.append(each.expand(*lead[:-1], heads, *each.shape[-2:]))
-    return Inputs(*found, *given[3:])
+    return given._replace(query=found[0], key=found[1], value=found[2])
 
 
 def _prepare(given: Inputs, how: Attention, return_lse: bool, with_gradient: bool, headed: bool):
@@ -232,8 +231,10 @@ def differentiable_gradients(
     """The same composed of torch's operations, for a second derivative."""
     with torch.enable_grad():
         output, lse, _ = composed(given, how, arithmetic_of(given.query), return_lse=True)
-        results = [(result, dresult) for result, dresult in ((output, do), (lse, dlse)) if dresult is not None]
-        leaves = [each for each, wanted in zip(given[:6], asked, strict=True) if wanted]
+        results: list[Any] = [
+            (result, dresult) for result, dresult in ((output, do), (lse, dlse)) if dresult is not None
+        ]
+        leaves: list[Any] = [each for each, wanted in zip(given[:6], asked, strict=True) if wanted]
         found = iter(
             torch.autograd.grad(
                 [each for each, _ in results], leaves, [each for _, each in results], create_graph=True,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class _Call:
         for name, each in dense.items():
             if (each.stride(-1) != 1 and each.shape[-1] > 1) or each.stride(-2) >= _MOST_STRIDE:
                 self.ready[name], dense[name] = torch.Tensor.contiguous, each.contiguous()
-        added = {"mask": given.attn_mask, "bias": given.bias}
+        added: dict[str, Any] = {"mask": given.attn_mask, "bias": given.bias}
         added = {name: each for name, each in added.items() if each is not None}
         n = len(self.shape)
         own = {name: own_sizes(each, n) for name, each in added.items()}
@@ -102,8 +103,8 @@ class _Call:
                 self.ready[name], dense[name] = torch.Tensor.contiguous, dense[name].contiguous()
             for name, each in views.items():
                 shape = (*self.lead, *own[name][n_lead:])
-                self.ready[name] = lambda t, shape=shape: t.expand(shape).contiguous()
-                views[name] = self.ready[name](added.get(name, given.alibi_slopes)).expand(each.shape)
+                self.ready[name] = partial(_expanded, shape)
+                views[name] = _expanded(shape, added.get(name, given.alibi_slopes)).expand(each.shape)
                 own[name] = shape
             every = dense | views
             groups = Groups(self.lead, list(every.values()), [self.lead] * len(every))
@@ -171,6 +172,10 @@ class _Call:
         return Inputs(*(self.of(name, each) for name, each in zip(names, given, strict=True)))  # type: ignore[arg-type]
 
 
+def _expanded(shape: tuple[int, ...], tensor: Any) -> Tensor:
+    return tensor.expand(shape).contiguous()
+
+
 def _blocks(n: int, block: int) -> int:
     return -(-n // block)
 
@@ -185,11 +190,13 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
 
     def made() -> Results:
         """Empty results."""
-        more = [torch.empty(rows, dtype=torch.float32, device=device) if each in stats else None
-                for each in ("entropy", "row_max")]  # fmt: skip
+        entropy, row_max = (
+            torch.empty(rows, dtype=torch.float32, device=device) if each in stats else None
+            for each in ("entropy", "row_max")
+        )
         sums = torch.zeros(columns, dtype=torch.float32, device=device) if "column_sums" in stats else None
         lse = torch.empty(rows, dtype=torch.float32, device=device)
-        return Results(torch.empty(out_shape, dtype=dtype, device=device), lse, *more, sums)
+        return Results(torch.empty(out_shape, dtype=dtype, device=device), lse, entropy, row_max, sums)
 
     if n == 0:
         return lambda *_: made()
@@ -213,7 +220,7 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     def call(*given: Tensor | None) -> Results:
         found = made()
         q, k, v, mask, bias, sinks, slopes = c.readied(Inputs(*given))  # type: ignore[arg-type]
-        every = (q, k, v, mask, bias, sinks, slopes, *found[:4])
+        every: tuple[Tensor | None, ...] = (q, k, v, mask, bias, sinks, slopes, *found[:4])
         run(*[each for each in every if each is not None])
         if sums is not None:
             every = (q, k, mask, bias, slopes, found.lse, found.column_sums)
@@ -310,7 +317,7 @@ def prepare_backward(
             if tensor is None or name not in wanted:
                 continue
             if name in full:
-                found = ds.to(tensor.dtype)  # type: ignore[union-attr]
+                found: Any = ds.to(tensor.dtype)  # type: ignore[union-attr]
                 added[name] = (found.clone() if found is ds and len(full) > 1 else found).sum_to_size(tensor.shape)
             else:
                 added[name] = of_bias[name](read).sum_to_size(tensor.shape)

@@ -3,7 +3,7 @@
 vmap, functorch's transforms and devices without kernels take torch's operations, and so does a second derivative.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,10 +36,10 @@ def attention(*arguments):
     given, how = Inputs(*arguments[:_N_INPUTS]), Attention.of_operator(*arguments[_N_INPUTS:])
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if _runs(given):
-            found = prepare_forward(given, how)(*given)
+            found: Any = prepare_forward(given, how)(*given)
         else:
             more: dict[str, Any] = {"return_lse": True, "return_stats": how.stats}
-            output, lse, stats = ops.composed(given, how, arithmetic_of(given.query), **more)
+            output, lse, stats = cast(Any, ops.composed(given, how, arithmetic_of(given.query), **more))
             found = Results(output.contiguous(), lse.contiguous(), *[stats.get(name) for name in STATS])
         return tuple(found.lse.new_empty(0) if each is None else each for each in found)
 
@@ -62,9 +62,10 @@ def attention_backward(do, dlse, output, lse, *arguments):
     how = Attention.of_operator(*arguments[_N_INPUTS + 1 :])
     with torch._C.DisableTorchFunction():
         if _runs(given):
-            found = ops.backward(given, how, do, dlse, output.contiguous(), lse.contiguous(), tuple(asked))
+            found: Any = ops.backward(given, how, do, dlse, output.contiguous(), lse.contiguous(), tuple(asked))
         else:
-            leaves = Inputs(*[None if each is None else each.detach() for each in given])
+            detached: list[Any] = [None if each is None else each.detach() for each in given]
+            leaves: Any = Inputs(*detached)
             for each, wanted in zip(leaves, asked, strict=False):
                 if wanted:
                     each.requires_grad_()
