@@ -318,7 +318,9 @@ def prepare_backward(
                 continue
             if name in full:
                 found: Any = ds.to(tensor.dtype)  # type: ignore[union-attr]
-                added[name] = (found.clone() if found is ds and len(full) > 1 else found).sum_to_size(tensor.shape)
+                # Of two gradients neither is a view of the other.
+                own = found.clone() if found is ds and len(full) > 1 else found  # type: ignore[union-attr]
+                added[name] = own.sum_to_size(tensor.shape)
             else:
                 added[name] = of_bias[name](read).sum_to_size(tensor.shape)
         dsinks = sinks_gradient(sinks, lse, delta) if asked[5] and sinks is not None else None
