@@ -70,6 +70,7 @@ class _Call:
             self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, device_of(self.device),
             (spec.mask != NO_MASK) + spec.bias + spec.softcap + spec.alibi + spec.left
             + 2 * ("entropy" in self.how.stats) + self._unaligned,
+            None if how.left is None or how.right is None else how.left + how.right + 1,
         )  # fmt: skip
 
     @property

@@ -1,7 +1,7 @@
 """How attention meets the chip: a pure function from sizes and a device to a frozen plan.
 
-No kernel of attention has run on a GPU yet: the ladder takes tiles of which nothing spills when compiled for sm_90 by
-Triton 3.6, and waits for its measurement.
+The 16-bit rungs are the best of two to five that were timed on an H200 (MEASURED.md, "Attention by plain kernels").
+Those of fp32, and of two things or more done to scores, are tiles of which nothing spills when compiled for sm_90.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ Rungs = tuple[Rung, Rung, Rung]
 # By the power of two that holds a head's dims; of 16-bit inputs, whose products tensor cores take.
 HALF: dict[str, dict[int, Rungs]] = {
     "forward": {
-        64: ((128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 3)),
+        64: ((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 3)),
         128: ((128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
-        256: ((128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 2)),
+        256: ((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 8, 2)),
     },
     "keys": {
         64: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2)),
@@ -28,12 +28,12 @@ HALF: dict[str, dict[int, Rungs]] = {
     },
     "queries": {
         64: ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
-        128: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        128: ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
         256: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
     },
     "bias": {
-        64: ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
-        128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        64: ((128, 128, 8, 2), (128, 128, 8, 2), (64, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         256: ((64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 2)),
     },
     "sums": {64: ((64, 64, 8, 2),) * 3, 128: ((64, 64, 8, 2),) * 3, 256: ((64, 32, 8, 1),) * 3},
@@ -50,6 +50,8 @@ FULL: dict[str, dict[int, Rungs]] = {
     "bias": {64: ((32, 32, 8, 1),) * 3, 128: ((32, 32, 8, 1),) * 3, 256: ((16, 32, 8, 1),) * 3},
     "sums": {64: ((32, 32, 8, 1),) * 3, 128: ((32, 32, 8, 1),) * 3, 256: ((16, 32, 8, 1),) * 3},
 }
+# Of short heads whose dims are few, and of narrow windows: tiles that reach less far beyond what is visible.
+SHORT, SHORT_KEYS = (64, 64, 4, 3), 512
 LEAST = 16  # of a side of a product
 
 
@@ -75,11 +77,13 @@ class AttentionPlan:
 
 
 def plan_attention(
-    head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device, extras: int = 0
-) -> AttentionPlan:
+    head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device, extras: int = 0,
+    window: int | None = None,
+) -> AttentionPlan:  # fmt: skip
     """The plan for n_queries queries and n_keys keys of heads of head_dim, values of value_dim.
 
-    extras: how many things are done to scores beside hiding what comes after a query.
+    extras: how many things are done to scores beside hiding what comes after a query. window: keys that each query
+    sees, where that has a bound on both sides.
 
     >>> from fused_softmax.plan import H200
     >>> plan_attention(128, 128, 2, 4096, 4096, H200).forward
@@ -89,6 +93,9 @@ def plan_attention(
     found = {}
     for kernel, ladder in (FULL if itemsize > 2 else HALF).items():
         rung = ladder[max(64, *dims)][min(extras, 2)]
+        seen = n_keys if window is None else min(n_keys, window)
+        if kernel == "forward" and itemsize == 2 and 64 < seen <= SHORT_KEYS and max(dims) <= 64:
+            rung = SHORT
         found[kernel] = _fitted(kernel, rung, dims, itemsize, n_queries, n_keys, device)
     return AttentionPlan(**found)
 
