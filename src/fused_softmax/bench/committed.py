@@ -40,10 +40,9 @@ COMMITTED = {
     "h200_long_bf16": f"custom --cols {LONG_COLS} --elements 134217728 --dtype bfloat16 {BESIDE_TORCH}",
     "h200_long_rows": f"custom --shape {LONG_SHAPES} --dtype bfloat16 {BESIDE_TORCH}",
     "h200_sweep_fp32": f"tutorial --quick --cols 256:40961:256 --elements 128Mi --dtype float32 {ALONE}",
-    "h200_sweep_bf16": f"tutorial --quick --cols 256:40961:256 --elements 128Mi --dtype bfloat16 {ALONE}",
+    "h200_sweep_bf16": f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype bfloat16 {ALONE}",
     "h200_sweep_fp16": f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
-    "h200_peaks": f"peaks {ALONE} --reps 2",
-    "h200_sampling": "sampling --quick --provider fused_softmax,torch,transformers,flashinfer",
+    "h200_peaks": f"peaks {ALONE}",
 }
 
 # What a report calls them.
@@ -64,10 +63,9 @@ TITLES = {
     "h200_long_bf16": "softmax of long bfloat16 rows",
     "h200_long_rows": "softmax of 512 Mi bfloat16 elements",
     "h200_sweep_fp32": "softmax of float32, every 256 columns",
-    "h200_sweep_bf16": "softmax of bfloat16, every 256 columns",
+    "h200_sweep_bf16": "softmax of bfloat16, every 128 columns",
     "h200_sweep_fp16": "softmax of float16, every 1024 columns",
     "h200_peaks": "Widths around each of the planner's thresholds",
-    "h200_sampling": "Tokens drawn from logits",
 }
 
 
