@@ -75,6 +75,8 @@ def own(transport: str, function: Callable[[Place, str], Call]) -> Provider:
 
         if transport not in TRANSPORTS:
             raise ImportError(f"this version has no transport {transport!r}")
+        if transport == "peer" and (place.device.type != "cuda" or function is _own_linear):
+            raise ImportError("the transport 'peer' is for softmax and cross_entropy on GPUs of one host")
         return function(place, transport)
 
     return provide
