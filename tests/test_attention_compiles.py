@@ -13,6 +13,9 @@ from fused_softmax.options_attention import Attention
 pytestmark = pytest.mark.compiles
 FP32, BF16 = torch.float32, torch.bfloat16
 STATS = ("entropy", "row_max", "column_sums")
+# Bytes in local memory of a thread: rows of a bias that are unaligned take an address for each element; and Triton 3.9
+# spills six registers of the tile that was fastest for 256 dims by 3.6.
+STACK = {("full bias", dim): 256 for dim in (64, 128, 256)} | {("bias", 256): 24}
 KEEP = torch.empty(500, 500, dtype=torch.bool)
 # What is given, and what of it a program of a GPU may take.
 KINDS = {
@@ -70,7 +73,7 @@ def test_attention(target, dtype, dim, kind):
     for name, binary in found.items():
         assert binary.kernel.metadata.shared <= SHARED[target], name
         if target == "sm_90" and dtype == BF16 and kind != "all":
-            assert binary.stack_bytes <= (256 if kind == "full bias" else 0), name  # whose rows are unaligned
+            assert binary.stack_bytes <= STACK.get((kind, dim), 0), name
             if name == "_attention" and kind != "full bias":
                 assert "wgmma" in binary.ptx
 
