@@ -1,7 +1,7 @@
 """How attention meets the chip: a pure function from sizes and a device to a frozen plan.
 
-The 16-bit rungs are the best of two to five that were timed on an H200 (MEASURED.md, "Attention by plain kernels").
-Those of fp32, and of two things or more done to scores, are tiles of which nothing spills when compiled for sm_90.
+16-bit rungs were timed on an H200, one kernel's at a time, and are among the best (MEASURED.md, "Attention by plain
+kernels"). Those of fp32, and of two things or more done to scores, were not: they hardly spill when compiled for sm_90.
 """
 
 from dataclasses import dataclass
