@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "nn": {"ops", "options", "register"},
     "classic": set(),
     "bench": {
-        PUBLIC, "ops", "classic", "distributed", "reference", "reference_sampling", "register", "plan", "device",
+        PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device",
     },
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
     "trace": {PUBLIC, "ops", "classic", "options", "options_sampling", "plan"},

@@ -71,10 +71,6 @@ class Place:
 
 def own(transport: str, function: Callable[[Place, str], Call]) -> Provider:
     def provide(place: Place) -> Call:
-        from fused_softmax.distributed import TRANSPORTS
-
-        if transport not in TRANSPORTS:
-            raise ImportError(f"this version has no transport {transport!r}")
         if transport == "peer" and (place.device.type != "cuda" or function is _own_linear):
             raise ImportError("the transport 'peer' is for softmax and cross_entropy on GPUs of one host")
         return function(place, transport)
