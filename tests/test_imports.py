@@ -164,8 +164,10 @@ def test_public_names_are_imported_for_type_checkers_too():
         "bench.readme",
         "bench.record",
         "bench.resume",
+        "bench.simulated",
         "bench.summary",
         "bench.sweeps",
+        "bench.tables",
     ],
 )
 def test_what_is_read_without_a_gpu_imports_the_standard_library_alone(module):

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from fused_softmax.bench import overview, readme, record, simulated
+from fused_softmax.bench import overview, readme, record, simulated, tables
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
 
 ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "gpu": {"name": "NVIDIA H200", "driver_version": "580.159"}}
 COMMAND = "fused-softmax bench --quick --out h200_softmax.json"
-EMPTY = f"# Title\n\n{readme.BEGIN}\n{readme.END}\n\nafter\n"
+BEGIN, END = tables.markers()
+EMPTY = f"# Title\n\n{BEGIN}\n{END}\n\nafter\n"
 ROOT = Path(__file__).parents[1]
 
 
@@ -84,7 +85,7 @@ def test_runs_without_kernel_figures_are_refused(tmp_path, capsys, run, complain
     assert page.read_text() == EMPTY
 
 
-@pytest.mark.parametrize("text", ["", readme.BEGIN, f"{readme.END}\n{readme.BEGIN}", EMPTY + EMPTY])
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}", EMPTY + EMPTY])
 def test_markers_stand_once_and_in_order(tmp_path, capsys, text):
     arguments, page = files(tmp_path, run_of(timed(256, "fused_softmax", 1.0)), text)
     with pytest.raises(SystemExit, match="2"):
@@ -172,7 +173,7 @@ def test_a_row_of_the_overview_is_the_mean_of_a_file():
 
 def test_the_overview_is_written_once_and_checked(tmp_path, capsys):
     page, results = tmp_path / "README.md", tmp_path / "h200_softmax.json"
-    empty = "before\n" + "\n".join(readme.markers("overview")) + "\nafter\n"
+    empty = "before\n" + "\n".join(tables.markers("overview")) + "\nafter\n"
     page.write_text(empty)
     with pytest.raises(SystemExit, match="2"):
         overview.main([str(tmp_path), str(page)])
@@ -188,7 +189,7 @@ def test_the_overview_is_written_once_and_checked(tmp_path, capsys):
 
 def test_products_are_in_us_and_several_tables_have_places(tmp_path):
     point = timed(1000, "fused_softmax", 10.0, operation="linear_cross_entropy", parameters={"shape": [64, 8, 1000]})
-    text = EMPTY + "\n".join(readme.markers("linear"))
+    text = EMPTY + "\n".join(tables.markers("linear"))
     arguments, page = files(tmp_path, run_of(point), text)
     assert readme.main([*arguments, "--place", "linear"]) == 0
     assert page.read_text().startswith(EMPTY)
@@ -202,7 +203,7 @@ def test_the_page_on_shards_shows_the_ranks_that_are_computed(tmp_path, capsys):
     stale = tmp_path / "shards.md"
     stale.write_text(page.read_text().replace("| 1024 | 128 |", "| 1024 | 127 |", 1))
     assert simulated.main([str(stale), "--check"]) == 1
-    assert "run it without --check" in capsys.readouterr().err
+    assert "shards.md is stale: run this again without --check" in capsys.readouterr().err
     assert simulated.main([str(stale)]) == 0
     assert stale.read_text() == page.read_text()
 

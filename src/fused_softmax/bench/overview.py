@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_softmax.bench import record
+from fused_softmax.bench import record, tables
 from fused_softmax.bench.providers import OWN
-from fused_softmax.bench.readme import replace, table_row
 from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.tables import table_row
 
 PLACE = "overview"
 NONE = "not measured"
@@ -138,32 +138,21 @@ def _kernels(runs: Mapping[str, Run]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m fused_softmax.bench.overview", description="Fill the table of all.")
+    parser = tables.command("overview", "Fill the table of all operations.")
     parser.add_argument("results", type=Path, help="folder of JSON files that `fused-softmax bench all` wrote")
-    parser.add_argument("page", type=Path, help="Markdown file with the two markers")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the two disagree")
-    options = parser.parse_args(arguments)
-    path = options.results
-    try:
-        runs = {}
-        for name in sorted({line.file for line in LINES}):
-            path = options.results / f"{name}.json"
-            if path.exists():
+    return tables.run(parser, arguments, _update)
+
+
+def _update(options: argparse.Namespace) -> list[Path]:
+    runs = {}
+    for name in sorted({line.file for line in LINES}):
+        path = options.results / f"{name}.json"
+        if path.exists():
+            with tables.naming(path):
                 runs[name] = record.read(path)
-        if not runs:
-            raise ValueError(f"no file of {', '.join(sorted({line.file for line in LINES}))}")
-        path = options.page
-        old = path.read_text()
-        new = replace(old, render(runs), PLACE)
-        if options.check and new != old:
-            print(f"{path} does not show {options.results}: run this again without --check", file=sys.stderr)
-        elif new != old:
-            record.write_whole(path, new.encode())
-        return int(options.check and new != old)
-    except OSError as error:
-        parser.error(f"{path}: {error.strerror or error}")
-    except ValueError as error:
-        parser.error(f"{path}: {error}")
+    if not runs:
+        raise ValueError(f"{options.results}: no file of {', '.join(sorted({line.file for line in LINES}))}")
+    return tables.fill(options.page, render(runs), PLACE, check=options.check)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_softmax.bench import plot, record
+from fused_softmax.bench import plot, record, tables
+from fused_softmax.bench.attention_kinds import flops
 from fused_softmax.bench.cases import Case, in_time
+from fused_softmax.bench.providers import OWN
 from fused_softmax.bench.record import Point, Run
-
-
-def markers(place: str = "") -> tuple[str, str]:
-    """The markers at the beginning and the end of a table."""
-    name = f"results {place}".strip()
-    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-
-
-BEGIN, END = markers()
-OWN = "fused_softmax"
+from fused_softmax.bench.tables import table_row
 
 
 def render(run: Run) -> str:
@@ -63,7 +56,12 @@ def _about(run: Run) -> str:
             ),
         )
     )
-    if all(in_time(point.case) for point in run.points):
+    if all(flops(point.case) for point in run.points):
+        what = (
+            "TFLOP/s of the products; of a gradient, with those of the forward pass. The ratio compares this package "
+            "with a product of square matrices by cuBLAS in the same run."
+        )
+    elif all(in_time(point.case) for point in run.points):
         what = (
             "Kernel time in us. The ratio divides the time of the three matrix products alone by this package's, in "
             "the same run."
@@ -85,61 +83,35 @@ def _notes(run: Run) -> list[str]:
 
 
 def _cell(point: Point | None) -> str:
-    """GB/s, or us if products are timed, or why there is no figure."""
+    """GB/s, TFLOP/s of attention, or us if other products are timed, or why there is no figure."""
     if point is None:
         return ""
     if point.kernel is None:
         return point.status
     figure = point.kernel.p50_us if in_time(point.case) else point.kernel.gb_per_s
+    if done := flops(point.case):
+        figure = done / point.kernel.p50_us * 1e-6
     return f"{figure:.0f}" + ("\\*" if point.method == "events" else "")
 
 
-def table_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def replace(text: str, table: str, place: str = "") -> str:
-    """`text` with `table` between the markers. Each marker must occur once, in order."""
-    begin, end = markers(place)
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"needs {begin} and, after it, {end}, once each")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m fused_softmax.bench.readme", description="Fill the table of results.")
+    parser = tables.command("readme", "Fill the table of results.")
     parser.add_argument("results", type=Path, help="JSON that `fused-softmax bench --out` wrote")
-    parser.add_argument("readme", type=Path, help="Markdown file with the two markers")
     parser.add_argument("--place", default="", help="which pair of markers, if there are several")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the two disagree")
-    options = parser.parse_args(arguments)
-    path = options.results
-    try:
-        run = record.read(path)
+    return tables.run(parser, arguments, _update)
+
+
+def _update(options: argparse.Namespace) -> list[Path]:
+    with tables.naming(options.results):
+        run = record.read(options.results)
         table = render(run)
-        path = options.readme
-        old = path.read_text()
-        new = replace(old, table, options.place)
-        stale = [] if new == old else [path]
-        picture = options.results.with_suffix(".png")
-        if f"/{picture.name})" in old and not (picture.exists() and plot.shows(picture, run)):
-            stale.append(picture)
-        if options.check:
-            for path in stale:
-                print(f"{path} does not show {options.results}: run this again without --check", file=sys.stderr)
-            return int(bool(stale))
-        if new != old:
-            record.write_whole(path, new.encode())
-        if picture in stale:
+    stale = tables.fill(options.page, table, options.place, check=options.check)
+    picture = options.results.with_suffix(".png")
+    if f"/{picture.name})" in options.page.read_text() and not (picture.exists() and plot.shows(picture, run)):
+        stale.append(picture)
+        if not options.check:
             plot.plot(run, picture)
-    except OSError as error:
-        parser.error(f"{path}: {error.strerror or error}")
-    except KeyError as error:
-        parser.error(f"{path}: no {error} in its environment")
-    except ValueError as error:
-        parser.error(f"{path}: {error}")
-    return 0
+    return stale
 
 
 if __name__ == "__main__":

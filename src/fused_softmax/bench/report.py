@@ -8,11 +8,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fused_softmax.bench.attention_kinds import flops
 from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.compare import Comparison
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only, without_figure
 from fused_softmax.classic.naive import naive_traffic
 from fused_softmax.plan import Device, RowPlan
+from fused_softmax.plan.attention import Tiles, plan_attention
+from fused_softmax.plan.attention_sdpa import Pass, entry_of
 
 # Statuses that get a column even without a figure. Providers with another status are named beneath the table.
 SHOWN = ("ok", "wrong", "refused", "skipped")
@@ -31,6 +34,8 @@ def print_head(run: Run, console: Console, gpu: bool) -> None:
 def print_run(run: Run, console: Console) -> None:
     if any(point.kernel for point in run.points):
         title = f"kernel: GB/s of {floor_of(run)}, and the ratio to the best {ceiling_of(run)} that moves as much"
+        if all(flops(point.case) for point in run.points):
+            title = "kernel: TFLOP/s of the products (a gradient's with the forward pass), and the ratio to cuBLAS"
         print_table(run, console, title, cell, with_ceiling=True)
         print_table(run, console, "call: us of eager wall time; in brackets, us to enqueue a small call", call)
     elif any(point.call for point in run.points):
@@ -64,18 +69,28 @@ def print_table(
     for case, points in by_case.items():
         cells = [text(points[name]) if name in points else "" for name in shown]
         if with_ceiling:
-            ceiling = next((point.ceiling for point in points.values() if point.ceiling), None)
-            speed = ceiling and (f"{ceiling.p50_us:.0f} us" if in_time(case) else f"{ceiling.gb_per_s:.0f}")
-            cells.append(f"{speed} {ceiling.name}" if ceiling else "")
+            cells.append(next((top(point) for point in points.values() if point.ceiling), ""))
         table.add_row(str(case), *cells)
     console.print(table)
     console.print()
+
+
+def top(point: Point) -> str:
+    """The ceiling beside which a point stands, and its speed."""
+    ceiling, done = point.ceiling, flops(point.case)
+    if ceiling is None:
+        return ""
+    if done and point.kernel and point.ratio:
+        return f"{done / point.kernel.p50_us * 1e-6 / point.ratio:.0f} TFLOP/s {ceiling.name}"
+    return (f"{ceiling.p50_us:.0f} us" if in_time(point.case) else f"{ceiling.gb_per_s:.0f}") + f" {ceiling.name}"
 
 
 def cell(point: Point) -> str:
     if point.kernel is None:
         return call_speed(point) if point.call else point.status
     mark = "*" if point.method == "events" else ""
+    if done := flops(point.case):
+        return f"{done / point.kernel.p50_us * 1e-6:.0f} TFLOP/s{mark} {point.ratio:.3f}"
     if in_time(point.case):
         return f"{point.kernel.p50_us:.0f} us{mark} {point.ratio:.3f}"
     return f"{point.kernel.gb_per_s:.0f}{mark} {point.ratio:.3f}"
@@ -105,6 +120,10 @@ def print_without_figure(run: Run, console: Console) -> None:
     """One line for each reason, with the shapes that it applies to, and how the figures were taken."""
     for line in without_figure(run.points):
         say(console, line)
+    for point in run.points:
+        handed = [which for which, who in (point.plan or {}).get("who", {}).items() if who == "cuDNN"]
+        if handed:
+            say(console, f"{point.provider} hands {point.case} to cuDNN: {' and '.join(handed)}.")
     buffers = sorted({point.buffers for point in run.points if point.buffers})
     if buffers:
         span = f"{buffers[0]} to {buffers[-1]}" if buffers[1:] else str(buffers[0])
@@ -195,6 +214,28 @@ def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
         "naive_bytes": (naive.reads + naive.writes) * plan.itemsize,
         "floor_us": floor / speed * 1e6 if speed else None,
     }
+
+
+def attention_facts(shape: Sequence[int], itemsize: int, device: Device) -> dict[str, Any]:
+    """Who computes each pass of plain attention, and why; the tiles of the kernels, by what is done to scores.
+
+    shape: batch, heads, length, dim.
+    """
+    length, dim = shape[2:]
+    found: dict[str, Any] = {"device": device.name, "shape": " x ".join(map(str, shape)), "itemsize": itemsize}
+    passes: tuple[Pass, ...] = ("forward", "backward")
+    for which in passes:
+        entry = entry_of(which, dim, dim, itemsize, length, length, device)
+        who = "the kernels, by these tiles" if entry is None else f"cuDNN, by torch; measured, {entry.note}"
+        found[f"plain {which}"] = who
+    for extras, what in enumerate(("plain", "and one thing more, as a bias", "and two or more")):
+        plan = plan_attention(dim, dim, itemsize, length, length, device, extras)
+        found[f"tiles, {what}"] = {
+            kernel: f"{each.block_m} queries x {each.block_n} keys, {each.num_warps} warps, {each.num_stages} stages"
+            for kernel, each in vars(plan).items()
+            if isinstance(each, Tiles)
+        }
+    return found
 
 
 def torch_reads(n_cols: int, itemsize: int) -> int:

@@ -12,13 +12,11 @@ again to write the gradient. Launches are not counted. An all_gather is what two
 latency, by the protocol that is fastest for so many bytes.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from fused_softmax.bench import readme, record
+from fused_softmax.bench import tables
 from fused_softmax.bench.cases import Case
 from fused_softmax.plan import H200
 
@@ -116,11 +114,11 @@ def render() -> str:
 def _table(case: Case) -> str:
     found = [times_of(case, ranks) for ranks in RANKS]
     heads = ("ranks", "hosts", "one read, one write", "`peer`", "`collective`", "its exchange", "gathered logits")
-    lines = [readme.table_row(heads), readme.table_row(["---:"] * len(heads))]
+    lines = [tables.table_row(heads), tables.table_row(["---:"] * len(heads))]
     for each in found:
         peer = "" if each.peer is None else _us(each.peer)
         times = [_us(us) for us in (each.collective, each.exchange, each.gathered)]
-        lines.append(readme.table_row([str(each.ranks), str(hosts_of(each.ranks)), _us(each.shard), peer, *times]))
+        lines.append(tables.table_row([str(each.ranks), str(hosts_of(each.ranks)), _us(each.shard), peer, *times]))
     return "\n".join([f"{case.size} {case.dtype}, us:", "", *lines, "", _conclusion(found)])
 
 
@@ -140,21 +138,10 @@ def _us(us: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m fused_softmax.bench.simulated", description="Fill the tables of ranks.")
-    parser.add_argument("page", type=Path, help="Markdown file with the two markers")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page disagrees")
-    options = parser.parse_args(arguments)
-    try:
-        old = options.page.read_text()
-        new = readme.replace(old, render(), PLACE)
-        if options.check and new != old:
-            print(f"{options.page} does not show what this computes: run it without --check", file=sys.stderr)
-            return 1
-        if new != old:
-            record.write_whole(options.page, new.encode())
-    except (OSError, ValueError) as error:
-        parser.error(f"{options.page}: {getattr(error, 'strerror', None) or error}")
-    return 0
+    parser = tables.command("simulated", "Fill the tables of ranks.")
+    return tables.run(
+        parser, arguments, lambda options: tables.fill(options.page, render(), PLACE, check=options.check)
+    )
 
 
 if __name__ == "__main__":
