@@ -49,10 +49,15 @@ def test_what_a_server_answers_to(address, allowed, more):
     assert hosts.answered(address, allowed) == {"localhost", "127.0.0.1", "::1"} | more
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.0.7", "box", "localhost.example", ""])
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.0.7", "box", "localhost.example"])
 def test_other_addresses_need_a_name(address):
     with pytest.raises(ValueError, match="--allow-host"):
         hosts.answered(address)
+
+
+def test_no_address_is_none_to_listen_on():
+    with pytest.raises(ValueError, match="the address to listen on is empty"):
+        hosts.answered("")
 
 
 @pytest.mark.parametrize("name", ["", "*", "box:80", "box:", "http://box", "[::1]:80", "a b"])

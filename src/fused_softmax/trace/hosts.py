@@ -46,6 +46,8 @@ def answered(address: str, allowed: Iterable[str] = ()) -> frozenset[str]:
 
     Raises ValueError for an allowed name that is none, and if others can reach the server but none is allowed.
     """
+    if not address:
+        raise ValueError("the address to listen on is empty: --host takes a name or address, such as 127.0.0.1")
     names = set()
     for each in allowed:
         host = parse(f"[{each}]" if each.count(":") > 1 and not each.startswith("[") else each)
