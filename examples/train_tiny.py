@@ -24,6 +24,7 @@ from torch import Tensor
 from fused_softmax import linear_cross_entropy
 
 NOISE = 0.05  # the share of tokens that are random
+FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass
@@ -148,6 +149,7 @@ def draw(curves: list[Curve], path: Path, on_gpu: bool) -> None:
 def main(arguments: list[str] | None = None) -> list[Curve]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=Path("train_tiny.png"), help="the picture: .png, .svg, .pdf")
+    parser.add_argument("--force", action="store_true", help="overwrite the picture if it exists")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=64)
@@ -161,6 +163,10 @@ def main(arguments: list[str] | None = None) -> list[Curve]:
         parser.error("--steps, --layers and --hidden must be at least 1, --vocab and --length at least 2")
     if not given.out.parent.is_dir():
         parser.error(f"there is no folder {given.out.parent.name}")
+    if given.out.suffix not in FORMATS:
+        parser.error(f"the picture's name must end in one of {', '.join(FORMATS)}, got {given.out.name}")
+    if given.out.exists() and not given.force:
+        parser.error(f"{given.out.name} exists; --force overwrites it")
     batch = max(1, given.tokens // given.length)
     curves = []
     for name in LOSSES:

@@ -68,8 +68,11 @@ def test_tokens_follow_the_rule_but_for_the_noise(train_tiny):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--steps", "0"], "--steps"), (["-o", "no_such_folder/x.png"], "no folder no_such_folder")],
-)
+    [
+        (["--steps", "0"], "--steps"), (["-o", "no_such_folder/x.png"], "no folder no_such_folder"),
+        (["-o", "x.txt"], "must end in one of .png, .svg, .pdf, got x.txt"),
+    ],
+)  # fmt: skip
 def test_bad_options_are_named(options, message, train_tiny, capsys):
     with pytest.raises(SystemExit):
         train_tiny.main([*SMALL, *options])
@@ -88,9 +91,29 @@ def test_generate_draws_by_our_sampler_and_a_prompt_alone_as_beside_others(gener
         )
     greedy = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
     assert torch.equal(generate.generate(model, prompts, seeds, 4, temperature=0.0), greedy)
-    first, _ = generate.main(["--new-tokens", "2", "--device", device])
+
+
+def test_generates_draws_have_the_probabilities_of_transformers_filters_and_are_drawn(
+    generate, device, tmp_path, capsys
+):
+    out = tmp_path / "draws.png"
+    first, _ = generate.main(["--new-tokens", "2", "--draws", "400", "--device", device, "-o", str(out)])
     assert len(first) == 5
-    assert str(first) in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert str(first) in said
+    assert "us by fused_softmax" in said
+    assert "us by transformers" in said
+    assert out.read_bytes().startswith(b"\x89PNG")
+    model, prompt = generate.tiny_model().to(device).eval(), torch.tensor([[1, 2, 3]], device=device)
+    peaked, flat = (
+        generate.measure(model, prompt, 1, 400, {"temperature": temperature, "top_k": 4, "top_p": None, "min_p": None})
+        for temperature in (0.05, 1.0)
+    )
+    for figures in (peaked, flat):
+        assert (figures.expected > 0).sum() <= 4
+        assert (figures.drawn[figures.expected == 0] == 0).all()
+        assert figures.distance < 0.15
+    assert peaked.expected.max() > flat.expected.max()
 
 
 def test_a_servers_step_gives_a_request_the_same_tokens_in_a_batch_and_alone(server_step, device, capsys):
@@ -143,10 +166,11 @@ def test_bad_options_of_two_ranks_are_named(options, message, two_ranks, capsys)
     assert message in capsys.readouterr().err
 
 
-def test_a_picture_that_exists_is_kept(two_ranks, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["two_ranks", "train_tiny", "generate"])
+def test_a_picture_that_exists_is_kept(request, name, tmp_path, capsys):
     out = tmp_path / "curves.png"
     out.write_text("mine")
     with pytest.raises(SystemExit):
-        two_ranks.main(["-o", str(out)])
+        request.getfixturevalue(name).main(["-o", str(out)])
     assert "curves.png exists; --force overwrites it" in capsys.readouterr().err
     assert out.read_text() == "mine"
