@@ -24,14 +24,15 @@ QUICK = False
 
 # By file: whatever takes long and stands apart, and files of which one case of a test in so many says enough.
 GUARDS = frozenset({
-    "bench_shards", "docs", "examples", "fp8_compiles", "front_door", "fuzz", "host", "layouts_compile", "library",
-    "library_losses", "library_sampling", "losses_fuzz", "opinfo", "opinfo_losses", "page", "peers", "peers_waits",
-    "plan_spans", "profile", "report", "report_page", "serve", "shards", "shards_dtensor", "shards_linear",
-    "shards_losses", "shards_misuse", "shards_sampling",
+    "bench_shards", "docs", "examples", "fp8_compiles", "front_door", "fuzz", "host", "interrupts",
+    "layouts_compile", "library", "library_losses", "library_sampling", "losses_fuzz", "names", "opinfo",
+    "opinfo_losses", "page", "peers", "peers_gathered", "peers_waits", "plan_spans", "profile", "report",
+    "report_page", "serve", "shards", "shards_dtensor", "shards_linear", "shards_losses", "shards_misuse",
+    "shards_sampling",
 })  # fmt: skip
 ONE_IN = {
-    "alone": 3, "calls": 2, "column_scores": 3, "exact": 3, "fp8": 3, "layouts": 3, "linear_by_classes": 3,
-    "sample_kernels": 3, "scores": 2, "whole_losses": 3,
+    "alone": 3, "attention_decode": 3, "attention_short": 3, "calls": 2, "column_scores": 3, "exact": 3, "fp8": 3,
+    "layouts": 3, "linear_by_classes": 3, "sample_kernels": 3, "scores": 2, "whole_losses": 3,
 }  # fmt: skip
 
 
