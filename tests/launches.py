@@ -12,7 +12,7 @@ from compile_only import Compiled, compile_for
 
 from fused_softmax import runner
 from fused_softmax.kernels.spec import Spec
-from fused_softmax.ops import cross_entropy_calls, logsumexp_calls, softmax_rows
+from fused_softmax.ops import cross_entropy_calls, logsumexp_calls, loss_sums, softmax_rows
 from fused_softmax.plan import Device, RowPlan
 
 GPUS = {
@@ -59,7 +59,7 @@ class Rows:
 
 
 # Bytes in local memory about the call of what stands in for the missing parts of a row: of Triton 3.6 and 3.7, and 3.9.
-ABOUT_THE_CALL = 44 if triton.__version__ >= "3.9" else 20
+ABOUT_THE_CALL = 44 if triton.__version__ >= "3.9" else 24
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def launched(gpu: Device, run: Callable[[], Any]) -> list[Launch]:
         return _nothing
 
     with ExitStack() as replaced:
-        for module in (runner, softmax_rows, logsumexp_calls, cross_entropy_calls):
+        for module in (runner, softmax_rows, logsumexp_calls, cross_entropy_calls, loss_sums):
             replaced.enter_context(mock.patch.object(module, "device_of", return_value=gpu))
         slots = Rows(1, 64, torch.int64)
         replaced.enter_context(mock.patch.object(runner.workspace, "slots", return_value=slots))

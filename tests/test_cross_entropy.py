@@ -14,6 +14,7 @@ from shapes import ALIGNMENTS, STRATEGIES, framed, small
 from fused_softmax import reference
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from fused_softmax.ops.loss_sums import finish, totals_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.plan import H200, plan_reduction
 
@@ -90,10 +91,10 @@ def held(ours, dtype, theirs, truth):
 
 def run(strategy, x, dx, target, loss):
     """Loss of the sum or mean, and dx, by a small plan of a named strategy."""
-    totals = losses.totals_of(target, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None
+    totals = totals_of(target, loss, x.shape[1], arithmetic_of(x)) if loss.mean else None
     itemsize = arithmetic_of(x).itemsize if loss.softcap is not None else None
     rows = losses.forward(x, target, loss, totals, dx, plan=small(strategy, x, dx, itemsize=itemsize))
-    return losses.finish(rows, totals, loss, arithmetic_of(x))[0]
+    return finish(rows, totals, loss, arithmetic_of(x))[0]
 
 
 @pairwise(("strategy", "alignment", "dtype"))
@@ -378,7 +379,7 @@ def test_no_gradient_is_computed_where_none_is_asked_for(monkeypatch, device):
 @pytest.mark.parametrize("n_rows", [1, 40000])
 def test_totals_of_many_targets(n_rows, device):
     target, weight = targets(n_rows, 50, device=device), weights(50, device=device)
-    totals = losses.totals_of(target, Loss(weight=weight), 50, FP32)
+    totals = totals_of(target, Loss(weight=weight), 50, FP32)
     kept = target[target != -100]
     torch.testing.assert_close(totals[0].sum(), weight[kept].sum())
     assert totals[1].sum() == len(kept)

@@ -13,8 +13,8 @@ from test_losses_fuzz import check_statistics
 
 from fused_softmax import linear_cross_entropy, reference
 from fused_softmax.ops import linear_by_classes as by_classes
-from fused_softmax.ops.cross_entropy_calls import totals_of
 from fused_softmax.ops.linear_by_classes import steps_of
+from fused_softmax.ops.loss_sums import totals_of
 from fused_softmax.options import Loss
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"

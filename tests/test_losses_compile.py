@@ -11,6 +11,7 @@ from fused_softmax import calls
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import linear_by_classes as by_classes
 from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse
+from fused_softmax.ops.loss_sums import multiply
 from fused_softmax.options import Loss
 
 pytestmark = pytest.mark.compiles
@@ -104,6 +105,6 @@ def test_losses_of_which_lse_is_given(target, kind):
 def test_a_gradient_of_any_size_is_multiplied(n):
     """Of one element too, whose number Triton makes a constant of the kernel."""
     dx = torch.empty(n)
-    (binary,) = binaries("sm_90", lambda: losses.multiply(dx, torch.ones(1))).values()
+    (binary,) = binaries("sm_90", lambda: multiply(dx, torch.ones(1))).values()
     assert binary.spilled_bytes == 0
     assert (max(binary.store_widths) == 16) == (n == 4096)

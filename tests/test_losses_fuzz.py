@@ -18,6 +18,7 @@ from fused_softmax import reference
 from fused_softmax.ops import cross_entropy_calls
 from fused_softmax.ops.cross_entropy import cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.loss_sums import finish, totals_of
 from fused_softmax.options import Loss, arithmetic_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -111,7 +112,7 @@ def test_any_rows_by_any_strategy(arithmetic, request, device, data):
     form = draw(st.sampled_from(["one pass", "alone", "second read"]))
     reduction = draw(st.sampled_from(REDUCTIONS[:2] if form == "one pass" else REDUCTIONS))
     loss = Loss(reduction=reduction, stats=form == "alone", **how)
-    totals = cross_entropy_calls.totals_of(target, loss, n_cols, arithmetic_of(x)) if loss.mean else None
+    totals = totals_of(target, loss, n_cols, arithmetic_of(x)) if loss.mean else None
     dy = dlse = dz = None
     if form == "one pass":
         rows = cross_entropy_calls.forward(source.rows, target, loss, totals, out.rows, plan=plan)
@@ -139,7 +140,7 @@ def test_any_rows_by_any_strategy(arithmetic, request, device, data):
         y = y if z is None else y + z
         spoilt = found.wrong
     else:
-        y, z = cross_entropy_calls.finish(rows, totals, loss, arithmetic_of(x))
+        y, z = finish(rows, totals, loss, arithmetic_of(x))
         spoilt = found.wrong.any()
     found.check("loss", y, spoilt=spoilt)
     if z is not None:

@@ -9,6 +9,7 @@ from conftest import peaked
 from fused_softmax import cross_entropy
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy_calls import Given, is_whole, prepare_losses
+from fused_softmax.ops.loss_sums import finish
 from fused_softmax.options import Loss
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -82,7 +83,7 @@ def test_the_losses_of_many_rows_are_added_by_many_programs(n_rows, parts, with_
     z = torch.rand(n_rows, generator=generator).to(device) if with_z else None
     totals = torch.tensor([[2.0, 6.0], [1.0, 3.0]], device=device)
     for _ in range(2):
-        y, of_z = losses.finish(losses.LossRows(None, None, values, z), totals, loss, torch.float32)
+        y, of_z = finish(losses.LossRows(None, None, values, z), totals, loss, torch.float32)
         truth = values.double().sum() / 8
         if z is not None:
             torch.testing.assert_close(of_z.double(), z.double().sum() / 4, rtol=1e-6, atol=0)

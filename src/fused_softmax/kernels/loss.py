@@ -178,7 +178,7 @@ def hold_part(r, L, K: tl.constexpr):
     if K.counted:  # asked for before the row, and counted after it
         j = tl.arange(0, K.counted)
         targets = tl.load(L.target_ptr + j, mask=j < n_rows, other=0).to(tl.int64)
-    z, edge, m = load_part(r, L, N, K)
+    z, edge = load_part(r, L, N, K)
     # The part with the target's column writes the loss and, over its part of the gradient, the gradient there.
     owner = tl.where(T.kept, tl.minimum((T.t - r.head) // whole_vectors(L.part_cols, K), L.n_parts - 1), 0)
     writes = r.part == tl.maximum(owner, 0)
@@ -187,6 +187,7 @@ def hold_part(r, L, K: tl.constexpr):
         asked = T.kept  # by all that sum logits
     z_t = load_target_logit(L.x.ptr + r.row * L.x.stride, T, asked, N, K)
     zero = zero_of(z_t)
+    m = max_of_part(z, edge, N, K)  # waits for the part, so the target's logit is asked for first
     if K.inplace:  # z_t is read before anything is written over it
         m = tl.maximum(m, tl.where(asked, z_t, NEG_INF))
     z = hold_all(z, K.ptx)
@@ -266,15 +267,21 @@ def sum_losses(L, n_losses, g, K: tl.constexpr):
 
 @triton.jit
 def load_part(r, L, N, K: tl.constexpr):
-    """(pieces, edge, maximum) of the logits of a row, or of its part."""
+    """(pieces, edge) of the logits of a row, or of its part."""
     PIECES: tl.constexpr = K.pieces
     z = load_logits(body_of(L.x, r.row, K) + r.start, r.cols, r.size, L.hidden, N, K, PIECES, K.full_pieces)
-    m = max_of(z, N.factor, K)
     edge = 0
     if K.shifted:
         edge = load_edge_logits(L.x, L.n_cols, L.n_parts, r, L.hidden, N, K)
+    return z, edge
+
+
+@triton.jit
+def max_of_part(z, edge, N, K: tl.constexpr):
+    m = max_of(z, N.factor, K)
+    if K.shifted:
         m = tl.maximum(m, tl.max(edge.x, axis=0))
-    return z, edge, m
+    return m
 
 
 @triton.jit
@@ -283,7 +290,8 @@ def state_of_part(part, given, K: tl.constexpr):
     L = given.rest
     N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
     r = part_of(part, given.row, L.x, L.n_cols, L.part_cols, K)
-    z, edge, m = load_part(r, L, N, K)
+    z, edge = load_part(r, L, N, K)
+    m = max_of_part(z, edge, N, K)
     return m, sum_of_row(hold_all(z, K.ptx), edge, m, RowScores(L.n_cols, N.factor, L.hidden, False), K)
 
 

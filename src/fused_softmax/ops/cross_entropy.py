@@ -27,8 +27,9 @@ from fused_softmax.ops.cross_entropy_steps import (
     rows_of,
     run_steps,
 )
+from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.loss_on_shards import loss_on_shards
-from fused_softmax.ops.loss_peers import LEAF, peers_of, prepare_loss, states_by, written_at_once
+from fused_softmax.ops.loss_peers import LEAF, in_one_launch, prepare_loss, states_by, written_at_once
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
 from fused_softmax.peers import Peers, known
 from fused_softmax.route import Route, dtype_under_autocast, is_sharded, needs_grad, on_device, readable, route_of
@@ -94,8 +95,8 @@ def cross_entropy(
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding without a gradient.
     transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend; "peer"
-        by memory that GPUs of one host write into each other's, which takes neither class weights, label_smoothing nor
-        return_token_stats. None takes "peer" on GPUs where it can.
+        by memory that GPUs of one host write into each other's: in the launch that reads the logits, or in one of its
+        own with class weights, label_smoothing or return_token_stats. None takes "peer" on GPUs where it can.
 
     With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError: they take more
     of the row.
@@ -245,13 +246,15 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(name, target, shards.n_classes, ignore_index)
     result_dtype = dtype_under_autocast(input, wanted.dtype)
-    peers = peers_of(input, target, loss, shards, transport)
-    if peers is not None and written_at_once(input, loss, wanted):
-        prepared = prepare_loss(input, target, loss, wanted, result_dtype, shards, peers)
+    peers = peers_of(name, transport, group, input, target)
+    merging = peers if peers is not None and in_one_launch(input, target, loss, shards) else None
+    if merging is not None and written_at_once(input, loss, wanted):
+        prepared = prepare_loss(input, target, loss, wanted, result_dtype, shards, merging)
         if options is not None:
-            keep(prepared, "cross_entropy by peers", (peers.number, options), input, target)
-        return prepared.call(peers, group, input, target, numbers[1], numbers[2])
-    how = () if peers is None else ((), states_by(peers))
+            keep(prepared, "cross_entropy by peers", (merging.number, options), input, target)
+        return prepared.call(merging, group, input, target, numbers[1], numbers[2])
+    how = () if merging is None else ((), states_by(merging))
+    shards = told_by(peers, name, shards)
     y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype, *how)
     return output_of(y, of_rows, z, stats, wanted, reduction, tuple(target.shape))
 

@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from fused_softmax import reference
-from fused_softmax.ops.cross_entropy_calls import (
-    LossRows,
-    backward,
+from fused_softmax.ops.cross_entropy_calls import LossRows, backward, forward, given_of, is_whole, prepare_losses
+from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse, prepare_given_lse
+from fused_softmax.ops.cross_entropy_output import Wanted, stats_of
+from fused_softmax.ops.loss_sums import (
     counts_targets,
     finish,
-    forward,
-    given_of,
-    is_whole,
     prepare_finish,
-    prepare_losses,
     prepare_multiply,
     prepare_totals,
     totals_of,
 )
-from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse, prepare_given_lse
-from fused_softmax.ops.cross_entropy_output import Wanted, stats_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import batched, needs_grad
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy_calls import LossRows
 from fused_softmax.ops.linear_by_classes import add_product
+from fused_softmax.ops.loss_sums import multiply
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import on_device
 
@@ -121,7 +122,7 @@ class Gradients:
         for gradient, of in ((self.dx, self.x), (self.dw, self.w), (self.db, self.bias)):
             if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
                 by_kernel = factor is not None and on_device(gradient)
-                gradient = losses.multiply(gradient, factor) if by_kernel else _times(gradient, factor)  # type: ignore[arg-type]
+                gradient = multiply(gradient, factor) if by_kernel else _times(gradient, factor)  # type: ignore[arg-type]
             elif gradient is not None:
                 rounded = torch.empty(gradient.shape, dtype=of.dtype, device=of.device)  # type: ignore[union-attr]
                 one = gradient.new_ones(()) if factor is None else factor

@@ -17,6 +17,7 @@ from fused_softmax.ops import linear_cross_entropy as linear_ops
 from fused_softmax.ops.cross_entropy_output import Wanted
 from fused_softmax.ops.cross_entropy_steps import Kind, differentiable_gradient, losses_of
 from fused_softmax.ops.linear_by_rows import linear_of
+from fused_softmax.ops.loss_sums import totals_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import on_device
 
@@ -99,7 +100,7 @@ def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
         target = target.contiguous()
         if not _on_kernels(input):
             return _gradient(input, target, m + ls, dy, dz, dls, loss)
-        totals = losses.totals_of(target, loss, input.shape[1], arithmetic_of(input)) if loss.mean else None
+        totals = totals_of(target, loss, input.shape[1], arithmetic_of(input)) if loss.mean else None
         dy = torch.zeros((), dtype=m.dtype, device=m.device) if dy is None else dy
         dz = None if dz is None else dy + dz
         dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
@@ -139,7 +140,7 @@ def linear_backward(dy, x, w, target, bias, *given):
             _, _, lse, *_ = _composed(logits, target, loss, arithmetic_of(x))
             return _of_layer(x, w, bias, _gradient(logits, target, lse, dy, dz, dlse, loss), asked)
         x, target = x.contiguous(), target.contiguous()
-        totals = losses.totals_of(target, loss, w.shape[0], arithmetic_of(x)) if loss.mean else None
+        totals = totals_of(target, loss, w.shape[0], arithmetic_of(x)) if loss.mean else None
         found = linear_ops.backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz)
         return tuple(x.new_empty(0) if each is None else each for each in found)
 

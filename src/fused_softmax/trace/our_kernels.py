@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from fused_softmax.ops import cross_entropy_calls
+from fused_softmax.ops.loss_sums import totals_of
 from fused_softmax.ops.softmax_calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax_rows import prepare_columns
 from fused_softmax.options import Loss
@@ -123,7 +124,7 @@ def _run_cross_entropy(recorder: Recorder, x: Tensor, block: int) -> dict[str, A
     dx = torch.empty_like(x)
     plan = row_plan("split", x, block)
     loss = Loss()
-    totals = cross_entropy_calls.totals_of(target, loss, n_cols, torch.float32)
+    totals = totals_of(target, loss, n_cols, torch.float32)
     recorder.memory.hold("x", x, "input")
     recorder.memory.hold("dx", dx, "output")
     with recorder:
@@ -342,7 +343,7 @@ OURS = (
         run=_run_cross_entropy,
         formula=Formula(1, 1, read_m=1, written_m=1),
         story=_story(
-            phases=("find the part", "target", "load", "maximum", "target's logit", "sum", "exchange", "loss"),
+            phases=("find the part", "target", "load", "target's logit", "maximum", "sum", "exchange", "loss"),
             waits=True,
             _part_loss=Told(
                 {"find the part": "program = tl.program_id", "exchange": ("if K.prefetch:", "if K.split:")},
@@ -352,8 +353,9 @@ OURS = (
             hold_part=Told(
                 {
                     "target": "T = target_of",
-                    "load": "z, edge, m = load_part",
+                    "load": "z, edge = load_part",
                     "target's logit": "owner = tl.where",
+                    "maximum": "m = max_of_part",
                     "sum": "z = hold_all",
                 },
                 row="r.row",
@@ -361,7 +363,8 @@ OURS = (
                 unused=_AS_N,
                 state=True,
             ),
-            load_part=Told({"load": "z = load_logits", "maximum": "m = max_of"}, row="r.row", state=True),
+            load_part=Told({"load": "z = load_logits"}, row="r.row", state=True),
+            max_of_part=Told({"maximum": "m = max_of"}, row="r.row", state=True),
             finish_part=Told(
                 {"loss": "ls = log_sum_of", "gradient": "g, g_z = per_row"},
                 silent=(

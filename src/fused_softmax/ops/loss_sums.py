@@ -1,0 +1,154 @@
+"""What a loss takes beside its rows, over all of them: the targets are counted, losses added, a gradient multiplied.
+
+Traffic: 8 bytes a target and 4 a loss; a gradient is read and written once more unless its factor is 1.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fused_softmax import launch
+from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.device import device_of
+from fused_softmax.kernels.loss_grad import _finish, _multiply, _totals
+from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.ops.cross_entropy_calls import LossRows, picked_of, ticket_of
+from fused_softmax.options import Loss
+from fused_softmax.runner import TLDTYPES
+
+_COUNTED = 2048  # targets that a program counts at a time
+_ADDED = 8192  # values that one program adds; more are added by _ADDERS
+_ADDERS = 64
+_MULTIPLIED = 4096  # elements that a program multiplies at a time
+_MULTIPLIERS = 8  # programs a multiprocessor
+
+
+def totals_of(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Tensor:
+    """[2, parts]: of every part of the targets, the weights and the number of those that count."""
+    call = find("totals", (loss.ignore_index, n_classes, dtype), target, loss.weight)
+    if call is None:
+        prepared = prepare_totals(target, loss, n_classes, dtype)
+        call = keep(prepared, "totals", (loss.ignore_index, n_classes, dtype), target, loss.weight)
+    return call(target, loss.weight)
+
+
+def prepare_totals(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Prepared:
+    """What counts targets like these: call(target, weight) -> totals."""
+    n_rows, empty = target.numel(), allocator(target.device)
+    parts = totals_parts(n_rows)
+    totals = empty((2, parts), (parts, 1), dtype)
+    launched = launch.prepare(
+        _totals, parts, (target, loss.weight, totals), (n_rows, -(-n_rows // parts), n_classes, loss.ignore_index),
+        {"BLOCK": _COUNTED}, device=target.get_device(), num_warps=8,
+    )  # fmt: skip
+
+    def made(launched):
+        def call(target, weight):
+            totals = empty((2, parts), (parts, 1), dtype)
+            launched(*((target, totals) if weight is None else (target, weight, totals)))
+            return totals
+
+        return call
+
+    def again(n):
+        found = launched.again(parts, {0: n, 1: -(-n // parts)}) if totals_parts(n) == parts else None
+        return made(found.__call__) if found else None
+
+    return Prepared(made(launched.__call__), again, partial(empty, (2, parts), (parts, 1), dtype))
+
+
+def totals_parts(n_rows: int) -> int:
+    return next(parts for parts in (1, 16, 128) if n_rows <= parts * _COUNTED or parts == 128)
+
+
+def finish(rows: LossRows, totals: Tensor | None, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of all losses, and of the z-losses in it."""
+    values, z = rows.loss, rows.z
+    call = find("finish", (loss.mean, dtype), values, z, totals)
+    if call is None:
+        prepared = prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype)
+        call = keep(prepared, "finish", (loss.mean, dtype), values, z, totals)
+    return call(values, z, totals, None, None)
+
+
+def counts_targets(target: Tensor, mean: bool, gradient: bool) -> bool:
+    """Whether the launch that sums losses counts their targets too, which no gradient has asked for before."""
+    return mean and not gradient and target.numel() <= _COUNTED
+
+
+def prepare_finish(
+    rows: LossRows, totals: Tensor | None, target: Tensor | None, loss: Loss, n_classes: int, dtype: torch.dtype
+) -> Prepared:
+    """What sums losses like these: call(values, z, totals, target, weight) -> (sum or mean, that of the z-losses).
+
+    target: to be counted for a mean, instead of totals.
+    """
+    values, z = rows.loss, rows.z
+    weight = None if target is None else loss.weight
+    empty, device, summed = allocator(values.device), values.get_device(), values.dtype
+    many, with_z, counts = values.numel() > _ADDED, z is not None, target is not None
+    spec = LossSpec(
+        block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[values.dtype], mean=loss.mean and not counts,
+        totals=1 if totals is None else totals.shape[1], finishes=many, lanes=_ADDERS if many else 1,
+    )  # fmt: skip
+
+    def written():
+        parts = empty((2, _ADDERS), (_ADDERS, 1), summed) if many else None
+        ticket = ticket_of(device) if many else None
+        return empty((), (), dtype), empty((), (), dtype) if with_z else None, parts, ticket
+
+    arranged = (values, z, totals, target, weight, *written())
+    sizes = values.numel(), 0 if z is None else z.numel(), 0 if target is None else target.numel(), n_classes
+    block = _COUNTED if counts else _ADDED // 2 if many else _ADDED
+    launched = launch.prepare(
+        _finish, spec.lanes, arranged, (*sizes, loss.ignore_index), {"K": spec, "BLOCK": block}, device=device,
+        num_warps=8 if many else 16,
+    )  # fmt: skip
+    picked, per_row = picked_of(arranged), values.numel() // max(values.shape[0], 1)
+
+    def made(launched):
+        def call(values, z, totals, target, weight):
+            outputs = written()
+            launched(*picked((values, z, totals, target, weight, *outputs)))
+            return outputs[:2]
+
+        return call
+
+    def again(n):
+        if (n * per_row > _ADDED) != many or (counts and n > _COUNTED):
+            return None
+        found = launched.again(spec.lanes, {0: n * per_row, 1: n if with_z else 0, 2: n if counts else 0})
+        return found and made(found.__call__)
+
+    return Prepared(made(launched.__call__), again)
+
+
+def multiply(dx: Tensor, factor: Tensor) -> Tensor:
+    """dx, contiguous, times a factor of one element, in place; where that is 1 nothing is read."""
+    call = find("multiply", None, dx, factor)
+    if call is None:
+        call = keep(prepare_multiply(dx, factor), "multiply", None, dx, factor)
+    call(dx, factor)
+    return dx
+
+
+def prepare_multiply(dx: Tensor, factor: Tensor) -> Prepared:
+    """What multiplies in place: call(dx, factor)."""
+    sm_count, per_row = device_of(dx.get_device()).sm_count, dx.numel() // max(dx.shape[0], 1)
+
+    def programs_of(n):
+        return min(-(-n // _MULTIPLIED), _MULTIPLIERS * sm_count)
+
+    n = dx.numel()
+    launched = launch.prepare(
+        _multiply, programs_of(n), (dx, factor), (n, programs_of(n)), {"BLOCK": _MULTIPLIED},
+        device=dx.get_device(), num_warps=8,
+    )  # fmt: skip
+
+    def again(n_rows):
+        n = n_rows * per_row
+        found = launched.again(programs_of(n), {0: n, 1: programs_of(n)})
+        return found and found.__call__
+
+    return Prepared(launched.__call__, again)
