@@ -11,6 +11,7 @@ from fused_softmax import reference_sampling as reference
 from fused_softmax import sample
 from fused_softmax.ops import sampling
 from fused_softmax.ops.sample_calls import Numbers, greatest, prepare_draws
+from fused_softmax.ops.sample_reports import prepare_sample
 from fused_softmax.options_sampling import Sampling
 from fused_softmax.plan import H200, plan_draws
 
@@ -26,6 +27,8 @@ FILTERS = {
     "all": {"top_k": 20, "top_p": 0.7, "min_p": 0.02},
     "joint": {"top_k": 20, "top_p": 0.3, "order": "joint"},
     "greedy": {"temperature": 0.0, "top_p": 0.3},
+    "greedy, no other": {"temperature": 0.0},
+    "greedy, min-p": {"temperature": 0.0, "min_p": 0.1},
     "none": {},
 }
 
@@ -153,6 +156,53 @@ def test_numbers_are_given_anew_with_every_call(device):
         )
 
 
+REPORTS = {
+    "of the logits as given": {"return_logprobs": "raw"},
+    "of what filters kept": {"return_logprobs": "processed", "top_k": 9, "temperature": 0.7},
+    "of the greatest one": {"return_logprobs": "processed", "temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("n_top", "held"), [(0, True), (5, True), (64, True), (5, False), (64, False)],
+    ids=["the token's", "5 of few lanes", "64 of few lanes", "5 of a row read again", "64 of a row read again"],
+)  # fmt: skip
+@pytest.mark.parametrize("of", REPORTS)
+def test_log_probabilities_of_tokens_and_of_the_greatest(of, n_top, held, device):
+    x = rows_of_all_kinds(1100, device=device)
+    x[2] = x[2].round()  # many of one logit
+    options = Sampling(**REPORTS[of], top_logprobs=n_top)
+    plan = replace(plan_draws(len(x), 1100, 4, H200), capacity=64 if held else 2, stretches=1, kept_warps=2)
+    assert_reported(x, options, plan)
+
+
+def test_log_probabilities_with_bias_bitmask_and_rows(device):
+    """What a bitmask hides counts in the distribution of the logits as given, and in no other."""
+    x = rows_of_all_kinds(77, torch.bfloat16, device)
+    generator = torch.Generator().manual_seed(1)
+    bitmask = torch.randint(-(2**31), 2**31 - 1, (7, 4), generator=generator, dtype=torch.int32).to(device)
+    bias = torch.randn(7, 77, generator=generator).to(device)
+    rows = torch.tensor([2, 0, 9, 3, 1, 2, 4], device=device)
+    for kind in ("raw", "processed"):
+        options = Sampling(
+            0.5, 30, logit_bias=bias, bitmask=bitmask, row_indices=rows, return_logprobs=kind, top_logprobs=20
+        )
+        assert_reported(x, options)
+
+
+def assert_reported(x, options, plan=None):
+    seed, position = random_numbers(len(x) if options.row_indices is None else len(options.row_indices), x.device)
+    drawn = drawn_by(prepare_sample(x, options, seed, position, None, plan), x, options)
+    wanted = reference.sample(x, seed, position, **options.arguments())
+    assert torch.equal(drawn.tokens, wanted.tokens)
+    assert drawn.kept is None
+    near = {"rtol": 1e-5, "atol": 2e-5, "equal_nan": True}
+    torch.testing.assert_close(drawn.logprobs, wanted.logprobs, **near)
+    if options.top_logprobs:
+        torch.testing.assert_close(drawn.top_logprobs, wanted.top_logprobs, **near)
+        assert torch.equal(drawn.top_tokens, wanted.top_tokens)
+
+
 def test_the_greatest_are_those_of_a_stable_sort(device):
     x = rows_of_all_kinds(50, device=device)[[0, 4, 6, 8]].round()
     values, cols = greatest(x, 7)
@@ -175,15 +225,25 @@ def test_a_call_is_kept_whatever_its_numbers_are(device):
         sample(x, 1.0, 5, 0.0, seed=1, position=position)
 
 
+def test_a_temperature_of_0_finds_no_call_of_another(device):
+    """It once did where min-p was the only filter: a column was drawn, not the greatest."""
+    x = rows_of_all_kinds(120, device=device)[[0, 8]]
+    position = torch.arange(2, device=device)
+    for temperature in (1.0, 0.0):
+        y = sample(x, temperature, min_p=0.01, seed=3, position=position, return_logprobs="processed")
+    assert torch.equal(y.tokens, x.argmax(1))
+    assert torch.equal(y.logprobs, torch.zeros(2, device=device))
+
+
 def test_a_call_without_a_seed_is_prepared_once(device, monkeypatch):
     """By a generator too: its seeds are tensors, which a kept call takes anew."""
     prepared = []
 
     def counted(*arguments, **options):
         prepared.append(arguments)
-        return prepare_draws(*arguments, **options)
+        return prepare_sample(*arguments, **options)
 
-    monkeypatch.setattr(sampling, "prepare_draws", counted)
+    monkeypatch.setattr(sampling, "prepare_sample", counted)
     x = torch.zeros(2, 900, device=device)
     generator = torch.Generator(device).manual_seed(1)
     first, second, third = (sample(x, top_k=800, generator=each).tokens for each in (generator, generator, None))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from launches import GPUS, specialised
 
-from fused_softmax.ops import sample_calls
+from fused_softmax.ops import sample_calls, sample_reports
 from fused_softmax.options_sampling import Sampling
 
 pytestmark = pytest.mark.compiles
@@ -16,6 +16,7 @@ CALLS = {
     "top-k": ({"top_k": 50}, {"_stretches": 64, "_choose": 128}),
     "top-p": ({"top_p": 0.9}, {"_stretches": 64, "_choose": 128, "_weigh": 80, "_bound": 128, "_draw_within": 64}),
     "min-p": ({"min_p": 0.05}, {"_choose": 128}),
+    "log-probabilities": ({"return_logprobs": "raw", "top_logprobs": 20}, {"_stretches": 64, "_report": 128}),
 }
 SPILLED = 16  # bytes, of programs whose rows are read again; none of what reads all logits
 
@@ -32,9 +33,10 @@ def compiled(target, dtype, options):
     with (
         mock.patch.object(sample_calls.launch, "prepare", prepare),
         mock.patch.object(sample_calls, "device_of", return_value=GPUS[target]),
+        mock.patch.object(sample_reports, "device_of", return_value=GPUS[target]),
         mock.patch.object(sample_calls, "has_ptx", return_value=target != "gfx942"),
     ):
-        sample_calls.prepare_draws(logits, Sampling(0.8, **options), 1, position, None)
+        sample_reports.prepare_sample(logits, Sampling(0.8, **options), 1, position, None)
     return {name: launch.compile(target) for name, launch in found.items()}
 
 
@@ -45,7 +47,7 @@ def test_registers_and_accesses_of_draws(call, dtype):
     for name, binary in compiled("sm_90", dtype, options).items():
         if name in most:
             assert binary.registers <= most[name], name
-            assert binary.spilled_bytes <= (SPILLED if name in ("_choose", "_bound", "_weigh") else 0), name
+            assert binary.spilled_bytes <= (SPILLED if name in ("_choose", "_bound", "_weigh", "_report") else 0), name
             assert name == "_bound" or max(binary.load_widths) == 16, name
 
 

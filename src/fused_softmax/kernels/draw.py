@@ -221,9 +221,9 @@ def sum_of_8(x):
 def sums_of(a, b, K: tl.constexpr):
     """The sums of both, by one exchange between warps."""
     if K.ptx:
-        return tl.reduce((a, b), 0, add_pairs)
+        return tl.reduce((a, b), None, add_pairs)
     else:  # the interpreter takes long for a reduction that it does not know
-        return tl.sum(a, axis=0), tl.sum(b, axis=0)
+        return tl.sum(a), tl.sum(b)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from fused_softmax.kernels.draw import (
     GROUPS,
     KEPT_BITS,
     LANES,
-    LAST_COLUMN,
     LOWEST,
     STRETCH,
     TOKENS,
@@ -37,14 +36,19 @@ from fused_softmax.kernels.draw import (
     sums_of,
     survey,
     take_kept,
+    value_of,
     weight_at,
     whole_grains,
     words_of,
 )
 from fused_softmax.kernels.sample_row import least_in_row, within_row
-from fused_softmax.kernels.sample_wide import least_of_filters, open_row
+from fused_softmax.kernels.sample_wide import ones_of, open_row
 from fused_softmax.kernels.spec import Held
 from fused_softmax.kernels.state import NEG_INF
+
+AT_ONCE = tl.constexpr(8)  # candidates that all are compared with at a time
+MASS_BITS = tl.constexpr(52)  # of a sum of 512 masses of 2 ** 40; above them stands how many there are
+ONE_OF_MANY = tl.constexpr(2**52)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows"])
@@ -114,6 +118,7 @@ def _choose(
     )  # fmt: skip
     if kept_ptr is not None:
         kept_ptr += draw * strides[KEPT_BITS]
+    top = lane_maxima(scratch_ptr, draw, D, K)  # on its way while the row's state is found
     m, total, odd = row_state(scratch_ptr, draw, D, K)
     F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
     valid = D.valid & (F.p > 0)
@@ -132,7 +137,7 @@ def _choose(
     else:
         valid &= m > NEG_INF
         if valid:
-            token, logprob = choose(scratch_ptr, kept_ptr, draw, D, F, K)
+            token, logprob = choose(top, scratch_ptr, kept_ptr, draw, D, F, K)
     tl.store(tokens_ptr + draw * strides[TOKENS], token)
     tl.store(valid_ptr + draw, valid.to(tl.int8))
     if logprobs_ptr is not None:
@@ -153,15 +158,12 @@ def row_state(scratch_ptr, draw, D, K: tl.constexpr):
 
 
 @triton.jit
-def choose(scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob) of a row that can be drawn from."""
-    call, known = greatest_lanes(scratch_ptr, draw, D, F, K)
+    call, known = greatest_lanes(top, scratch_ptr, draw, D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
-    H = Held(
-        logits_of(D, column_of(call, 0), there, K), logits_of(D, column_of(call, 1), there, K),
-        logits_of(D, column_of(call, 2), there, K), logits_of(D, column_of(call, 3), there, K), call,
-    )  # fmt: skip
+    H = held_of(call, there, D, K)
     if K.ranked:
         least, enough = least_of_candidates(H, known, scratch_ptr, draw, D, F, K)
     else:
@@ -190,12 +192,24 @@ def choose(scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
 
 
 @triton.jit
-def greatest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
-    """(calls [K.capacity] of lanes, -1 where there is none, the least order from which on they hold every logit)."""
-    n_lanes = tl.cdiv(D.n_cols, STRETCH) * LANES
-    at = tl.arange(0, K.all_stretches * LANES)
+def held_of(call, there, D, K: tl.constexpr):
+    return Held(
+        logits_of(D, column_of(call, 0), there, K), logits_of(D, column_of(call, 1), there, K),
+        logits_of(D, column_of(call, 2), there, K), logits_of(D, column_of(call, 3), there, K), call,
+    )  # fmt: skip
+
+
+@triton.jit
+def lane_maxima(scratch_ptr, draw, D, K: tl.constexpr):
+    """[stretches, lanes]: the maximum of each lane of a row."""
+    call = tl.arange(0, K.all_stretches)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     tops_ptr = scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K)
-    top = tl.load(tops_ptr + at, mask=at < n_lanes, other=NEG_INF)
+    return tl.load(tops_ptr + call, mask=call < tl.cdiv(D.n_cols, STRETCH) * LANES, other=NEG_INF)
+
+
+@triton.jit
+def greatest_lanes(top, scratch_ptr, draw, D, F, K: tl.constexpr):
+    """(calls [K.capacity] of lanes, -1 where there is none, the least order from which on they hold every logit)."""
     order = order_of(top)
     there = order > LOWEST
     total, n_there = sums_of(tl.where(there, top, 0.0), there.to(tl.int32), K)
@@ -211,30 +225,51 @@ def greatest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
         high = tl.where(few, F.least, order_of(F.m) + 1).to(tl.int64)
         low = tl.where(few, high - 1, low)
         n_high = 0
-        wanted = tl.minimum(tl.maximum(F.k, K.capacity - K.capacity // 8), K.capacity)
+        wanted = tl.where((F.k > 0) & (F.k <= K.capacity), F.k, K.capacity - K.capacity // 8)
         if not few:
             low, high = whole_grains(low, high, K)
         while (high - low > K.grain) & (n_high < wanted):
             middle = middle_of(low, high, K)
-            n = tl.sum((order >= middle).to(tl.int32), axis=0)
+            n = tl.sum((order >= middle).to(tl.int32))
             low = tl.where(n > K.capacity, middle, low)
             high = tl.where(n > K.capacity, high, middle)
             n_high = tl.where(n > K.capacity, n_high, n)
-    chosen = (order >= high) & there
-    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    # One bit for each lane of a stretch: a stretch has few that are chosen, and lists them one after another.
+    chosen = ((order >= high) & there).to(tl.int32)
+    marks = tl.sum(chosen << tl.arange(0, LANES)[None, :], axis=1)
+    n = ones_of(marks)
+    end = tl.cumsum(n, axis=0)
     lanes_ptr = scratch_at(scratch_ptr, draw, K.lanes_at, tl.int32, K)
-    tl.store(lanes_ptr + place, at, mask=chosen)
+    stretch = tl.arange(0, K.all_stretches)
+    for i in range(tl.max(n, axis=0)):
+        tl.store(lanes_ptr + end - n + i, stretch * LANES + ones_of((marks & -marks) - 1), mask=marks != 0)
+        marks &= marks - 1
+    n_chosen = tl.sum(n, axis=0)
     tl.debug_barrier()
     i = tl.arange(0, K.capacity)
-    n_chosen = tl.sum(chosen.to(tl.int32), axis=0)
     return tl.load(lanes_ptr + i, mask=i < n_chosen, other=-1), high.to(tl.int32)
 
 
 @triton.jit
 def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
-    """(the code of the last logit that top-k and top-p keep, whether all that decides it is known).
+    """(the code of the last logit that top-k and top-p keep, whether all that decides it is known)."""
+    list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
+    n, known = list_held(list_ptr, H, known, F, K)
+    least, by_k, by_p = least_of_ranked(list_ptr, n, D, F, K)
+    if K.joint:
+        enough = by_k | by_p
+    else:
+        enough = tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
+    # What min-p leaves ends above all that is unknown.
+    by_z = (known <= F.least) & (K.joint | (F.p >= 1) | (F.k == 0))
+    return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST)
 
-    Candidates are what is held from the order `known` on.
+
+@triton.jit
+def list_held(list_ptr, H, known, F, K: tl.constexpr):
+    """(how many candidates are listed, by their codes; the order from which on they are all there are).
+
+    Candidates are what is held from the order `known` on, or from a higher one on if there are more than K.candidates.
     """
     n = count_held(H, known)
     if n > K.candidates:
@@ -246,7 +281,6 @@ def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
             high = tl.where(many, high, middle)
         known = high.to(tl.int32)
         n = count_held(H, known)
-    list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
     n_0, n_1, n_2, n_3 = (
         count_lanes(H.x_0, known), count_lanes(H.x_1, known), count_lanes(H.x_2, known), count_lanes(H.x_3, known),
     )  # fmt: skip
@@ -257,21 +291,60 @@ def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
     list_candidates(list_ptr, H.x_2, column_of(H.call, 2), base + n_0 + n_1, known)
     list_candidates(list_ptr, H.x_3, column_of(H.call, 3), base + n_0 + n_1 + n_2, known)
     tl.debug_barrier()
-    i = tl.arange(0, K.candidates)
+    return n, known
+
+
+@triton.jit
+def least_of_ranked(list_ptr, n, D, F, K: tl.constexpr):
+    """(the code of the last logit that top-k and top-p keep of the n greatest, whether top-k ends among these, whether
+    top-p does), from the codes of these, in any order.
+
+    What a logit has above it decides whether it is kept, and each is compared with every other: nothing is sorted.
+    """
+    N: tl.constexpr = K.candidates
+    i = tl.arange(0, N)
+    on = i < n
     nothing = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
-    code = tl.load(list_ptr + i, mask=i < n, other=nothing)
-    order = (code >> COLUMN_BITS).to(tl.int32)
-    cols = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
-    low, high = known.to(tl.int64), order_of(F.m).to(tl.int64) + 1
-    zero = tl.zeros([], tl.int64)
-    least, by_k, by_p = least_of_filters(order, cols, i < n, low, high, zero, zero, D, F, K, True)
+    code = tl.load(list_ptr + i, mask=on, other=nothing)
+    above = above_of(code, list_ptr, n, D, F, K, True)
+    rank, mass_above = above >> MASS_BITS, above & (ONE_OF_MANY - 1)
+    mass = tl.where(on, mass_of_code(code, D, F), 0)
+    by_k = (F.k > 0) & (n >= F.k)
+    kept = on & ((rank < F.k) | (F.k == 0))
     if K.joint:
-        enough = by_k | by_p
+        of_target = F.total
     else:
-        enough = tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
-    # What min-p leaves ends above all that is unknown.
-    by_z = (known <= F.least) & (K.joint | (F.p >= 1) | (F.k == 0))
-    return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST)
+        of_target = tl.where(F.k > 0, tl.sum(tl.where(kept, mass, 0), axis=0), F.total)
+    target = F.p.to(tl.float64) * of_target.to(tl.float64)
+    by_p = (F.p < 1) & (target > 0) & (tl.sum(mass, axis=0).to(tl.float64) >= target)
+    if by_p:
+        kept = kept & (mass_above.to(tl.float64) < target)
+    nowhere = tl.full([], 9223372036854775807, tl.int64)
+    least = tl.min(tl.where(kept, code, nowhere), axis=0)
+    return tl.where(by_k | by_p, least, nothing), by_k, by_p
+
+
+@triton.jit
+def above_of(code, list_ptr, n, D, F, K: tl.constexpr, WEIGHED: tl.constexpr):
+    """How many of n listed codes are above each code, in units of ONE_OF_MANY; and their mass, if WEIGHED."""
+    N: tl.constexpr = K.candidates
+    nothing = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
+    both = tl.zeros([N, AT_ONCE], tl.int64)
+    for start in range(0, n, 4 * AT_ONCE):
+        for turn in tl.static_range(4):  # what four rounds load is on its way at a time
+            j = start + turn * AT_ONCE + tl.arange(0, AT_ONCE)
+            other = tl.load(list_ptr + j, mask=j < n, other=nothing)
+            v = tl.zeros([AT_ONCE], tl.int64) + ONE_OF_MANY
+            if WEIGHED:
+                v += mass_of_code(other, D, F)
+            both += tl.where(other[None, :] > code[:, None], v[None, :], 0)
+    return tl.sum(both, axis=1)
+
+
+@triton.jit
+def mass_of_code(code, D, F):
+    """In units; 0 of what there is not."""
+    return (weight_at(value_of((code >> COLUMN_BITS).to(tl.int32)), F.m, D) * UNIT).to(tl.int64)
 
 
 @triton.jit

@@ -217,7 +217,7 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
         x += tl.load(D.bias_ptr + cols, mask=on, other=0.0).to(tl.float32)
     low, high = tl.load(record_ptr + LOW), tl.load(record_ptr + HIGH)
     count, mass = tl.load(record_ptr + COUNT), tl.load(record_ptr + MASS)
-    least, by_k, by_p = least_of_filters(order_of(x), cols, on, low, high, count, mass, D, F, K, False)
+    least, by_k, by_p = least_of_filters(order_of(x), cols, on, low, high, count, mass, D, F, K)
     if K.joint:  # a boundary below the list is no bound, and one above it is unknown
         found = (by_k | by_p) & ((F.k == 0) | (count < F.k))
         if F.p < 1:
@@ -228,7 +228,7 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
 
 
 @triton.jit
-def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.constexpr, FEW: tl.constexpr):
+def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep, whether top-k ends among these, whether top-p does).
 
     order, cols: of logits of the orders from low to high, where `on`. count, mass: of all that are above these.
@@ -239,14 +239,14 @@ def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.conste
     target = F.p.to(tl.float64) * F.total.to(tl.float64)
     by_k = (F.k > 0) & (count < F.k) & (count + n >= F.k)
     if by_k:
-        least = last_of(order, cols, on, on.to(tl.int64), low, high, count, F.k.to(tl.float64), K, FEW)
+        least = last_of(order, cols, on, on.to(tl.int64), low, high, count, F.k.to(tl.float64), K)
         if not K.joint:
             kept = tl.sum(tl.where(at_or_above(order, cols, least), weight, 0), axis=0)
             target = F.p.to(tl.float64) * (mass + kept).to(tl.float64)
     reaches = tl.where((mass + of_all).to(tl.float64) >= target, 1, 0)
     by_p = (tl.where(F.p < 1, 1, 0) > 0) & (tl.where(mass.to(tl.float64) < target, 1, 0) * reaches > 0)
     if by_p:
-        least = tl.maximum(least, last_of(order, cols, on, weight, low, high, mass, target, K, FEW))
+        least = tl.maximum(least, last_of(order, cols, on, weight, low, high, mass, target, K))
     return least, by_k, by_p
 
 
@@ -256,31 +256,18 @@ def at_or_above(order, cols, code):
 
 
 @triton.jit
-def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr, FEW: tl.constexpr):
+def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr):
     """The code at which a sum of v, by logits in their order and beginning with `above`, reaches a target.
 
-    All logits where `on` are of orders from low to high. FEW: the search ends where one of them is left, too.
+    All logits where `on` are of orders from low to high.
     """
     low, high = whole_grains(low, high, K)
-    n, n_high = tl.sum(on.to(tl.int32), axis=0), tl.zeros([], tl.int32)
-    if FEW:
-        while (high - low > K.grain) & (n - n_high > 1):
-            middle = middle_of(low, high, K)
-            beyond = on & (order >= middle.to(tl.int32))
-            total, n_beyond = sums_of(tl.where(beyond, v, 0), beyond.to(tl.int32), K)
-            reached = (above + total).to(tl.float64) >= target
-            low = tl.where(reached, middle, low)
-            n = tl.where(reached, n_beyond, n)
-            high = tl.where(reached, high, middle)
-            n_high = tl.where(reached, n_high, n_beyond)
-        n -= n_high
-    else:
-        while high - low > K.grain:
-            middle = middle_of(low, high, K)
-            reached = (above + tl.sum(tl.where(order >= middle.to(tl.int32), v, 0), axis=0)).to(tl.float64) >= target
-            low = tl.where(reached, middle, low)
-            high = tl.where(reached, high, middle)
-        n = tl.sum((on & (order >= low) & (order < high)).to(tl.int32), axis=0)
+    while high - low > K.grain:
+        middle = middle_of(low, high, K)
+        reached = (above + tl.sum(tl.where(order >= middle.to(tl.int32), v, 0), axis=0)).to(tl.float64) >= target
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    n = tl.sum((on & (order >= low) & (order < high)).to(tl.int32), axis=0)
     equal = on & (order >= low) & (order < high)
     last = tl.max(tl.where(equal, cols, 0), axis=0)
     if n > 1:

@@ -58,7 +58,7 @@ _DEFAULTS = Numbers(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, posi
 _HALVES = "seed_low", "seed_high", "position_low", "position_high"  # of 64 bits that are numbers
 _STRIDES = "logits", "bias", "bitmask", *NUMBERS, "tokens", "kept"  # as kernels/draw.py has them
 _READ = "logits", "bias", "bitmask", "rows"
-_WRITTEN = "scratch", "tokens", "valid", "logprobs", "kept"
+_WRITTEN = "scratch", "tokens", "valid", "logprobs", "kept", "top", "top_tokens"
 _OF_A_CALL = *_READ, *_WRITTEN, *NUMBERS, *_HALVES  # what launches choose from
 
 
@@ -74,16 +74,16 @@ def _halves(number: Any) -> tuple[int, int]:
     return (number + 2**31) % 2**32 - 2**31, ((number >> 32) + 2**31) % 2**32 - 2**31
 
 
-def _of_a_call(read: tuple, written: tuple, numbers: Numbers) -> tuple:
+def of_a_call(read: tuple, written: tuple, numbers: Numbers) -> tuple:
     """What `_OF_A_CALL` names."""
     return (*read, *written, *numbers, *_halves(numbers.seed), *_halves(numbers.position))
 
 
-class _Arguments:
+class Arguments:
     """A kernel's arguments by name, of a call's tensors and numbers; and which of them every call gives anew."""
 
     def __init__(self, read: tuple, written: tuple, numbers: Numbers, n_rows: int, n_cols: int):
-        given = dict(zip(_OF_A_CALL, _of_a_call(read, written, numbers), strict=True))
+        given = dict(zip(_OF_A_CALL, of_a_call(read, written, numbers), strict=True))
         self._tensors = {name: value if isinstance(value, Tensor) else None for name, value in given.items()}
         self._anew: set[str] = set()  # of the numbers
         self._by_draw = numbers.position is None
@@ -146,33 +146,33 @@ def prepare_draws(
     if not n_draws:
         return lambda logits, numbers, bias, bitmask, rows, out: SampleOutput(*results(out))
     plan = plan or plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = _spec_of(plan, options, index, filtered, logits.dtype)
+    spec = spec_of(plan, options, index, filtered, logits.dtype)
     given = logits, options.logit_bias, options.bitmask, options.row_indices
-    read, numbers = _readable(*given), Numbers.of(options, seed, position)
+    read, numbers = readable(*given), Numbers.of(options, seed, position)
     as_given = all(a is b for a, b in zip(read, given, strict=True))
 
     def written(out: Tensor | None) -> tuple[Any, ...]:
         tokens, valid = results(out)
         if not filtered:
-            return _slots(index, n_draws) if spec.split else None, tokens, valid, None, None
+            return _slots(index, n_draws) if spec.split else None, tokens, valid, None, None, None, None
         return (
             empty((n_draws * spec.scratch,), (1,), torch.int64), tokens, valid,
             empty(of_draws, (1,), torch.float32) if logprobs else None,
-            torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None,
+            torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None, None, None,
         )  # fmt: skip
 
-    arguments = _Arguments(read, written(out), numbers, n_rows, n_cols)
+    arguments = Arguments(read, written(out), numbers, n_rows, n_cols)
     launches = _launches_of_kept(plan, spec, arguments, index) if filtered else [
         arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
     ]  # fmt: skip
 
     def draw(logits, numbers, bias, bitmask, rows, out):
-        read = (logits, bias, bitmask, rows) if as_given else _readable(logits, bias, bitmask, rows)
+        read = (logits, bias, bitmask, rows) if as_given else readable(logits, bias, bitmask, rows)
         its = written(out)
-        values = _of_a_call(read, its, numbers)
+        values = of_a_call(read, its, numbers)
         for launched, wanted in launches:
             launched(*wanted(values))
-        _, tokens, valid, of_tokens, kept = its
+        _, tokens, valid, of_tokens, kept, *_ = its
         kept = None if kept is None else kept.view(torch.int32)
         return SampleOutput(tokens, valid, of_tokens, None, None, kept)
 
@@ -185,8 +185,10 @@ def _slots(index: int, n_draws: int) -> Tensor:
     return workspace.slots(index, n_draws, 2, _DRAWS)
 
 
-def _spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype: torch.dtype) -> SampleSpec:
-    ranked = options.top_k is not None or options.top_p is not None
+def spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype: torch.dtype) -> SampleSpec:
+    temperature = options.temperature
+    greedy = isinstance(temperature, Tensor) or temperature == 0  # or may be: top-k is 1 then
+    ranked = options.top_k is not None or options.top_p is not None or greedy
     wide = not is_few(options.top_k)
     capacity = plan.capacity if not wide else 2 * plan.capacity if ranked else max(plan.capacity, _MIN_P_CAPACITY)
     return SampleSpec(
@@ -198,8 +200,8 @@ def _spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtyp
     )  # fmt: skip
 
 
-def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "_Arguments", index: int) -> list:
-    """The launches of draws with filters, each as `_Arguments.prepare` returns it."""
+def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", index: int) -> list:
+    """The launches of draws with filters, each as `Arguments.prepare` returns it."""
     n_draws, warps = plan.n_draws, plan.num_warps
     n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))
     choosing_warps = plan.kept_warps if spec.ranked else 2 * plan.kept_warps
@@ -231,15 +233,15 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     n_draws, n_cols = x.shape
     index, n_stretches = logits.get_device(), -(-n_cols // STRETCH)
     plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = replace(_spec_of(plan, Sampling(), index, True, logits.dtype), wide=False)
+    spec = replace(spec_of(plan, Sampling(), index, True, logits.dtype), wide=False)
     scratch = torch.empty(n_draws, spec.scratch, dtype=torch.int64, device=x.device)
-    read, numbers = _readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
-    written = scratch, None, None, None, None
+    read, numbers = readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
+    written = scratch, None, None, None, None, None, None
     if n_draws:
         programs = n_draws * -(-n_stretches // plan.stretches)
-        arguments = _Arguments(read, written, numbers, logits.shape[0], n_cols)
+        arguments = Arguments(read, written, numbers, logits.shape[0], n_cols)
         launched, wanted = arguments.prepare(_stretches, programs, spec, index, plan.num_warps)
-        launched(*wanted(_of_a_call(read, written, numbers)))
+        launched(*wanted(of_a_call(read, written, numbers)))
     s = scratch[:, spec.sums_at :][:, :n_stretches]
     m = scratch[:, spec.maxima_at :].view(torch.float32)[:, :n_stretches]
     top = m.amax(1, keepdim=True)
@@ -276,7 +278,7 @@ def greatest(x: Tensor, n: int, kept: Tensor | None = None) -> tuple[Tensor, Ten
     return x.gather(1, cols), cols
 
 
-def _readable(
+def readable(
     logits: Tensor, bias: Tensor | None, bitmask: Tensor | None, rows: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The tensors as kernels read them, their last dims contiguous, and bytes of bits."""

@@ -171,7 +171,7 @@ def _drawn(
 
 def _whole_rows(x: Tensor, part: Part, shards: Shards) -> Tensor:
     """[this rank's rows, n_classes] of x [rows, this rank's columns]; padding is left out."""
-    held = [shards._replace(rank=rank).held for rank in range(part.ranks)]
+    held = shards.held_by
     x = x[:, : held[part.rank]]
     if x.shape[1] < held[part.rank]:  # than others know; the message after it says so
         x = torch.nn.functional.pad(x, (0, held[part.rank] - x.shape[1]))

@@ -24,6 +24,7 @@ from fused_softmax.ops.sample_calls import (
     raw_lse,
     rows_of,
 )
+from fused_softmax.ops.sample_reports import prepare_sample
 from fused_softmax.ops.sample_sharded import sample_of_shards
 from fused_softmax.options_sampling import (
     Logprobs,
@@ -142,12 +143,12 @@ def sample(
         over = group, n_classes, transport
         return sample_of_shards(logits, filters, tensors, asked, (seed, position, generator), out, over)
     plain = None
-    bare = return_logprobs != "raw" and top_logprobs.__class__ is int and not top_logprobs
+    bare = top_logprobs.__class__ is int and top_logprobs <= FEW
     if bare and return_kept.__class__ is bool and not _is_compiling():
         plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position, generator)
     if plain is not None:
         (t, k, p, least_p, of_seed, of_position), kinds = plain
-        kind = order, return_logprobs, return_kept, k.__class__ is int and k <= FEW
+        kind = order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW
         call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
         if call is not None:
             if of_seed is None:
@@ -174,8 +175,7 @@ def sample(
         if route is Route.KERNEL:
             if plain is None or not n_draws or not logits.shape[0]:
                 return draws_of(logits, options, seed, position, out)
-            logprobs = return_logprobs is not None
-            prepared = Prepared(prepare_draws(logits, options, seed, position, out, logprobs=logprobs))
+            prepared = Prepared(prepare_sample(logits, options, seed, position, out))
             call = keep(prepared, name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
             return call(logits, Numbers.of(options, seed, position), logit_bias, bitmask, row_indices, out)
         seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
@@ -196,32 +196,32 @@ def draws_of(
         seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
         none = reference.sample(logits, seeds, positions, **options.arguments())
         return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
+    if options.top_logprobs <= FEW:  # more are found by torch's operations
+        call = prepare_sample(logits, options, seed, position, out)
+        numbers = Numbers.of(options, seed, position)
+        return call(logits, numbers, options.logit_bias, options.bitmask, options.row_indices, out)
     processed, n_top = options.return_logprobs == "processed", options.top_logprobs
-    wanted = replace(options, return_kept=options.return_kept or (processed and n_top > 0))
+    wanted = replace(options, return_kept=options.return_kept or processed)
     call = prepare_draws(logits, wanted, seed, position, out, logprobs=processed)
     read = wanted.logit_bias, wanted.bitmask, wanted.row_indices
     drawn = call(logits, Numbers.of(wanted, seed, position), *read, out)
-    of_tokens, top, top_tokens = drawn.logprobs, None, None
-    if options.return_logprobs == "raw" or n_top:
-        x = rows_of(logits, options)
-        if processed:
-            x = judged_rows(x, options)
-            of_token = x.gather(1, drawn.tokens[:, None]).double()
-            t = per_row(options.temperature, x)
-            top_x, top_tokens = greatest(x, n_top, drawn.kept)
-            less = torch.where(top_x == of_token, 0.0, top_x.double() - of_token) / torch.where(t > 0, t, 1.0)
-            assert of_tokens is not None
-            top = less + of_tokens[:, None].double()
-        else:
-            lse = raw_lse(logits, options, x)[:, None]
-            of_tokens = log_probs_at(x.gather(1, drawn.tokens[:, None]), lse).squeeze(1).float()
-            of_tokens = of_tokens.masked_fill(~drawn.valid, math.nan)
-            if n_top:
-                top_x, top_tokens = greatest(x, n_top)
-                top = log_probs_at(top_x, lse)
-        if top is not None and top_tokens is not None:
-            top_tokens = torch.where(drawn.valid[:, None] & (top > -math.inf), top_tokens, -1)
-            top = top.float().masked_fill(~drawn.valid[:, None], math.nan)
+    x, of_tokens = rows_of(logits, options), drawn.logprobs
+    if processed:
+        x = judged_rows(x, options)
+        of_token = x.gather(1, drawn.tokens[:, None]).double()
+        t = per_row(options.temperature, x)
+        top_x, top_tokens = greatest(x, n_top, drawn.kept)
+        less = torch.where(top_x == of_token, 0.0, top_x.double() - of_token) / torch.where(t > 0, t, 1.0)
+        assert of_tokens is not None
+        top = less + of_tokens[:, None].double()
+    else:
+        lse = raw_lse(logits, options, x)[:, None]
+        of_tokens = log_probs_at(x.gather(1, drawn.tokens[:, None]), lse).squeeze(1).float()
+        of_tokens = of_tokens.masked_fill(~drawn.valid, math.nan)
+        top_x, top_tokens = greatest(x, n_top)
+        top = log_probs_at(top_x, lse)
+    top_tokens = torch.where(drawn.valid[:, None] & (top > -math.inf), top_tokens, -1)
+    top = top.float().masked_fill(~drawn.valid[:, None], math.nan)
     kept = drawn.kept if options.return_kept else None
     return SampleOutput(drawn.tokens, drawn.valid, of_tokens, top, top_tokens, kept)
 
@@ -314,7 +314,7 @@ def _plain(
     if temperature.__class__ in _NUMBERS:
         if not (1e-30 < temperature < 1e30 or temperature == 0):
             return None
-        of_temperature = "number"
+        of_temperature = "number" if temperature else "zero"
     if top_k.__class__ is int:
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             return None

@@ -1,0 +1,139 @@
+"""Log-probabilities of a draw's token and of a row's greatest logits, from what `_stretches` left of the row.
+
+The greatest logits are those of the lanes with the greatest maxima, as filters have them: no row is sorted.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.kernels.draw import (
+    COLUMN_BITS,
+    INF,
+    KEPT_BITS,
+    LANES,
+    LAST_COLUMN,
+    LOWEST,
+    STRETCH,
+    TOKENS,
+    UNIT,
+    bounds_of_code,
+    calls_of,
+    code_of,
+    column_of,
+    draw_of,
+    filters_of,
+    kept_of,
+    logits_of,
+    scratch_at,
+    survey,
+    value_of,
+)
+from fused_softmax.kernels.sample_kept import (
+    MASS_BITS,
+    above_of,
+    greatest_lanes,
+    held_of,
+    lane_maxima,
+    list_held,
+    row_state,
+)
+from fused_softmax.kernels.sample_row import least_in_row
+from fused_softmax.kernels.sample_wide import LISTED, list_marked
+from fused_softmax.kernels.state import LN2, NEG_INF
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_rows", "top_k"])
+def _report(
+    scratch_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr, kept_ptr, top_ptr, top_tokens_ptr, bias_ptr,
+    bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature, top_k, K: tl.constexpr,
+):  # fmt: skip
+    """Of the row as it is: the token's log-probability and the top_k greatest; or with kept_ptr of what filters kept,
+    of which the token's is known.
+    """
+    draw = tl.program_id(0).to(tl.int64)
+    D = draw_of(
+        logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols, temperature,
+        0, 0, 0, 0, draw, K,
+    )  # fmt: skip
+    valid = tl.load(valid_ptr + draw).to(tl.int32) != 0
+    token = tl.load(tokens_ptr + draw * strides[TOKENS])
+    m, total, odd = row_state(scratch_ptr, draw, D, K)
+    x = logits_of(D, (token // 8 * 8).to(tl.int32) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K)
+    # 0.0: see `survey`.
+    x_t = tl.sum(tl.where(token // 8 * 8 + tl.arange(0, 8)[None, :] == token, x + 0.0, 0.0))
+    if kept_ptr is None:
+        origin, factor = m, 1.0
+        offset = -tl.log(total.to(tl.float32) / UNIT)
+        if odd:
+            _m, n_inf, _, n_nan = survey(D, K)
+            origin = tl.zeros([], tl.float32) + INF
+            offset = tl.where((n_nan == 0) & (n_inf == 1), 0.0, float("nan"))
+        logprob = tl.where(x_t == origin, offset, x_t - origin + offset)
+        tl.store(logprobs_ptr + draw, tl.where(valid, logprob, float("nan")))
+    else:
+        origin, factor, offset = x_t, D.factor * LN2, tl.load(logprobs_ptr + draw)
+    if top_ptr is not None:
+        N: tl.constexpr = K.candidates
+        i = tl.arange(0, N)
+        n = tl.zeros([], tl.int32)
+        if valid:
+            F = filters_of(None, None, None, strides, top_k, 1.0, 0.0, m, total, draw, D, K)
+            n = list_greatest(scratch_ptr, draw, D, F, K)
+        list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
+        code = tl.load(list_ptr + i, mask=i < n, other=(tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS)
+        rank = (above_of(code, list_ptr, n, D, 0, K, False) >> MASS_BITS).to(tl.int32)
+        x = value_of((code >> COLUMN_BITS).to(tl.int32))
+        col = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
+        on = (i < n) & (rank < top_k)
+        value = tl.where(x == origin, offset, (x - origin) * factor + offset)
+        if kept_ptr is not None:
+            byte = tl.load(kept_ptr + draw * strides[KEPT_BITS] + col // 8, mask=on, other=0).to(tl.int32)
+            value = tl.where((byte >> (col % 8)) & 1 == 1, value, NEG_INF)
+        at = draw * top_k
+        tl.store(top_ptr + at + rank, value, mask=on)
+        tl.store(top_tokens_ptr + at + rank, tl.where(value > NEG_INF, col, -1).to(tl.int64), mask=on)
+        beyond = (i >= tl.minimum(n, top_k)) & (i < top_k)
+        tl.store(top_ptr + at + i, tl.where(valid & (offset == offset), NEG_INF, float("nan")), mask=beyond)
+        tl.store(top_tokens_ptr + at + i, tl.full([N], -1, tl.int64), mask=beyond)
+
+
+@triton.jit
+def list_greatest(scratch_ptr, draw, D, F, K: tl.constexpr):
+    """How many codes are listed, of the k greatest logits or a few more."""
+    list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
+    call, known = greatest_lanes(lane_maxima(scratch_ptr, draw, D, K), scratch_ptr, draw, D, F, K)
+    there = call >= 0
+    call = tl.maximum(call, 0)
+    n, known = list_held(list_ptr, held_of(call, there, D, K), known, F, K)
+    if (n < F.k) & (known > LOWEST):  # too many are equal, or too few lanes were looked at
+        n = list_from(list_ptr, scratch_ptr, draw, bounds_of_code(least_in_row(D, F, K)), D, K)
+    return n
+
+
+@triton.jit(noinline=True)
+def list_from(list_ptr, scratch_ptr, draw, B, D, K: tl.constexpr):
+    """How many codes are listed, of all that lies within bounds: the row is read for it."""
+    record_ptr = scratch_ptr + draw * K.scratch
+    tl.store(record_ptr + LISTED, tl.zeros([], tl.int64))
+    tl.debug_barrier()
+    cols_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int32, K)
+    for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
+        call = calls_of(stretch, K)
+        marks = tl.zeros([K.stretches * LANES], tl.int32)
+        for quarter in tl.static_range(4):
+            first = column_of(call, quarter)
+            x = logits_of(D, first, call >= 0, K)
+            within = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B).to(tl.int32)
+            marks |= tl.sum(within << tl.arange(0, 8)[None, :], axis=1) << (quarter * 8)
+        list_marked(cols_ptr, record_ptr, marks, call, K)
+    tl.debug_barrier()
+    N: tl.constexpr = K.candidates
+    i = tl.arange(0, N)
+    n = tl.minimum(tl.load(record_ptr + LISTED).to(tl.int32), N)
+    cols = tl.load(cols_ptr + i, mask=i < n, other=0)
+    x = tl.load(D.ptr + cols, mask=i < n, other=NEG_INF).to(tl.float32)
+    if K.biased:
+        x += tl.load(D.bias_ptr + cols, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(list_ptr + i, code_of(x, cols), mask=i < n)
+    tl.debug_barrier()
+    return n

@@ -1,0 +1,104 @@
+"""Launches of draws together with what a call asks of log-probabilities beside the token.
+
+Those of the logits as given, and of the greatest logits, take one more read of the logits, and one launch after it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fused_softmax.calls import allocator
+from fused_softmax.device import device_of
+from fused_softmax.kernels.sample_kept import _stretches
+from fused_softmax.kernels.sample_report import _report
+from fused_softmax.ops.sample_calls import (
+    FEW,
+    STRETCH,
+    Arguments,
+    Numbers,
+    of_a_call,
+    prepare_draws,
+    readable,
+    spec_of,
+)
+from fused_softmax.options_sampling import Sampling
+from fused_softmax.plan import DrawPlan, plan_draws
+from fused_softmax.reference_sampling import SampleOutput
+
+
+def prepare_sample(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None,
+    plan: DrawPlan | None = None,
+) -> Callable[[Tensor, Numbers, Tensor | None, Tensor | None, Tensor | None, Tensor | None], SampleOutput]:  # fmt: skip
+    """What draws and reports for a call like this one: as `prepare_draws`, with at most FEW top_logprobs."""
+    processed, n_top = options.return_logprobs == "processed", options.top_logprobs
+    if options.return_logprobs is None or (processed and not n_top):
+        return prepare_draws(logits, options, seed, position, out, logprobs=processed, plan=plan)
+    wanted = replace(options, return_kept=options.return_kept or processed)
+    draw = prepare_draws(logits, wanted, seed, position, out, logprobs=processed, plan=plan)
+    report = _prepare_report(logits, options, seed, position, processed, plan)
+
+    def call(logits, numbers, bias, bitmask, rows, out):
+        drawn = draw(logits, numbers, bias, bitmask, rows, out)
+        logprobs, top, top_tokens = report(logits, numbers, bias, bitmask, rows, drawn)
+        kept = drawn.kept if options.return_kept else None
+        return SampleOutput(drawn.tokens, drawn.valid, logprobs, top, top_tokens, kept)
+
+    return call
+
+
+def _prepare_report(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, processed: bool,
+    plan: DrawPlan | None,
+) -> Callable:  # fmt: skip
+    n_rows, n_cols = logits.shape
+    n_draws, n_top = n_rows if options.row_indices is None else len(options.row_indices), options.top_logprobs
+    index, empty = logits.get_device(), allocator(logits.device)
+    plan = plan or plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
+    judged = options if processed else Sampling(row_indices=options.row_indices)
+    spec = replace(
+        spec_of(plan, replace(judged, top_k=1), index, True, logits.dtype), capacity=plan.capacity,
+        candidates=2 * FEW, wide=True, listed=2 * FEW,
+    )  # fmt: skip
+
+    def numbers_of(numbers: Numbers) -> Numbers:
+        return Numbers(numbers.temperature if processed else 1.0, n_top, None, None, None, None)
+
+    def read_of(logits, bias, bitmask, rows):
+        return readable(logits, bias if processed else None, bitmask if processed else None, rows)
+
+    def written(tokens: Tensor, valid: Tensor, logprobs: Tensor | None, kept: Tensor | None) -> tuple:
+        top = (n_draws, n_top), (n_top, 1)
+        return (
+            empty((n_draws * spec.scratch,), (1,), torch.int64), tokens, valid,
+            logprobs if processed else empty((n_draws,), (1,), torch.float32),
+            kept.view(torch.uint8) if processed and kept is not None else None,
+            empty(*top, torch.float32) if n_top else None, empty(*top, torch.int64) if n_top else None,
+        )  # fmt: skip
+
+    device = logits.device
+    like = written(
+        torch.empty(n_draws, dtype=torch.int64, device=device), torch.empty(n_draws, dtype=torch.bool, device=device),
+        torch.empty(n_draws, dtype=torch.float32, device=device),
+        torch.empty(n_draws, -(-n_cols // 32), dtype=torch.int32, device=device),
+    )  # fmt: skip
+    read = read_of(logits, options.logit_bias, options.bitmask, options.row_indices)
+    numbers = numbers_of(Numbers.of(options, seed, position))
+    arguments = Arguments(read, like, numbers, n_rows, n_cols)
+    n_parts = -(-n_cols // (STRETCH * plan.stretches))
+    of_report = replace(spec, stretches=plan.kept_warps)
+    launches = [
+        arguments.prepare(_stretches, n_draws * n_parts, spec, index, plan.num_warps),
+        arguments.prepare(_report, n_draws, of_report, index, plan.kept_warps),
+    ]
+
+    def report(logits, numbers, bias, bitmask, rows, drawn):
+        its = written(drawn.tokens, drawn.valid, drawn.logprobs, drawn.kept)
+        values = of_a_call(read_of(logits, bias, bitmask, rows), its, numbers_of(numbers))
+        for launched, given in launches:
+            launched(*given(values))
+        return its[3], its[5], its[6]
+
+    return report
