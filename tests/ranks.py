@@ -27,13 +27,13 @@ class Raised(Exception):
 
 
 class Ranks:
-    """`MOST` processes, each a rank. They end with the pool."""
+    """Processes, each a rank, which `serve` until they are sent None. They end with the pool."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, most: int = MOST, serve: Callable | None = None) -> None:
         context, self._pipes, self._processes = multiprocessing.get_context("spawn"), [], []
-        for rank in range(MOST):
+        for rank in range(most):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, directory, there), daemon=True)
+            process = context.Process(target=serve or _serve, args=(rank, directory, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)

@@ -57,6 +57,6 @@ def differentiated(output, x, of):
     """What a loss gave, and the gradient of x by numbers that tell its parts apart."""
     tensors = flat(output)
     graded = [each for each in tensors if each.requires_grad]
-    parts = [of * torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each.dtype) for each in graded]
+    parts = [of * torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each) for each in graded]
     (dx,) = torch.autograd.grad(graded, [x], parts)
     return *[each.detach() for each in tensors], dx

@@ -7,7 +7,7 @@ import pytest
 import torch
 from launches import GPUS, launched
 
-from fused_softmax.ops import loss_peers, peer_launches, softmax_peers
+from fused_softmax.ops import gather_peers, loss_peers, peer_launches, softmax_peers
 from fused_softmax.options import Loss
 
 pytestmark = pytest.mark.compiles
@@ -15,9 +15,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 SLOTS = torch.zeros(2, dtype=torch.int64)
 REGION = SimpleNamespace(slots=SLOTS, bases=SLOTS, set_size=2**20)
-PEERS = SimpleNamespace(
-    rank=1, ranks=2, limit=6 * 10**11, device=torch.device("cuda", 0), region=lambda group, slots, rows: REGION
-)
+PEERS = SimpleNamespace(rank=1, ranks=2, device=torch.device("cuda", 0), region=lambda group, slots, rows: REGION)
 
 
 def binary_of(target, run):
@@ -73,3 +71,13 @@ def test_losses(target, dtype, kind, columns, way):
     assert found.spilled_bytes == 0
     if columns > 40:
         assert max(found.load_widths) >= (8 if kind and dtype == BF16 else 16)
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("dtype", [FP32, torch.float64], ids=str)
+def test_gathers(target, dtype):
+    message = torch.empty(8, 8192, dtype=dtype)
+    words, asked = message.view(-1).view(torch.int32), (message.shape, dtype)
+    with mock.patch.object(gather_peers, "has_ptx", return_value=True):
+        found = binary_of(target, lambda: gather_peers._prepare(words, message, asked, PEERS, None))
+    assert found.spilled_bytes == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peered import in_parts, loss, softmax
-from sharded import INDICES, close, logits
+from sharded import close, logits
 
 import fused_softmax
 from fused_softmax import cross_entropy, distributed, peers
@@ -122,46 +122,6 @@ def test_the_first_call_says_what_differs(ranks):
         assert each.args[1].startswith("softmax: the ranks of the group differ in ")
 
 
-def refused(group, name, x, rest, arguments):
-    in_parts(None)
-    return getattr(fused_softmax, name)(x, *rest, **arguments, group=group, transport="peer")
-
-
-@pytest.mark.parametrize(
-    ("name", "rest", "arguments", "said"),
-    [
-        ("softmax", (0,), {}, "the columns are another dim than the last"),
-        ("softmax", (1,), {"scale": 2.0}, "it has a scale, a mask, a sink or masked_rows"),
-        ("softmax", (1,), {"masked_rows": "zero"}, "it has a scale, a mask, a sink or masked_rows"),
-        ("softmax", (1,), {"dtype": torch.float64}, "it takes 16 and 32 bit floats, not "),
-        ("cross_entropy", (INDICES,), {"label_smoothing": 0.1}, "it has class weights, label smoothing, "),
-        ("cross_entropy", (INDICES, torch.ones(3)), {}, "it has class weights, label smoothing, "),
-        ("cross_entropy", (INDICES,), {"return_token_stats": True}, "it has class weights, label smoothing, "),
-    ],
-)
-def test_what_goes_by_a_collective_alone(ranks, name, rest, arguments, said):
-    for each in ranks(2, refused, name, torch.zeros(2, 3), rest, arguments):
-        assert each.args[0] == "ValueError"
-        assert each.args[1].startswith(f"{name}: transport='peer' cannot take this call: {said}")
-
-
-def of_other_dtypes_and_sizes(group):
-    in_parts(None)
-    said = []
-    for x in (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(0, 3), torch.zeros(1, 2**20 + 1)):
-        try:
-            softmax(x, group)
-        except ValueError as error:
-            said.append(str(error).partition("call: ")[2])
-    return said
-
-
-def test_sizes_and_dtypes_that_go_by_a_collective_alone(ranks):
-    for said in ranks.values(2, of_other_dtypes_and_sizes):
-        assert said[0].startswith("it takes 16 and 32 bit floats")
-        assert said[1:] == ["there are no rows", "a shard has too many columns"]
-
-
 def without_kernels(group):
     from fused_softmax import route
 
@@ -176,11 +136,9 @@ def test_a_cpu_without_the_interpreter_has_no_peers(ranks):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["logsumexp", "linear_cross_entropy"])
-def test_operations_that_have_no_peers(name):
-    rest = (1,) if name == "logsumexp" else (torch.zeros(4, 3), INDICES)
-    with pytest.raises(ValueError, match=f"{name}: transport='peer' is for softmax, log_softmax, cross_entropy"):
-        getattr(fused_softmax, name)(torch.zeros(2, 3), *rest, group=object(), transport="peer")
+def test_operations_that_have_no_peers():
+    with pytest.raises(ValueError, match="sample: transport='peer' is for softmax, "):
+        fused_softmax.sample(torch.zeros(2, 3), group=object(), transport="peer")
 
 
 def left_to_choose(group):

@@ -7,6 +7,7 @@ every rank merges them in rank order. So all ranks get the same bits, in every r
 import os
 import zlib
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from torch import Tensor
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["peer", "collective"]
 TRANSPORTS = get_args(Transport)
-BY_PEERS = ("softmax", "log_softmax", "cross_entropy")
+BY_PEERS = ("softmax", "log_softmax", "logsumexp", "cross_entropy", "linear_cross_entropy")
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
 _HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
@@ -30,6 +31,7 @@ class Shards(NamedTuple):
 
     sizes: of each rank's columns, in rank order. n_classes: those of them that count; the rest is padding at the end.
     digest: of what all ranks have to ask alike; None where they are known to.
+    by_peers: what gathers messages in the place of the group's backend, if anything does.
     """
 
     group: Any
@@ -37,6 +39,7 @@ class Shards(NamedTuple):
     sizes: tuple[int, ...]
     n_classes: int
     digest: int | None = None
+    by_peers: Any = None
 
     @property
     def first(self) -> int:
@@ -46,7 +49,13 @@ class Shards(NamedTuple):
     @property
     def held(self) -> int:
         """How many of this rank's columns are no padding."""
-        return max(0, min(self.sizes[self.rank], self.n_classes - self.first))
+        return self.held_by[self.rank]
+
+    @property
+    def held_by(self) -> list[int]:
+        """The same of every rank."""
+        ends = accumulate(self.sizes)
+        return [max(0, min(size, self.n_classes - end + size)) for size, end in zip(self.sizes, ends, strict=True)]
 
 
 class _Headers(NamedTuple):
@@ -131,9 +140,14 @@ def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors:
 
 
 def gather(message: Tensor, shards: Shards) -> Tensor:
-    """[ranks, *message.shape] of every rank's message, in rank order; NaN where ranks ask for different things."""
+    """[ranks, *message.shape] of every rank's message, in rank order; NaN where ranks ask for different things.
+
+    message: [numbers, rows] or [rows].
+    """
     if len(shards.sizes) == 1 or not message.numel():
         return message.expand(len(shards.sizes), *message.shape)
+    if shards.by_peers is not None:
+        return shards.by_peers(message, shards)
     shape, said = message.shape, message.reshape(-1)
     expected = None if shards.digest is None else _headers_of(shards, shape[-1], shards.digest, message)
     if expected is not None:

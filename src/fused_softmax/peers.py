@@ -34,8 +34,9 @@ _last: dict[int, Any] = {}  # by device: the stream of the last launch that wait
 class Region(NamedTuple):
     """Slots of rows that have equally many.
 
-    slots: int64, two sets, this rank's. bases: int64 [ranks + 1], where each rank's begin, and where kernels leave word
-    of what is missing. set_size: slots of a set. rows: for how many there are slots. kept: what holds the mappings.
+    slots: int64, two sets, this rank's. bases: int64 [ranks + 2], where each rank's begin, where kernels leave word of
+    what is missing, and how long they wait for it. set_size: slots of a set. rows: for how many there are slots. kept:
+    what holds the mappings.
     """
 
     slots: Tensor
@@ -101,8 +102,14 @@ class Peers:
         set_size = rows * slots_per_row
         if set_size >= 2**31:
             raise ValueError(f"{n_rows} rows of {slots_per_row} messages are too many for one call over peers")
+        said = _heard(group, set_size)
+        if len(set(said)) > 1:
+            raise RuntimeError(
+                f"the ranks of the group differ in rows or columns: they need {said} slots by rank. Shards whose sizes "
+                "change need n_classes"
+            )
         slots, addresses, kept = _mapped(group, self.device, 2 * set_size)
-        bases = torch.tensor([*addresses, self._word.data_ptr()], dtype=torch.int64, device=self.device)
+        bases = torch.tensor([*addresses, self._word.data_ptr(), self.limit], dtype=torch.int64, device=self.device)
         if slots_per_row in self._regions:
             self._outgrown.append(self._regions[slots_per_row])
         self._regions[slots_per_row] = Region(slots, bases, set_size, rows, kept)

@@ -71,8 +71,8 @@ class Place:
 
 def own(transport: str, function: Callable[[Place, str], Call]) -> Provider:
     def provide(place: Place) -> Call:
-        if transport == "peer" and (place.device.type != "cuda" or function is _own_linear):
-            raise ImportError("the transport 'peer' is for softmax and cross_entropy on GPUs of one host")
+        if transport == "peer" and place.device.type != "cuda":
+            raise ImportError("the transport 'peer' is for GPUs of one host")
         return function(place, transport)
 
     return provide

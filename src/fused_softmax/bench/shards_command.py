@@ -71,7 +71,7 @@ def chosen(
     return [found[0], found[-1]] if quick and not shapes else found
 
 
-@click.command(cls=_Keeping)
+@click.command(cls=_Keeping, short_help="Measure rows whose columns lie in shards over ranks, beside one GPU.")
 @click.option("--op", "operations", metavar="NAME", multiple=True, callback=values_of(_operations), help="Only these.")
 @click.option(
     "--shape", "shapes", metavar="ROWSxCOLS", multiple=True, callback=values_of(cases.parse_shapes),

@@ -8,7 +8,7 @@ and 8 a row.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.loss import load_part, store_part, store_zeros, sum_losses
+from fused_softmax.kernels.loss import load_part, max_of_part, store_part, store_zeros, sum_losses
 from fused_softmax.kernels.losses import (
     load_target_logit,
     numbers_of,
@@ -26,12 +26,12 @@ from fused_softmax.kernels.state import NEG_INF, hold_all, log_sum_of
 
 @triton.jit(do_not_specialize=[
     "x_row_stride", "dx_row_stride", "n_cols", "n_parts", "part_cols", "misalignment", "ahead", "rank", "ranks",
-    "digest", "limit", "n_classes", "first", "ignore_index", "set_size",
+    "digest", "n_classes", "first", "ignore_index", "set_size",
 ])  # fmt: skip
 def _peer_loss(
     slots_ptr, bases_ptr, x_ptr, dx_ptr, target_ptr, totals_ptr, states_ptr, loss_ptr, result_ptr, ticket_ptr,
     x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
-    rank, ranks, digest, limit, n_classes, first, ignore_index, set_size, factor, hidden, cap, K: tl.constexpr,
+    rank, ranks, digest, n_classes, first, ignore_index, set_size, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
     """A part of a row a program, and its gradient if K.gradient. first: this rank's first class among all n_classes.
 
@@ -63,7 +63,8 @@ def _peer_loss(
     if K.counted:  # asked for before the row, and counted after it
         j = tl.arange(0, K.counted)
         targets = tl.load(target_ptr + j, mask=j < n_rows, other=0).to(tl.int64)
-    z, edge, m = load_part(r, L, N, K)
+    z, edge = load_part(r, L, N, K)
+    m = max_of_part(z, edge, N, K)
     if K.inplace:  # z_t is read before anything is written over it
         m = tl.maximum(m, tl.where(here & heads, z_t, NEG_INF))
     z = hold_all(z, K.ptx)
@@ -77,7 +78,7 @@ def _peer_loss(
     if K.counted:
         g, g_z = per_row_counted(targets, None, n_rows, n_classes, ignore_index, K)
     if K.collect:
-        message = collect(slots_ptr + row_at, bases_ptr, ranks, n_slots, tag, limit, K)
+        message = collect(slots_ptr + row_at, bases_ptr, ranks, n_slots, tag, K)
         m, s, logit = state_of(message, bases_ptr, row, n_parts, ranks, digest, tag, K)
         ls = log_sum_of(m, s, K.ptx)
         if heads:

@@ -59,19 +59,23 @@ def send(bases, at, message, ranks, K: tl.constexpr):
     """Write a message into slot `at` of every rank. It is whole at once, and needs no fence."""
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
-    messages = message + tl.zeros([LANES], tl.int64)
-    addresses = bases + at * 8
+    store_far(bases + at * 8, message + tl.zeros([LANES], tl.int64), j < ranks, K)
+
+
+@triton.jit
+def store_far(addresses, messages, on, K: tl.constexpr):
+    """Write 64 bits each to addresses of any GPU."""
     if K.ptx:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
             "=r,l,l,r",
-            [addresses, messages, (j < ranks).to(tl.int32)],
+            [addresses, messages, on.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.store(addresses.to(tl.pointer_type(tl.int64)), messages, mask=j < ranks)
+        tl.store(addresses.to(tl.pointer_type(tl.int64)), messages, mask=on)
 
 
 @triton.jit
@@ -107,7 +111,7 @@ def wait_long(slot_ptrs, message, wanted, tag, limit, K: tl.constexpr):
 
 
 @triton.jit
-def collect(slots_ptr, bases_ptr, ranks, n_slots, tag, limit, K: tl.constexpr):
+def collect(slots_ptr, bases_ptr, ranks, n_slots, tag, K: tl.constexpr):
     """The messages of a row, a lane each; some may be missing when the wait is over."""
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -115,6 +119,7 @@ def collect(slots_ptr, bases_ptr, ranks, n_slots, tag, limit, K: tl.constexpr):
     message, left = wait_for(slots_ptr + j, message, j < n_slots, tag)
     if left > 0:
         word = tl.load(word_of(bases_ptr, ranks), volatile=True)
+        limit = tl.load(bases_ptr + ranks + 1)
         limit = tl.where(word == 0, limit, 0)  # who starts after another has given up does not wait as long again
         message = wait_long(slots_ptr + j, message, j < n_slots, tag, limit, K)
     return message

@@ -14,11 +14,11 @@ from fused_softmax.kernels.state import NEG_INF, hold_all
 
 @triton.jit(do_not_specialize=[
     "x_row_stride", "y_row_stride", "n_cols", "n_parts", "part_cols", "misalignment", "ahead", "rank", "ranks",
-    "digest", "limit", "set_size",
+    "digest", "set_size",
 ])  # fmt: skip
 def _peer_forward(
     slots_ptr, bases_ptr, x_ptr, y_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
-    rank, ranks, digest, limit, set_size, K: tl.constexpr,
+    rank, ranks, digest, set_size, K: tl.constexpr,
 ):  # fmt: skip
     x = Rows(x_ptr, x_row_stride, misalignment)
     y = Rows(y_ptr, y_row_stride, misalignment)
@@ -43,6 +43,6 @@ def _peer_forward(
     if K.prefetch:
         prefetch_part(x, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
     if K.collect:
-        message = collect(slots_ptr + row_at, bases_ptr, ranks, n_slots, tag, limit, K)
+        message = collect(slots_ptr + row_at, bases_ptr, ranks, n_slots, tag, K)
         m, s, _ = state_of(message, bases_ptr, row, n_parts, ranks, digest, tag, K)
         store_row(y, n_cols, z, edge, m, s, r, q, K)

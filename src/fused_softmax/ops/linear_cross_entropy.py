@@ -18,10 +18,12 @@ from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed
 from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
+from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes
 from fused_softmax.ops.linear_by_rows import Gradients, Linear, by_rows, chunks, divides_late, linear_of
 from fused_softmax.ops.linear_on_shards import linear_loss_on_shards
 from fused_softmax.ops.linear_sharded import GatheredRows, LinearSharded, OfCall
+from fused_softmax.ops.loss_sums import finish, totals_of
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
 from fused_softmax.route import Route, batched, is_sharded, needs_grad, on_device, readable, route_of
 
@@ -123,6 +125,7 @@ def linear_cross_entropy(
         }  # fmt: skip
         n_rows, over = input.shape[:-1].numel(), (group, n_classes, transport)
         shards = shards_of(_NAME, columns, n_rows, *over, input.device, alike, target)
+        shards = told_by(peers_of(_NAME, transport, group, input, linear_weight, target), _NAME, shards)
         if input_sharded:
             input = GatheredRows.apply(input, shards)
         if shards.held < columns:  # no product has padding in it, which may be anything
@@ -279,7 +282,7 @@ def forward(
     there are none. loss: its weight contiguous, in the dtype of the arithmetic; here and below.
     """
     dtype = arithmetic_of(x)
-    totals = losses.totals_of(target, loss, len(w), dtype) if loss.mean else None
+    totals = totals_of(target, loss, len(w), dtype) if loss.mean else None
     late = any(asked) and divides_late(x, loss)
     gradients, lse = None, None
     # What is divided late may be more than fp16 holds, and by classes nothing wider holds the weight's gradient.
@@ -298,7 +301,7 @@ def forward(
         y, z = rows.loss.view(-1), rows.z
         y = y if z is None else y + z
     else:
-        y, z = losses.finish(rows, totals, loss, dtype)
+        y, z = finish(rows, totals, loss, dtype)
     if wanted.z_loss and z is None:
         z = torch.zeros_like(y)
     return (y, lse, z, *stats_of(rows, target, loss)), totals, gradients

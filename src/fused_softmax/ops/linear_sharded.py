@@ -56,7 +56,7 @@ class GatheredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shards):
         ctx.shards = shards
-        return gather(x.contiguous(), shards._replace(digest=None)).flatten(0, 1)
+        return gather(x.contiguous(), shards._replace(digest=None, by_peers=None)).flatten(0, 1)
 
     @staticmethod
     @once("linear_cross_entropy")

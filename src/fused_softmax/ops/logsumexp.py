@@ -16,6 +16,7 @@ from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Transport, check_group
 from fused_softmax.ops.arguments import check
+from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.logsumexp_calls import backward, prepare_call
 from fused_softmax.ops.shards import on_shards
 from fused_softmax.ops.softmax_sharded import logsumexp_of_shards, scores_of_shard, shards_of_dim
@@ -62,7 +63,7 @@ def logsumexp(
         logsumexp(cat([scores, sink], dim)), which is the sink itself where nothing else is kept.
     masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN ("nan"; 0 if no loss uses it), or zero.
 
-    group, n_classes, transport: as softmax's, for a single dim, and without "peer". Every rank gets the same result;
+    group, n_classes, transport: as softmax's, for a single dim. Every rank gets the same result;
         each rank's incoming gradient is that of this one result, which is never summed over ranks.
 
     Raises torch's errors, and those of softmax's scale, mask, is_causal and sink.
@@ -99,6 +100,7 @@ def _over_group(input, dim, keepdim, out, scored, over):
     check(name, input, dim, None, None)
     scores = scores_of_shard(name, input, dim, *scored)
     shards = shards_of_dim(name, input, dim, input.dtype, scores, over)
+    shards = told_by(peers_of(name, over[2], over[0], input), name, shards)
     return logsumexp_of_shards(input, dim, keepdim, scores, shards)
 
 

@@ -11,6 +11,8 @@ from fused_softmax.distributed import Shards
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted
 from fused_softmax.ops.cross_entropy_sharded import sharded
 from fused_softmax.ops.cross_entropy_steps import as_rows
+from fused_softmax.ops.gather_peers import peers_of, told_by
+from fused_softmax.ops.loss_peers import in_one_launch, loss_by_peers, states_by, written_at_once
 from fused_softmax.ops.shards import shards_of_mesh
 from fused_softmax.options import DTYPES, Loss
 from fused_softmax.route import is_sharded
@@ -113,10 +115,16 @@ def loss_on_shards(
         for i, each in enumerate(input.placements)
     ]
     placed = Placed("cross_entropy", input.device_mesh, of_rows, kept, target.shape)
-    y, lse, z, *stats = sharded(
-        *as_rows(input.to_local(), placed.targets(target)), replace(loss, weight=placed.weight(loss.weight)),
-        placed.shards(input.shape[class_dim]), wanted, dtype, placed.groups,
-    )  # fmt: skip
+    local, targets = input.to_local(), placed.targets(target)
+    loss, shards = replace(loss, weight=placed.weight(loss.weight)), placed.shards(input.shape[class_dim])
+    peers = None if kept is None else peers_of(placed.name, None, shards.group, local, targets)
+    merging = peers if peers is not None and in_one_launch(local, targets, loss, shards) else None
+    if merging is not None and not placed.over and written_at_once(local, loss, wanted):
+        y = loss_by_peers(local, targets, loss, wanted, dtype, shards, merging)
+        return placed.output(y, None, None, (), wanted, loss.reduction)
+    how = () if merging is None else (states_by(merging),)
+    shards = told_by(peers, placed.name, shards)
+    y, lse, z, *stats = sharded(*as_rows(local, targets), loss, shards, wanted, dtype, placed.groups, *how)
     return placed.output(y, lse, z, stats, wanted, loss.reduction)
 
 

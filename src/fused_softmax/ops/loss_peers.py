@@ -17,15 +17,7 @@ from fused_softmax.distributed import Shards
 from fused_softmax.kernels.loss_peers import _peer_loss
 from fused_softmax.kernels.spec import LossSpec
 from fused_softmax.layout import alignment_of
-from fused_softmax.ops.cross_entropy_calls import (
-    WHOLE,
-    LossRows,
-    counted_by_each,
-    prepare_finish,
-    prepare_multiply,
-    prepare_totals,
-    ticket_of,
-)
+from fused_softmax.ops.cross_entropy_calls import WHOLE, LossRows, counted_by_each, ticket_of
 from fused_softmax.ops.cross_entropy_output import Wanted
 from fused_softmax.ops.cross_entropy_sharded import (
     Shard,
@@ -36,35 +28,23 @@ from fused_softmax.ops.cross_entropy_sharded import (
     shard_of,
 )
 from fused_softmax.ops.cross_entropy_steps import as_rows
+from fused_softmax.ops.loss_sums import prepare_finish, prepare_multiply, prepare_totals
 from fused_softmax.ops.once import once
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
 from fused_softmax.options import Loss
-from fused_softmax.peers import Peers, choose
-from fused_softmax.route import batched, needs_grad, runs_here
+from fused_softmax.peers import Peers
+from fused_softmax.route import batched, needs_grad
 from fused_softmax.runner import spec_of
 
 _NUMBERS = ("factor", "hidden", "cap")
 
 
-def peers_of(x: Tensor, target: Tensor, loss: Loss, shards: Shards, transport: Any) -> Peers | None:
-    """By which memory the ranks exchange what they know of a loss; None for a collective."""
-    why = _hindrance(x, target, loss, facts_of(shards))
-    return choose("cross_entropy", transport, shards.group, x.device, why)
-
-
-def _hindrance(x: Tensor, target: Tensor, loss: Loss, facts: Facts) -> str | None:
-    """Why a call cannot go by peers: of what is the same on all ranks."""
-    if loss.weight is not None or loss.smooth or loss.stats or loss.scale == 0:
-        return "it has class weights, label smoothing, token statistics or a scale of 0"
-    if x.dtype not in DTYPES:
-        return f"it takes logits of 16 and 32 bit floats, not {x.dtype}"
-    if not runs_here(x, target):
-        return "the kernels do not run here"
-    if not target.numel():
-        return "there are no rows"
-    if plan_of(target.numel(), x.element_size(), "even", facts, x.get_device()) is None:
-        return "a shard has too many columns"
-    return None
+def in_one_launch(x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> bool:
+    """Whether the launch that reads the logits merges the states of whole rows: by what is the same on all ranks."""
+    if loss.weight is not None or loss.smooth or loss.stats or loss.scale == 0 or x.dtype not in DTYPES:
+        return False
+    n_rows = target.numel()
+    return n_rows > 0 and plan_of(n_rows, x.element_size(), "even", facts_of(shards), x.get_device()) is not None
 
 
 class Kind(NamedTuple):
@@ -82,6 +62,18 @@ def written_at_once(input: Tensor, loss: Loss, wanted: Wanted) -> bool:
     alone = loss.reduction != "none" and not wanted.beside and not loss.lse_square_scale
     inplace = wanted.inplace and not input.is_contiguous()
     return alone and not (needs_grad(input) and (input.dtype == torch.float16 or inplace))
+
+
+def loss_by_peers(
+    input: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype, shards: Shards, peers: Peers
+) -> Tensor:
+    """What `prepare_loss` gives, found or kept, of arguments that were checked."""
+    options = peers.number, *loss.asked().items(), *wanted, dtype, facts_of(shards), torch.is_grad_enabled()
+    call = find("cross_entropy by peers", options, input, target)
+    if call is None:
+        prepared = prepare_loss(input, target, loss, wanted, dtype, shards, peers)
+        call = keep(prepared, "cross_entropy by peers", options, input, target)
+    return call(peers, shards.group, input, target, loss.softcap, loss.scale)
 
 
 def prepare_loss(

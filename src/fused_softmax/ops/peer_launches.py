@@ -34,18 +34,13 @@ def facts_of(shards: Shards) -> Facts:
     return Facts(*shards[1:5])
 
 
-def plan_of(n_rows: int, itemsize: int, alignment: Any, shards: Shards | Facts, device: int) -> RowPlan | None:
+def plan_of(n_rows: int, itemsize: int, alignment: Any, facts: Facts, device: int) -> RowPlan | None:
     """The plan of this rank's columns that are no padding; None on every rank where there are too many for it."""
-    held = [shards_held(shards, rank) for rank in range(len(shards.sizes))]
+    held = facts.of(None).held_by
     return plan_peers(
-        n_rows, held[shards.rank], max(held), len(held), itemsize, device_of(device), alignment=alignment,
+        n_rows, held[facts.rank], max(held), len(held), itemsize, device_of(device), alignment=alignment,
         part_cols=PARTS.get("cols"),
     )  # fmt: skip
-
-
-def shards_held(shards: Shards | Facts, rank: int) -> int:
-    """How many of a rank's columns are no padding."""
-    return max(0, min(shards.sizes[rank], shards.n_classes - sum(shards.sizes[:rank])))
 
 
 class PeerLaunch(NamedTuple):
@@ -67,8 +62,7 @@ def prepare_launch(
     slots_per_row = (plan.parts + 1) * peers.ranks
     region = peers.region(group, slots_per_row, n_rows)
     values = {
-        "rank": peers.rank, "ranks": peers.ranks, "limit": peers.limit, "digest": _digest(asked, plan),
-        "set_size": region.set_size, **values,
+        "rank": peers.rank, "ranks": peers.ranks, "digest": _digest(asked, plan), "set_size": region.set_size, **values,
     }  # fmt: skip
     run = prepare(
         kernel, plan, spec, {"slots": region.slots, "bases": region.bases, **tensors}, values,

@@ -5,34 +5,32 @@ Each reads every element once and writes it once, and so does its gradient, exce
 
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
 from fused_softmax import reference
-from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.calls import find, keep
 from fused_softmax.distributed import Transport, check_group
-from fused_softmax.ops import logsumexp_calls
 from fused_softmax.ops.arguments import check
+from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.shards import on_shards
-from fused_softmax.ops.softmax_calls import backward, backward_key, prepare_call
-from fused_softmax.ops.softmax_peers import kept_softmax, softmax_by_peers
+from fused_softmax.ops.softmax_calls import prepare_call
+from fused_softmax.ops.softmax_gradients import with_gradient
+from fused_softmax.ops.softmax_peers import in_one_launch, kept_softmax, softmax_by_peers
 from fused_softmax.ops.softmax_sharded import scores_of_shard, shards_of_dim, softmax_of_shards
 from fused_softmax.options import (
     DTYPES,
     MaskedRows,
-    Scores,
     arithmetic_in,
-    arithmetic_of,
     is_plain,
     kind_of_scale,
     kind_of_sink,
     scores_of,
 )
-from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of, runs_here
-from fused_softmax.runner import FP8
+from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -81,8 +79,8 @@ def softmax(
     n_classes: with group: the columns of all shards that count, if not all; those past it, at the end of the last
         shards, are padding and get 0.
     transport: with group: how ranks talk to each other: "collective", by all_gather; or "peer", by memory that GPUs of
-        one host write into each other's, over the last dim and without scale, mask, sink and masked_rows. None takes
-        "peer" on GPUs where it can.
+        one host write into each other's: over the last dim and without scale, mask, sink and masked_rows in one launch.
+        None takes "peer" on GPUs where it can.
 
     Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
     ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
@@ -159,10 +157,10 @@ def _over_group(name, input, dim, dtype, out, scored, over):
     if dtype is None:
         result_dtype = dtype_under_autocast(input, dtype)
     shards = shards_of_dim(name, input, dim, result_dtype, scores, over)
-    y = softmax_by_peers(name, input, dim, dtype, result_dtype, scores, shards, n_classes, transport)
-    if y is not None:
-        return y
-    return softmax_of_shards(name == "log_softmax", input, dim, result_dtype, scores, shards)
+    peers = peers_of(name, transport, group, input, *scores.tensors)
+    if peers is not None and in_one_launch(input, dim, result_dtype, scores, shards):
+        return softmax_by_peers(name, input, dim, dtype, result_dtype, shards, peers, n_classes, transport)
+    return softmax_of_shards(name == "log_softmax", input, dim, result_dtype, scores, told_by(peers, name, shards))
 
 
 def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink):
@@ -206,222 +204,3 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
     composed = getattr(reference, name)
     result = composed(input, dim, dtype=result_dtype, **scores.arguments(), arithmetic=arithmetic)
     return result if out is None else out.resize_(result.shape).copy_(result)
-
-
-class Differentiated(NamedTuple):
-    """What the gradient of a call depends on, beside its tensors and numbers.
-
-    sunk: whether there is a sink.
-    quick: where dx is all that may be asked, and a kernel makes it: the name and options of its call.
-    """
-
-    log: bool
-    dim: int
-    hides: bool
-    greedy: bool
-    input_dtype: torch.dtype
-    mask_shape: torch.Size | None
-    sunk: bool
-    quick: tuple[str, tuple] | None = None
-
-
-def _differentiated(log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Differentiated:
-    mask_shape = None if scores.mask is None else scores.mask.shape
-    sunk = scores.sink is not None
-    kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, mask_shape, sunk)
-    exact = scores.scale is None or dtype != torch.float64  # a kernel's number has 32 bits
-    written = exact and input.dtype in DTYPES
-    if scores.per_row is not None or not written or (scores.greedy and (log or sunk)):
-        return kind
-    return kind._replace(quick=backward_key(log, dim, input.dtype, scores.hides, scores.scale is not None))
-
-
-def with_gradient(prepared: Prepared, log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores):
-    """A prepared call as one that autograd differentiates."""
-    kind = _differentiated(log, input, dim, dtype, scores)
-    of_scores = scores.per_row is not None or (scores.mask is not None and scores.mask.requires_grad)
-    of_sink = isinstance(scores.sink, Tensor) and scores.sink.requires_grad
-    summed = _prepare_lse(input, dim, dtype, scores) if of_sink else None
-
-    def wrapped(forward, lse_of):
-        def call(input, out, scale, mask, sink):
-            return _apply_to_input(input, (forward, scale, mask, sink, kind))
-
-        def scored_call(input, out, scale, mask, sink):
-            per_row, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
-            return _apply(input, mask, per_row, sink, (forward, lse_of, number, kind))
-
-        return scored_call if of_scores or of_sink else call
-
-    def again(n):
-        forward, lse_of = prepared.again(n), summed and summed.again and summed.again(n)  # type: ignore[misc]
-        return None if forward is None or (of_sink and lse_of is None) else wrapped(forward, lse_of)
-
-    return Prepared(wrapped(prepared.call, summed and summed.call), again if prepared.again else None)
-
-
-def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Prepared:
-    """lse of a call's rows, by which its sink has a gradient: in the dtype of the arithmetic, `dim` kept."""
-    rounded = input.dtype not in (dtype, *FP8) and dtype != arithmetic_in(dtype)
-    if rounded or not input.dtype.is_floating_point:
-        inner = _prepare_lse(input.to(dtype), dim, dtype, scores).call
-        return Prepared(lambda input, out, scale, mask, sink: inner(input.to(dtype), out, scale, mask, sink))
-    arithmetic, rules = arithmetic_in(dtype), (scores.is_causal, scores.masked_rows)
-    if input.numel() and input.ndim:
-        return logsumexp_calls.prepare_call(input, (dim,), True, None, scores, arithmetic)
-
-    def composed(input, out, scale, mask, sink):
-        arguments = Scores(scale, mask, *rules, sink=sink).arguments()
-        return reference.logsumexp(input, dim, True, dtype=arithmetic, arithmetic=arithmetic, **arguments)
-
-    return Prepared(composed)
-
-
-class _OfInput(torch.autograd.Function):
-    """y with the gradient of input alone: as _Softmax, with fewer arguments for autograd to go through."""
-
-    @staticmethod
-    def forward(ctx, input, how):
-        forward, ctx.number, mask, sink, ctx.kind = how
-        y = forward(input, None, ctx.number, mask, sink)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        quick, saved = ctx.kind.quick, ctx.saved_tensors  # unpacked once: a checkpoint allows no more
-        if quick is not None and not torch.is_grad_enabled():
-            call = find(*quick, saved[0], dy)
-            if call is not None:
-                return call(dy, saved[0], ctx.number), None
-        return gradients(ctx, dy, True, False, False, saved=saved)[0], None
-
-
-class _Softmax(torch.autograd.Function):
-    """y with the gradient of input, of an added mask, of a scale tensor and of a sink tensor, from y and dy."""
-
-    @staticmethod
-    def forward(ctx, input, mask, scale, sink, how):
-        forward, lse_of, ctx.number, ctx.kind = how
-        given = ctx.number if scale is None else scale
-        y = forward(input, None, given, mask, sink)
-        seen = input if scale is not None and scale.requires_grad else None
-        if lse_of is not None:
-            ctx.save_for_backward(y, scale, seen, sink, lse_of(input, None, given, mask, sink))
-        elif scale is not None:
-            ctx.save_for_backward(y, scale, seen)
-        else:
-            ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *gradients(ctx, dy, *ctx.needs_input_grad[:4]), None
-
-
-# As their apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
-_apply_to_input = super(torch.autograd.Function, _OfInput).apply
-_apply = super(torch.autograd.Function, _Softmax).apply
-
-
-def save_for_gradients(ctx, log: bool, input: Tensor, dim: int, y: Tensor, scores: Scores) -> None:
-    """What `gradients` takes, for the registered operator."""
-    scale, sink = scores.per_row, scores.sink
-    seen = input if scale is not None and scale.requires_grad else None
-    if isinstance(sink, Tensor) and sink.requires_grad:
-        arithmetic = arithmetic_of(y)
-        rounded = input if y.dtype in (input.dtype, arithmetic) else input.to(y.dtype)
-        operator = torch.ops.fused_softmax.logsumexp.default
-        lse = operator(rounded, [dim], True, *scores.operator_arguments(), arithmetic)
-        ctx.save_for_backward(y, scale, seen, sink, lse)
-    else:
-        ctx.save_for_backward(y, scale, seen)
-    ctx.kind = _differentiated(log, input, dim, y.dtype, scores)
-    ctx.number = None if scale is not None else scores.scale
-
-
-_NOT_SAVED: tuple[Any, ...] = (None,) * 4  # after y
-
-
-def gradients(
-    ctx, dy: Tensor, for_input: bool, for_mask: bool, for_scale: bool, for_sink: bool = False, *, saved: Any = None
-):
-    """Those of input, mask, scale and sink that are asked for. saved: ctx.saved_tensors, if they were unpacked."""
-    y, scale, input, sink, lse = (*(ctx.saved_tensors if saved is None else saved), *_NOT_SAVED)[:5]
-    kind: Differentiated = ctx.kind
-    factor: Any = scale if scale is not None else 1.0 if ctx.number is None else ctx.number
-    if not (for_input or for_mask or for_scale):
-        return None, None, None, sink_gradient(dy, y, sink, lse, kind) if for_sink else None
-    greedy = None  # rows whose first maximum, times 1, stands against the sink
-    if kind.greedy and kind.sunk:
-        greedy = torch.as_tensor(factor, device=dy.device) == 0
-        factor = 1.0 if scale is None else torch.where(greedy, 1.0, scale.to(dy.device))
-    # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores, in the dtype
-    # of the arithmetic. A kernel's number has 32 bits, too few for fp64, and no kernel writes fp8.
-    in_kernel = scale is None and not for_mask and (factor == 1 or y.dtype != torch.float64)
-    in_kernel = in_kernel and kind.input_dtype in DTYPES
-    if in_kernel and not (kind.log and kind.greedy) and not torch.is_grad_enabled() and runs_here(dy, y):
-        dsink = sink_gradient(dy, y, sink, lse, kind) if for_sink else None
-        return backward(dy, y, kind.dim, kind.input_dtype, kind.log, kind.hides, factor), None, None, dsink
-    arithmetic = torch.promote_types(y.dtype, torch.float32)
-    dz_dtype, dz_factor = (kind.input_dtype, factor) if in_kernel else (arithmetic, 1.0)
-    route = Route.COMPOSED if torch.is_grad_enabled() else route_of(dy, y)
-    if route is Route.KERNEL:
-        dz = backward(dy, y, kind.dim, dz_dtype, kind.log, kind.hides, dz_factor)
-    elif route is Route.OPERATOR:
-        operators = torch.ops.fused_softmax
-        operator = operators.log_softmax_backward if kind.log else operators.softmax_backward
-        if kind.hides or dz_factor == 1:
-            dz = operator.default(dy, y, kind.dim, dz_dtype, float(dz_factor) if kind.hides else None)
-        else:
-            dz = (operator.default(dy, y, kind.dim, arithmetic, None) * dz_factor).to(dz_dtype)
-    else:
-        dz = differentiable_backward(dy, y, kind.dim, kind.log, kind.hides, arithmetic) * dz_factor
-    if greedy is not None:
-        dz = dz.masked_fill(greedy & (y == (-float("inf") if kind.log else 0.0)), 0.0)
-    elif kind.log and kind.greedy:  # a logarithm of 1 or of 0, wherever the scores move
-        dz = dz.masked_fill(torch.as_tensor(factor, device=dz.device) == 0, 0.0)
-    dx = dmask = dscale = dsink = None
-    if for_input:
-        dx = (dz if in_kernel else dz * factor).to(kind.input_dtype)
-    if for_mask:
-        assert kind.mask_shape is not None
-        dmask = dz.sum_to_size(kind.mask_shape)
-    if for_scale:
-        # A masked element may be NaN, and has no part.
-        dscale = dz * input.to(dz.dtype).masked_fill(y == (-float("inf") if kind.log else 0.0), 0.0)
-        if greedy is not None:
-            dscale = dscale.masked_fill(greedy, 0.0)
-        dscale = dscale.sum_to_size(scale.shape).to(scale.dtype)
-    if for_sink:
-        dsink = sink_gradient(dy, y, sink, lse, kind)
-    return dx, dmask, dscale, dsink
-
-
-def sink_gradient(dy: Tensor, y: Tensor, sink: Tensor, lse: Tensor, kind: Differentiated) -> Tensor:
-    """-p sum y dy, of log_softmax -p sum dy, with the sink's own p = exp(sink - lse), summed to the sink's shape."""
-    arithmetic = torch.promote_types(y.dtype, torch.float32)
-    z = sink.detach().to(dy.device, arithmetic)
-    p = (z - lse).exp().masked_fill(z == -float("inf"), 0.0)
-    if torch.is_grad_enabled():  # lse is no output: 1 - sum y has p's derivative, though not its digits
-        rest = 1.0 - (y.to(arithmetic).exp() if kind.log else y.to(arithmetic)).sum(kind.dim, keepdim=True)
-        p = p + (rest - rest.detach())
-    terms = dy.to(arithmetic)
-    if not kind.log:
-        # A row of which nothing is kept is NaN, and has no part where dy is 0.
-        terms = (terms * y.to(arithmetic)).masked_fill(dy == 0, 0.0)
-    return (-p * terms.sum(kind.dim, keepdim=True)).sum_to_size(sink.shape).to(sink.dtype)
-
-
-def differentiable_backward(
-    dy: Tensor, y: Tensor, dim: int, log: bool, hides: bool, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The gradient by torch's operations, for a second derivative; in `dtype`, or y's."""
-    function = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
-    arithmetic = torch.promote_types(y.dtype, torch.float32)
-    dz = function(dy.to(arithmetic), y.to(arithmetic), dim, arithmetic).to(dtype or y.dtype)
-    if not hides:
-        return dz
-    # A row of which nothing is kept has a y of NaN, and a dz of NaN, though it has no part in what follows.
-    dz = dz.masked_fill((dy == 0).all(dim, keepdim=True), 0.0)
-    return dz.masked_fill(y == -float("inf"), 0.0) if log else dz

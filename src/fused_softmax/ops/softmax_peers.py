@@ -1,7 +1,7 @@
 """softmax and log_softmax of one rank's columns in one launch, which exchanges with those of the other ranks.
 
-Traffic of a shard of N columns: it is read once and written once (2MN); the gradient, which exchanges a sum a row by a
-collective, is made by torch's operations.
+Traffic of a shard of N columns: it is read once and written once (2MN); the gradient, which exchanges a sum a row in a
+launch of its own, is made by torch's operations.
 """
 
 import math
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
-from fused_softmax.distributed import CHECK, Shards, raise_doubts
+from fused_softmax.distributed import CHECK, Shards
 from fused_softmax.kernels.softmax_peers import _peer_forward
 from fused_softmax.kernels.spec import ScoreSpec
 from fused_softmax.layout import alignment_of, flatten, held_bytes
+from fused_softmax.ops.gather_peers import told_by
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
 from fused_softmax.ops.softmax_sharded import SoftmaxOfShard
 from fused_softmax.options import Scores
-from fused_softmax.peers import Peers, choose, known
-from fused_softmax.route import needs_grad, runs_here
+from fused_softmax.peers import Peers, known
+from fused_softmax.route import needs_grad
 from fused_softmax.runner import spec_of
 
 
@@ -35,36 +36,22 @@ def kept_softmax(name: str, input: Any, dim: Any, dtype: Any, over: tuple[Any, A
     return None if call is None else call(name, peers, group, input)
 
 
+def in_one_launch(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, shards: Shards) -> bool:
+    """Whether one launch reads columns, exchanges and writes: by what is the same on all ranks."""
+    if dim % x.ndim != x.ndim - 1 or not scores.plain or x.dtype not in DTYPES or dtype not in DTYPES:
+        return False
+    n_rows = _rows(x)
+    return n_rows > 0 and plan_of(n_rows, held_bytes(x), "even", facts_of(shards), x.get_device()) is not None
+
+
 def softmax_by_peers(
-    name: str, x: Tensor, dim: int, given_dtype: Any, dtype: torch.dtype, scores: Scores, shards: Shards,
-    n_classes: Any, transport: Any,
-) -> Tensor | None:  # fmt: skip
-    """This rank's columns of the softmax, or None where it goes by a collective. dtype: of the result."""
-    facts = facts_of(shards)
-    peers = choose(name, transport, shards.group, x.device, _hindrance(x, dim, dtype, scores, facts))
-    if peers is None:
-        return None
-    prepared = _prepare(name, x, dtype, facts, peers, shards.group)
+    name: str, x: Tensor, dim: int, given_dtype: Any, dtype: torch.dtype, shards: Shards, peers: Peers, n_classes: Any,
+    transport: Any,
+) -> Tensor:  # fmt: skip
+    """This rank's columns of the softmax, in the dtype `dtype`."""
+    prepared = _prepare(name, x, dtype, facts_of(shards), peers, shards.group)
     call = keep(prepared, f"{name} by peers", (peers.number, dim, given_dtype, n_classes, transport), x)
     return call(name, peers, shards.group, x)
-
-
-def _hindrance(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, facts: Facts) -> str | None:
-    """Why a call cannot go by peers: of what is the same on all ranks."""
-    if dim % x.ndim != x.ndim - 1:
-        return "the columns are another dim than the last"
-    if not scores.plain:
-        return "it has a scale, a mask, a sink or masked_rows"
-    if x.dtype not in DTYPES or dtype not in DTYPES:
-        return f"it takes 16 and 32 bit floats, not {x.dtype} to {dtype}"
-    if not runs_here(x):
-        return "the kernels do not run here"
-    n_rows = _rows(x)
-    if not n_rows:
-        return "there are no rows"
-    if plan_of(n_rows, held_bytes(x), "even", facts, x.get_device()) is None:
-        return "a shard has too many columns"
-    return None
 
 
 def _rows(x: Tensor) -> int:
@@ -95,8 +82,7 @@ def _prepare(name: str, input: Tensor, dtype: torch.dtype, facts: Facts, peers: 
             peers.in_turn()
             x = input[..., :held] if padded else input
             if differentiates:
-                raise_doubts(name, group)
-                y = _Softmax.apply(x, (written, peers, log, facts.of(group)))
+                y = _Softmax.apply(x, (written, peers, log, told_by(peers, name, facts.of(group))))
             else:
                 y = written(x, peers, group)
             if padded:

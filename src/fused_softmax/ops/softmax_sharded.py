@@ -113,6 +113,11 @@ def _hollow(scores: Scores) -> float:
     return torch.nan if scores.sink is None and scores.masked_rows == "nan" else -torch.inf
 
 
+def _heard(own: Tensor, shards: Shards) -> Tensor:
+    """[ranks, *own.shape] of a number of every row."""
+    return gather(own.reshape(-1), shards).view(len(shards.sizes), *own.shape)
+
+
 def _lse_of_others(heard: Tensor, rank: int, hollow: float) -> Tensor:
     others = [each for other, each in enumerate(heard) if other != rank]
     lse = torch.logsumexp(torch.stack(others), 0) if others else torch.full_like(heard[0], -torch.inf)
@@ -124,7 +129,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, own, shards):
-        lse = torch.logsumexp(gather(own, shards), 0)
+        lse = torch.logsumexp(_heard(own, shards), 0)
         ctx.save_for_backward(own, lse)
         return lse
 
@@ -140,7 +145,7 @@ class _Others(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, own, shards, hollow):
-        heard = gather(own, shards)
+        heard = _heard(own, shards)
         ctx.save_for_backward(heard)
         ctx.shards, ctx.hollow = shards, hollow
         return _lse_of_others(heard, shards.rank, hollow)
@@ -149,7 +154,7 @@ class _Others(torch.autograd.Function):
     @once("softmax")
     def backward(ctx, gradient):
         (heard,), shards = ctx.saved_tensors, ctx.shards
-        gradients, own = gather(gradient, shards), heard[shards.rank]
+        gradients, own = _heard(gradient, shards), heard[shards.rank]
         total = torch.zeros_like(own)
         for rank, each in enumerate(gradients):
             if rank != shards.rank:
@@ -163,7 +168,7 @@ class SoftmaxOfShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, log, dim, dtype, scores, shards):
-        heard = gather(_lse_of(x, dim, dtype, scores), shards)
+        heard = _heard(_lse_of(x, dim, dtype, scores), shards)
         others = _lse_of_others(heard, shards.rank, _hollow(scores))
         y = _beside(log, x, dim, dtype, scores, others)
         # A mask is not kept: what it hides is 0 in y.
@@ -178,7 +183,7 @@ class SoftmaxOfShard(torch.autograd.Function):
         scale = scale if per_row is None else per_row
         y_wide, dy = (each.to(arithmetic_in(y.dtype)) for each in (y, dy))
         own = dy if log else y_wide * dy
-        total = gather(own.sum(dim, keepdim=True), shards).sum(0)
+        total = _heard(own.sum(dim, keepdim=True), shards).sum(0)
         dz = dy - y_wide.exp() * total if log else y_wide * (dy - total)
         if log and hides:
             dz = dz.masked_fill(y == -torch.inf, 0.0)

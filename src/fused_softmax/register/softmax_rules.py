@@ -8,7 +8,7 @@ from torch import Tensor
 from fused_softmax import reference
 from fused_softmax.ops import logsumexp as lse_ops
 from fused_softmax.ops import logsumexp_calls, softmax_calls
-from fused_softmax.ops import softmax as softmax_ops
+from fused_softmax.ops.softmax_gradients import differentiable_backward, save_for_gradients
 from fused_softmax.options import DTYPES, Scores, arithmetic_in, scores_of
 from fused_softmax.register import one_dim
 from fused_softmax.register.one_dim import in_front
@@ -58,7 +58,7 @@ def softmax_backward(log, dy, y, dim, dtype=None, scale=None):
     with torch._C.DisableTorchFunction():
         if on_device(y) and y.dtype in DTYPES:
             return softmax_calls.backward(dy, y, dim, dtype or y.dtype, log, hides, factor)
-        dz = softmax_ops.differentiable_backward(dy, y, dim, log, hides)
+        dz = differentiable_backward(dy, y, dim, log, hides)
         return (dz * factor).to(dtype or y.dtype)
 
 
@@ -84,7 +84,7 @@ def fake_logsumexp(input, dim, keepdim=False, *rest):
 
 def save_softmax(log, ctx, inputs, output):
     input, dim, _, *scored = inputs
-    softmax_ops.save_for_gradients(ctx, log, input, dim, output, Scores.of_operator(*scored))
+    save_for_gradients(ctx, log, input, dim, output, Scores.of_operator(*scored))
 
 
 def save_logsumexp(ctx, inputs, output):

@@ -1,0 +1,349 @@
+"""Two GPUs that write into each other's memory, against float64: results, graphs, very many launches, a rank's end.
+
+`python tests/test_peers_two_gpus.py 100000` makes that many launches; the test makes fewer.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Raised, Ranks
+from sharded import close, differentiated, same_on_all
+
+import fused_softmax
+from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softmax
+from fused_softmax.distributed import TRANSPORTS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs"),
+]
+SECONDS = 30  # of the groups' timeout
+SIZES = (3001, 2120)  # columns of each GPU
+
+
+def serve(rank, directory, pipe):
+    """A rank of NCCL, on a GPU of its own: as `ranks._serve`."""
+    torch.cuda.set_device(rank)
+    store, waits = dist.FileStore(str(directory / "store"), 2), timedelta(seconds=SECONDS)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=waits, device_id=device)
+    while (asked := pipe.recv()) is not None:
+        _, function, args = asked
+        try:
+            pipe.send(function(dist.group.WORLD, *args))
+        except Exception as error:
+            pipe.send(Raised(type(error).__name__, str(error), str(error)))
+    os._exit(0)  # NCCL's own end waits for ranks that may be gone
+
+
+@contextlib.contextmanager
+def two():
+    with tempfile.TemporaryDirectory() as directory:
+        found = Ranks(Path(directory), 2, serve)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    with two() as found:
+        yield found
+
+
+def logits(rows, columns, seed=0, dtype=torch.float32):
+    """The same on every rank; peaked, and each with a column that stands far above the others."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = 3 * torch.randn(rows, columns, generator=generator, device="cuda")
+    x[torch.arange(rows), torch.arange(rows) * 7919 % columns] += 12
+    return x.to(dtype)
+
+
+def mine(whole, group, sizes=SIZES):
+    rank = dist.get_rank(group)
+    return whole.narrow(-1, sum(sizes[:rank]), sizes[rank]).clone()
+
+
+def targets(rows, columns):
+    target = torch.arange(rows, device="cuda") * 104729 % columns
+    target[0], target[-1] = 0, columns - 1
+    return target
+
+
+def on_host(found):
+    return [each.detach().cpu() for each in found]
+
+
+LOSSES = {
+    "mean": {}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"}, "softcap": {"softcap": 8.0},
+    "z-loss and lse": {"lse_square_scale": 0.01, "return_z_loss": True, "return_lse": True},
+    "weights": {"weighted": True}, "smoothing": {"label_smoothing": 0.1}, "statistics": {"return_token_stats": True},
+    "all": {
+        "weighted": True, "label_smoothing": 0.1, "scale": 0.7, "lse_square_scale": 0.02, "return_lse": True,
+        "return_token_stats": True,
+    },
+}  # fmt: skip
+
+
+def losses(group, name, transport, dtype):
+    """(results on this GPU, and as far as they go those of float64; dx, and float64's)"""
+    options = dict(LOSSES[name])
+    x, target = logits(70, sum(SIZES), dtype=dtype), targets(70, sum(SIZES))
+    target[5] = -100
+    weight = torch.linspace(0.2, 2, sum(SIZES), device="cuda") if options.pop("weighted", False) else None
+    given = mine(x, group).requires_grad_()
+    own_weight = None if weight is None else mine(weight, group)
+    options |= {"dtype": torch.float32}
+    for _ in range(2):  # the second is found
+        y = cross_entropy(given, target, own_weight, **options, group=group, transport=transport)
+        *results, dx = differentiated(y, given, 1.0)
+    whole = x.double().cpu().requires_grad_()
+    del options["dtype"]
+    y = cross_entropy(whole, target.cpu(), None if weight is None else weight.double().cpu(), **options)
+    *wanted, of_whole = differentiated(y, whole, 1.0)
+    return on_host(results), on_host(wanted), dx.cpu(), mine(of_whole, group)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_losses(gpus, transport, name):
+    dtype = torch.bfloat16 if name in ("mean", "weights") else torch.float32
+    found = gpus.values(2, losses, name, transport, dtype)
+    same_on_all([each[0] for each in found])
+    for results, wanted, dx, of_whole in found:
+        for ours, truth in zip(results, wanted, strict=True):
+            close(ours, truth, 1e-4)  # of an entropy too, which is a difference of logits
+        torch.testing.assert_close(dx.double(), of_whole, rtol=2 * torch.finfo(dtype).eps + 1e-5, atol=1e-7)
+
+
+def softmaxes(group, name, transport, options):
+    x, dy = logits(40, sum(SIZES)), logits(40, sum(SIZES), 1)
+    dy = dy[:, 0] if name == "logsumexp" else dy
+    given = mine(x, group).requires_grad_()
+    y = getattr(fused_softmax, name)(given, 1, **options, group=group, transport=transport)
+    (dx,) = torch.autograd.grad(y, [given], dy if name == "logsumexp" else mine(dy, group))
+    whole = x.double().cpu().requires_grad_()
+    wanted = getattr(fused_softmax, name)(whole, 1, **options)
+    (of_whole,) = torch.autograd.grad(wanted, [whole], dy.double().cpu())
+    wanted = wanted if name == "logsumexp" else mine(wanted, group)
+    return on_host([y, wanted, dx, mine(of_whole, group)])
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5, "sink": 2.0}], ids=["plain", "scored"])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_softmaxes(gpus, transport, name, options):
+    for y, wanted, dx, of_whole in gpus.values(2, softmaxes, name, transport, options):
+        close(y, wanted)
+        close(dx, of_whole, 3e-5)
+
+
+def linear(group, transport):
+    x, w = logits(512, 256, 1, torch.bfloat16) / 8, logits(sum(SIZES), 256, 2, torch.bfloat16) / 8
+    target, rank = targets(512, sum(SIZES)), dist.get_rank(group)
+    given = [x.clone().requires_grad_(), w.split(SIZES)[rank].clone().requires_grad_()]
+    y = linear_cross_entropy(*given, target, chunk_size=200, dtype=torch.float32, group=group, transport=transport)
+    dx, dw = torch.autograd.grad(y, given)
+    whole = [x.double().requires_grad_(), w.double().requires_grad_()]
+    wanted = torch.nn.functional.cross_entropy(whole[0] @ whole[1].t(), target)
+    of_x, of_w = torch.autograd.grad(wanted, whole)
+    return on_host([y, wanted, dx, of_x, dw, of_w.split(SIZES)[rank]])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_linear_layers_loss(gpus, transport):
+    found = gpus.values(2, linear, transport)
+    same_on_all([[each[0], each[2]] for each in found])
+    for y, wanted, *gradients in found:
+        close(y, wanted, 1e-3)
+        for ours, truth in zip(gradients[::2], gradients[1::2], strict=True):
+            assert (ours.double() - truth).norm() < 2e-2 * truth.norm()
+
+
+def dtensors(group, parallel, options):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = init_device_mesh("cuda", (2,))
+    x, target = logits(64, 5121, dtype=torch.bfloat16), targets(64, 5121)
+    given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+    with fused_softmax.enabled(), loss_parallel() if parallel else contextlib.nullcontext():
+        y = torch.nn.functional.cross_entropy(given, target, **options)
+        y.backward()
+    whole = x.double().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(whole, target, **options)
+    wanted.backward()
+    return on_host([y.full_tensor(), wanted, given.grad.full_tensor(), whole.grad])
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smoothing"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_dtensors_under_enable(gpus, parallel, options):
+    found = gpus.values(2, dtensors, parallel, options)
+    same_on_all([each[::2] for each in found])
+    for y, wanted, dx, of_whole in found:
+        close(y, wanted, 2**-8)
+        torch.testing.assert_close(dx.double(), of_whole, rtol=2**-6, atol=1e-7)
+
+
+def replayed(group, times):
+    """Replays of a graph that has a loss of one launch and some that gather, over inputs that change."""
+    x, target = mine(logits(33, sum(SIZES)), group), targets(33, sum(SIZES))
+    of = {"group": group, "transport": "peer"}
+
+    def call():
+        smoothed = cross_entropy(x, target, label_smoothing=0.1, **of)
+        return cross_entropy(x, target, **of), smoothed, logsumexp(x, 1, **of)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    worst = 0.0
+    for seed in range(times):
+        whole = logits(33, sum(SIZES), seed)
+        x.copy_(mine(whole, group))
+        graph.replay()
+        wanted = (
+            torch.nn.functional.cross_entropy(whole, target),
+            torch.nn.functional.cross_entropy(whole, target, label_smoothing=0.1),
+            torch.logsumexp(whole, 1),
+        )
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)))
+    return worst
+
+
+def test_graphs(gpus):
+    assert max(gpus.values(2, replayed, 20)) < 1e-4
+
+
+SHAPES = [
+    (rows, columns, dtype, kind)
+    for rows in (1, 64, 500)
+    for columns in (1000, 40000)
+    for dtype, kind in (
+        (torch.float32, "loss"), (torch.bfloat16, "loss"), (torch.bfloat16, "softmax"), (torch.float32, "smoothing"),
+    )
+]  # fmt: skip
+
+
+def many(group, launches, sample=50, pause=10):
+    """(launches, those compared, wrong ones, what NCCL added wrongly, a digest of losses, seconds).
+
+    Shapes are drawn anew for each call. NCCL adds on another stream meanwhile.
+    """
+    draw, beside = random.Random(7), torch.cuda.Stream()
+    added, of_nccl = torch.zeros(2**18, device="cuda"), 0
+    inputs = {}
+    for rows, columns, dtype, kind in SHAPES:
+        x, target = logits(rows, columns, rows + columns, dtype), targets(rows, columns)
+        sizes = (columns // 3, columns - columns // 3)
+        given = mine(x, group, sizes)
+        if kind == "softmax":
+            wanted = mine(torch.softmax(x.double(), 1), group, sizes)
+        else:
+            whole = x.double().requires_grad_()
+            smoothing = 0.1 if kind == "smoothing" else 0.0
+            wanted = torch.nn.functional.cross_entropy(whole, target, label_smoothing=smoothing)
+            wanted = wanted.detach(), mine(torch.autograd.grad(wanted, [whole])[0], group, sizes)
+        inputs[rows, columns, dtype, kind] = given.requires_grad_(kind == "loss"), target, wanted
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    digest, compared, began = torch.zeros((), dtype=torch.float64, device="cuda"), 0, time.monotonic()
+    first_of_each = set(SHAPES)
+    for i in range(launches):
+        shape = draw.choice(SHAPES)
+        (x, target, wanted), kind, checks = inputs[shape], shape[3], i % sample == 0 or shape in first_of_each
+        of = {"group": group, "n_classes": shape[1], "transport": "peer"}  # by which shards of other sizes are known
+        first_of_each.discard(shape)
+        tolerance = 2 * torch.finfo(shape[2]).eps + 2e-5
+        if i % pause == 0:
+            with torch.cuda.stream(beside):
+                dist.all_reduce(added.fill_(i), group=group)
+                of_nccl = of_nccl + (added != 2 * i).sum()
+        if kind == "softmax":
+            y = softmax(x, **of)
+            found = (y,) if checks else ()
+            wanted = (wanted,)
+        elif kind == "smoothing":
+            y = cross_entropy(x, target, label_smoothing=0.1, **of)
+            found, wanted = (y,) if checks else (), wanted[:1]
+        else:
+            y = cross_entropy(x, target, **of)
+            found = (y, torch.autograd.grad(y, [x])[0]) if checks else ()
+        if checks:
+            compared += 1
+            for ours, truth in zip(found, wanted, strict=True):
+                off = (ours.double() - truth).abs() > 1e-7 + tolerance * truth.abs()
+                wrong += (off | ours.isnan()).any()
+            if kind != "softmax":
+                digest = digest * 0.5 + found[0].double()
+    torch.cuda.synchronize()
+    return launches, compared, int(wrong), int(of_nccl), digest.item(), time.monotonic() - began
+
+
+def all_right(found):
+    (launches, compared, *_), (*_, seconds) = found
+    assert compared > launches / 60
+    for each in found:
+        assert each[:4] == (launches, compared, 0, 0)
+    assert found[0][4] == found[1][4]  # the same bits
+    return f"{launches} launches, {compared} compared, none wrong, in {seconds:.1f} s"
+
+
+def test_launches_of_changing_shapes_beside_nccl(gpus):
+    all_right(gpus.values(2, many, 4000))
+
+
+def alone(group):
+    """Rank 1 ends without a word; rank 0 calls on, and says when it was told and what."""
+    x, target = mine(logits(64, sum(SIZES)), group), targets(64, sum(SIZES))
+    for _ in range(3):
+        y = cross_entropy(x, target, group=group, transport="peer")
+    torch.cuda.synchronize()
+    if dist.get_rank(group):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    began, nan = time.monotonic(), None
+    while time.monotonic() - began < 2 * SECONDS:
+        try:
+            y = cross_entropy(x, target, group=group, transport="peer")
+        except RuntimeError as error:
+            return time.monotonic() - began, str(error), nan
+        torch.cuda.synchronize()
+        nan = bool(y.isnan())
+    return None
+
+
+def killed():
+    with two() as found:
+        for pipe in found._pipes:
+            pipe.send((2, alone, ()))
+        assert found._pipes[0].poll(3 * SECONDS), "rank 0 hangs"
+        said = found._pipes[0].recv()
+        assert not isinstance(said, Raised), said
+        return said
+
+
+def test_a_rank_that_was_killed_is_named_soon_after_the_timeout():
+    seconds, said, nan = killed()
+    assert nan
+    assert SECONDS - 1 < seconds < SECONDS + 5
+    assert said.startswith("cross_entropy: an earlier call gave NaN, because rank 1 has told nothing of row ")
+    assert f" in {SECONDS} s; " in said
+
+
+if __name__ == "__main__":
+    with two() as pool:
+        print(all_right(pool.values(2, many, int(sys.argv[1]))))
