@@ -98,7 +98,7 @@ CALLS = (
     ),
     of(
         "calls", "kernel-of-another-alignment", "launch.py",
-        "(tensor.dtype, tensor.data_ptr() % 16 == 0)", "tensor.dtype",
+        "return tensor.dtype, tensor.data_ptr() % 16 == 0", "return tensor.dtype",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
@@ -128,12 +128,12 @@ CALLS = (
 
 OPS = (
     of(
-        "ops", "gradient-of-the-gradient", "ops/softmax.py",
+        "ops", "gradient-of-the-gradient", "ops/softmax_gradients.py",
         "return backward(dy, y, kind.dim, kind.input_dtype,", "return backward(y, dy, kind.dim, kind.input_dtype,",
         "test_backward.py::test_scores",
     ),
     of(
-        "ops", "quick-gradient-of-the-gradient", "ops/softmax.py",
+        "ops", "quick-gradient-of-the-gradient", "ops/softmax_gradients.py",
         "return call(dy, saved[0], ctx.number), None", "return call(saved[0], dy, ctx.number), None",
         "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain, gradient]",
     ),
@@ -143,17 +143,17 @@ OPS = (
         "test_sink.py::test_a_kept_call_takes_the_numbers_and_values_of_each_call",
     ),
     of(
-        "ops", "a-sink-gradient-of-the-other-sign", "ops/softmax.py",
+        "ops", "a-sink-gradient-of-the-other-sign", "ops/softmax_gradients.py",
         "return (-p * terms.sum(", "return (p * terms.sum(",
         "test_sink.py::test_gradients",
     ),
     of(
-        "ops", "gradients-of-mask-and-scale-swapped", "ops/softmax.py",
+        "ops", "gradients-of-mask-and-scale-swapped", "ops/softmax_gradients.py",
         "    return dx, dmask, dscale, dsink\n", "    return dx, dscale, dmask, dsink\n",
         "test_backward.py::test_scores",
     ),
     of(
-        "ops", "scale-not-in-the-gradient", "ops/softmax.py",
+        "ops", "scale-not-in-the-gradient", "ops/softmax_gradients.py",
         "dx = (dz if in_kernel else dz * factor)", "dx = (dz if in_kernel else dz)", "test_backward.py::test_scores",
     ),
     of(
@@ -306,7 +306,8 @@ REGISTER = (
         "test_patch.py::test_cross_entropy_is_taken",
     ),
     of(
-        "register", "enabled-for-ever", "register/patch.py", "if _depth == 0 and _alone():", "if False:",
+        "register", "enabled-for-ever", "register/patch.py",
+        "if not any(_asked) and (_depth == 0", "if False and (_depth == 0",
         "test_patch.py::test_atens_kernels_are_back_afterwards",
     ),
     of(

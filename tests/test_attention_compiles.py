@@ -1,5 +1,6 @@
 """attention's kernels compiled for GPUs that need not be present: no spills on sm_90, and shared memory suffices."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from launches import GPUS, launched
 from products import pairwise
 
-from fused_softmax.ops import attention_calls
+from fused_softmax.ops import attention_calls, attention_hopper
 from fused_softmax.options_attention import Attention
 
 pytestmark = pytest.mark.compiles
@@ -16,7 +17,9 @@ STATS = ("entropy", "row_max", "column_sums")
 # Bytes in local memory of a thread: rows of a bias that are unaligned take an address for each element; and Triton 3.9
 # spills six registers of the tile that was fastest of two, with a softcap, for 256 dims by 3.6.
 STACK = {("full bias", dim): 256 for dim in (64, 128, 256)} | {("bias", 256): 24}
-KEEP = torch.empty(500, 500, dtype=torch.bool)
+# By 3.6 the gradient of short lengths spills two to four words, by 3.9 eight.
+STACK_OF_SHORT = {"_short": 0, "_short_gradient": 32}
+KEEP = torch.empty(500, 8192, dtype=torch.bool)
 # What is given, and what of it a program of a GPU may take.
 KINDS = {
     "plain": ((2, 2, 512, 512), {}),
@@ -33,28 +36,34 @@ KINDS = {
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
-def binaries(target, sizes, dims, dtype, bias=None, mask=False, sinks=False, alibi=False, **how):
+def binaries(
+    target, sizes, dims, dtype, bias=None, mask=False, sinks=False, alibi=False, n_batches=2, backward=True, **how
+):
     """Of a forward and a backward pass, by the names of the kernels."""
     heads, key_heads, n_queries, n_keys = sizes
     how = Attention(scale=0.125, enable_gqa=heads != key_heads, **how)
     q, k = (
-        torch.empty(2, heads, n_queries, dims[0], dtype=dtype),
-        torch.empty(2, key_heads, n_keys, dims[0], dtype=dtype),
+        torch.empty(n_batches, heads, n_queries, dims[0], dtype=dtype),
+        torch.empty(n_batches, key_heads, n_keys, dims[0], dtype=dtype),
     )
-    v, rows = torch.empty(2, key_heads, n_keys, dims[1], dtype=dtype), torch.empty(2, heads, n_queries)
+    v, rows = torch.empty(n_batches, key_heads, n_keys, dims[1], dtype=dtype), torch.empty(n_batches, heads, n_queries)
     given = attention_calls.Inputs(
-        q, k, v, KEEP[:n_queries, :n_keys] if mask else None, None if bias is None else torch.empty(bias, dtype=dtype),
+        q, k, v, KEEP[:n_queries, :n_keys].contiguous() if mask else None,
+        None if bias is None else torch.empty(bias, dtype=dtype),
         torch.empty(heads) if sinks else None, torch.empty(heads) if alibi else None,
     )  # fmt: skip
 
     def run():
         attention_calls.prepare_forward(given, how)
-        o = torch.empty(2, heads, n_queries, dims[1], dtype=dtype)
+        if not backward:
+            return
+        o = torch.empty(n_batches, heads, n_queries, dims[1], dtype=dtype)
         asked = (True, True, True, False, bias is not None, sinks)
         attention_calls.prepare_backward(given, how, o, rows, o, rows, asked)
 
     on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
-    with on_gpu, mock.patch.object(attention_calls, "device_of", return_value=GPUS[target]):
+    plain = mock.patch.object(attention_hopper, "prepare_forward", return_value=None)
+    with on_gpu, plain, mock.patch.object(attention_calls, "device_of", return_value=GPUS[target]):
         recorded = launched(GPUS[target], run)
     return {launch.kernel.__name__: launch.compile(target) for launch in recorded}
 
@@ -83,3 +92,45 @@ def test_attention(target, dtype, dim, kind):
 def test_short_lengths_and_odd_dims(lengths, dims):
     for name, binary in binaries("sm_90", (4, 2, *lengths), dims, BF16, bias=(4, *lengths)).items():
         assert binary.stack_bytes <= 256, name  # unaligned rows of a bias take an address for each element
+
+
+# Few queries over many keys: what is given, and the rows of a tile.
+DECODED = {
+    "plain": ((32, 8, 1, 8192), {}),
+    "padding": ((8, 2, 1, 5000), {"bias": (2, 1, 1, 5000), "sinks": True}),
+    "speculative": ((16, 2, 4, 8192), {"right": 0, "bottom_right": True, "softcap": 20.0}),
+    "window": ((8, 8, 1, 8192), {"left": 1000, "bottom_right": True, "alibi": True, "mask": True}),
+}
+
+
+@pairwise(("kind", "dtype"))
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kind", DECODED)
+def test_decode(target, dtype, dim, kind):
+    """Keys and values go 16 bytes at a time, and ahead, into shared memory."""
+    sizes, given = DECODED[kind]
+    if kind == "speculative" and dtype == FP32:  # 32 rows, for another kernel
+        sizes = (8, 2, 4, 8192)
+    found = binaries(target, sizes, (dim, dim), dtype, backward=False, **given)
+    assert found.keys() == {"_decode"}
+    binary = found["_decode"]
+    assert binary.kernel.metadata.shared <= SHARED[target]
+    if target == "sm_90":
+        assert binary.stack_bytes <= (8 if dtype == FP32 else 0)  # two words by 3.7 and 3.9
+        assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], 0x10", binary.ptx)
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "bias", "windows"])
+def test_short(target, kind, dims):
+    """A bias that all batches share is loaded before the loop; a mask of each window is loaded within."""
+    given = {} if kind == "none" else {"bias": (1, 4, 49, 49), "mask": kind == "windows"}
+    found = binaries(target, (4, 4, 49, 49), dims, BF16, n_batches=4096, **given)
+    assert found.keys() == {"_short", "_short_gradient"}
+    for name, binary in found.items():
+        assert binary.kernel.metadata.shared <= SHARED[target], name
+        if target == "sm_90":
+            assert binary.stack_bytes <= STACK_OF_SHORT[name], name

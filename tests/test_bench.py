@@ -34,6 +34,7 @@ from fused_softmax.bench import (
     timing,
     verify,
 )
+from fused_softmax.bench.attention_kinds import KINDS
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
@@ -211,7 +212,7 @@ def test_an_operation_counts_its_bytes_and_tells_a_right_result_from_a_wrong_one
     formula = OPERATIONS[name].formula(case)(*inputs)
     assert judge.complaint(formula, judge.allowed(own=False))[0] == ""
     assert judge.complaint(y * (1 + 2**-4), judge.allowed(own=False))[0].startswith("largest error")
-    y_nan = y.clone()
+    y_nan = y.clone(memory_format=torch.contiguous_format)
     y_nan.view(-1)[7] = float("nan")
     assert judge.complaint(y_nan, judge.allowed(own=False))[0].startswith(f"NaN in 1 of {case.n_rows} rows")
     monkeypatch.setattr(check, "CHUNK", 1000)
@@ -833,10 +834,12 @@ def test_real_figures():
 def test_real_figures_of_every_operation(name):
     shape = (4, 8, 512, 512) if len(OPERATIONS[name].sample.shape) == 4 else (2048, 4096)
     shape = (2048, 512, 8192) if name == "linear_cross_entropy" else shape
+    shape = (2, 8, 512, 64) if name in KINDS else shape
     case = sample(name, shape=shape, dtype="bfloat16", dim=0 if name == "softmax_dim" else -1)
     for found in measure.measure(case, ["fused_softmax", "torch", "torch.compile"], measure.Effort(2, 5)):
         assert found.status == "ok", f"{found.provider}: {found.message}"
         # multinomial may wait for the device, which no graph captures; sorting reads and writes a row many times.
         draws = name in SAMPLERS and found.provider != "fused_softmax"
         assert found.method == "graph" or draws, f"{found.provider}: {found.message}"
-        assert (0.0005 if draws else 0.005) < found.ratio < 1.3
+        # Of what torch has no function for, it takes one head after another.
+        assert (1e-5 if name in KINDS else 0.0005 if draws else 0.005) < found.ratio < 1.3

@@ -46,7 +46,7 @@ def main() -> None:
 main.add_command(bench)
 
 
-@main.command(cls=Listing)
+@main.command(cls=Listing, short_help="Run one call of each provider under NVIDIA's ncu.")
 @shape_options()
 @dtype_option()
 @operation_option
@@ -85,7 +85,7 @@ def profile(
         ctx.exit(INTERRUPTED)
 
 
-@main.command("report")
+@main.command("report", short_help="Turn results into one page of charts and tables.")
 @click.argument("results", nargs=-1, required=True, type=paths.FILE)
 @click.option("-o", "--out", type=paths.FILE, required=True, callback=paths.ending(".html"), help="File for the page.")
 @click.option(
@@ -122,25 +122,34 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
         raise click.ClickException(f"cannot write {error.filename}: {error.strerror or error}") from None
 
 
-@main.command()
-@click.argument("shape", metavar="[ROWS COLS]", nargs=-1, callback=each_value_of(cases.parse_size))
+@main.command(short_help="Say how a shape would run, and why.")
+@click.argument(
+    "shape", metavar="[ROWS COLS | BATCH HEADS LENGTH DIM]", nargs=-1, callback=each_value_of(cases.parse_size)
+)
 @shape_options(required=False)
 @dtype_option()
 @json_option
 def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, as_json: bool) -> None:
-    """Print the plan for contiguous ROWS x COLS on this GPU: why, its traffic and others', the least possible time."""
+    """Print the plan for contiguous ROWS x COLS on this GPU: why, its traffic and others', the least possible time.
+
+    Four sizes are attention's: who computes each pass of what is plain, and why, and the tiles of the kernels.
+    """
     given = [size for size in (n_rows, n_cols) if size is not None]
-    if sorted((len(shape), len(given))) != [0, 2]:
-        raise click.UsageError("a shape is two sizes: ROWS COLS, or --rows and --cols")
-    n_rows, n_cols = shape or given
+    of_attention = len(shape) == 4 and not given
+    if not of_attention and sorted((len(shape), len(given))) != [0, 2]:
+        raise click.UsageError("a shape is two sizes, ROWS COLS or --rows and --cols; of attention four")
     device, gpu = find_device()
     with importing():
         from fused_softmax.bench import providers, report
 
     if not gpu and not as_json:
         click.echo(f"no GPU: planned for the built-in {device.name}")
-    asked = device, n_rows, n_cols, cases.ITEMSIZE[dtype]
-    print_facts(report.plan_facts(providers.plan_on(*asked), device), as_json)
+    if of_attention:
+        facts = report.attention_facts(shape, cases.ITEMSIZE[dtype], device)
+    else:
+        n_rows, n_cols = shape or given
+        facts = report.plan_facts(providers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype]), device)
+    print_facts(facts, as_json)
 
 
 @main.command()
@@ -155,7 +164,7 @@ def env(as_json: bool) -> None:
     print_facts(facts, as_json)
 
 
-@main.command()
+@main.command(short_help="Write a page that steps through kernels line by line.")
 @click.option(
     "--kernel", "names", metavar="NAME", multiple=True, help="Kernel to record; see --list. Repeat to compare."
 )
@@ -258,6 +267,9 @@ def _missing(error: ImportError) -> click.ClickException:
 )
 def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
     """Serve the page, and record the matrices that its reader types. Ctrl+C ends it."""
+    import errno
+    import socket
+
     try:
         from fused_softmax.trace import hosts, page, presets
         from fused_softmax.trace import serve as server
@@ -271,7 +283,9 @@ def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
     try:
         server.serve(html, host, port, lambda address: click.echo(f"serving on {address}"), names)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+        said = f"cannot listen on {host}, port {port}: {(error.strerror or str(error)).partition(' (')[0]}"
+        wrong = error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME)  # no address of this machine, or of any
+        raise (click.UsageError if wrong else click.ClickException)(said) from None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import cache
 from operator import itemgetter
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ def prepare(
 
     The kernel's parameters are, in order: the `tensors`, the `scalars` (ints, floats or tuples of ints), the
     `constexprs` (by name).
-    Tensors and scalars that a launch does without are None. bool and fp8 tensors are bytes to a kernel.
+    Tensors and scalars that a launch does without are None. bool and fp8 tensors are bytes to a kernel. A tensor may
+    be Triton's TensorDescriptor, of which each launch takes another base, of the same shape and strides.
     Scalars, constexprs and grid (an int, or up to three) stay with the Launch. Every launch takes the non-None tensors
     again, of the same dtypes and with the same 16-byte alignment, and then the scalars whose indices are in `numbers`,
     of the same types; a float that 32 bits would round to 0 becomes its nearest neighbour.
@@ -74,7 +76,7 @@ def prepare(
     key = (
         id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
         device,
-        *[tensor is not None and (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
+        *[tensor is not None and _kind_of(tensor) for tensor in tensors],
         *[_kind(scalar, name in fixed) for scalar, name in zip(scalars, names, strict=True)],
         *constexprs.items(),
         *options.items(),
@@ -84,7 +86,9 @@ def prepare(
         loaded = _load(kernel, _grid(grid), tensors, scalars, constexprs, device, options)
         if loaded.keeps:
             _loaded[key] = loaded
-    return Launch(loaded, _grid(grid), tuple(scalars), tuple(numbers), tuple(each is not None for each in tensors))
+    there = tuple(each is not None for each in tensors)
+    maps = {i: _Map(each) for i, each in enumerate(tensors) if _is_map(each)}
+    return Launch(loaded, _grid(grid), tuple(scalars), tuple(numbers), there, maps)
 
 
 def granted(n_regs: int) -> int:
@@ -96,13 +100,14 @@ class Launch:
     """A loaded kernel with its grid and scalars: call it with the tensors, to run on their device's current stream."""
 
     # The launcher's own object in the slot of `__call__` is called with no Python method in between.
-    __slots__ = ("__call__", "_given", "_loaded", "_numbers", "_scalars")
+    __slots__ = ("__call__", "_given", "_loaded", "_maps", "_numbers", "_scalars")
 
-    def __init__(self, loaded, grid, scalars, numbers, given):
+    def __init__(self, loaded, grid, scalars, numbers, given, maps):
         if grid[0] * grid[1] * grid[2] >= 2**31:
             raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
-        self._loaded, self._scalars, self._numbers, self._given = loaded, scalars, numbers, given
-        self.__call__ = loaded.bind(grid, given, scalars, numbers)
+        self._loaded, self._scalars, self._numbers = loaded, scalars, numbers
+        self._given, self._maps = given, maps
+        self.__call__ = loaded.bind(grid, given, scalars, numbers, maps)
 
     def again(self, grid, changed: dict[int, int]) -> "Launch | None":
         """The same kernel with another grid and other integers among the scalars, by index.
@@ -115,7 +120,7 @@ class Launch:
             if _kind(value, fixed) != _kind(scalars[i], fixed):
                 return None
             scalars[i] = value
-        return Launch(self._loaded, _grid(grid), tuple(scalars), self._numbers, self._given)
+        return Launch(self._loaded, _grid(grid), tuple(scalars), self._numbers, self._given, self._maps)
 
     @property
     def resources(self) -> "Resources | None":
@@ -141,8 +146,8 @@ class _Loaded:
     def is_fixed(self, place: int) -> bool:
         return self.kernel.arg_names[place] in _unspecialised(self.kernel)
 
-    def bind(self, grid, given, scalars, numbers):
-        public = self._public(grid, given, scalars, numbers)
+    def bind(self, grid, given, scalars, numbers, maps):
+        public = self._public(grid, given, scalars, numbers, maps)
         if self._direct is None:
             return public
         if self._direct.current_device is None:
@@ -155,16 +160,18 @@ class _Loaded:
                 with torch.cuda.device(self.device):
                     return bound(*arguments)
 
-        bound = self._direct.bind(grid, given, scalars, numbers, elsewhere)
+        bound = self._direct.bind(grid, given, scalars, numbers, maps, elsewhere)
         return bound
 
-    def _public(self, grid, given, scalars, numbers):
+    def _public(self, grid, given, scalars, numbers, maps):
         kernel, constexprs, options, device = self.kernel, self.constexprs, self.options, self.device
         n_tensors = sum(given)
 
         def launch(*arguments):
             rest = iter(arguments)
             tensors = [_as_bytes(next(rest)) if there else None for there in given]
+            for i, each in maps.items():
+                tensors[i] = each.of(tensors[i])
             now = list(scalars)
             for i, value in zip(numbers, arguments[n_tensors:], strict=True):
                 if type(now[i]) is int:
@@ -192,8 +199,9 @@ class _Direct:
         for i, kind in enumerate(_leaves(types)):
             if kind != "constexpr":
                 self._places[i] = len(kinds)
-                kinds += "p" if kind[0] == "*" else _KINDS[kind]
+                kinds += "p" if kind[0] == "*" else _kinds_of_map(kind) if _is_map(kind) else _KINDS[kind]
         self._kinds = kinds
+        self._tiled = getattr(compiled.metadata, "tensordesc_meta", ())  # a dict for each map, in their order
         self._laid_out = {}  # by the tensors and numbers that a call supplies
         self.current_device = None
         if torch.cuda.device_count() != 1:  # one device alone is always the current one
@@ -207,17 +215,22 @@ class _Direct:
             (knobs.runtime, enter, leave, enter.calls, leave.calls),
         )  # fmt: skip
 
-    def bind(self, grid, given, scalars, numbers, elsewhere):
+    def bind(self, grid, given, scalars, numbers, maps, elsewhere):
         laid_out = self._laid_out.get((given, numbers))
         if laid_out is None:
             places = [len(_leaves(scalars[:i])) for i in numbers]
             at = [i for i, there in enumerate(given) if there] + [len(given) + i for i in places]
             kept = [i - len(given) for i in self._places if i >= len(given)]
-            n_tensors = sum(i < len(given) for i in self._places)
-            laid_out = (None,) * n_tensors, itemgetter(*kept, 0, 0), tuple(self._places[i] for i in at)
+            tensors = tuple(i for i in self._places if i < len(given))
+            laid_out = tensors, itemgetter(*kept, 0, 0), tuple(self._places[i] for i in at)
             self._laid_out[given, numbers] = laid_out
-        absent, kept_of, supplied = laid_out
-        values = (*absent, *kept_of(self._leaves(scalars))[:-2]) if scalars else absent
+        tensors, kept_of, supplied = laid_out
+        values = (None,) * len(tensors)
+        if maps:
+            tiled: Any = dict(zip(maps, self._tiled, strict=True))
+            values = tuple(_leaves(maps[i].arguments(tiled[i]) if i in maps else None for i in tensors))
+        if scalars:
+            values = (*values, *kept_of(self._leaves(scalars))[:-2])
         return self._bound(
             self._function, grid, self._block, self._shared, self._kinds, values, supplied, *self._asked, elsewhere
         )  # fmt: skip
@@ -255,11 +268,49 @@ def _direct(kernel, compiled, device) -> _Direct | None:
         or len(compiled.packed_metadata) != 3
         or not all(isinstance(getattr(hook, "calls", None), list) for hook in hooks)
         or list(inspect.signature(launcher).parameters)[:5] != ["gridX", "gridY", "gridZ", "stream", "function"]
-        or any(kind[0] != "*" and kind not in _KINDS for kind in kinds if kind != "constexpr")
+        or any(kind[0] != "*" and not _is_map(kind) and kind not in _KINDS for kind in kinds if kind != "constexpr")
+        or (any(map(_is_map, kinds)) and not getattr(metadata, "tensordesc_meta", None))
     ):
         return None
     native = build("launcher", ("dl",))
     return None if native is None else _Direct(native.Bound, compiled, kernel, device, hooks)
+
+
+class _Map:
+    """A TensorDescriptor less its base."""
+
+    def __init__(self, descriptor):
+        self._kind, self._block, self._layout = type(descriptor), descriptor.block_shape, descriptor.layout
+        self._shape, self._strides = tuple(descriptor.shape), tuple(descriptor.strides)
+        address = descriptor.base.data_ptr()  # any that is aligned: each launch replaces it
+        self._base = SimpleNamespace(dtype=descriptor.base.dtype, data_ptr=lambda: address)
+
+    def of(self, base):
+        return self._kind(base, list(self._shape), list(self._strides), self._block, self._layout)
+
+    def arguments(self, tiled):
+        """Of the driver: Triton's object, and sizes and strides after it. tiled: what the kernel says of it."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        more = [None] * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+        return tuple(make_tensordesc_arg(self.of(self._base), tiled, *more))
+
+
+def _is_map(value) -> bool:
+    """Of a tensor, or of its type's name."""
+    return value.startswith("tensordesc") if isinstance(value, str) else hasattr(value, "block_shape")
+
+
+def _kinds_of_map(kind: str) -> str:
+    n_dims = kind[kind.index("[") + 1 : kind.index("]")].count(",") + 1
+    return "t" + "i" * 2 * n_dims
+
+
+def _kind_of(tensor):
+    """All of a tensor that Triton may compile in."""
+    if _is_map(tensor):
+        return tensor.base.dtype, tuple(tensor.block_shape), repr(tensor.layout)
+    return tensor.dtype, tensor.data_ptr() % 16 == 0
 
 
 def _leaves(values):

@@ -2,7 +2,8 @@
 //
 // Bound(function, grid, block, shared, kinds, values, given, stream_of, device, hooks, elsewhere) keeps one 64-bit word
 // for each parameter. kinds has a letter for each: p a pointer, i an integer, f a float of 32 bits. given are the places
-// of the parameters that every call supplies, in its order; values holds the others. Where anything is out of the
+// of the parameters that every call supplies, in its order; values holds the others. t is a map of a tensor (TMA's, 128
+// bytes): its value is Triton's own object, of which each call's tensor replaces the address. Where anything is out of the
 // ordinary (somebody listens to a launch hook, another device is current, this thread has no context yet), the call goes
 // to `elsewhere` with the same arguments.
 #define PY_SSIZE_T_CLEAN
@@ -12,8 +13,13 @@
 #include <stddef.h>
 #include <string.h>
 
-#define MOST_PARAMS 64
+#define MOST_PARAMS 96
+#define MOST_MAPS 8
 #define LEAST 0x1p-149f
+
+typedef struct {
+  _Alignas(64) unsigned char bytes[128];
+} Map;  // CUtensorMap
 
 typedef struct {
   unsigned grid[3], block[3], shared;
@@ -24,6 +30,7 @@ typedef struct {
 static int (*launch_kernel)(const Config *, void *, void **, void **);
 static int (*current_context)(void **);
 static int (*error_string)(int, const char **);
+static int (*replace_address)(Map *, void *);
 static PyObject *data_ptr_name, *enter_name, *exit_name;
 
 typedef struct {
@@ -34,7 +41,9 @@ typedef struct {
   int n_params, n_given;
   unsigned char given[MOST_PARAMS];
   char kinds[MOST_PARAMS + 1];
-  uint64_t values[MOST_PARAMS];
+  uint64_t values[MOST_PARAMS];  // of a map its place among the maps
+  int n_maps;
+  unsigned char maps[MOST_MAPS][sizeof(Map)];
   PyObject *stream_of, *device, *current_device;  // current_device: None where there is one device alone
   PyObject *runtime, *enter, *leave, *entered, *left, *elsewhere;
 } Bound;
@@ -97,14 +106,27 @@ static PyObject *bound_call(PyObject *callable, PyObject *const *args, size_t fl
 
   uint64_t values[MOST_PARAMS + 2];
   void *params[MOST_PARAMS + 2];
+  Map maps[MOST_MAPS];
   memcpy(values, self->values, self->n_params * sizeof *values);
+  memcpy(maps, self->maps, self->n_maps * sizeof *maps);
   for (int i = 0; i < n; ++i) {
     int at = self->given[i];
-    if (convert(self->kinds[at], args[i], &values[at])) return NULL;
+    if (self->kinds[at] == 't') {
+      uint64_t address;
+      if (convert('p', args[i], &address)) return NULL;
+      if (replace_address(&maps[values[at]], (void *)address)) {
+        PyErr_SetString(PyExc_RuntimeError, "a tensor that is read by tiles must begin at a multiple of 16 bytes");
+        return NULL;
+      }
+    } else if (convert(self->kinds[at], args[i], &values[at])) {
+      return NULL;
+    }
   }
   // Triton's kernels end with two pointers to scratch memory, which those bound here have none of.
   values[self->n_params] = values[self->n_params + 1] = 0;
   for (int i = 0; i < self->n_params + 2; ++i) params[i] = &values[i];
+  for (int i = 0; self->n_maps && i < self->n_params; ++i)
+    if (self->kinds[i] == 't') params[i] = &maps[values[i]];
   PyObject *stream = PyObject_CallOneArg(self->stream_of, self->device);
   if (!stream) return NULL;
   Config config = {.grid = {self->grid[0], self->grid[1], self->grid[2]}, .block = {self->block, 1, 1},
@@ -124,6 +146,18 @@ static PyObject *bound_call(PyObject *callable, PyObject *const *args, size_t fl
   Py_RETURN_NONE;
 }
 
+// Triton's object ends with its map.
+static int add_map(Bound *self, PyObject *value, uint64_t *place) {
+  Py_ssize_t size = Py_TYPE(value)->tp_basicsize;
+  if (!replace_address || self->n_maps == MOST_MAPS || size % 64 || size < 192 || size > 256) {
+    PyErr_SetString(PyExc_ValueError, "a launch has at most 8 maps of tensors, which this driver must know");
+    return -1;
+  }
+  memcpy(self->maps[self->n_maps], (char *)value + size - sizeof(Map), sizeof(Map));
+  *place = self->n_maps++;
+  return 0;
+}
+
 static PyObject *bound_new(PyTypeObject *type, PyObject *args, PyObject *names) {
   unsigned long long function;
   unsigned grid[3], block, shared;
@@ -136,7 +170,7 @@ static PyObject *bound_new(PyTypeObject *type, PyObject *args, PyObject *names) 
   Py_ssize_t n_params = strlen(kinds), n_given = PyTuple_GET_SIZE(given);
   if (n_params > MOST_PARAMS || PyTuple_GET_SIZE(values) != n_params || n_given > n_params ||
       !PyList_Check(kept[6]) || !PyList_Check(kept[7])) {
-    PyErr_SetString(PyExc_ValueError, "a launch has one kind and one value for each of its parameters, 64 at most");
+    PyErr_SetString(PyExc_ValueError, "a launch has one kind and one value for each of its parameters, 96 at most");
     return NULL;
   }
   Bound *self = (Bound *)type->tp_alloc(type, 0);
@@ -163,6 +197,13 @@ static PyObject *bound_new(PyTypeObject *type, PyObject *args, PyObject *names) 
   }
   for (Py_ssize_t i = 0; i < n_params; ++i) {
     PyObject *value = PyTuple_GET_ITEM(values, i);
+    if (kinds[i] == 't') {
+      if (add_map(self, value, &self->values[i])) {
+        Py_DECREF(self);
+        return NULL;
+      }
+      continue;
+    }
     if (value != Py_None && convert(kinds[i], value, &self->values[i])) {
       Py_DECREF(self);
       return NULL;
@@ -224,6 +265,7 @@ PyMODINIT_FUNC PyInit_fused_softmax_launcher(void) {
     *(void **)&launch_kernel = dlsym(driver, "cuLaunchKernelEx");
     *(void **)&current_context = dlsym(driver, "cuCtxGetCurrent");
     *(void **)&error_string = dlsym(driver, "cuGetErrorString");
+    *(void **)&replace_address = dlsym(driver, "cuTensorMapReplaceAddress");  // or NULL: maps alone need it
   }
   if (!launch_kernel || !current_context || !error_string) {
     PyErr_SetString(PyExc_ImportError, "libcuda.so.1 has no cuLaunchKernelEx");

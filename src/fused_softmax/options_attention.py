@@ -24,7 +24,7 @@ class Attention:
 
     left, right: query i sees key j where i + offset - left <= j <= i + offset + right; None is unbounded. offset is 0,
     or keys - queries where bottom_right. enable_gqa: whether several heads of query share one of key and value.
-    stats: names among STATS.
+    stats: names among STATS. deterministic: whether every run is to give the same bits.
     """
 
     scale: float
@@ -34,6 +34,7 @@ class Attention:
     bottom_right: bool = False
     enable_gqa: bool = False
     stats: tuple[str, ...] = ()
+    deterministic: bool = False
 
     @property
     def bounded(self) -> bool:
@@ -53,16 +54,17 @@ class Attention:
         """As the registered operators take them."""
         return (
             self.scale, self.softcap, self.left, self.right, self.bottom_right, self.enable_gqa,
-            *[name in self.stats for name in STATS],
+            *[name in self.stats for name in STATS], self.deterministic,
         )  # fmt: skip
 
     @staticmethod
     def of_operator(
         scale: float, softcap: float | None = None, left: int | None = None, right: int | None = None,
-        bottom_right: bool = False, enable_gqa: bool = False, *stats: bool,
+        bottom_right: bool = False, enable_gqa: bool = False, entropy: bool = False, row_max: bool = False,
+        column_sums: bool = False, deterministic: bool = False,
     ) -> "Attention":  # fmt: skip
-        asked = tuple(name for name, asks in zip(STATS, stats, strict=False) if asks)
-        return Attention(scale, softcap, left, right, bottom_right, enable_gqa, asked)
+        stats = tuple(name for name, asks in zip(STATS, (entropy, row_max, column_sums), strict=True) if asks)
+        return Attention(scale, softcap, left, right, bottom_right, enable_gqa, stats, deterministic)
 
 
 class Beside(NamedTuple):
@@ -76,7 +78,7 @@ class Beside(NamedTuple):
 
 def attention_of(
     query: Any, key: Any, value: Any, beside: Beside, is_causal: Any, causal_align: Any, scale: Any, enable_gqa: Any,
-    window: Any, softcap: Any, dropout_p: Any, return_stats: Any,
+    window: Any, softcap: Any, dropout_p: Any, return_stats: Any, deterministic: Any = False,
 ) -> Attention:  # fmt: skip
     """The Attention of a call, or an error that names the argument."""
     if dropout_p != 0:
@@ -122,8 +124,9 @@ def attention_of(
         if each not in STATS:
             raise ValueError(f"{NAME}: return_stats takes names among {STATS}, got {each!r}")
     return Attention(
-        scale, softcap, left, right, causal_align == "bottom_right", bool(enable_gqa), tuple(dict.fromkeys(stats))
-    )
+        scale, softcap, left, right, causal_align == "bottom_right", bool(enable_gqa), tuple(dict.fromkeys(stats)),
+        bool(deterministic),
+    )  # fmt: skip
 
 
 def broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

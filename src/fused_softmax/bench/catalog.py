@@ -11,6 +11,10 @@ PROVIDER_ALIASES = {"fused": OWN, "triton": OWN, "compile": COMPILED}
 CLASSIC = ("naive", "persistent", "hybrid", "online")
 SAMPLERS = ("transformers", "vllm", "flashinfer")
 
+SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
+PLAIN_ATTENTION = ("own kernels", *SDPA, "flex", "xformers", "flash-attn 3")
+BIASED_ATTENTION = ("own kernels", *SDPA, "flex", "xformers", "cuequivariance")
+
 # Of each operation, the providers beside this package, torch and torch.compile, which all have.
 PEERS: dict[str, tuple[str, ...]] = {
     "softmax": (*CLASSIC, "liger", "quack"),
@@ -35,6 +39,17 @@ PEERS: dict[str, tuple[str, ...]] = {
     "sample_top_p_peaked": SAMPLERS,
     "sample_top_k_top_p": SAMPLERS,
     "sample_min_p": SAMPLERS,
+    "attention": PLAIN_ATTENTION,
+    "attention_gradient": PLAIN_ATTENTION,
+    "attention_causal": PLAIN_ATTENTION,
+    "attention_causal_gradient": PLAIN_ATTENTION,
+    "attention_biased": BIASED_ATTENTION,
+    "attention_biased_gradient": BIASED_ATTENTION,
+    "attention_softcap": ("own kernels", "flex", "flash-attn 3"),
+    "attention_softcap_gradient": ("own kernels", "flex", "flash-attn 3"),
+    "attention_sinks": ("own kernels", "flex"),
+    "attention_sinks_gradient": ("own kernels", "flex"),
+    "attention_decode": ("own kernels", *SDPA, "flex", "flash-attn 3"),
 }  # fmt: skip
 
 # Of rows in shards over ranks: each operation that `bench shards` measures, and all of its providers.

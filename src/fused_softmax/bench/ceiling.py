@@ -4,12 +4,14 @@ copies  y = x: one read and one write; `result` converts the written values, `sh
 adds    c = a + b: two reads and one write
 reads   every program combines its elements into one number
 products  not a matter of bytes: the three matrix products that a linear layer's loss needs, by cuBLAS
+squares   nor these: a product of square matrices, by cuBLAS, for what attention's products take
 
 The kernels run flat over contiguous elements, so an odd row length does not matter. Accesses have 16 bytes, or fewer if
 a block gives its threads fewer. The last n % 16 elements (bytes, in reads) are left out, because Triton would load
 scalars if sizes were not divisible.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +142,32 @@ class Products:
         return logits.t() @ x
 
 
-Ceiling = Copy | Add | Read | Products
+@dataclass(frozen=True)
+class Square:
+    """The product of two square matrices that lie where the first two inputs do.
+
+    floor_bytes, flops: of the call that it stands beside. Its bytes are so many that the ratio of GB/s is one of flops.
+    """
+
+    floor_bytes: int
+    flops: float
+    name: str = "cuBLAS"
+
+    @staticmethod
+    def side(x: Tensor, y: Tensor) -> int:
+        side = min(8192, math.isqrt(min(x.numel(), y.numel())))
+        return side // 128 * 128 or side
+
+    def moved_bytes(self, x: Tensor, y: Tensor, *_: Tensor) -> int:
+        return round(self.floor_bytes * 2 * self.side(x, y) ** 3 / self.flops)
+
+    def __call__(self, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
+        side = self.side(x, y)
+        a, b = (each.view(-1)[: side * side].view(side, side) for each in (x, y))
+        return a @ b
+
+
+Ceiling = Copy | Add | Read | Products | Square
 
 
 def copies(result: torch.dtype | None = None, share: float = 1.0) -> list[Ceiling]:

@@ -41,11 +41,21 @@ SHAPES = {
     "+": "M-.15,-1L.15,-1L.15,-.15L1,-.15L1,.15L.15,.15L.15,1L-.15,1L-.15,.15L-1,.15L-1,-.15L-.15,-.15Z",
     "1": "M-.15,1L-.15,.1L-.9,-.6L-.7,-.85L0,-.2L.7,-.85L.9,-.6L.15,.1L.15,1Z",
     "2": "M-.15,-1L-.15,-.1L-.9,.6L-.7,.85L0,.2L.7,.85L.9,.6L.15,-.1L.15,-1Z",
+    "3": "M1,-.15L.1,-.15L-.6,-.9L-.85,-.7L-.2,0L-.85,.7L-.6,.9L.1,.15L1,.15Z",
+    "4": "M-1,-.15L-.1,-.15L.6,-.9L.85,-.7L.2,0L.85,.7L.6,.9L-.1,.15L-1,.15Z",
+    "|": "M-.15,-1L.15,-1L.15,1L-.15,1Z",
+    "_": "M-1,-.3L1,-.3L1,.3L-1,.3Z",
+    "$F$": "M-.6,-1L.6,-1L.6,-.7L-.3,-.7L-.3,-.1L.4,-.1L.4,.2L-.3,.2L-.3,1L-.6,1Z",
+    "$x$": "M-.8,-.6L-.6,-.8L0,-.2L.6,-.8L.8,-.6L.2,0L.8,.6L.6,.8L0,.2L-.6,.8L-.8,.6L-.2,0Z",
+    "$3$": "M-.6,-1L.6,-1L.6,1L-.6,1L-.6,.7L.3,.7L.3,.15L-.4,.15L-.4,-.15L.3,-.15L.3,-.7L-.6,-.7Z",
+    "$c$": "M.6,-.8L-.6,-.8L-.6,.8L.6,.8L.6,.5L-.3,.5L-.3,-.5L.6,-.5Z",
+    ".": "M-.4,-.4L.4,-.4L.4,.4L-.4,.4Z",
 }
 DASHES = (
     [1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 4], [10, 3], [1, 3], [5, 1, 1, 1], [12, 2, 2, 2, 2, 2], [3, 3, 1, 3],
     [14, 4], [7, 5], [2, 5], [9, 1, 3, 1], [16, 2, 2, 2], [1, 1], [5, 5, 1, 5], [11, 2, 5, 2],
     [2, 2, 6, 2], [8, 5], [4, 1, 4, 5],
+    [6, 6], [13, 2], [3, 1, 1, 1], [7, 1], [1, 5], [9, 3, 3, 3], [4, 2, 1, 2], [15, 6],
 )  # fmt: skip
 CEILING_DASH = [3, 1]
 BAR = "M-.9,-.12L.9,-.12L.9,.12L-.9,.12Z"
@@ -226,7 +236,7 @@ class Panel:
             "Time"
             + (" on the GPU" if self.on_gpu else ", eager wall time")
             + "; lower is better."
-            + (f" The {self.ceiling} is the matrix products alone, in the same run." if self.tops else "")
+            + (f" The {self.ceiling} is a product of matrices alone, in the same run." if self.tops else "")
         )
         chart = self.lines(self.placed(rows), "value", "ms", ceiling=bool(self.tops), log=True)
         return self.chart("speed", "Time", caption, chart)
@@ -335,7 +345,7 @@ class Panel:
         rows = [
             self.row(p, ms=p.kernel.p50_us / 1e3, mib=p.memory_bytes / 2**20)
             for p in self.points
-            if p.kernel and p.memory_bytes and in_time(p.case)
+            if p.kernel and p.memory_bytes and p.operation.startswith("linear_")
         ]
         if not rows:
             return None

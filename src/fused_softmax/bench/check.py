@@ -82,8 +82,8 @@ class Judge:
             rounding *= OTHERS_ROUNDINGS
         else:
             rounding += STATE_ERROR
-        torchs = self.torch_errors
-        return torchs.largest + rounding * torchs.peak, torchs.row_sum + 4 * rounding * torchs.mass
+        torchs, times = self.torch_errors, operation_of(self.case).of_torchs
+        return times * torchs.largest + rounding * torchs.peak, times * torchs.row_sum + 4 * rounding * torchs.mass
 
     def complaint(self, y: object, limits: tuple[float, float]) -> tuple[str, Errors | None]:
         """What is wrong with y ("" if nothing is), and its errors."""

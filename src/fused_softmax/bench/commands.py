@@ -54,7 +54,7 @@ class _Bench(click.Group):
         return self.sweep.make_context(info_name, args, parent, **extra)
 
 
-bench = _Bench(sweep_command, name="bench")
+bench = _Bench(sweep_command, name="bench", short_help="Compare implementations with float64, and time them.")
 
 bench.add_command(shards)
 
@@ -108,7 +108,7 @@ def one(
         ctx.exit(INTERRUPTED)
 
 
-@bench.command()
+@bench.command(short_help="Time what one small eager call costs the host, beside torch's own.")
 @out_option(".json", "the rows")
 @force_option
 @click.pass_context
@@ -152,7 +152,7 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     ctx.exit(INTERRUPTED if stopped else int(any(row.wrong for row in rows)))
 
 
-@bench.command("all")
+@bench.command("all", short_help="Make every committed results file anew with the kernels of this source.")
 @click.option(
     "-o", "--out", "folder", type=paths.FILE, required=True, callback=paths.folder,
     help="Folder of the files: benchmarks/results in this project.",

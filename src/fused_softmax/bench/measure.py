@@ -26,6 +26,7 @@ from fused_softmax.bench.timing import (
     walls,
 )
 from fused_softmax.bench.verify import interpreting
+from fused_softmax.device import device_of
 
 # Host time matters only if the GPU does not keep the queue full anyway.
 SMALL_CALL_US = 100
@@ -83,6 +84,8 @@ def _measure_gpu(case: Case, names: Sequence[str], effort: Effort) -> list[Point
             points |= {name: replace(points[name], status="refused", message=message) for name in entrants}
     if OWN in points and operation.planned:
         points[OWN] = replace(points[OWN], plan=plan_of(case, sets[0][0], operation.planned))
+    if OWN in points and operation.who:
+        points[OWN] = replace(points[OWN], plan={"who": operation.who(case, device_of(0))})
     return [points[name] for name in names]
 
 

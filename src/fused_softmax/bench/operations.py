@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softmax
-from fused_softmax.bench import ceiling, providers, sampling
+from fused_softmax.bench import attention, ceiling, providers, sampling
+from fused_softmax.bench.attention_kinds import KINDS, flops
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.providers import COMPILED, NEEDS_GPU, OWN, TORCH, Call, Provider, compiled
 from fused_softmax.ops import softmax_calls
+from fused_softmax.plan import Device
 from fused_softmax.register.table import OPERATORS
 
 Inputs = tuple[Tensor, ...]
@@ -38,6 +40,8 @@ class Operation:
     whole: a row of the result depends on more than its row of inputs, so the whole result is compared at once.
     checking_bytes: bytes of the comparison beside inputs and results, if the case's elements do not give them.
     own_needs_gpu: our call has no CPU path.
+    of_torchs: how many times torch's error is accepted.
+    who: of our call, who computes each pass on a device, for the record; None where the kernels do.
     draws: the filters of a sampler, whose tokens no formula gives; its formula is a sampler of torch's operations.
     sample: the case that is checked under Triton's interpreter.
     """
@@ -55,6 +59,8 @@ class Operation:
     whole: bool = False
     checking_bytes: Callable[[Case], int] | None = None
     own_needs_gpu: bool = False
+    of_torchs: float = 1.0
+    who: Callable[[Case, Device], dict[str, str]] | None = None
     draws: sampling.Filters | None = None
     sample: Case = SAMPLE
 
@@ -289,6 +295,18 @@ def with_bias(case: Case, generator: torch.Generator) -> Inputs:
     return logits(case, generator), bias
 
 
+def ceiling_of_attention(name: str) -> Callable[[Case], list[ceiling.Ceiling]]:
+    """A product of matrices; of a single query a kernel that reads as much."""
+
+    def ceilings(case: Case) -> list[ceiling.Ceiling]:
+        done = flops(case)
+        if done is None:
+            return ceiling.reads()
+        return [ceiling.Square(attention.bytes_of(KINDS[name])(case), done)]
+
+    return ceilings
+
+
 _ENTRIES = {
     "softmax": Operation(
         inputs=alone,
@@ -431,6 +449,29 @@ _ENTRIES |= {
         sample=Case((3, 781)),
     )
     for name, filters in sampling.FILTERS.items()
+}
+
+
+# One query for each of four heads of keys, or as many rows as a tile of the interpreted kernels takes.
+_SAMPLES = {"attention_decode": Case((2, 2, 70, 16)), "attention_sinks": Case((2, 8, 140, 16))}
+
+_ENTRIES |= {
+    name: Operation(
+        inputs=attention.inputs_of(kind),
+        own=attention.own(kind),
+        formula=attention.formula(kind),
+        eager=attention.by_torch(kind),
+        peers=attention.peers(kind),
+        held_bytes=attention.bytes_of(kind),
+        ceilings=ceiling_of_attention(name),
+        parameters=lambda case, kind=kind: kind.parameters,  # type: ignore[misc]
+        whole=True,
+        checking_bytes=attention.checking_bytes(kind),
+        of_torchs=2.0,
+        who=partial(attention.handed_over, kind),
+        sample=_SAMPLES.get(name.removesuffix("_gradient"), Case((2, 2, 41, 16))),
+    )
+    for name, kind in KINDS.items()
 }
 
 

@@ -29,12 +29,21 @@ STYLES = {
     "transformers": ("#FFB000", "+"),
     "vllm": ("#648FFF", "1"),
     "flashinfer": ("#76B900", "2"),
+    "sdpa cudnn": ("#3B7A00", "3"),
+    "sdpa flash": ("#0B559F", "4"),
+    "sdpa efficient": ("#6BAED6", "|"),
+    "sdpa math": ("#525252", "_"),
+    "flex": ("#AA4499", "$F$"),
+    "xformers": ("#DDCC77", "$x$"),
+    "flash-attn 3": ("#117733", "$3$"),
+    "cuequivariance": ("#882255", "$c$"),
     # fused_softmax with other options than the default
     "in one chunk": ("#7F2704", "p"),
     "chunks of 1024": ("#F4A582", "d"),
     "chunks of 256": ("#C51B7D", "X"),
     "summed in place": ("#4D9221", "h"),
     "32 in place": ("#00441B", "H"),
+    "own kernels": ("#FB6A4A", "."),
 }
 
 SOURCE = "figures of fused-softmax bench "

@@ -118,8 +118,13 @@ def quack_cross_entropy_gradient(case: Case) -> Call:
 
 CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}
 # This package with other options than the default: no peer of its own.
-VARIANTS = frozenset({"in one chunk", "chunks of 1024", "chunks of 256", "summed in place", "32 in place"})
-NEEDS_GPU = frozenset({"persistent", "hybrid", "online", "liger", "quack"})
+VARIANTS = frozenset(
+    {"in one chunk", "chunks of 1024", "chunks of 256", "summed in place", "32 in place", "own kernels"}
+)
+NEEDS_GPU = frozenset({
+    "persistent", "hybrid", "online", "liger", "quack", "sdpa cudnn", "sdpa efficient", "flex", "xformers",
+    "flash-attn 3", "cuequivariance",
+})  # fmt: skip
 
 
 def forced(strategy: Strategy, x: "Tensor") -> Call:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fused_softmax.bench.attention_kinds import KINDS
 from fused_softmax.bench.cases import ITEMSIZE, Case, parse_shapes, unique
 from fused_softmax.plan import H200, VECTOR_BYTES, reduction_rung_ends, row_rung_ends
 
@@ -33,7 +34,8 @@ WIDENING = "softmax_float32"
 class Sweep:
     """For every operation: every pair of rows and cols, then `shapes`. Without rows, as many rows as hold `ELEMENTS`.
 
-    dtypes: for each operation. cols: the same for all, or a function of operation and dtype.
+    dtypes: for each operation. cols: the same for all, or a function of operation and dtype. shapes: the same for all,
+        or of each operation, and of its gradient.
     ndim: how many dims its operations take, along the last one. None: any number, along any dim.
     """
 
@@ -41,8 +43,11 @@ class Sweep:
     dtypes: Mapping[str, tuple[str, ...]]
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] | Callable[[str, str], tuple[int, ...]] = ()
-    shapes: str = ""
+    shapes: str | Mapping[str, str] = ""
     ndim: int | None = 2
+
+    def shapes_of(self, operation: str) -> str:
+        return self.shapes if isinstance(self.shapes, str) else self.shapes[operation.removesuffix("_gradient")]
 
     def columns(self, operation: str, dtype: str) -> tuple[int, ...]:
         return self.cols(operation, dtype) if callable(self.cols) else self.cols
@@ -127,6 +132,19 @@ SWEEPS = {
         dict.fromkeys(DRAWS, BOTH),
         shapes="8x128256,256x128256,512x128256,512x262144",
     ),
+    "attention": Sweep(
+        "attention, plain, causal, with a bias, a softcap, sinks and a window, and one query; forward and gradient",
+        dict.fromkeys(KINDS, ("bfloat16",)),
+        shapes={
+            "attention": "4x32x4096x128,8x16x4096x64,64x12x197x64",
+            "attention_causal": "4x32x4096x128,8x16x4096x64,8x16x1001x96,8x16x1024x64,2x16x16384x64",
+            "attention_biased": "4x32x2048x128,16x12x1024x64,384x4x384x32,4096x4x49x32",
+            "attention_softcap": "2x16x4096x256",
+            "attention_sinks": "2x64x8192x64",
+            "attention_decode": "16x8x32768x128,1x8x1024x128,1x8x8192x128,1x8x65536x128",
+        },
+        ndim=4,
+    ),
     CUSTOM: Sweep(
         "the shapes of --shape, --rows and --cols, for softmax or the operations of --op",
         {"softmax": ("float32",)},
@@ -178,7 +196,8 @@ def build(
                 own_rows = () if elements or name == TUTORIAL else sweep.rows
                 chosen += _pairs(rows or own_rows, cols or own_cols or TUTORIAL_COLS, elements or ELEMENTS)
             elif not shapes:
-                chosen += _pairs(sweep.rows, own_cols, ELEMENTS) + (parse_shapes(sweep.shapes) if sweep.shapes else [])
+                own_shapes = sweep.shapes_of(operation)
+                chosen += _pairs(sweep.rows, own_cols, ELEMENTS) + (parse_shapes(own_shapes) if own_shapes else [])
                 if quick:
                     chosen = [chosen[0], chosen[len(chosen) // 2], chosen[-1]]
             for case in chosen:

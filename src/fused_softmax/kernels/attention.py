@@ -49,46 +49,35 @@ def _attention(
     t = tl.zeros([BLOCK_M], tl.float32)
     o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     begin, cut, end = keys_seen(first, S, K)
+    rows = tl.arange(0, BLOCK_M)
     if K.cuts:
-        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, begin, cut, A, place, S, K, False)
+        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, rows[:, None], begin, cut, A, place, S, K, False)
         begin = cut
     if K.edge or not K.cuts:
-        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, begin, end, A, place, S, K, K.edge)
-    rows = tl.arange(0, BLOCK_M)
+        m, s, t, o = visit(m, s, t, o, q, k_head, v_head, first, rows[:, None], begin, end, A, place, S, K, K.edge)
     at = number.to(tl.int64) * n_queries + first + rows
     valid = first + rows < n_queries
     if K.row_max:
         tl.store(row_max_ptr + at, m * LN2, mask=valid)
     if K.sinks:
-        sink = tl.load(sinks_ptr + place.head).to(tl.float32) * LOG2E
-        top = tl.maximum(m, sink)
-        base = tl.where(top == NEG_INF, 0.0, top)
-        weight, beside = tl.exp2(m - base), tl.exp2(sink - base)
-        if K.entropy:
-            t = weight * (t + weighed(s, m - base)) + weighed(beside, sink - base)
-        s = s * weight + beside
-        o = o * weight[:, None]
-        m = top
-    o = o / tl.where(s == 0.0, 1.0, s)[:, None]
-    store_tile(
-        o_ptr + number.to(tl.int64) * n_queries * K.value_dim, o, first, n_queries, BLOCK_M, K.value_dim, BLOCK_V
-    )
-    lse = tl.where(s == 0.0, NEG_INF, (m + tl.log2(s)) * LN2)
-    tl.store(lse_ptr + at, lse, mask=valid)
+        m, s, t, o = with_sink(m, s, t, o, tl.load(sinks_ptr + place.head), K)
+    store_rows(m, s, o, o_ptr, lse_ptr, number.to(tl.int64), first, n_queries, BLOCK_M, K)
     if K.entropy:
         entropy = tl.where(s == 0.0, 0.0, (tl.log2(s) - t / tl.where(s == 0.0, 1.0, s)) * LN2)
         tl.store(entropy_ptr + at, entropy, mask=valid)
 
 
 @triton.jit
-def visit(m, s, t, o, q, k_head, v_head, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr):
-    """The state after the keys from begin to end. EDGE: whether some of them may be hidden, or beyond the last."""
-    BLOCK_M: tl.constexpr = K.block_m
+def visit(m, s, t, o, q, k_head, v_head, first, rows, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr):
+    """The state after the keys from begin to end. EDGE: whether some of them may be hidden, or beyond the last.
+
+    rows: [BLOCK_M, 1], the tile's queries from `first` on.
+    """
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
     for start in tl.range(begin, end, BLOCK_N):
         k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
-        T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
+        T = Tile(first, rows, start, tl.arange(0, BLOCK_N)[None, :])
         z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, EDGE, GUARD)
         top = tl.maximum(m, in_log2(tl.max(z, axis=1), A, K))
         base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN
@@ -108,3 +97,25 @@ def visit(m, s, t, o, q, k_head, v_head, first, begin, end, A, place, S, K: tl.c
 def weighed(p, z):
     """p z, and 0 where p is 0, for z may be -inf there."""
     return tl.where(p == 0.0, 0.0, p * z)
+
+
+@triton.jit
+def with_sink(m, s, t, o, sink, K: tl.constexpr):
+    """The state with one score more; t is of use with K.entropy alone."""
+    sink = sink.to(tl.float32) * LOG2E
+    top = tl.maximum(m, sink)
+    base = tl.where(top == NEG_INF, 0.0, top)
+    weight, beside = tl.exp2(m - base), tl.exp2(sink - base)
+    if K.entropy:
+        t = weight * (t + weighed(s, m - base)) + weighed(beside, sink - base)
+    return top, s * weight + beside, t, o * weight[:, None]
+
+
+@triton.jit
+def store_rows(m, s, o, o_ptr, lse_ptr, number, first, n, ROWS: tl.constexpr, K: tl.constexpr):
+    """Output and lse of a state: of rows from `first` on, of n that a head has."""
+    o = o / tl.where(s == 0.0, 1.0, s)[:, None]
+    store_tile(o_ptr + number * n * K.value_dim, o, first, n, ROWS, K.value_dim, K.block_v)
+    rows = first + tl.arange(0, ROWS)
+    lse = tl.where(s == 0.0, NEG_INF, (m + tl.log2(s)) * LN2)
+    tl.store(lse_ptr + number * n + rows, lse, mask=rows < n)

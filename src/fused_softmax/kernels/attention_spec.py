@@ -17,6 +17,9 @@ class AttentionSpec:
     between queries. folds: whether scores are query times key times a positive scale, so that the scale is taken in the
     exponent. dtype: of the inputs.
     entropy, row_max: what the forward kernel stores beside lse. stores_ds: whether the kernel of dQ stores dS.
+    held: whether the bias is the same for all batches, and kept; `bias` is then False.
+    Where keys are cut into parts: lanes and block_r, powers of two that hold the parts and the rows of a head of keys;
+    chunk: parts whose o are merged at a time.
     """
 
     block_m: int
@@ -42,6 +45,10 @@ class AttentionSpec:
     stores_ds: bool = False
     sums_rows: bool = False
     sums_cols: bool = False
+    held: bool = False
+    lanes: int = 1
+    block_r: int = 0
+    chunk: int = 0
 
     @property
     def edge(self):

@@ -1,9 +1,10 @@
 """attention: scaled_dot_product_attention, with a bias, sinks, a softcap, windows and ALiBi, and their gradients.
 
 Weights are in no memory: the forward pass keeps lse, and the backward pass computes the weights again from it. No
-program adds to what another one writes, so every gradient has the same bits at every run.
+program adds to what another one writes, so every gradient of the kernels has the same bits at every run.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from fused_softmax import reference_attention
 from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.ops.attention_calls import Gradients, Inputs, prepare_backward, prepare_forward
+from fused_softmax.ops import attention_sdpa
+from fused_softmax.ops.attention_calls import Gradients, Inputs, Results, prepare_backward, prepare_forward
 from fused_softmax.options import arithmetic_of
 from fused_softmax.options_attention import KERNEL_DTYPES, NAME, Attention, Beside, attention_of, broadcast
 from fused_softmax.reference_attention import AttentionOutput
@@ -61,7 +63,8 @@ def attention(
     alibi_slopes: [heads] or [..., heads], floats: slope * |i - j| is subtracted, aligned as causality is. Its gradient
         takes torch's operations.
     dropout_p: 0.
-    deterministic: every gradient is, whether this is asked for or not.
+    deterministic: every gradient has the same bits at every run. Without it, all have but those of plain attention that
+        cuDNN computes. torch.use_deterministic_algorithms(True) asks for it too.
     return_lse: logsumexp of the scores, [..., heads, queries], float32 (float64 of float64), with its gradient: the
         results of parts of the keys merge by it.
     return_stats: names among "entropy" (of a row's weights, its sink's among them, in nats), "row_max" (the greatest
@@ -70,7 +73,10 @@ def attention(
 
     A row that sees nothing is 0, its lse -inf, and it has no part in any gradient. Products of float32 are exact to
     float32. On a CPU, in float64 and for a second derivative torch's operations compute, with all scores in memory.
-    Returns the output [..., heads, queries, value_dim], contiguous; an AttentionOutput if more was asked for.
+    What is plain (query, key and value, causal or not, and lse) goes to cuDNN, as torch calls it, where that was
+    measured to be faster: on GPUs of compute capability 9.0, in 16 bits, for heads of at most 128 dims.
+    Returns the output [..., heads, queries, value_dim], contiguous, or laid out like the query where cuDNN computes; an
+    AttentionOutput if more was asked for.
     Raises RuntimeError for dtypes, devices and shapes that do not fit and for is_causal with attn_mask; TypeError for
     what is no tensor or number; ValueError for other values that cannot be, as dropout_p other than 0.
 
@@ -81,9 +87,11 @@ def attention(
     >>> attention(q, k, v, is_causal=True, window=(127, 0), sinks=sinks, enable_gqa=True)  # a layer of gpt-oss
     """
     look = None
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if window is None or type(window) is tuple:
         numbers = (
             is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_lse, return_stats,
+            deterministic,
         )  # fmt: skip
         look = NAME, numbers, query, key, value, attn_mask, bias, sinks, alibi_slopes
         if type(return_stats) in (tuple, str):
@@ -92,8 +100,9 @@ def attention(
                 return call(query, key, value, attn_mask, bias, sinks, alibi_slopes)
     beside = Beside(attn_mask, bias, sinks, alibi_slopes)
     how = attention_of(
-        query, key, value, beside, is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats
-    )
+        query, key, value, beside, is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats,
+        deterministic,
+    )  # fmt: skip
     given = Inputs(query, key, value, *beside)
     if query.is_cuda and torch.is_autocast_enabled("cuda") and query.dtype != torch.float64:
         cast, look = torch.get_autocast_dtype("cuda"), None
@@ -140,7 +149,7 @@ def _broadcast(given: Inputs, lead: tuple[int, ...], enable_gqa: bool) -> Inputs
 
 def _prepare(given: Inputs, how: Attention, return_lse: bool, with_gradient: bool, headed: bool):
     """What computes a call on the kernels."""
-    forward = prepare_forward(given, how)
+    forward = prepare(given, how, with_lse=return_lse or with_gradient)
     if not with_gradient:
 
         def call(*given):
@@ -155,6 +164,11 @@ def _prepare(given: Inputs, how: Attention, return_lse: bool, with_gradient: boo
         return _output(output, lse, stats, how, return_lse, headed)
 
     return differentiable
+
+
+def prepare(given: Inputs, how: Attention, with_lse: bool = True) -> Callable[..., Results]:
+    """What computes the forward pass: cuDNN where the plan hands it over, or the kernels."""
+    return attention_sdpa.prepare_forward(given, how, with_lse) or prepare_forward(given, how)
 
 
 def _output(output: Tensor, lse: Tensor, stats: Any, how: Attention, return_lse: bool, headed: bool):
@@ -214,15 +228,24 @@ def gradients(
 def backward(
     given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: tuple[bool, ...]
 ) -> Gradients:
-    """By the kernels."""
+    """By cuDNN where the plan hands it over, or by the kernels."""
     do = do.to(output.dtype)
     if dlse is not None:
         dlse = dlse.to(lse.dtype).contiguous()
     look = f"{NAME}_backward", (how, asked), given.query, *given[1:], do, dlse, output, lse
     call = find(*look)
     if call is None:
-        call = keep(Prepared(prepare_backward(given, how, do, dlse, output, lse, asked)), *look)
+        made = attention_sdpa.prepare_backward(given, how, dlse, asked)
+        if made is None:
+            made = prepare_backward(given, how, do, dlse, output.contiguous(), lse, asked)
+            if not output.is_contiguous():  # as cuDNN's need not be
+                made = _with_contiguous_output(made)
+        call = keep(Prepared(made), *look)
     return call(do, dlse, output, lse, *given)
+
+
+def _with_contiguous_output(call: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    return lambda do, dlse, output, *rest: call(do, dlse, output.contiguous(), *rest)
 
 
 def differentiable_gradients(

@@ -15,7 +15,10 @@ from fused_softmax.kernels.attention import _attention
 from fused_softmax.kernels.attention_grad import _bias_gradient, _delta, _keys_gradient, _queries_gradient
 from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, NO_MASK, AttentionSpec
 from fused_softmax.kernels.attention_stats import _column_sums
+from fused_softmax.ops import attention_hopper
+from fused_softmax.ops.attention_decode import prepare_decode
 from fused_softmax.ops.attention_layout import Groups, Pattern, own_sizes
+from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
 from fused_softmax.options_attention import Attention
 from fused_softmax.plan.attention import Tiles, padded, plan_attention
 from fused_softmax.runner import TLDTYPES
@@ -65,9 +68,9 @@ class _Call:
         self.patterns: dict[str, Pattern] = {}
         self._lay(given, do)
         self.spec = self._spec(given)
-        spec = self.spec
+        self.gpu, spec = device_of(self.device), self.spec
         self.plan = plan_attention(
-            self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, device_of(self.device),
+            self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, self.gpu,
             (spec.mask != NO_MASK) + spec.bias + spec.softcap + spec.alibi + spec.left
             + 2 * ("entropy" in self.how.stats) + self._unaligned,
             None if how.left is None or how.right is None else how.left + how.right + 1,
@@ -147,6 +150,14 @@ class _Call:
         right, most = self.how.right, self.n_keys - 1 - self.how.offset(self.n_queries, self.n_keys)
         return None if right is None or right >= most else right
 
+    @property
+    def n_seen(self) -> int:
+        """Keys that some query sees: all others are hidden by the window or causality."""
+        offset = self.how.offset(self.n_queries, self.n_keys)
+        begin = 0 if self._left is None else max(0, offset - self._left)
+        end = self.n_keys if self._right is None else min(self.n_keys, self.n_queries + offset + self._right)
+        return max(0, end - begin)
+
     def numbers(self) -> tuple:
         """As every kernel takes them, from n_inner on."""
         offset = self.how.offset(self.n_queries, self.n_keys)
@@ -204,13 +215,19 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     like, ready = made(), c.readied(given)
     q, k, v, mask, bias, sinks, slopes = ready
     strides = [c.strides[name] for name in ("q", "k", "v", "mask", "bias", "slopes")]
-    tiles = c.plan.forward
-    programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
     tensors = (q, k, v, mask, bias, sinks, slopes, like.output, like.lse, like.entropy, like.row_max)
     scalars = (*strides, *c.numbers())
-    run = c.prepare(
-        _attention, programs, tiles, tensors, scalars, entropy="entropy" in stats, row_max="row_max" in stats
-    )  # fmt: skip
+    run = (
+        prepare_decode(c, tensors, scalars)
+        or prepare_short(c, tensors, scalars)
+        or attention_hopper.prepare_forward(c, q, k, v, sinks, like.output, like.lse)
+    )
+    if run is None:
+        tiles = c.plan.forward
+        programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
+        run = c.prepare(
+            _attention, programs, tiles, tensors, scalars, entropy="entropy" in stats, row_max="row_max" in stats
+        )  # fmt: skip
     sums = None
     if like.column_sums is not None and c.n_keys:
         tiles = c.plan.sums
@@ -253,6 +270,9 @@ def prepare_backward(
     n_rows = c.n_batches * c.n_heads * c.n_queries
     strides = [c.strides[name] for name in ("q", "k", "v", "mask", "bias", "slopes", "do")]
     scalars = (*strides, *c.numbers())
+    short = prepare_short_backward(c, (q, k, v, mask, bias, slopes, do, lse), dlse, scalars, asked)
+    if short is not None:
+        return lambda *tensors: Gradients(*short(*tensors))
     delta = torch.empty(c.rows, dtype=torch.float32, device=device)
     beside = {"mask": given.attn_mask, "bias": given.bias}
     wanted = [name for name, asks in zip(("mask", "bias"), asked[3:5], strict=True) if asks]
@@ -344,7 +364,7 @@ def _prepare_bias(c: _Call, name: str, read: tuple, strides: list, dtype: torch.
     shape = c.own[name]
     if 0 in pattern.sizes:
         return lambda read: torch.zeros(shape, dtype=dtype, device=device)
-    parts = _PROGRAMS * device_of(c.device).sm_count // programs
+    parts = _PROGRAMS * c.gpu.sm_count // programs
     parts = max(1, min(parts, steps, _PART_BYTES // (4 * n)))
     made_dtype = dtype if parts == 1 else torch.float32
     of_dbias = (n, *pattern.strides)

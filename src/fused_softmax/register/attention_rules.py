@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from fused_softmax.ops import attention as ops
-from fused_softmax.ops.attention_calls import Inputs, Results, prepare_forward
+from fused_softmax.ops.attention_calls import Inputs, Results
 from fused_softmax.options import arithmetic_of
 from fused_softmax.options_attention import KERNEL_DTYPES, STATS, Attention
 from fused_softmax.route import on_device
@@ -16,7 +16,7 @@ from fused_softmax.route import on_device
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
 _HOW = (
     "float scale, float? softcap=None, int? left=None, int? right=None, bool bottom_right=False, "
-    "bool enable_gqa=False, bool entropy=False, bool row_max=False, bool column_sums=False"
+    "bool enable_gqa=False, bool entropy=False, bool row_max=False, bool column_sums=False, bool deterministic=False"
 )
 # Query, key and value have the same leading shape. Results that are not asked for are empty.
 ATTENTION = f"({_INPUTS}, {_HOW}) -> (Tensor output, Tensor lse, Tensor entropy, Tensor row_max, Tensor column_sums)"
@@ -36,7 +36,8 @@ def attention(*arguments):
     given, how = Inputs(*arguments[:_N_INPUTS]), Attention.of_operator(*arguments[_N_INPUTS:])
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if _runs(given):
-            found: Any = prepare_forward(given, how)(*given)
+            found: Any = ops.prepare(given, how)(*given)
+            found = found._replace(output=found.output.contiguous())
         else:
             more: dict[str, Any] = {"return_lse": True, "return_stats": how.stats}
             output, lse, stats = cast(Any, ops.composed(given, how, arithmetic_of(given.query), **more))

@@ -3,8 +3,9 @@
 `enable()` puts the kernels in the place of ATen's for CUDA tensors (CPU tensors with FUSED_SOFTMAX_INTERPRET=1). Below
 autograd, autocast, vmap and modes, so all of these stay PyTorch's, second derivatives included; and below every name:
 functions imported before, methods, modules, and ATen's own callers. cross_entropy, which ATen composes of others, is
-taken where autograd begins, whole: its gradient is written in the forward pass. What the kernels do not take goes on to
-ATen's. A compiler has replaced softmax before there is a call: what is compiled stays as it compiles it.
+taken where autograd begins, whole: its gradient is written in the forward pass; so is scaled_dot_product_attention, if
+that is asked for. What the kernels do not take goes on to ATen's. A compiler has replaced softmax before there is a
+call: what is compiled stays as it compiles it.
 """
 
 import sys
@@ -13,13 +14,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import find, keep
+from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.layout import overlap
-from fused_softmax.ops import logsumexp_calls, softmax_calls
+from fused_softmax.ops import attention_sdpa, logsumexp_calls, softmax_calls
+from fused_softmax.ops.attention import attention
 from fused_softmax.ops.cross_entropy import prepare_plain
 from fused_softmax.ops.loss_on_shards import loss_as_aten
 from fused_softmax.options import DTYPES
@@ -33,11 +36,17 @@ _no_torch_functions = torch._C.DisableTorchFunction
 
 _lock = threading.Lock()
 _depth = 0  # how many enable() have had no disable() yet
+_asked: list[bool] = []  # of each of them, whether with attention
 _library: torch.library.Library | None = None  # its registrations live as long as it does
+_of_attention: torch.library.Library | None = None
 
 
-def enable() -> None:
+def enable(*, attention: bool = False) -> None:
     """Run torch's softmax, log_softmax, logsumexp and cross_entropy on these kernels, from now on, in all threads.
+
+    attention: also scaled_dot_product_attention, in 16 bits, where the kernels were measured to be faster (a float mask
+        with its gradient, on GPUs of compute capability 9.0) or torch composes it of other operations, with all scores
+        in memory. All else of it, and dropout, stays torch's.
 
     Results, gradients and errors are torch's, but that a target which is no class makes the loss NaN on a GPU. Calls
     nest: as many `disable()` end it. The first is best made before other threads call these functions.
@@ -45,15 +54,18 @@ def enable() -> None:
     >>> enable()
     >>> torch.nn.functional.softmax(torch.randn(8, 50257, device="cuda"), dim=-1)  # the kernel `_part_forward`
     """
-    global _depth, _library
+    global _depth, _library, _of_attention
     with _lock:
         if _library is None:
             _library = _register()
+        if attention and _of_attention is None:
+            _of_attention = _register_attention()
         _depth += 1
+        _asked.append(attention)
 
 
 def disable() -> None:
-    """Undo one `enable()`. The last one gives ATen its kernels back.
+    """Undo the latest `enable()` that still stands. The last one gives ATen its kernels back.
 
     ATen's table of kernels takes no change while another thread reads it. So while one runs that may (one that waits in
     the standard library, like tqdm's, does not), the stand-ins remain and pass every call on, for about a microsecond
@@ -61,23 +73,26 @@ def disable() -> None:
 
     Raises RuntimeError if nothing is enabled.
     """
-    global _depth, _library
+    global _depth, _library, _of_attention
     with _lock:
         if _depth == 0:
             raise RuntimeError("fused_softmax.disable() without an enable() before it")
         _depth -= 1
-        if _depth == 0 and _alone():
-            _library = None
+        _asked.pop()
+        if not any(_asked) and (_depth == 0 or _of_attention is not None) and _alone():
+            _of_attention = None
+            if _depth == 0:
+                _library = None
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
+def enabled(*, attention: bool = False) -> Iterator[None]:
     """`enable()` for the length of a with block, in all threads.
 
     >>> with enabled():
     ...     model(tokens)
     """
-    enable()
+    enable(attention=attention)
     try:
         yield
     finally:
@@ -103,6 +118,15 @@ def _register() -> torch.library.Library:
             composed = torch.ops.aten.cross_entropy_loss.default.decompose
             for key in (device, f"Autograd{device}"):  # in inference mode autograd has no say
                 library.impl("cross_entropy_loss", _cross_entropy(composed), key)
+    return library
+
+
+def _register_attention() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    composed = torch.ops.aten.scaled_dot_product_attention.default.decompose
+    for device in _DEVICES:
+        for key in (device, f"Autograd{device}"):
+            library.impl("scaled_dot_product_attention", _attention(composed), key)
     return library
 
 
@@ -225,6 +249,38 @@ def _cross_entropy(atens: Callable) -> Callable:
             if call is not None:
                 return call(x, target, weight, label_smoothing, None, None, 0.0)
         return kernel(x, target, weight, reduction, ignore_index, label_smoothing)
+
+    return seen_first
+
+
+def _attention(atens: Callable) -> Callable:
+    def seen_first(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if not any(_asked):
+            return atens(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        with _no_torch_functions():
+            # A user switches ways of torch's off and on again.
+            options = dropout_p, is_causal, scale, enable_gqa, torch._C._get_flash_sdp_enabled(), \
+                torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled()  # fmt: skip
+            look = "aten::attention", options, query, key, value, attn_mask
+            call = find(*look)
+            if call is None:
+                tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+                taken = (
+                    dropout_p == 0
+                    and runs_here(*tensors)
+                    and not (is_causal and attn_mask is not None)
+                    and query.dtype in (torch.float16, torch.bfloat16)
+                    and all((each.dtype, each.device) == (query.dtype, query.device) for each in (key, value))
+                    and min(each.ndim for each in tensors[:3]) > 2
+                    and attention_sdpa.takes_over(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+                )
+                given: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+                ours = partial(attention, **given) if taken else partial(atens, dropout_p=dropout_p, **given)
+                call = keep(Prepared(ours), *look)
+            return call(query, key, value, attn_mask)
 
     return seen_first
 

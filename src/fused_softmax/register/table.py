@@ -11,6 +11,7 @@ from typing import Any
 from fused_softmax import reference, reference_attention, reference_sampling
 from fused_softmax.ops import logsumexp as lse_ops
 from fused_softmax.ops import softmax as softmax_ops
+from fused_softmax.ops import softmax_gradients
 from fused_softmax.ops.attention import attention
 from fused_softmax.ops.cross_entropy import cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
@@ -49,7 +50,7 @@ OPERATORS = (
         run=partial(softmax_rules.softmax, False),
         fake=one_dim.fake,
         save=partial(softmax_rules.save_softmax, False),
-        gradient=partial(softmax_rules.gradients_of, softmax_ops.gradients),
+        gradient=partial(softmax_rules.gradients_of, softmax_gradients.gradients),
         batched=softmax_rules.batched_softmax,
         public=softmax_ops.softmax,
         reference=reference.softmax,
@@ -73,7 +74,7 @@ OPERATORS = (
         run=partial(softmax_rules.softmax, True),
         fake=one_dim.fake,
         save=partial(softmax_rules.save_softmax, True),
-        gradient=partial(softmax_rules.gradients_of, softmax_ops.gradients),
+        gradient=partial(softmax_rules.gradients_of, softmax_gradients.gradients),
         batched=softmax_rules.batched_softmax,
         public=softmax_ops.log_softmax,
         reference=reference.log_softmax,
@@ -172,6 +173,19 @@ OPERATORS = (
         gradient=attention_rules.attention_gradient,
         public=attention,
         reference=reference_attention.attention,
+        bench=(
+            "attention",
+            "attention_gradient",
+            "attention_causal",
+            "attention_causal_gradient",
+            "attention_biased",
+            "attention_biased_gradient",
+            "attention_softcap",
+            "attention_softcap_gradient",
+            "attention_sinks",
+            "attention_sinks_gradient",
+            "attention_decode",
+        ),
     ),
     Operator(
         name="attention_backward",

@@ -1,0 +1,202 @@
+"""attention's forward pass for sm_90: one warpgroup loads tiles of keys and values, consumers of 64 queries multiply.
+
+The recurrence is that of `kernels/attention.py`. Programs stay on their multiprocessor and take one tile of queries
+after another. Tiles come by TMA, which fills with zeros beyond the last row and the last dim, and products are wgmma.
+A consumer issues the scores of a tile before it adds the tile before to the output; while it takes exponentials the
+others multiply, because named barriers let one at a time begin.
+Traffic: that of `kernels/attention.py`.
+"""
+
+from fused_softmax.kernels.attention_hopper_parts import (
+    LN2,
+    LOG2E,
+    emptied,
+    fill,
+    full,
+    keys_seen,
+    my_turn,
+    next_turn,
+    ring,
+    turns,
+    work_at,
+)
+from fused_softmax.kernels.attention_hopper_spec import ROWS, Sizes
+from fused_softmax.kernels.gluon_names import (
+    fence_async_shared,
+    gl,
+    jit,
+    load_async,
+    mbarrier,
+    store_async,
+    stores_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_ROWS = gl.constexpr(ROWS)
+_LOWEST = gl.constexpr(-3.4028234663852886e38)  # where a maximum begins: finite, so that nothing is -inf - -inf
+SIZES = ["n_heads", "group", "n_queries", "n_keys", "left", "right", "offset", "head_tiles", "n_tiles", "shift"]
+
+
+@jit(do_not_specialize=SIZES)
+def _attention_hopper(
+    q_map, k_map, v_map, sinks_ptr, o_map, lse_ptr,
+    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
+):  # fmt: skip
+    S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
+    q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all of them
+    k = ring(K.stages, K.consumers, k_map)
+    v = ring(K.stages, K.consumers, v_map)
+    if K.reuses:
+        o = q.tiles
+    else:
+        OF_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, K.block_v], o_map.dtype)
+        o = gl.allocate_shared_memory(o_map.dtype, [K.consumers, _ROWS, K.block_v], OF_TILES)
+    R: gl.constexpr = K.registers
+    if K.consumers == 2:
+        gl.warp_specialize([
+            (_load, (q_map, k_map, v_map, q, k, v, S, K)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 0)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 1)),
+        ], [4, 4], [R, R])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_load, (q_map, k_map, v_map, q, k, v, S, K)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 0)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 1)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 2)),
+        ], [4, 4, 4], [R, R, R])  # fmt: skip
+
+
+@jit
+def _load(q_map, k_map, v_map, q, k, v, S, K: gl.constexpr):
+    """All tiles that the consumers take, in their order."""
+    CONSUMERS: gl.constexpr = K.consumers
+    count = 0
+    for turn in range(turns(S)):
+        work = work_at(turn, S, K)
+        of_keys = work.head // S.group
+        mbarrier.wait(q.empty.index(0), (turn & 1) ^ 1)
+        mbarrier.expect(q.full.index(0), K.consumers * q_map.block_type.nbytes)
+        for i in gl.static_range(CONSUMERS):
+            row = work.first + i * _ROWS
+            load_async(q_map, [work.batch, work.head, row, 0], q.full.index(0), q.tiles.index(i))
+        begin, end = keys_seen(work.first, S, K)
+        for i in range(end - begin):
+            row = (end - 1 - i) * K.block
+            fill(k, count, K.stages, k_map, work.batch, of_keys, row)
+            fill(v, count, K.stages, v_map, work.batch, of_keys, row)
+            count += 1
+
+
+@jit
+def _hide(s, tile, rows, S, K: gl.constexpr):
+    """Scores of which those of hidden keys are -inf."""
+    BLOCK: gl.constexpr = K.block
+    cols = tile * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
+    end = gl.full(rows.shape, S.n_keys, gl.int32, rows.type.layout)
+    if K.right:
+        end = gl.minimum(rows + (S.offset + S.right + 1), end)
+    seen = cols[None, :] < end[:, None]
+    if K.left:
+        seen = seen & (cols[None, :] >= (rows + (S.offset - S.left))[:, None])
+    return gl.where(seen, s, float("-inf"))
+
+
+@jit
+def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K: gl.constexpr, ME: gl.constexpr):
+    """The output of the ME-th _ROWS queries of each tile."""
+    BLOCK: gl.constexpr = K.block
+    BLOCK_V: gl.constexpr = K.block_v
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    dtype: gl.constexpr = o_map.dtype
+    no_scores = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
+    if K.in_turn and K.consumers == ME + 1:
+        next_turn(ME, K.consumers)
+    count = 0
+    for turn in range(turns(S)):
+        work = work_at(turn, S, K)
+        first = work.first + ME * _ROWS
+        rows = first + gl.arange(0, _ROWS, OF_ROWS)
+        begin, end = keys_seen(work.first, S, K)
+        cut, low = S.n_keys, 0  # between these all of the queries see all keys
+        if K.right:
+            cut = gl.minimum(first + S.offset + S.right + 1, cut)
+        if K.left:
+            low = first + (_ROWS - 1) + S.offset - S.left
+        mbarrier.wait(q.full.index(0), turn & 1)
+        queries = q.tiles.index(ME)
+        full(k, count, K.stages)
+        if K.in_turn:
+            my_turn(ME)
+        keys = k.tiles.index(count % K.stages).permute((1, 0))
+        s = warpgroup_mma(queries, keys, no_scores, use_acc=False, is_async=True)
+        if K.in_turn:
+            next_turn(ME, K.consumers)
+        s = warpgroup_mma_wait(0, (s,))
+        emptied(k, count, K.stages)
+        if K.edge:
+            at_edge = (end * BLOCK > cut) | ((end - 1) * BLOCK < low)
+            if at_edge:
+                s = _hide(s, end - 1, rows, S, K)
+        m = gl.maximum(gl.max(s, 1) * scale, _LOWEST)
+        p = gl.exp2(s * scale - m[:, None])
+        sums = gl.sum(p, 1)
+        weights = gl.convert_layout(p.to(dtype), WEIGHTS)
+        output = gl.zeros([_ROWS, BLOCK_V], gl.float32, OUTPUT)
+        count += 1
+        for i in range(1, end - begin):
+            full(k, count, K.stages)
+            if K.in_turn:
+                my_turn(ME)
+            keys = k.tiles.index(count % K.stages).permute((1, 0))
+            s = warpgroup_mma(queries, keys, no_scores, use_acc=False, is_async=True)
+            if K.in_turn:
+                next_turn(ME, K.consumers)
+            full(v, count - 1, K.stages)
+            output = warpgroup_mma(weights, v.tiles.index((count - 1) % K.stages), output, is_async=True)
+            s = warpgroup_mma_wait(1, (s,))
+            emptied(k, count, K.stages)
+            if K.edge:
+                at_edge = ((end - i) * BLOCK > cut) | ((end - 1 - i) * BLOCK < low)
+                if at_edge:
+                    s = _hide(s, end - 1 - i, rows, S, K)
+            top = gl.maximum(m, gl.max(s, 1) * scale)
+            p = gl.exp2(s * scale - top[:, None])
+            decay = gl.exp2(m - top)
+            sums = sums * decay + gl.sum(p, 1)
+            m = top
+            output = warpgroup_mma_wait(0, (output,))
+            emptied(v, count - 1, K.stages)
+            output = output * gl.convert_layout(decay, OF_OUTPUT)[:, None]
+            weights = gl.convert_layout(p.to(dtype), WEIGHTS)
+            count += 1
+        if not K.reuses:
+            mbarrier.arrive(q.empty.index(0), count=1)
+        full(v, count - 1, K.stages)
+        output = warpgroup_mma(weights, v.tiles.index((count - 1) % K.stages), output, is_async=True)
+        share = gl.full([_ROWS], 1.0, gl.float32, OF_ROWS)
+        if K.sinks:
+            sink = gl.load(sinks_ptr + work.head).to(gl.float32) * LOG2E
+            top = gl.maximum(m, sink)
+            share = gl.exp2(m - top)
+            sums = sums * share + gl.exp2(sink - top)
+            m = top
+        lse = gl.where(sums == 0.0, float("-inf"), (m + gl.log2(sums)) * LN2)
+        share = share / gl.where(sums == 0.0, 1.0, sums)
+        gl.store(lse_ptr + work.number.to(gl.int64) * S.n_queries + rows, lse, mask=rows < S.n_queries)
+        output = warpgroup_mma_wait(0, (output,))
+        emptied(v, count - 1, K.stages)
+        output = output * gl.convert_layout(share, OF_OUTPUT)[:, None]
+        stores_wait(0)
+        o.index(ME).store(output.to(dtype))
+        fence_async_shared()
+        store_async(o_map, [work.number, first, 0], o.index(ME))
+        if K.reuses:
+            stores_wait(0)
+            mbarrier.arrive(q.empty.index(0), count=1)
+    stores_wait(0)

@@ -1,0 +1,118 @@
+"""What attention's kernels for sm_90 share: which tile a program takes, rings of tiles, and who multiplies when."""
+
+from fused_softmax.kernels.attention_hopper_spec import Ring, Work
+from fused_softmax.kernels.gluon_names import constexpr_function, gl, jit, load_async, mbarrier
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+_FIRST_NAMED = gl.constexpr(9)  # of the barriers of a program; Triton takes 0, 1, and 2 + a partition's number
+
+
+@jit
+def turns(S):
+    """How many tiles this program takes."""
+    programs = gl.num_programs(0)
+    whole = S.n_tiles // programs
+    return whole + (_place(whole, S) < S.n_tiles - whole * programs).to(gl.int32)
+
+
+@jit
+def _place(turn, S):
+    """Of this program among those of a turn."""
+    return (gl.program_id(0) + turn * S.shift) % gl.num_programs(0)
+
+
+@jit
+def work_at(turn, S, K: gl.constexpr):
+    """The tile of this program's turn. Tiles of a head lie side by side, for they read the same from L2.
+
+    Where tiles differ in what they see, every second head goes backwards, and the plan's shift makes shares equal.
+    """
+    tile = turn * gl.num_programs(0) + _place(turn, S)
+    number, place = tile // S.head_tiles, tile % S.head_tiles
+    if K.right or K.left:
+        backwards = (S.n_tiles // S.head_tiles - 1 - number) % 2 == 0
+        place = gl.where(backwards, S.head_tiles - 1 - place, place)
+    return Work(number, number // S.n_heads, number % S.n_heads, place * K.block_m)
+
+
+@jit
+def keys_seen(first, S, K: gl.constexpr):
+    """(begin, end): tiles of keys that some of block_m queries from `first` on see; one that is hidden if none is."""
+    last = gl.minimum(first + K.block_m, S.n_queries) - 1
+    begin, end = 0, S.n_keys
+    if K.left:
+        begin = gl.maximum(first + S.offset - S.left, 0) // K.block
+    if K.right:
+        end = gl.minimum(last + S.offset + S.right + 1, S.n_keys)
+    return begin, gl.maximum(gl.cdiv(gl.maximum(end, 0), K.block), begin + 1)
+
+
+@jit
+def tiles_of(N: gl.constexpr, tile_map):
+    """Room for N tiles as tile_map loads them."""
+    SHAPE: gl.constexpr = [tile_map.block_shape[2], tile_map.block_shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, tile_map.dtype)
+    return gl.allocate_shared_memory(tile_map.dtype, [N, SHAPE[0], SHAPE[1]], LAYOUT)
+
+
+@jit
+def ring(N: gl.constexpr, READERS: gl.constexpr, tile_map):
+    """N tiles as tile_map loads them; READERS say that one is empty again."""
+    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), READERS)
+    return Ring(tiles_of(N, tile_map), full, empty)
+
+
+@jit
+def await_empty(of, count, N: gl.constexpr, BYTES: gl.constexpr):
+    """Wait until the count-th tile of a ring of N may be filled, with BYTES in all."""
+    i = count % N
+    mbarrier.wait(of.empty.index(i), (count // N & 1) ^ 1)
+    mbarrier.expect(of.full.index(i), BYTES)
+
+
+@jit
+def fill(into, count, N: gl.constexpr, tile_map, batch, head, row):
+    """The count-th tile of a ring of N, once it is empty: rows from `row` on."""
+    await_empty(into, count, N, tile_map.block_type.nbytes)
+    i = count % N
+    load_async(tile_map, [batch, head, row, 0], into.full.index(i), into.tiles.index(i))
+
+
+@jit
+def full(of, count, N: gl.constexpr):
+    """Wait for the count-th tile of a ring of N."""
+    mbarrier.wait(of.full.index(count % N), count // N & 1)
+
+
+@jit
+def emptied(of, count, N: gl.constexpr):
+    mbarrier.arrive(of.empty.index(count % N), count=1)
+
+
+@constexpr_function
+def _named(operation, number):
+    return f"{{ bar.{operation} {number}, 256; mov.b32 $0, $1; }}"
+
+
+@jit
+def _bar(OPERATION: gl.constexpr, NUMBER: gl.constexpr):
+    ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = _named(OPERATION, NUMBER)
+    none = gl.full([128], 0, gl.int32, ONE_EACH)
+    gl.inline_asm_elementwise(ASM, "=r,r", [none], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def my_turn(ME: gl.constexpr):
+    """Wait until the consumer before has issued its products."""
+    _bar("sync", _FIRST_NAMED + ME)
+
+
+@jit
+def next_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
+    _bar("arrive", _FIRST_NAMED + (ME + 1) % CONSUMERS)

@@ -1,0 +1,73 @@
+"""What attention's kernels for sm_90 are compiled for, and the bundles of values that they pass down."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+ROWS = 64  # of a tile that one consumer has, a warpgroup's
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperSpec:
+    """`consumers` warpgroups of ROWS rows each go over tiles of `block` rows, of which `stages` are in shared memory.
+
+    block_d, block_v: powers of two that hold a head's dims and a value's. registers: of a consumer's thread. left,
+    right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. in_turn:
+    whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
+    their inputs came by.
+    """
+
+    consumers: int
+    block: int
+    stages: int
+    registers: int
+    block_d: int
+    block_v: int
+    left: bool = False
+    right: bool = False
+    ragged: bool = True
+    sinks: bool = False
+    in_turn: bool = True
+    reuses: bool = False
+
+    @property
+    def block_m(self):
+        return self.consumers * ROWS
+
+    @property
+    def edge(self):
+        return self.left or self.right or self.ragged
+
+
+class Sizes(NamedTuple):
+    """head_tiles: tiles that a head has, of those that programs take one after another; n_tiles: of all heads.
+
+    shift: how many places a program moves on from one turn to the next.
+    """
+
+    n_heads: Any
+    group: Any
+    n_queries: Any
+    n_keys: Any
+    left: Any
+    right: Any
+    offset: Any
+    head_tiles: Any
+    n_tiles: Any
+    shift: Any
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory, with a barrier each that says it is full, and one that says it is empty."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+class Work(NamedTuple):
+    """A tile of a head: the head's number among all, batch and head, and the first row."""
+
+    number: Any
+    batch: Any
+    head: Any
+    first: Any

@@ -1,0 +1,89 @@
+"""The launches of attention's kernels for sm_90, prepared for tensors that TMA can read as they lie."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fused_softmax import launch
+from fused_softmax.device import device_of
+from fused_softmax.kernels.attention_hopper_spec import ROWS, HopperSpec
+from fused_softmax.kernels.attention_spec import NO_MASK
+from fused_softmax.plan.attention_hopper import VECTOR, HopperTiles, plan_hopper, shift_of
+
+_LOG2E = 1.4426950408889634
+
+
+def prepare_forward(c: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor) -> Any:
+    """What launches output and lse of a call `c` on (query, key, value, sinks, output, lse), as `c` has made it ready.
+
+    None where the plain kernel is to compute them.
+    """
+    plan = _planned(c)
+    if plan is None or {"entropy", "row_max"} & set(c.how.stats) or not _tiled(c, {"q": q, "k": k, "v": v}):
+        return None
+    from fused_softmax.kernels.attention_hopper import _attention_hopper
+
+    spec = HopperSpec(
+        consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=plan.block_d,
+        block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0,
+        sinks=sinks is not None, reuses=plan.reuses,
+    )  # fmt: skip
+    key_heads = c.n_heads // c.group
+    maps = (
+        _of_heads(c, "q", q, (c.n_heads, c.n_queries, c.head_dim), ROWS, plan.block_d),
+        _of_heads(c, "k", k, (key_heads, c.n_keys, c.head_dim), plan.block, plan.block_d),
+        _of_heads(c, "v", v, (key_heads, c.n_keys, c.value_dim), plan.block, plan.block_v),
+    )
+    into = _of_rows(o, (c.n_batches * c.n_heads, c.n_queries, c.value_dim), ROWS, plan.block_v)
+    programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), c.n_batches * c.n_heads)
+    return launch.prepare(
+        _attention_hopper, programs, (*maps, sinks, into, lse), (*c.numbers()[1:8], *turns, c.how.scale * _LOG2E),
+        {"K": spec}, device=c.device, num_warps=4,
+    )  # fmt: skip
+
+
+def _turns(c: Any, head_tiles: int, heads: int) -> tuple[int, int, int, int]:
+    """(programs, tiles of a head, of all heads, shift)"""
+    n_tiles = head_tiles * heads
+    programs = min(n_tiles, device_of(c.device).sm_count)
+    shift = shift_of(head_tiles, heads, programs) if c.how.bounded else 0
+    return programs, head_tiles, n_tiles, shift
+
+
+def _planned(c: Any) -> HopperTiles | None:
+    spec = c.spec
+    if c.device < 0 or not spec.folds or spec.mask != NO_MASK or not (c.n_queries and c.n_keys):
+        return None
+    return plan_hopper(c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device))
+
+
+def _tiled(c: Any, tensors: dict[str, Tensor]) -> bool:
+    """Whether TMA reads these: batches in one dim, and steps of 16 bytes."""
+    if c.inner != c.n_batches:
+        return False
+    for name, tensor in tensors.items():
+        sizes = c.inner, *tensor.shape[-3:-1]
+        strides = c.strides[name][1:4]
+        steps = [step for n, step in zip(sizes, strides, strict=True) if n > 1]
+        if tensor.data_ptr() % 16 or any(step == 0 or step % VECTOR for step in steps):
+            return False
+    return True
+
+
+def _of_heads(c: Any, name: str, tensor: Tensor, sizes: tuple[int, int, int], rows: int, dims: int) -> Any:
+    """[batch, head, row, dim] in tiles of rows x dims."""
+    shape = [c.inner, *sizes]
+    strides = [step if n > 1 else shape[-1] for n, step in zip(shape, c.strides[name][1:4], strict=False)]
+    return _descriptor(tensor, shape, [*strides, 1], [1, 1, rows, dims])
+
+
+def _of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -> Any:
+    """[head of all, row, dim] of a contiguous tensor."""
+    return _descriptor(tensor, list(shape), [shape[1] * shape[2], shape[2], 1], [1, rows, dims])
+
+
+def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    from fused_softmax.kernels.gluon_names import TensorDescriptor, gl
+
+    dtype = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16}[str(tensor.dtype)]
+    return TensorDescriptor(tensor, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, dtype))

@@ -1,0 +1,91 @@
+"""Which plain attention goes to cuDNN, and which of torch's the kernels take over: data, each with its measurement.
+
+A GPU that is not in ENTRIES keeps the kernels of this package: nothing was measured there, and what the kernels promise
+(the same bits at every run) is then not given up for nothing. Where the kernels become faster, an entry goes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fused_softmax.plan.device import Device
+
+Pass = Literal["forward", "backward"]
+LEAST_LENGTH = 128  # of queries and keys; the shortest that was timed is 197, and one query is another kernel's work
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pass that cuDNN takes on GPUs of a compute capability, of 16-bit heads with more than `above` dims.
+
+    most_dim: of such a head. below: queries that are too many for it; None for any number. note: what was measured.
+    Forward and backward are chosen each by itself, because output and lse are all that goes from one to the other.
+    """
+
+    which: Pass
+    capability: tuple[int, int]
+    above: int
+    most_dim: int
+    below: int | None
+    note: str
+
+
+# One H200, bf16, torch 2.11; us of ours and of cuDNN's (docs/attention.md).
+ENTRIES = (
+    Entry("forward", (9, 0), 0, 64, 4096, "causal 16 x 16 x 1024 x 64: 138 us, cuDNN 111; 64 x 12 x 197 x 64: 53, 47; "
+                                          "8 x 16 x 4096 x 64: 650, 637, full 1078, 1151"),
+    Entry("backward", (9, 0), 0, 64, None, "causal 8 x 16 x 4096 x 64: 3074 us, cuDNN 1785; "
+                                           "64 x 12 x 197 x 64: 224 and 163"),
+    Entry("backward", (9, 0), 64, 128, None, "causal 4 x 32 x 4096 x 128: 5085 us, cuDNN 2821; full: 9692 and 5276"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Biased:
+    """A float mask with its gradient, which torch leaves to its memory-efficient way, and the kernels do faster.
+
+    least_length: of queries and keys. most_dim: of a 16-bit head.
+    """
+
+    capability: tuple[int, int]
+    least_length: int
+    most_dim: int
+    note: str
+
+
+# The same; forward and backward together. Shorter ones stay with torch: not measured.
+BIASED = (
+    Biased((9, 0), 384, 128, "4 x 32 x 2048 x 128: 8344 us, torch 9020; 16 x 12 x 1024 x 64: 1656 and 2236; "
+                             "384 x 4 x 384 x 32: 1652 and 2346"),
+)  # fmt: skip
+
+
+def biased_of(
+    head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device
+) -> Biased | None:
+    """The entry by which attention with a bias that has a gradient is taken over from torch, or None."""
+    if itemsize != 2 or device.backend != "cuda":
+        return None
+    for entry in BIASED:
+        fits = max(head_dim, value_dim) <= entry.most_dim and min(n_queries, n_keys) >= entry.least_length
+        if fits and entry.capability == device.capability:
+            return entry
+    return None
+
+
+def entry_of(
+    which: Pass, head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device
+) -> Entry | None:
+    """The entry by which this pass of plain attention goes to cuDNN; None if the kernels of this package compute it.
+
+    >>> from fused_softmax.plan import H200
+    >>> entry_of("backward", 64, 64, 2, 4096, 4096, H200).most_dim
+    64
+    """
+    if itemsize != 2 or head_dim != value_dim or min(n_queries, n_keys) < LEAST_LENGTH or device.backend != "cuda":
+        return None
+    for entry in ENTRIES:
+        of_device = (entry.which, entry.capability) == (which, device.capability)
+        short = entry.below is None or n_queries < entry.below
+        if of_device and short and entry.above < head_dim <= entry.most_dim:
+            return entry
+    return None

@@ -1,0 +1,101 @@
+"""attention's kernels for sm_90, held to float64 on one; and which calls and shares of tiles their plan has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import BF16, FP16, FP64
+
+import fused_softmax
+from fused_softmax import reference_attention
+from fused_softmax.ops import attention_hopper
+from fused_softmax.plan import H200
+from fused_softmax.plan.attention_hopper import most_work, plan_hopper, shift_of
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90")
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "bottom right": {"is_causal": True, "causal_align": "bottom_right"},
+    "window": {"window": (100, 30)},
+}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each call that was prepared went to these kernels."""
+    found, prepare = [], attention_hopper.prepare_forward
+
+    def spy(*given):
+        found.append(prepare(*given))
+        return found[-1]
+
+    monkeypatch.setattr(attention_hopper, "prepare_forward", spy)
+    return found
+
+
+def given(n_queries, n_keys, dim, dtype, heads=2, key_heads=2):
+    """Tensors laid out as [batch, length, heads, dim], with NaN after the last row."""
+    found = []
+    for n, each in ((n_queries, heads), (n_keys, key_heads), (n_keys, key_heads)):
+        memory = torch.full((2, n + 128, each, dim), float("nan"), device="cuda", dtype=dtype)
+        memory[:, :n] = 1.5 * torch.randn(2, n, each, dim, device="cuda")
+        found.append(memory[:, :n].transpose(1, 2))
+    return found
+
+
+def assert_near(q, k, v, **options):
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    found = fused_softmax.attention(q, k, v, **options, deterministic=True, return_lse=True)  # by no other's kernel
+    exact = reference_attention.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
+    rounded = reference_attention.attention(q, k, v, **options, arithmetic=FP64)
+    error = (found.output.double() - exact.output).norm()
+    assert error <= 2 * (rounded.double() - exact.output).norm() + 1e-6 * exact.output.norm()
+    torch.testing.assert_close(found.lse.double(), exact.lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 72, 128, 256])
+@pytest.mark.parametrize("length", [1, 63, 192, 257, 383])
+def test_forward(taken, length, dim, dtype, option):
+    assert_near(*given(length, length, dim, dtype), **OPTIONS[option])
+    assert_near(*given(length, 300, dim, dtype, heads=4), **OPTIONS[option])
+    assert len(taken) == 2
+    assert None not in taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_what_tma_does_not_read_goes_to_the_plain_kernel(taken):
+    q, k, v = given(65, 65, 64, BF16)
+    assert_near(q, k[:, :1].expand_as(k), v)
+    assert taken == [None]
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_the_same_bits_on_every_run():
+    q, k, v = given(2049, 2049, 64, BF16)
+    first = fused_softmax.attention(q, k, v, is_causal=True, deterministic=True)
+    for _ in range(10):
+        assert torch.equal(first, fused_softmax.attention(q, k, v, is_causal=True, deterministic=True))
+
+
+def test_which_calls_are_taken():
+    assert plan_hopper(128, 128, 2, 4096, H200) is not None
+    assert plan_hopper(128, 128, 4, 4096, H200) is None
+    assert plan_hopper(100, 128, 2, 4096, H200) is None
+    assert plan_hopper(256, 64, 2, 4096, H200) is None
+    assert plan_hopper(128, 128, 2, 4096, replace(H200, capability=(10, 0))) is None
+
+
+@pytest.mark.parametrize(("head_tiles", "heads"), [(2, 1024), (6, 256), (22, 128), (32, 128), (64, 64), (128, 32)])
+def test_programs_get_equal_shares(head_tiles, heads):
+    """Without a shift, 22 tiles a head give one of 132 programs 1.9 times the mean."""
+    shift = shift_of(head_tiles, heads, 132)
+    mean = heads * head_tiles * (1 + (head_tiles + 1) / 2) / 132
+    assert most_work(head_tiles, heads, 132, shift) <= 1.035 * mean

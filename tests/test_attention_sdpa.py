@@ -1,0 +1,209 @@
+"""Plain attention that cuDNN computes: which calls go there, and that all else of attention holds for them."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import BF16, FP16, FP32, PLANS, assert_attention, qkv
+from click.testing import CliRunner
+
+import fused_softmax
+from fused_softmax import reference_attention
+from fused_softmax.cli import main
+from fused_softmax.ops import attention_calls, attention_sdpa
+from fused_softmax.plan import H200, Device
+from fused_softmax.plan import attention_sdpa as plan
+from fused_softmax.route import INTERPRET
+
+AMPERE = Device("A100", "cuda", (8, 0), 108)
+MI200 = Device("MI210", "hip", (9, 0), 104)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Has torch's two operators computed by the reference where there is no cuDNN; lists the passes that went there."""
+    ran = []
+
+    def forward(query, key, value, bias, with_lse, dropout_p, is_causal, scale):
+        ran.append("forward")
+        given = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "return_lse": True}
+        found = reference_attention.attention(query, key, value, **given, arithmetic=FP32)
+        like_query = torch.empty_like(query).copy_(found.output)
+        lse = found.lse.contiguous().unsqueeze(-1) if with_lse else torch.empty(0)
+        return like_query, lse, None, None, key.shape[-2], query.shape[-2], None, None, None
+
+    def backward(do, query, key, value, output, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p,
+                 is_causal, scale):  # fmt: skip
+        ran.append("backward")
+        assert lse.shape == (*query.shape[:-1], 1)
+        leaves = [each.detach().requires_grad_() for each in (query, key, value)]
+        with torch.enable_grad():
+            given = {"is_causal": is_causal, "scale": scale, "enable_gqa": True}
+            found = reference_attention.attention(*leaves, **given, arithmetic=FP32)
+        return torch.autograd.grad(found, leaves, do)
+
+    monkeypatch.setattr(attention_sdpa, "_forward", forward)
+    monkeypatch.setattr(attention_sdpa, "_backward", backward)
+    monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: True)
+    monkeypatch.setattr(plan, "LEAST_LENGTH", 16)
+    monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS["square"])
+    return ran
+
+
+interpreted = pytest.mark.skipif(not INTERPRET, reason="stands in for cuDNN beside interpreted kernels")
+
+
+def test_entries_say_what_was_measured_and_overlap_nowhere():
+    for each in plan.ENTRIES:
+        assert "us" in each.note
+        assert each.above < each.most_dim
+    for which in ("forward", "backward"):
+        spans = sorted((e.above, e.most_dim) for e in plan.ENTRIES if e.which == which)
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"head_dim": 129, "value_dim": 129}, {"value_dim": 32}, {"itemsize": 4}, {"n_queries": 1}, {"n_keys": 127},
+        {"device": AMPERE}, {"device": MI200},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_was_not_measured_stays_with_the_kernels(changed):
+    given = {"head_dim": 64, "value_dim": 64, "itemsize": 2, "n_queries": 128, "n_keys": 128, "device": H200}
+    for which in ("forward", "backward"):
+        assert plan.entry_of(which, **given).which == which
+        assert plan.entry_of(which, **given | changed) is None
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"window": (None, 0)}], ids=str)
+def test_plain_calls_go_to_cudnn(cudnn, dtype, options):
+    given = qkv(20, 35, dtype=dtype)
+    assert_attention(*given, **options, with_lse=False)
+    assert cudnn == ["forward", "backward"]
+    assert_attention(*qkv(20, 35, dtype=dtype, heads=4, key_heads=2), **options, enable_gqa=True, with_lse=False)
+    assert cudnn == ["forward", "backward"] * 2
+
+
+@interpreted
+def test_a_gradient_of_lse_is_the_kernels_of_what_cudnn_left(cudnn):
+    """By output and lse, however the output lies."""
+    q, k, v = qkv(20, 35, dtype=BF16)
+    assert_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, is_causal=True)
+    assert cudnn == ["forward"]
+
+
+@interpreted
+def test_other_calls_stay(cudnn):
+    q, k, v = qkv(20, 35, dtype=BF16)
+    zeros = torch.zeros(2)
+    for options in (
+        {"deterministic": True}, {"attn_mask": torch.ones(20, 35, dtype=torch.bool)}, {"softcap": 2.0},
+        {"sinks": zeros}, {"bias": torch.zeros(20, 35)}, {"window": (3, 0)}, {"alibi_slopes": zeros}, {"scale": -0.5},
+        {"is_causal": True, "causal_align": "bottom_right"}, {"return_stats": "entropy"},
+    ):  # fmt: skip
+        fused_softmax.attention(q, k, v, **options)
+    fused_softmax.attention(q.float(), k.float(), v.float())
+    fused_softmax.attention(q[:, :, :3], k, v)
+    fused_softmax.attention(q, k[:, :1], v[:1])
+    assert cudnn == []
+    same_lengths = {"is_causal": True, "causal_align": "bottom_right"}
+    fused_softmax.attention(q, k[..., :20, :], v[..., :20, :], **same_lengths)
+    assert cudnn == ["forward"]
+
+
+@interpreted
+def test_deterministic_algorithms_ask_for_the_kernels(cudnn):
+    q, k, v = qkv(20, 35, dtype=BF16)
+    found = fused_softmax.attention(q, k, v)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(fused_softmax.attention(q, k, v), found, rtol=2e-2, atol=2e-2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert cudnn == ["forward"]
+
+
+@interpreted
+def test_what_is_asked_beside_the_output(cudnn):
+    """lse comes from cuDNN; a second derivative takes torch's operations, and one gradient alone the kernels."""
+    q, k, v = (each.requires_grad_() for each in qkv(20, 35, dtype=BF16))
+    found = fused_softmax.attention(q, k, v, return_lse=True)
+    exact = reference_attention.attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(found.lse, exact.lse, rtol=1e-3, atol=1e-3)
+    assert cudnn == ["forward"]
+    (dq,) = torch.autograd.grad(fused_softmax.attention(q, k, v).float().sum(), q, create_graph=True)
+    assert torch.autograd.grad(dq.float().square().sum(), v)[0].isfinite().all()
+    fused_softmax.attention(q.detach(), k, v.detach()).float().sum().backward()
+    assert k.grad.isfinite().all()
+    assert "backward" not in cudnn
+
+
+@interpreted
+def test_a_compiler_sees_the_same(cudnn):
+    q, k, v = (each.requires_grad_() for each in qkv(20, 35, dtype=BF16))
+    call = torch.compile(lambda q, k, v: fused_softmax.attention(q, k, v, is_causal=True), backend="aot_eager")
+    found = call(q.transpose(1, 2).contiguous().transpose(1, 2), k, v)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, fused_softmax.attention(q, k, v, is_causal=True))
+    found.float().sum().backward()
+    assert cudnn.count("backward") == 1
+
+
+def test_the_plan_command_says_who_computes_and_why():
+    done = CliRunner().invoke(main, ["plan", "4", "32", "4096", "128", "--dtype", "bfloat16"])
+    assert done.exit_code == 0
+    assert plan.ENTRIES[-1].note in done.output
+    done = CliRunner().invoke(main, ["plan", "4", "32", "4096", "256", "--dtype", "bfloat16", "--json"])
+    if torch.cuda.is_available():
+        return
+    found = json.loads(done.output)
+    assert found["plain forward"].startswith("the kernels")
+    assert found["tiles, plain"]["forward"] == "128 queries x 64 keys, 8 warps, 2 stages"
+    assert CliRunner().invoke(main, ["plan", "4", "32", "4096"]).exit_code == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_cudnn_itself(dim, options):
+    """Where the GPU is one of the plan; elsewhere the kernels' results are held to the same."""
+    for lengths in ((128, 128), (197, 300), (257, 129)):
+        for given in (
+            qkv(*lengths, dim=dim, dtype=BF16, device="cuda"),
+            qkv(*lengths, dim=dim, dtype=FP16, heads=4, key_heads=2, device="cuda"),
+        ):
+            gqa = {"enable_gqa": given[0].shape[1] != given[1].shape[1]}
+            assert_attention(*given, **options, **gqa, with_lse=False)
+            assert_attention(*given, **options, **gqa)
+            last = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in given]
+            assert_attention(*last, **options, **gqa, with_lse=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_who_runs_on_an_h200():
+    """cuDNN's kernels in the profile of a plain call that the plan hands over; none in a deterministic one's."""
+    q, k, v = qkv(256, 256, dim=64, dtype=BF16, device="cuda")
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
+    if torch.cuda.get_device_capability() != (9, 0) or not torch.backends.cuda.can_use_cudnn_attention(params):
+        pytest.skip("no GPU of the plan, or no cuDNN")
+
+    def kernels(**options):
+        fused_softmax.attention(q, k, v, is_causal=True, **options)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            fused_softmax.attention(q, k, v, is_causal=True, **options)
+            torch.cuda.synchronize()
+        return " ".join(each.key for each in seen.key_averages())
+
+    handed = plan.entry_of("forward", 64, 64, 2, 256, 256, attention_sdpa.device_of(0)) is not None
+    assert ("cudnn" in kernels()) == handed
+    assert "cudnn" not in kernels(deterministic=True)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    torch.testing.assert_close(fused_softmax.attention(q, k, v, is_causal=True).double(), exact, rtol=2e-2, atol=2e-2)
