@@ -22,6 +22,7 @@ from fused_softmax.bench import (
     check,
     clocks,
     compare,
+    layers,
     measure,
     operations,
     plot,
@@ -30,6 +31,7 @@ from fused_softmax.bench import (
     report,
     resume,
     sampling,
+    softmaxes,
     sweeps,
     timing,
     verify,
@@ -283,15 +285,15 @@ def test_of_a_linear_layers_loss_both_gradients_are_judged():
     x, w, target = check.inputs(case, 1, "cpu", seed=0)[0]
     judge = check.Judge(case, (x, w, target))
     limits = judge.allowed(own=False)
-    plain = operations.linear_then_loss
+    plain = layers.linear_then_loss
     for wrong in (
         lambda x, w, target: plain(x.detach(), w, target) + 0 * x.square().sum(),
         lambda x, w, target: plain(x, w.detach(), target) + 0 * w.square().sum(),
         lambda x, w, target: plain(x[:-1], w, target[:-1]),
     ):
-        y = operations.layer_gradient(wrong)(case)(x, w, target)
+        y = layers.layer_gradient(wrong)(case)(x, w, target)
         assert judge.complaint(y, limits)[0].startswith("largest error")
-    assert operations.layer_checking_bytes(case) > 8 * 61 * 781
+    assert layers.layer_checking_bytes(case) > 8 * 61 * 781
     assert OPERATIONS["linear_cross_entropy"].floor_bytes(case) == ceiling.Products().moved_bytes(x, w, target)
     assert ceiling.Products()(x, w, target).shape == w.shape
 
@@ -310,8 +312,8 @@ def test_causal_and_masked_inputs_empty_no_row():
         y = OPERATIONS[name].formula(case)(*check.inputs(case, 1, "cpu", seed=0)[0])
         assert not y.isnan().any()
         assert (y == 0).any()
-    hidden = operations.above_diagonal_elements(sample("softmax_causal"))
-    assert hidden == 3 * operations.above_diagonal(61, 131, torch.device("cpu")).sum()
+    hidden = softmaxes.above_diagonal_elements(sample("softmax_causal"))
+    assert hidden == 3 * softmaxes.above_diagonal(61, 131, torch.device("cpu")).sum()
 
 
 def test_a_provider_that_writes_its_input_spoils_nobody_elses(monkeypatch):

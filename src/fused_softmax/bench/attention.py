@@ -4,6 +4,7 @@ A gradient is that of all inputs, with the forward pass, as one tensor: parts of
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_softmax import attention
-from fused_softmax.bench.attention_kinds import Kind
+from fused_softmax.bench import ceiling
+from fused_softmax.bench.attention_kinds import KINDS, Kind, flops
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.operation import Operation
 from fused_softmax.bench.providers import Call, Provider
 from fused_softmax.plan import Device
 from fused_softmax.plan.attention_sdpa import entry_of
@@ -333,3 +336,38 @@ def handed_over(kind: Kind, case: Case, device: Device) -> dict[str, str]:
         entry = plain and entry_of(which, dim, dim, case.itemsize, length, length, device)  # type: ignore[arg-type]
         found[which] = "cuDNN" if entry else "own kernels"
     return found
+
+
+def ceilings_of(kind: Kind) -> Callable[[Case], list[ceiling.Ceiling]]:
+    """A product of matrices; of a single query a kernel that reads as much."""
+
+    def ceilings(case: Case) -> list[ceiling.Ceiling]:
+        done = flops(case)
+        if done is None:
+            return ceiling.reads()
+        return [ceiling.Square(bytes_of(kind)(case), done)]
+
+    return ceilings
+
+
+# One query for each of four heads of keys, or as many rows as a tile of the interpreted kernels takes.
+_SAMPLES = {"attention_decode": Case((2, 2, 70, 16)), "attention_sinks": Case((2, 8, 140, 16))}
+
+ENTRIES = {
+    name: Operation(
+        inputs=inputs_of(kind),
+        own=own(kind),
+        formula=formula(kind),
+        eager=by_torch(kind),
+        peers=peers(kind),
+        held_bytes=bytes_of(kind),
+        ceilings=ceilings_of(kind),
+        parameters=lambda case, kind=kind: kind.parameters,  # type: ignore[misc]
+        whole=True,
+        checking_bytes=checking_bytes(kind),
+        of_torchs=2.0,
+        who=partial(handed_over, kind),
+        sample=_SAMPLES.get(name.removesuffix("_gradient"), Case((2, 2, 41, 16))),
+    )
+    for name, kind in KINDS.items()
+}

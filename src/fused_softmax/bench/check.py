@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fused_softmax.bench import sampling
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.operations import Inputs, operation_of
+from fused_softmax.bench.operation import Inputs
+from fused_softmax.bench.operations import operation_of
 from fused_softmax.bench.providers import Call
 
 # Elements compared at once. float64 copies of a whole tensor would not fit beside large inputs.

@@ -12,7 +12,8 @@ import torch
 from fused_softmax.bench import check, clocks
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.check import Judge, JudgeOfDraws, judge_of
-from fused_softmax.bench.operations import Inputs, operation_of
+from fused_softmax.bench.operation import Inputs
+from fused_softmax.bench.operations import operation_of
 from fused_softmax.bench.providers import COMPILED, OWN, Call, plan_of
 from fused_softmax.bench.record import Ceiling, Point, one_line
 from fused_softmax.bench.timing import (

@@ -15,7 +15,8 @@ import torch
 from fused_softmax.bench import check, measure
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.check import judge_of
-from fused_softmax.bench.operations import Inputs, operation_of
+from fused_softmax.bench.operation import Inputs
+from fused_softmax.bench.operations import operation_of
 from fused_softmax.bench.providers import OWN, Call
 from fused_softmax.bench.record import one_line
 from fused_softmax.bench.timing import quantiles

@@ -1,4 +1,4 @@
-"""The providers that are measured beside this package and torch.
+"""What a provider is, the classics, and which plan our own calls follow. Others stand in the files of their families.
 
 A provider is a function of a case. It imports what it needs and returns `call(*inputs)`. If the import fails, the
 provider is absent, and the error is shown as the reason.
@@ -51,69 +51,6 @@ def online(case: Case) -> Call:
     from fused_softmax.classic import online_softmax
 
     return online_softmax
-
-
-def liger(case: Case) -> Call:
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-    return LigerSoftmaxFunction.apply
-
-
-def liger_backward(case: Case) -> Call:
-    from liger_kernel.ops.softmax import _softmax_backward
-    from liger_kernel.ops.utils import calculate_settings
-
-    def call(dy, y):
-        block, num_warps = calculate_settings(y.shape[-1])
-        return _softmax_backward(dy, y, block, num_warps, False)
-
-    return call
-
-
-def liger_linear_cross_entropy(case: Case) -> Call:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    from fused_softmax.bench.operations import layer_gradient
-
-    return layer_gradient(liger_fused_linear_cross_entropy)(case)
-
-
-def cut_cross_entropy(case: Case) -> Call:
-    from cut_cross_entropy import linear_cross_entropy
-
-    from fused_softmax.bench.operations import layer_gradient
-
-    return layer_gradient(linear_cross_entropy)(case)
-
-
-def torch_chunked(case: Case) -> Call:
-    from torch.nn import LinearCrossEntropyOptions  # new in torch 2.13
-    from torch.nn.functional import linear_cross_entropy
-
-    from fused_softmax.bench.operations import layer_gradient
-
-    options = LinearCrossEntropyOptions()
-    return layer_gradient(lambda x, w, target: linear_cross_entropy(x, w, target, options=options))(case)
-
-
-def quack(case: Case) -> Call:
-    from quack.softmax import softmax
-
-    return softmax
-
-
-def quack_backward(case: Case) -> Call:
-    from quack.softmax import softmax_bwd
-
-    return softmax_bwd
-
-
-def quack_cross_entropy_gradient(case: Case) -> Call:
-    from quack.cross_entropy import cross_entropy
-
-    from fused_softmax.bench.operations import loss_gradient
-
-    return loss_gradient(cross_entropy)(case)
 
 
 CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}

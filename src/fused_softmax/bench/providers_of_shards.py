@@ -15,7 +15,9 @@ from torch import Tensor
 import fused_softmax
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import ONE_GPU, OWN, PEERS_OF_SHARDS
-from fused_softmax.bench.operations import OPERATIONS, Inputs, loss_gradient, widest
+from fused_softmax.bench.losses import loss_gradient
+from fused_softmax.bench.operation import Inputs, widest
+from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.providers import Call
 
 Provider = Callable[["Place"], Call]

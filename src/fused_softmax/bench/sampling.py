@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fused_softmax import reference_sampling as reference
 from fused_softmax import sample
+from fused_softmax.bench import ceiling
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.operation import Operation
 from fused_softmax.bench.providers import Call, Provider
 
 DEVIATION, PEAKED = 2.0, 6.0  # of logits: nuclei of tens of thousands of columns, and of some ten
@@ -229,3 +231,19 @@ def misspread(filters: Filters, call: Call, dtype: torch.dtype, device: torch.de
     freedom = max(int(there.sum()) - 1, 1)
     allowed = freedom + 5 * math.sqrt(2 * freedom)
     return "" if chi <= allowed else f"{n} draws have a chi-square of {chi:.0f}, at most {allowed:.0f} is expected"
+
+
+ENTRIES = {
+    name: Operation(
+        inputs=inputs_of(filters),
+        own=own(filters),
+        formula=by_torch(filters),
+        peers=peers(filters),
+        held_bytes=bytes_of,
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case, filters=filters: {**filters.given, "deviation": filters.deviation},  # type: ignore[misc]
+        draws=filters,
+        sample=Case((3, 781)),
+    )
+    for name, filters in FILTERS.items()
+}

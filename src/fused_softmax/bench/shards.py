@@ -25,7 +25,8 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import PEERS_OF_SHARDS
 from fused_softmax.bench.check import Judge
 from fused_softmax.bench.measure import Effort, point
-from fused_softmax.bench.operations import OPERATIONS, Inputs
+from fused_softmax.bench.operation import Inputs
+from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.providers import Call
 from fused_softmax.bench.providers_of_shards import ONE_GPU, OWN, PROVIDERS, Place
 from fused_softmax.bench.record import Ceiling, Figure, Point, one_line

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.bench.ceiling import Ceiling
-from fused_softmax.bench.operations import Inputs
+from fused_softmax.bench.operation import Inputs
 from fused_softmax.bench.providers import Call
 from fused_softmax.bench.record import Figure, one_line
 
