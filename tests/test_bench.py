@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +38,7 @@ from fused_softmax.bench import (
 )
 from fused_softmax.bench.attention_kinds import KINDS
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.looks import LOOKS, UNKNOWN
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
 from fused_softmax.plan import H200, plan_rows
@@ -554,9 +555,9 @@ def test_a_plot_has_every_provider_and_the_ceiling(tmp_path, cols):
     run = run_of(*(point(n, name) for n in cols for name in ("fused_softmax", "torch", "mine")))
     plot.plot(run, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    for looks in zip(*plot.STYLES.values(), strict=True):
-        assert len(set(looks)) == len(looks)
-    assert set(plot.STYLES) == set(operations.provider_names())
+    for each in zip(*map(astuple, [*LOOKS.values(), UNKNOWN]), strict=True):
+        assert len(set(each)) == len(each)
+    assert set(LOOKS) == set(operations.provider_names())
 
 
 def test_a_plot_stands_on_what_varies(tmp_path):

@@ -159,6 +159,7 @@ def test_public_names_are_imported_for_type_checkers_too():
         "bench.clocks",
         "bench.committed",
         "bench.fingerprint",
+        "bench.looks",
         "bench.plot",
         "bench.overview",
         "bench.readme",

@@ -15,48 +15,12 @@ from typing import Any
 import altair as alt
 
 from fused_softmax.bench.cases import Case, in_time
-from fused_softmax.bench.plot import STYLES, axis_of
+from fused_softmax.bench.looks import LOOKS, UNKNOWN, in_order
+from fused_softmax.bench.plot import axis_of
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of
 
 OWN = "fused_softmax"
 INK = "#1a1c1f"  # the ceiling's colour; the dark page replaces it by a light one
-# Vega's shapes for the plots' markers, so that a provider looks alike in both.
-SHAPES = {
-    "o": "circle",
-    "s": "square",
-    "D": "diamond",
-    "x": "M-1,-.7L-.7,-1L0,-.3L.7,-1L1,-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0Z",
-    "^": "triangle-up",
-    "v": "triangle-down",
-    "P": "cross",
-    "*": "M0,-1L.25,-.35L.95,-.3L.4,.15L.6,.8L0,.45L-.6,.8L-.4,.15L-.95,-.3L-.25,-.35Z",
-    "<": "triangle-left",
-    ">": "triangle-right",
-    "p": "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z",
-    "d": "M0,-1L.55,0L0,1L-.55,0Z",
-    "X": "M-1,-.5L-.5,-1L0,-.5L.5,-1L1,-.5L.5,0L1,.5L.5,1L0,.5L-.5,1L-1,.5L-.5,0Z",
-    "h": "M0,-1L.87,-.5L.87,.5L0,1L-.87,.5L-.87,-.5Z",
-    "8": "M-.4,-.95L.4,-.95L.95,-.4L.95,.4L.4,.95L-.4,.95L-.95,.4L-.95,-.4Z",
-    "H": "M-1,0L-.5,-.87L.5,-.87L1,0L.5,.87L-.5,.87Z",
-    "+": "M-.15,-1L.15,-1L.15,-.15L1,-.15L1,.15L.15,.15L.15,1L-.15,1L-.15,.15L-1,.15L-1,-.15L-.15,-.15Z",
-    "1": "M-.15,1L-.15,.1L-.9,-.6L-.7,-.85L0,-.2L.7,-.85L.9,-.6L.15,.1L.15,1Z",
-    "2": "M-.15,-1L-.15,-.1L-.9,.6L-.7,.85L0,.2L.7,.85L.9,.6L.15,-.1L.15,-1Z",
-    "3": "M1,-.15L.1,-.15L-.6,-.9L-.85,-.7L-.2,0L-.85,.7L-.6,.9L.1,.15L1,.15Z",
-    "4": "M-1,-.15L-.1,-.15L.6,-.9L.85,-.7L.2,0L.85,.7L.6,.9L-.1,.15L-1,.15Z",
-    "|": "M-.15,-1L.15,-1L.15,1L-.15,1Z",
-    "_": "M-1,-.3L1,-.3L1,.3L-1,.3Z",
-    "$F$": "M-.6,-1L.6,-1L.6,-.7L-.3,-.7L-.3,-.1L.4,-.1L.4,.2L-.3,.2L-.3,1L-.6,1Z",
-    "$x$": "M-.8,-.6L-.6,-.8L0,-.2L.6,-.8L.8,-.6L.2,0L.8,.6L.6,.8L0,.2L-.6,.8L-.8,.6L-.2,0Z",
-    "$3$": "M-.6,-1L.6,-1L.6,1L-.6,1L-.6,.7L.3,.7L.3,.15L-.4,.15L-.4,-.15L.3,-.15L.3,-.7L-.6,-.7Z",
-    "$c$": "M.6,-.8L-.6,-.8L-.6,.8L.6,.8L.6,.5L-.3,.5L-.3,-.5L.6,-.5Z",
-    ".": "M-.4,-.4L.4,-.4L.4,.4L-.4,.4Z",
-}
-DASHES = (
-    [1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 4], [10, 3], [1, 3], [5, 1, 1, 1], [12, 2, 2, 2, 2, 2], [3, 3, 1, 3],
-    [14, 4], [7, 5], [2, 5], [9, 1, 3, 1], [16, 2, 2, 2], [1, 1], [5, 5, 1, 5], [11, 2, 5, 2],
-    [2, 2, 6, 2], [8, 5], [4, 1, 4, 5],
-    [6, 6], [13, 2], [3, 1, 1, 1], [7, 1], [1, 5], [9, 3, 3, 3], [4, 2, 1, 2], [15, 6],
-)  # fmt: skip
 CEILING_DASH = [3, 1]
 BAR = "M-.9,-.12L.9,-.12L.9,.12L-.9,.12Z"
 SIZE_LABEL = (
@@ -104,7 +68,7 @@ class Panel:
             self.axis, self.by = grid
             self.at = {case: getattr(case, self.axis) for case in self.at}
         names = {point.provider for point in self.points}
-        self.names = [*(name for name in STYLES if name in names), *sorted(names - STYLES.keys())]
+        self.names = in_order(names)
         self.ceiling = f"best {ceiling_of(run)}"
         self.tops = {point.case: point.ceiling for point in self.points if point.ceiling}
         self.kind = f"{points[0].operation}, {points[0].dtype}"
@@ -132,12 +96,10 @@ class Panel:
 
     def looks(self, ceiling: bool) -> dict[str, Any]:
         """The encodings that tell providers apart, each the whole legend."""
-        order = list(STYLES)
         names = [*self.names, *([self.ceiling] if ceiling else [])]
-        places = [order.index(name) if name in order else len(order) for name in self.names]
-        colours = [STYLES[name][0] if name in STYLES else "#777777" for name in self.names]
-        marks = [SHAPES.get(STYLES[name][1], "wedge") if name in STYLES else "wedge" for name in self.names]
-        dashes = [DASHES[place % len(DASHES)] for place in places]
+        looks = [LOOKS.get(name, UNKNOWN) for name in self.names]
+        colours, marks = [look.colour for look in looks], [look.shape for look in looks]
+        dashes = [list(look.dash) for look in looks]
         if ceiling:
             colours, marks, dashes = [*colours, INK], [*marks, BAR], [*dashes, CEILING_DASH]
         legend = alt.Legend(title=None, orient="bottom", symbolStrokeWidth=2, labelLimit=170)

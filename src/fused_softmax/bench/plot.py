@@ -10,41 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.looks import LOOKS, UNKNOWN, in_order
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, write_whole
-
-# Order and colours belong to providers, so that two plots read alike.
-# Okabe and Ito's colours can be told apart without colour vision.
-STYLES = {
-    "fused_softmax": ("#D55E00", "o"),
-    "torch": ("#0072B2", "s"),
-    "torch.compile": ("#56B4E9", "D"),
-    "naive": ("#999999", "x"),
-    "persistent": ("#009E73", "^"),
-    "hybrid": ("#CC79A7", "v"),
-    "online": ("#E69F00", "P"),
-    "liger": ("#8B6D05", "*"),
-    "quack": ("#5D3A9B", "<"),
-    "torch chunked": ("#1B3A57", ">"),
-    "cce": ("#6A6A00", "8"),
-    "transformers": ("#FFB000", "+"),
-    "vllm": ("#648FFF", "1"),
-    "flashinfer": ("#76B900", "2"),
-    "sdpa cudnn": ("#3B7A00", "3"),
-    "sdpa flash": ("#0B559F", "4"),
-    "sdpa efficient": ("#6BAED6", "|"),
-    "sdpa math": ("#525252", "_"),
-    "flex": ("#AA4499", "$F$"),
-    "xformers": ("#DDCC77", "$x$"),
-    "flash-attn 3": ("#117733", "$3$"),
-    "cuequivariance": ("#882255", "$c$"),
-    # fused_softmax with other options than the default
-    "in one chunk": ("#7F2704", "p"),
-    "chunks of 1024": ("#F4A582", "d"),
-    "chunks of 256": ("#C51B7D", "X"),
-    "summed in place": ("#4D9221", "h"),
-    "32 in place": ("#00441B", "H"),
-    "own kernels": ("#FB6A4A", "."),
-}
 
 SOURCE = "figures of fused-softmax bench "
 
@@ -95,10 +62,11 @@ def shows(path: Path, run: Run) -> bool:
 def draw_panel(panel, points: list[Point], on_gpu: bool, ceiling: str) -> None:
     axis, at = axis_of([point.case for point in points])
     names = {point.provider for point in points}
-    for name in [*(name for name in STYLES if name in names), *sorted(names - STYLES.keys())]:
+    for name in in_order(names):
         line = sorted((at[p.case], speed(p, on_gpu)) for p in points if p.provider == name)
-        colour, marker = STYLES.get(name, ("#000000", "."))
-        panel.plot(*zip(*line, strict=True), color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
+        look = LOOKS.get(name, UNKNOWN)
+        kind = {"color": look.colour, "marker": look.marker, "markersize": 4, "linewidth": 1.2}
+        panel.plot(*zip(*line, strict=True), label=name, **kind)
     ceilings = sorted({(at[p.case], p.ceiling.gb_per_s) for p in points if p.ceiling})
     if ceilings:
         panel.plot(*zip(*ceilings, strict=True), color="black", linestyle="--", linewidth=1.2, label=ceiling)
