@@ -179,19 +179,6 @@ def test_every_target_of_make_that_is_named_exists(page):
         assert target in TARGETS
 
 
-@pytest.mark.parametrize(("page", "heading"), [("sample.md", "no filter"), ("results.md", "`32 in place` |")])
-def test_figures_of_tables_written_by_hand_stand_in_measured(page, heading):
-    """Of tables that no command makes: the page says that they are MEASURED.md's."""
-    table = next(
-        found for found in re.findall(r"(?:^\|[^\n]*\n)+", (DOCS / page).read_text(), re.M) if heading in found[:80]
-    )
-    cells = [cell for row in table.splitlines()[2:] for cell in row.strip("|").split("|")[1:]]
-    figures = re.findall(r"\d+(?:\.\d+)?", " ".join(cells))
-    assert len(figures) >= 4
-    measured = set(re.findall(r"\d+(?:\.\d+)?", (ROOT / "MEASURED.md").read_text()))
-    assert set(figures) <= measured
-
-
 def test_docstrings_become_markdown():
     pytest.importorskip("griffe", reason="the site's packages are not installed")
     spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")

@@ -1,0 +1,299 @@
+"""Where each figure in the prose of README and docs comes from.
+
+A figure is a number with a unit of time, speed, memory or ratio, a decimal number, or a number in a right-aligned
+column of a table. What a command writes between two markers is checked elsewhere; versions and code are no figures.
+
+A page is read by blocks: a paragraph, an item of a list, a row of a table. Each block with figures has an entry in
+SOURCES, under words that only this block has. Its figures are numbers of its sources, in the same order, rounded to the
+decimals that the page gives.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fused_softmax import distributed
+from fused_softmax.bench import record, simulated
+from fused_softmax.ops import linear_by_rows
+from fused_softmax.plan import H200, plan_peers, plan_rows
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MI = 2**20
+
+_NAMED = re.compile(
+    r"(?:torch|Triton|Python|NumPy|Inference|capability|top-[kp]|min-p)\W+(?:older than )?\d[\d.]*(?: to \d[\d.]*)?"
+)
+_UNIT = r"(?:us|ms|s|[GT]B/s|TFLOP/s|Gb/s|%|[KMG]i?B|Mi|times|seconds|minutes)(?![\w/])"
+_FIGURE = re.compile(
+    r"(?<![\w.])\d+(?:\.\d+(?:e-?\d+)?(?![\w.]*\d)"
+    rf"|(?=,? (?:(?:to|and|or|instead of) \d+ )?{_UNIT}))"
+)
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?")
+
+
+class Block(NamedTuple):
+    words: str
+    figures: list[str]
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Those of a page that have figures."""
+    text = re.sub(r"<!-- results[^>]*:begin -->.*?:end -->|^```.*?^```$", "", text, flags=re.M | re.S)
+    for paragraph in re.split(r"\n\s*\n", text):
+        right: list[bool] = []  # of a table's columns, whether they have figures
+        for item in re.split(r"\n(?=\s*- |\s*\d+\. |\|)", paragraph):
+            words = " ".join(item.split())
+            cells = words.strip("|").split("|") if words.startswith("|") else []
+            if cells and not set(words) - set("|:- "):
+                right = [cell.strip().endswith("-:") for cell in cells]
+                continue
+            if any(right):
+                figures = [each for cell, is_right in zip(cells, right, strict=True) if is_right
+                           for each in _NUMBER.findall(_bare(cell))]  # fmt: skip
+            else:
+                figures = _FIGURE.findall(_bare(words))
+            if figures:
+                yield Block(words, figures)
+
+
+def _bare(words: str) -> str:
+    """Without code, the targets of links, and the numbers of versions and options."""
+    return _NAMED.sub("", re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", words)))
+
+
+class Source(NamedTuple):
+    """Numbers of a file of the repository: those of a text that stands in it, or what `values` computes."""
+
+    path: str
+    text: str = ""
+    values: Callable[[], Sequence[float]] | None = None
+
+    def numbers(self) -> list[str]:
+        if self.values is not None:
+            return [repr(float(value)) for value in self.values()]
+        assert self.text in _words_of(self.path), f"{self.path} does not have {self.text!r}"
+        return _NUMBER.findall(self.text)
+
+
+def agree(figures: Sequence[str], sources: Sequence[Source]) -> bool:
+    """Whether the figures are numbers of the sources, one after another."""
+    numbers = iter([number for source in sources for number in source.numbers()])
+    return all(any(_is(figure, number) for number in numbers) for figure in figures)
+
+
+def _is(figure: str, number: str) -> bool:
+    if "e" in figure or "." not in number:
+        return float(figure) == float(number)
+    decimals = len(figure.partition(".")[2])
+    return decimals <= len(number.partition(".")[2]) and f"{float(number):.{decimals}f}" == figure
+
+
+@cache
+def _words_of(path: str) -> str:
+    return " ".join((ROOT / path).read_text().split())
+
+
+def measured(*texts: str) -> list[Source]:
+    return [Source("MEASURED.md", text) for text in texts]
+
+
+def source(path: str, text: str) -> Source:
+    return Source(f"src/fused_softmax/{path}", text)
+
+
+def computed(path: str, *values: Callable[[], float]) -> Source:
+    return Source(path, values=lambda: [value() for value in values])
+
+
+def ratios(name: str, dtype: str, of: Callable[..., bool], *which: Callable[..., float]) -> Source:
+    """Of `fused_softmax` at the points of a results file: min, max, or both."""
+    path = f"benchmarks/results/h200_{name}.json"
+
+    def values():
+        points = [each for each in _points(path) if each.dtype == dtype and each.provider == "fused_softmax"]
+        found = [each.ratio for each in points if each.ratio and of(each)]
+        assert found, path
+        return [each(found) for each in which]
+
+    return Source(path, values=values)
+
+
+def elements(name: str) -> Source:
+    path = f"benchmarks/results/h200_{name}.json"
+    return computed(path, lambda: max(each.n_rows * each.n_cols for each in _points(path)) / MI)
+
+
+@cache
+def _points(path: str) -> list[record.Point]:
+    return record.read(ROOT / path).points
+
+
+def shape(*sizes: int) -> Callable[[record.Point], bool]:
+    return lambda point: point.parameters.get("shape") == list(sizes)
+
+
+def once(itemsize: int) -> Callable[[], float]:
+    """How many Mi columns of a row are read once, whatever their number."""
+    columns = range(MI, 8 * MI, 4000)
+    return lambda: next(n for n in columns if plan_rows(1, n, itemsize, H200).strategy == "stream") / MI
+
+
+def peered() -> float:
+    """How many Mi columns of a shard go by peers."""
+    return next(n for n in range(4096, 8 * MI, 4096) if plan_peers(1, n + 1, n + 1, 2, 2, H200) is None) / MI
+
+
+def failed(provider: str) -> Source:
+    path = "benchmarks/results/h200_backward.json"
+    points = [each for each in _points(path) if (each.provider, each.status) == (provider, "wrong")]
+    return Source(path, values=lambda: [float(each) for each in re.findall(r"\d\.\d+e-\d+", points[0].message)])
+
+
+PREFETCH = [source("plan/ladders.py", "(UNBOUNDED, 6 << 20)"), source("plan/ladders.py", "(UNBOUNDED, 12 << 20)")]
+TOLERANCE = [source("bench/commands.py", 'default=2, show_default=True, help="Percent by which a median must change')]
+MODEL = "src/fused_softmax/bench/simulated.py"
+ACROSS = "| bf16 8192 x 128256 | 561 | 519 |"
+
+SOURCES: dict[str, dict[str, list[Source]]] = {
+    "README.md": {
+        "With a vocabulary over two H200s": measured(ACROSS),
+        "Rows longer than the chip can hold": [computed("src/fused_softmax/plan", once(2))],
+    },
+    "attention.md": {
+        "| causal 4 x 32 x 4096 x 128": [
+            *measured("4 x 32 x 4096 x 128 causal 890, 930"),
+            source("plan/attention_sdpa.py", "causal 4 x 32 x 4096 x 128: 5085 us, cuDNN 2821"),
+        ],
+        "| full 4 x 32 x 4096 x 128": [
+            *measured("full 1756, 1856."), source("plan/attention_sdpa.py", "full: 9692 and 5276"),
+        ],
+        "| causal 8 x 16 x 4096 x 64": [
+            source("plan/attention_sdpa.py", "8 x 16 x 4096 x 64: 650, 637"),
+            source("plan/attention_sdpa.py", "causal 8 x 16 x 4096 x 64: 3074 us, cuDNN 1785"),
+        ],
+        "| 64 x 12 x 197 x 64": [
+            source("plan/attention_sdpa.py", "64 x 12 x 197 x 64: 53, 47"),
+            source("plan/attention_sdpa.py", "64 x 12 x 197 x 64: 224 and 163"),
+        ],
+        "| bias for each head, with its gradient": measured("bias 809, 2196, 7535, 6824;"),
+        "| T5: bias": measured("T5 220, 592, 1436, 1644;"),
+        "| triangle: bias": measured("triangle 168, 639, 1484, 1707."),
+        "| Swin: bias": measured("| forward | 83 |", "us | 232,", "all gradients | 207 | 152 |", "us | 232, 617 *"),
+        "| softcap, causal": measured("With a softcap 809 and 7089."),
+        "| sinks and a window": measured("64 x 64 x 4 x 3: 234; dK and dV by 64 x 128 x 8 x 2: 1169"),
+        "| one query of 16 x 32": measured("in 2 485", "x 32768 x 128 | 479 |"),
+        "with 1024 keys": measured("in 8 8.1, 16 7.7;", "8 x 1024 x 128 | 7.5 |"),
+        "the same with 8192 keys": measured("in 16 15.7", "8 x 8192 x 128 | 15.6 |"),
+        "the same with 65536 keys": measured("in 16 72.0, 33 73.6", "8 x 65536 x 128 | 69.3 |"),
+    },
+    "commands.md": {
+        "`fused-softmax bench compare A.json": TOLERANCE,
+        "`fused-softmax serve` listens": [source("trace/serve.py", "SECONDS = 5.0")],
+    },
+    "design.md": {"it asks the L2 cache": PREFETCH},
+    "limits.md": {
+        "bf16 rows of 262144 to 2097152": [
+            elements("softmax"), ratios("softmax", "bfloat16", lambda p: p.n_cols >= 262144, max, min),
+        ],
+        "the same, 512 Mi": [
+            elements("long_rows"), ratios("long_rows", "bfloat16", lambda p: p.n_cols >= 262144, max, min),
+        ],
+        "| fp32 rows of 2097152": [ratios("softmax", "float32", lambda p: p.n_cols == 2097152, min)],
+        "gradients of bf16 rows": [ratios("backward", "bfloat16", lambda p: p.n_cols >= 524288, min, max)],
+        "gradients of fp32 rows": [ratios("backward", "float32", lambda p: p.n_cols == 1048576, min, max)],
+        "64 x 4096 x 512 over dim 1": [
+            ratios("dims", "float32", shape(64, 4096, 512), min), ratios("dims", "bfloat16", shape(64, 4096, 512), min),
+        ],
+        "4096 x 32768 over dim 0": [
+            ratios("dims", "float32", shape(4096, 32768), min), ratios("dims", "bfloat16", shape(4096, 32768), min),
+        ],
+        "logsumexp over strided dims, fp32": [
+            ratios("logsumexp", "float32", lambda p: "shape" in p.parameters, min, max)
+        ],
+        "logsumexp over strided dims, bf16": [
+            ratios("logsumexp", "bfloat16", lambda p: "shape" in p.parameters, min, max)
+        ],
+        "256 x 1024 x 77": measured("16 by 32, 4 parts | 44.5 | 0.52 |"),
+        "an added mask for each head": [ratios("masked", "bfloat16", lambda p: p.operation == "softmax_biased", min)],
+        "with a bool mask |": [ratios("masked", "bfloat16", lambda p: p.operation == "softmax_masked", min)],
+        "with causal scores": [ratios("masked", "bfloat16", lambda p: p.operation == "softmax_causal", min)],
+        "| bf16 rows of 33, 49": measured(
+            "| 1.5 -> 3.1 | 2.1 -> 2.5 |", "| 3.1 -> 3.3 |", "| 2.7 -> 3.7 | 3.8 |", "127 columns ran at 4.03"
+        ),
+        "logsumexp of bf16 rows of 33, 77": measured(
+            "| 0.6 -> 2.9 |", "| 1.2 -> 2.7 |", "| 1.9 -> 3.4 | 3.4 -> 3.7 |", "which only reads, at 3.95"
+        ),
+        "**Long rows.**": [computed("src/fused_softmax/plan", once(2), once(4))],
+        "| forward, of an input that requires": measured("Function 0.88 to 1.02) | 1.42 to 1.45 |"),
+        "| softmax, forward and backward": measured("softmax, log_softmax | 1.10 to 1.17,"),
+        "| log_softmax, forward and backward": measured("1.23 to 1.33 | | cross_entropy"),
+        "| cross_entropy, forward alone": measured("without gradient, with it | 1.13 to 1.20,"),
+        "| cross_entropy, forward and backward": measured("1.09 to 1.18 | | a scale never seen"),
+        "under `enable()`, forward |": measured("cross_entropy | 1.23 to 1.31,", "1.27 to 1.39 |"),
+        "under `enable()`, forward and backward": measured("cross_entropy | 1.06 to 1.10, 1.19 to 1.31"),
+        "| softmax of a number of rows": measured("1.06; 3.4 to 4.1,"),
+        "| cross_entropy of a number of rows": measured("4.1, 4.2 to 4.3 |"),
+    },
+    "measure.md": {
+        "The speed of a copy itself": measured("The same copy is up to 10 % slower on other buffers"),
+        "This lists the changes that are": TOLERANCE,
+    },
+    "results.md": {
+        "For bf16 rows that several programs share": [
+            computed("MEASURED.md", lambda: 100 * (1 - 510 / 537), lambda: 100 * (1 - 531 / 580)),
+            *measured("262144 580 -> 531", "262144 580", "128256 537 -> 510", "128256 537", "226 -> 209.", "50257 226"),
+        ],
+        "| MiB |": measured(
+            "45.5, 1074 |", "the gradients are 1066.", '"fp32" | 38.3, 3070 |', "| Liger | 53.6 to 55.0 | 1129 |",
+            "| torch | 40.6 | 6012 |",
+        ),
+        "long bf16 rows of 512 Mi": [elements("long_rows")],
+        "The seven current files": [
+            *measured("| 28 | 0.9915 |", "| 320 | 1.0031 |", "| 3 | 1.0252 |"),
+            computed("MEASURED.md", lambda: 100 * (1.030 - 1)),
+        ],
+        "One point of `h200_backward.json`": [failed("fused_softmax")],
+    },
+    "sample.md": {
+        "| 8 x 128256 |": measured("5.7 | 6.5, 5.3 |", "| 13.6, 13.3 |", "18.0 | 20.8, 18.0 |", "57.8 | 63.7, 58.2 |"),
+        "| 256 x 128256 |": measured("26.9 | 39.8, 27.1 |", "| 49.9, 35.6 |", "| 76.4, 57.8 |", "| 244, 186 |"),
+        "top-p is the slowest": measured("| 22.0, 24.4 |", "| 81.9, 63.8 |"),
+    },
+    "shards.md": {
+        "With `peer`, one launch reads": [computed("src/fused_softmax/plan/peers.py", peered)],
+        "loss and gradient, 8192 x 128256 | bf16": measured(ACROSS),
+        "loss and gradient, 8192 x 128256 | fp32": measured("| fp32 8192 x 128256 | 1055 | 1002 |"),
+        "4096 x 152064": measured("| bf16 4096 x 152064 | 348 | 310 |"),
+        "gradient, 64 x 128256": measured("| fp32 64 x 128256 | 16.6 | 14.4 |"),
+        "gradient, 1 x 128256": measured("| fp32 1 x 128256 | 7.1 | 6.4 |"),
+        "softmax, 1024 x 262144": measured("| softmax bf16 1024 x 262144 | 144.7 | 133.6 |"),
+        "Since that run, these kernels": measured("took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
+        "| loss and gradient | 714": measured("| loss and gradient | 714 | 2759 |"),
+        "with label smoothing | 3": measured("with label smoothing | 3496 | 3206 |"),
+        "with class weights |": measured("with class weights | 2956 | 2876 |"),
+        "with token statistics | 2781": measured("with token statistics | 2781 | 3081 |"),
+        "| logsumexp | 1518": measured("| logsumexp | 1518 | 1731 |"),
+        "| softmax and its gradient |": measured("| softmax and its gradient | 9109 | 10939 |"),
+        "to 128256 classes, with gradients |": measured("128256 classes, with gradients | 20477 | 20978 |"),
+        "For comparison, half of": measured("layer take 18408 us", "input's gradient 278.", "takes 1527."),
+        "In another test a rank was killed": measured("at a timeout of 30 s", "within 35 s"),
+        "a copy on an H200 |": [computed(MODEL, lambda: simulated.MEMORY / 1e12)],
+        "a round of messages": [source("bench/simulated.py", "MESSAGE_US = 0.66")],
+        "an all_gather of 3 numbers": [*measured("| 31 to 38 |"), source("bench/simulated.py", "GATHER_US = 38.0")],
+        "NVLink has": [computed(MODEL, lambda: 2 * simulated.NVLINK / 1e9, lambda: simulated.NVLINK / 1e9)],
+        "InfiniBand adapters": [computed(MODEL, lambda: 8 * simulated.NETWORK / 1e9, lambda: simulated.NETWORK / 1e9)],
+        "For these comparisons each rank": [
+            computed("src/fused_softmax/distributed.py", lambda: distributed._SAID / 2**10)
+        ],
+    },
+    "story.md": {"it asks the L2 cache": PREFETCH},
+    "train.md": {
+        "Memory limits the loss": [computed("docs/train.md", lambda: 8192 * 128256 * 2 / 2**30)],
+        "It computes the logits in chunks": [
+            computed("src/fused_softmax/ops/linear_by_rows.py", lambda: linear_by_rows._CHUNK_BYTES / 2**30)
+        ],
+    },
+}  # fmt: skip
