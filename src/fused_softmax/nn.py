@@ -77,7 +77,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     weight, ignore_index, reduction, label_smoothing: torch's arguments.
     softcap, scale, lse_square_scale, return_lse, return_z_loss, return_token_stats, inplace_backward, dtype: arguments
         of the function, passed in every call.
-    A call takes the logits, the target and, by keyword, the function's lse.
+
+    Call it with the logits [n_classes], [n, n_classes] or [n, n_classes, d1, ...], the target and, by keyword, the
+    function's lse. It returns what the function returns, and raises its errors; an unknown option raises TypeError.
 
     >>> CrossEntropyLoss(label_smoothing=0.1)(logits, target)
     """
@@ -111,6 +113,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
         linear_bias [num_classes] or None, initialised like torch.nn.Linear's.
     weight, reduction, ignore_index, label_smoothing, options: arguments of the function, passed in every call.
+    device, dtype: of the parameters.
+
+    Call it with the input [..., in_features] and the target [...]. It returns what the function returns, and raises its
+    errors; an unknown option raises TypeError.
 
     >>> LinearCrossEntropyLoss(4096, 128256)(hidden, target)  # [n, 4096], [n]
     """

@@ -50,35 +50,36 @@ def attention(
         bfloat16, float32 or float64, all alike; dim and value_dim up to 256; leading sizes broadcast. Their last dim is
         read as it lies if it is contiguous, and copied first otherwise.
     attn_mask: broadcasts to [..., heads, queries, keys]; bool, where True keeps a key, or a float that is added.
-    bias: a float that is added, of the same shapes; beside a mask or causality. Whatever a mask or bias is broadcast
-        over, it is never expanded, and its gradient is summed without atomics.
+    bias: a float that is added, which broadcasts alike; it may stand beside a mask or causality. A mask or bias is
+        never expanded in memory, and its gradient is summed without atomics.
     is_causal: hides keys after the query; takes no attn_mask. causal_align: whether the diagonal begins at the first
-        key, "top_left", or ends at the last one, "bottom_right", as decoding with a cache has it.
+        key, "top_left", or ends at the last one, "bottom_right", as in decoding with a cache.
     scale: 1 / sqrt(dim) if None.
-    enable_gqa: key and value have fewer heads, each for as many heads of query.
+    enable_gqa: key and value may have fewer heads than query, each of them for the same number of query's heads.
     window: (left, right): query i sees keys from i - left to i + right, aligned as causality is; None on a side is
         unbounded.
     softcap: scores of query and key become softcap * tanh(score / softcap).
-    sinks: [heads], floats: one score more for each row, neither scaled nor capped. lse counts it; it has no value.
+    sinks: [heads], floats: one more score for each row, without a value. It is neither scaled nor capped, and counts in
+        lse.
     alibi_slopes: [heads] or [..., heads], floats: slope * |i - j| is subtracted, aligned as causality is. Its gradient
         takes torch's operations.
     dropout_p: 0.
-    deterministic: every gradient has the same bits at every run. Without it, all have but those of plain attention that
-        cuDNN computes. torch.use_deterministic_algorithms(True) asks for it too.
-    return_lse: logsumexp of the scores, [..., heads, queries], float32 (float64 of float64), with its gradient: the
-        results of parts of the keys merge by it.
+    deterministic: every gradient has the same bits at every run. Without it, this holds for all gradients but those of
+        plain attention that cuDNN computes. torch.use_deterministic_algorithms(True) asks for it too.
+    return_lse: adds the logsumexp of the scores, [..., heads, queries], float32 (float64 for float64), with its
+        gradient. The results of parts of the keys can be merged by it.
     return_stats: names among "entropy" (of a row's weights, its sink's among them, in nats), "row_max" (the greatest
         score, sinks aside), both [..., heads, queries], and "column_sums" (how much each key is looked at)
         [..., heads, keys]; no gradients.
 
-    A row that sees nothing is 0, its lse -inf, and it has no part in any gradient. Products of float32 are exact to
-    float32. On a CPU, in float64 and for a second derivative torch's operations compute, with all scores in memory.
-    What is plain (query, key and value, causal or not, and lse) goes to cuDNN, as torch calls it, where that was
-    measured to be faster: on GPUs of compute capability 9.0, in 16 bits, for heads of at most 128 dims.
+    The output of a query that sees no key is 0, its lse is -inf, and it has no part in any gradient. Products of
+    float32 are exact to float32. On a CPU, in float64 and for a second derivative, torch's operations compute, with all
+    scores in memory. cuDNN, as torch calls it, computes plain attention (query, key and value, causal or not, and lse)
+    where that was measured to be faster: on GPUs of compute capability 9.0, in 16 bits, for heads of at most 128 dims.
     Returns the output [..., heads, queries, value_dim], contiguous, or laid out like the query where cuDNN computes; an
     AttentionOutput if more was asked for.
-    Raises RuntimeError for dtypes, devices and shapes that do not fit and for is_causal with attn_mask; TypeError for
-    what is no tensor or number; ValueError for other values that cannot be, as dropout_p other than 0.
+    Raises RuntimeError for dtypes, devices and shapes that do not fit, and for is_causal with attn_mask; TypeError for
+    an argument of a wrong type; ValueError for a value that is not allowed, such as a dropout_p other than 0.
 
     Dao et al., "FlashAttention" (arXiv 2205.14135); Press et al., "Train Short, Test Long" (ALiBi, arXiv 2108.12409);
     Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).

@@ -65,23 +65,23 @@ def cross_entropy(
 
     input: logits [n_classes], [n, n_classes] or [n, n_classes, d1, ...]; float32, float16, bfloat16 or float64.
     target: class indices of the input's shape without its class dim, of int64, int32 or uint8; or probabilities of the
-        input's shape and a float dtype. An index that is no class and not ignore_index makes its loss, its row of the
-        gradient and so a sum or mean NaN; on a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises
+        input's shape and a float dtype. An index that is neither a class nor ignore_index makes its loss and its row of
+        the gradient NaN, and so a sum or mean. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises
         IndexError.
-    weight: [n_classes] of any float dtype, what each class counts; a mean divides by what its targets count.
-    ignore_index: the target that counts nothing; of indices alone.
-    reduction: "mean", "sum" or "none". With a gradient, mean and sum write it in the forward pass; but of float16
-        logits it is made in the backward pass, where what scales the loss is known.
+    weight: [n_classes] of any float dtype, the weight of each class; a mean divides by the sum of the targets' weights.
+    ignore_index: targets of this value do not count; for class indices only.
+    reduction: "mean", "sum" or "none". If a gradient is wanted, mean and sum write it in the forward pass. That of
+        float16 logits is made in the backward pass, because what scales the loss is known only there.
     label_smoothing: in [0, 1]: how much of the target is spread over all classes.
     scale, softcap: the logits are input * scale, and then softcap * tanh(of that / softcap).
     lse_square_scale: adds lse_square_scale * lse ** 2 of every target to its loss (z-loss); a mean divides it by the
         number of targets that count.
     return_lse: adds lse, float32 or the input's float64, in the targets' shape, with its gradient.
     return_z_loss: adds the z-loss that is in the loss, reduced alike, with its gradient.
-    return_token_stats: adds TokenStats, of the same pass over the logits; the gradient then takes a second one.
-    inplace_backward: with mean or sum, writes the gradient over the logits and allocates nothing; they are then lost to
-        everybody, and there is one backward and no second derivative. Compiled code allocates it all the same.
-    dtype: of the loss; the input's if None, as torch. float32 keeps the loss of half precision logits exact.
+    return_token_stats: adds TokenStats, from the same pass over the logits; the gradient then takes a second pass.
+    inplace_backward: with mean or sum, writes the gradient over the logits and allocates nothing. The logits are then
+        lost, and there is one backward pass and no second derivative. Compiled code allocates it all the same.
+    dtype: of the loss; the input's if None, as in torch. float32 keeps the loss of half precision logits exact.
     lse: the log-sum-exp of longer rows, of which the input is a part (sampled classes, or a shard of them), in the
         targets' shape and a float dtype. The loss is lse - z of the target, and its gradient exp(z - lse), less 1 at
         the target. lse is a constant: it gets no gradient, and a second derivative holds it. The loss reads the
@@ -98,8 +98,8 @@ def cross_entropy(
         by memory that GPUs of one host write into each other's: in the launch that reads the logits, or in one of its
         own with class weights, label_smoothing or return_token_stats. None takes "peer" on GPUs where it can.
 
-    With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError: they take more
-    of the row.
+    With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError, because they
+    need more of the row.
 
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises TypeError, ValueError or RuntimeError as torch for arguments that do not fit, naming the argument; with
@@ -107,6 +107,9 @@ def cross_entropy(
     with this n_classes, and at each call with FUSED_SOFTMAX_CHECK=1, which compares the targets too. A later call on
     GPUs gives NaN where ranks differ in options, or in columns without another n_classes, and a call after it raises;
     where they differ in rows, their messages differ in length, which the backend may not survive.
+
+    Szegedy et al. (label smoothing, arXiv 1512.00567); Chowdhery et al., "PaLM" (z-loss, arXiv 2204.02311); "Gemma 2"
+    (softcap, arXiv 2408.00118).
 
     >>> cross_entropy(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), torch.tensor([2], device="cuda"))
     tensor(0.4076, device='cuda:0')

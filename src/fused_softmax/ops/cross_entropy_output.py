@@ -10,9 +10,10 @@ from fused_softmax.options import Loss
 
 
 class TokenStats(NamedTuple):
-    """Of every target, in their shape and without gradients; 0 and False where it is ignored.
+    """Facts of every target, each in the targets' shape and without a gradient; 0 and False where a target is ignored.
 
-    Its loss, the entropy of its row in nats, the likeliest class, and whether that is the target.
+    loss: of the target alone. entropy: of its row's softmax, in nats. predicted: the likeliest class, int64.
+    correct: bool, whether that is the target.
     """
 
     loss: Tensor
@@ -22,7 +23,11 @@ class TokenStats(NamedTuple):
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss, and what else was asked for; None for the rest."""
+    """The loss, and what else was asked for; None for the rest.
+
+    loss: [], or of the targets' shape with reduction "none". lse: of the targets' shape, float32 (float64 for float64).
+    z_loss: reduced as the loss is. token_stats: a TokenStats.
+    """
 
     loss: Tensor
     lse: Tensor | None = None

@@ -63,20 +63,20 @@ def linear_cross_entropy(
     input: [in_features] or [..., in_features]; float32, float16, bfloat16 or float64.
     linear_weight: [n_classes, in_features]; linear_bias: [n_classes]; both of the input's dtype.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
-        which take all logits at once.
+        for which all logits exist at once.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
         z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is
         written over them.
-    chunk_size: how many rows' logits exist at a time. If None, as many as fill 1 GiB, or fewer, so that chunks are
-        equal; or all, where that takes no more memory than chunks with the accumulator of linear_weight's gradient.
-        Blocks of classes may take the place of short chunks; as many logits then exist beside those that lie in the
-        memory of linear_weight's gradient.
+    chunk_size: of how many rows the logits exist at a time. None is as many as fill 1 GiB, or fewer, so that chunks are
+        equal. It is all rows if that takes no more memory than chunks with the accumulator of linear_weight's gradient.
+        Blocks of classes may replace short chunks. Then as many logits exist beside those that lie in the memory of
+        linear_weight's gradient.
     accumulate: "fp32" adds chunks of the gradients of linear_weight and linear_bias, or blocks of the input's, in
         float32 (float64 for float64). "input" adds them in their own dtype and allocates no accumulator, except for a
         mean in float16, whose range would not hold the sums.
-    skip_ignored: makes no logits for rows that are ignored, whose lse and its gradient are then 0. It pays where they
-        are many; it asks the device how many they are, and so waits for it. Compiled code makes the logits all the
+    skip_ignored: makes no logits for rows that are ignored; their lse and its gradient are then 0. This pays if many
+        rows are ignored. It waits for the device, to learn how many they are. Compiled code makes the logits all the
         same.
 
     group, n_classes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of linear_bias
@@ -85,9 +85,9 @@ def linear_cross_entropy(
     input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets
         their gradient; targets [ranks * rows] are those of all.
 
-    With reduction "mean" or "sum" the forward pass makes the gradients of those tensors alone that require one. A
-    second backward makes the logits again, as "none" does. Returns the loss, [] or of the targets' shape; a
-    CrossEntropyOutput if more was asked for.
+    With reduction "mean" or "sum" the forward pass makes the gradients of the tensors that require one, and no others.
+    A second backward pass makes the logits again, as "none" does.
+    Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises as cross_entropy; also ValueError for shapes that do not fit, chunk_size < 1 or an unknown accumulate, and
     RuntimeError for a linear_weight or linear_bias of another dtype or device than the input's.
 

@@ -55,16 +55,19 @@ def logsumexp(
 
     input: any shape; float32, float16, bfloat16 or float64, or integers, which become the default dtype. CUDA tensors
         run on this package's kernels, which read it once; CPU tensors take torch's own path. Differentiable, twice too.
-    dim: one dim or several. Neighbours that one stride describes are read in place as softmax's dim is; others go
-        through a copy, and in the gradient strided ones do too.
+    dim: one dim or several. Neighbouring dims that one stride describes are read in place, as softmax's dim is. Others
+        are copied first, and so are strided ones in the gradient.
     keepdim: whether the result keeps `dim` with size 1.
     out: where to write, of any floating dtype; resized to the result's shape.
     scale, mask, is_causal, sink: as softmax's, for a single dim. A row of scale 0 gives its maximum. The sink counts:
         logsumexp(cat([scores, sink], dim)), which is the sink itself where nothing else is kept.
-    masked_rows: a row of which nothing is kept gives -inf; its gradient is NaN ("nan"; 0 if no loss uses it), or zero.
+    masked_rows: a row of which nothing is kept gives -inf. Its gradient is NaN with "nan" (0 if no loss uses the row),
+        and 0 with "zero".
 
-    group, n_classes, transport: as softmax's, for a single dim. Every rank gets the same result;
-        each rank's incoming gradient is that of this one result, which is never summed over ranks.
+    group, n_classes, transport: as softmax's, for a single dim. Every rank gets the same result. Each rank's incoming
+        gradient is that of this one result, which is never summed over ranks.
+
+    Returns the input's shape without `dim`, or with size 1 there.
 
     Raises torch's errors, and those of softmax's scale, mask, is_causal and sink.
 

@@ -83,21 +83,22 @@ def sample(
 ) -> SampleOutput:
     """A token of each row of logits.
 
-    The token of a row depends on its logits, its parameters, its seed and its position: on no other row, their number
-    or order, nor on strides. Nothing waits for the device, and no gradient is kept. A captured CUDA graph may hold the
-    call; compiled and exported programs have it as one operator, in which a generator has no place.
+    The token of a row depends on its logits, its parameters, its seed and its position. It depends neither on other
+    rows, their number and their order, nor on strides. Nothing waits for the device, and there is no gradient. The call
+    can be captured in a CUDA graph. In compiled and exported programs it is one operator, which takes no generator.
 
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     temperature: the logits are divided by it; 0 takes the greatest logit, of equals the lowest column.
-    top_k: keeps so many columns; at most 0, or at least vocab: all.
-    top_p: keeps the fewest columns whose probabilities sum up to it; at least 1: all.
-    min_p: keeps columns at least this many times as likely as the likeliest; at most 0: all.
-    order: "sequential" filters by temperature, top_k, top_p, min_p, each on what the one before left, renormalised, as
-        Hugging Face's; "joint" judges all by the tempered distribution, as FlashInfer's. Where a boundary falls among
-        equal logits, the lowest columns are kept.
-    seed: 64 bits. Without a position it has position 0, so rows of one seed are drawn by the same noise.
-    position: 64 bits, such as the place of the token in its sequence: each draws noise of its own.
-    generator: draws a seed, on the device; row i then has position i. Without a seed and a generator, the device's own.
+    top_k: keeps this many columns; all if it is at most 0 or at least vocab.
+    top_p: keeps the fewest columns whose probabilities sum up to it; all if it is at least 1.
+    min_p: keeps columns at least this many times as likely as the likeliest; all if it is at most 0.
+    order: "sequential" applies temperature, top_k, top_p and min_p in this order, each to what the one before left,
+        renormalised, as Hugging Face does; "joint" judges all by the tempered distribution, as FlashInfer does. If
+        equal logits lie on both sides of a boundary, the lowest columns are kept.
+    seed: 64 bits. Without a position the position is 0, so rows of one seed are drawn by the same noise.
+    position: 64 bits, such as the place of the token in its sequence. Each position has noise of its own.
+    generator: draws a seed, on the device; row i then has position i. Without a seed and a generator, the device's own
+        generator does.
     logit_bias: [vocab] or [n_draws, vocab], any float dtype, added in float32 before all else.
     bitmask: int32 [n_draws, at least ceil(vocab / 32)]; a column is possible where bit c % 32 of word c // 32 is 1.
     row_indices: int64 or int32 [n_draws], the row of logits of each draw; n_draws is n_rows without it.
@@ -117,14 +118,17 @@ def sample(
     float16 to float64, which count as float32, or int64 and int32.
 
     A row cannot be drawn from, and has token 0 and valid False, if a possible logit is NaN, two are inf or all are
-    -inf, if its bitmask has no bit, if its index is out of range, or if a tensor gives it a parameter that a number
-    could not have. One inf is drawn.
+    -inf, if its bitmask has no bit, if its index is out of range, or if a tensor gives it a parameter that is not
+    allowed as a number. A single inf is drawn.
 
     Raises TypeError for an argument of a wrong type or dtype, ValueError for one of a wrong shape or value, such as a
     negative temperature, a top_p of 0 or less, a min_p above 1, a seed with a generator, or a narrow bitmask, and
     RuntimeError for one on another device; each names the argument, before anything runs. With a group, RuntimeError on
     every rank where they differ in anything but their columns, seeds and positions, on CPUs and at a group's first call
     with this n_classes; otherwise every token is then invalid, and a later call raises RuntimeError.
+
+    Fan et al. (top-k, arXiv 1805.04833); Holtzman et al. (top-p, arXiv 1904.09751); Nguyen et al. (min-p, arXiv
+    2407.01082).
 
     >>> logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], device="cuda")
     >>> sample(logits, temperature=0.0).tokens
@@ -247,14 +251,14 @@ def speculative_sample(
     target_logits: [n, k + 1, vocab], float32, float16 or bfloat16: row j is of the token that draft j proposes.
     draft_tokens: int64 or int32 [n, k]; an id outside [0, vocab), such as -1, ends the drafts of its sequence.
     draft_logits: [n, k, vocab], of any dtype that target_logits may have: the drafts were drawn from these logits with
-        the same filters. Draft d is accepted with probability min(1, p(d) / q(d)), and the first that is not is
-        replaced by a draw from max(p - q, 0) (Leviathan, Kalman, Matias, 2023).
+        the same filters. Draft d is accepted with probability min(1, p(d) / q(d)). The first draft that is not
+        accepted is replaced by a draw from max(p - q, 0) (Leviathan, Kalman, Matias, 2023, arXiv 2211.17192).
         None: a draft is accepted where the target's own draw gives it, so the tokens are those that `sample` gives for
         these rows, seeds and positions. A deterministic draft is accepted as often as it can be. One that `sample` drew
         with the same seed and position is accepted often, for both draws have the same noise.
     temperature, top_k, top_p, min_p, order: as sample's, numbers or tensors [] or [n]: of both target and draft.
     seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Drafts may be
-        drawn by `sample` with the same seed and positions: other noise accepts and replaces them.
+        drawn by `sample` with the same seed and positions, because other noise accepts and replaces them.
     generator: as sample's; sequence i has seed and positions of its own.
 
     Raises as sample does.

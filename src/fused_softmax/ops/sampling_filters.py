@@ -122,17 +122,17 @@ def penalize(
 ) -> Tensor:
     """The logits with penalties for columns that stand among token_ids.
 
-    repetition comes first: a logit below 0 is multiplied by it, another divided (Keskar and others, "CTRL", 2019), as
-    Hugging Face's. Then frequency times the number of times that the column stands there is subtracted, and presence
-    once, as vLLM's.
+    repetition comes first, as in Hugging Face's: a logit below 0 is multiplied by it, any other is divided by it
+    (Keskar et al., "CTRL", arXiv 1909.05858). Then, as in vLLM's, frequency is subtracted as often as the column stands
+    among token_ids, and presence once.
 
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     token_ids: int64 or int32 [n_rows, length], in any order; ids outside [0, vocab) count nothing, so pad with -1.
     repetition: above 0. repetition, presence and frequency: numbers, or float tensors [] or [n_rows].
     out: of the logits' shape and dtype, where to write; it may be the logits.
 
-    Returns the logits' shape and dtype, computed in float32 and rounded once. A row whose parameter a number could not
-    have is NaN, so that `sample` says it is not valid.
+    Returns the logits' shape and dtype, computed in float32 and rounded once. A row whose parameter would not be
+    allowed as a number is NaN, so that `sample` says it is not valid.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> penalize(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0, 1, 1, -1]]), repetition=2.0, frequency=0.5)

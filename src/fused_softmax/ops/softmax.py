@@ -56,27 +56,28 @@ def softmax(
     input: any shape; float32, float16, bfloat16 or float64, and with `dtype` float8_e4m3fn or float8_e5m2. CUDA tensors
         run on this package's kernels, read once and written once whatever the length of `dim`; CPU tensors take torch's
         own path. Differentiable, twice too.
-    dim: the dimension that sums to 1. Contiguous, or strided beside a contiguous one, it is read in place: permuted,
-        sliced and expanded tensors too, if up to three strides describe the other dims. Others go through a copy, and
-        so does an input with a sink over another dim than the last.
+    dim: the dimension that sums to 1. The input is read in place if `dim` is contiguous, or strided beside a contiguous
+        dim, and at most three strides describe the other dims; so permuted, sliced and expanded tensors are. Other
+        inputs are copied first, and so is an input with a sink if `dim` is not the last one.
     dtype: the dtype of the result; the input is rounded to it as it is read, with no copy. Needed for inputs of 8-bit
-        floats and, which are copied, integers.
+        floats, and for integers, which are copied first.
     out: where to write; of the input's shape, the result's dtype, the input's device.
     scale: a number, or a tensor that broadcasts to the input with size 1 in `dim` (a temperature's inverse for every
         row). Scale 0 stands for temperature 0: 1 at the first maximum of the row, 0 elsewhere.
     mask: broadcasts to the input and is never expanded in memory. bool: True keeps. Of a float dtype: added.
     is_causal: of scores [..., queries, keys] each query keeps the keys up to its own, and the last query sees all
         (bottom-right aligned); nothing above that diagonal is read.
-    masked_rows: what a row gets of which nothing is kept: "nan" as torch, or "zero".
-    sink: one more logit of every row, in its sum alone: softmax(cat([scores, sink], dim)) without the last column. A
-        number, or a tensor of 16 to 64 bit floats that broadcasts as a scale does, such as [heads, 1, 1]. It is neither
-        scaled nor masked; a row of which nothing else is kept gives 0, with any masked_rows. Where its gradient is
-        wanted, the forward pass reads the input once more, for the sum.
+    masked_rows: what a row gets if none of its elements is kept: "nan" as in torch, or "zero".
+    sink: one more logit in the sum of every row, without a column: softmax(cat([scores, sink], dim)) without the last
+        column. A number, or a tensor of 16 to 64 bit floats that broadcasts as a scale does, such as [heads, 1, 1]. It
+        is neither scaled nor masked; a row of which nothing else is kept gives 0, with any masked_rows. If its gradient
+        is wanted, the forward pass reads the input once more, for the sum.
 
-    group: of torch.distributed, over whose ranks the columns of `dim` lie in shards: each rank gives its own columns of
-        the input and of mask, in rank order, as many as it has, and gets these of the result. Every rank of the group
-        makes the same call. No is_causal, no scale of 0 (in a tensor, its row gives NaN), no out, no second derivative.
-    n_classes: with group: the columns of all shards that count, if not all; those past it, at the end of the last
+    group: of torch.distributed, over whose ranks the columns of `dim` lie in shards. Each rank gives its own columns of
+        the input and of mask, in rank order, as many as it has, and gets the same columns of the result. Every rank of
+        the group makes the same call. No is_causal, no scale of 0 (in a tensor, its row gives NaN), no out, no second
+        derivative.
+    n_classes: with group: how many columns of all shards count, if not all; the columns past it, at the end of the last
         shards, are padding and get 0.
     transport: with group: how ranks talk to each other: "collective", by all_gather; or "peer", by memory that GPUs of
         one host write into each other's: over the last dim and without scale, mask, sink and masked_rows in one launch.
@@ -86,6 +87,9 @@ def softmax(
     ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
     last; NotImplementedError for a sparse input or an integer one without dtype; RuntimeError for a nested input, or an
     out of another shape, dtype or device.
+
+    Parts of a row are merged as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv
+    1805.02867).
 
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[0.0900, 0.2447, 0.6652]], device='cuda:0')
@@ -123,7 +127,8 @@ def log_softmax(
 ) -> Tensor:
     """The logarithm of softmax along `dim`, as torch.log_softmax: z - m - log s. Arguments and errors are softmax's.
 
-    A row of which nothing is kept is -inf everywhere with masked_rows="zero", or with a sink.
+    Here z are the row's scores, m is their maximum, and s is sum exp(z - m). A row of which nothing is kept is -inf
+    everywhere with masked_rows="zero", or with a sink.
 
     >>> log_softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[-2.4076, -1.4076, -0.4076]], device='cuda:0')

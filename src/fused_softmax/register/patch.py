@@ -44,12 +44,12 @@ _of_attention: torch.library.Library | None = None
 def enable(*, attention: bool = False) -> None:
     """Run torch's softmax, log_softmax, logsumexp and cross_entropy on these kernels, from now on, in all threads.
 
-    attention: also scaled_dot_product_attention, in 16 bits, where the kernels were measured to be faster (a float mask
-        with its gradient, on GPUs of compute capability 9.0) or torch composes it of other operations, with all scores
-        in memory. All else of it, and dropout, stays torch's.
+    attention: also scaled_dot_product_attention, in 16 bits. The kernels take a call if they were measured to be faster
+        (a float mask with its gradient, on GPUs of compute capability 9.0), or if torch would compose it of other
+        operations, with all scores in memory. Other calls, and those with dropout, stay torch's.
 
-    Results, gradients and errors are torch's, but that a target which is no class makes the loss NaN on a GPU. Calls
-    nest: as many `disable()` end it. The first is best made before other threads call these functions.
+    Results, gradients and errors are torch's, except that a target that is not a class makes the loss NaN on a GPU.
+    Calls nest: each needs a `disable()` of its own. Make the first one before other threads call these functions.
 
     >>> enable()
     >>> torch.nn.functional.softmax(torch.randn(8, 50257, device="cuda"), dim=-1)  # the kernel `_part_forward`
@@ -67,9 +67,9 @@ def enable(*, attention: bool = False) -> None:
 def disable() -> None:
     """Undo the latest `enable()` that still stands. The last one gives ATen its kernels back.
 
-    ATen's table of kernels takes no change while another thread reads it. So while one runs that may (one that waits in
-    the standard library, like tqdm's, does not), the stand-ins remain and pass every call on, for about a microsecond
-    each, until a later `disable()` finds no such thread.
+    ATen's table of kernels must not change while another thread may read it. So while another thread runs, the
+    stand-ins remain, and pass every call on to ATen, which takes about a microsecond each. A later `disable()` that
+    finds no such thread removes them. A thread that waits in the standard library, like tqdm's, does not count.
 
     Raises RuntimeError if nothing is enabled.
     """

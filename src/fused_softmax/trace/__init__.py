@@ -118,6 +118,11 @@ def show(kernel: str | dict[str, Any], matrix: Any = None, *, height: int = 900,
     """A page that steps through a recording. A notebook displays it; `str(page)` is its HTML.
 
     kernel: a recording, or a name to record on `matrix` with the options of `record`.
+    height: of the page in a notebook, in pixels.
+
+    Raises as `record`.
+
+    >>> show("online", [[2.0, -1.0, 3.0, 0.5]], block=2)
     """
     recording = kernel if isinstance(kernel, dict) else record(kernel, matrix, **options)
     return Page([recording], height)
