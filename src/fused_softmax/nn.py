@@ -53,8 +53,8 @@ class Softmax(_Scored, torch.nn.Softmax):
     dim: the dimension that sums to 1. None picks 0 or 1 by the input's rank and warns, as torch.nn.Softmax does.
     scale and sink (numbers), is_causal, masked_rows: arguments of `fused_softmax.softmax`, passed in every call.
 
-    Call it with the input, which may have any shape and a float dtype, and pass that call's mask by keyword, and its
-    sink, which may be a tensor and takes the place of the module's. It raises the function's errors.
+    Call it with the input, which may have any shape and a float dtype. It returns the input's shape. By keyword, a call
+    takes a mask, and a sink, which may be a tensor and replaces the module's. It raises the function's errors.
 
     >>> Softmax(dim=-1, scale=0.125, is_causal=True)
     Softmax(dim=-1, scale=0.125, is_causal=True)

@@ -51,6 +51,10 @@ class SampleOutput(NamedTuple):
     top_logprobs, top_tokens: float32 and int64 [n_draws, top_logprobs], the greatest first, of equals the lowest column
         first. Where fewer columns have a probability, -inf and -1; where valid is False, NaN and -1.
     kept: int32 [n_draws, ceil(vocab / 32)]; bit c % 32 of word c // 32 says whether column c could be drawn.
+
+    >>> out = sample(torch.tensor([[0.0, 1.0, 2.0]]), temperature=0.0, return_logprobs="raw")
+    >>> out.tokens, out.valid, out.logprobs
+    (tensor([2]), tensor([True]), tensor([-0.4076]))
     """
 
     tokens: Tensor

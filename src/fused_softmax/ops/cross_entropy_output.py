@@ -14,6 +14,10 @@ class TokenStats(NamedTuple):
 
     loss: of the target alone. entropy: of its row's softmax, in nats. predicted: the likeliest class, int64.
     correct: bool, whether that is the target.
+
+    >>> stats = cross_entropy(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), return_token_stats=True).token_stats
+    >>> stats.predicted, stats.correct
+    (tensor([2]), tensor([False]))
     """
 
     loss: Tensor
@@ -27,6 +31,9 @@ class CrossEntropyOutput(NamedTuple):
 
     loss: [], or of the targets' shape with reduction "none". lse: of the targets' shape, float32 (float64 for float64).
     z_loss: reduced as the loss is. token_stats: a TokenStats.
+
+    >>> cross_entropy(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([2]), return_lse=True).lse
+    tensor([2.4076])
     """
 
     loss: Tensor

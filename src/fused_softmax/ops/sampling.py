@@ -47,11 +47,14 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class SpeculativeOutput(NamedTuple):
-    """Of n sequences, their tokens, how many of them are accepted drafts, and whether the last could be drawn.
+    """For each of n sequences: its tokens, how many of them are accepted drafts, and whether the last could be drawn.
 
     tokens: int64 [n, k + 1]: the accepted drafts, one token more, and -1 behind it.
     n_accepted: int64 [n], from 0 to k.
-    valid: bool [n]; where False, the token after the accepted drafts is 0, for its row cannot be drawn from.
+    valid: bool [n]; where False, the token after the accepted drafts is 0, because its row cannot be drawn from.
+
+    >>> out = speculative_sample(target_logits, draft_tokens, seed=1, position=17)  # [8, 4, 128256], [8, 3]
+    >>> out.tokens, out.n_accepted  # [8, 4], [8]
     """
 
     tokens: Tensor

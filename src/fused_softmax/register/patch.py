@@ -72,6 +72,9 @@ def disable() -> None:
     finds no such thread removes them. A thread that waits in the standard library, like tqdm's, does not count.
 
     Raises RuntimeError if nothing is enabled.
+
+    >>> enable()
+    >>> disable()
     """
     global _depth, _library, _of_attention
     with _lock:

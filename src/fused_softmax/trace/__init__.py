@@ -95,6 +95,9 @@ def record_kernel(
     operation: "softmax" if the result is the first matrix's softmax; the recording then sums up its rows.
     row, m, s: the kernel's locals for a program's row or rows, and for their running maximum and sum.
 
+    Raises TypeError for what is not a @triton.jit function or an argument that cannot be recorded, and RecordingError
+    for a kernel that a worker cannot import or a run that cannot be recorded.
+
     If this process does not interpret, a worker imports the kernel from its module, or from the file that is being run
     (keep that file's actions under `if __name__ == "__main__":`). A kernel that is in neither can be recorded if
     TRITON_INTERPRET=1 is set before Triton is imported.
