@@ -7,6 +7,9 @@ from attention_cases import BF16, FP16, FP32, FP64, qkv, tensors
 
 import fused_softmax
 from fused_softmax import reference_attention
+from fused_softmax.ops import attention_calls
+from fused_softmax.ops.attention_calls import Inputs
+from fused_softmax.options_attention import Attention
 from fused_softmax.plan import H200
 from fused_softmax.plan.attention import padded, plan_attention
 
@@ -122,6 +125,16 @@ def test_vmap_takes_torchs_operations(device):
     q, k, v = (each.to(device) for each in qkv(5, 7))
     found = torch.vmap(lambda q, k, v: fused_softmax.attention(q, k, v, is_causal=True))(q, k, v)
     torch.testing.assert_close(found, fused_softmax.attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.xfail(strict=True, reason="offsets of 32 bits pass 2**31 within a tile of such a mask")
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_a_mask_whose_rows_lie_far_apart_is_copied(name):
+    """As a query, key or value is: 127 times this stride is more than a tile's offsets hold."""
+    q, k, v = (each.to("meta") for each in qkv(128, 16, dtype=BF16))
+    rows = torch.empty(128, 17_000_000, device="meta")[:, :16]
+    call = attention_calls._Call(Inputs(q, k, v)._replace(**{name: rows}), Attention(scale=0.25))
+    assert name.removeprefix("attn_") in call.ready
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -145,6 +145,31 @@ def test_what_is_asked_beside_the_output(cudnn):
 
 
 @interpreted
+@pytest.mark.xfail(strict=True, reason="a call that is kept does not ask for the switch of cuDNN again")
+def test_a_call_that_is_kept_leaves_cudnn_once_the_user_switches_it_off(cudnn, monkeypatch):
+    monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: torch.backends.cuda.cudnn_sdp_enabled())
+    q, k, v = qkv(20, 35, dtype=BF16)
+    fused_softmax.attention(q, k, v)
+    assert cudnn == ["forward"]
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        fused_softmax.attention(q, k, v)
+    assert cudnn == ["forward"]
+
+
+@interpreted
+@pytest.mark.xfail(strict=True, reason="a gradient that is kept does not ask for the switch of cuDNN again")
+def test_a_gradient_that_is_kept_leaves_cudnn_once_the_user_switches_it_off(cudnn, monkeypatch):
+    monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: torch.backends.cuda.cudnn_sdp_enabled())
+    q, k, v = (each.requires_grad_() for each in qkv(20, 35, dtype=BF16))
+    outputs = [fused_softmax.attention(q, k, v) for _ in range(2)]
+    torch.autograd.grad(outputs[0].float().sum(), (q, k, v))
+    assert cudnn.count("backward") == 1
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        torch.autograd.grad(outputs[1].float().sum(), (q, k, v))
+    assert cudnn.count("backward") == 1
+
+
+@interpreted
 def test_a_compiler_sees_the_same(cudnn):
     q, k, v = (each.requires_grad_() for each in qkv(20, 35, dtype=BF16))
     call = torch.compile(lambda q, k, v: fused_softmax.attention(q, k, v, is_causal=True), backend="aot_eager")

@@ -106,6 +106,25 @@ def test_rows_that_see_nothing(short, device):
     assert (got[0][..., [0, 19], :] == 0).all()
 
 
+@pytest.mark.xfail(strict=True, reason="a bias that batches share is added after the mask and the window")
+@needs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("hides", ["mask", "causality"])
+def test_a_shared_bias_of_what_is_hidden_is_not_looked_at(short, value, hides, device):
+    """As that of each batch is not, and as longer heads do not."""
+    given = [each.requires_grad_() for each in heads(20, 20, device=device)]
+    hidden = torch.ones(20, 20, dtype=torch.bool, device=device).triu(1)
+    options = {"is_causal": True} if hides == "causality" else {"attn_mask": ~hidden}
+    bias = torch.zeros(1, 2, 20, 20, device=device)
+
+    def results(bias):
+        found = fused_softmax.attention(*given, bias=bias, **options)
+        return found, *torch.autograd.grad(found.float().sum(), given)
+
+    expected, found = results(bias), results(bias.masked_fill(hidden, value))
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
 @needs_kernels
 def test_layouts_and_the_same_bits(short, device):
     """Query, key and value as parts of one product, as models make them."""
