@@ -86,6 +86,18 @@ def test_sinks(tiles, dtype, device):
                      causal_align="bottom_right")  # fmt: skip
 
 
+@pytest.mark.xfail(strict=True, reason="kernels read sinks as if they were contiguous")
+@pytest.mark.parametrize("n_queries", [1, 20])
+def test_sinks_at_any_stride(n_queries, device):
+    """A column of a table of all layers' sinks, by the kernel of few queries and by that of many."""
+    (table,) = (each.to(device) for each in tensors((4, 3), seed=3))
+    q, k, v = qkv(n_queries, 300, lead=(1,), heads=4, key_heads=2, device=device)
+    exact = reference_attention.attention(q, k, v, sinks=table[:, 1], enable_gqa=True, return_lse=True)
+    found = fused_softmax.attention(q, k, v, sinks=table[:, 1], enable_gqa=True, return_lse=True)
+    torch.testing.assert_close(found.lse, exact.lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.output, exact.output, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("of_batches", [False, True])
 def test_alibi(tiles, of_batches, device):
     slopes = torch.tensor([[0.5, 0.0625], [0.25, 1.0]], device=device)

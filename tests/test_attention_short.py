@@ -94,6 +94,20 @@ def test_sinks_and_shared_heads_forward(short, device):
     assert_attention(*given, sinks=torch.tensor([0.5, -float("inf"), 1.0, 0.0], device=device), enable_gqa=True)
 
 
+@pytest.mark.xfail(strict=True, reason="kernels read sinks as if they were contiguous")
+@needs_kernels
+def test_sinks_at_any_stride(short, device):
+    (table,) = (each.to(device) for each in tensors((2, 3), seed=3))
+    given = [each.requires_grad_() for each in heads(20, 31, device=device)]
+
+    def results(sinks):
+        found = fused_softmax.attention(*given, sinks=sinks, return_lse=True)
+        return found.output, found.lse, *torch.autograd.grad(found.output.float().sum(), given)
+
+    expected, found = results(table[:, 1].contiguous()), results(table[:, 1])
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
 @needs_kernels
 def test_rows_that_see_nothing(short, device):
     keep = torch.ones(20, 31, dtype=torch.bool, device=device)
