@@ -86,7 +86,6 @@ def test_sinks(tiles, dtype, device):
                      causal_align="bottom_right")  # fmt: skip
 
 
-@pytest.mark.xfail(strict=True, reason="kernels read sinks as if they were contiguous")
 @pytest.mark.parametrize("n_queries", [1, 20])
 def test_sinks_at_any_stride(n_queries, device):
     """A column of a table of all layers' sinks, by the kernel of few queries and by that of many."""

@@ -127,7 +127,6 @@ def test_vmap_takes_torchs_operations(device):
     torch.testing.assert_close(found, fused_softmax.attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="offsets of 32 bits pass 2**31 within a tile of such a mask")
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
 def test_a_mask_whose_rows_lie_far_apart_is_copied(name):
     """As a query, key or value is: 127 times this stride is more than a tile's offsets hold."""

@@ -145,7 +145,6 @@ def test_what_is_asked_beside_the_output(cudnn):
 
 
 @interpreted
-@pytest.mark.xfail(strict=True, reason="a call that is kept does not ask for the switch of cuDNN again")
 def test_a_call_that_is_kept_leaves_cudnn_once_the_user_switches_it_off(cudnn, monkeypatch):
     monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: torch.backends.cuda.cudnn_sdp_enabled())
     q, k, v = qkv(20, 35, dtype=BF16)
@@ -157,7 +156,6 @@ def test_a_call_that_is_kept_leaves_cudnn_once_the_user_switches_it_off(cudnn, m
 
 
 @interpreted
-@pytest.mark.xfail(strict=True, reason="a gradient that is kept does not ask for the switch of cuDNN again")
 def test_a_gradient_that_is_kept_leaves_cudnn_once_the_user_switches_it_off(cudnn, monkeypatch):
     monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: torch.backends.cuda.cudnn_sdp_enabled())
     q, k, v = (each.requires_grad_() for each in qkv(20, 35, dtype=BF16))

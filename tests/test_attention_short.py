@@ -94,7 +94,6 @@ def test_sinks_and_shared_heads_forward(short, device):
     assert_attention(*given, sinks=torch.tensor([0.5, -float("inf"), 1.0, 0.0], device=device), enable_gqa=True)
 
 
-@pytest.mark.xfail(strict=True, reason="kernels read sinks as if they were contiguous")
 @needs_kernels
 def test_sinks_at_any_stride(short, device):
     (table,) = (each.to(device) for each in tensors((2, 3), seed=3))

@@ -91,7 +91,6 @@ def test_out_is_written_at_its_strides(device):
     assert (buffer[:, [0, 2]] == -7).all()
 
 
-@pytest.mark.xfail(strict=True, reason="the kernel of log-probabilities reads tokens as if they were contiguous")
 @pytest.mark.parametrize(
     "asked",
     [

@@ -92,7 +92,7 @@ def attention(
     if window is None or type(window) is tuple:
         numbers = (
             is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_lse, return_stats,
-            deterministic,
+            deterministic, attention_sdpa.switch(),
         )  # fmt: skip
         look = NAME, numbers, query, key, value, attn_mask, bias, sinks, alibi_slopes
         if type(return_stats) in (tuple, str):
@@ -233,7 +233,7 @@ def backward(
     do = do.to(output.dtype)
     if dlse is not None:
         dlse = dlse.to(lse.dtype).contiguous()
-    look = f"{NAME}_backward", (how, asked), given.query, *given[1:], do, dlse, output, lse
+    look = f"{NAME}_backward", (how, asked, attention_sdpa.switch()), given.query, *given[1:], do, dlse, output, lse
     call = find(*look)
     if call is None:
         made = attention_sdpa.prepare_backward(given, how, dlse, asked)

@@ -92,6 +92,12 @@ class _Call:
                 self.ready[name], dense[name] = torch.Tensor.contiguous, each.contiguous()
         added: dict[str, Any] = {"mask": given.attn_mask, "bias": given.bias}
         added = {name: each for name, each in added.items() if each is not None}
+        if given.sinks is not None and given.sinks.stride() != (1,):
+            self.ready["sinks"] = torch.Tensor.contiguous
+        for name, each in added.items():
+            last = zip(each.shape[-2:], each.stride()[-2:], strict=True)
+            if any(size > 1 and stride >= _MOST_STRIDE for size, stride in last):
+                self.ready[name], added[name] = torch.Tensor.contiguous, each.contiguous()
         n = len(self.shape)
         own = {name: own_sizes(each, n) for name, each in added.items()}
         views = {name: each.expand(self.shape) for name, each in added.items()}

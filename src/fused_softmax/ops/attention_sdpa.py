@@ -19,6 +19,7 @@ from fused_softmax.route import needs_grad
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+switch = torch._C._get_cudnn_sdp_enabled  # whether the user lets cuDNN compute attention: part of what is kept
 
 
 def is_plain(given: Inputs, how: Attention) -> bool:

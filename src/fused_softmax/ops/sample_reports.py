@@ -38,7 +38,7 @@ def prepare_sample(
         return prepare_draws(logits, options, seed, position, out, logprobs=processed, plan=plan)
     wanted = replace(options, return_kept=options.return_kept or processed)
     draw = prepare_draws(logits, wanted, seed, position, out, logprobs=processed, plan=plan)
-    report = _prepare_report(logits, options, seed, position, processed, plan)
+    report = _prepare_report(logits, options, seed, position, out, processed, plan)
 
     def call(logits, numbers, bias, bitmask, rows, out):
         drawn = draw(logits, numbers, bias, bitmask, rows, out)
@@ -50,8 +50,8 @@ def prepare_sample(
 
 
 def _prepare_report(
-    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, processed: bool,
-    plan: DrawPlan | None,
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None,
+    processed: bool, plan: DrawPlan | None,
 ) -> Callable:  # fmt: skip
     n_rows, n_cols = logits.shape
     n_draws, n_top = n_rows if options.row_indices is None else len(options.row_indices), options.top_logprobs
@@ -80,7 +80,8 @@ def _prepare_report(
 
     device = logits.device
     like = written(
-        torch.empty(n_draws, dtype=torch.int64, device=device), torch.empty(n_draws, dtype=torch.bool, device=device),
+        torch.empty(n_draws, dtype=torch.int64, device=device) if out is None else out,
+        torch.empty(n_draws, dtype=torch.bool, device=device),
         torch.empty(n_draws, dtype=torch.float32, device=device),
         torch.empty(n_draws, -(-n_cols // 32), dtype=torch.int32, device=device),
     )  # fmt: skip
