@@ -11,6 +11,7 @@ in which every two values of two parameters meet, the same few every time:
     ...
 """
 
+import importlib.metadata
 from collections import Counter, defaultdict
 from itertools import combinations
 
@@ -34,6 +35,10 @@ ONE_IN = {
     "alone": 3, "attention_decode": 3, "attention_short": 3, "calls": 2, "column_scores": 3, "exact": 3, "fp8": 3,
     "layouts": 3, "linear_by_classes": 3, "sample_kernels": 3, "scores": 2, "whole_losses": 3,
 }  # fmt: skip
+
+# Of the cases that compile kernels for sm_90, and half as many for other GPUs. By version, which one is first.
+COMPILED_IN = 4
+FIRST_COMPILED = {"3.6": 0, "3.7": 1, "3.9": 2}
 
 
 def pairwise(*whole: tuple[str, ...], strength: int = 2):
@@ -66,35 +71,50 @@ def mark_exhaustive(items) -> None:
 
 
 def mark_guard(items) -> None:
-    """Mark what `make test` leaves to CI."""
+    """Mark what `make test` leaves to CI, and of what compiles kernels what CI leaves to `make test-all`."""
     tests = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         file = cases[0].path.stem.removeprefix("test_")
+        compiles = bool(cases[0].get_closest_marker("compiles"))
+        if compiles:
+            _mark_compiled(cases)
         possible = [case for case in cases if not _is_left_out(case)]
         if file in GUARDS:
             chosen = []
-        elif cases[0].get_closest_marker("compiles"):
+        elif compiles:
             chosen = possible[-1:]
         else:
             chosen = possible[:: ONE_IN.get(file, 1)]
         for case in set(cases) - set(chosen):
             case.add_marker(pytest.mark.guard)
-        _mark_other_gpus(cases)
 
 
-def _mark_other_gpus(cases) -> None:
-    """Every second case of another GPU than sm_90 is exhaustive."""
-    others = defaultdict(list)
+def _mark_compiled(cases) -> None:
+    """Every Triton compiles one case in so many of each GPU, each version others; what is left is exhaustive."""
+    of_target = defaultdict(list)
     for case in cases:
         if _target(case) != "sm_90":
             case.add_marker(pytest.mark.other_gpus)
-            if not case.get_closest_marker("exhaustive"):
-                others[_target(case)].append(case)
-    for of_target in others.values():
-        for case in of_target[1::2]:
-            case.add_marker(pytest.mark.exhaustive)
+        if not case.get_closest_marker("exhaustive"):
+            of_target[_target(case)].append(case)
+    for target, quick in of_target.items():
+        step = COMPILED_IN if target == "sm_90" else 2 * COMPILED_IN
+        first = _first_compiled() % min(step, len(quick))
+        for i, case in enumerate(quick):
+            if i % step != first:
+                case.add_marker(pytest.mark.exhaustive)
+
+
+def _first_compiled() -> int:
+    return FIRST_COMPILED.get(importlib.metadata.version("triton")[:3], 0)
+
+
+def share(values) -> list:
+    """Of what one case compiles, one in so many, each version others; all for `make test-all`."""
+    values = list(values)
+    return values[_first_compiled() % len(values) :: COMPILED_IN] if QUICK and values else values
 
 
 def _is_left_out(case) -> bool:

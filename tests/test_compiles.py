@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from launches import ABOUT_THE_CALL, GPUS, launches, rows_as
-from products import pairwise
+from products import QUICK, pairwise, share
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, edges, widths
 
 from fused_softmax.plan import RowPlan, most_parts, plan_rows
@@ -40,7 +40,7 @@ def plans_of(target: str, itemsize: int, alignment: str) -> list[RowPlan]:
 
 def compiled(target, alignment, dtype, out_dtype=None):
     """(plan, launch, binary) of every kernel of these, each once."""
-    seen = set()
+    found = {}
     plans = plans_of(target, dtype.itemsize, alignment)
     if out_dtype is not None:  # a few of each strategy
         itemsize = 8 if out_dtype == FP64 else dtype.itemsize
@@ -48,9 +48,9 @@ def compiled(target, alignment, dtype, out_dtype=None):
         plans = [plan_rows(MANY, size, itemsize, GPUS[target], alignment=alignment) for size in sizes]
     for plan in plans:
         for launch in launches(plan, GPUS[target], *rows_as(alignment, plan.n_rows, plan.n_cols, dtype, out_dtype)):
-            if launch not in seen:
-                seen.add(launch)
-                yield plan, launch, launch.compile(target)
+            found.setdefault(launch, plan)
+    for launch, plan in share(found.items()):
+        yield plan, launch, launch.compile(target)
 
 
 def accesses(binary, launch, itemsize):
@@ -111,7 +111,7 @@ def test_every_plan(target, dtype, alignment):
             for widths_found in (loads, stores):
                 assert min(set(widths_found) - {dtype.itemsize}, default=16) >= least, where(plan, launch)
                 assert dtype == FP64 or widths_found.count(dtype.itemsize) <= 8, where(plan, launch)
-    assert found >= 5
+    assert found >= (2 if QUICK else 5)
 
 
 @pytest.mark.guard
