@@ -18,8 +18,10 @@ if find_spec("triton") is None:
 
 __all__ = [
     "AttentionOutput",
+    "CrossEntropyOutput",
     "SampleOutput",
     "SpeculativeOutput",
+    "TokenStats",
     "attention",
     "cross_entropy",
     "disable",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from fused_softmax import nn
     from fused_softmax.ops.attention import AttentionOutput, attention
     from fused_softmax.ops.cross_entropy import cross_entropy
+    from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats
     from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
     from fused_softmax.ops.logsumexp import logsumexp
     from fused_softmax.ops.sampling import SampleOutput, SpeculativeOutput, sample, speculative_sample
@@ -65,6 +68,7 @@ else:
         "nn": ("nn",),
         "ops.attention": ("AttentionOutput", "attention"),
         "ops.cross_entropy": ("cross_entropy",),
+        "ops.cross_entropy_output": ("CrossEntropyOutput", "TokenStats"),
         "ops.linear_cross_entropy": ("linear_cross_entropy",),
         "ops.logsumexp": ("logsumexp",),
         "ops.sampling": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
