@@ -1,5 +1,7 @@
 """attention's call: what it refuses, torch's path, tracing, and the reference's derivatives."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,8 @@ WIDE, THREE = torch.zeros(1, 2, 257), torch.zeros(2, 3, 6, 16)
         (TypeError, r"window must be \(left, right\)", {"window": (1.5, 0)}),
         (ValueError, "softcap must be more than 0", {"softcap": 0.0}),
         (TypeError, "scale must be a number", {"scale": "1"}),
+        (TypeError, "return_stats must be names among", {"return_stats": None}),
+        (TypeError, "return_stats must be names among", {"return_stats": 5}),
         (ValueError, "causal_align", {"causal_align": "left"}),
         (ValueError, "dropout_p must be 0.0", {"dropout_p": 0.1}),
         (ValueError, "return_stats takes names", {"return_stats": ("weights",)}),
@@ -134,6 +138,13 @@ def test_a_mask_whose_rows_lie_far_apart_is_copied(name):
     rows = torch.empty(128, 17_000_000, device="meta")[:, :16]
     call = attention_calls._Call(Inputs(q, k, v)._replace(**{name: rows}), Attention(scale=0.25))
     assert name.removeprefix("attn_") in call.ready
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_a_scale_is_any_real_number(dtype, device):
+    given = qkv(5, 7, dtype=dtype, device=device)
+    found = fused_softmax.attention(*given, scale=Fraction(1, 4))
+    assert torch.equal(found, fused_softmax.attention(*given, scale=0.25))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -78,7 +78,6 @@ def test_the_latest_enable_is_undone_first(ran):
     fused_softmax.disable()
 
 
-@pytest.mark.xfail(strict=True, reason="a call that nothing will find again is kept, by the addresses of its tensors")
 @pytest.mark.filterwarnings("error:Accessing the data pointer of FakeTensor")
 def test_a_fake_tensor_is_not_asked_for_its_address(ran):
     with fused_softmax.enabled(attention=True), FakeTensorMode():

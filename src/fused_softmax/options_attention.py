@@ -4,6 +4,7 @@ Shapes and dtypes are checked as scaled_dot_product_attention checks them, befor
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -111,6 +112,8 @@ def attention_of(
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
     elif isinstance(scale, bool) or not isinstance(scale, Real | torch.SymFloat):
         raise TypeError(f"{NAME}: scale must be a number, not {type(scale).__name__}")
+    elif isinstance(scale, Real):
+        scale = float(scale)
     if softcap is not None:
         if isinstance(softcap, bool) or not isinstance(softcap, Real | torch.SymFloat):
             raise TypeError(f"{NAME}: softcap must be a number, not {type(softcap).__name__}")
@@ -119,6 +122,8 @@ def attention_of(
     left, right = _window(window)
     if is_causal:
         right = 0 if right is None else min(right, 0)
+    if not isinstance(return_stats, Iterable):
+        raise TypeError(f"{NAME}: return_stats must be names among {STATS}, not {type(return_stats).__name__}")
     stats = (return_stats,) if isinstance(return_stats, str) else tuple(return_stats)
     for each in stats:
         if each not in STATS:

@@ -271,9 +271,10 @@ def _attention(atens: Callable) -> Callable:
             call = find(*look)
             if call is None:
                 tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+                if not runs_here(*tensors):  # nothing is kept of a tensor without data
+                    return atens(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
                 taken = (
                     dropout_p == 0
-                    and runs_here(*tensors)
                     and not (is_causal and attn_mask is not None)
                     and query.dtype in (torch.float16, torch.bfloat16)
                     and all((each.dtype, each.device) == (query.dtype, query.device) for each in (key, value))
