@@ -12,6 +12,7 @@ import fused_softmax
 from fused_softmax import reference, reference_attention, reference_sampling
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.register.table import OPERATORS
+from fused_softmax.trace.attention_kernels import ATTENTION
 from fused_softmax.trace.our_kernels import OURS
 from fused_softmax.trace.sampling_kernels import DRAWS
 
@@ -304,7 +305,7 @@ def test_every_entry_of_the_bench_belongs_to_one_operator():
 def test_every_recording_belongs_to_one_operator():
     recorded = [kernel for each in OPERATORS for kernel in each.recordings]
     assert len(recorded) == len(set(recorded))
-    assert set(recorded) == {kernel.name for kernel in (*OURS, *DRAWS)}
+    assert set(recorded) == {kernel.name for kernel in (*OURS, *DRAWS, *ATTENTION)}
 
 
 # Faults.

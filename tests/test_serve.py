@@ -92,6 +92,7 @@ GOOD = {"kernel": "online", "matrix": [[1.0, 2.0]]}
         (GOOD | {"block": 2.0}, 400, "got 2.0"),
         (GOOD | {"dtype": "object"}, 400, "dtype must be one of"),
         (GOOD | {"kernel": "split", "dtype": "float64"}, 400, "split takes float32, float16, bfloat16"),
+        (GOOD | {"kernel": "attention"}, 400, "query, key and value side by side"),
         (GOOD | {"kernel": "hybrid-tiled", "block": 4}, 422, "2 columns are not longer than 4"),
         ({"kernel": "naive", "matrix": [[1] * 1000] * 1000}, 413, "a request may have at most 262144 bytes"),
     ],

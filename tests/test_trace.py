@@ -25,6 +25,7 @@ from fused_softmax import sample, trace
 from fused_softmax.cli import main
 from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace import files, page, presets, recorder
+from fused_softmax.trace.attention_kernels import ATTENTION
 from fused_softmax.trace.encode import numbers, read_numbers
 from fused_softmax.trace.hooks import interpreting
 from fused_softmax.trace.our_kernels import OURS
@@ -35,7 +36,7 @@ from fused_softmax.trace.story import Story, Told
 NAMES = tuple(trace.kernels())
 SOFTMAX = tuple(name for name, kernel in trace.kernels().items() if kernel.operation == "softmax")
 # What writes a value for each element of the matrix, by a formula that holds for rows of any length.
-MATRICES = tuple(name for name, kernel in trace.kernels().items() if kernel.operation != "sample")
+MATRICES = tuple(name for name, kernel in trace.kernels().items() if kernel.operation not in ("sample", "attention"))
 every_kernel = pytest.mark.parametrize("name", NAMES)
 every_matrix = pytest.mark.parametrize("name", MATRICES)
 every_softmax = pytest.mark.parametrize("name", SOFTMAX)
@@ -43,12 +44,14 @@ interpreted = pytest.mark.skipif(not interpreting(), reason="looks into the proc
 
 
 def test_the_table_of_operators_names_what_is_recorded():
-    assert {name for each in OPERATORS for name in each.recordings} == {kernel.name for kernel in (*OURS, *DRAWS)}
+    assert {name for each in OPERATORS for name in each.recordings} == {
+        kernel.name for kernel in (*OURS, *DRAWS, *ATTENTION)
+    }
 
 
 @pytest.fixture(scope="module")
 def example():
-    return {name: trace.record(name, EXAMPLE, block=4) for name in NAMES}
+    return {name: trace.record(name, presets.example_of(name), block=4) for name in NAMES}
 
 
 def only(recording, role):
@@ -109,8 +112,8 @@ def test_every_index_points_at_something(name, example):
         assert source["first_line"] <= step["line"] < source["first_line"] + len(source["lines"])
         assert step["phase"] < sizes["phases"]
         assert step["rows"]
-        assert set(step["rows"]) <= {0, 1, 2}
-        for access in step.get("loads", []) + step.get("stores", []):
+        assert set(step["rows"]) <= set(range(len(presets.example_of(name))))
+        for access in step.get("loads", []) + step.get("stores", []) + step.get("holds", []):
             assert max(access["at"], default=0) < math.prod(recording["tensors"][access["tensor"]]["shape"])
 
 
@@ -119,7 +122,7 @@ def test_stores_add_up_to_what_memory_holds_after(name, example):
     recording = example[name]
     memory = [list(tensor["before"]) for tensor in recording["tensors"]]
     for step in recording["steps"]:
-        for store in step.get("stores", []):
+        for store in step.get("stores", []) + step.get("holds", []):
             for at, value in zip(store["at"], store["data"], strict=True):
                 memory[store["tensor"]][at] = value
     assert memory == [tensor["after"] for tensor in recording["tensors"]]
@@ -143,7 +146,7 @@ def test_phases_come_in_order_and_all_of_them(name, example):
         lambda step: (recording["frames"][step["frame"]]["program"], recording["frames"][step["frame"]]["launch"]),
     ):
         phases = [step["phase"] for step in steps]
-        assert name in ("persistent", "draw") or phases == sorted(phases)  # which do the same again
+        assert name in ("persistent", "draw", "attention") or phases == sorted(phases)  # which do the same again
 
 
 @every_softmax
@@ -357,13 +360,13 @@ def test_infinities_and_nan_survive(name, dtype):
 @every_kernel
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_every_dtype_that_is_offered(name, dtype):
-    x = torch.tensor(EXAMPLE) * 3
+    x = torch.tensor(presets.example_of(name)) * 3
     if dtype not in trace.kernels()[name].dtypes:
         with pytest.raises(ValueError, match=f"{name} takes .*, not {dtype}"):
             trace.record(name, x, dtype=dtype)
         return
     recording = trace.record(name, x, dtype=dtype)
-    assert only(recording, "output")["dtype"] == (dtype if name in MATRICES else "int64")
+    assert only(recording, "output")["dtype"] == ("int64" if name == "draw" else dtype)
     if name in SOFTMAX:
         eps = torch.finfo(getattr(torch, dtype)).eps
         truth = torch.softmax(x.to(getattr(torch, dtype)).double(), 1)
@@ -487,6 +490,8 @@ def test_alike_can_tell():
 def test_every_kernel_has_the_worked_example_among_the_presets():
     kept = presets.load()
     for name in NAMES:
+        if name == "attention":  # which takes other rows
+            continue
         recording = next(each for each in kept if each["title"].startswith("3 x 8") and each["kernel"] == name)
         assert read_numbers(recording["tensors"][0]["before"]) == [value for row in EXAMPLE for value in row] or (
             name == "backward"

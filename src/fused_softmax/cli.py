@@ -172,7 +172,7 @@ def env(as_json: bool) -> None:
 @click.option(
     "--matrix",
     metavar="FILE",
-    help="Rows of numbers: .npy, or text such as CSV; - is standard input.  [default: a 3 x 8 example]",
+    help="Rows of numbers: .npy, or text such as CSV; - is standard input.  [default: a small example]",
 )
 @click.option("--block", type=int, help="Columns of a tile, a power of two.  [default: 4]")
 @dtype_option(None, f"{', '.join(cases.ITEMSIZE)}.  [default: the matrix's, or {cases.DTYPE}]")
@@ -211,8 +211,11 @@ def trace(
         wanted = [catalog.find("kernel", name, tracing.kernels()) for name in wanted]
         requests = []
         if wanted or matrix or block is not None or dtype:
-            rows = files.read_matrix(matrix) if matrix else presets.EXAMPLE
-            requests = [asked.asked(name, rows, block, dtype) for name in wanted or ["online"]]
+            rows = files.read_matrix(matrix) if matrix else None
+            requests = [
+                asked.asked(name, presets.example_of(name) if rows is None else rows, block, dtype)
+                for name in wanted or ["online"]
+            ]
     except OSError as error:
         raise click.UsageError(f"cannot read {matrix}: {error.strerror or error}") from None
     except ValueError as error:

@@ -408,6 +408,9 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
   // Scratch that counts as traffic stands in the order of the computation; the programs' messages stand aside.
   const aside = (index: number) => recording.tensors[index]!.role === "scratch" && !replay.counted[index];
   const indices = recording.tensors.map((_, index) => index);
+  // Beside scores that are in registers stand the tensors that have the same rows, in the order of the computation.
+  const factors = indices.filter((each) => recording.tensors[each]!.along === "rows" && recording.tensors[each]!.role === "input");
+  const ofRows = [...factors, replay.main, replay.accumulator].filter((each) => each >= 0);
   const messages = replay.exchanges.some((each) => each.row === row);
   const holder = replay.holder(row);
   const state = holder === null ? null : replay.state(row, holder);
@@ -432,11 +435,11 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
             <dd>{step ? replay.programs[replay.program]!.label : "–"}</dd>
           </div>
           <div>
-            <dt>row</dt>
+            <dt>{replay.imagined ? "queries" : "row"}</dt>
             <dd>{step?.rows?.length ? rowsText(step.rows).replace(/^rows? /, "") : "–"}</dd>
           </div>
           <div>
-            <dt>block</dt>
+            <dt>{replay.imagined ? "keys" : "block"}</dt>
             <dd>{step?.cols ? columnsText(step.cols).replace(/^columns? /, "") : "–"}</dd>
           </div>
           <div class="phase-name">
@@ -446,7 +449,7 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
           {reduces
             ? (["m", "s"] as const).map((name) => (
                 <div key={name} class="figure">
-                  <dt>{name}</dt>
+                  <dt>{name}{replay.imagined ? <span class="whose"> of query {row}</span> : null}</dt>
                   <dd>{state?.[name] == null ? "–" : short(state[name], 4)}</dd>
                 </div>
               ))
@@ -460,10 +463,12 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
             </button>
           ) : null}
         </p>
-        <div class={`tensors${replay.nCols > 12 ? " wide" : ""}`}>
-          {indices.filter((each) => !aside(each)).map(tensor)}
-        </div>
+        {replay.imagined ? <div class="tensors product">{ofRows.map(tensor)}</div> : null}
+        {replay.imagined ? null : (
+          <div class={`tensors${replay.nCols > 12 ? " wide" : ""}`}>{indices.filter((each) => !aside(each)).map(tensor)}</div>
+        )}
         {reduces ? <RowChart replay={replay} row={row} /> : null}
+        {replay.imagined ? <div class="tensors product">{indices.filter((each) => !aside(each) && !ofRows.includes(each)).map(tensor)}</div> : null}
         {messages ? <Lanes replay={replay} row={row} /> : null}
         <Meter replay={replay} />
         {indices.some(aside) ? <div class="tensors">{indices.filter(aside).map(tensor)}</div> : null}
@@ -571,7 +576,10 @@ function rowAt(replay: Replay): number {
 }
 
 function rowValues(replay: Replay, row: number): Float64Array {
-  return Float64Array.from(replay.tensor(replay.main).values.subarray(row * replay.nCols, (row + 1) * replay.nCols));
+  const [first, end] = [row * replay.nCols, (row + 1) * replay.nCols];
+  if (!replay.imagined) return Float64Array.from(replay.tensor(replay.main).values.subarray(first, end));
+  const computed = replay.tensors[replay.main]!.after.filter((_, at) => at >= first && at < end && !replay.never(replay.main, at));
+  return Float64Array.from(computed, decode);
 }
 
 function matrixOf(entry: Entry): Matrix {

@@ -4,6 +4,7 @@
 
 import { exact, fitted } from "./numbers";
 import type { Memory } from "./model";
+import type { Tensor } from "./recording";
 
 /** A box over some cells: half-open ranges of rows and columns. */
 export interface Box {
@@ -16,11 +17,13 @@ export interface HeatOptions {
   name: string;
   rows: number;
   cols: number;
-  role: "input" | "output" | "scratch";
+  role: Tensor["role"];
   /** The values at the two ends of the colour ramp. */
   range: [number, number];
   /** The text of a written cell whose value is a message's bits. */
   word?: string;
+  /** Whether the kernel never computes an element. */
+  never?: (at: number) => boolean;
 }
 
 /** Larger matrices show one window of their rows at a time. */
@@ -76,7 +79,9 @@ export class Heat {
       if (!cell || index === -1) return;
       const [row, col] = [Math.floor(index / cols) + this.firstRow, index % cols];
       const value = cell.dataset["value"];
-      cell.title = `${name}[${row}, ${col}] ${value ? `= ${value}` : "not written yet"}`;
+      const never = options.never?.(index + this.firstRow * cols) ?? false;
+      const absent = never ? "is never computed" : options.role === "registers" ? "not computed yet" : "not written yet";
+      cell.title = `${name}[${row}, ${col}] ${value ? `= ${value}` : absent}`;
     });
     this.table = table;
     this.labelRows();
@@ -110,10 +115,13 @@ export class Heat {
       if (!fresh && mark === this.marks[index] && Object.is(value, this.shown[index])) continue;
       const cell = this.cells[index]!;
       if (fresh || mark !== this.marks[index]) {
-        cell.className = `r${reads}${written ? "" : " blank"}${!Number.isFinite(value) && written ? " odd" : ""}`;
-      } else if (!Number.isFinite(value) && written) cell.classList.add("odd");
+        cell.className = `r${reads}${written ? "" : this.options.never?.(at) ? " never" : " blank"}`;
+      }
+      const hidden = role === "registers" && value === -Infinity;
+      cell.classList.toggle("odd", written && !Number.isFinite(value) && !hidden);
+      cell.classList.toggle("hidden", written && hidden);
       if (fresh || (mark & 8) !== (this.marks[index]! & 8) || !Object.is(value, this.shown[index])) {
-        cell.textContent = !written || room === 0 ? "" : (this.options.word ?? fitted(value, room));
+        cell.textContent = !written || room === 0 ? "" : (this.options.word ?? (hidden ? "−∞" : fitted(value, room)));
         cell.dataset["value"] = written ? exact(value) : "";
         const t = !written || Number.isNaN(value) ? 0 : Math.min(1, Math.max(0, (value - low) / (high - low || 1)));
         cell.style.setProperty("--t", t.toFixed(3));

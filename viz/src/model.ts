@@ -55,6 +55,13 @@ export interface RowState {
   torn: boolean;
 }
 
+/** A row of an accumulator from `position` on. m: the maximum that its terms are of; null while unknown. */
+export interface Sum {
+  position: number;
+  values: readonly number[];
+  m: number | null;
+}
+
 /** A stretch of consecutive steps, as positions: the first is start + 1, the last is end. */
 export interface Span {
   start: number;
@@ -97,6 +104,15 @@ export class Replay {
   readonly main: number;
   /** Index of the output with the same rows and columns; -1 if none has them. */
   readonly result: number;
+  /** Whether the main tensor is in no memory: its values appear as programs compute them. */
+  readonly imagined: boolean;
+  /** Index of the matrix in registers in which a program adds up each row's result; -1 if none does. */
+  readonly accumulator: number;
+  /** Index of the output that the accumulator becomes; -1 if there is none. */
+  readonly accumulated: number;
+  /** What scores are exponents of. */
+  readonly base: number;
+  private readonly held: readonly ReadonlySet<number>[];
   /** Every tensor's rows and columns. */
   readonly layouts: readonly (readonly [number, number])[];
   readonly nRows: number;
@@ -118,6 +134,7 @@ export class Replay {
   readonly layers: readonly Layer[];
 
   private readonly states: RowState[][];
+  private readonly sums: Sum[][];
   private readonly settings: number[][];
   private readonly firstTouch: Int32Array;
   private readonly lastTouch: Int32Array;
@@ -134,7 +151,17 @@ export class Replay {
     const shown = tensors[this.main];
     [this.nRows, this.nCols] = shown ? rowsAndCols(shown.shape) : [0, 0];
     this.layouts = tensors.map((each) => rowsAndCols(each.shape, this.nRows));
-    this.result = tensors.findIndex((each, index) => each.role === "output" && sameLayout(this.layouts[index]!, [this.nRows, this.nCols]));
+    this.imagined = shown?.role === "registers";
+    this.result = this.imagined
+      ? -1
+      : tensors.findIndex((each, index) => each.role === "output" && sameLayout(this.layouts[index]!, [this.nRows, this.nCols]));
+    this.accumulator = tensors.findIndex(
+      (each, index) => each.role === "registers" && index !== this.main && this.layouts[index]![0] === this.nRows,
+    );
+    this.accumulated = tensors.findIndex(
+      (each, index) => each.role === "output" && this.accumulator >= 0 && sameLayout(this.layouts[index]!, this.layouts[this.accumulator]!),
+    );
+    this.base = typeof recording.options?.["base"] === "number" ? recording.options["base"] : Math.E;
 
     this.memory = tensors.map((each) => ({
       values: Float64Array.from(each.before, decode),
@@ -142,6 +169,9 @@ export class Replay {
       writes: new Uint16Array(each.before.length),
     }));
     const bytes = tensors.reduce((sum, each) => sum + each.before.length * 12, 0);
+    const held = tensors.map(() => new Set<number>());
+    for (const step of steps) for (const each of step.holds ?? []) for (const at of each.at) held[each.tensor]!.add(at);
+    this.held = held;
     this.interval = Math.max(CHECKPOINT_STEPS, Math.ceil((this.length * bytes) / CHECKPOINT_BYTES));
     this.checkpoints.set(0, copyOf(this.memory));
 
@@ -191,6 +221,7 @@ export class Replay {
     this.accesses = accesses;
     this.exchanges = exchanges;
     this.states = rowStates(this);
+    this.sums = rowSums(this);
     this.layers = layersOf(recording, this.counted);
   }
 
@@ -283,6 +314,27 @@ export class Replay {
     return states.slice(0, upperBound(states, position));
   }
 
+  /** The rows of the accumulator that a row has had up to a position, the oldest first. */
+  sumsOf(row: number, position = this.at): readonly Sum[] {
+    return (this.sums[row] ?? []).filter((each) => each.position <= position);
+  }
+
+  /** Whether the kernel never computes an element of a matrix in registers. */
+  never(index: number, at: number): boolean {
+    const tensor = this.tensors[index]!;
+    return tensor.role === "registers" && !this.held[index]!.has(at);
+  }
+
+  /** Whether the program of the current step still holds the rows of a tensor that lie along the matrix's axis. */
+  holds(index: number, first: number, last: number): boolean {
+    for (let at = this.at - 1; at >= 0 && this.programOf[at] === this.program; at--) {
+      const load = this.recording.steps[at]!.loads?.find((each) => each.tensor === index);
+      const cols = this.layouts[index]![1];
+      if (load) return load.at[0] === first * cols && load.at[load.at.length - 1] === last * cols - 1;
+    }
+    return false;
+  }
+
   /** How far a row has come. */
   progress(row: number): "waiting" | "running" | "done" {
     const first = this.firstTouch[row]!;
@@ -352,7 +404,7 @@ export class Replay {
       const { reads } = this.memory[load.tensor]!;
       for (const at of load.at) reads[at]!++;
     }
-    for (const store of step.stores ?? []) {
+    for (const store of [...(step.stores ?? []), ...(step.holds ?? [])]) {
       const { values, writes } = this.memory[store.tensor]!;
       store.at.forEach((at, lane) => {
         values[at] = decode(store.data[lane]);
@@ -374,6 +426,11 @@ export class Replay {
     });
     this.at = position;
   }
+}
+
+/** A power of a base, of which e and 2 are the usual. */
+export function power(base: number, x: number): number {
+  return base === Math.E ? Math.exp(x) : base ** x;
 }
 
 /** Whether a local changed in the current step. */
@@ -447,6 +504,7 @@ function spansOf(steps: readonly Step[], programOf: Uint32Array, same: (a: numbe
 }
 
 function mainTensor(tensors: readonly Tensor[]): number {
+  if (tensors[0]?.role === "registers") return 0;
   const matrix = tensors.findIndex((each) => each.role === "input" && each.shape.length >= 2);
   if (matrix !== -1) return matrix;
   const input = tensors.findIndex((each) => each.role === "input");
@@ -455,7 +513,7 @@ function mainTensor(tensors: readonly Tensor[]): number {
 
 /** The tensors that the recording's traffic counts: inputs and outputs, and scratch if its totals include scratch. */
 function countedTensors(recording: Recording): boolean[] {
-  const plain = recording.tensors.map((each) => each.role !== "scratch");
+  const plain = recording.tensors.map((each) => each.role === "input" || each.role === "output");
   const { traffic } = recording;
   if (!traffic) return plain;
   const total = (counted: readonly boolean[]) =>
@@ -468,7 +526,7 @@ function countedTensors(recording: Recording): boolean[] {
       0,
     );
   const wanted = traffic.reads + traffic.writes;
-  const every = recording.tensors.map(() => true);
+  const every = recording.tensors.map((each) => each.role !== "registers");
   return total(plain) !== wanted && total(every) === wanted ? every : plain;
 }
 
@@ -507,7 +565,7 @@ function layersOf(recording: Recording, counted: readonly boolean[]): Layer[] {
 function rowStates(replay: Replay): RowState[][] {
   const { recording, main, nRows, nCols } = replay;
   const states: RowState[][] = Array.from({ length: nRows }, () => []);
-  const values = replay.tensor(main)?.values ?? new Float64Array();
+  const values = replay.tensor(main)?.values.slice() ?? new Float64Array();
   const scale = typeof recording.options?.["scale"] === "number" ? recording.options["scale"] : 1;
   const entries = recording.steps.reduce((sum, step) => sum + (step.state?.length ?? 0), 0);
   const affordable = entries * nCols <= MAX_TERMS_WORK;
@@ -528,20 +586,33 @@ function rowStates(replay: Replay): RowState[][] {
         counts(`${row}:any`)[at % nCols] = 1;
       }
     }
+    for (const held of step.holds ?? []) {
+      if (held.tensor !== main) continue;
+      held.at.forEach((at, lane) => {
+        values[at] = decode(held.data[lane]);
+        counts(`${Math.floor(at / nCols)}:${program}`)[at % nCols] = 1;
+      });
+    }
     for (const entry of step.state ?? []) {
       if (!states[entry.row]) continue;
       const m = entry.m === undefined || entry.m === null ? null : decode(entry.m);
       const s = entry.s === undefined || entry.s === null ? null : decode(entry.s);
       const row = values.subarray(entry.row * nCols, (entry.row + 1) * nCols);
       const own = counts(`${entry.row}:${program}`);
-      const terms = affordable ? termsOf(row, m, s, scale, [own, counts(`${entry.row}:any`)]) : null;
+      const terms = affordable ? termsOf(row, m, s, scale, replay.base, [own, counts(`${entry.row}:any`)]) : null;
       states[entry.row]!.push({ position: index + 1, row: entry.row, program, m, s, terms, torn: false });
     }
   });
   for (const list of states) {
     list.forEach((state, index) => {
-      if (state.terms || state.s === null) return;
+      if (state.s === null || (state.terms && !replay.imagined)) return;
       const next = list.slice(index + 1).find((each) => each.program === state.program);
+      if (replay.imagined) {
+        // Scores in registers may be few, so that an old sum is nearly the new one: it is old if the next state has another.
+        const last = list.slice(0, index).findLast((each) => each.program === state.program);
+        state.torn = last?.m !== state.m && next !== undefined && next.m === state.m && next.s !== state.s;
+        return;
+      }
       const half = next !== undefined && (Object.is(next.s, state.s) !== Object.is(next.m, state.m));
       state.torn = half && next.terms !== null && next.position - state.position <= 4;
     });
@@ -549,14 +620,32 @@ function rowStates(replay: Replay): RowState[][] {
   return states;
 }
 
-function termsOf(row: Float64Array, m: number | null, s: number | null, scale: number, seen: Uint8Array[]): Uint8Array | null {
+/** Each row's accumulator after every step that holds it anew. */
+function rowSums(replay: Replay): Sum[][] {
+  const sums: Sum[][] = Array.from({ length: replay.nRows }, () => []);
+  const cols = replay.layouts[replay.accumulator]?.[1] ?? 0;
+  replay.recording.steps.forEach((step, index) => {
+    for (const held of step.holds ?? []) {
+      if (held.tensor !== replay.accumulator || cols === 0) continue;
+      for (let lane = 0; lane + cols <= held.at.length; lane += cols) {
+        const row = Math.floor(held.at[lane]! / cols);
+        const position = index + 1;
+        const m = replay.state(row, replay.programOf[index]!, position)?.m ?? null;
+        sums[row]!.push({ position, values: held.data.slice(lane, lane + cols).map(decode), m });
+      }
+    }
+  });
+  return sums;
+}
+
+function termsOf(row: Float64Array, m: number | null, s: number | null, scale: number, base: number, seen: Uint8Array[]): Uint8Array | null {
   if (m === null || s === null || !Number.isFinite(m) || !(s > 0 && Number.isFinite(s))) return null;
   for (const counts of seen) {
     const most = counts.reduce((a, b) => Math.max(a, b), 0);
     for (let k = most; k >= 1; k--) {
       let sum = 0;
       for (let col = 0; col < row.length; col++) {
-        if (counts[col]! >= k) sum += Math.exp(row[col]! * scale - m);
+        if (counts[col]! >= k) sum += power(base, row[col]! * scale - m);
       }
       if (Math.abs(sum - s) <= 0.02 * s) return counts.map((count) => (count >= k ? 1 : 0));
     }

@@ -23,6 +23,9 @@ export interface Store extends Load {
   data: Cell[];
 }
 
+/** A tile of a matrix that no memory holds. */
+export type Held = Pick<Store, "tensor" | "at" | "data">;
+
 export interface StateEntry {
   row: number;
   m?: Cell | null;
@@ -49,6 +52,7 @@ export interface Step {
   set?: Record<string, Local>;
   loads?: Load[];
   stores?: Store[];
+  holds?: Held[];
   state?: StateEntry[];
   message?: Message;
   note?: string;
@@ -68,7 +72,10 @@ export interface Source {
 export interface Tensor {
   name: string;
   argument?: string;
-  role: "input" | "output" | "scratch";
+  /** registers: no memory holds it; programs hold tiles of it. */
+  role: "input" | "output" | "scratch" | "registers";
+  /** Which of the matrix's axes its rows are, if it is not of the matrix's size. */
+  along?: "rows" | "cols";
   dtype: string;
   shape: number[];
   before: Cell[];
@@ -206,14 +213,14 @@ export function checkRecording(value: unknown): Recording {
   });
   recording.steps.forEach((step, index) => {
     if (!recording.frames[step.frame]) throw new Error(`step ${index} names frame ${step.frame}, which is missing`);
-    for (const access of [...(step.loads ?? []), ...(step.stores ?? [])]) {
+    for (const access of [...(step.loads ?? []), ...(step.stores ?? []), ...(step.holds ?? [])]) {
       const tensor = recording.tensors[access.tensor];
       if (!tensor) throw new Error(`step ${index} touches tensor ${access.tensor}, which is missing`);
       const size = tensor.before.length;
       const outside = access.at.find((at) => !(at >= 0 && at < size));
       if (outside !== undefined) throw new Error(`step ${index} touches element ${outside} of “${tensor.name}”, which has ${size} elements`);
     }
-    for (const store of step.stores ?? []) {
+    for (const store of [...(step.stores ?? []), ...(step.holds ?? [])]) {
       if (store.data.length !== store.at.length) throw new Error(`step ${index} stores ${store.data.length} values at ${store.at.length} places`);
     }
   });

@@ -186,6 +186,7 @@ OPERATORS = (
             "attention_sinks_gradient",
             "attention_decode",
         ),
+        recordings=("attention",),
     ),
     Operator(
         name="attention_backward",

@@ -15,8 +15,9 @@ A recording is a dict that can be stored as JSON. Its schema is 1 (`schema()`, t
     sources, tensors, phases    each function's text; each tensor before and after; the names of the phases
     launches, frames            each launch with its grid; each program's calls of the kernel and of its functions
     steps                       each statement that ran: `frame`, `line`, `phase`, the `rows` and `cols` it concerns,
-                                the locals it `set`, the values it `computed` on the way, `loads`, `stores`, the
-                                `state` (m, s) of its rows afterwards, a `message` between a row's programs, a `note`
+                                the locals it `set`, the values it `computed` on the way, `loads`, `stores`, the tiles
+                                that it `holds` of matrices in no memory, the `state` (m, s) of its rows afterwards, a
+                                `message` between a row's programs, a `note`
     rows, traffic               each result row's maximum, sum, status and entropy; the elements moved, and their
                                 floor
 
@@ -56,7 +57,7 @@ def record(
 
     kernel: a name in `kernels()`.
     matrix: [n_rows, n_cols], at most 4096 elements: a tensor, an array, or rows of numbers. "inf", "-inf" and "nan" may
-        be floats or text.
+        be floats or text. attention takes [tokens, 3 * dim]: query, key and value of each token, side by side.
     block: columns of a tile, a power of two. By default 4, or less so that a row has more than one tile.
     dtype: a torch dtype or its name. By default the matrix's own if that is floating, else float32.
 

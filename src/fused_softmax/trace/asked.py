@@ -51,6 +51,8 @@ def asked(kernel: Any, matrix: Any, block: Any = None, dtype: Any = None) -> Ask
     name = dtype_name(x.dtype)
     if name not in entry.dtypes:
         raise ValueError(f"{kernel} takes {', '.join(entry.dtypes)}, not {name}")
+    if entry.check is not None:
+        entry.check(x)
     if block is None:
         block = min(4, 1 << max(0, (x.shape[1] - 1).bit_length() - 1))
     if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= MOST_BLOCK or block & (block - 1):

@@ -1,5 +1,5 @@
-"""Listens to Triton's interpreter. Launches, loads, stores, atomics and reductions pass through a few methods. They are
-wrapped while a recording is made and restored afterwards, also after an error.
+"""Listens to Triton's interpreter. Launches, loads, stores, atomics, reductions and products pass through a few
+methods. They are wrapped while a recording is made and restored afterwards, also after an error.
 
 Triton 3.6 to 3.9 call these methods with different arguments after a pointer, a value and a mask. Those pass through.
 """
@@ -52,7 +52,7 @@ class Listener(Protocol):
     def accessed(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> None: ...
 
     def computed(self, kind: str | None, value: Any) -> None:
-        """A reduction of a kind, or an exponential or logarithm, was computed."""
+        """A reduction of a kind, or an exponential, logarithm or product of matrices, was computed."""
 
 
 class Hooks:
@@ -82,7 +82,7 @@ class Hooks:
                 (InterpreterBuilder, "create_atomic_rmw", self._atomic),
                 (InterpreterBuilder, "create_atomic_cas", self._compare),
                 (ReduceOps, "apply_impl", self._reduce),
-                *((InterpreterBuilder, f"create_{name}", self._compute) for name in _FUNCTIONS),
+                *((InterpreterBuilder, f"create_{name}", self._compute) for name in (*_FUNCTIONS, "dot")),
                 *CORRECTIONS,
                 *SHORTCUTS,
                 (interpreter, "_patch_lang", self._patch),
@@ -192,8 +192,8 @@ class Hooks:
         return reduce
 
     def _compute(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def compute(builder: Any, argument: TensorHandle) -> TensorHandle:
-            result = plain(builder, argument)
+        def compute(builder: Any, *arguments: Any) -> TensorHandle:
+            result = plain(builder, *arguments)
             shape = result.data.shape if result.data.size > 1 else ()
             kind = tl.block_type(result.dtype.scalar, list(shape)) if shape else result.dtype.scalar
             self._listener.computed(None, tl.tensor(result, kind))

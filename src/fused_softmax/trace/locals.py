@@ -89,6 +89,25 @@ def flat(value: Any) -> np.ndarray | None:
     return np.array([value]) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def item(value: Any, at: int = 0) -> np.ndarray:
+    """One number of a tile, or the number itself."""
+    found = flat(value)
+    if found is None:
+        raise TypeError(f"no number: {value!r}")
+    return found[at]
+
+
+def positions(now: dict[str, Any], names: str) -> np.ndarray | None:
+    """The numbers of a local, or of a sum of locals such as "first + rows". None if one of them has none."""
+    total: Any = 0
+    for name in names.split(" + "):
+        found = flat(named(now, name))
+        if found is None:
+            return None
+        total = total + found
+    return total
+
+
 def _pointer(data: np.ndarray, shape: list[int], memory: Memory) -> dict[str, Any] | None:
     """Addresses as indices of one tensor's elements."""
     tensor, index = memory.locate(data)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fused_softmax.trace.encode import dtype_name, tensor_numbers
 
-Role = Literal["input", "output", "scratch"]
+Role = Literal["input", "output", "scratch", "registers"]
+Axis = Literal["rows", "cols"]
 
 GUARD = 4096  # bytes before and after each storage
 MOST_ELEMENTS = 65536  # of one tensor
@@ -25,7 +26,12 @@ class RecordingError(RuntimeError):
 
 @dataclass
 class Held:
-    """One tensor of the recording."""
+    """One tensor of the recording.
+
+    role: "registers" is a matrix that no memory holds: its tiles come and go in registers.
+    along: which of the matrix's axes this tensor's rows are, if it is no such matrix itself: of a product, the rows of
+        one factor are the matrix's rows, those of the other its columns.
+    """
 
     name: str
     argument: str | None
@@ -33,12 +39,15 @@ class Held:
     view: Tensor  # into the guarded copy
     dtype: str
     before: list[Any]
+    along: Axis | None = None
 
     def entry(self) -> dict[str, Any]:
         """Its entry in a recording."""
         entry: dict[str, Any] = {"name": self.name, "role": self.role, "dtype": self.dtype}
         if self.argument:
             entry["argument"] = self.argument
+        if self.along:
+            entry["along"] = self.along
         entry["shape"] = list(self.view.shape)
         if not self.view.is_contiguous():
             entry["strides"] = list(self.view.stride())
@@ -66,7 +75,14 @@ class Memory:
         self._regions: dict[int, _Region] = {}
 
     def hold(
-        self, name: str, tensor: Tensor, role: Role, argument: str | None = None, *, unset: bool = False
+        self,
+        name: str,
+        tensor: Tensor,
+        role: Role,
+        argument: str | None = None,
+        *,
+        unset: bool = False,
+        along: Axis | None = None,
     ) -> Tensor:
         """The guarded copy of a tensor. The tensor joins the recording unless its elements already belong to it.
 
@@ -90,13 +106,23 @@ class Memory:
             region.tensor[at] = number
             region.index[at] = np.arange(at.size)
             region.held.append(number)
-            held = Held(name, argument, role, view, dtype_name(tensor.dtype), tensor_numbers(view))
+            held = Held(name, argument, role, view, dtype_name(tensor.dtype), tensor_numbers(view), along)
             self.tensors.append(held)
         elif argument:
             known = [self.tensors[each] for each in region.tensor[at[:1]].tolist()]
             for each in known:
                 each.argument = each.argument or argument
         return view
+
+    def imagine(self, name: str, n_rows: int, n_cols: int) -> None:
+        """Let a float32 matrix join the recording that no memory holds: a story says which locals are tiles of it."""
+        if n_rows * n_cols > MOST_ELEMENTS:
+            raise RecordingError(
+                f"{name} has {n_rows} x {n_cols} elements; a recording holds every value, so a matrix may have at most "
+                f"{MOST_ELEMENTS}: use a small example"
+            )
+        view = torch.full((n_rows, n_cols), float("nan"))
+        self.tensors.append(Held(name, None, "registers", view, "float32", tensor_numbers(view)))
 
     def bring(self) -> None:
         """Copy into the guarded copies what the host has written since the last launch."""

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_softmax.trace.accesses import Accesses, OutsideError
 from fused_softmax.trace.encode import numbers
 from fused_softmax.trace.hooks import Hooks
-from fused_softmax.trace.locals import changed, constants, encode, flat, named, plain
+from fused_softmax.trace.locals import changed, constants, encode, flat, item, plain
 from fused_softmax.trace.matrix import Matrix, Place
 from fused_softmax.trace.memory import Memory, RecordingError
 from fused_softmax.trace.story import Source, Story, Told
@@ -47,7 +47,7 @@ class _Frame:
     known: dict[str, Any]
     line: int | None = None
     step: dict[str, Any] = field(default_factory=dict)
-    reached: tuple[list[int], tuple[int, int]] | None = None
+    reached: tuple[list[int], tuple[int, int] | None] | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     computed: list[dict[str, Any]] = field(default_factory=list)
     reduced: dict[str, Any] = field(default_factory=dict)
@@ -231,21 +231,21 @@ class Recorder:
         """The running line is done. If there is a result, so is its function."""
         if top.line is None:
             return
-        now = dict(frame.f_locals)
+        now, told = dict(frame.f_locals), top.source.told
         if top.line in top.source.silent and not top.step:
             top.known, top.within, top.computed, top.reduced = now, None, [], {}
             return
-        news = self._changed(now, top.known)
+        news = {name: value for name, value in self._changed(now, top.known).items() if name not in told.unused}
         if result is not None:
             news |= self._changed({"return": result}, {})
         before, top.known = top.known, now
         place, state = program.place, []
         if len(program.frames) == 1:
-            place.rows = self._matrix.rows_of(named(now, top.source.told.row)) or place.rows
-            if top.source.starts(top.line, "for ", "while "):
-                place.cols = None
-        if len(program.frames) == 1 or top.source.told.state:
-            state = self._matrix.learn(place, top.source.told, now, before, top.reduced)
+            place.rows = self._matrix.rows_of(now, told.row) or place.rows
+        if (len(program.frames) == 1 or self._matrix.imagined) and top.source.starts(top.line, "for ", "while "):
+            place.cols = None
+        if len(program.frames) == 1 or told.state:
+            state = self._matrix.learn(place, told, now, before, top.reduced)
             self.states |= {entry["row"]: entry for entry in state}
         if top.reached:
             place.rows, place.cols = top.reached
@@ -257,6 +257,8 @@ class Recorder:
         step |= {"set": news} if news else {}
         step |= {"computed": top.computed} if top.computed else {}
         step |= top.step
+        holds = self._matrix.hold(told.tiles, now, before)
+        step |= {"holds": holds} if holds else {}
         step |= {"state": state} if state else {}
         messages, note = top.messages, top.source.notes.get(top.line)
         step |= {"message": messages[0]} if messages else {}
@@ -341,11 +343,11 @@ class Recorder:
             ) from None
         for entry in entries:
             top.step.setdefault(kind, []).append(entry)
-            reached = self._matrix.reach(entry)
+            reached = self._matrix.reach(entry, place)
             if reached is None:
                 continue
             rows, cols = reached
-            if place.cols is not None and len(program.frames) > 1 and rows == place.rows:
+            if place.cols and cols and len(program.frames) > 1 and rows == place.rows and not self._matrix.imagined:
                 cols = min(cols[0], place.cols[0]), max(cols[1], place.cols[1])
             place.rows, place.cols = top.reached = rows, cols
         if kind == "stores" and top.source.name in self.story.publishes:
@@ -354,18 +356,18 @@ class Recorder:
     # Messages.
 
     def _published(self, program: _Program, top: _Frame) -> None:
-        program.part = int(_item(top.known["part"]))
+        program.part = int(item(top.known["part"]))
         message: dict[str, Any] = {"kind": "publish", "row": program.place.rows[0], "from": program.part}
         for name, local in self.story.publishes[top.source.name].items():
-            message[name] = numbers(_item(top.known[local]), "float32")[0]
+            message[name] = numbers(item(top.known[local]), "float32")[0]
         top.messages.append(message)
 
     def _collected(self, program: _Program, now: dict[str, Any], names: Mapping[str, str]) -> None:
         step, row = self.steps[-1], program.place.rows[0]
-        for each in range(int(_item(now["n_parts"]))):
+        for each in range(int(item(now["n_parts"]))):
             message: dict[str, Any] = {"kind": "collect", "row": row, "from": each, "to": program.part}
             for name, local in names.items():
-                message[name] = numbers(_item(now[local], each), "float32")[0]
+                message[name] = numbers(item(now[local], each), "float32")[0]
             self._add({name: step[name] for name in ("frame", "line", "phase", "rows")} | {"message": message})
 
     # Sources.
@@ -392,11 +394,3 @@ def _file_name(path: str) -> str:
     """A file name without the machine's paths: within the package, or the bare name."""
     found = Path(path)
     return found.relative_to(_PACKAGE).as_posix() if found.is_relative_to(_PACKAGE) else found.name
-
-
-def _item(value: Any, at: int = 0) -> np.ndarray:
-    """One number of a tile, or the number itself."""
-    found = flat(value)
-    if found is None:
-        raise TypeError(f"no number: {value!r}")
-    return found[at]

@@ -1,4 +1,4 @@
-"""The kernels that are recorded by name. To add one, add an entry to `classic_kernels` or `our_kernels`."""
+"""The kernels that are recorded by name. To add one, add an entry to one of the files that `kernels` reads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,11 +42,12 @@ class Kernel:
 
     run: `run(recorder, x, block)` with x [n_rows, n_cols] contiguous on the CPU. It puts the call's tensors into the
         recorder's memory, runs the kernel in the recorder's context, and returns facts that a reader may want.
-    formula: the traffic, which a test compares with the recorded traffic.
+    formula: the traffic, which a test compares with the recorded traffic; in words where it is no multiple of MN and M.
     story: the recorder's knowledge of the kernel's lines.
     block: whether `block` changes anything. If not, a row is one block, or there are no blocks.
     dtypes: the dtypes that x may have.
     merge: passed to Recorder.
+    check: raises a ValueError for an x that the kernel does not take.
     watch: for kernels made of torch's operations, the function that contains them.
     """
 
@@ -55,18 +56,20 @@ class Kernel:
     summary: str
     operation: str
     run: Run
-    formula: Formula
+    formula: Formula | str
     story: Story = field(default_factory=Story)
     block: bool = True
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16", "float64")
     merge: bool = False
+    check: Callable[[Tensor], None] | None = None
     watch: Callable[..., Any] | None = None
 
 
 def kernels() -> dict[str, Kernel]:
     """All kernels by name, in the order in which to learn them."""
+    from fused_softmax.trace.attention_kernels import ATTENTION
     from fused_softmax.trace.classic_kernels import CLASSIC
     from fused_softmax.trace.our_kernels import OURS
     from fused_softmax.trace.sampling_kernels import DRAWS
 
-    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS, *DRAWS)}
+    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS, *DRAWS, *ATTENTION)}

@@ -1,5 +1,6 @@
 """The end of a recording: facts of each row of the result, and the traffic against its floor."""
 
+import math
 from typing import Any
 
 import torch
@@ -26,8 +27,14 @@ def traffic(recorder: Any) -> dict[str, Any]:
 
 def rows(operation: str, recorder: Any, x: Tensor) -> list[dict[str, Any]]:
     """For each row of softmax of x [n_rows, n_cols] or of its gradient: the kernel's final state, facts of the
-    probabilities, and the row's status. Entropy is in nats."""
+    probabilities, and the row's status. Entropy is in nats.
+
+    Of causal attention, x is [tokens, ...], and the rows are those of its scores, in powers of 2.
+    """
     y = next((held.view for held in recorder.memory.tensors if held.role == "output"), x)
+    if operation == "attention":
+        scores = recorder.memory.tensors[0].view.double() * math.log(2)
+        x = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -float("inf"))
     p = y.double() if operation == "softmax" else torch.softmax(x.double(), dim=1)
     entropy = -(p * torch.where(p > 0, p.log(), 0.0)).sum(1)
     found = []

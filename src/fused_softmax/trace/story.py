@@ -15,19 +15,33 @@ Span = tuple[int | None, int | None, int | None, int | None]
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A local's place in a matrix that no memory holds.
+
+    of: the name of the matrix, as `Memory.imagine` has it. rows, cols: locals that hold the tile's rows and columns in
+    that matrix, or sums of locals such as "first + rows"; without cols, they are its first ones.
+    """
+
+    of: str
+    rows: str
+    cols: str = ""
+
+
+@dataclass(frozen=True)
 class Told:
     """Knowledge of one kernel function.
 
     phases: for each phase, the beginning of the statement that opens it, or of successive statements, of which the last
         opens it. In the order of the file; a phase lasts until the next one begins.
-    row: the local that holds a program's current row or rows.
+    row: the local that holds a program's current row or rows, or a sum of locals such as "first + rows".
     m, s: locals that may hold the running maximum and sum; the first that exists counts. "max()" is the last tl.max.
     notes: for the beginning of a statement, a sentence for the step that runs it.
     silent: how statements begin that get no step, and whose locals are not shown, because they only pass values on or
         prepare what the recorded call has no use for. One that reads or writes memory gets its step.
-    unused: parameters, and their fields, that are not shown: the recorded call has no use for them, or other locals
-        hold the same.
+    unused: parameters, their fields and locals that are not shown: the recorded call has no use for them, or other
+        locals hold the same.
     state: whether m and s count in a function that the kernel calls, as they always do in the kernel itself.
+    tiles: locals that are tiles of a matrix that no memory holds.
     """
 
     phases: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -38,6 +52,7 @@ class Told:
     silent: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     state: bool = False
+    tiles: Mapping[str, Tile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
   const results = new Map((replay.recording.rows ?? []).map((each) => [each.row, each]));
   const current = new Set(replay.step?.rows ?? []);
   const shown = window_(replay.nRows, selected);
-  const softmax = isSoftmax(replay);
+  const softmax = isSoftmax(replay) || replay.imagined;
   const reduces = replay.recording.steps.some((step) => step.state?.length) || [...results.values()].some((each) => each.max !== undefined);
   const box = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
@@ -72,7 +72,7 @@ function Line({ replay, row, selected, onRow, result, here, reduces }: LineProps
       </th>
       {reduces ? <td>{known(m)}</td> : null}
       {reduces ? <td>{known(s)}</td> : null}
-      <td>{written.n > 0 ? short(written.sum, 4) : "–"}</td>
+      <td>{written.n > 0 ? short(written.sum, 4) : done && replay.imagined ? short(decode(result?.probability_sum), 4) : "–"}</td>
       <td class={`status ${done ? (result?.status ?? "") : progress}`}>{status}</td>
     </tr>
   );
@@ -88,8 +88,9 @@ function known(value: number | null): string {
 
 function Selected({ replay, row, result }: { replay: Replay; row: number; result: RowResult | undefined }) {
   const written = replay.written(row);
-  const all = written.n === replay.nCols && result !== undefined;
-  const figures: [string, number][] = isSoftmax(replay)
+  const done = replay.imagined && replay.progress(row) === "done";
+  const all = (done || written.n === replay.nCols) && result !== undefined;
+  const figures: [string, number][] = isSoftmax(replay) || replay.imagined
     ? [
         ["min probability", all ? decode(result.min_probability) : written.min],
         ["max probability", all ? decode(result.max_probability) : written.max],
@@ -110,7 +111,7 @@ function Selected({ replay, row, result }: { replay: Replay; row: number; result
       {figures.map(([name, value]) => (
         <div key={name}>
           <dt>{name}</dt>
-          <dd title={written.n ? exact(value) : ""}>{written.n > 0 ? short(value, 4) : "–"}</dd>
+          <dd title={written.n || done ? exact(value) : ""}>{written.n > 0 || done ? short(value, 4) : "–"}</dd>
         </div>
       ))}
     </dl>

@@ -7,6 +7,8 @@ import { useWidth } from "./hooks";
 
 /** A cell of at least this width has room for its value. */
 const VALUE_WIDTH = 36;
+/** The same where several tensors stand side by side. */
+const NARROW_WIDTH = 24;
 const ROW_HEADER = 30;
 
 interface Props {
@@ -30,20 +32,21 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
   const heat = useRef<Heat | null>(null);
   const follow = useRef(onRow);
   follow.current = onRow;
-  const isMatrix = rows === replay.nRows;
+  const isMatrix = rows === replay.nRows && tensor.along !== "cols";
 
   const opaque = tensor.role === "scratch" && tensor.dtype === "int64";
   const range = useMemo(() => rangeOf(tensor), [tensor]);
   useLayoutEffect(() => {
     const select = onRow && isMatrix ? (row: number) => follow.current?.(row) : null;
-    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range, ...(opaque && { word: replay.exchanges.some((each) => each.d !== undefined) ? "d" : "m, s" }) }, select);
+    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range, never: (at) => replay.never(index, at), ...(opaque && { word: replay.exchanges.some((each) => each.d !== undefined) ? "d" : "m, s" }) }, select);
     return () => (heat.current = null);
   }, [replay, index]);
 
   const room = width - ROW_HEADER;
   const fitting = Math.min(64, Math.floor(room / Math.max(1, cols)));
-  const cell = fitting >= VALUE_WIDTH ? fitting : values ? 44 : Math.max(5, fitting);
-  const bare = cell < VALUE_WIDTH;
+  const enough = replay.imagined && cols <= 16 ? NARROW_WIDTH : VALUE_WIDTH;
+  const cell = fitting >= enough ? fitting : values ? 44 : Math.max(5, fitting);
+  const bare = cell < enough;
   const boxes = boxesAt(replay, index);
 
   useLayoutEffect(() => {
@@ -61,17 +64,22 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
   const memory = replay.tensor(index);
   const reads = memory.reads.reduce((sum, each) => sum + each, 0);
   const writes = memory.writes.reduce((sum, each) => sum + each, 0);
-  const side = tensor.role === "output" ? "result" : tensor.role === "input" ? "source" : "scratch";
+  const side = { output: "result", input: "source", scratch: "scratch", registers: "held" }[tensor.role];
   return (
-    <section class={`tensor ${side}`} aria-label={`Tensor ${tensor.name}${of ? `, ${of}` : ""}`} data-tensor={tensor.name}>
+    <section
+      class={`tensor ${side}${replay.imagined && index === replay.main ? " scores" : ""}`}
+      aria-label={`Tensor ${tensor.name}${of ? `, ${of}` : ""}`}
+      data-tensor={tensor.name}
+      style={{ "--cols": index === replay.accumulator ? 1.5 * cols : cols }}
+    >
       <h2>
         <var>{tensor.name}</var>
         <span class="what">
-          {tensor.role} · {tensor.shape.join(" × ")} {tensor.dtype}
+          {tensor.role === "registers" ? "in registers" : tensor.role} · {tensor.shape.join(" × ")} {replay.imagined ? "" : tensor.dtype}
         </span>
         <span class="tally">
-          {tensor.role !== "output" || reads > 0 ? <span class="read">read {count(reads)}</span> : null}
-          {tensor.role !== "input" ? <span class="write">written {count(writes)}</span> : null}
+          {tensor.role !== "registers" && (tensor.role !== "output" || reads > 0) ? <span class="read">read {count(reads)}</span> : null}
+          {tensor.role === "output" || tensor.role === "scratch" ? <span class="write">written {count(writes)}</span> : null}
         </span>
       </h2>
       <div
@@ -80,15 +88,22 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
         tabIndex={0}
         role="group"
         aria-label={`Cells of ${tensor.name}`}
-        style={{ "--cell": `${cell}px`, "--row": bare ? `${Math.max(rows > 12 ? 11 : 14, Math.min(18, cell))}px` : "32px" }}
+        style={{ "--cell": `${cell}px`, "--row": bare ? `${Math.max(rows > 12 ? 11 : 14, Math.min(18, cell))}px` : replay.imagined ? "23px" : "32px" }}
       >
         <div class="plane" ref={plane} />
       </div>
+      {replay.imagined && index === replay.main ? (
+        <ul class="legend cells" aria-hidden="true">
+          <li class="blank">not yet</li>
+          <li class="hidden">hidden</li>
+          <li class="never">skipped</li>
+        </ul>
+      ) : null}
     </section>
   );
 }
 
-/** The cells of a tensor that the current step touches, else the cells of a main tensor that the program holds. */
+/** The cells of a tensor that the current step touches, else those that the program holds. */
 export function boxesAt(replay: Replay, index: number): Box[] {
   const { step } = replay;
   if (!step) return [];
@@ -99,7 +114,14 @@ export function boxesAt(replay: Replay, index: number): Box[] {
   if (touched.length > 0 || !step.rows?.length) return touched.slice(0, 32);
   // If intermediates live in memory, a program holds nothing between operations.
   if (replay.tensors.some((each, other) => each.role === "scratch" && replay.counted[other])) return [];
-  if (rows !== replay.nRows || cols !== replay.nCols || replay.tensors[index]!.role === "scratch") return [];
+  const { role, along } = replay.tensors[index]!;
+  if (index === replay.accumulator || (along && role === "input")) {
+    const [first, end] = along === "cols" ? (step.cols ?? [0, 0]) : [step.rows[0]!, step.rows[step.rows.length - 1]! + 1];
+    const held = end > first && (role === "registers" || replay.holds(index, first, end));
+    return held ? [{ rows: [first, end], cols: [0, cols], kind: "hand" }] : [];
+  }
+  if (rows !== replay.nRows || cols !== replay.nCols || along || role === "scratch") return [];
+  if (replay.imagined && !step.cols) return [];
   const range = step.cols ?? ([0, cols] as const);
   const places = step.rows.flatMap((row) => [row * cols + range[0], row * cols + Math.max(range[0], range[1] - 1)]);
   return boxesOf(places, cols, "hand").slice(0, 32);
