@@ -526,6 +526,89 @@ def test_programs_of_a_split_show_their_messages(open_page: Open) -> None:
     assert page.locator(".lanes .arrow.passed").count() > 0
 
 
+ATTENTION = next(each for each in presets.load() if each["kernel"] == "attention")
+
+
+def step_of_attention(opening: str, first_key: int, query: int = 8) -> int:
+    """The position behind a line of attention, of the tile of this first query, at the block of this first key."""
+    for at, step in enumerate(ATTENTION["steps"]):
+        source = ATTENTION["sources"][ATTENTION["frames"][step["frame"]]["source"]]
+        line = source["lines"][step["line"] - source["first_line"]].strip()
+        if line.startswith(opening) and step["rows"][0] == query and step.get("cols", [first_key])[0] == first_key:
+            return at + 1
+    raise ValueError(opening)
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_attention_shows_its_running_maximum_sum_and_output(width: int, open_page: Open) -> None:
+    page = open_page(link="#kernel=attention", width=width, height=900)
+
+    def at(opening: str, first_key: int, query: int = 8) -> str:
+        page.evaluate(
+            "each => { location.hash = each }", f"#kernel=attention&step={step_of_attention(opening, first_key, query)}"
+        )
+        until(
+            page,
+            f"document.querySelector('[data-position]').textContent == {step_of_attention(opening, first_key, query)}",
+        )
+        return page.locator(".chart").inner_text()
+
+    def output_so_far() -> list[list[str]]:
+        rows = "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+        return page.eval_on_selector_all(".accumulator tr", rows)
+
+    assert "No score is known yet" in page.locator(".recurrence").inner_text()
+    assert "The maximum so far is 2" in at("top = ", 0)
+    assert page.locator('[data-tensor="z"] tbody tr').nth(8).inner_text().split() == ["8", "−1", "2", "−1", "1"]
+    at("o = tl.dot", 0)
+    assert output_so_far() == [["o of the first block", "2.375", "3.125", "2.125", "1.75"]]
+    said = at("top = ", 4)
+    assert "The maximum rises from 2 to 4" in said
+    assert "multiplied by 2−2 = 0.25" in said
+    assert output_so_far()[-1] == ["next: × 2−2 = 0.25", "0.5938", "0.7813", "0.5313", "0.4375"]
+    assert "s = 1.75 · 0.25 + 1.625 = 2.063" in at("s = s * weight", 4)
+    at("o = tl.dot", 4)
+    assert output_so_far() == [
+        ["o before", "2.375", "3.125", "2.125", "1.75"],
+        ["× 2−2 = 0.25", "0.5938", "0.7813", "0.5313", "0.4375"],
+        ["+ this block", "3.5", "1.75", "1.625", "1.625"],
+        ["= o", "4.094", "2.531", "2.156", "2.063"],
+    ]
+    at("z = tl.where", 8)
+    row = page.locator('[data-tensor="z"] tbody tr').nth(8)
+    assert row.inner_text().split()[-4:] == ["5", "−∞", "−∞", "−∞"]
+    assert row.locator("td.hidden").count() == 3
+    assert page.locator('[data-tensor="z"] td.never').count() == 3 * 16
+    assert page.locator('[data-tensor="k"] .visor.hand:visible').count() == 1
+    at("store_tile", 8)
+    output = [float(each) for each in next(t for t in ATTENTION["tensors"] if t["name"] == "output")["after"][32:36]]
+    assert output_so_far()[-1] == ["÷ s = output", *(f"{each:.4g}" for each in output)]
+    assert no_wider(page)
+    for view in ("compare", "numerics"):
+        page.evaluate("each => { location.hash = each }", f"#view={view}&kernel=attention")
+        page.wait_for_timeout(50)
+        assert no_wider(page)
+
+
+def test_of_a_query_whose_maximum_stays_nothing_is_rescaled(open_page: Open) -> None:
+    page = open_page(link=f"#kernel=attention&row=10&step={step_of_attention('o = tl.dot', 8)}", width=1400)
+    assert "The maximum stays 5, so nothing is rescaled" in page.locator(".recurrence").inner_text()
+    assert "× 1, as m stays" in page.locator(".accumulator").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
+def test_attention_passes_axe(scheme: str, open_page: Open) -> None:
+    axe = VIZ / "node_modules/axe-core/axe.min.js"
+    if not axe.exists():
+        pytest.skip("needs `make page`")
+    link = f"#kernel=attention&step={step_of_attention('top = ', 8)}"
+    page = open_page(link=link, color_scheme=scheme, reduced_motion="reduce", bypass_csp=True)
+    page.wait_for_timeout(350)
+    page.add_script_tag(path=str(axe))
+    found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})")
+    assert [(each["id"], node["html"][:160]) for each in found["violations"] for node in each["nodes"]] == []
+
+
 @pytest.mark.parametrize(("kernel", "state"), [("split", "(m, s)"), ("backward", "d")])
 def test_lanes_name_what_programs_exchange(open_page: Open, kernel: str, state: str) -> None:
     page = open_page(next(each for each in presets.load() if each["kernel"] == kernel))

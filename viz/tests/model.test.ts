@@ -246,3 +246,94 @@ describe("what a line computes on its way", () => {
     for (const [line, text] of seen) expect(line).toContain(text);
   });
 });
+
+/** Attention of one query over four keys in blocks of two: scores and output are in registers, in powers of 2. */
+function registers(): Recording {
+  const tensor = (name: string, role: Recording["tensors"][number]["role"], shape: number[], after: number[]) => ({
+    name, role, dtype: "float32", shape, before: role === "input" ? after : after.map(() => "nan"), after,
+  });
+  const step = (more: Partial<Recording["steps"][number]>) => ({ frame: 0, line: 1, phase: 0, rows: [0], ...more });
+  return {
+    schema: 1,
+    title: "four keys: attention",
+    kernel: "attention",
+    operation: "attention",
+    options: { base: 2 },
+    sources: [{ name: "visit", file: "attention.py", first_line: 1, lines: ["top = max"] }],
+    tensors: [
+      tensor("z", "registers", [1, 4], [0, 1, 3, 3]),
+      { ...tensor("k", "input", [4, 1], [0, 1, 3, 3]), along: "cols" },
+      tensor("o", "registers", [1, 2], [10, 2.375]),
+      { ...tensor("output", "output", [1, 2], [10 / 2.375, 1]), along: "rows" },
+    ],
+    phases: ["keys"],
+    launches: [{ name: "visit", source: 0, grid: [1, 1, 1], constants: {}, arguments: {} }],
+    frames: [{ source: 0, launch: 0, program: [0, 0, 0], parent: null, call_line: null }],
+    steps: [
+      step({ cols: [0, 2], loads: [{ tensor: 1, at: [0, 1] }] }),
+      step({ cols: [0, 2], holds: [{ tensor: 0, at: [0, 1], data: [0, 1] }] }),
+      step({ cols: [0, 2], state: [{ row: 0, m: 1 }] }),
+      step({ cols: [0, 2], state: [{ row: 0, m: 1, s: 1.5 }] }),
+      step({ cols: [0, 2], holds: [{ tensor: 2, at: [0, 1], data: [8, 1.5] }] }),
+      step({ cols: [2, 4], loads: [{ tensor: 1, at: [2, 3] }] }),
+      step({ cols: [2, 4], holds: [{ tensor: 0, at: [2, 3], data: [3, 3] }] }),
+      step({ cols: [2, 4], state: [{ row: 0, m: 3, s: 1.5 }] }),
+      step({ cols: [2, 4], state: [{ row: 0, m: 3, s: 2.375 }] }),
+      step({ cols: [2, 4], holds: [{ tensor: 2, at: [0, 1], data: [10, 2.375] }] }),
+      step({ stores: [{ tensor: 3, at: [0, 1], data: [10 / 2.375, 1] }] }),
+    ],
+  };
+}
+
+describe("scores in registers", () => {
+  const replay = new Replay(checkRecording(registers()));
+
+  it("are the matrix, and appear as they are computed", () => {
+    expect([replay.main, replay.imagined, replay.result, replay.accumulator, replay.accumulated]).toEqual([0, true, -1, 2, 3]);
+    replay.seek(2);
+    expect([...replay.tensor(0).values]).toEqual([0, 1, NaN, NaN]);
+    replay.seek(8);
+    replay.seek(1);
+    expect([...replay.tensor(0).writes]).toEqual([0, 0, 0, 0]);
+    replay.seek(replay.length);
+    expect([...replay.tensor(0).values]).toEqual([0, 1, 3, 3]);
+  });
+
+  it("move nothing", () => {
+    expect([replay.reads[replay.length], replay.writes[replay.length]]).toEqual([4, 2]);
+    expect(replay.layers.map((each) => each.tensor)).toEqual([1, 3]);
+    expect(replay.accesses).toEqual([1, 6, 11]);
+  });
+
+  it("have a sum that is torn from the step at which the maximum rises until it is corrected", () => {
+    const states = replay.history(0, replay.length);
+    expect(states.map((each) => [each.m, each.s, each.torn])).toEqual([[1, null, false], [1, 1.5, false], [3, 1.5, true], [3, 2.375, false]]);
+    expect(states.filter((each) => each.s !== null && !each.torn).map((each) => [...each.terms!])).toEqual([[1, 1, 0, 0], [1, 1, 1, 1]]);
+  });
+
+  it("leave an output that knows of which maximum it is", () => {
+    expect(replay.sumsOf(0, replay.length)).toEqual([
+      { position: 5, values: [8, 1.5], m: 1 },
+      { position: 10, values: [10, 2.375], m: 3 },
+    ]);
+    expect(replay.sumsOf(0, 4)).toEqual([]);
+  });
+
+  it("know which keys the program holds, and which scores are never computed", () => {
+    replay.seek(7);
+    expect([replay.holds(1, 2, 4), replay.holds(1, 0, 2)]).toEqual([true, false]);
+    const skipping = registers();
+    skipping.steps = skipping.steps.slice(0, 5);
+    const half = new Replay(checkRecording(skipping));
+    expect([0, 1, 2, 3].map((at) => half.never(0, at))).toEqual([false, false, true, true]);
+    expect(half.never(1, 3)).toBe(false);
+  });
+
+  it("are refused if they are of no tensor, or fewer than their places", () => {
+    const broken = registers();
+    broken.steps[1]!.holds![0]!.tensor = 9;
+    expect(() => checkRecording(broken)).toThrow("tensor 9, which is missing");
+    broken.steps[1]!.holds = [{ tensor: 0, at: [0, 1], data: [0] }];
+    expect(() => checkRecording(broken)).toThrow("stores 1 values at 2 places");
+  });
+});
