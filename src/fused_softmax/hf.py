@@ -1,0 +1,151 @@
+"""Hugging Face's models by `attention`: after register(), attn_implementation="fused_softmax" is one of transformers'.
+
+transformers is an extra: without it this module raises ImportError.
+"""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+import fused_softmax.register.library  # noqa: F401  # for whoever compiles or exports a model
+from fused_softmax.ops.attention import attention
+
+if find_spec("transformers") is None:
+    raise ImportError(
+        "fused_softmax.hf needs the transformers package, which is not installed: pip install 'fused-softmax[hf]'"
+    )
+
+__all__ = ["attention_forward", "attention_mask", "register"]
+NAME = "fused_softmax"
+# Arguments by which a model says which keys are seen, and a kernel of its own obeys.
+_UNKNOWN = {
+    "cache": "a paged cache, as continuous batching has it",
+    "indices": "keys chosen by indices",
+    "block_indices": "keys chosen by the indices of their blocks",
+    "sinks": "sinks that are no parameter [heads], s_aux",
+}
+
+
+class _Hidden(NamedTuple):
+    """What a mask hides, told without a number for every query and key.
+
+    padding: [batch, 1, 1, keys], True where a key is kept, or None. left, right: of the window, None is unbounded; its
+    last query is aligned with the last key. version: of the mask, which changes if somebody writes to it.
+    """
+
+    padding: Tensor | None
+    left: int | None
+    right: int | None
+    version: int
+
+
+def register() -> None:
+    """Register attention with transformers, under the name "fused_softmax", for every model that asks its interface.
+
+    Softcaps, sinks and sliding windows are read from the model, and relative position biases keep their gradients.
+    Windows and padding are told to the kernels without a mask of all queries and keys, and tiles outside a window are
+    not read. Every later call does the same again.
+
+    A call raises ValueError for dropout in training, for heads of more than 256 dims, and for keys chosen by indices or
+    by a paged cache. Weights are in no memory, so there is no output_attentions: take "eager" for these. A query that
+    sees no key, as padding has it, gets 0, where "eager" gives the mean of all values.
+
+    >>> fused_softmax.hf.register()
+    >>> AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", attn_implementation="fused_softmax")
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls an attention function: ([batch, queries, heads, value_dim], None for the weights).
+
+    query: [batch, heads, queries, dim]; key and value: [batch, heads or fewer, keys, dim]. attention_mask: of
+        `attention_mask`, or any that broadcasts to [batch, heads, queries, keys], a bool or a float that is added.
+    s_aux: sinks, [heads]. position_bias: added to the scores.
+    """
+    for name, what in _UNKNOWN.items():
+        if others.get(name) is not None:
+            raise ValueError(f'attn_implementation="{NAME}" does not take {name}, {what}; take "eager" or "sdpa"')
+    if dropout:
+        raise ValueError(
+            f'attn_implementation="{NAME}" has no dropout, for no weights are in memory, and got dropout={dropout}: '
+            "set it to 0 in the model's config, or call model.eval()"
+        )
+    hidden = getattr(attention_mask, NAME, None)
+    told: dict[str, Any] = {}
+    if hidden is not None and attention_mask is not None and hidden.version == attention_mask._version:
+        attention_mask = hidden.padding
+        told = {"window": (hidden.left, hidden.right), "causal_align": "bottom_right"}
+    elif attention_mask is None and query.shape[2] > 1:
+        # Without a mask, one query sees all; more of them than keys before it, if a static cache is still empty.
+        told = {"is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal}
+    output = attention(
+        query, key, value, attention_mask, bias=position_bias, scale=scaling, softcap=softcap, sinks=s_aux,
+        enable_gqa=query.shape[1] != key.shape[1], **told,
+    )  # fmt: skip
+    return output.transpose(1, 2).contiguous(), None  # type: ignore[union-attr]
+
+
+def attention_mask(**given: Any) -> Tensor | None:
+    """As transformers calls a mask function: that of "sdpa", which also tells `attention_forward` what it hides."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask = sdpa_mask(**given)
+    if mask is not None and not is_compiling():
+        hidden = _hidden(mask, **given)
+        if hidden is not None:
+            setattr(mask, NAME, hidden)
+    return mask
+
+
+def _hidden(
+    mask: Tensor,
+    q_length: Any = None,
+    kv_length: Any = None,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> _Hidden | None:
+    """None where it takes the mask to say what is hidden."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    if use_vmap or not all(isinstance(each, int) for each in (q_length, kv_length, q_offset, kv_offset)):
+        return None
+    padding = None
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != (mask.shape[0], kv_offset + kv_length):
+            return None
+        padding = attention_mask[:, None, None, kv_offset:]
+    if mask_function is bidirectional_mask_function:
+        return _Hidden(padding, None, None, mask._version)
+    # A skip is allowed for plain causality alone, within a window or a chunk, and of these a window is the config's.
+    if not allow_is_causal_skip or q_offset + q_length != kv_offset + kv_length:
+        return None
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if local_size is not None and (chunked or local_size != getattr(config, "sliding_window", None)):
+        return None
+    return _Hidden(padding, None if local_size is None else local_size - 1, 0, mask._version)
