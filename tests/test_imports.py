@@ -56,7 +56,7 @@ MAY_IMPORT = {
         "ops", "calls", "layout", "options", "options_attention", "options_sampling", "route", "reference",
         "reference_attention", "reference_sampling",
     },
-    "nn": {"ops", "options", "register"},
+    "nn": {"ops", "options", "options_attention", "register"},
     "hf": {"ops", "register"},
     "classic": set(),
     "bench": {

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 import fused_softmax.register.library  # noqa: F401  # for whoever imports or unpickles a module by this file's name
+from fused_softmax.ops.attention import attention
 from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.softmax import log_softmax, softmax
 from fused_softmax.options import MaskedRows
+from fused_softmax.options_attention import MOST_DIM
 
 
 class _Scored(torch.nn.Module):
@@ -157,6 +159,154 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         n_classes, in_features = self.linear_weight.shape
         said = [f"in_features={in_features}", f"num_classes={n_classes}", f"bias={self.linear_bias is not None}"]
         return ", ".join(said + [f"{name}={value!r}" for name, value in self.options.items()])
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention by `fused_softmax.attention`: an instance of it, with its constructor and its state.
+
+    A call takes torch's arguments, and gives (output, weights or None) with torch's shapes, values and gradients.
+
+    need_weights=False keeps no weights in memory and expands no mask; a query that sees no key then gets the output
+    projection's bias, as torch gives. With need_weights, the default, torch's operations and `fused_softmax.softmax`
+    compute, all weights are in memory, and such a query gives NaN, as torch's. The same operations compute in training
+    with dropout, which drops weights as torch does, and for heads of more than 256 dims.
+    key_padding_mask: [batch, keys]; attn_mask: [queries, keys] or [batch * heads, queries, keys]: bools, where True
+        hides, or floats that are added, of either kind beside the other.
+    is_causal: says that attn_mask is causal, as torch has it, and is then applied in its place.
+
+    Raises RuntimeError for shapes, nested tensors and is_causal without attn_mask, TypeError for masks of other dtypes.
+    It is not supported by torch.jit.script. torch's TransformerEncoderLayer may pass it by in inference, for kernels of
+    torch's own.
+
+    >>> MultiheadAttention(512, 8, batch_first=True)(x, x, x, need_weights=False)[0]  # [16, 1024, 512]
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        self._check(query, key, value, is_causal and attn_mask is None)
+        q, k, v = self._heads_of(query, key, value)
+        n_queries, n_keys = q.shape[-2], k.shape[-2]
+        masks: list[Tensor] = []  # bools, where True keeps, and floats
+        if key_padding_mask is not None:
+            shape = (*q.shape[:-3], n_keys)
+            masks.append(_kept("key_padding_mask", key_padding_mask, shape)[..., None, None, :])
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (torch.cat((t, self._of_all(t, b)), -2) for t, b in ((k, self.bias_k), (v, self.bias_v)))
+        if attn_mask is not None:
+            shapes = (n_queries, n_keys), (q.shape[:-2].numel(), n_queries, n_keys)
+            keep = _kept("attn_mask", attn_mask, *shapes)
+            masks.append(keep if keep.ndim == 2 else keep.view(*q.shape[:-2], n_queries, n_keys))
+        in_memory = need_weights or self.head_dim > MOST_DIM or (self.training and self.dropout > 0)
+        window = None
+        if is_causal and not in_memory and self.bias_k is None:
+            masks.pop()
+            window = None, 0
+        masks = [_padded(each, k.shape[-2] - n_keys) for each in masks]
+        if in_memory:
+            output, weights = self._with_weights(q, k, v, masks)
+        else:
+            sinks = q.new_zeros(self.num_heads) if self.add_zero_attn else None  # a key and a value of 0
+            mask, bias = _two(masks)
+            output = attention(q, k, v, mask, bias=bias, sinks=sinks, window=window)  # type: ignore[assignment]
+            weights = None
+        first = self.batch_first or query.ndim == 2
+        output = (output.transpose(-3, -2) if first else output.permute(2, 0, 1, 3)).flatten(-2)
+        output = torch.nn.functional.linear(output, self.out_proj.weight, self.out_proj.bias)
+        if weights is None or not need_weights:
+            return output, None
+        return output, weights.mean(-3) if average_attn_weights else weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, is_causal_alone: bool) -> None:
+        given = {"query": query, "key": key, "value": value}
+        for name, tensor in given.items():
+            if tensor.is_nested:
+                raise RuntimeError(f"MultiheadAttention: {name} must be a dense tensor, got a nested one")
+            width = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}[name]
+            if tensor.ndim not in (2, 3) or tensor.ndim != query.ndim or tensor.shape[-1] != width:
+                n_dims = query.ndim if query.ndim in (2, 3) else "2 or 3"
+                raise RuntimeError(
+                    f"MultiheadAttention: {name} must have {n_dims} dims, the last of {width}, got "
+                    f"{tuple(tensor.shape)}"
+                )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise RuntimeError(
+                f"MultiheadAttention: value must have the key's leading sizes {tuple(key.shape[:-1])}, got "
+                f"{tuple(value.shape)}"
+            )
+        batch = 0 if self.batch_first else 1
+        if query.ndim == 3 and query.shape[batch] != key.shape[batch]:
+            raise RuntimeError(
+                f"MultiheadAttention: key must have the query's batch of {query.shape[batch]}, got {tuple(key.shape)}"
+            )
+        if is_causal_alone:
+            raise RuntimeError("MultiheadAttention: is_causal=True says that attn_mask is causal, got attn_mask=None")
+
+    def _heads_of(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Projected, as [batch, heads, length, dim] or [heads, length, dim]: views, whatever dim comes first."""
+        linear = torch.nn.functional.linear
+        if query is key is value and self.in_proj_weight is not None:
+            found = linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            of_each = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            weights = of_each if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            given = zip((query, key, value), weights, biases, strict=True)
+            found = tuple(linear(each, weight, bias) for each, weight, bias in given)
+        heads = [each.unflatten(-1, (self.num_heads, self.head_dim)) for each in found]
+        first = self.batch_first or query.ndim == 2
+        return [each.transpose(-3, -2) if first else each.permute(1, 2, 0, 3) for each in heads]
+
+    def _of_all(self, like: Tensor, bias: Tensor) -> Tensor:
+        """bias_k or bias_v as one more position of each head."""
+        return bias.view(self.num_heads, 1, self.head_dim).expand(*like.shape[:-2], 1, -1)
+
+    def _with_weights(self, q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+        if self.add_zero_attn:
+            k, v = (torch.nn.functional.pad(each, (0, 0, 0, 1)) for each in (k, v))
+            masks = [_padded(each, 1) for each in masks]
+        scores, scale = q @ k.transpose(-2, -1), self.head_dim**-0.5
+        mask, bias = _two(masks)
+        if bias is not None:  # added to the scores as scaled
+            scores, scale = scores * scale + bias.to(scores.dtype), 1.0
+        weights = softmax(scores, -1, scale=scale, mask=mask)
+        if self.training and self.dropout > 0:
+            weights = torch.nn.functional.dropout(weights, self.dropout)
+        return weights @ v, weights
+
+
+def _kept(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> Tensor:
+    """A mask of torch.nn.MultiheadAttention as attention takes it: True keeps."""
+    if tuple(mask.shape) not in shapes:
+        wanted = " or ".join(str(each) for each in shapes)
+        raise RuntimeError(f"MultiheadAttention: {name} must have shape {wanted}, got {tuple(mask.shape)}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"MultiheadAttention: {name} must be of bool or a float dtype, got {mask.dtype}")
+    return ~mask if mask.dtype == torch.bool else mask
+
+
+def _padded(mask: Tensor, n_more: int) -> Tensor:
+    """With so many keys more, all of which are seen."""
+    if n_more == 0:
+        return mask
+    return torch.nn.functional.pad(mask, (0, n_more), value=1 if mask.dtype == torch.bool else 0)
+
+
+def _two(masks: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """(a mask, a bias) of at most two masks; bools are one."""
+    if len(masks) == 2 and masks[0].dtype == masks[1].dtype == torch.bool:
+        return masks[0] & masks[1], None
+    if len(masks) == 2:
+        return (masks[0], masks[1]) if masks[0].dtype == torch.bool else (masks[1], masks[0])
+    return (masks[0] if masks else None), None
 
 
 def _known(options: dict[str, Any], function: Callable) -> dict[str, Any]:
