@@ -25,10 +25,10 @@ QUICK = False
 
 # By file: whatever takes long and stands apart, and files of which one case of a test in so many says enough.
 GUARDS = frozenset({
-    "bench_shards", "docs", "examples", "fp8_compiles", "front_door", "fuzz", "hf", "host", "interrupts",
-    "layouts_compile", "library", "library_losses", "library_sampling", "losses_fuzz", "multihead", "names", "opinfo",
-    "opinfo_losses", "page", "peers", "peers_gathered", "peers_waits", "plan_spans", "profile", "report",
-    "report_page", "serve", "shards", "shards_dtensor", "shards_linear", "shards_losses", "shards_misuse",
+    "attention_vmap", "bench_shards", "docs", "examples", "fp8_compiles", "front_door", "fuzz", "hf", "host",
+    "interrupts", "layouts_compile", "library", "library_losses", "library_sampling", "losses_fuzz", "multihead",
+    "names", "opinfo", "opinfo_losses", "page", "peers", "peers_gathered", "peers_waits", "plan_spans", "profile",
+    "report", "report_page", "serve", "shards", "shards_dtensor", "shards_linear", "shards_losses", "shards_misuse",
     "shards_sampling",
 })  # fmt: skip
 ONE_IN = {

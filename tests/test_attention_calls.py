@@ -125,7 +125,7 @@ def test_compiled_and_exported(device):
     torch.testing.assert_close(program.module()(q, k, v, bias), call(q, k, v, bias))
 
 
-def test_vmap_takes_torchs_operations(device):
+def test_vmap_is_one_more_leading_dim(device):
     q, k, v = (each.to(device) for each in qkv(5, 7))
     found = torch.vmap(lambda q, k, v: fused_softmax.attention(q, k, v, is_causal=True))(q, k, v)
     torch.testing.assert_close(found, fused_softmax.attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-5)

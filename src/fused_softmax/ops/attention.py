@@ -114,7 +114,8 @@ def attention(
     takes = given.query.dtype in KERNEL_DTYPES and query.shape[-1] > 0 and value.shape[-1] > 0
     takes = takes and not (alibi_slopes is not None and needs_grad(alibi_slopes))
     present = [each for each in given if each is not None]
-    route = route_of(*present, takes=takes, batches=False)
+    # Within vmap nobody is told whether slopes require a gradient.
+    route = route_of(*present, takes=takes, batches=alibi_slopes is None)
     if route is Route.KERNEL:
         made = _prepare(given, how, bool(return_lse), needs_grad(*present), bool(lead))
         if look is None or type(return_stats) not in (tuple, str):

@@ -1,16 +1,18 @@
-"""The rules of attention as a registered operator: what runs, fakes, gradients.
+"""The rules of attention as a registered operator: what runs, fakes, gradients, vmap.
 
-vmap, functorch's transforms and devices without kernels take torch's operations, and so does a second derivative.
+functorch's other transforms and devices without kernels take torch's operations, and so does a second derivative.
 """
 
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from fused_softmax.ops import attention as ops
 from fused_softmax.ops.attention_calls import Inputs, Results
 from fused_softmax.options import arithmetic_of
 from fused_softmax.options_attention import KERNEL_DTYPES, STATS, Attention
+from fused_softmax.register.one_dim import in_front
 from fused_softmax.route import on_device
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
@@ -25,6 +27,7 @@ ATTENTION_BACKWARD = (
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dattn_mask, Tensor dbias, Tensor dsinks)"
 )
 _N_INPUTS, _N_DIFFERENTIABLE = 7, 6
+_SINKS = 5  # their place among the inputs
 
 
 def _runs(given: Inputs) -> bool:
@@ -93,3 +96,61 @@ def attention_gradient(ctx, do, dlse, *_):
     how, rest = Attention.of_operator(*ctx.given), len(ctx.needs_input_grad) - _N_DIFFERENTIABLE
     asked = ctx.needs_input_grad[:_N_DIFFERENTIABLE]
     return *ops.gradients(Inputs(*given), how, do, dlse, output, lse, asked), *[None] * rest
+
+
+# vmap: the batch is one more leading dim. Sinks belong to heads alone, so a batch of them takes a launch for each.
+
+
+def batched_attention(operator, info, in_dims, *arguments):
+    if in_dims[_SINKS] is not None:
+        return _one_by_one(operator, info, in_dims, arguments)
+    found = operator(*_folded(info, in_dims, arguments, (False,) * _N_DIFFERENTIABLE), *arguments[_N_INPUTS:])
+    return found, _dims_of(found)
+
+
+def batched_attention_backward(operator, info, in_dims, *arguments):
+    (results, given), (of_results, of_given) = ((each[:4], each[4:]) for each in (arguments, in_dims))
+    asked = given[_N_INPUTS]
+    if of_given[_SINKS] is not None or asked[_SINKS]:
+        return _one_by_one(operator, info, in_dims, arguments)
+    results = [
+        None if each is None else in_front(each, at, info.batch_size)
+        for each, at in zip(results, of_results, strict=True)
+    ]
+    found = list(operator(*results, *_folded(info, of_given, given, asked), *given[_N_INPUTS:]))
+    for i in (3, 4):  # of a mask and a bias, whose dims of 1 are in front no more
+        if asked[i]:
+            own = given[i].ndim - (of_given[i] is not None)
+            found[i] = found[i].reshape(info.batch_size, *found[i].shape[found[i].ndim - own :])
+    return tuple(found), _dims_of(found)
+
+
+def _folded(info, in_dims, arguments, asked) -> list[Tensor | None]:
+    """The inputs with the batch in front. A mask and a bias have it if they differ in it, or their gradients do."""
+    query, key, value = (in_front(arguments[i], in_dims[i], info.batch_size) for i in range(3))
+    found: list[Tensor | None] = [query, key, value]
+    for i in (3, 4):
+        mask = arguments[i]
+        if mask is not None and (in_dims[i] is not None or asked[i]):
+            mask = in_front(mask, in_dims[i], info.batch_size)
+            mask = mask.reshape(info.batch_size, *[1] * (query.ndim - mask.ndim), *mask.shape[1:])
+        found.append(mask)
+    sinks, slopes = arguments[_SINKS:_N_INPUTS]
+    if slopes is not None and (in_dims[_SINKS + 1] is not None or slopes.ndim > 1):
+        slopes = in_front(slopes, in_dims[_SINKS + 1], info.batch_size)
+        slopes = slopes.reshape(info.batch_size, *[1] * (query.ndim - 2 - slopes.ndim), *slopes.shape[1:])
+        slopes = slopes.expand(query.shape[:-2])
+    return [*found, sinks, slopes]
+
+
+def _one_by_one(operator, info, in_dims, arguments):
+    found = []
+    for i in range(info.batch_size):
+        tensors = zip(arguments, in_dims, strict=False)
+        found.append(operator(*[each.select(at, i) if isinstance(at, int) else each for each, at in tensors]))
+    return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(found[0])
+
+
+def _dims_of(found) -> tuple[int | None, ...]:
+    """Where results have their batch; those that were not asked for have none."""
+    return tuple(None if each.shape == (0,) else 0 for each in found)

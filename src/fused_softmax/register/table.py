@@ -171,6 +171,7 @@ OPERATORS = (
         fake=attention_rules.fake_attention,
         save=attention_rules.save_attention,
         gradient=attention_rules.attention_gradient,
+        batched=attention_rules.batched_attention,
         public=attention,
         reference=reference_attention.attention,
         bench=(
@@ -193,5 +194,6 @@ OPERATORS = (
         schema=attention_rules.ATTENTION_BACKWARD,
         run=attention_rules.attention_backward,
         fake=attention_rules.fake_attention_backward,
+        batched=attention_rules.batched_attention_backward,
     ),
 )
