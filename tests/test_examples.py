@@ -1,4 +1,4 @@
-"""The examples run: the tiny training, alone and over two ranks, generate() by our sampler, a server's step."""
+"""The examples run: tiny trainings, alone, over two ranks and of a bias, generate() by our sampler, a server's step."""
 
 import importlib.util
 import sys
@@ -29,6 +29,12 @@ def train_tiny():
 def generate():
     pytest.importorskip("transformers", reason="the example generates by a model of the transformers package")
     return module_of("generate")
+
+
+@pytest.fixture
+def attention_bias():
+    pytest.importorskip("matplotlib", reason="the example draws its curves")
+    return module_of("attention_bias")
 
 
 @pytest.fixture
@@ -166,7 +172,36 @@ def test_bad_options_of_two_ranks_are_named(options, message, two_ranks, capsys)
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["two_ranks", "train_tiny", "generate"])
+BIASED = ["--vocab", "5", "--batch", "1", "--length", "8", "--dim", "8", "--layers", "1", "--furthest", "4"]
+
+
+def test_a_bias_is_learnt_alike_by_torch_and_by_us(attention_bias, device, tmp_path, capsys):
+    out = tmp_path / "curves.png"
+    theirs, ours = attention_bias.main([*BIASED, "--steps", "2", "--device", device, "-o", str(out)])
+    assert len(theirs.losses) == len(ours.losses) == 2
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-3)
+    assert ours.table.abs().min() > 0  # every distance has its gradient
+    torch.testing.assert_close(ours.table, theirs.table, rtol=0, atol=5e-3)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "losses are at most" in said
+    assert said.count("in 2 steps of") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--length", "3"], "--length must be more than 3, got 3"), (["--heads", "0"], "--heads"),
+        (["-o", "x.txt"], "must end in one of .png, .svg, .pdf, got x.txt"),
+    ],
+)  # fmt: skip
+def test_bad_options_of_a_bias_are_named(options, message, attention_bias, capsys):
+    with pytest.raises(SystemExit):
+        attention_bias.main([*BIASED, *options])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["two_ranks", "train_tiny", "generate", "attention_bias"])
 def test_a_picture_that_exists_is_kept(request, name, tmp_path, capsys):
     out = tmp_path / "curves.png"
     out.write_text("mine")
