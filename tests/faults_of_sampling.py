@@ -1,4 +1,4 @@
-"""Faults of sampling: of the noise, the filters, what is drawn from, the acceptance of drafts, the operator."""
+"""Faults of sampling: the noise, filters, what is drawn from, drafts, the operator, ranks of logits, the report."""
 
 from fault import of
 
@@ -7,6 +7,10 @@ DRAW, KEPT, WIDE = "kernels/draw.py", "kernels/sample_kept.py", "kernels/sample_
 FILTERS, BELOW = "test_sample_kernels.py::test_filters", "test_sample_kernels.py::test_boundaries_below_what_is_held"
 CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
 SHARDED = "ops/sample_sharded.py"
+REPORT, REPORTS = "kernels/sample_report.py", "ops/sample_reports.py"
+REPORTED = "test_sample_kernels.py::test_log_probabilities_of_tokens_and_of_the_greatest"
+HIDDEN = "test_sample_kernels.py::test_the_logits_as_given_have_what_a_bitmask_hides"
+BESIDE = "test_sample_kernels.py::test_log_probabilities_with_bias_bitmask_and_rows"
 SAMPLING = (
     of(
         "ops", "noise-of-32-bits", NOISE, "low * 2.0**-64", "2.0**-33",
@@ -112,5 +116,69 @@ SAMPLING = (
         "ops", "header-of-other-rows", "distributed.py", "key = shards.sizes, *of_all, like.dtype",
         "key = shards.sizes, like.dtype",
         "test_shards_misuse.py::test_what_a_message_says_of_its_rank_is_made_once_for_messages_of_one_kind",
+    ),
+    of("kernels", "ranks-from-below", KEPT, "other[None, :] > code", "other[None, :] < code", FILTERS),
+    of("kernels", "above-itself", KEPT, "other[None, :] > code", "other[None, :] >= code", FILTERS),
+    of(
+        "kernels", "compared-with-whole-rounds-alone", KEPT, "for start in range(0, n, 4 * AT_ONCE):",
+        "for start in range(0, n - AT_ONCE, 4 * AT_ONCE):", FILTERS,
+    ),
+    of("kernels", "rounds-that-overlap", KEPT, "j = start + turn * AT_ONCE +", "j = start + turn +", FILTERS),
+    of("kernels", "one-more-than-k", KEPT, "kept = on & ((rank < F.k)", "kept = on & ((rank <= F.k)", FILTERS),
+    of("kernels", "mass-with-its-number", KEPT, "above & (ONE_OF_MANY - 1)", "above", FILTERS),
+    of(
+        "kernels", "boundary-of-top-p-left-out", KEPT, "(mass_above.to(tl.float64) < target)",
+        "((mass_above + mass).to(tl.float64) < target)", FILTERS,
+    ),
+    of(
+        "kernels", "top-p-of-all-after-ranks", KEPT,
+        "tl.where(F.k > 0, tl.sum(tl.where(kept, mass, 0), axis=0), F.total)", "F.total", FILTERS,
+    ),
+    of(
+        "kernels", "joint-of-what-top-k-keeps", KEPT, "    if K.joint:\n        of_target",
+        "    if False:\n        of_target", FILTERS,
+    ),
+    of(
+        "kernels", "greatest-that-is-kept", KEPT, "tl.min(tl.where(kept, code, nowhere), axis=0)",
+        "tl.max(tl.where(kept, code, nothing), axis=0)", FILTERS,
+    ),
+    of(
+        "kernels", "top-p-of-what-is-listed", KEPT, "by_k & (by_p | (F.p >= 1)), by_p)", "by_k | by_p, by_p)", FILTERS,
+    ),
+    of("kernels", "log-of-a-sum-added", REPORT, "offset = -tl.log(total", "offset = tl.log(total", REPORTED),
+    of("kernels", "any-inf-is-likely", REPORT, "(n_nan == 0) & (n_inf == 1), 0.0", "n_nan == 0, 0.0", HIDDEN),
+    of(
+        "kernels", "inf-less-inf", REPORT, "tl.where(x_t == origin, offset, x_t - origin + offset)",
+        "x_t - origin + offset", REPORTED,
+    ),
+    of("kernels", "scores-in-log-2", REPORT, "x_t, D.factor * LN2,", "x_t, D.factor,", REPORTED),
+    of("kernels", "greatest-of-too-few-lanes", REPORT, "if (n < F.k) & (known > LOWEST):", "if False:", REPORTED),
+    of(
+        "kernels", "count-of-another-list", REPORT, "    tl.store(record_ptr + LISTED, tl.zeros([], tl.int64))\n", "",
+        "test_sample_kernels.py::test_memory_that_is_new_holds_anything",
+    ),
+    of("kernels", "quarters-that-overlap", REPORT, "<< (quarter * 8)", "<< (quarter * 4)", REPORTED),
+    of(
+        "kernels", "list-without-its-bias", REPORT, "x += tl.load(D.bias_ptr + cols,",
+        "x += 0.0 * tl.load(D.bias_ptr + cols,", BESIDE,
+    ),
+    of(
+        "kernels", "a-place-after-the-last-unwritten", REPORT, "(i >= tl.minimum(n, top_k))",
+        "(i > tl.minimum(n, top_k))",
+        "test_sample_kernels.py::test_memory_that_is_new_holds_anything",
+    ),
+    of("kernels", "columns-that-no-filter-kept", REPORT, "tl.where(value > NEG_INF, col, -1)", "col", REPORTED),
+    of("kernels", "bits-from-the-other-end", REPORT, "(byte >> (col % 8))", "(byte >> (7 - col % 8))", REPORTED),
+    of(
+        "ops", "raw-logits-by-a-temperature", REPORTS, "numbers.temperature if processed else 1.0",
+        "numbers.temperature", BESIDE,
+    ),
+    of(
+        "ops", "raw-logits-with-a-bias", REPORTS, "judged = options if processed else Sampling(",
+        "judged = options if processed else Sampling(logit_bias=options.logit_bias, ", BESIDE,
+    ),
+    of(
+        "ops", "kept-where-it-is-not-asked-for", REPORTS, "drawn.kept if options.return_kept else None", "drawn.kept",
+        REPORTED,
     ),
 )  # fmt: skip

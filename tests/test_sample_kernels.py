@@ -176,7 +176,8 @@ def test_log_probabilities_of_tokens_and_of_the_greatest(of, n_top, held, device
     assert_reported(x, options, plan)
 
 
-def test_log_probabilities_with_bias_bitmask_and_rows(device):
+@pytest.mark.parametrize("capacity", [64, 1], ids=["few lanes hold the greatest", "the row is read again"])
+def test_log_probabilities_with_bias_bitmask_and_rows(capacity, device):
     """What a bitmask hides counts in the distribution of the logits as given, and in no other."""
     x = rows_of_all_kinds(77, torch.bfloat16, device)
     generator = torch.Generator().manual_seed(1)
@@ -187,7 +188,26 @@ def test_log_probabilities_with_bias_bitmask_and_rows(device):
         options = Sampling(
             0.5, 30, logit_bias=bias, bitmask=bitmask, row_indices=rows, return_logprobs=kind, top_logprobs=20
         )
-        assert_reported(x, options)
+        assert_reported(x, options, replace(plan_draws(7, 77, 2, H200), capacity=capacity))
+
+
+def test_the_logits_as_given_have_what_a_bitmask_hides(device):
+    """A second inf, or a NaN: what is left can be drawn from, and its log-probability is NaN."""
+    x = rows_of_all_kinds(77, device=device)[[5, 3]]
+    bitmask = torch.tensor([[~2, -1, -1], [~1, -1, -1]], dtype=torch.int32, device=device)
+    for kind in ("raw", "processed"):
+        assert_reported(x, Sampling(bitmask=bitmask, return_logprobs=kind, top_logprobs=3))
+
+
+def test_memory_that_is_new_holds_anything(device):
+    """Torch fills it here, with NaN and the greatest integers."""
+    x = rows_of_all_kinds(1100, device=device)[[0, 6, 7]]
+    plan = replace(plan_draws(len(x), 1100, 4, H200), capacity=2, stretches=1, kept_warps=2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_reported(x, Sampling(**REPORTS["of the logits as given"], top_logprobs=5), plan)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def assert_reported(x, options, plan=None):
