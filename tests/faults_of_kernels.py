@@ -15,18 +15,15 @@ KERNELS = (
     ),
     of(
         "kernels", "a-sink-by-the-strides-of-the-scale", "kernels/rows.py", "S.sink_0, S.sink_1, S.sink_2)",
-        "S.scale_0, S.scale_1, S.scale_2)",
-        "test_sink.py::test_every_strategy",
+        "S.scale_0, S.scale_1, S.scale_2)", "test_sink.py::test_every_strategy",
     ),
     of(
         "kernels", "a-sink-that-is-no-maximum", "kernels/state.py", "m, s = merge_score(m, s, sink, sink, K.ptx)",
-        "s = merge_score(m, s, sink, sink, K.ptx)[1]",
-        "test_sink.py::test_every_strategy",
+        "s = merge_score(m, s, sink, sink, K.ptx)[1]", "test_sink.py::test_every_strategy",
     ),
     of(
         "kernels", "a-sink-of-infinity-has-no-lse", "kernels/state.py", "merge_score(m, s, finite_top(sink), sink,",
-        "merge_score(m, s, sink, sink,",
-        "test_sink.py::test_logsumexp_by_every_strategy",
+        "merge_score(m, s, sink, sink,", "test_sink.py::test_logsumexp_by_every_strategy",
     ),
     of(
         "kernels", "mask-past-the-size", "kernels/rows.py", "cols < size, OTHER, K)", "cols <= size, OTHER, K)",
@@ -124,8 +121,7 @@ KERNELS = (
     of(
         "kernels", "masked-input-of-negative-scales", "kernels/rows.py",
         'masked_input = tl.where(sign == -1, float("inf"), NEG_INF)',
-        "masked_input = tl.where(sign == -1, NEG_INF, NEG_INF)",
-        "test_scores.py::test_every_strategy",
+        "masked_input = tl.where(sign == -1, NEG_INF, NEG_INF)", "test_scores.py::test_every_strategy",
     ),
     of(
         "kernels", "columns-past-the-size", "kernels/columns.py",
@@ -222,14 +218,12 @@ KERNELS = (
     ),
     of(
         "kernels", "nested-strides-swapped", "kernels/rows.py", "(odd_0 >> 1) * V, (odd_1 >> 1) * V,",
-        "(odd_1 >> 1) * V, (odd_0 >> 1) * V,",
-        "test_layouts.py::test_every_strategy",
+        "(odd_1 >> 1) * V, (odd_0 >> 1) * V,", "test_layouts.py::test_every_strategy",
     ),
     of(
         "kernels", "columns-by-one-outer-stride", "kernels/columns.py",
         "ptr += nested_offset(c.outer, outer_stride, K)",
-        "ptr += nested_offset(c.outer * 0, outer_stride, K)",
-        "test_layouts.py::test_columns",
+        "ptr += nested_offset(c.outer * 0, outer_stride, K)", "test_layouts.py::test_columns",
     ),
 )  # fmt: skip
 
@@ -292,8 +286,7 @@ PLAN = (
     ),
     of(
         "plan", "parts-of-one-stream-alone", "plan/rows.py",
-        "device.sm_count * max(1, resident) // 2", "device.sm_count * max(1, resident)",
-        "test_plan_kept.py",
+        "device.sm_count * max(1, resident) // 2", "device.sm_count * max(1, resident)", "test_plan_kept.py",
     ),
     of(
         "plan", "parts-of-a-loss", "plan/rows.py",
@@ -370,8 +363,7 @@ RUNNER = (
     ),
     of(
         "runner", "dims-merged-that-do-not-follow", "layout.py", "all(outer == size * inner for",
-        "all(outer >= size * inner for",
-        "test_scores.py::test_masks_of_every_layout",
+        "all(outer >= size * inner for", "test_scores.py::test_masks_of_every_layout",
     ),
     of(
         "runner", "rows-flattened-that-lie-apart", "layout.py", "elif stride != n_rows * row_stride:",
@@ -384,8 +376,7 @@ RUNNER = (
     ),
     of(
         "runner", "inner-positions-of-one-tensor-alone", "layout.py", "all(each.stride(outer[-1]) == n_inner",
-        "any(each.stride(outer[-1]) == n_inner",
-        "test_layouts.py::test_columns",
+        "any(each.stride(outer[-1]) == n_inner", "test_layouts.py::test_columns",
     ),
     of(
         "runner", "tuples-of-any-widths-are-one-kernel", "launch.py", "return tuple(_kind(each) for each in scalar)",
