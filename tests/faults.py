@@ -20,12 +20,14 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from fault import Fault
+from faults_of_attention import ATTENTION
 from faults_of_calls import CALLS, OPS, REGISTER
 from faults_of_help import HELP
 from faults_of_kernels import KERNELS, PLAN, RUNNER
 from faults_of_sampling import SAMPLING
+from faults_of_shards import SHARDS
 
-FAULTS = KERNELS + HELP + PLAN + RUNNER + CALLS + OPS + REGISTER + SAMPLING
+FAULTS = KERNELS + HELP + PLAN + RUNNER + CALLS + OPS + REGISTER + SAMPLING + ATTENTION + SHARDS
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src", "fused_softmax")
 # As `make test` has them.
@@ -108,7 +110,7 @@ def main() -> int:
         faulty(each, (ROOT / SOURCE / each.file).read_text())
     if given.list:
         for each in chosen:
-            print(f"{each.layer:9}{each.name:36}{each.file}")
+            print(f"{each.layer:10}{each.name:44}{each.file}")
         return 0
 
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +123,7 @@ def main() -> int:
             tree, start = trees.get(), time.perf_counter()
             found, said = judge(fault, tree, given.clean, given.whole)
             trees.put(tree)
-            print(f"{found:11}{fault.layer:9}{fault.name:36}{time.perf_counter() - start:6.1f} s  {said}", flush=True)
+            print(f"{found:11}{fault.layer:10}{fault.name:44}{time.perf_counter() - start:6.1f} s  {said}", flush=True)
             return found
 
         with ThreadPoolExecutor(given.jobs) as pool:

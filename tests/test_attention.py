@@ -61,6 +61,13 @@ def test_every_pattern_of_a_bias_has_its_gradient(tiles, shape, name, device):
     assert_attention(*qkv(20, 35, device=device), **{name: added.to(device)})
 
 
+def test_parts_of_a_biass_gradient(tiles, device, monkeypatch):
+    """Four tiles for three parts, of which the last has none."""
+    monkeypatch.setattr(attention_calls, "_PART_BYTES", 3 * 4 * 20)
+    (bias,) = tensors((1, 20), seed=3)
+    assert_attention(*qkv(20, 20, heads=1, device=device), bias=bias.to(device))
+
+
 def test_two_biases_that_differ_in_all(tiles, device):
     """Both have the gradient of the scores; one is read in another dtype, and -inf hides."""
     bias, mask = (each.to(device) for each in tensors((2, 2, 20, 35), (2, 20, 35), seed=3))
@@ -137,6 +144,21 @@ def test_lengths(tiles, n_queries, n_keys, is_causal, device):
     assert_attention(*qkv(n_queries, n_keys, lead=(1,), heads=1, device=device), is_causal=is_causal)
 
 
+@pytest.mark.parametrize("window", [(1, 1), (31, None), (None, 31)], ids=str)
+def test_windows_that_end_with_a_tile(tiles, window, device):
+    """Of a tile of queries the last key seen is a tile's first one, and the first key a tile's last; one key hidden."""
+    (bias,) = tensors((1, 33), seed=3)
+    assert_attention(*qkv(33, 33, lead=(1,), heads=1, device=device), bias=bias.to(device), window=window)
+
+
+@pytest.mark.parametrize("tiles", ["oblong"], indirect=True)
+def test_keys_after_the_last_tile(tiles, device):
+    """Whole tiles for one kernel and not for another, with NaN after the last key."""
+    q, *of_keys = qkv(20, 48, lead=(1,), heads=1, device=device)
+    poisoned = [torch.nn.functional.pad(each, (0, 0, 0, 16), value=float("nan"))[..., :48, :] for each in of_keys]
+    assert_attention(q, *poisoned, bias=torch.zeros(1, 1, 20, 48, device=device))
+
+
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 5), (5, 0), (0, 0)])
 def test_no_queries_or_keys(tiles, n_queries, n_keys, device):
     sinks, bias = torch.zeros(2, device=device), torch.zeros(1, 2, n_queries, n_keys, device=device)
@@ -179,10 +201,15 @@ def test_layouts_and_poison(tiles, device):
 
 
 def test_many_leading_dims(tiles, device):
-    """Those that merge, those that two strides describe, and those that neither does, with a bias of any."""
+    """Those that merge, those that two strides describe, and those that neither does, with a bias of any.
+
+    One that is expanded over a dim has a stride of 0 there, and yet a gradient of the whole dim.
+    """
     for shape in ((3, 1, 9, 17), (2, 1, 2, 9, 17), (1, 3, 2, 9, 17), (2, 3, 2, 9, 17)):
         (bias,) = tensors(shape, seed=3)
         assert_attention(*qkv(9, 17, lead=(2, 3), device=device), bias=bias.to(device))
+    (bias,) = tensors((1, 1, 1, 1, 17), seed=3)
+    assert_attention(*qkv(9, 17, lead=(2, 2), heads=1, device=device), bias=bias.to(device).expand(2, 1, 1, 1, 17))
     (bias,) = tensors((2, 1, 2, 1, 9, 17), seed=3)
     assert_attention(*qkv(9, 17, lead=(2, 2, 2), device=device), bias=bias.to(device))
 
@@ -236,15 +263,34 @@ def test_the_same_bits_and_kept_calls(tiles, device):
 
 
 def test_only_what_is_asked_for(tiles, device):
-    bias = torch.zeros(2, 20, 35, device=device)
-    for wanted in range(4):
-        given = [*qkv(20, 35, device=device), bias.clone()]
+    for wanted, n_biases in ((0, 1), (1, 1), (2, 1), (3, 1), (3, 2)):
+        given = [*qkv(20, 35, device=device), torch.zeros(n_biases, 2, 20, 35, device=device)]
         leaf = given[wanted].requires_grad_()
         exact = reference_attention.attention(*given[:3], bias=given[3])
         found = fused_softmax.attention(*given[:3], bias=given[3])
         ones = torch.ones_like(found)
         (ours,), (theirs,) = (torch.autograd.grad(each, leaf, ones) for each in (found, exact))
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_share_no_memory(tiles, device):
+    """Of a bias and a mask that have the gradient of the scores."""
+    bias, mask = (each.to(device).requires_grad_() for each in tensors((2, 2, 20, 35), (2, 2, 20, 35), seed=3))
+    y = fused_softmax.attention(*qkv(20, 35, device=device), attn_mask=mask, bias=bias)
+    dbias, dmask = torch.autograd.grad(y.square().sum(), (bias, mask))
+    assert torch.equal(dbias, dmask)
+    assert dbias.data_ptr() != dmask.data_ptr()
+
+
+def test_what_no_kernel_writes_is_0(tiles, device):
+    """Where torch fills new memory with NaN: gradients of hidden scores, and of keys that no query is there for."""
+    bias = torch.zeros(1, 1, 20, 35, device=device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_attention(*qkv(20, 35, lead=(1,), heads=1, device=device), bias=bias, window=(3, 2))
+        assert_attention(*qkv(0, 5, device=device))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_gradcheck(tiles, device):

@@ -122,6 +122,43 @@ def test_the_same_bits_and_tickets_that_start_anew(parts, device):
     assert all(torch.equal(each.output, found[0].output) and torch.equal(each.lse, found[0].lse) for each in found)
 
 
+@needs_kernels
+def test_tickets_are_0_again(parts, device, monkeypatch):
+    """At the end of a launch, for the next one takes them as they are."""
+    prepare, tickets = attention_calls._Call.prepare, []
+
+    def spied(self, *given, **fields):
+        run = prepare(self, *given, **fields)
+        return lambda *tensors: run(*tensors) or tickets.append(tensors[-1])
+
+    monkeypatch.setattr(attention_calls._Call, "prepare", spied)
+    fused_softmax.attention(*qkv(1, 70, heads=4, key_heads=2, device=device), enable_gqa=True)
+    assert len(tickets) == 1
+    assert tickets[0].dtype == torch.int64
+    assert not tickets[0].any()
+
+
+SEEN = {
+    "all": ({}, 50),
+    "causal": ({"is_causal": True, "causal_align": "bottom_right"}, 50),
+    "top left": ({"is_causal": True}, 3),
+    "window": ({"window": (20, 0), "causal_align": "bottom_right"}, 23),
+    "left": ({"window": (30, None), "causal_align": "bottom_right"}, 33),
+    "right": ({"window": (None, 7)}, 10),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("option", SEEN)
+def test_plans_are_of_the_keys_that_are_seen(option, device, monkeypatch):
+    """By some of three queries, of 50 keys."""
+    planned = []
+    monkeypatch.setattr(attention_decode, "plan_decode", lambda *given: planned.append(given[6]))
+    options, seen = SEEN[option]
+    fused_softmax.attention(*qkv(3, 50, lead=(1,), device=device), **options)
+    assert planned == [seen]
+
+
 def test_statistics_are_for_the_plain_kernel(device, monkeypatch):
     taken = []
     monkeypatch.setattr(attention_decode, "plan_decode", lambda *given: taken.append(given))

@@ -38,6 +38,7 @@ def cudnn(monkeypatch):
                  is_causal, scale):  # fmt: skip
         ran.append("backward")
         assert lse.shape == (*query.shape[:-1], 1)
+        assert do.stride(-1) == 1
         leaves = [each.detach().requires_grad_() for each in (query, key, value)]
         with torch.enable_grad():
             given = {"is_causal": is_causal, "scale": scale, "enable_gqa": True}
@@ -96,6 +97,14 @@ def test_a_gradient_of_lse_is_the_kernels_of_what_cudnn_left(cudnn):
     q, k, v = qkv(20, 35, dtype=BF16)
     assert_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, is_causal=True)
     assert cudnn == ["forward"]
+
+
+@interpreted
+def test_cudnn_gets_a_gradient_whose_last_dim_is_contiguous(cudnn):
+    given = [each.requires_grad_() for each in qkv(20, 35, dtype=BF16)]
+    y = fused_softmax.attention(*given)
+    torch.autograd.grad(y, given, torch.ones((), dtype=BF16).expand(y.shape))
+    assert cudnn == ["forward", "backward"]
 
 
 @interpreted

@@ -7,6 +7,7 @@ import torch
 from attention_cases import BF16, FP16, PLANS, assert_attention, qkv, tensors
 
 import fused_softmax
+from fused_softmax import reference_attention
 from fused_softmax.ops import attention_calls, attention_short
 from fused_softmax.plan import H200
 from fused_softmax.plan.attention import Tiles
@@ -105,6 +106,27 @@ def test_sinks_at_any_stride(short, device):
 
     expected, found = results(table[:, 1].contiguous()), results(table[:, 1])
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+@needs_kernels
+def test_gradients_that_are_other_kernels_work(short, device):
+    """Of keys that heads share, of sinks, and of a mask and a bias at once."""
+    bias, mask = (each.to(device) for each in tensors((1, 7, 16), (2, 1, 7, 1), seed=3))
+    shared = heads(7, 16, device=device, lead=(1,), n=4, key_heads=2)
+    given = heads(7, 16, device=device, lead=(2,), n=1)
+    assert_attention(*shared, enable_gqa=True)
+    assert_attention(*given, sinks=torch.tensor([0.5], device=device))
+    assert_attention(*given, attn_mask=bias, bias=mask)
+
+
+@needs_kernels
+def test_statistics_are_for_the_plain_kernel(short, device):
+    q, k, v = heads(20, 31, device=device)
+    for name in ("entropy", "row_max"):
+        found = fused_softmax.attention(q, k, v, return_stats=(name,)).stats[name]
+        exact = reference_attention.attention(q.double(), k.double(), v.double(), return_stats=(name,)).stats[name]
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+    assert_attention(q, k, v)
 
 
 @needs_kernels

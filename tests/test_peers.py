@@ -13,6 +13,7 @@ from fused_softmax import cross_entropy
 from fused_softmax.ops import loss_peers
 
 COLUMNS = 331
+SOFTMAXES = ["softmax", "log_softmax"]
 TARGETS = [0, 330, 129, 130, 200, 201, -100, 128]  # in every shard, at its first and last columns
 
 
@@ -36,7 +37,7 @@ def softmaxes(group, name, x, part_cols, dy, dtype=None):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("part_cols", [PART_COLS, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes_are_those_of_one_process(ranks, name, dtype, part_cols, n):
     x, dy = wide(3).to(dtype), wide(3, seed=1)
     found = ranks.values(n, softmaxes, name, x, part_cols, dy)
@@ -64,7 +65,7 @@ def of_infinities(group, name, x):
     return (softmax(wide_shard(x, group), group, name),)
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("name", SOFTMAXES)
 def test_shards_parts_and_rows_of_minus_infinity(ranks, name):
     x = wide(6).float()
     x[0], x[1, :130], x[2, 130:], x[3, 5], x[4, 64:128], x[5, 330] = -INF, -INF, -INF, INF, -INF, math.nan
@@ -91,6 +92,7 @@ LOSSES = {
     "scale": {"scale": 0.6, "reduction": "sum"}, "negative scale": {"scale": -0.5},
     "z-loss": {"lse_square_scale": 0.01, "return_z_loss": True}, "lse": {"return_lse": True},
     "in place": {"inplace_backward": True}, "in fp32": {"dtype": torch.float32}, "ignored": {"ignore_index": 3},
+    "z-loss alone": {"lse_square_scale": 0.01},
 }  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def padded(group, x, target, n_classes, inplace):
     in_parts()
     mine = wide_shard(x, group).requires_grad_()
     y, dx = differentiated(loss(mine * 1, target, group, n_classes=n_classes, inplace_backward=inplace), mine, 1.0)
-    return y, dx, softmax(wide_shard(x, group), group, n_classes=n_classes)
+    return y, dx, *[softmax(wide_shard(x, group), group, name, n_classes=n_classes) for name in SOFTMAXES]
 
 
 @pytest.mark.parametrize("n_classes", [330, 131, 130, 5])
@@ -208,10 +210,11 @@ def test_columns_past_n_classes_are_padding(ranks, inplace, n_classes):
     found = ranks.values(3, padded, x, target, n_classes, inplace)
     y, dx = of_one(x[:, :n_classes], target, {})
     close(same_on_all([each[:1] for each in found])[0], y)
-    for i, wanted in ((1, dx), (2, torch.softmax(x[:, :n_classes].double(), 1))):
+    softmaxes = [getattr(torch, name)(x[:, :n_classes].double(), 1) for name in SOFTMAXES]
+    for i, (wanted, padding) in enumerate(zip((dx, *softmaxes), (0, 0, -INF), strict=True), 1):
         ours = torch.cat([each[i] for each in found], 1)
         close(ours[:, :n_classes], wanted)
-        assert (ours[:, n_classes:] == 0).all()
+        assert (ours[:, n_classes:] == padding).all()
 
 
 def strided(group, x, target):
@@ -296,7 +299,7 @@ def of_other_rows(group, x, target):
     """Calls for other numbers of rows, made from those that are kept."""
     in_parts()
     found = []
-    for rows in (8, 6, 7):
+    for rows in (8, 6, 40):
         mine = wide_shard(x[:rows], group).requires_grad_()
         y, dx = differentiated(loss(mine, target[:rows], group), mine, 1.0)
         found.append((y, dx, softmax(mine.detach(), group)))
@@ -304,9 +307,9 @@ def of_other_rows(group, x, target):
 
 
 def test_calls_for_other_numbers_of_rows(ranks):
-    x, target = wide().float(), torch.tensor(TARGETS)
+    x, target = wide(40).float(), torch.tensor(TARGETS).repeat(5)
     (found,) = ranks.values(1, of_other_rows, x, target)
-    for rows, (y, dx, p) in zip((8, 6, 7), found, strict=True):
+    for rows, (y, dx, p) in zip((8, 6, 40), found, strict=True):
         wanted, of_whole = of_one(x[:rows], target[:rows], {})
         close(y, wanted)
         close(dx, of_whole)

@@ -1,6 +1,7 @@
 """Ranks that come late, or not, or ask for something else, and what cannot go by peers."""
 
 import gc
+import re
 import time
 import weakref
 
@@ -12,6 +13,7 @@ from sharded import close, logits
 
 import fused_softmax
 from fused_softmax import cross_entropy, distributed, peers
+from fused_softmax.kernels import peers as kernels
 
 X = logits(3, 10).float()
 TARGET = torch.tensor([1, 7, 3])
@@ -36,8 +38,9 @@ def be_impatient(group, seconds=0.3):
 
 
 def late(group):
+    """Calls of other values, so that a message of the first is no message of the second."""
     in_parts(None)
-    softmax(mine(group), group)
+    softmax(2 * mine(group), group)
     if dist.get_rank(group):
         time.sleep(1.5)
     return softmax(mine(group), group), loss(mine(group), TARGET, group)
@@ -77,7 +80,35 @@ def test_a_rank_that_never_comes_gives_nan_and_then_an_error(ranks, name):
     assert len(said) == 2
     for each in said:
         assert each.startswith(f"{name}: an earlier call gave NaN, because rank 1 has told nothing of row ")
-        assert " in 0.3 s; " in each
+        assert re.search(r" row [012] in 0\.3 s; ", each)
+
+
+def given_up(group):
+    """How long each row of a call is waited for that rank 1 does not make: in polls, beside the short first wait."""
+    in_parts(None)
+    be_impatient(group)
+    softmax(mine(group), group)
+    wait, limits = kernels.wait_long, []
+    if dist.get_rank(group) == 1:
+        return limits
+
+    def spied(slots, message, wanted, tag, limit, K):
+        limits.append(int(limit.handle.data.item()))
+        return wait(slots, message, wanted, tag, limit, K)
+
+    kernels.wait_long = spied
+    try:
+        softmax(mine(group), group)
+    finally:
+        kernels.wait_long = wait
+    return limits
+
+
+def test_who_has_given_up_once_waits_no_more(ranks):
+    limits, *_ = ranks.values(4, on_two, given_up)
+    assert len(limits) == len(X)
+    assert limits[0] > 0
+    assert limits[1:] == [0, 0]
 
 
 def at_odds(group, odd):
@@ -171,6 +202,23 @@ def test_memory_that_one_rank_cannot_map_is_nobodys(ranks):
             "softmax: transport='peer' cannot take this call: the ranks cannot map each other's memory: "
             "ZeroDivisionError: division by zero",
         )
+
+
+FACTS = ("host", "a GPU", "gpu 0"), ("host", "a GPU", "gpu 1"), ("host", "a GPU", "gpu 2")
+HINDERED = {
+    "the ranks are on several hosts": [("another", "a GPU", "gpu 0"), *FACTS[1:]],
+    "the ranks have devices of several kinds, ['a GPU', 'another']": [*FACTS[:2], ("host", "another", "gpu 2")],
+    "several ranks share a GPU": [*FACTS[:2], ("host", "a GPU", "gpu 1")],
+}
+
+
+@pytest.mark.parametrize("why", HINDERED)
+def test_what_keeps_a_group_from_peers(why, monkeypatch):
+    """Of three ranks, of which one says something else than the others."""
+    monkeypatch.setattr(peers, "_facts", lambda device: FACTS[0])
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(peers, "_heard", lambda group, said: [(*each, 3) for each in HINDERED[why]])
+    assert peers._set_up(object(), torch.device("cuda", 0)) == why
 
 
 def ended(group):

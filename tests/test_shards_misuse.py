@@ -135,6 +135,8 @@ def as_on_a_gpu(group, odd):
             cross_entropy(columns(3), target, group=group)
         except RuntimeError as error:
             said = str(error)
+        if said:  # from then on the ranks know each other's columns anew
+            close(cross_entropy(columns(4), target, group=group), torch.nn.functional.cross_entropy(whole, target))
         sizes = (4, 3, 4)  # that take turns, and are told apart
         found += [cross_entropy(columns(n), target, group=group, n_classes=3 + n) for n in sizes]
         return found, said

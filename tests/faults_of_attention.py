@@ -1,0 +1,322 @@
+"""Faults of attention: of its passes, of few queries, of short lengths, of its gradients, and of how calls are made."""
+
+from fault import of
+
+FORWARD, SCORES = "kernels/attention.py", "kernels/attention_scores.py"
+DECODE, SHORT, GRADIENT = "kernels/attention_decode.py", "kernels/attention_short.py", "kernels/attention_grad.py"
+CALLS, OF_SHORT, CUDNN = "ops/attention_calls.py", "ops/attention_short.py", "ops/attention_sdpa.py"
+PLAIN, OPTIONS = "test_attention.py::test_plain", "test_attention.py::test_options"
+TOGETHER, EDGES = "test_attention.py::test_everything_together", "test_attention.py::test_windows_that_end_with_a_tile"
+PATTERNS = "test_attention.py::test_every_pattern_of_a_bias_has_its_gradient"
+NOTHING = "test_attention.py::test_rows_that_see_nothing"
+SHARED = "test_attention.py::test_heads_that_share_keys"
+UNWRITTEN = "test_attention.py::test_what_no_kernel_writes_is_0"
+FEW, FEW_TOGETHER = "test_attention_decode.py::test_parts", "test_attention_decode.py::test_everything_together"
+SHORT_BIAS = "test_attention_short.py::test_a_bias_that_batches_share_has_its_gradient"
+STAY = "test_attention_sdpa.py::test_other_calls_stay"
+
+ATTENTION = (
+    of(
+        "attention", "last-tile-first-and-one-beyond", FORWARD, "        tile = n_tiles - 1 - tile\n    place",
+        "        tile = n_tiles - tile\n    place",
+        OPTIONS,
+    ),
+    of(
+        "attention", "values-without-rescale", FORWARD, "v, o * weight[:, None], input_precision",
+        "v, o, input_precision", PLAIN,
+    ),
+    of(
+        "attention", "sum-without-rescale", FORWARD, "s = s * weight + tl.sum(p, axis=1)", "s = s + tl.sum(p, axis=1)",
+        PLAIN,
+    ),
+    of(
+        "attention", "nan-of-a-row-that-sees-nothing", FORWARD,
+        "base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN", "base = top", NOTHING,
+    ),
+    of("attention", "lse-in-log-2", FORWARD, "(m + tl.log2(s)) * LN2)", "m + tl.log2(s))", PLAIN),
+    of(
+        "attention", "sink-not-in-log-2", FORWARD, "sink = sink.to(tl.float32) * LOG2E", "sink = sink.to(tl.float32)",
+        "test_attention.py::test_sinks",
+    ),
+    of(
+        "attention", "sink-that-takes-no-weight", FORWARD, "return top, s * weight + beside, t,",
+        "return top, s * weight, t,",
+        "test_attention.py::test_sinks",
+    ),
+    of(
+        "attention", "entropy-by-the-old-maximum", FORWARD, "t = weight * (t + weighed(s, m - base)) + tl.sum(",
+        "t = weight * t + tl.sum(",
+        "test_attention.py::test_stats",
+    ),
+    of(
+        "attention", "entropy-without-the-sink", FORWARD,
+        "t = weight * (t + weighed(s, m - base)) + weighed(beside, sink - base)",
+        "t = weight * (t + weighed(s, m - base))",
+        "test_attention.py::test_stats",
+    ),
+    of(
+        "attention", "keys-of-the-next-group", FORWARD,
+        "k_head = Head(head_at(k_ptr, k_strides, place, place.head // group)",
+        "k_head = Head(head_at(k_ptr, k_strides, place, place.head % (n_heads // group))", SHARED,
+    ),
+    of(
+        "attention", "last-visible-key-hidden", SCORES, "tl.where(cols <= rows + (S.offset + S.right)",
+        "tl.where(cols < rows + (S.offset + S.right)", OPTIONS,
+    ),
+    of(
+        "attention", "first-visible-key-hidden", SCORES, "tl.where(cols >= rows + (S.offset - S.left)",
+        "tl.where(cols > rows + (S.offset - S.left)", OPTIONS,
+    ),
+    of(
+        "attention", "a-key-beyond-the-last", SCORES, "z = tl.where(cols < S.n_keys, z",
+        "z = tl.where(cols <= S.n_keys, z", PLAIN,
+    ),
+    of(
+        "attention", "cut-by-the-last-query", SCORES, "cut = tl.maximum(tl.minimum(first + S.offset",
+        "cut = tl.maximum(tl.minimum(last + S.offset", OPTIONS,
+    ),
+    of(
+        "attention", "keys-end-one-short", SCORES, "end = tl.maximum(tl.minimum(last + S.offset + S.right + 1,",
+        "end = tl.maximum(tl.minimum(last + S.offset + S.right,", EDGES,
+    ),
+    of(
+        "attention", "keys-begin-one-tile-late", SCORES,
+        "tl.maximum(first + S.offset - S.left, 0) // K.block_n * K.block_n",
+        "tl.cdiv(tl.maximum(first + S.offset - S.left, 0), K.block_n) * K.block_n", OPTIONS,
+    ),
+    of(
+        "attention", "queries-end-one-short", SCORES, "tl.minimum(last - S.offset + S.left + 1, S.n_queries)",
+        "tl.minimum(last - S.offset + S.left, S.n_queries)", EDGES,
+    ),
+    of(
+        "attention", "queries-begin-by-the-last-key", SCORES, "begin = tl.maximum(first - S.offset - S.right",
+        "begin = tl.maximum(last - S.offset - S.right", OPTIONS,
+    ),
+    of(
+        "attention", "bias-not-in-log-2", SCORES, "K.bias_rows, GUARD).to(tl.float32) * LOG2E",
+        "K.bias_rows, GUARD).to(tl.float32)", PATTERNS,
+    ),
+    of("attention", "farther-keys-are-nearer", SCORES, "z -= slope *", "z += slope *", "test_attention.py::test_alibi"),
+    of(
+        "attention", "softcap-in-log-2", SCORES, "tl.exp2(c * (2.0 * LOG2E / A.cap))", "tl.exp2(c * (2.0 / A.cap))",
+        "test_attention.py::test_two_biases_that_differ_in_all",
+    ),
+    of(
+        "attention", "parts-merged-without-rescale", DECODE, "tl.sum(s_parts * tl.exp2(m_parts - base), axis=0)",
+        "tl.sum(s_parts, axis=0)", FEW,
+    ),
+    of(
+        "attention", "values-of-parts-without-rescale", DECODE, "tl.sum(o_parts * weight[:, :, None], axis=0)",
+        "tl.sum(o_parts, axis=0)", FEW,
+    ),
+    of(
+        "attention", "keys-after-the-last-whole-part", DECODE,
+        "tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), K.block_n), n_parts)",
+        "(tl.cdiv(tl.maximum(end - begin, 0), K.block_n) // n_parts)", FEW,
+    ),
+    of(
+        "attention", "merged-before-the-last-part", DECODE, '"acq_rel") == n_parts - 1', '"acq_rel") == n_parts - 2',
+        FEW,
+    ),
+    of(
+        "attention", "ticket-not-given-back", DECODE,
+        '            tl.atomic_xchg(tickets_ptr + number, 0, sem="relaxed")\n', "",
+        "test_attention_decode.py::test_tickets_are_0_again",
+    ),
+    of(
+        "attention", "heads-and-queries-of-rows-swapped", DECODE,
+        "place.head * group + rows // n_queries, rows % n_queries",
+        "place.head * group + rows % group, rows // group", "test_attention_decode.py::test_options",
+    ),
+    of(
+        "attention", "one-sink-for-a-group", DECODE, "tl.load(sinks_ptr + heads)",
+        "tl.load(sinks_ptr + heads // group * group)", FEW_TOGETHER,
+    ),
+    of(
+        "attention", "nan-of-parts-that-see-nothing", DECODE, "base = tl.where(m == NEG_INF, 0.0, m)[None, :]",
+        "base = m[None, :]", "test_attention_decode.py::test_parts_and_rows_that_see_nothing",
+    ),
+    of(
+        "attention", "parts-lose-the-entropy", "ops/attention_decode.py",
+        "if tensors[-2] is not None or tensors[-1] is not None:", "if tensors[-1] is not None:",
+        "test_attention_decode.py::test_statistics_are_for_the_plain_kernel",
+    ),
+    of(
+        "attention", "held-bias-not-in-log-2", SHORT, "K.bias_rows, K.ragged).to(tl.float32) * LOG2E",
+        "K.bias_rows, K.ragged).to(tl.float32)", SHORT_BIAS,
+    ),
+    of(
+        "attention", "batches-of-the-parts-after", SHORT,
+        "total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)\n"
+        "    for batch in tl.range(part * steps, tl.minimum((part + 1) * steps, n_batches)):",
+        "total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)\n    for batch in tl.range(part * steps, n_batches):",
+        SHORT_BIAS,
+    ),
+    of(
+        "attention", "short-gradient-of-lse-added", SHORT, "delta -= tl.where(nothing, 0.0, dlse)",
+        "delta += tl.where(nothing, 0.0, dlse)", "test_attention_short.py::test_lengths",
+    ),
+    of(
+        "attention", "short-nan-that-comes-back-to-lse", SHORT, "delta -= tl.where(nothing, 0.0, dlse)",
+        "delta -= dlse", "test_attention_short.py::test_rows_that_see_nothing",
+    ),
+    of(
+        "attention", "short-gradient-after-the-cap", SHORT, "ds = before_cap(ds, c, A, K).to(q.dtype)",
+        "ds = ds.to(q.dtype)", "test_attention_short.py::test_options",
+    ),
+    of(
+        "attention", "short-keys-without-the-scale", SHORT, "tl.dot(tl.trans(ds), q, input_precision=\"ieee\") * scale",
+        "tl.dot(tl.trans(ds), q, input_precision=\"ieee\")", "test_attention_short.py::test_lengths",
+    ),
+    of(
+        "attention", "held-bias-added-twice", OF_SHORT, '"bias": c.spec.bias and not held', '"bias": c.spec.bias',
+        SHORT_BIAS,
+    ),
+    of(
+        "attention", "bias-of-a-batch-held", OF_SHORT, 'any(c.strides["bias"][:2])', 'any(c.strides["bias"][:1])',
+        "test_attention_short.py::test_other_biases",
+    ),
+    of(
+        "attention", "short-gradients-of-shared-keys", OF_SHORT, "plan is None or c.group != 1 or", "plan is None or",
+        "test_attention_short.py::test_gradients_that_are_other_kernels_work",
+    ),
+    of(
+        "attention", "two-gradients-from-one-sum", OF_SHORT, "or asked[5] or len(wanted) > 1:", "or asked[5]:",
+        "test_attention_short.py::test_gradients_that_are_other_kernels_work",
+    ),
+    of(
+        "attention", "short-gradients-without-the-sinks", OF_SHORT, "or asked[5] or len(wanted) > 1:",
+        "or len(wanted) > 1:", "test_attention_short.py::test_gradients_that_are_other_kernels_work",
+    ),
+    of(
+        "attention", "short-lengths-lose-the-entropy", OF_SHORT,
+        "if plan is None or tensors[-2] is not None or tensors[-1] is not None:",
+        "if plan is None or tensors[-1] is not None:",
+        "test_attention_short.py::test_statistics_are_for_the_plain_kernel",
+    ),
+    of(
+        "attention", "gradient-of-lse-added", GRADIENT, "delta -= tl.load(dlse_ptr + at",
+        "delta += tl.load(dlse_ptr + at", PLAIN,
+    ),
+    of(
+        "attention", "nan-that-comes-back-to-lse", GRADIENT,
+        "tl.where(lse == NEG_INF, 0.0, delta), mask=valid", "delta, mask=valid", NOTHING,
+    ),
+    of(
+        "attention", "weights-of-rows-that-see-nothing", GRADIENT,
+        'return tl.where(lse == NEG_INF, float("inf"), lse * LOG2E), delta', "return lse * LOG2E, delta", NOTHING,
+    ),
+    of(
+        "attention", "queries-of-another-group", GRADIENT, "of_query = number * group + of_group",
+        "of_query = number + of_group * n_key_heads", SHARED,
+    ),
+    of("attention", "keys-without-the-scale", GRADIENT, "dk * scale, first, n_keys", "dk, first, n_keys", PLAIN),
+    of("attention", "queries-without-the-scale", GRADIENT, "dq * scale, first", "dq, first", PLAIN),
+    of(
+        "attention", "values-of-the-last-tile-alone", GRADIENT, "do, dv, input_precision", "do, input_precision", PLAIN,
+    ),
+    of(
+        "attention", "gradient-of-a-bias-in-the-first-tile", GRADIENT, "at = ds_ptr + (row + first) * S.n_keys",
+        "at = ds_ptr + row * S.n_keys", PATTERNS,
+    ),
+    of("attention", "slope-of-the-cap", GRADIENT, "ds * (1.0 - y * y)", "ds * (1.0 - y)", OPTIONS),
+    of(
+        "attention", "steps-of-a-bias-rounded-down", GRADIENT, "steps = tl.cdiv(n_steps, n_parts)",
+        "steps = n_steps // n_parts", "test_attention.py::test_parts_of_a_biass_gradient",
+    ),
+    of(
+        "attention", "tile-on-the-diagonal-of-a-bias", GRADIENT, "start <= first + BLOCK_M - 1 + offset + right",
+        "start < first + BLOCK_M - 1 + offset + right", EDGES,
+    ),
+    of(
+        "attention", "tile-at-the-left-of-a-bias", GRADIENT, "start + BLOCK_N - 1 >= first + offset - left",
+        "start + BLOCK_N - 1 > first + offset - left", EDGES,
+    ),
+    of(
+        "attention", "batches-of-a-bias-swapped", GRADIENT, "of_query = (at_outer * n_inner + at_inner) * n_heads",
+        "of_query = (at_outer + at_inner) * n_heads", "test_attention.py::test_many_leading_dims",
+    ),
+    of(
+        "attention", "column-sums-of-the-last-tile", "kernels/attention_stats.py", "sums += tl.sum(", "sums = tl.sum(",
+        "test_attention.py::test_stats",
+    ),
+    of(
+        "attention", "least-score-as-a-maximum", CALLS, "how.softcap is None and how.scale > 0", "how.softcap is None",
+        OPTIONS,
+    ),
+    of(
+        "attention", "last-keys-by-the-tile-of-queries", CALLS, "self.n_keys % tiles.block_n",
+        "self.n_keys % tiles.block_m", "test_attention.py::test_keys_after_the_last_tile",
+    ),
+    of(
+        "attention", "window-that-hides-one-key", CALLS, "return None if left is None or left >= most else left",
+        "return None if left is None or left >= most - 1 else left", EDGES,
+    ),
+    of(
+        "attention", "window-that-hides-one-query", CALLS, "return None if right is None or right >= most else right",
+        "return None if right is None or right >= most - 1 else right", EDGES,
+    ),
+    of(
+        "attention", "keys-that-the-last-query-sees", CALLS, "max(0, offset - self._left)",
+        "max(0, self.n_queries - 1 + offset - self._left)",
+        "test_attention_decode.py::test_plans_are_of_the_keys_that_are_seen",
+    ),
+    of(
+        "attention", "two-gradients-of-one-memory", CALLS,
+        "found.clone() if found is ds and len(full) > 1 else found", "found",
+        "test_attention.py::test_gradients_share_no_memory",
+    ),
+    of(
+        "attention", "hidden-gradients-left-unwritten", CALLS, "make = torch.zeros if c.how.bounded else torch.empty",
+        "make = torch.empty", UNWRITTEN,
+    ),
+    of(
+        "attention", "gradients-of-no-queries-unwritten", CALLS, "make = torch.empty if n_rows else torch.zeros",
+        "make = torch.empty", UNWRITTEN,
+    ),
+    of(
+        "attention", "a-bias-alone-without-its-gradient", CALLS, "bool(asked[0] or full)", "bool(asked[0])",
+        "test_attention.py::test_only_what_is_asked_for",
+    ),
+    of(
+        "attention", "sink-gradient-of-the-other-sign", CALLS, "terms = -p * delta", "terms = p * delta",
+        "test_attention.py::test_sinks",
+    ),
+    of(
+        "attention", "dims-merged-of-which-one-is-broadcast", "ops/attention_layout.py",
+        "and (sizes[self._dims[-1][-1]] == 1) == (sizes[d] == 1)\n", "", "test_attention.py::test_many_leading_dims",
+    ),
+    of(
+        "attention", "bottom-right-by-cudnn", CUDNN,
+        "(how.left, how.right, how.offset(n_queries, n_keys)) == (None, 0, 0)",
+        "(how.left, how.right) == (None, 0)", STAY,
+    ),
+    of("attention", "softcap-by-cudnn", CUDNN, "        and how.softcap is None\n", "", STAY),
+    of("attention", "negative-scale-by-cudnn", CUDNN, "        and how.scale > 0\n", "", STAY),
+    of(
+        "attention", "broadcast-keys-by-cudnn", CUDNN,
+        "        and not any(0 in each.stride() for each in given[:3])  # broadcast\n", "", STAY,
+    ),
+    of(
+        "attention", "not-deterministic-where-asked", CUDNN, "if how.deterministic or not is_plain(",
+        "if not is_plain(", STAY,
+    ),
+    of(
+        "attention", "gradient-of-lse-lost-by-cudnn", CUDNN, "if dlse is not None or not all(", "if not all(",
+        "test_attention_sdpa.py::test_a_gradient_of_lse_is_the_kernels_of_what_cudnn_left",
+    ),
+    of(
+        "attention", "all-gradients-for-one", CUDNN, "not all(asked[:3])", "not any(asked[:3])",
+        "test_attention_sdpa.py::test_what_is_asked_beside_the_output",
+    ),
+    of(
+        "attention", "strided-gradient-for-cudnn", CUDNN, "do if do.stride(-1) == 1 else do.contiguous()", "do",
+        "test_attention_sdpa.py::test_cudnn_gets_a_gradient_whose_last_dim_is_contiguous",
+    ),
+    of(
+        "attention", "taken-where-a-way-is-switched-off", CUDNN,
+        "cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled() and cuda.math_sdp_enabled()",
+        "cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()",
+        "test_patch_attention.py::test_all_else_stays",
+    ),
+)  # fmt: skip

@@ -1,0 +1,166 @@
+"""Faults of rows over several GPUs: of the messages of peers, of who waits for whom, and of what ranks know."""
+
+from fault import of
+
+MESSAGES, LOSS, GATHER = "kernels/peers.py", "kernels/loss_peers.py", "kernels/gather_peers.py"
+SOFTMAX, LOSSES, MEMORY = "kernels/softmax_peers.py", "ops/loss_peers.py", "peers.py"
+RANKS = "distributed.py"
+SOFTMAXES, OF_ONE = (
+    "test_peers.py::test_softmaxes_are_those_of_one_process", "test_peers.py::test_losses_are_those_of_one_process",
+)  # fmt: skip
+GATHERED = "test_peers_gathered.py::test_losses_are_those_of_one_process"
+PADDING, LATE = (
+    "test_peers.py::test_columns_past_n_classes_are_padding", "test_peers_waits.py::test_a_late_rank_is_waited_for",
+)  # fmt: skip
+ABSENT = "test_peers_waits.py::test_a_rank_that_never_comes_gives_nan_and_then_an_error"
+AT_ODDS = "test_peers_waits.py::test_ranks_that_ask_for_other_options_get_nan_and_then_an_error"
+HINDERED = "test_peers_waits.py::test_what_keeps_a_group_from_peers"
+COMPARED = "test_shards_misuse.py::test_what_is_not_compared_beforehand_gives_nan_and_then_an_error"
+
+SHARDS = (
+    of(
+        "shards", "tag-of-the-launch-before", MESSAGES, "tag = 1 - tl.where(turn == 0, first, second)",
+        "tag = tl.where(turn == 0, first, second)", LATE,
+    ),
+    of("shards", "one-set-of-slots", MESSAGES, "return turn * set_size, tag", "return turn * 0, tag", LATE),
+    of(
+        "shards", "set-of-the-next-launch", MESSAGES, "turn = 1 - (first ^ second)", "turn = first ^ second", SOFTMAXES,
+    ),
+    of(
+        "shards", "old-messages-are-new", MESSAGES, "((1 - tag) << 31)", "(tag << 31)", SOFTMAXES,
+    ),
+    of(
+        "shards", "waits-as-long-again", MESSAGES, "limit = tl.where(word == 0, limit, 0)", "limit = limit + 0 * word",
+        "test_peers_waits.py::test_who_has_given_up_once_waits_no_more",
+    ),
+    of("shards", "header-of-the-first-rank-lost", MESSAGES, "(j >= n_states) &", "(j > n_states) &", OF_ONE),
+    of(
+        "shards", "headers-merged-as-states", MESSAGES, "merged(message, n_states, K)",
+        "merged(message, n_states + ranks, K)",
+        OF_ONE,
+    ),
+    of(
+        "shards", "other-options-are-fine", MESSAGES, "wrong = missing | (heads & ((message & DIGEST) != digest))",
+        "wrong = missing", AT_ODDS,
+    ),
+    of(
+        "shards", "rank-of-a-header-by-its-parts", MESSAGES,
+        "tl.where(first < n_states, first // n_parts, first - n_states)",
+        "first // n_parts", AT_ODDS,
+    ),
+    of(
+        "shards", "who-was-late-has-differed", MESSAGES, "tl.where(lost > 0, MISSING, DIFFERENT)\n        tl.store(",
+        "tl.where(lost > 0, DIFFERENT, MISSING)\n        tl.store(", ABSENT,
+    ),
+    of("shards", "a-missing-part-counts-nothing", MESSAGES, '        s = s + float("nan")\n', "", ABSENT),
+    of(
+        "shards", "parts-before-ranks", MESSAGES, "row_at + rank * n_parts + part, pack",
+        "row_at + part * ranks + rank, pack",
+        SOFTMAXES,
+    ),
+    of("shards", "target-by-the-first-shard", LOSS, "t = T.t - first", "t = T.t", OF_ONE),
+    of("shards", "target-of-the-next-shard", LOSS, "(t >= 0) & (t < n_cols)", "(t >= 0) & (t <= n_cols)", OF_ONE),
+    of(
+        "shards", "target-after-the-body-of-the-first-part", LOSS, "K), 0), n_parts - 1)", "K), 0), 0)",
+        OF_ONE, "test_peers.py::test_shards_that_lie_in_other_ways",
+    ),
+    of("shards", "target-of-the-first-part", LOSS, "part == tl.where(here, owner, 0)", "part == 0", OF_ONE),
+    of("shards", "own-target-for-a-loss", LOSS, "part >= 0, m, ls, logit,", "part >= 0, m, ls, z_t,", OF_ONE),
+    of("shards", "loss-by-its-own-maximum", LOSS, "m, s, logit = state_of(", "_, s, logit = state_of(", OF_ONE),
+    of(
+        "shards", "gradient-of-a-target-that-is-no-class", LOSS, "if T.kept | T.wrong:", "if T.kept:",
+        "test_peers.py::test_rows_that_do_not_count_and_a_target_that_is_no_class",
+    ),
+    of("shards", "softmax-by-its-own-maximum", SOFTMAX, "m, s, _ = state_of(", "_, s, _ = state_of(", SOFTMAXES),
+    of("shards", "softmax-of-its-own-sum", SOFTMAX, "m, s, _ = state_of(", "m, _, _ = state_of(", SOFTMAXES),
+    of(
+        "shards", "words-that-differ-are-heard", GATHER, "tl.where(wrong, -1,", "tl.where(missing, -1,",
+        "test_peers_gathered.py::test_what_a_rank_does_not_say_is_nan_and_then_an_error",
+    ),
+    of("shards", "words-by-rows", GATHER, "heard_ptr += n\n", "heard_ptr += n_rows\n", GATHERED),
+    of(
+        "shards", "smoothing-by-one-launch", LOSSES, "loss.weight is not None or loss.smooth or",
+        "loss.weight is not None or",
+        GATHERED,
+    ),
+    of("shards", "weights-by-one-launch", LOSSES, "if loss.weight is not None or", "if", GATHERED),
+    of(
+        "shards", "z-loss-left-out-of-one-launch", LOSSES, " and not loss.lse_square_scale\n", "\n",
+        f"{OF_ONE}[z-loss alone-2]",
+    ),
+    of(
+        "shards", "small-gradients-before-their-factor", LOSSES, "(input.dtype == torch.float16 or inplace)", "inplace",
+        "test_peers.py::test_dtypes_of_losses[mean-torch.float16-128]",
+    ),
+    of(
+        "shards", "call-of-other-classes", "ops/cross_entropy.py",
+        "(*wanted, torch.is_grad_enabled(), n_classes, transport)", "(*wanted, torch.is_grad_enabled(), transport)",
+        PADDING,
+    ),
+    of(
+        "shards", "padding-keeps-its-logits", LOSSES,
+        "dx[:, kind.facts.of(None).held :] = 0  # padding", "pass", PADDING,
+    ),
+    of(
+        "shards", "more-targets-than-are-counted", LOSSES,
+        "(n > WHOLE[-1] or (counts and counted_by_each(n) != counted_by_each(n_rows)))", "n > WHOLE[-1]",
+        "test_peers.py::test_calls_for_other_numbers_of_rows",
+    ),
+    of(
+        "shards", "a-gradient-given-away-twice", LOSSES, "dx, ctx.dx = ctx.dx, None", "dx = ctx.dx",
+        "test_peers.py::test_a_second_backward_and_no_second_derivative",
+    ),
+    of(
+        "shards", "ignored-class-not-compared", LOSSES,
+        "{facts.n_classes} {asked.ignore_index} {asked", "{facts.n_classes} {asked",
+        AT_ODDS,
+    ),
+    of(
+        "shards", "padding-of-a-logarithm", "ops/softmax_peers.py",
+        "value=-torch.inf if log else 0.0", "value=0.0", PADDING,
+    ),
+    of(
+        "shards", "row-of-a-word-with-its-rank", MEMORY, "word >> 16, (word >> 2)", "word >> 14, (word >> 2)", ABSENT,
+    ),
+    of(
+        "shards", "slots-of-the-first-rows", MEMORY, "if found is None or found.rows < n_rows:", "if found is None:",
+        "test_peers.py::test_launches_over_changing_shapes",
+    ),
+    of(
+        "shards", "cpus-by-peers-unasked", MEMORY, 'or (transport is None and device.type != "cuda"):', "or False:",
+        "test_peers_waits.py::test_cpu_ranks_talk_by_a_collective_unless_asked",
+    ),
+    of(
+        "shards", "memory-of-those-who-can", MEMORY, "if failed else peers", "if len(failed) > 1 else peers",
+        "test_peers_waits.py::test_memory_that_one_rank_cannot_map_is_nobodys",
+    ),
+    of("shards", "several-hosts", MEMORY, "if len(set(hosts)) > 1:", "if len(set(hosts)) > 2:", HINDERED),
+    of(
+        "shards", "two-ranks-on-a-gpu", MEMORY, "len(said) > len({each[2] for each in said})",
+        "len({each[2] for each in said}) == 1", HINDERED,
+    ),
+    of(
+        "shards", "first-column-after-its-own", RANKS, "sum(self.sizes[: self.rank])",
+        "sum(self.sizes[: self.rank + 1])",
+        "test_shards_losses.py::test_losses_are_those_of_one_process",
+    ),
+    of(
+        "shards", "columns-of-the-next-rank-count", RANKS, "self.n_classes - end + size)", "self.n_classes - end)",
+        "test_shards_losses.py::test_columns_past_n_classes_are_padding",
+    ),
+    of(
+        "shards", "answers-to-other-questions", RANKS,
+        '.masked_fill((headers != expected.there).any(), float("nan"))', "",
+        COMPARED,
+    ),
+    of(
+        "shards", "own-columns-as-they-were", RANKS, "sizes = (*sizes[:rank], columns, *sizes[rank + 1 :])",
+        "sizes = tuple(sizes)", COMPARED,
+    ),
+    of("shards", "columns-of-other-classes", RANKS, "key = n_classes, device.type", "key = 0, device.type", COMPARED),
+    of(
+        "shards", "columns-not-compared-again", RANKS,
+        "            _known.pop(group, None)  # the next call compares\n", "",
+        COMPARED,
+    ),
+)  # fmt: skip
