@@ -1,4 +1,4 @@
-"""What a fault is; tests/faults_of_kernels.py, and of help, calls and sampling, list them."""
+"""What a fault is. The files faults_of_*.py list them, each of one part of the package."""
 
 from typing import NamedTuple
 

@@ -29,7 +29,7 @@ GUARDS = frozenset({
     "interrupts", "layouts_compile", "library", "library_losses", "library_sampling", "losses_fuzz", "multihead",
     "names", "opinfo", "opinfo_losses", "page", "peers", "peers_gathered", "peers_waits", "plan_spans", "profile",
     "report", "report_page", "serve", "shards", "shards_dtensor", "shards_linear", "shards_losses", "shards_misuse",
-    "shards_sampling",
+    "shards_sampling", "trace_attention",
 })  # fmt: skip
 ONE_IN = {
     "alone": 3, "attention_decode": 3, "attention_short": 3, "calls": 2, "column_scores": 3, "exact": 3, "fp8": 3,
