@@ -103,7 +103,7 @@ def test_generates_draws_have_the_probabilities_of_transformers_filters_and_are_
     generate, device, tmp_path, capsys
 ):
     out = tmp_path / "draws.png"
-    first, _ = generate.main(["--new-tokens", "2", "--draws", "400", "--device", device, "-o", str(out)])
+    first, _ = generate.main(["--new-tokens", "2", "--draws", "40", "--device", device, "-o", str(out)])
     assert len(first) == 5
     said = capsys.readouterr().out
     assert str(first) in said
@@ -112,13 +112,13 @@ def test_generates_draws_have_the_probabilities_of_transformers_filters_and_are_
     assert out.read_bytes().startswith(b"\x89PNG")
     model, prompt = generate.tiny_model().to(device).eval(), torch.tensor([[1, 2, 3]], device=device)
     peaked, flat = (
-        generate.measure(model, prompt, 1, 400, {"temperature": temperature, "top_k": 4, "top_p": None, "min_p": None})
+        generate.measure(model, prompt, 1, 100, {"temperature": temperature, "top_k": 4, "top_p": None, "min_p": None})
         for temperature in (0.05, 1.0)
     )
     for figures in (peaked, flat):
         assert (figures.expected > 0).sum() <= 4
         assert (figures.drawn[figures.expected == 0] == 0).all()
-        assert figures.distance < 0.15
+        assert figures.distance < 0.2
     assert peaked.expected.max() > flat.expected.max()
 
 
