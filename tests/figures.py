@@ -24,7 +24,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MI = 2**20
 
 _NAMED = re.compile(
-    r"(?:torch|Triton|Python|NumPy|Inference|capability|top-[kp]|min-p)\W+(?:older than )?\d[\d.]*(?: to \d[\d.]*)?"
+    r"(?:torch|Triton|Python|transformers|NumPy|Inference|capability|top-[kp]|min-p)\W+(?:older than )?"
+    r"\d[\d.]*(?: to \d[\d.]*)?"
 )
 _UNIT = r"(?:us|ms|s|[GT]B/s|TFLOP/s|Gb/s|%|[KMG]i?B|Mi|times|seconds|minutes)(?![\w/])"
 _FIGURE = re.compile(

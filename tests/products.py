@@ -34,8 +34,9 @@ GUARDS = {
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes as many again.
 ONE_IN = {
-    "alone": 3, "attention_decode": 3, "attention_short": 3, "calls": 2, "column_scores": 3, "exact": 3, "fp8": 3,
-    "layouts": 3, "linear_by_classes": 3, "sample_kernels": 3, "scores": 2, "whole_losses": 3,
+    "alone": 3, "attention_decode": 3, "attention_short": 3, "backward": 3, "calls": 2, "classic": 3,
+    "column_scores": 3, "cross_entropy": 3, "exact": 3, "fp8": 3, "layouts": 3, "linear_by_classes": 3,
+    "sample_kernels": 3, "scores": 3, "shelf": 2, "sink": 3, "softmax": 3, "whole_losses": 3,
 }  # fmt: skip
 
 # Of the cases that compile kernels for sm_90, and half as many for other GPUs. By version, which one is first.
