@@ -186,6 +186,7 @@ def over_shapes(group, seed):
     return worst
 
 
+@pytest.mark.exhaustive
 def test_launches_over_changing_shapes(ranks):
     assert max(ranks.values(3, over_shapes, 1)) < 1e-5
 
