@@ -347,8 +347,9 @@ def test_inplace_backward_takes_the_logits_memory(n_cols, device):
     torch.testing.assert_close(y.double(), truth[0], rtol=1e-5, atol=1e-6)
     y.backward()
     torch.testing.assert_close(leaf.grad.double(), truth[1], rtol=1e-5, atol=1e-6)
-    with pytest.raises(RuntimeError, match=r"inplace_backward.*leaf"):
-        cross_entropy(leaf, target, inplace_backward=True)
+    for parameter in (leaf, leaf[1:], leaf.view(2, 2, n_cols)[0]):
+        with pytest.raises(RuntimeError, match=r"inplace_backward.*leaf"):
+            cross_entropy(parameter, target[: len(parameter)], inplace_backward=True)
 
 
 def test_token_statistics(device):

@@ -122,6 +122,37 @@ def test_of_one_memory_for_several_rows_nothing_is_overwritten(device):
         cross_entropy(logits, targets(4, 300, device), inplace_backward=True)
 
 
+VIEWS = {
+    "view": lambda z: z.view(-1, 300), "flatten": lambda z: z.flatten(0, 1), "one of a batch": lambda z: z[1],
+    "a stretch": lambda z: z.flatten(0, 1)[1:4],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["alone", "with lse"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_logits_are_overwritten(view, options, device):
+    """autograd refused a Function that marks a view as dirty and returns more than that."""
+    leaf = peaked(6, 300).view(2, 3, 300).to(device).requires_grad_()
+    logits = VIEWS[view](leaf * 1)
+    target = targets(len(logits), 300, device)
+    y = cross_entropy(logits, target, inplace_backward=True, **options)
+    y = y.loss if options else y
+    truth, dx = exact(logits_of := VIEWS[view](leaf), target)
+    torch.testing.assert_close(y.double(), truth, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits.double(), dx, rtol=1e-5, atol=1e-6)
+    (found,) = torch.autograd.grad(y, leaf)
+    (expected,) = torch.autograd.grad(logits_of, leaf, dx.float())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_kept_the_logits_says_that_they_were_overwritten(device):
+    leaf = peaked(4, 300).to(device).requires_grad_()
+    logits = leaf.sigmoid()  # which keeps its result for its gradient
+    y = cross_entropy(logits[1:], targets(3, 300, device), inplace_backward=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 @pytest.mark.parametrize("accumulate", ["fp32", "input"])
 def test_a_mean_of_many_float16_rows_does_not_overflow_on_its_way(accumulate, device):
     """The gradient of the sum of 4096 rows is beyond 65504, that of the mean is 30."""

@@ -22,6 +22,7 @@ from fused_softmax.ops.cross_entropy_steps import (
     Kind,
     Steps,
     as_rows,
+    check_overwritten,
     differentiated,
     prepare_steps,
     rows_of,
@@ -29,7 +30,7 @@ from fused_softmax.ops.cross_entropy_steps import (
 )
 from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.loss_on_shards import loss_on_shards
-from fused_softmax.ops.loss_peers import LEAF, in_one_launch, prepare_loss, states_by, written_at_once
+from fused_softmax.ops.loss_peers import in_one_launch, prepare_loss, states_by, written_at_once
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
 from fused_softmax.peers import Peers, known
 from fused_softmax.route import Route, dtype_under_autocast, is_sharded, needs_grad, on_device, readable, route_of
@@ -162,8 +163,8 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
     if is_sharded(input) and lse is None and not target.is_floating_point():
         if readable(target) and not on_device(input):
             check_targets(name, target, n_classes, ignore_index)
-        if wanted.inplace and reduction != "none" and needs_grad(input) and input.is_leaf:
-            raise RuntimeError(LEAF)
+        if wanted.inplace and reduction != "none" and needs_grad(input):
+            check_overwritten(input)
         return loss_on_shards(input, target, loss, wanted, dtype_under_autocast(input, wanted.dtype))
     if lse is not None:
         check_lse(name, lse, target, loss)
@@ -284,8 +285,8 @@ def _prepare_call(
 
     def made(steps, target_shape):
         def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
-            if kind.inplace and input.is_leaf:
-                raise RuntimeError(LEAF)
+            if kind.inplace:
+                check_overwritten(input)
             rows, flat = (input, target) if simple else as_rows(input, target)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
             if plain_numbers is not None and weight is None:
@@ -295,7 +296,7 @@ def _prepare_call(
                 of_call = loss, loss.numbers(), of_rows
             if differentiates:
                 results = differentiated(rows, flat, of_call, (kind, steps))
-                if not kind.wanted.beside and not kind.inplace:
+                if not kind.wanted.beside:
                     return results if given.reduction != "none" else results.view(target_shape)
                 y, lse, z, *stats = results
             else:
@@ -357,8 +358,7 @@ def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given
 
 
 def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:
-    if input.is_leaf:
-        raise RuntimeError(LEAF)
+    check_overwritten(input)
     alone = len(rows) == 1 or rows.stride(0) >= rows.shape[1]  # and not one memory for several rows
     contiguous = rows.stride(-1) == 1 or rows.shape[-1] <= 1
     if rows.data_ptr() != input.data_ptr() or not alone or not contiguous or wanted.stats:

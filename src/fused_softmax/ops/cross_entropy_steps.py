@@ -22,6 +22,7 @@ from fused_softmax.ops.loss_sums import (
     prepare_totals,
     totals_of,
 )
+from fused_softmax.ops.softmax_calls import bump_version
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import batched, needs_grad
 
@@ -61,6 +62,15 @@ def rows_of(input: Tensor) -> Tensor:
     if input.ndim == 2:
         return input
     return input.unsqueeze(0) if input.ndim == 1 else input.movedim(1, -1).flatten(0, -2)
+
+
+def check_overwritten(input: Tensor) -> None:
+    """RuntimeError where autograd would refuse a write in place: a leaf that requires grad, or a view of one."""
+    base = input._base
+    if input.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+        raise RuntimeError(
+            "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
+        )
 
 
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
@@ -158,17 +168,15 @@ class _CrossEntropy(torch.autograd.Function):
         kind, steps = how
         dx = None
         if kind.at_once:
-            dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
         if kind.inplace:
-            ctx.mark_dirty(x)
+            bump_version((x,))  # marked as dirty, x would have to be returned, which autograd refuses of a view
         ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
         if len(results) > 3:
             ctx.mark_non_differentiable(*results[3:])
-        if not kind.wanted.beside and not kind.inplace:
-            return results[0]
-        return *results, *([x] if kind.inplace else [])
+        return results if kind.wanted.beside else results[0]
 
     @staticmethod
     def backward(ctx, dy, dlse=None, dz=None, *_):

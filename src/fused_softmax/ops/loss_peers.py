@@ -27,10 +27,11 @@ from fused_softmax.ops.cross_entropy_sharded import (
     gradient_of,
     shard_of,
 )
-from fused_softmax.ops.cross_entropy_steps import as_rows
+from fused_softmax.ops.cross_entropy_steps import as_rows, check_overwritten
 from fused_softmax.ops.loss_sums import prepare_finish, prepare_multiply, prepare_totals
 from fused_softmax.ops.once import once
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
+from fused_softmax.ops.softmax_calls import bump_version
 from fused_softmax.options import Loss
 from fused_softmax.peers import Peers
 from fused_softmax.route import batched, needs_grad
@@ -91,8 +92,8 @@ def prepare_loss(
         def call(peers, group, input, target, softcap, scale):
             peers.ready("cross_entropy")
             peers.in_turn()
-            if kind.inplace and input.is_leaf:
-                raise RuntimeError(LEAF)
+            if kind.inplace:
+                check_overwritten(input)
             x, flat = (input, target) if simple else as_rows(input, target)
             numbers = plain
             if numbers is None:
@@ -100,8 +101,7 @@ def prepare_loss(
             how = kind, steps, numbers, peers, group
             if not gradient:
                 return _run(x, flat, how)[0]
-            y = _differentiated(x, flat, how)
-            return y[0] if kind.inplace else y
+            return _differentiated(x, flat, how)
 
         return call
 
@@ -112,9 +112,6 @@ def prepare_loss(
         return made(_called(_Steps(*others)))
 
     return Prepared(made(_called(steps)), again if simple and target.ndim == 1 and not peers.compares else None)
-
-
-LEAF = "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
 
 
 class _Steps(NamedTuple):
@@ -242,7 +239,7 @@ def _run(x: Tensor, target: Tensor, how: tuple) -> tuple[Tensor, Tensor | None, 
     totals = None if steps.totals is None else steps.totals(target, None)
     dx = None
     if kind.at_once:
-        dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     states, values, y = steps.rows(peers, group, x, dx, target, totals, numbers)
     if y is None:
         y = steps.finish(values, None, totals, None, None)[0]
@@ -262,8 +259,7 @@ class _Loss(torch.autograd.Function):
         ctx.multiply, ctx.of_call = steps.multiply, (kind, group)
         ctx.save_for_backward(None if kind.inplace else x, target, states)
         if kind.inplace:
-            ctx.mark_dirty(x)
-            return y, x
+            bump_version((x,))  # autograd refuses a view that is marked as dirty
         return y
 
     @staticmethod
