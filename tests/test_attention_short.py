@@ -141,7 +141,6 @@ def test_rows_that_see_nothing(short, device):
     assert (got[0][..., [0, 19], :] == 0).all()
 
 
-@pytest.mark.xfail(strict=True, reason="a bias that batches share is added after the mask and the window")
 @needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("hides", ["mask", "causality"])

@@ -55,7 +55,7 @@ def _short(
         k = load_tile(k_head, 0, n_keys, BLOCK_N, K.head_dim, K.block_d, K.ragged)
         v = load_tile(v_head, 0, n_keys, BLOCK_N, K.value_dim, K.block_v, K.ragged)
         z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, K.edge, K.ragged)
-        z = in_log2(z, A, K) + held
+        z = with_held(in_log2(z, A, K), held, K)
         m = tl.max(z, axis=1)
         p = tl.exp2(z - tl.where(m == NEG_INF, 0.0, m)[:, None])
         s = tl.sum(p, axis=1)
@@ -73,6 +73,15 @@ def held_bias(head, n_inner, n_heads, A, T, S, K: tl.constexpr):
         return load_added(A.bias_ptr, A.bias_strides, place, T, S, K.bias_rows, K.ragged).to(tl.float32) * LOG2E
     else:
         return 0.0
+
+
+@triton.jit
+def with_held(z, held, K: tl.constexpr):
+    """Scores with the bias that batches share; a hidden one stays -inf, whatever its bias is."""
+    if K.held and (K.left or K.right or K.mask):
+        return tl.where(z == NEG_INF, z, z + held)
+    else:
+        return z + held
 
 
 @triton.jit(
@@ -110,7 +119,8 @@ def _short_gradient(
         lse = tl.load(lse_ptr + at, mask=rows < n_queries, other=NEG_INF)
         z, c = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, K.edge, K.ragged)
         nothing = lse == NEG_INF
-        p = tl.exp2(in_log2(z, A, K) + held - tl.where(nothing, float("inf"), lse * LOG2E)[:, None])
+        z = with_held(in_log2(z, A, K), held, K)
+        p = tl.exp2(z - tl.where(nothing, float("inf"), lse * LOG2E)[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         delta = tl.sum(p * dp, axis=1)
         if dlse_ptr is not None:
