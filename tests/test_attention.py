@@ -9,7 +9,7 @@ from products import pairwise
 
 import fused_softmax
 from fused_softmax import reference_attention
-from fused_softmax.ops import attention_calls
+from fused_softmax.ops import attention_bias, attention_calls
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_every_pattern_of_a_bias_has_its_gradient(tiles, shape, name, device):
 
 def test_parts_of_a_biass_gradient(tiles, device, monkeypatch):
     """Four tiles for three parts, of which the last has none."""
-    monkeypatch.setattr(attention_calls, "_PART_BYTES", 3 * 4 * 20)
+    monkeypatch.setattr(attention_bias, "_PART_BYTES", 3 * 4 * 20)
     (bias,) = tensors((1, 20), seed=3)
     assert_attention(*qkv(20, 20, heads=1, device=device), bias=bias.to(device))
 

@@ -62,7 +62,7 @@ def binaries(
         attention_calls.prepare_backward(given, how, o, rows, o, rows, asked)
 
     on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
-    plain = mock.patch.object(attention_hopper, "prepare_forward", return_value=None)
+    plain = mock.patch.object(attention_hopper, "_planned", return_value=None)
     with on_gpu, plain, mock.patch.object(attention_calls, "device_of", return_value=GPUS[target]):
         recorded = launched(GPUS[target], run)
     return {launch.kernel.__name__: launch.compile(target) for launch in recorded}

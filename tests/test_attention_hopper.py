@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import BF16, FP16, FP64
+from attention_cases import BF16, FP16, FP64, assert_attention
 
 import fused_softmax
 from fused_softmax import reference_attention
@@ -32,6 +32,23 @@ def taken(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(attention_hopper, "prepare_forward", spy)
+    return found
+
+
+@pytest.fixture
+def gradients_taken(monkeypatch):
+    """As `taken`, of the two kernels of the gradients."""
+    found = []
+
+    def watch(name, prepare):
+        def spy(*given):
+            found.append(prepare(*given))
+            return found[-1]
+
+        monkeypatch.setattr(attention_hopper, name, spy)
+
+    watch("prepare_keys", attention_hopper.prepare_keys)
+    watch("prepare_queries", attention_hopper.prepare_queries)
     return found
 
 
@@ -70,6 +87,44 @@ def test_forward(taken, length, dim, dtype, option):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 72, 128])
+@pytest.mark.parametrize("length", [1, 63, 192, 257, 383])
+def test_gradients(gradients_taken, length, dim, dtype, option):
+    """With a gradient of lse, so that cuDNN takes none of them."""
+    assert_attention(*given(length, length, dim, dtype), **OPTIONS[option])
+    assert_attention(*given(length, 300, dim, dtype, heads=4), enable_gqa=True, **OPTIONS[option])
+    assert len(gradients_taken) == 4
+    assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gradients_with_sinks_and_other_value_dims(gradients_taken):
+    q, k, v = given(300, 420, 128, BF16, heads=4)
+    sinks = torch.randn(4, device="cuda")
+    assert_attention(q, k, v[..., :64], enable_gqa=True, sinks=sinks, window=(50, 0), causal_align="bottom_right")
+    assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_the_same_bits_of_gradients_on_every_run(gradients_taken):
+    q, k, v = (each.requires_grad_() for each in given(1025, 1025, 128, BF16))
+
+    def gradients():
+        found = fused_softmax.attention(q, k, v, is_causal=True, deterministic=True)
+        return torch.autograd.grad(found, (q, k, v), torch.ones_like(found))
+
+    first = gradients()
+    for _ in range(10):
+        assert all(map(torch.equal, first, gradients()))
+    assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_what_tma_does_not_read_goes_to_the_plain_kernel(taken):
     q, k, v = given(65, 65, 64, BF16)
     assert_near(q, k[:, :1].expand_as(k), v)
@@ -91,6 +146,10 @@ def test_which_calls_are_taken():
     assert plan_hopper(100, 128, 2, 4096, H200) is None
     assert plan_hopper(256, 64, 2, 4096, H200) is None
     assert plan_hopper(128, 128, 2, 4096, replace(H200, capability=(10, 0))) is None
+    for kernel in ("keys", "queries"):
+        assert plan_hopper(128, 64, 2, 4096, H200, kernel) is not None
+        assert plan_hopper(256, 256, 2, 4096, H200, kernel) is None
+    assert plan_hopper(64, 64, 2, 4096, H200, "keys", left=True).block == 64
 
 
 @pytest.mark.parametrize(("head_tiles", "heads"), [(2, 1024), (6, 256), (22, 128), (32, 128), (64, 64), (128, 32)])

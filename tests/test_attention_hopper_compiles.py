@@ -1,4 +1,4 @@
-"""attention's kernel for sm_90, compiled without a GPU: no spills, wgmma, and shared memory that a program may take."""
+"""attention's kernels for sm_90, compiled without a GPU: no spills, wgmma, and shared memory that a program has."""
 
 import pytest
 import triton
@@ -6,6 +6,7 @@ from compile_only import TARGETS, Compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fused_softmax.kernels.attention_hopper import SIZES, _attention_hopper
+from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper, _queries_gradient_hopper
 from fused_softmax.kernels.attention_hopper_spec import ROWS, HopperSpec
 from fused_softmax.kernels.gluon_names import gl
 from fused_softmax.plan import H200
@@ -25,6 +26,16 @@ def tiled(dtype, *block):
     return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
+def compiled(kernel, spec, types):
+    names = kernel.arg_names
+    given = {name: each for name, each in types.items() if each is not None}
+    signature = dict.fromkeys(names, "i32") | dict.fromkeys(types, "constexpr") | given
+    constants = {(names.index(name),): None for name in types.keys() - given.keys()} | {(names.index("K"),): spec}
+    source = GluonASTSource(kernel, signature | {"scale": "fp32", "K": "constexpr"}, constants, {})
+    options = {"enable_fp_fusion": True, "num_warps": 4}
+    return Compiled(triton.compile(source, target=TARGETS["sm_90"], options=options))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "length", "dtype"), [(64, 4096, "bf16"), (64, 512, "fp16"), (128, 4096, "bf16"),
                                                       (256, 4096, "bf16")])  # fmt: skip
@@ -34,17 +45,43 @@ def test_forward(dim, length, dtype, kind):
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=dim,
         block_v=dim, reuses=plan.reuses, **KINDS[kind],
     )  # fmt: skip
-    names = _attention_hopper.arg_names
-    signature = dict.fromkeys(names, "i32") | {
-        "q_map": tiled(dtype, 1, 1, ROWS, dim), "k_map": tiled(dtype, 1, 1, plan.block, dim),
-        "v_map": tiled(dtype, 1, 1, plan.block, dim), "o_map": tiled(dtype, 1, ROWS, dim),
-        "sinks_ptr": "*fp32" if spec.sinks else "constexpr", "lse_ptr": "*fp32", "scale": "fp32", "K": "constexpr",
-    }  # fmt: skip
-    constants = {(names.index("K"),): spec} | ({} if spec.sinks else {(names.index("sinks_ptr"),): None})
-    source = GluonASTSource(_attention_hopper, signature, constants, {})
-    options = {"enable_fp_fusion": True, "num_warps": 4}
-    binary = Compiled(triton.compile(source, target=TARGETS["sm_90"], options=options))
-    assert set(SIZES) < set(names)
+    binary = compiled(
+        _attention_hopper, spec,
+        {
+            "q_map": tiled(dtype, 1, 1, ROWS, dim), "k_map": tiled(dtype, 1, 1, plan.block, dim),
+            "v_map": tiled(dtype, 1, 1, plan.block, dim), "o_map": tiled(dtype, 1, ROWS, dim),
+            "sinks_ptr": "*fp32" if spec.sinks else None, "lse_ptr": "*fp32",
+        },
+    )  # fmt: skip
+    assert set(SIZES) < set(_attention_hopper.arg_names)
     assert binary.stack_bytes == 0
     assert binary.ptx.count("wgmma.mma_async") >= 2 * plan.consumers
+    assert binary.shared_bytes <= 227 * 1024
+
+
+# Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries.
+STACK_OF_KEYS = 96
+
+
+@pytest.mark.parametrize("kernel", ["keys", "queries"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp16")])
+def test_gradients(dim, dtype, kind, kernel):
+    options = {name: each for name, each in KINDS[kind].items() if name != "sinks"}
+    plan = plan_hopper(dim, dim, 2, 4096, H200, kernel, "left" in options)
+    of_keys = kernel == "keys"
+    spec = HopperSpec(
+        consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=dim,
+        block_v=dim, of_keys=of_keys, **options,
+    )  # fmt: skip
+    mine, by, into = tiled(dtype, 1, 1, ROWS, dim), tiled(dtype, 1, 1, plan.block, dim), tiled(dtype, 1, ROWS, dim)
+    if of_keys:
+        rows = f"tensordesc<fp32{[1, plan.block]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
+        types = {"q_map": by, "k_map": mine, "v_map": mine, "do_map": by, "rows_map": rows, "dk_map": into}
+        binary = compiled(_keys_gradient_hopper, spec, types | {"dv_map": into})
+    else:
+        types = {"q_map": mine, "k_map": by, "v_map": by, "do_map": mine, "rows_ptr": "*fp32", "dq_map": into}
+        binary = compiled(_queries_gradient_hopper, spec, types)
+    assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else 0)
+    assert binary.ptx.count("wgmma.mma_async") >= 3 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024

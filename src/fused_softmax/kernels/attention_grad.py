@@ -25,9 +25,15 @@ from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes, Til
 from fused_softmax.kernels.state import LOG2E, NEG_INF
 
 
-@triton.jit(do_not_specialize=["n_inner", "n_heads", "n_queries"])
-def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, do_strides, n_inner, n_heads, n_queries, K: tl.constexpr):
-    """delta of a tile of queries; 0 of those that see nothing."""
+@triton.jit(do_not_specialize=["n_inner", "n_heads", "n_queries", "n_padded"])
+def _delta(
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, do_strides, n_inner, n_heads, n_queries, n_padded,
+    K: tl.constexpr,
+):  # fmt: skip
+    """delta of a tile of queries; 0 of those that see nothing.
+
+    rows: [heads, 2, n_padded], where it is given: lse in units of log 2, inf where there is nothing to see, and delta.
+    """
     BLOCK_M: tl.constexpr = K.block_m
     n_tiles = tl.cdiv(n_queries, BLOCK_M)
     program = tl.program_id(0)
@@ -43,7 +49,13 @@ def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, do_strides, n_inner, n_h
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=valid, other=0.0)
     lse = tl.load(lse_ptr + at, mask=valid, other=NEG_INF)
-    tl.store(delta_ptr + at, tl.where(lse == NEG_INF, 0.0, delta), mask=valid)
+    delta = tl.where(lse == NEG_INF, 0.0, delta)
+    tl.store(delta_ptr + at, delta, mask=valid)
+    if rows_ptr is not None:
+        rows_ptr += number.to(tl.int64) * 2 * n_padded + first + rows
+        inside = first + rows < n_padded
+        tl.store(rows_ptr, tl.where(lse == NEG_INF, float("inf"), lse * LOG2E), mask=inside)
+        tl.store(rows_ptr + n_padded, delta, mask=inside)
 
 
 @triton.jit

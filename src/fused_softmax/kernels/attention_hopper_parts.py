@@ -30,10 +30,13 @@ def work_at(turn, S, K: gl.constexpr):
     """
     tile = turn * gl.num_programs(0) + _place(turn, S)
     number, place = tile // S.head_tiles, tile % S.head_tiles
+    heads = S.n_heads
+    if K.of_keys:
+        heads = S.n_heads // S.group
     if K.right or K.left:
-        backwards = (S.n_tiles // S.head_tiles - 1 - number) % 2 == 0
+        backwards = (S.n_tiles // S.head_tiles - 1 - number) % 2 == (1 if K.of_keys else 0)
         place = gl.where(backwards, S.head_tiles - 1 - place, place)
-    return Work(number, number // S.n_heads, number % S.n_heads, place * K.block_m)
+    return Work(number, number // heads, number % heads, place * K.block_m)
 
 
 @jit
@@ -46,6 +49,18 @@ def keys_seen(first, S, K: gl.constexpr):
     if K.right:
         end = gl.minimum(last + S.offset + S.right + 1, S.n_keys)
     return begin, gl.maximum(gl.cdiv(gl.maximum(end, 0), K.block), begin + 1)
+
+
+@jit
+def queries_that_see(first, S, K: gl.constexpr):
+    """(begin, end): tiles of queries that see some of block_m keys from `first` on; none if no query does."""
+    last = gl.minimum(first + K.block_m, S.n_keys) - 1
+    begin, end = 0, S.n_queries
+    if K.right:
+        begin = gl.maximum(first - S.offset - S.right, 0) // K.block
+    if K.left:
+        end = gl.maximum(gl.minimum(last - S.offset + S.left + 1, S.n_queries), 0)
+    return begin, gl.maximum(gl.cdiv(end, K.block), begin)
 
 
 @jit

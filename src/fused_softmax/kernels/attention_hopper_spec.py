@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 ROWS = 64  # of a tile that one consumer has, a warpgroup's
+ROW_VECTOR = 4  # floats of 16 bytes, that TMA wants rows to be multiples of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class HopperSpec:
     block_d, block_v: powers of two that hold a head's dims and a value's. registers: of a consumer's thread. left,
     right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. in_turn:
     whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
-    their inputs came by.
+    their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by.
     """
 
     consumers: int
@@ -28,6 +29,7 @@ class HopperSpec:
     sinks: bool = False
     in_turn: bool = True
     reuses: bool = False
+    of_keys: bool = False
 
     @property
     def block_m(self):

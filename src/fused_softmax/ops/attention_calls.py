@@ -12,10 +12,11 @@ from torch import Tensor
 from fused_softmax import launch
 from fused_softmax.device import device_of
 from fused_softmax.kernels.attention import _attention
-from fused_softmax.kernels.attention_grad import _bias_gradient, _delta, _keys_gradient, _queries_gradient
+from fused_softmax.kernels.attention_grad import _delta, _keys_gradient, _queries_gradient
 from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, NO_MASK, AttentionSpec
 from fused_softmax.kernels.attention_stats import _column_sums
 from fused_softmax.ops import attention_hopper
+from fused_softmax.ops.attention_bias import blocks, prepare_bias
 from fused_softmax.ops.attention_decode import prepare_decode
 from fused_softmax.ops.attention_layout import Groups, Pattern, own_sizes
 from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
@@ -23,9 +24,7 @@ from fused_softmax.options_attention import Attention
 from fused_softmax.plan.attention import Tiles, padded, plan_attention
 from fused_softmax.runner import TLDTYPES
 
-_PART_BYTES = 2**26  # of the parts of a bias's gradient, at most
 _MOST_STRIDE = 2**23  # of the rows of a tile, whose offsets have 32 bits
-_PROGRAMS = 2  # a multiprocessor, that the parts of a bias's gradient are to give
 
 Ready = Callable[[Tensor], Tensor]
 
@@ -194,10 +193,6 @@ def _expanded(shape: tuple[int, ...], tensor: Any) -> Tensor:
     return tensor.expand(shape).contiguous()
 
 
-def _blocks(n: int, block: int) -> int:
-    return -(-n // block)
-
-
 def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     """What computes a call on tensors like these: call it with them."""
     c = _Call(given, how)
@@ -230,14 +225,14 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     )
     if run is None:
         tiles = c.plan.forward
-        programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
+        programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
         run = c.prepare(
             _attention, programs, tiles, tensors, scalars, entropy="entropy" in stats, row_max="row_max" in stats
         )  # fmt: skip
     sums = None
     if like.column_sums is not None and c.n_keys:
         tiles = c.plan.sums
-        programs = _blocks(c.n_keys, tiles.block_n) * c.n_batches * c.n_heads
+        programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * c.n_heads
         of_sums = (strides[0], strides[1], *strides[3:], *c.numbers())
         sums = c.prepare(_column_sums, programs, tiles, (q, k, mask, bias, slopes, like.lse, like.column_sums), of_sums)
 
@@ -290,13 +285,6 @@ def prepare_backward(
     for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full)
     dq_like = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
     key_shape = (*c.lead, c.n_heads // c.group, c.n_keys)
-    of_delta = of_keys = of_queries = None
-    if n_rows:
-        tiles = replace(c.plan.forward, block_m=min(c.plan.forward.block_m, 64), num_warps=4)
-        programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
-        of_delta = c.prepare(
-            _delta, programs, tiles, (output, do, lse, dlse, delta), (strides[6], c.inner, c.n_heads, c.n_queries)
-        )
     read = (q, k, v, mask, bias, slopes, do, lse, delta)
 
     def keys_made() -> tuple[Tensor, Tensor]:
@@ -308,36 +296,55 @@ def prepare_backward(
         make = torch.zeros if c.how.bounded else torch.empty  # what is hidden is not visited
         return make(c.shape, dtype=ds_dtype, device=device)
 
+    of_delta = of_keys = of_queries = None
+    rows_shape, tiled = attention_hopper.rows_shape(c), (q, k, v, do)
+    rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
+    keys_tiled = queries_tiled = None  # by the kernels for sm_90
     if for_keys and n_rows and c.n_keys:
+        keys_tiled = attention_hopper.prepare_keys(c, tiled, rows, *keys_made())
         tiles = c.plan.keys
-        programs = _blocks(c.n_keys, tiles.block_n) * c.n_batches * (c.n_heads // c.group)
-        of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
+        programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * (c.n_heads // c.group)
+        if keys_tiled is None:
+            of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
     if for_queries and n_rows:
+        queries_tiled = attention_hopper.prepare_queries(c, tiled, rows, dq_like)
         tiles = c.plan.queries
-        programs = _blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
-        ds_like = ds_made() if full else None
-        of_queries = c.prepare(
-            _queries_gradient, programs, tiles, (*read, dq_like, ds_like), scalars, stores_ds=bool(full)
-        )
-    of_bias = {name: _prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full}  # type: ignore[union-attr]
+        programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
+        if queries_tiled is None:
+            more = (*read, dq_like, ds_made() if full else None)
+            of_queries = c.prepare(_queries_gradient, programs, tiles, more, scalars, stores_ds=bool(full))
+    any_tiled = keys_tiled is not None or queries_tiled is not None
+    if n_rows:
+        tiles = replace(c.plan.forward, block_m=min(c.plan.forward.block_m, 64), num_warps=4)
+        programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
+        of_delta = c.prepare(
+            _delta, programs, tiles, (output, do, lse, dlse, delta, rows if any_tiled else None),
+            (strides[6], c.inner, c.n_heads, c.n_queries, rows_shape[-1]),
+        )  # fmt: skip
+    of_bias = {name: prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full}  # type: ignore[union-attr]
 
     def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Tensor | None) -> Gradients:
         inputs = Inputs(*given)  # type: ignore[arg-type]
         q, k, v, mask, bias, sinks, slopes = c.readied(inputs)
         do = c.of("do", do)  # type: ignore[assignment]
         delta = torch.empty(c.rows, dtype=torch.float32, device=device)
+        rows = torch.empty(rows_shape, dtype=torch.float32, device=device) if any_tiled else None
         if of_delta is not None:
-            of_delta(*[each for each in (output, do, lse, dlse, delta) if each is not None])
+            of_delta(*[each for each in (output, do, lse, dlse, delta, rows) if each is not None])
         read = [each for each in (q, k, v, mask, bias, slopes, do, lse, delta) if each is not None]
         dq = dk = dv = ds = None
         if for_keys:
             dk, dv = keys_made()
-            if of_keys is not None:
+            if keys_tiled is not None:
+                keys_tiled(q, k, v, do, rows, dk, dv)
+            elif of_keys is not None:
                 of_keys(*read, dk, dv)
         if for_queries:
             dq = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
             ds = ds_made() if full else None
-            if of_queries is not None:
+            if queries_tiled is not None:
+                queries_tiled(q, k, v, do, rows, dq)
+            elif of_queries is not None:
                 of_queries(*read, dq, *(() if ds is None else (ds,)))
         added: dict[str, Tensor | None] = {"mask": None, "bias": None}
         for name, tensor in (("mask", inputs.attn_mask), ("bias", inputs.bias)):
@@ -355,36 +362,6 @@ def prepare_backward(
             dq if asked[0] else None, dk if asked[1] else None, dv if asked[2] else None, added["mask"], added["bias"],
             dsinks,
         )  # fmt: skip
-
-    return call
-
-
-def _prepare_bias(c: _Call, name: str, read: tuple, strides: list, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """What computes the gradient of a mask or bias that is broadcast, in the shape that it is laid out in."""
-    pattern, tiles, device = c.patterns[name], c.plan.bias, read[0].device
-    sizes, own = list(pattern.sizes), list(pattern.own)
-    for d, block in ((3, tiles.block_m), (4, tiles.block_n)):
-        sizes[d], own[d] = _blocks(sizes[d], block), 1 if own[d] < sizes[d] else _blocks(own[d], block)
-    repeats = tuple(n // each if each else 0 for n, each in zip(sizes, own, strict=True))
-    programs, steps, n = math.prod(own), math.prod(repeats), math.prod(pattern.own)
-    shape = c.own[name]
-    if 0 in pattern.sizes:
-        return lambda read: torch.zeros(shape, dtype=dtype, device=device)
-    parts = _PROGRAMS * c.gpu.sm_count // programs
-    parts = max(1, min(parts, steps, _PART_BYTES // (4 * n)))
-    made_dtype = dtype if parts == 1 else torch.float32
-    of_dbias = (n, *pattern.strides)
-    like = torch.empty(1, dtype=made_dtype, device=device)
-    run = c.prepare(
-        _bias_gradient, programs * parts, tiles, (*read, like), (*strides, of_dbias, repeats, tuple(own), parts,
-        *c.numbers()),
-        sums_rows=pattern.own[3] < pattern.sizes[3], sums_cols=pattern.own[4] < pattern.sizes[4],
-    )  # fmt: skip
-
-    def call(read: list[Tensor]) -> Tensor:
-        found = torch.empty((parts, *shape), dtype=made_dtype, device=device)
-        run(*read, found)
-        return found[0] if parts == 1 else found.sum(0).to(dtype)
 
     return call
 

@@ -1,12 +1,13 @@
 """The launches of attention's kernels for sm_90, prepared for tensors that TMA can read as they lie."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fused_softmax import launch
 from fused_softmax.device import device_of
-from fused_softmax.kernels.attention_hopper_spec import ROWS, HopperSpec
+from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, HopperSpec
 from fused_softmax.kernels.attention_spec import NO_MASK
 from fused_softmax.plan.attention_hopper import VECTOR, HopperTiles, plan_hopper, shift_of
 
@@ -18,16 +19,12 @@ def prepare_forward(c: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
 
     None where the plain kernel is to compute them.
     """
-    plan = _planned(c)
+    plan = _planned(c, "forward")
     if plan is None or {"entropy", "row_max"} & set(c.how.stats) or not _tiled(c, {"q": q, "k": k, "v": v}):
         return None
     from fused_softmax.kernels.attention_hopper import _attention_hopper
 
-    spec = HopperSpec(
-        consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=plan.block_d,
-        block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0,
-        sinks=sinks is not None, reuses=plan.reuses,
-    )  # fmt: skip
+    spec = _spec(c, plan, sinks=sinks is not None, reuses=plan.reuses)
     key_heads = c.n_heads // c.group
     maps = (
         _of_heads(c, "q", q, (c.n_heads, c.n_queries, c.head_dim), ROWS, plan.block_d),
@@ -42,6 +39,69 @@ def prepare_forward(c: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
     )  # fmt: skip
 
 
+def prepare_keys(c: Any, read: Sequence[Tensor], rows: Tensor, dk: Tensor, dv: Tensor) -> Any:
+    """What launches dK and dV of a call on (query, key, value, dO, rows, dK, dV); None where the plain kernel is to."""
+    plan = _planned(c, "keys")
+    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), read, strict=True))):
+        return None
+    from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper
+
+    spec = _spec(c, plan, of_keys=True)
+    heads = c.n_batches * (c.n_heads // c.group)
+    into = [
+        _of_rows(each, (heads, c.n_keys, dim), ROWS, block)
+        for each, dim, block in ((dk, c.head_dim, plan.block_d), (dv, c.value_dim, plan.block_v))
+    ]
+    programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), heads)
+    return launch.prepare(
+        _keys_gradient_hopper, programs, (*_maps(c, plan, read, plan.block, ROWS), _of_floats(rows, plan.block), *into),
+        (*c.numbers()[1:8], *turns, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
+    )  # fmt: skip
+
+
+def prepare_queries(c: Any, read: Sequence[Tensor], rows: Tensor, dq: Tensor) -> Any:
+    """What launches dQ of a call on (query, key, value, dO, rows, dQ); None where the plain kernel is to compute it."""
+    plan = _planned(c, "queries")
+    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), read, strict=True))):
+        return None
+    from fused_softmax.kernels.attention_hopper_grad import _queries_gradient_hopper
+
+    spec = _spec(c, plan)
+    heads = c.n_batches * c.n_heads
+    into = _of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
+    programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), heads)
+    return launch.prepare(
+        _queries_gradient_hopper, programs, (*_maps(c, plan, read, ROWS, plan.block), rows, into),
+        (*c.numbers()[1:8], *turns, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
+    )  # fmt: skip
+
+
+def rows_shape(c: Any) -> tuple[int, int, int]:
+    """Of what `_delta` stores for these kernels: rows of floats that TMA reads."""
+    return c.n_batches * c.n_heads, 2, -(-c.n_queries // ROW_VECTOR) * ROW_VECTOR
+
+
+def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
+    return HopperSpec(
+        consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=plan.block_d,
+        block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0, **fields,
+    )  # fmt: skip
+
+
+def _maps(c: Any, plan: HopperTiles, read: Sequence[Tensor], of_queries: int, of_keys: int) -> list[Any]:
+    """Of query, key, value and dO, in tiles of so many rows."""
+    key_heads = c.n_heads // c.group
+    return [
+        _of_heads(c, name, tensor, (heads, n, dim), rows, block)
+        for name, tensor, heads, n, dim, rows, block in (
+            ("q", read[0], c.n_heads, c.n_queries, c.head_dim, of_queries, plan.block_d),
+            ("k", read[1], key_heads, c.n_keys, c.head_dim, of_keys, plan.block_d),
+            ("v", read[2], key_heads, c.n_keys, c.value_dim, of_keys, plan.block_v),
+            ("do", read[3], c.n_heads, c.n_queries, c.value_dim, of_queries, plan.block_v),
+        )
+    ]
+
+
 def _turns(c: Any, head_tiles: int, heads: int) -> tuple[int, int, int, int]:
     """(programs, tiles of a head, of all heads, shift)"""
     n_tiles = head_tiles * heads
@@ -50,11 +110,13 @@ def _turns(c: Any, head_tiles: int, heads: int) -> tuple[int, int, int, int]:
     return programs, head_tiles, n_tiles, shift
 
 
-def _planned(c: Any) -> HopperTiles | None:
+def _planned(c: Any, kernel: str) -> HopperTiles | None:
     spec = c.spec
     if c.device < 0 or not spec.folds or spec.mask != NO_MASK or not (c.n_queries and c.n_keys):
         return None
-    return plan_hopper(c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device))
+    return plan_hopper(
+        c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device), kernel, spec.left
+    )  # fmt: skip
 
 
 def _tiled(c: Any, tensors: dict[str, Tensor]) -> bool:
@@ -80,6 +142,15 @@ def _of_heads(c: Any, name: str, tensor: Tensor, sizes: tuple[int, int, int], ro
 def _of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -> Any:
     """[head of all, row, dim] of a contiguous tensor."""
     return _descriptor(tensor, list(shape), [shape[1] * shape[2], shape[2], 1], [1, rows, dims])
+
+
+def _of_floats(rows: Tensor, block: int) -> Any:
+    """[row, float] of a contiguous tensor of 32 bits."""
+    from fused_softmax.kernels.gluon_names import TensorDescriptor, gl
+
+    n = rows.shape[-1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(rows, [rows.numel() // n, n], [n, 1], [1, block], layout)
 
 
 def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:

@@ -17,6 +17,12 @@ FORWARD: dict[tuple[int, bool], Rung] = {
     (256, False): (2, 64, 2, 240),
     (256, True): (2, 64, 2, 240),
 }
+# Of the gradients: for dK and dV queries are what goes by, for dQ keys. Larger dims have no room in registers.
+GRADIENTS: dict[str, dict[int, Rung]] = {
+    "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
+    "queries": {64: (2, 128, 2, 240), 128: (2, 128, 2, 240)},
+}
+WINDOWED: Rung = (2, 64, 2, 240)  # of the gradients, where windows have a left bound: larger tiles would spill
 LONG = 2048
 LEAST = 32  # dims that a tile is made for
 MOST_SIMULATED = 8192  # tiles, whose shares are looked at one by one
@@ -40,8 +46,18 @@ class HopperTiles:
         return max(self.block_d, self.block_v) > 128 and self.block_d == self.block_v
 
 
-def plan_hopper(head_dim: int, value_dim: int, itemsize: int, n_queries: int, device: Device) -> HopperTiles | None:
-    """The tiles of the forward pass, or None where the plain kernels are to compute.
+def plan_hopper(
+    head_dim: int,
+    value_dim: int,
+    itemsize: int,
+    n_queries: int,
+    device: Device,
+    kernel: str = "forward",
+    left: bool = False,
+) -> HopperTiles | None:
+    """The tiles of a kernel, "forward", "keys" or "queries", or None where the plain one is to compute.
+
+    left: whether the window has a bound there.
 
     >>> from fused_softmax.plan import H200
     >>> plan_hopper(128, 128, 2, 4096, H200)
@@ -54,7 +70,12 @@ def plan_hopper(head_dim: int, value_dim: int, itemsize: int, n_queries: int, de
     dims = max(LEAST, padded(head_dim)), max(LEAST, padded(value_dim))
     if max(dims) > 128 and dims[0] != dims[1]:
         return None
-    return HopperTiles(*FORWARD[max(64, *dims), n_queries < LONG], *dims)
+    if kernel == "forward":
+        return HopperTiles(*FORWARD[max(64, *dims), n_queries < LONG], *dims)
+    rung = GRADIENTS[kernel].get(max(64, *dims))
+    if rung is not None and left:
+        rung = WINDOWED
+    return None if rung is None else HopperTiles(*rung, *dims)
 
 
 def shift_of(head_tiles: int, heads: int, programs: int) -> int:

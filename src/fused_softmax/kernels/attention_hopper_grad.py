@@ -1,0 +1,296 @@
+"""attention's gradients for sm_90, of query, key and value; deterministic, as those of `kernels/attention_grad.py` are.
+
+The formulas are that file's, and so are the two kernels: dK and dV by tiles of keys, dQ by tiles of queries. Both go as
+`kernels/attention_hopper.py` does: one warpgroup loads what goes by, and each consumer has 64 rows of its own.
+Traffic: that of `kernels/attention_grad.py`.
+"""
+
+from fused_softmax.kernels.attention_hopper import SIZES
+from fused_softmax.kernels.attention_hopper_parts import (
+    LOG2E,
+    await_empty,
+    emptied,
+    full,
+    keys_seen,
+    my_turn,
+    next_turn,
+    queries_that_see,
+    ring,
+    tiles_of,
+    turns,
+    work_at,
+)
+from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Sizes
+from fused_softmax.kernels.gluon_names import (
+    fence_async_shared,
+    gl,
+    jit,
+    load_async,
+    store_async,
+    stores_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_ROWS = gl.constexpr(ROWS)
+_VECTOR = gl.constexpr(ROW_VECTOR)
+
+
+@jit(do_not_specialize=SIZES)
+def _keys_gradient_hopper(
+    q_map, k_map, v_map, do_map, rows_map, dk_map, dv_map,
+    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
+):  # fmt: skip
+    """dK and dV. rows_map: of what `_delta` stores."""
+    S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
+    k = ring(K.consumers, K.consumers, k_map)  # of its barriers the first is that of all keys and values
+    v = tiles_of(K.consumers, v_map)
+    q = ring(K.stages, K.consumers, q_map)
+    do = tiles_of(K.stages, do_map)  # that are full when queries are
+    OF_ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    lse = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
+    delta = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
+    R: gl.constexpr = K.registers
+    gl.warp_specialize([
+        (_load_for_keys, (q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delta, S, K)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K, 0)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K, 1)),
+    ], [4, 4], [R, R])  # fmt: skip
+
+
+@jit
+def _load_for_keys(q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delta, S, K: gl.constexpr):
+    """All tiles that the consumers take, in their order."""
+    CONSUMERS: gl.constexpr = K.consumers
+    STAGES: gl.constexpr = K.stages
+    BYTES: gl.constexpr = CONSUMERS * (k_map.block_type.nbytes + v_map.block_type.nbytes)
+    BYTES_BY: gl.constexpr = q_map.block_type.nbytes + do_map.block_type.nbytes + 2 * rows_map.block_type.nbytes
+    count = 0
+    for turn in range(turns(S)):
+        work = work_at(turn, S, K)
+        await_empty(k, turn, 1, BYTES)
+        for each in gl.static_range(CONSUMERS):
+            first = work.first + each * _ROWS
+            load_async(k_map, [work.batch, work.head, first, 0], k.full.index(0), k.tiles.index(each))
+            load_async(v_map, [work.batch, work.head, first, 0], k.full.index(0), v.index(each))
+        begin, end = queries_that_see(work.first, S, K)
+        for of_group in range(S.group):
+            head = work.head * S.group + of_group
+            number = 2 * (work.number * S.group + of_group)
+            for i in range(begin, end):
+                row, stage = i * K.block, count % STAGES
+                await_empty(q, count, STAGES, BYTES_BY)
+                load_async(q_map, [work.batch, head, row, 0], q.full.index(stage), q.tiles.index(stage))
+                load_async(rows_map, [number, row], q.full.index(stage), lse.index(stage))
+                load_async(do_map, [work.batch, head, row, 0], q.full.index(stage), do.index(stage))
+                load_async(rows_map, [number + 1, row], q.full.index(stage), delta.index(stage))
+                count += 1
+
+
+@jit
+def _sum_for_keys(dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K: gl.constexpr, ME: gl.constexpr):
+    """dK and dV of the ME-th _ROWS keys of each tile."""
+    BLOCK_D: gl.constexpr = K.block_d
+    BLOCK_V: gl.constexpr = K.block_v
+    OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    dtype: gl.constexpr = dk_map.dtype
+    if K.consumers == ME + 1:
+        next_turn(ME, K.consumers)
+    count = 0
+    for turn in range(turns(S)):
+        work = work_at(turn, S, K)
+        first = work.first + ME * _ROWS
+        begin, end = queries_that_see(work.first, S, K)
+        high, low = begin, end  # between these all queries see all of the keys
+        if K.right:
+            high = gl.minimum(gl.maximum(gl.cdiv(first + (_ROWS - 1) - S.offset - S.right, K.block), begin), end)
+        if K.left:
+            low = gl.minimum(gl.maximum((first - S.offset + S.left + 1) // K.block, high), end)
+        dk = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_K)
+        dv = gl.zeros([_ROWS, BLOCK_V], gl.float32, OF_V)
+        full(k, turn, 1)
+        my_k, my_v = k.tiles.index(ME), v.index(ME)
+        my_turn(ME)
+        for _ in range(S.group):
+            if K.right:
+                dk, dv = _add_queries(
+                    dk, dv, count - begin, begin, high, first, my_k, my_v, q, do, lse, delta, scale, S, K, ME, True
+                )
+            dk, dv = _add_queries(
+                dk, dv, count - begin, high, low, first, my_k, my_v, q, do, lse, delta, scale, S, K, ME, False
+            )
+            if K.left:
+                dk, dv = _add_queries(
+                    dk, dv, count - begin, low, end, first, my_k, my_v, q, do, lse, delta, scale, S, K, ME, True
+                )
+            count += end - begin
+        next_turn(ME, K.consumers)
+        my_k.store((dk * scale).to(dtype))
+        my_v.store(dv.to(dtype))
+        fence_async_shared()
+        store_async(dk_map, [work.number, first, 0], my_k)
+        store_async(dv_map, [work.number, first, 0], my_v)
+        stores_wait(0)
+        emptied(k, 0, 1)
+
+
+@jit
+def _add_queries(
+    dk, dv, count, begin, end, first, my_k, my_v, q, do, lse, delta, scale, S,
+    K: gl.constexpr, ME: gl.constexpr, EDGE: gl.constexpr,
+):  # fmt: skip
+    """dK and dV with what tiles of queries from begin to end add. Tiles of scores are [keys, queries]."""
+    BLOCK: gl.constexpr = K.block
+    STAGES: gl.constexpr = K.stages
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OF_QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    dtype: gl.constexpr = my_k.dtype
+    for i in range(begin, end):
+        at = count + i
+        stage = at % STAGES
+        queries, of_output = q.tiles.index(stage), do.index(stage)
+        none = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
+        full(q, at, STAGES)
+        s = warpgroup_mma(my_k, queries.permute((1, 0)), none, use_acc=False, is_async=True)
+        dp = warpgroup_mma(my_v, of_output.permute((1, 0)), none, use_acc=False, is_async=True)
+        next_turn(ME, K.consumers)
+        s = warpgroup_mma_wait(1, (s,))
+        p = gl.exp2(s * (scale * LOG2E) - lse.index(stage).load(OF_QUERIES)[None, :])
+        if EDGE:
+            p = _visible(p, first, i * BLOCK, S, K)
+        weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+        dp = warpgroup_mma_wait(0, (dp,))
+        ds = (p * (dp - delta.index(stage).load(OF_QUERIES)[None, :])).to(dtype)
+        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+        my_turn(ME)
+        dv = warpgroup_mma(weights, of_output, dv, is_async=True)
+        dk = warpgroup_mma(ds, queries, dk, is_async=True)
+        dk, dv = warpgroup_mma_wait(0, (dk, dv))
+        emptied(q, at, STAGES)
+    return dk, dv
+
+
+@jit
+def _visible(p, key, query, S, K: gl.constexpr):
+    """Weights [keys from `key` on, queries from `query` on], 0 where a key is hidden from a query."""
+    keys = key + gl.arange(0, _ROWS, gl.SliceLayout(1, p.type.layout))
+    queries = query + S.offset + gl.arange(0, K.block, gl.SliceLayout(0, p.type.layout))
+    if K.right:
+        p = gl.where(keys[:, None] <= (queries + S.right)[None, :], p, 0.0)
+    if K.left:
+        p = gl.where(keys[:, None] >= (queries - S.left)[None, :], p, 0.0)
+    return p
+
+
+@jit(do_not_specialize=SIZES)
+def _queries_gradient_hopper(
+    q_map, k_map, v_map, do_map, rows_ptr, dq_map,
+    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
+):  # fmt: skip
+    """dQ."""
+    S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
+    q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
+    do = tiles_of(K.consumers, do_map)
+    k = ring(K.stages, K.consumers, k_map)
+    v = tiles_of(K.stages, v_map)  # that are full when keys are
+    R: gl.constexpr = K.registers
+    gl.warp_specialize([
+        (_load_for_queries, (q_map, k_map, v_map, do_map, q, k, v, do, S, K)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, do, scale, S, K, 0)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, do, scale, S, K, 1)),
+    ], [4, 4], [R, R])  # fmt: skip
+
+
+@jit
+def _load_for_queries(q_map, k_map, v_map, do_map, q, k, v, do, S, K: gl.constexpr):
+    """All tiles that the consumers take, in their order."""
+    CONSUMERS: gl.constexpr = K.consumers
+    BYTES: gl.constexpr = CONSUMERS * (q_map.block_type.nbytes + do_map.block_type.nbytes)
+    BYTES_BY: gl.constexpr = k_map.block_type.nbytes + v_map.block_type.nbytes
+    count = 0
+    for turn in range(turns(S)):
+        work = work_at(turn, S, K)
+        await_empty(q, turn, 1, BYTES)
+        for each in gl.static_range(CONSUMERS):
+            first = work.first + each * _ROWS
+            load_async(q_map, [work.batch, work.head, first, 0], q.full.index(0), q.tiles.index(each))
+            load_async(do_map, [work.batch, work.head, first, 0], q.full.index(0), do.index(each))
+        begin, end = keys_seen(work.first, S, K)
+        for i in range(begin, end):
+            row, stage = i * K.block, count % K.stages
+            await_empty(k, count, K.stages, BYTES_BY)
+            load_async(k_map, [work.batch, work.head // S.group, row, 0], k.full.index(stage), k.tiles.index(stage))
+            load_async(v_map, [work.batch, work.head // S.group, row, 0], k.full.index(stage), v.index(stage))
+            count += 1
+
+
+@jit
+def _sum_for_queries(rows_ptr, dq_map, q, k, v, do, scale, S, K: gl.constexpr, ME: gl.constexpr):
+    """dQ of the ME-th _ROWS queries of each tile."""
+    BLOCK: gl.constexpr = K.block
+    BLOCK_D: gl.constexpr = K.block_d
+    STAGES: gl.constexpr = K.stages
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OF_Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    OF_QUERIES: gl.constexpr = gl.SliceLayout(1, SCORES)
+    dtype: gl.constexpr = dq_map.dtype
+    none = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
+    padded = gl.cdiv(S.n_queries, _VECTOR) * _VECTOR
+    if K.consumers == ME + 1:
+        next_turn(ME, K.consumers)
+    count = 0
+    for turn in range(turns(S)):
+        work = work_at(turn, S, K)
+        first = work.first + ME * _ROWS
+        queries = first + gl.arange(0, _ROWS, OF_QUERIES)
+        at = work.number.to(gl.int64) * 2 * padded + queries
+        lse = gl.load(rows_ptr + at, mask=queries < padded, other=float("inf"))
+        delta = gl.load(rows_ptr + at + padded, mask=queries < padded, other=0.0)
+        begin, end = keys_seen(work.first, S, K)
+        cut, low = S.n_keys, 0  # between these all of the queries see all keys
+        if K.right:
+            cut = gl.minimum(first + S.offset + S.right + 1, cut)
+        if K.left:
+            low = first + (_ROWS - 1) + S.offset - S.left
+        dq = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_Q)
+        full(q, turn, 1)
+        my_q, my_do = q.tiles.index(ME), do.index(ME)
+        for i in range(begin, end):
+            stage = count % STAGES
+            full(k, count, STAGES)
+            my_turn(ME)
+            s = warpgroup_mma(my_q, k.tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            dp = warpgroup_mma(my_do, v.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            next_turn(ME, K.consumers)
+            s = warpgroup_mma_wait(1, (s,))
+            p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
+            if K.edge:
+                at_edge = ((i + 1) * BLOCK > cut) | (i * BLOCK < low)
+                if at_edge:
+                    p = _seen(p, i * BLOCK, queries, S, K)
+            dp = warpgroup_mma_wait(0, (dp,))
+            ds = (p * (dp - delta[:, None])).to(dtype)
+            ds = gl.convert_layout(ds, gl.DotOperandLayout(0, OF_Q, 2))
+            dq = warpgroup_mma(ds, k.tiles.index(stage), dq, is_async=True)
+            dq = warpgroup_mma_wait(0, (dq,))
+            emptied(k, count, STAGES)
+            count += 1
+        my_q.store((dq * scale).to(dtype))
+        fence_async_shared()
+        store_async(dq_map, [work.number, first, 0], my_q)
+        stores_wait(0)
+        emptied(q, 0, 1)
+
+
+@jit
+def _seen(p, first, queries, S, K: gl.constexpr):
+    """Weights [queries, keys from `first` on], 0 where a key is hidden from a query."""
+    keys = first + gl.arange(0, K.block, gl.SliceLayout(0, p.type.layout))
+    if K.ragged:
+        p = gl.where((keys < S.n_keys)[None, :], p, 0.0)
+    if K.right:
+        p = gl.where(keys[None, :] <= (queries + (S.offset + S.right))[:, None], p, 0.0)
+    if K.left:
+        p = gl.where(keys[None, :] >= (queries + (S.offset - S.left))[:, None], p, 0.0)
+    return p
