@@ -166,25 +166,28 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
     "attention.md": {
         "| causal 4 x 32 x 4096 x 128": [
             *measured("4 x 32 x 4096 x 128 causal 890, 930"),
-            source("plan/attention_sdpa.py", "causal 4 x 32 x 4096 x 128: 5085 us, cuDNN 2821"),
+            source("plan/attention_sdpa.py", "causal 4 x 32 x 4096 x 128: 2945 us, cuDNN 2808"),
         ],
         "| full 4 x 32 x 4096 x 128": [
-            *measured("full 1756, 1856."), source("plan/attention_sdpa.py", "full: 9692 and 5276"),
+            *measured("full 1756, 1856."), source("plan/attention_sdpa.py", "full: 5620 and 5556"),
         ],
         "| causal 8 x 16 x 4096 x 64": [
             source("plan/attention_sdpa.py", "8 x 16 x 4096 x 64: 650, 637"),
-            source("plan/attention_sdpa.py", "causal 8 x 16 x 4096 x 64: 3074 us, cuDNN 1785"),
+            *measured("| 711 | 1640, as a sum | 3655 | 1790 |"),
         ],
         "| 64 x 12 x 197 x 64": [
             source("plan/attention_sdpa.py", "64 x 12 x 197 x 64: 53, 47"),
-            source("plan/attention_sdpa.py", "64 x 12 x 197 x 64: 224 and 163"),
+            *measured("| 64 x 12 x 197 x 64 | 55; 56 | 152; 229 |"),
+            source("plan/attention_sdpa.py", "64 x 12 x 197 x 64: 152 and 163"),
         ],
-        "| bias for each head, with its gradient": measured("bias 809, 2196, 7535, 6824;"),
-        "| T5: bias": measured("T5 220, 592, 1436, 1644;"),
-        "| triangle: bias": measured("triangle 168, 639, 1484, 1707."),
+        "| bias for each head, with its gradient": measured(
+            "620; plain 793", "bias 809, 2196,", "| 3878, 1817; plain", "7535, 6824;"
+        ),
+        "| T5: bias": measured("177; 225 |", "T5 220, 592,", "| 1022, 441;", "1436, 1644;"),
+        "| triangle: bias": measured("triangle 168, 639,", "| 1065, 497;", "1484, 1707."),
         "| Swin: bias": measured("| forward | 83 |", "us | 232,", "all gradients | 207 | 152 |", "us | 232, 617 *"),
         "| softcap, causal": measured("With a softcap 809 and 7089."),
-        "| sinks and a window": measured("64 x 64 x 4 x 3: 234; dK and dV by 64 x 128 x 8 x 2: 1169"),
+        "| sinks and a window": measured("64 x 64 x 4 x 3: 234;", "580; 233 | 734;"),
         "| one query of 16 x 32": measured("in 2 485", "x 32768 x 128 | 479 |"),
         "with 1024 keys": measured("in 8 8.1, 16 7.7;", "8 x 1024 x 128 | 7.5 |"),
         "the same with 8192 keys": measured("in 16 15.7", "8 x 8192 x 128 | 15.6 |"),

@@ -19,6 +19,7 @@ OPTIONS = {
     "causal": {"is_causal": True},
     "bottom right": {"is_causal": True, "causal_align": "bottom_right"},
     "window": {"window": (100, 30)},
+    "left bound": {"window": (100, None)},
 }
 
 
@@ -80,9 +81,12 @@ def assert_near(q, k, v, **options):
 @pytest.mark.parametrize("length", [1, 63, 192, 257, 383])
 def test_forward(taken, length, dim, dtype, option):
     assert_near(*given(length, length, dim, dtype), **OPTIONS[option])
-    assert_near(*given(length, 300, dim, dtype, heads=4), **OPTIONS[option])
+    assert_near(*given(length, 250, dim, dtype, heads=4), **OPTIONS[option])
     assert len(taken) == 2
-    assert None not in taken
+    if option == "window" and dim <= 64:  # what is narrow goes to the plain kernel, unless it bounds nothing
+        assert None in taken or length == 1
+    else:
+        assert None not in taken
 
 
 @pytest.mark.gpu
@@ -97,6 +101,35 @@ def test_gradients(gradients_taken, length, dim, dtype, option):
     assert_attention(*given(length, 300, dim, dtype, heads=4), enable_gqa=True, **OPTIONS[option])
     assert len(gradients_taken) == 4
     assert None not in gradients_taken
+
+
+BIASES = {"heads": (1, 4), "batches and heads": (2, 4), "shared": ()}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", BIASES)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 72, 128])
+@pytest.mark.parametrize("lengths", [(200, 264), (383, 320)], ids=str)
+def test_bias(gradients_taken, lengths, dim, dtype, option, shape):
+    """Some of it is -inf. The kernel of dQ does not store dS, which is the gradient of a bias of full size."""
+    bias = torch.randn(*BIASES[shape], *lengths, device="cuda").to(dtype)
+    bias[..., :3, 5] = -float("inf")
+    assert_attention(*given(*lengths, dim, dtype, heads=4), enable_gqa=True, bias=bias, **OPTIONS[option])
+    assert len(gradients_taken) == (1 if shape == "batches and heads" else 2)
+    assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", ["dtype", "rows", "stride"])
+def test_biases_that_tma_does_not_read_go_to_the_plain_kernels(gradients_taken, case):
+    shape, dtype = {"dtype": ((192, 192), torch.float32), "rows": ((1, 192), BF16), "stride": ((192, 196), BF16)}[case]
+    bias = torch.randn(shape, device="cuda").to(dtype)[..., :192]
+    assert_attention(*given(192, 192, 64, BF16), bias=bias)
+    assert gradients_taken == [None, None]
 
 
 @pytest.mark.gpu
@@ -150,6 +183,14 @@ def test_which_calls_are_taken():
         assert plan_hopper(128, 64, 2, 4096, H200, kernel) is not None
         assert plan_hopper(256, 256, 2, 4096, H200, kernel) is None
     assert plan_hopper(64, 64, 2, 4096, H200, "keys", left=True).block == 64
+    assert plan_hopper(64, 64, 2, 8192, H200, left=True, window=128) is None
+    assert plan_hopper(128, 128, 2, 8192, H200, left=True, window=128) is not None
+    assert plan_hopper(64, 64, 2, 8192, H200, left=True, window=1024) is not None
+    for kernel in ("forward", "keys", "queries"):
+        assert plan_hopper(128, 128, 2, 4096, H200, kernel, bias=True) is not None
+        assert plan_hopper(256, 256, 2, 4096, H200, kernel, bias=True) is None
+    assert plan_hopper(32, 32, 2, 384, H200, bias=True) is None
+    assert plan_hopper(32, 32, 2, 384, H200, "keys", bias=True) is not None
 
 
 @pytest.mark.parametrize(("head_tiles", "heads"), [(2, 1024), (6, 256), (22, 128), (32, 128), (64, 64), (128, 32)])

@@ -18,6 +18,8 @@ KINDS = {
     "full": {"ragged": False},
     "causal": {"right": True},
     "window and sinks": {"left": True, "right": True, "sinks": True},
+    "bias": {"ragged": False, "bias": True, "bias_heads": 1},
+    "causal bias": {"right": True, "bias": True, "bias_batches": 1, "bias_heads": 1},
 }
 
 
@@ -40,16 +42,21 @@ def compiled(kernel, spec, types):
 @pytest.mark.parametrize(("dim", "length", "dtype"), [(64, 4096, "bf16"), (64, 512, "fp16"), (128, 4096, "bf16"),
                                                       (256, 4096, "bf16")])  # fmt: skip
 def test_forward(dim, length, dtype, kind):
-    plan = plan_hopper(dim, dim, 2, length, H200)
+    bias = "bias" in KINDS[kind]
+    plan = plan_hopper(dim, dim, 2, length, H200, left="left" in KINDS[kind], bias=bias)
+    if plan is None:
+        assert (dim, bias) == (256, True)
+        return
     spec = HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=dim,
-        block_v=dim, reuses=plan.reuses, **KINDS[kind],
+        block_v=dim, reuses=plan.reuses or (bias and dim > 64), **KINDS[kind],
     )  # fmt: skip
     binary = compiled(
         _attention_hopper, spec,
         {
             "q_map": tiled(dtype, 1, 1, ROWS, dim), "k_map": tiled(dtype, 1, 1, plan.block, dim),
             "v_map": tiled(dtype, 1, 1, plan.block, dim), "o_map": tiled(dtype, 1, ROWS, dim),
+            "bias_map": tiled(dtype, 1, 1, ROWS, plan.block) if bias else None,
             "sinks_ptr": "*fp32" if spec.sinks else None, "lse_ptr": "*fp32",
         },
     )  # fmt: skip
@@ -68,20 +75,22 @@ STACK_OF_KEYS = 96
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp16")])
 def test_gradients(dim, dtype, kind, kernel):
     options = {name: each for name, each in KINDS[kind].items() if name != "sinks"}
-    plan = plan_hopper(dim, dim, 2, 4096, H200, kernel, "left" in options)
+    plan = plan_hopper(dim, dim, 2, 4096, H200, kernel, "left" in options, "bias" in options)
     of_keys = kernel == "keys"
     spec = HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=dim,
         block_v=dim, of_keys=of_keys, **options,
     )  # fmt: skip
     mine, by, into = tiled(dtype, 1, 1, ROWS, dim), tiled(dtype, 1, 1, plan.block, dim), tiled(dtype, 1, ROWS, dim)
+    of_bias = (plan.block, ROWS) if of_keys else (ROWS, plan.block)
+    bias_map = {"bias_map": tiled(dtype, 1, 1, *of_bias) if spec.bias else None}
     if of_keys:
         rows = f"tensordesc<fp32{[1, plan.block]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
         types = {"q_map": by, "k_map": mine, "v_map": mine, "do_map": by, "rows_map": rows, "dk_map": into}
-        binary = compiled(_keys_gradient_hopper, spec, types | {"dv_map": into})
+        binary = compiled(_keys_gradient_hopper, spec, types | bias_map | {"dv_map": into})
     else:
         types = {"q_map": mine, "k_map": by, "v_map": by, "do_map": mine, "rows_ptr": "*fp32", "dq_map": into}
-        binary = compiled(_queries_gradient_hopper, spec, types)
+        binary = compiled(_queries_gradient_hopper, spec, types | bias_map)
     assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else 0)
     assert binary.ptx.count("wgmma.mma_async") >= 3 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024

@@ -10,14 +10,18 @@ Traffic: that of `kernels/attention.py`.
 from fused_softmax.kernels.attention_hopper_parts import (
     LN2,
     LOG2E,
+    await_empty,
+    biases,
     emptied,
     fill,
     full,
     keys_seen,
+    load_bias,
     my_turn,
     next_turn,
     ring,
     turns,
+    with_bias,
     work_at,
 )
 from fused_softmax.kernels.attention_hopper_spec import ROWS, Sizes
@@ -40,13 +44,14 @@ SIZES = ["n_heads", "group", "n_queries", "n_keys", "left", "right", "offset", "
 
 @jit(do_not_specialize=SIZES)
 def _attention_hopper(
-    q_map, k_map, v_map, sinks_ptr, o_map, lse_ptr,
+    q_map, k_map, v_map, bias_map, sinks_ptr, o_map, lse_ptr,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
 ):  # fmt: skip
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all of them
     k = ring(K.stages, K.consumers, k_map)
     v = ring(K.stages, K.consumers, v_map)
+    b = biases(k, bias_map, K)
     if K.reuses:
         o = q.tiles
     else:
@@ -55,21 +60,21 @@ def _attention_hopper(
     R: gl.constexpr = K.registers
     if K.consumers == 2:
         gl.warp_specialize([
-            (_load, (q_map, k_map, v_map, q, k, v, S, K)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 0)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 1)),
+            (_load, (q_map, k_map, v_map, bias_map, q, k, v, b, S, K)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 0)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 1)),
         ], [4, 4], [R, R])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_load, (q_map, k_map, v_map, q, k, v, S, K)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 0)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 1)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K, 2)),
+            (_load, (q_map, k_map, v_map, bias_map, q, k, v, b, S, K)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 0)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 1)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 2)),
         ], [4, 4, 4], [R, R, R])  # fmt: skip
 
 
 @jit
-def _load(q_map, k_map, v_map, q, k, v, S, K: gl.constexpr):
+def _load(q_map, k_map, v_map, bias_map, q, k, v, b, S, K: gl.constexpr):
     """All tiles that the consumers take, in their order."""
     CONSUMERS: gl.constexpr = K.consumers
     count = 0
@@ -84,7 +89,13 @@ def _load(q_map, k_map, v_map, q, k, v, S, K: gl.constexpr):
         begin, end = keys_seen(work.first, S, K)
         for i in range(end - begin):
             row = (end - 1 - i) * K.block
-            fill(k, count, K.stages, k_map, work.batch, of_keys, row)
+            if K.bias:
+                stage = count % K.stages
+                await_empty(k, count, K.stages, k_map.block_type.nbytes + CONSUMERS * bias_map.block_type.nbytes)
+                load_async(k_map, [work.batch, of_keys, row, 0], k.full.index(stage), k.tiles.index(stage))
+                load_bias(b, bias_map, k.full.index(stage), stage, work.batch, work.head, work.first, row, K)
+            else:
+                fill(k, count, K.stages, k_map, work.batch, of_keys, row)
             fill(v, count, K.stages, v_map, work.batch, of_keys, row)
             count += 1
 
@@ -104,7 +115,7 @@ def _hide(s, tile, rows, S, K: gl.constexpr):
 
 
 @jit
-def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K: gl.constexpr, ME: gl.constexpr):
+def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K: gl.constexpr, ME: gl.constexpr):
     """The output of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_V: gl.constexpr = K.block_v
@@ -114,6 +125,9 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K: gl.constexpr, ME
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     dtype: gl.constexpr = o_map.dtype
+    unit = scale
+    if K.bias:
+        unit = 1.0  # of scores that have their bias
     no_scores = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
     if K.in_turn and K.consumers == ME + 1:
         next_turn(ME, K.consumers)
@@ -138,13 +152,15 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K: gl.constexpr, ME
         if K.in_turn:
             next_turn(ME, K.consumers)
         s = warpgroup_mma_wait(0, (s,))
+        if K.bias:
+            s = with_bias(s, b, count % K.stages, scale, K, ME)
         emptied(k, count, K.stages)
         if K.edge:
             at_edge = (end * BLOCK > cut) | ((end - 1) * BLOCK < low)
             if at_edge:
                 s = _hide(s, end - 1, rows, S, K)
-        m = gl.maximum(gl.max(s, 1) * scale, _LOWEST)
-        p = gl.exp2(s * scale - m[:, None])
+        m = gl.maximum(gl.max(s, 1) * unit, _LOWEST)
+        p = gl.exp2(s * unit - m[:, None])
         sums = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
         output = gl.zeros([_ROWS, BLOCK_V], gl.float32, OUTPUT)
@@ -160,13 +176,15 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K: gl.constexpr, ME
             full(v, count - 1, K.stages)
             output = warpgroup_mma(weights, v.tiles.index((count - 1) % K.stages), output, is_async=True)
             s = warpgroup_mma_wait(1, (s,))
+            if K.bias:
+                s = with_bias(s, b, count % K.stages, scale, K, ME)
             emptied(k, count, K.stages)
             if K.edge:
                 at_edge = ((end - i) * BLOCK > cut) | ((end - 1 - i) * BLOCK < low)
                 if at_edge:
                     s = _hide(s, end - 1 - i, rows, S, K)
-            top = gl.maximum(m, gl.max(s, 1) * scale)
-            p = gl.exp2(s * scale - top[:, None])
+            top = gl.maximum(m, gl.max(s, 1) * unit)
+            p = gl.exp2(s * unit - top[:, None])
             decay = gl.exp2(m - top)
             sums = sums * decay + gl.sum(p, 1)
             m = top

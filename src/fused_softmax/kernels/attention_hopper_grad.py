@@ -9,15 +9,18 @@ from fused_softmax.kernels.attention_hopper import SIZES
 from fused_softmax.kernels.attention_hopper_parts import (
     LOG2E,
     await_empty,
+    biases,
     emptied,
     full,
     keys_seen,
+    load_bias,
     my_turn,
     next_turn,
     queries_that_see,
     ring,
     tiles_of,
     turns,
+    with_bias,
     work_at,
 )
 from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Sizes
@@ -38,7 +41,7 @@ _VECTOR = gl.constexpr(ROW_VECTOR)
 
 @jit(do_not_specialize=SIZES)
 def _keys_gradient_hopper(
-    q_map, k_map, v_map, do_map, rows_map, dk_map, dv_map,
+    q_map, k_map, v_map, bias_map, do_map, rows_map, dk_map, dv_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
 ):  # fmt: skip
     """dK and dV. rows_map: of what `_delta` stores."""
@@ -47,24 +50,28 @@ def _keys_gradient_hopper(
     v = tiles_of(K.consumers, v_map)
     q = ring(K.stages, K.consumers, q_map)
     do = tiles_of(K.stages, do_map)  # that are full when queries are
+    b = biases(q, bias_map, K)
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     lse = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
     delta = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
     R: gl.constexpr = K.registers
     gl.warp_specialize([
-        (_load_for_keys, (q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delta, S, K)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K, 0)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K, 1)),
+        (_load_for_keys, (q_map, k_map, v_map, bias_map, do_map, rows_map, q, k, v, b, do, lse, delta, S, K)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K, 0)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
 @jit
-def _load_for_keys(q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delta, S, K: gl.constexpr):
+def _load_for_keys(
+    q_map, k_map, v_map, bias_map, do_map, rows_map, q, k, v, b, do, lse, delta, S, K: gl.constexpr
+):  # fmt: skip
     """All tiles that the consumers take, in their order."""
     CONSUMERS: gl.constexpr = K.consumers
     STAGES: gl.constexpr = K.stages
     BYTES: gl.constexpr = CONSUMERS * (k_map.block_type.nbytes + v_map.block_type.nbytes)
     BYTES_BY: gl.constexpr = q_map.block_type.nbytes + do_map.block_type.nbytes + 2 * rows_map.block_type.nbytes
+    BYTES_BIAS: gl.constexpr = CONSUMERS * bias_map.block_type.nbytes if K.bias else 0
     count = 0
     for turn in range(turns(S)):
         work = work_at(turn, S, K)
@@ -79,7 +86,9 @@ def _load_for_keys(q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delt
             number = 2 * (work.number * S.group + of_group)
             for i in range(begin, end):
                 row, stage = i * K.block, count % STAGES
-                await_empty(q, count, STAGES, BYTES_BY)
+                await_empty(q, count, STAGES, BYTES_BY + BYTES_BIAS)
+                if K.bias:
+                    load_bias(b, bias_map, q.full.index(stage), stage, work.batch, head, row, work.first, K)
                 load_async(q_map, [work.batch, head, row, 0], q.full.index(stage), q.tiles.index(stage))
                 load_async(rows_map, [number, row], q.full.index(stage), lse.index(stage))
                 load_async(do_map, [work.batch, head, row, 0], q.full.index(stage), do.index(stage))
@@ -88,7 +97,7 @@ def _load_for_keys(q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delt
 
 
 @jit
-def _sum_for_keys(dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K: gl.constexpr, ME: gl.constexpr):
+def _sum_for_keys(dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K: gl.constexpr, ME: gl.constexpr):
     """dK and dV of the ME-th _ROWS keys of each tile."""
     BLOCK_D: gl.constexpr = K.block_d
     BLOCK_V: gl.constexpr = K.block_v
@@ -115,14 +124,14 @@ def _sum_for_keys(dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K: gl.const
         for _ in range(S.group):
             if K.right:
                 dk, dv = _add_queries(
-                    dk, dv, count - begin, begin, high, first, my_k, my_v, q, do, lse, delta, scale, S, K, ME, True
+                    dk, dv, count - begin, begin, high, first, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
                 )
             dk, dv = _add_queries(
-                dk, dv, count - begin, high, low, first, my_k, my_v, q, do, lse, delta, scale, S, K, ME, False
+                dk, dv, count - begin, high, low, first, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, False
             )
             if K.left:
                 dk, dv = _add_queries(
-                    dk, dv, count - begin, low, end, first, my_k, my_v, q, do, lse, delta, scale, S, K, ME, True
+                    dk, dv, count - begin, low, end, first, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
                 )
             count += end - begin
         next_turn(ME, K.consumers)
@@ -137,7 +146,7 @@ def _sum_for_keys(dk_map, dv_map, q, k, v, do, lse, delta, scale, S, K: gl.const
 
 @jit
 def _add_queries(
-    dk, dv, count, begin, end, first, my_k, my_v, q, do, lse, delta, scale, S,
+    dk, dv, count, begin, end, first, my_k, my_v, q, b, do, lse, delta, scale, S,
     K: gl.constexpr, ME: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV with what tiles of queries from begin to end add. Tiles of scores are [keys, queries]."""
@@ -156,7 +165,11 @@ def _add_queries(
         dp = warpgroup_mma(my_v, of_output.permute((1, 0)), none, use_acc=False, is_async=True)
         next_turn(ME, K.consumers)
         s = warpgroup_mma_wait(1, (s,))
-        p = gl.exp2(s * (scale * LOG2E) - lse.index(stage).load(OF_QUERIES)[None, :])
+        if K.bias:
+            s = with_bias(s, b, stage, scale * LOG2E, K, ME)
+        else:
+            s = s * (scale * LOG2E)
+        p = gl.exp2(s - lse.index(stage).load(OF_QUERIES)[None, :])
         if EDGE:
             p = _visible(p, first, i * BLOCK, S, K)
         weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
@@ -185,7 +198,7 @@ def _visible(p, key, query, S, K: gl.constexpr):
 
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_hopper(
-    q_map, k_map, v_map, do_map, rows_ptr, dq_map,
+    q_map, k_map, v_map, bias_map, do_map, rows_ptr, dq_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
 ):  # fmt: skip
     """dQ."""
@@ -194,20 +207,22 @@ def _queries_gradient_hopper(
     do = tiles_of(K.consumers, do_map)
     k = ring(K.stages, K.consumers, k_map)
     v = tiles_of(K.stages, v_map)  # that are full when keys are
+    b = biases(k, bias_map, K)
     R: gl.constexpr = K.registers
     gl.warp_specialize([
-        (_load_for_queries, (q_map, k_map, v_map, do_map, q, k, v, do, S, K)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, do, scale, S, K, 0)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, do, scale, S, K, 1)),
+        (_load_for_queries, (q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 0)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
 @jit
-def _load_for_queries(q_map, k_map, v_map, do_map, q, k, v, do, S, K: gl.constexpr):
+def _load_for_queries(q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K: gl.constexpr):
     """All tiles that the consumers take, in their order."""
     CONSUMERS: gl.constexpr = K.consumers
     BYTES: gl.constexpr = CONSUMERS * (q_map.block_type.nbytes + do_map.block_type.nbytes)
     BYTES_BY: gl.constexpr = k_map.block_type.nbytes + v_map.block_type.nbytes
+    BYTES_BIAS: gl.constexpr = CONSUMERS * bias_map.block_type.nbytes if K.bias else 0
     count = 0
     for turn in range(turns(S)):
         work = work_at(turn, S, K)
@@ -219,14 +234,16 @@ def _load_for_queries(q_map, k_map, v_map, do_map, q, k, v, do, S, K: gl.constex
         begin, end = keys_seen(work.first, S, K)
         for i in range(begin, end):
             row, stage = i * K.block, count % K.stages
-            await_empty(k, count, K.stages, BYTES_BY)
+            await_empty(k, count, K.stages, BYTES_BY + BYTES_BIAS)
+            if K.bias:
+                load_bias(b, bias_map, k.full.index(stage), stage, work.batch, work.head, work.first, row, K)
             load_async(k_map, [work.batch, work.head // S.group, row, 0], k.full.index(stage), k.tiles.index(stage))
             load_async(v_map, [work.batch, work.head // S.group, row, 0], k.full.index(stage), v.index(stage))
             count += 1
 
 
 @jit
-def _sum_for_queries(rows_ptr, dq_map, q, k, v, do, scale, S, K: gl.constexpr, ME: gl.constexpr):
+def _sum_for_queries(rows_ptr, dq_map, q, k, v, b, do, scale, S, K: gl.constexpr, ME: gl.constexpr):
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_D: gl.constexpr = K.block_d
@@ -264,7 +281,11 @@ def _sum_for_queries(rows_ptr, dq_map, q, k, v, do, scale, S, K: gl.constexpr, M
             dp = warpgroup_mma(my_do, v.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
             next_turn(ME, K.consumers)
             s = warpgroup_mma_wait(1, (s,))
-            p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
+            if K.bias:
+                s = with_bias(s, b, stage, scale * LOG2E, K, ME)
+            else:
+                s = s * (scale * LOG2E)
+            p = gl.exp2(s - lse[:, None])
             if K.edge:
                 at_edge = ((i + 1) * BLOCK > cut) | (i * BLOCK < low)
                 if at_edge:

@@ -99,6 +99,37 @@ def fill(into, count, N: gl.constexpr, tile_map, batch, head, row):
 
 
 @jit
+def biases(like, bias_map, K: gl.constexpr):
+    """Room for a tile of the bias for each consumer, beside each tile of a ring; what is never read without a bias."""
+    if K.bias:
+        return tiles_of(K.stages * K.consumers, bias_map)
+    else:
+        return like.tiles
+
+
+@jit
+def load_bias(b, bias_map, full, stage, batch, head, row, col, K: gl.constexpr):
+    """Of each consumer, whose rows are queries, or keys if K.of_keys."""
+    CONSUMERS: gl.constexpr = K.consumers
+    ROWS_OF_ONE: gl.constexpr = bias_map.block_shape[3 if K.of_keys else 2]
+    for each in gl.static_range(CONSUMERS):
+        if K.of_keys:
+            at = [batch * K.bias_batches, head * K.bias_heads, row, col + each * ROWS_OF_ONE]
+        else:
+            at = [batch * K.bias_batches, head * K.bias_heads, row + each * ROWS_OF_ONE, col]
+        load_async(bias_map, at, full, b.index(stage * CONSUMERS + each))
+
+
+@jit
+def with_bias(s, b, stage, scale, K: gl.constexpr, ME: gl.constexpr):
+    """Scaled scores and the bias, in units of log 2."""
+    tile = b.index(stage * K.consumers + ME)
+    if K.of_keys:
+        tile = tile.permute((1, 0))
+    return s * scale + tile.load(s.type.layout).to(gl.float32) * LOG2E
+
+
+@jit
 def full(of, count, N: gl.constexpr):
     """Wait for the count-th tile of a ring of N."""
     mbarrier.wait(of.full.index(count % N), count // N & 1)

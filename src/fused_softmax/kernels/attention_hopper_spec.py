@@ -14,7 +14,8 @@ class HopperSpec:
     block_d, block_v: powers of two that hold a head's dims and a value's. registers: of a consumer's thread. left,
     right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. in_turn:
     whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
-    their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by.
+    their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by. bias: whether there is one;
+    bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast.
     """
 
     consumers: int
@@ -30,6 +31,9 @@ class HopperSpec:
     in_turn: bool = True
     reuses: bool = False
     of_keys: bool = False
+    bias: bool = False
+    bias_batches: int = 0
+    bias_heads: int = 0
 
     @property
     def block_m(self):

@@ -221,7 +221,7 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     run = (
         prepare_decode(c, tensors, scalars)
         or prepare_short(c, tensors, scalars)
-        or attention_hopper.prepare_forward(c, q, k, v, sinks, like.output, like.lse)
+        or attention_hopper.prepare_forward(c, q, k, v, bias, sinks, like.output, like.lse)
     )
     if run is None:
         tiles = c.plan.forward
@@ -297,17 +297,18 @@ def prepare_backward(
         return make(c.shape, dtype=ds_dtype, device=device)
 
     of_delta = of_keys = of_queries = None
-    rows_shape, tiled = attention_hopper.rows_shape(c), (q, k, v, do)
+    rows_shape = attention_hopper.rows_shape(c)
     rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
     keys_tiled = queries_tiled = None  # by the kernels for sm_90
     if for_keys and n_rows and c.n_keys:
-        keys_tiled = attention_hopper.prepare_keys(c, tiled, rows, *keys_made())
+        keys_tiled = attention_hopper.prepare_keys(c, (q, k, v), bias, do, rows, *keys_made())
         tiles = c.plan.keys
         programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * (c.n_heads // c.group)
         if keys_tiled is None:
             of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
     if for_queries and n_rows:
-        queries_tiled = attention_hopper.prepare_queries(c, tiled, rows, dq_like)
+        if not full:
+            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v), bias, do, rows, dq_like)
         tiles = c.plan.queries
         programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
         if queries_tiled is None:
@@ -332,18 +333,19 @@ def prepare_backward(
         if of_delta is not None:
             of_delta(*[each for each in (output, do, lse, dlse, delta, rows) if each is not None])
         read = [each for each in (q, k, v, mask, bias, slopes, do, lse, delta) if each is not None]
+        by_tiles = [each for each in (q, k, v, bias, do, rows) if each is not None]
         dq = dk = dv = ds = None
         if for_keys:
             dk, dv = keys_made()
             if keys_tiled is not None:
-                keys_tiled(q, k, v, do, rows, dk, dv)
+                keys_tiled(*by_tiles, dk, dv)
             elif of_keys is not None:
                 of_keys(*read, dk, dv)
         if for_queries:
             dq = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
             ds = ds_made() if full else None
             if queries_tiled is not None:
-                queries_tiled(q, k, v, do, rows, dq)
+                queries_tiled(*by_tiles, dq)
             elif of_queries is not None:
                 of_queries(*read, dq, *(() if ds is None else (ds,)))
         added: dict[str, Tensor | None] = {"mask": None, "bias": None}

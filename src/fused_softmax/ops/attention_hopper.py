@@ -14,17 +14,20 @@ from fused_softmax.plan.attention_hopper import VECTOR, HopperTiles, plan_hopper
 _LOG2E = 1.4426950408889634
 
 
-def prepare_forward(c: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor) -> Any:
-    """What launches output and lse of a call `c` on (query, key, value, sinks, output, lse), as `c` has made it ready.
+def prepare_forward(
+    c: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor
+) -> Any:
+    """What launches output and lse of a call `c` on (query, key, value, bias, sinks, output, lse), made ready by `c`.
 
     None where the plain kernel is to compute them.
     """
-    plan = _planned(c, "forward")
+    plan = _planned(c, "forward", bias)
     if plan is None or {"entropy", "row_max"} & set(c.how.stats) or not _tiled(c, {"q": q, "k": k, "v": v}):
         return None
     from fused_softmax.kernels.attention_hopper import _attention_hopper
 
-    spec = _spec(c, plan, sinks=sinks is not None, reuses=plan.reuses)
+    reuses = plan.reuses or (bias is not None and max(plan.block_d, plan.block_v) > 64)
+    spec = _spec(c, plan, sinks=sinks is not None, reuses=reuses)
     key_heads = c.n_heads // c.group
     maps = (
         _of_heads(c, "q", q, (c.n_heads, c.n_queries, c.head_dim), ROWS, plan.block_d),
@@ -34,15 +37,21 @@ def prepare_forward(c: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
     into = _of_rows(o, (c.n_batches * c.n_heads, c.n_queries, c.value_dim), ROWS, plan.block_v)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), c.n_batches * c.n_heads)
     return launch.prepare(
-        _attention_hopper, programs, (*maps, sinks, into, lse), (*c.numbers()[1:8], *turns, c.how.scale * _LOG2E),
+        _attention_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), sinks, into, lse),
+        (*c.numbers()[1:8], *turns, c.how.scale * _LOG2E),
         {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
 
-def prepare_keys(c: Any, read: Sequence[Tensor], rows: Tensor, dk: Tensor, dv: Tensor) -> Any:
-    """What launches dK and dV of a call on (query, key, value, dO, rows, dK, dV); None where the plain kernel is to."""
-    plan = _planned(c, "keys")
-    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), read, strict=True))):
+def prepare_keys(
+    c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dk: Tensor, dv: Tensor
+) -> Any:
+    """What launches dK and dV of a call on (query, key, value, bias, dO, rows, dK, dV).
+
+    None where the plain kernel is to compute them. read: query, key and value.
+    """
+    plan = _planned(c, "keys", bias)
+    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True))):
         return None
     from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper
 
@@ -53,16 +62,18 @@ def prepare_keys(c: Any, read: Sequence[Tensor], rows: Tensor, dk: Tensor, dv: T
         for each, dim, block in ((dk, c.head_dim, plan.block_d), (dv, c.value_dim, plan.block_v))
     ]
     programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), heads)
+    *maps, of_do = _maps(c, plan, (*read, do), plan.block, ROWS)
+    maps += [_of_bias(c, bias, plan.block, ROWS), of_do, _of_floats(rows, plan.block)]
     return launch.prepare(
-        _keys_gradient_hopper, programs, (*_maps(c, plan, read, plan.block, ROWS), _of_floats(rows, plan.block), *into),
+        _keys_gradient_hopper, programs, (*maps, *into),
         (*c.numbers()[1:8], *turns, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
 
-def prepare_queries(c: Any, read: Sequence[Tensor], rows: Tensor, dq: Tensor) -> Any:
-    """What launches dQ of a call on (query, key, value, dO, rows, dQ); None where the plain kernel is to compute it."""
-    plan = _planned(c, "queries")
-    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), read, strict=True))):
+def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:
+    """As `prepare_keys`, of dQ."""
+    plan = _planned(c, "queries", bias)
+    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True))):
         return None
     from fused_softmax.kernels.attention_hopper_grad import _queries_gradient_hopper
 
@@ -70,8 +81,9 @@ def prepare_queries(c: Any, read: Sequence[Tensor], rows: Tensor, dq: Tensor) ->
     heads = c.n_batches * c.n_heads
     into = _of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), heads)
+    *maps, of_do = _maps(c, plan, (*read, do), ROWS, plan.block)
     return launch.prepare(
-        _queries_gradient_hopper, programs, (*_maps(c, plan, read, ROWS, plan.block), rows, into),
+        _queries_gradient_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), of_do, rows, into),
         (*c.numbers()[1:8], *turns, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
@@ -82,6 +94,9 @@ def rows_shape(c: Any) -> tuple[int, int, int]:
 
 
 def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
+    if c.spec.bias:
+        own = c.patterns["bias"].own
+        fields |= {"bias": True, "bias_batches": int(own[1] > 1), "bias_heads": int(own[2] > 1)}
     return HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=plan.block_d,
         block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0, **fields,
@@ -110,13 +125,25 @@ def _turns(c: Any, head_tiles: int, heads: int) -> tuple[int, int, int, int]:
     return programs, head_tiles, n_tiles, shift
 
 
-def _planned(c: Any, kernel: str) -> HopperTiles | None:
-    spec = c.spec
-    if c.device < 0 or not spec.folds or spec.mask != NO_MASK or not (c.n_queries and c.n_keys):
+def _planned(c: Any, kernel: str, bias: Tensor | None) -> HopperTiles | None:
+    spec, how = c.spec, c.how
+    plain = how.scale > 0 and spec.mask == NO_MASK and not (spec.alibi or spec.softcap)
+    if c.device < 0 or not plain or not (c.n_queries and c.n_keys) or not (bias is None or _tiles_bias(c, bias)):
         return None
+    window = None if how.left is None or how.right is None else how.left + how.right + 1
     return plan_hopper(
-        c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device), kernel, spec.left
+        c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device), kernel, spec.left, spec.bias,
+        window,
     )  # fmt: skip
+
+
+def _tiles_bias(c: Any, bias: Tensor) -> bool:
+    """Whether TMA reads it: a row of its own for each query, one element for each key."""
+    own, strides = c.patterns["bias"].own, c.strides["bias"]
+    if bias.dtype != c.dtype or own[0] > 1 or own[3:] != (c.n_queries, c.n_keys) or bias.data_ptr() % 16:
+        return False
+    steps = [step for n, step in zip(own[1:4], strides[1:4], strict=True) if n > 1]
+    return strides[4] == 1 and not any(step == 0 or step % VECTOR for step in steps)
 
 
 def _tiled(c: Any, tensors: dict[str, Tensor]) -> bool:
@@ -137,6 +164,18 @@ def _of_heads(c: Any, name: str, tensor: Tensor, sizes: tuple[int, int, int], ro
     shape = [c.inner, *sizes]
     strides = [step if n > 1 else shape[-1] for n, step in zip(shape, c.strides[name][1:4], strict=False)]
     return _descriptor(tensor, shape, [*strides, 1], [1, 1, rows, dims])
+
+
+def _of_bias(c: Any, bias: Tensor | None, rows: int, cols: int) -> Any:
+    """[batch, head, query, key], where 1 is the size of what it is broadcast over."""
+    if bias is None:
+        return None
+    shape = list(c.patterns["bias"].own[1:])
+    strides = [
+        step if n > 1 else -(-c.n_keys // VECTOR) * VECTOR
+        for n, step in zip(shape, c.strides["bias"][1:4], strict=False)
+    ]
+    return _descriptor(bias, shape, [*strides, 1], [1, 1, rows, cols])
 
 
 def _of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -> Any:

@@ -22,7 +22,16 @@ GRADIENTS: dict[str, dict[int, Rung]] = {
     "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
     "queries": {64: (2, 128, 2, 240), 128: (2, 128, 2, 240)},
 }
-WINDOWED: Rung = (2, 64, 2, 240)  # of the gradients, where windows have a left bound: larger tiles would spill
+# Those of a bias, whose tiles take shared memory.
+BIASED: dict[str, dict[int, Rung]] = {
+    "forward": {64: (2, 128, 2, 240), 128: (2, 128, 2, 240)},
+    "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
+    "queries": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
+}
+# Where windows have a left bound: larger tiles spill in the gradients, and reach too far beyond what is visible.
+WINDOWED, WINDOWED_FORWARD = (2, 64, 2, 240), (2, 128, 2, 240)
+NARROW = 512  # keys that each query sees; of fewer, at most 64 dims, the plain forward kernel is faster
+LEAST_BIASED = 64  # dims of a tile for which the forward kernel with a bias is faster than the plain one
 LONG = 2048
 LEAST = 32  # dims that a tile is made for
 MOST_SIMULATED = 8192  # tiles, whose shares are looked at one by one
@@ -47,17 +56,12 @@ class HopperTiles:
 
 
 def plan_hopper(
-    head_dim: int,
-    value_dim: int,
-    itemsize: int,
-    n_queries: int,
-    device: Device,
-    kernel: str = "forward",
-    left: bool = False,
-) -> HopperTiles | None:
+    head_dim: int, value_dim: int, itemsize: int, n_queries: int, device: Device, kernel: str = "forward",
+    left: bool = False, bias: bool = False, window: int | None = None,
+) -> HopperTiles | None:  # fmt: skip
     """The tiles of a kernel, "forward", "keys" or "queries", or None where the plain one is to compute.
 
-    left: whether the window has a bound there.
+    left: whether the window has a bound there. window: keys that each query sees, where it has one on both sides.
 
     >>> from fused_softmax.plan import H200
     >>> plan_hopper(128, 128, 2, 4096, H200)
@@ -70,11 +74,17 @@ def plan_hopper(
     dims = max(LEAST, padded(head_dim)), max(LEAST, padded(value_dim))
     if max(dims) > 128 and dims[0] != dims[1]:
         return None
-    if kernel == "forward":
-        return HopperTiles(*FORWARD[max(64, *dims), n_queries < LONG], *dims)
-    rung = GRADIENTS[kernel].get(max(64, *dims))
-    if rung is not None and left:
-        rung = WINDOWED
+    most = max(64, *dims)
+    rung: Rung | None = None
+    if kernel != "forward":
+        rung = (BIASED if bias else GRADIENTS)[kernel].get(most)
+        rung = WINDOWED if rung is not None and left else rung
+    elif most == 64 and window is not None and window < NARROW:
+        return None
+    elif bias:
+        rung = BIASED[kernel].get(most) if max(dims) >= LEAST_BIASED else None
+    else:
+        rung = WINDOWED_FORWARD if left and most == 64 else FORWARD[most, n_queries < LONG]
     return None if rung is None else HopperTiles(*rung, *dims)
 
 
