@@ -219,6 +219,27 @@ def test_dtensors(ranks, options):
     close(torch.cat([each[1] for each in found], 1), dx / 0.5)
 
 
+def of_dtensors(group, given, options):
+    return [of_a_dtensor(group, x, target, options) for x, target in given]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.float32, {"label_smoothing": 0.1}), (torch.float16, {})],
+    ids=["one launch", "gathered", "states"],
+)
+def test_dtensors_of_other_class_counts(ranks, dtype, options):
+    """Of as many rows, so that only the classes tell the calls apart: of some ranks the shards are alike, too."""
+    rows_of = {n: logits(2, n, n).to(dtype) for n in (9, 8, 4)}  # shards of 3, 3, 3; 3, 3, 2; 2, 2, 0
+    given = [(rows_of[n], torch.tensor([0, n - 1])) for n in (9, 8, 4, 9)]
+    found = ranks.values(3, of_dtensors, given, options)
+    tolerance = max(torch.finfo(dtype).eps, 1e-5)
+    for (x, target), *of_ranks in zip(given, *found, strict=True):
+        y, dx = of_one(x, target, options)
+        close(same_on_all([each[:1] for each in of_ranks])[0], y, tolerance)
+        close(torch.cat([each[1] for each in of_ranks], 1), dx / 0.5, tolerance)
+
+
 def test_softmaxes_of_float64(ranks):
     x, dy = wide(3), wide(3, seed=1)
     found = ranks.values(2, softmaxes, "softmax", x, PART_COLS, dy)
