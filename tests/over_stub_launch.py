@@ -61,6 +61,13 @@ def test_it_launches_what_kernel_grid_launches():
     assert all((a ^ b) & 0xFFFFFFFF == 0 for a, b in zip(ours.arguments[2:], public.arguments[2:], strict=True))
 
 
+def test_a_launch_may_begin_before_the_one_before_it_has_ended():
+    """Only one that says so, for its kernel has to wait."""
+    for asked in (False, True):
+        launch = prepare(_scale, 64, (X, Y), (1024, 64, 1000, 1.5), {"BLOCK_COLS": 1024}, device=0, launch_pdl=asked)
+        assert stub.record(lambda launch=launch: launch(X, Y)).overlaps == asked
+
+
 def test_each_call_takes_its_own_tensors():
     launch = prepare_scale()
     other = torch.zeros_like(X)

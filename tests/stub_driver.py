@@ -34,6 +34,7 @@ class Recorded(NamedTuple):
     stream: int
     context: int  # 1 for device 0, 2 for device 1
     function: int
+    overlaps: bool  # whether it may begin before the launch before it has ended
     arguments: tuple  # 64 bits each, so a narrower one has noise above it
 
 
@@ -96,5 +97,6 @@ class Stub:
             tuple((ctypes.c_uint * 3).in_dll(self.library, "stub_grid")),
             tuple((ctypes.c_uint * 3).in_dll(self.library, "stub_block")),
             *[ctypes.c_uint64.in_dll(self.library, f"stub_{name}").value for name in ("stream", "context", "function")],
+            bool(ctypes.c_int.in_dll(self.library, "stub_overlaps").value),
             tuple((ctypes.c_uint64 * n_arguments).in_dll(self.library, "stub_params")),
         )

@@ -9,15 +9,25 @@
 #define FUNC_ATTRIBUTE_NUM_REGS 4
 #define MAX_PARAMS 32
 
-typedef struct {  // the head of CUlaunchConfig
+#define LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION 6
+
+typedef struct {  // CUlaunchAttribute
+  int id, unused, value;
+  char rest[60];
+} Attribute;
+
+typedef struct {  // CUlaunchConfig
   unsigned grid[3], block[3], shared;
   void *stream;
+  const Attribute *attributes;
+  unsigned n_attributes;
 } Config;
 
 long stub_launches, stub_modules;
 int stub_n_params;  // how many arguments to keep; the driver API does not say how many there are
 uint64_t stub_params[MAX_PARAMS], stub_function, stub_stream, stub_context;
 unsigned stub_grid[3], stub_block[3];
+int stub_overlaps;  // whether the launch may begin before the one before it has ended
 static _Thread_local void *current;  // the thread's context: the device's index + 1
 
 int cuLaunchKernelEx(const Config *config, void *function, void **params, void **extra) {
@@ -28,6 +38,10 @@ int cuLaunchKernelEx(const Config *config, void *function, void **params, void *
   stub_function = (uint64_t)function;
   stub_stream = (uint64_t)config->stream;
   stub_context = (uint64_t)current;
+  stub_overlaps = 0;
+  for (unsigned i = 0; i < config->n_attributes; ++i)
+    if (config->attributes[i].id == LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+      stub_overlaps = config->attributes[i].value;
   for (int i = 0; i < stub_n_params && i < MAX_PARAMS; ++i) memcpy(&stub_params[i], params[i], sizeof stub_params[i]);
   return 0;
 }

@@ -192,6 +192,7 @@ class _Direct:
         self._bound, self._device, self._function = bound, device, compiled.function
         num_warps, _, self._shared = compiled.packed_metadata
         self._block = 32 * num_warps
+        self._follows = compiled.metadata.launch_pdl
         types = [compiled.src.signature[name] for name in kernel.arg_names]
         self._leaves = _leaves if any(isinstance(kind, tuple) for kind in types) else tuple
         self._places = {}  # of the kernel's own parameters among all arguments; the others are compiled in
@@ -232,7 +233,8 @@ class _Direct:
         if scalars:
             values = (*values, *kept_of(self._leaves(scalars))[:-2])
         return self._bound(
-            self._function, grid, self._block, self._shared, self._kinds, values, supplied, *self._asked, elsewhere
+            self._function, grid, self._block, self._shared, self._follows, self._kinds, values, supplied,
+            *self._asked, elsewhere,
         )  # fmt: skip
 
 
@@ -263,7 +265,6 @@ def _direct(kernel, compiled, device) -> _Direct | None:
         or getattr(metadata, "instrumentation_mode", "")  # a profiler or sanitizer adds arguments of its own
         or scratch != [0, 0]
         or metadata.launch_cooperative_grid
-        or metadata.launch_pdl
         or metadata.num_ctas != 1
         or len(compiled.packed_metadata) != 3
         or not all(isinstance(getattr(hook, "calls", None), list) for hook in hooks)

@@ -1,9 +1,10 @@
 // A loaded Triton kernel with its grid and most of its arguments: calling it costs the host a little more than the driver.
 //
-// Bound(function, grid, block, shared, kinds, values, given, stream_of, device, hooks, elsewhere) keeps one 64-bit word
-// for each parameter. kinds has a letter for each: p a pointer, i an integer, f a float of 32 bits. given are the places
-// of the parameters that every call supplies, in its order; values holds the others. t is a map of a tensor (TMA's, 128
-// bytes): its value is Triton's own object, of which each call's tensor replaces the address. Where anything is out of the
+// Bound(function, grid, block, shared, follows, kinds, values, given, stream_of, device, hooks, elsewhere) keeps one
+// 64-bit word for each parameter. kinds has a letter for each: p a pointer, i an integer, f a float of 32 bits. given are
+// the places of the parameters that every call supplies, in its order; values holds the others. t is a map of a tensor
+// (TMA's, 128 bytes): its value is Triton's own object, of which each call's tensor replaces the address. follows: the
+// kernel may begin before the launch before it has ended, for which it waits by itself. Where anything is out of the
 // ordinary (somebody listens to a launch hook, another device is current, this thread has no context yet), the call goes
 // to `elsewhere` with the same arguments.
 #define PY_SSIZE_T_CLEAN
@@ -22,8 +23,16 @@ typedef struct {
 } Map;  // CUtensorMap
 
 typedef struct {
+  int id, unused, value;
+  char rest[60];
+} Attribute;  // CUlaunchAttribute
+
+static Attribute overlaps = {.id = 6, .value = 1};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+typedef struct {
   unsigned grid[3], block[3], shared;
-  void *stream, *attributes;
+  void *stream;
+  Attribute *attributes;
   unsigned n_attributes;
 } Config;  // CUlaunchConfig
 
@@ -37,7 +46,7 @@ typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
   void *function;
-  unsigned grid[3], block, shared;
+  unsigned grid[3], block, shared, follows;
   int n_params, n_given;
   unsigned char given[MOST_PARAMS];
   char kinds[MOST_PARAMS + 1];
@@ -130,7 +139,8 @@ static PyObject *bound_call(PyObject *callable, PyObject *const *args, size_t fl
   PyObject *stream = PyObject_CallOneArg(self->stream_of, self->device);
   if (!stream) return NULL;
   Config config = {.grid = {self->grid[0], self->grid[1], self->grid[2]}, .block = {self->block, 1, 1},
-                   .shared = self->shared, .stream = (void *)PyLong_AsUnsignedLongLong(stream)};
+                   .shared = self->shared, .stream = (void *)PyLong_AsUnsignedLongLong(stream),
+                   .attributes = &overlaps, .n_attributes = self->follows};
   Py_DECREF(stream);
   if (PyErr_Occurred()) return NULL;
   int error;
@@ -161,10 +171,11 @@ static int add_map(Bound *self, PyObject *value, uint64_t *place) {
 static PyObject *bound_new(PyTypeObject *type, PyObject *args, PyObject *names) {
   unsigned long long function;
   unsigned grid[3], block, shared;
+  int follows;
   const char *kinds;
   PyObject *values, *given, *kept[9];
-  if (!PyArg_ParseTuple(args, "K(III)IIsO!O!OOO(OOOOO)O", &function, &grid[0], &grid[1], &grid[2], &block, &shared,
-                        &kinds, &PyTuple_Type, &values, &PyTuple_Type, &given, &kept[0], &kept[1], &kept[2], &kept[3],
+  if (!PyArg_ParseTuple(args, "K(III)IIpsO!O!OOO(OOOOO)O", &function, &grid[0], &grid[1], &grid[2], &block, &shared,
+                        &follows, &kinds, &PyTuple_Type, &values, &PyTuple_Type, &given, &kept[0], &kept[1], &kept[2], &kept[3],
                         &kept[4], &kept[5], &kept[6], &kept[7], &kept[8]))
     return NULL;
   Py_ssize_t n_params = strlen(kinds), n_given = PyTuple_GET_SIZE(given);
@@ -180,6 +191,7 @@ static PyObject *bound_new(PyTypeObject *type, PyObject *args, PyObject *names) 
   memcpy(self->grid, grid, sizeof grid);
   self->block = block;
   self->shared = shared;
+  self->follows = follows;
   self->n_params = (int)n_params;
   self->n_given = (int)n_given;
   memcpy(self->kinds, kinds, n_params + 1);

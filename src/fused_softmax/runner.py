@@ -80,6 +80,16 @@ def has_ptx(device: int) -> bool:
     return device >= 0 and device_of(device).backend == "cuda"
 
 
+def overlaps(device: int) -> bool:
+    """Whether a launch may begin before the one before it has ended: see `kernels/follow.py`."""
+    return has_ptx(device) and device_of(device).capability >= (9, 0)
+
+
+def overlapping(follows: bool) -> dict[str, bool]:
+    """What Triton has to be told of a launch that may begin before the one before it has ended."""
+    return {"launch_pdl": True} if follows else {}
+
+
 def prepare(
     kernel: Any,
     plan: Any,
@@ -114,6 +124,7 @@ def prepare(
     options: dict[str, Any] = {"device": device, "num_warps": num_warps or plan.num_warps}
     if numbers:
         options["numbers"] = tuple(names.scalars.index(name) for name in numbers)
+    options |= overlapping(spec.follows)
     if capped and spec.ptx:
         registers = most_registers if isinstance(plan, RowPlan) else most_column_registers
         options["most_registers"] = registers(plan, device_of(device))

@@ -7,6 +7,7 @@ Traffic: the logits are read once and the gradient is written once (2MN); a prod
 import triton
 import triton.language as tl
 
+from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
 from fused_softmax.kernels.losses import (
     gradient_of_logits,
     load_edge_logits,
@@ -101,9 +102,11 @@ def _multiply(dx_ptr, factor_ptr, n, n_programs, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "part_rows", "n_classes", "ignore_index"])
 def _totals(
-    target_ptr, weight_ptr, totals_ptr, n_rows, part_rows, n_classes, ignore_index, BLOCK: tl.constexpr
+    target_ptr, weight_ptr, totals_ptr, n_rows, part_rows, n_classes, ignore_index, BLOCK: tl.constexpr,
+    LEADS: tl.constexpr,
 ):  # fmt: skip
     """The weights and the number of the targets that count, of one part of them."""
+    let_next_begin(LEADS)
     part = tl.program_id(0)
     start = part.to(tl.int64) * part_rows
     weights, counts = count_targets(
@@ -144,6 +147,7 @@ def _finish(
 
     By one program, or by K.lanes of them (K.finishes), of which the last to be done adds what each has summed.
     """
+    wait_for_launch_before(K.follows)
     LANES: tl.constexpr = K.lanes
     DTYPE: tl.constexpr = loss_ptr.dtype.element_ty
     if target_ptr is not None:

@@ -8,6 +8,7 @@ dloss / dz_c = p_c a - [c = t] b - w_c u,  p = exp(z - lse),  with the Shares a,
 import triton
 import triton.language as tl
 
+from fused_softmax.kernels.follow import wait_for_launch_before
 from fused_softmax.kernels.rows import load_edge, load_pieces
 from fused_softmax.kernels.spec import Edge, Numbers, Shares, Target
 from fused_softmax.kernels.state import NEG_INF, exp_at, scores_of, widen
@@ -134,6 +135,7 @@ def target_of(row, target_ptr, weight_ptr, n_classes, ignore_index, K: tl.conste
 def per_row(totals_ptr, K: tl.constexpr):
     """(g, g_z): what a row's loss and its z-loss count in the result; in a mean, by the totals of all targets."""
     if K.mean:
+        wait_for_launch_before(K.follows)
         PARTS: tl.constexpr = K.totals
         j = tl.arange(0, PARTS)
         return 1.0 / tl.sum(tl.load(totals_ptr + j), axis=0), 1.0 / tl.sum(tl.load(totals_ptr + PARTS + j), axis=0)

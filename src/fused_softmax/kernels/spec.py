@@ -35,6 +35,7 @@ class Spec:
     publish, collect: both on a GPU. The interpreter runs programs one after another, so all publish in one launch and
         collect in the next.
     peers: whether programs on other GPUs have parts of the row too; nobody then computes a missing state.
+    follows: whether the launch may begin before the one before it has ended, and waits for what that wrote.
     """
 
     block_cols: int
@@ -60,6 +61,7 @@ class Spec:
     publish: bool = True
     collect: bool = True
     peers: bool = False
+    follows: bool = False
 
     @property
     def state_dtype(self):

@@ -24,7 +24,7 @@ from fused_softmax.kernels.spec import LossSpec
 from fused_softmax.layout import alignment_of
 from fused_softmax.options import LOSS_NUMBERS, Loss, arithmetic_of
 from fused_softmax.plan import RowPlan, plan_for, plan_loss, plan_reduction
-from fused_softmax.runner import prepare, spec_of
+from fused_softmax.runner import overlaps, prepare, spec_of
 
 WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 
@@ -81,17 +81,18 @@ def forward(
 
 def prepare_losses(
     given: Given, loss: Loss, plan: RowPlan | None = None, dtype: torch.dtype | None = None, states: bool = True,
-    result_dtype: torch.dtype | None = None,
+    result_dtype: torch.dtype | None = None, follows: bool = False,
 ) -> Prepared:  # fmt: skip
     """What runs the kernels on tensors like these: call(given, numbers) -> LossRows; dx is written too if given.
 
-    result_dtype: for a loss that `is_whole`, of the result that the same launch writes.
+    result_dtype: for a loss that `is_whole`, of the result that the same launch writes. follows: whether the totals
+    come from the launch right before, which began as usual.
     """
     x, dx = given.x, given.dx
     plan = plan_forward(x, dx, loss) if plan is None else plan
     held = dx is not None and plan.strategy in ("row", "split")
     if plan.strategy == "tile" or held:
-        return _held(given, loss, plan, dtype, states, result_dtype)
+        return _held(given, loss, plan, dtype, states, result_dtype, follows)
     return _online(given, loss, plan, dtype, states or dx is not None)
 
 
@@ -114,12 +115,13 @@ def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
     return spec_of(LossSpec, plan, x.dtype, x.get_device(), itemsize=x.element_size(), **loss.kind(), **fields)
 
 
-def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype) -> Prepared:
+def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, follows) -> Prepared:
     """Rows that wait in registers until their gradient is written, or that are short."""
     x, dx, tile = given.x, given.dx, plan.strategy == "tile"
     gradient = {} if dx is None else {
         "gradient": True, "inplace": dx.data_ptr() == x.data_ptr(),
         "totals": 1 if given.totals is None else given.totals.shape[1],
+        "follows": follows and overlaps(x.get_device()),
     }  # fmt: skip
     spec = _spec(x, plan, loss, crowds=not tile, **gradient)
     if dx is None:

@@ -87,7 +87,8 @@ def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor
     given = given_of(x, dx, target, loss, counted)
     if lse is None:
         result_dtype = kind.dtype if whole else None
-        rows = prepare_losses(given, loss, None, _dtype_of_rows(loss, kind), states, result_dtype)
+        dtype, follows = _dtype_of_rows(loss, kind), counted is not None
+        rows = prepare_losses(given, loss, None, dtype, states, result_dtype, follows)
     else:
         rows = prepare_given_lse(given, lse, loss, _dtype_of_rows(loss, kind))
     if loss.reduction == "none":

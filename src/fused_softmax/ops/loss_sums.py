@@ -15,7 +15,7 @@ from fused_softmax.kernels.loss_grad import _finish, _multiply, _totals
 from fused_softmax.kernels.spec import LossSpec
 from fused_softmax.ops.cross_entropy_calls import LossRows, picked_of, ticket_of
 from fused_softmax.options import Loss
-from fused_softmax.runner import TLDTYPES
+from fused_softmax.runner import TLDTYPES, overlapping, overlaps
 
 _COUNTED = 2048  # targets that a program counts at a time
 _ADDED = 8192  # values that one program adds; more are added by _ADDERS
@@ -40,7 +40,7 @@ def prepare_totals(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtyp
     totals = empty((2, parts), (parts, 1), dtype)
     launched = launch.prepare(
         _totals, parts, (target, loss.weight, totals), (n_rows, -(-n_rows // parts), n_classes, loss.ignore_index),
-        {"BLOCK": _COUNTED}, device=target.get_device(), num_warps=8,
+        {"BLOCK": _COUNTED, "LEADS": overlaps(target.get_device())}, device=target.get_device(), num_warps=8,
     )  # fmt: skip
 
     def made(launched):
@@ -91,6 +91,7 @@ def prepare_finish(
     spec = LossSpec(
         block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[values.dtype], mean=loss.mean and not counts,
         totals=1 if totals is None else totals.shape[1], finishes=many, lanes=_ADDERS if many else 1,
+        follows=overlaps(device),
     )  # fmt: skip
 
     def written():
@@ -103,7 +104,7 @@ def prepare_finish(
     block = _COUNTED if counts else _ADDED // 2 if many else _ADDED
     launched = launch.prepare(
         _finish, spec.lanes, arranged, (*sizes, loss.ignore_index), {"K": spec, "BLOCK": block}, device=device,
-        num_warps=8 if many else 16,
+        num_warps=8 if many else 16, **overlapping(spec.follows),
     )  # fmt: skip
     picked, per_row = picked_of(arranged), values.numel() // max(values.shape[0], 1)
 
