@@ -200,7 +200,7 @@ ATTENTION = (
     ),
     of(
         "attention", "nan-that-comes-back-to-lse", GRADIENT,
-        "tl.where(lse == NEG_INF, 0.0, delta), mask=valid", "delta, mask=valid", NOTHING,
+        "delta = tl.where(lse == NEG_INF, 0.0, delta)", "delta = delta", NOTHING,
     ),
     of(
         "attention", "weights-of-rows-that-see-nothing", GRADIENT,
