@@ -547,6 +547,7 @@ def test_a_record_holds_no_paths():
         == "RuntimeError: cannot open file.py:3"
     )
     assert record.one_line("12/34 rows at 3 GB/s") == "12/34 rows at 3 GB/s"
+    assert record.one_line("\x1b[91m\x1b[1merror:\x1b[0m no") == "error: no"
     assert record.command_line(["bench", "--out=/some/where/r.json"]) == "fused-softmax bench --out=r.json"
 
 

@@ -251,8 +251,8 @@ def require_writable(path: Path) -> None:
 
 
 def one_line(error: BaseException | str) -> str:
-    """The first line of a message, with the directories of its paths removed."""
-    text = str(error).strip()
+    """The first line of a message, without colours of a terminal and the directories of its paths."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip()
     line = text.splitlines()[0] if text else ""
     line = re.sub(r"(?<![\w.])[~/][^\s'\":,()]*/", "", line)
     name = "" if isinstance(error, str) else type(error).__name__
