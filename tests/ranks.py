@@ -1,6 +1,7 @@
 """Ranks of a gloo group for tests: processes that run a function side by side, and say what each gave or raised."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +21,7 @@ from fused_softmax import route
 
 MOST = 4
 SECONDS = 60  # after which a rank that hears nothing gives up
+LIMIT = 2 * SECONDS  # of a function's answer
 
 
 class Raised(Exception):
@@ -30,22 +32,35 @@ class Ranks:
     """Processes, each a rank, which `serve` until they are sent None. They end with the pool."""
 
     def __init__(self, directory: Path, most: int = MOST, serve: Callable | None = None) -> None:
+        self._of_start = directory, most, serve or _serve
+        self._start()
+
+    def _start(self) -> None:
+        directory, most, serve = self._of_start
+        own = Path(tempfile.mkdtemp(dir=directory))
         context, self._pipes, self._processes = multiprocessing.get_context("spawn"), [], []
         for rank in range(most):
             here, there = context.Pipe()
-            process = context.Process(target=serve or _serve, args=(rank, directory, there), daemon=True)
+            process = context.Process(target=serve, args=(rank, own, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
-    def __call__(self, n: int, function: Callable, *args: Any) -> list[Any]:
-        """[function(group, *args) on each rank of a group of n]; an exception is a Raised in its place."""
+    def __call__(self, n: int, function: Callable, *args: Any, limit: float = LIMIT) -> list[Any]:
+        """[function(group, *args) on each rank of a group of n]; an exception is a Raised in its place.
+
+        TimeoutError after `limit` seconds without an answer. Other processes then take their place, for a late answer
+        would be taken for that to the next question.
+        """
         for pipe in self._pipes[:n]:
             pipe.send((n, function, args))
         found = []
         for rank, pipe in enumerate(self._pipes[:n]):
-            if not pipe.poll(2 * SECONDS):
+            if not pipe.poll(limit):
+                for process in self._processes:
+                    process.kill()
+                self._start()
                 raise TimeoutError(f"rank {rank} did not answer")
             found.append(pipe.recv())
         return found
@@ -77,10 +92,13 @@ def _serve(rank: int, directory: Path, pipe: Connection) -> None:
     while (asked := pipe.recv()) is not None:
         n, function, args = asked
         route.INTERPRET = interprets  # whatever the function before has set
+        faulthandler.dump_traceback_later(LIMIT - 5)  # where it stood, for who reads what the test printed
         try:
             pipe.send(function(groups[n], *args))
         except Exception as error:
             pipe.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     os._exit(0)  # gloo's own end waits for ranks that may be gone
 
 
