@@ -157,6 +157,10 @@ ATTENTION = (
         "delta += tl.where(nothing, 0.0, dlse)", "test_attention_short.py::test_lengths",
     ),
     of(
+        "attention", "short-hidden-bias-looked-at", SHORT, "return tl.where(z == NEG_INF, z, z + held)",
+        "return z + held", "test_attention_short.py::test_a_shared_bias_of_what_is_hidden_is_not_looked_at",
+    ),
+    of(
         "attention", "short-nan-that-comes-back-to-lse", SHORT, "delta -= tl.where(nothing, 0.0, dlse)",
         "delta -= dlse", "test_attention_short.py::test_rows_that_see_nothing",
     ),

@@ -212,6 +212,15 @@ OPS = (
         "test_scores.py::test_special_values", "test_backward.py::test_scores",
     ),
     of(
+        "ops", "write-in-place-unseen", "ops/cross_entropy_steps.py", "bump_version((x,))  # marked", "pass  # marked",
+        "test_loss_defects.py::test_what_kept_the_logits_says_that_they_were_overwritten",
+    ),
+    of(
+        "ops", "view-of-a-leaf-overwritten", "ops/cross_entropy_steps.py",
+        "base.is_leaf and base.requires_grad", "base.is_leaf and not base.requires_grad",
+        "test_cross_entropy.py::test_inplace_backward_takes_the_logits_memory",
+    ),
+    of(
         "ops", "upstream-gradient-left-out", "ops/cross_entropy_steps.py", "ctx.multiply(dx, dy)", "ctx.multiply",
         "test_cross_entropy.py::test_public",
     ),
