@@ -74,8 +74,8 @@ def attention(
 
     The output of a query that sees no key is 0, its lse is -inf, and it has no part in any gradient. Products of
     float32 are exact to float32. On a CPU, in float64 and for a second derivative, torch's operations compute, with all
-    scores in memory. cuDNN, as torch calls it, computes plain attention (query, key and value, causal or not, and lse)
-    where that was measured to be faster: on GPUs of compute capability 9.0, in 16 bits, for heads of at most 128 dims.
+    scores in memory. cuDNN, as torch calls it, computes passes of plain attention (query, key and value, causal or not,
+    and lse) on GPUs of compute capability 9.0, in 16 bits, for heads of at most 128 dims.
     Returns the output [..., heads, queries, value_dim], contiguous, or laid out like the query where cuDNN computes; an
     AttentionOutput if more was asked for.
     Raises RuntimeError for dtypes, devices and shapes that do not fit, and for is_causal with attn_mask; TypeError for
