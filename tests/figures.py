@@ -260,7 +260,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
             computed("MEASURED.md", lambda: 100 * (1.024 - 1)),
             *measured("About 1 us, not", "45.3 -> 43.0.", "us: 45.3"),
         ],
-        "One point of `h200_backward.json`": [failed("fused_softmax")],
+        "one point of `h200_backward.json`": [failed("fused_softmax")],
     },
     "sample.md": {
         "| 8 x 128256 |": measured("5.7 | 6.5, 5.3 |", "| 13.6, 13.3 |", "18.0 | 20.8, 18.0 |", "57.8 | 63.7, 58.2 |"),
