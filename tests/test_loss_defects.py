@@ -145,6 +145,34 @@ def test_views_of_logits_are_overwritten(view, options, device):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+APART = {
+    "fewer columns": lambda z: z[:, :, :290].flatten(0, 1), "every second row": lambda z: z.flatten(0, 1)[::2],
+    "one of each batch": lambda z: z.unbind(1)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("view", APART)
+def test_overwritten_rows_that_lie_apart_are_multiplied_by_what_comes_back(view, dtype, device):
+    """They were multiplied as if they lay side by side: some were left as they were, and so was not what lay between.
+
+    The factor is one that float16 does not hold, as a scaler's may be.
+    """
+    factor = torch.tensor(2.0**17, device=device)
+    leaf = peaked(6, 300, dtype).view(2, 3, 300).to(device).requires_grad_()
+    whole = leaf * 1
+    before, logits = whole.detach().clone(), APART[view](whole)
+    target = targets(*logits.shape, device)
+    y = cross_entropy(logits, target, inplace_backward=True, dtype=FP32)
+    (found,) = torch.autograd.grad(y, leaf, factor)
+    _, dx = exact(logits_of := APART[view](leaf), target)
+    (expected,) = torch.autograd.grad(logits_of, leaf, (dx * factor).to(dtype))
+    torch.testing.assert_close(found, expected, rtol=2e-3 if dtype == FP16 else 1e-5, atol=1e-6 * factor.item())
+    between = torch.ones_like(before, dtype=torch.bool)
+    APART[view](between).fill_(False)
+    assert torch.equal(whole.detach()[between], before[between])
+
+
 def test_what_kept_the_logits_says_that_they_were_overwritten(device):
     leaf = peaked(4, 300).to(device).requires_grad_()
     logits = leaf.sigmoid()  # which keeps its result for its gradient

@@ -126,7 +126,7 @@ def prepare_finish(
 
 
 def multiply(dx: Tensor, factor: Tensor) -> Tensor:
-    """dx, contiguous, times a factor of one element, in place; where that is 1 nothing is read."""
+    """dx times a factor of one element, in place; where that is 1 and dx is contiguous, nothing is read."""
     call = find("multiply", None, dx, factor)
     if call is None:
         call = keep(prepare_multiply(dx, factor), "multiply", None, dx, factor)
@@ -136,6 +136,8 @@ def multiply(dx: Tensor, factor: Tensor) -> Tensor:
 
 def prepare_multiply(dx: Tensor, factor: Tensor) -> Prepared:
     """What multiplies in place: call(dx, factor)."""
+    if not dx.is_contiguous():  # logits whose rows lie apart, and are overwritten
+        return Prepared(_multiply_apart, lambda _: _multiply_apart)
     sm_count, per_row = device_of(dx.get_device()).sm_count, dx.numel() // max(dx.shape[0], 1)
 
     def programs_of(n):
@@ -153,3 +155,7 @@ def prepare_multiply(dx: Tensor, factor: Tensor) -> Prepared:
         return found and found.__call__
 
     return Prepared(launched.__call__, again)
+
+
+def _multiply_apart(dx: Tensor, factor: Tensor) -> None:
+    dx.mul_(factor.view(1))  # of one dim, for the dtype of a number would be dx's, which may not hold it
