@@ -22,6 +22,7 @@ from fused_softmax.ops.cross_entropy_steps import (
     Kind,
     Steps,
     as_rows,
+    begin_overwriting,
     check_overwritten,
     differentiated,
     prepare_steps,
@@ -286,7 +287,7 @@ def _prepare_call(
     def made(steps, target_shape):
         def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
             if kind.inplace:
-                check_overwritten(input)
+                begin_overwriting(input)
             rows, flat = (input, target) if simple else as_rows(input, target)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
             if plain_numbers is not None and weight is None:

@@ -73,6 +73,43 @@ def check_overwritten(input: Tensor) -> None:
         )
 
 
+def begin_overwriting(input: Tensor) -> None:
+    """Tell autograd of the write that a call is about to do, or RuntimeError where it would refuse one.
+
+    Marked as dirty, logits would have to be returned, which autograd refuses of a view. A view gets another node when
+    its version changes. Changed before the call, that node is the one that the loss leads to: its gradient can be asked
+    for, and hooks may follow. Those it has already are taken along, and so is retain_grad.
+    """
+    check_overwritten(input)
+    hooks = input._backward_hooks
+    bump_version((input,))
+    if input._base is not None:
+        node = input.grad_fn  # made here; autograd refuses a view that is one of several results
+        if hooks and node is not None:
+            input.register_hook(partial(_by_hooks, hooks))
+
+
+def _by_hooks(hooks: dict, gradient: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
+        found = hook(gradient)
+        gradient = gradient if found is None else found
+    return gradient
+
+
+def version_of(x: Tensor) -> int | None:
+    """Of overwritten logits, for `check_kept`; None of a view, whose version counts writes beside it too."""
+    return x._version if x._base is None else None
+
+
+def check_kept(dx: Tensor, version: int | None) -> None:
+    """RuntimeError where something has written over a gradient that lies in the logits' memory."""
+    if version is not None and dx._version != version:
+        raise RuntimeError(
+            "cross_entropy: inplace_backward left the gradient in the logits' memory, and that was written to since, "
+            "by an operation in place or by another loss of the same logits"
+        )
+
+
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
     """The steps of a loss for rows and targets like these, as Prepared. lse: of every row, where it is given."""
     arithmetic, wanted = arithmetic_of(x), kind.wanted
@@ -172,8 +209,7 @@ class _CrossEntropy(torch.autograd.Function):
             dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
-        if kind.inplace:
-            bump_version((x,))  # marked as dirty, x would have to be returned, which autograd refuses of a view
+        ctx.version = version_of(x) if kind.inplace else None
         ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
         if len(results) > 3:
             ctx.mark_non_differentiable(*results[3:])
@@ -187,6 +223,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.dx is not None and dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy):
             # Given away: whoever has it may change it, and a second backward computes it again.
             dx, ctx.dx = ctx.dx, None
+            check_kept(dx, ctx.version)
             ctx.multiply(dx, dy)
             return dx, None, None, None
         x, target, totals, m, ls = ctx.saved_tensors

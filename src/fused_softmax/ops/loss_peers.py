@@ -27,11 +27,10 @@ from fused_softmax.ops.cross_entropy_sharded import (
     gradient_of,
     shard_of,
 )
-from fused_softmax.ops.cross_entropy_steps import as_rows, check_overwritten
+from fused_softmax.ops.cross_entropy_steps import as_rows, begin_overwriting, check_kept, version_of
 from fused_softmax.ops.loss_sums import prepare_finish, prepare_multiply, prepare_totals
 from fused_softmax.ops.once import once
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
-from fused_softmax.ops.softmax_calls import bump_version
 from fused_softmax.options import Loss
 from fused_softmax.peers import Peers
 from fused_softmax.route import batched, needs_grad
@@ -93,7 +92,7 @@ def prepare_loss(
             peers.ready("cross_entropy")
             peers.in_turn()
             if kind.inplace:
-                check_overwritten(input)
+                begin_overwriting(input)
             x, flat = (input, target) if simple else as_rows(input, target)
             numbers = plain
             if numbers is None:
@@ -258,8 +257,7 @@ class _Loss(torch.autograd.Function):
         y, ctx.dx, states = _run(x, target, how)
         ctx.multiply, ctx.of_call = steps.multiply, (kind, group)
         ctx.save_for_backward(None if kind.inplace else x, target, states)
-        if kind.inplace:
-            bump_version((x,))  # autograd refuses a view that is marked as dirty
+        ctx.version = version_of(x) if kind.inplace else None
         return y
 
     @staticmethod
@@ -269,6 +267,7 @@ class _Loss(torch.autograd.Function):
         if ctx.dx is not None and not torch.is_grad_enabled() and not batched(dy):
             # Given away: whoever has it may change it, and a second backward computes it again.
             dx, ctx.dx = ctx.dx, None
+            check_kept(dx, ctx.version)
             if ctx.multiply is not None:
                 ctx.multiply(dx, dy)
             return dx, None, None
