@@ -28,8 +28,7 @@ demo: $(ENV)
 presets: $(ENV)
 	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m fused_softmax.trace.presets
 
-# Nine minutes on two slow cores, half of that on fast ones. One process cannot both interpret and compile kernels, so the
-# suite runs as two.
+# Six minutes on two cores. One process cannot both interpret and compile kernels, so the suite runs as two.
 test: $(ENV)
 	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PYTEST) -m "$(INTERPRETED) and not guard"
 	PYTHONPATH=src $(PYTEST) -m "$(COMPILED) and not guard"

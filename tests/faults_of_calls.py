@@ -212,7 +212,7 @@ OPS = (
         "test_scores.py::test_special_values", "test_backward.py::test_scores",
     ),
     of(
-        "ops", "write-in-place-unseen", "ops/cross_entropy_steps.py", "bump_version((x,))  # marked", "pass  # marked",
+        "ops", "write-in-place-unseen", "ops/cross_entropy_steps.py", "    bump_version((input,))\n", "",
         "test_loss_defects.py::test_what_kept_the_logits_says_that_they_were_overwritten",
     ),
     of(

@@ -82,7 +82,8 @@ def cross_entropy(
     return_z_loss: adds the z-loss that is in the loss, reduced alike, with its gradient.
     return_token_stats: adds TokenStats, from the same pass over the logits; the gradient then takes a second pass.
     inplace_backward: with mean or sum, writes the gradient over the logits and allocates nothing. The logits are then
-        lost, and there is one backward pass and no second derivative. Compiled code allocates it all the same.
+        lost, and there is one backward pass and no second derivative. Compiled code allocates it all the same. As with
+        torch's operations in place, a leaf and one of several views of an operation (chunk, unbind) raise.
     dtype: of the loss; the input's if None, as in torch. float32 keeps the loss of half precision logits exact.
     lse: the log-sum-exp of longer rows, of which the input is a part (sampled classes, or a shard of them), in the
         targets' shape and a float dtype. The loss is lse - z of the target, and its gradient exp(z - lse), less 1 at
