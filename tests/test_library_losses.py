@@ -242,6 +242,20 @@ def test_functorchs_transforms(transform, compile, device):
     torch.testing.assert_close(function(x), theirs(x))
 
 
+def test_vmap_over_single_targets(device):
+    """[n_classes] and a target []: each sample's own gradient, which vmap refused to index a weight by."""
+    x, target, weight = peaked(5, 20).to(device), targets(5, 20, device=device), torch.rand(20, device=device)
+    for options in ({}, {"return_lse": True}, {"weight": weight, "softcap": 30.0}):
+
+        def loss(x, target, options=options):
+            found = cross_entropy(x, target, reduction="sum", **options)
+            return found.loss if "return_lse" in options else found
+
+        found = torch.vmap(torch.func.grad(loss))(x, target)
+        (expected,) = torch.autograd.grad(loss(leaf := x.clone().requires_grad_(), target), leaf)
+        torch.testing.assert_close(found, expected)
+
+
 # linear_cross_entropy
 
 

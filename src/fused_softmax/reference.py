@@ -127,7 +127,7 @@ def cross_entropy(
         wrong = counts & ((t < 0) | (t >= n_classes))
         kept = counts & ~wrong
         t = torch.where(kept, t, 0)
-        w = weights[t]
+        w = weights.gather(0, t.flatten()).view(t.shape)  # and not weights[t], which vmap refuses of one target
         loss = -w * log_p.gather(-1, t.unsqueeze(-1)).squeeze(-1)
         if label_smoothing:
             loss = (1.0 - label_smoothing) * loss - label_smoothing / n_classes * (weights * log_p).sum(-1)
