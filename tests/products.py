@@ -25,12 +25,12 @@ QUICK = False
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
-    "attention_vmap": 4, "bench_shards": 4, "docs": 1, "examples": 1, "family_compiles": 1, "fp8_compiles": 1,
+    "attention_vmap": 4, "bench_shards": 8, "docs": 1, "examples": 1, "family_compiles": 1, "fp8_compiles": 1,
     "front_door": 1, "fuzz": 1, "hf": 4, "host": 1, "interrupts": 1, "layouts_compile": 1, "library": 4,
     "library_losses": 4, "library_sampling": 2, "losses_compile": 1, "losses_fuzz": 1, "multihead": 4, "names": 1,
-    "opinfo": 4, "opinfo_losses": 4, "page": 4, "peers": 8, "peers_gathered": 3, "peers_waits": 1, "plan_spans": 1,
-    "profile": 1, "ranks": 1, "report": 1, "report_page": 1, "serve": 1, "serve_hostile": 1, "shards": 4,
-    "shards_dtensor": 4, "shards_linear": 4, "shards_losses": 4, "shards_misuse": 1, "shards_sampling": 4,
+    "opinfo": 4, "opinfo_losses": 4, "page": 6, "peers": 8, "peers_gathered": 3, "peers_waits": 1, "plan_spans": 1,
+    "profile": 1, "report": 1, "report_page": 1, "serve": 1, "serve_hostile": 3, "shards": 4,
+    "shards_dtensor": 4, "shards_linear": 4, "shards_losses": 4, "shards_misuse": 1, "shards_sampling": 8,
     "trace_attention": 1, "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes half as many again.

@@ -12,6 +12,7 @@ def rank_of(group, seconds):
     return group.rank()
 
 
+@pytest.mark.exhaustive
 def test_a_late_answer_is_not_that_to_the_next_question():
     with pool() as ranks:
         assert ranks(2, rank_of, 0) == [0, 1]
