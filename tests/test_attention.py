@@ -185,6 +185,30 @@ def test_rows_that_see_nothing(tiles, device):
     assert_attention(*qkv(35, 5, device=device), is_causal=True, causal_align="bottom_right")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("option", [{"is_causal": True}, {"window": (4, 2)}], ids=str)
+@pytest.mark.parametrize("added", ["bias", "attn_mask"])
+def test_what_is_added_to_hidden_scores_of_the_last_queries_is_not_looked_at(tiles, added, option, value, device):
+    """Queries after the last one in a tile saw more keys than it, with its bias: dK and dV of these keys were NaN."""
+    if added == "attn_mask" and "is_causal" in option:
+        option = {"window": (None, 0)}
+    n_queries, n_keys = 20, 35
+    left, right = option.get("window", (None, 0))
+    steps = torch.arange(n_keys, device=device) - torch.arange(n_queries, device=device)[:, None]
+    hidden = (steps > right) if left is None else (steps > right) | (steps < -left)
+    given = [each.requires_grad_() for each in qkv(n_queries, n_keys, device=device)]
+
+    def results(shape, value):
+        (plain,) = (each.to(device) for each in tensors(shape, seed=3))
+        plain = plain.masked_fill(hidden, value).requires_grad_()
+        found = fused_softmax.attention(*given, **{added: plain}, **option)
+        return found, *torch.autograd.grad(found.sum(), [*given, plain])
+
+    for shape in ((2, 2, n_queries, n_keys), (1, 2, n_queries, n_keys)):
+        found, expected = results(shape, value), results(shape, 0.0)
+        assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
 def test_layouts_and_poison(tiles, device):
     """[batch, length, heads, dim], parts of greater tensors full of NaN, and a strided last dim."""
     plain = qkv(20, 35, dim=20, value_dim=12, device=device)

@@ -144,12 +144,13 @@ def test_rows_that_see_nothing(short, device):
 @needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("hides", ["mask", "causality"])
-def test_a_shared_bias_of_what_is_hidden_is_not_looked_at(short, value, hides, device):
+@pytest.mark.parametrize("lengths", [(20, 20), (7, 16), (20, 31)], ids=str)
+def test_a_shared_bias_of_what_is_hidden_is_not_looked_at(short, lengths, value, hides, device):
     """As that of each batch is not, and as longer heads do not."""
-    given = [each.requires_grad_() for each in heads(20, 20, device=device)]
-    hidden = torch.ones(20, 20, dtype=torch.bool, device=device).triu(1)
+    given = [each.requires_grad_() for each in heads(*lengths, device=device)]
+    hidden = torch.ones(*lengths, dtype=torch.bool, device=device).triu(1)
     options = {"is_causal": True} if hides == "causality" else {"attn_mask": ~hidden}
-    bias = torch.zeros(1, 2, 20, 20, device=device)
+    bias = torch.zeros(1, 2, *lengths, device=device)
 
     def results(bias):
         found = fused_softmax.attention(*given, bias=bias, **options)

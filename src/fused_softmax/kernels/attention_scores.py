@@ -96,6 +96,8 @@ def scores_of(qk, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl
         z -= slope * tl.abs(rows + S.offset - cols).to(tl.float32)
     if K.mask == _BOOL:
         z = tl.where(load_added(A.mask_ptr, A.mask_strides, place, T, S, K.mask_rows, GUARD) != 0, z, NEG_INF)
+    if K.bias or K.held or K.mask == _ADDED:  # of which queries beyond the last have the last one's
+        rows = tl.minimum(rows, S.n_queries - 1)
     if EDGE and K.left:
         z = tl.where(cols >= rows + (S.offset - S.left), z, NEG_INF)
     if EDGE and K.right:
