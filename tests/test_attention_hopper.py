@@ -114,12 +114,57 @@ BIASES = {"heads": (1, 4), "batches and heads": (2, 4), "shared": ()}
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("lengths", [(200, 264), (383, 320)], ids=str)
 def test_bias(gradients_taken, lengths, dim, dtype, option, shape):
-    """Some of it is -inf. The kernel of dQ does not store dS, which is the gradient of a bias of full size."""
+    """Some of it is -inf. The kernel of dQ stores dS, of which the gradient of the bias is a sum."""
     bias = torch.randn(*BIASES[shape], *lengths, device="cuda").to(dtype)
     bias[..., :3, 5] = -float("inf")
     assert_attention(*given(*lengths, dim, dtype, heads=4), enable_gqa=True, bias=bias, **OPTIONS[option])
+    assert len(gradients_taken) == 2
+    assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", BIASES)
+def test_a_bias_whose_ds_has_no_room(gradients_taken, monkeypatch, shape):
+    """A kernel of its own computes its gradient, or where nothing is broadcast the plain kernel of dQ."""
+    monkeypatch.setattr(attention_hopper, "_DS_BYTES", 0)
+    bias = torch.randn(*BIASES[shape], 200, 264, device="cuda").to(BF16)
+    assert_attention(*given(200, 264, 64, BF16, heads=4), enable_gqa=True, bias=bias)
     assert len(gradients_taken) == (1 if shape == "batches and heads" else 2)
     assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf")], ids=str)
+def test_the_bias_of_a_hidden_key_is_not_looked_at(gradients_taken, hidden):
+    bias = torch.randn(4, 192, 192, device="cuda").to(BF16)
+    bias[:, torch.ones(192, 192).triu(1).bool().cuda()] = hidden
+    q, k, v = (each.requires_grad_() for each in given(192, 192, 64, BF16, heads=4))
+    bias.requires_grad_()
+    y = fused_softmax.attention(q, k, v, is_causal=True, enable_gqa=True, bias=bias)
+    found = torch.autograd.grad(y, (q, k, v, bias), torch.ones_like(y))
+    clean = bias.detach().nan_to_num(0, 0).requires_grad_()
+    y_clean = fused_softmax.attention(q, k, v, is_causal=True, enable_gqa=True, bias=clean)
+    assert torch.equal(y, y_clean)
+    assert all(map(torch.equal, found, torch.autograd.grad(y_clean, (q, k, v, clean), torch.ones_like(y))))
+    assert len(gradients_taken) == 2  # prepared once for both
+    assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_the_gradient_of_a_bias_has_the_same_bits_on_every_run(gradients_taken):
+    q, k, v = given(700, 520, 128, BF16, heads=4)
+    bias = torch.randn(4, 700, 520, device="cuda").to(BF16).requires_grad_()
+
+    def gradient():
+        y = fused_softmax.attention(q, k, v, enable_gqa=True, bias=bias)
+        return torch.autograd.grad(y, bias, torch.ones_like(y))[0]
+
+    first = gradient()
+    assert all(torch.equal(first, gradient()) for _ in range(10))
+    assert gradients_taken[0] is not None
 
 
 @pytest.mark.gpu

@@ -70,16 +70,18 @@ def test_forward(dim, length, dtype, kind):
 STACK_OF_KEYS = 96
 
 
-@pytest.mark.parametrize("kernel", ["keys", "queries"])
+@pytest.mark.parametrize("kernel", ["keys", "queries", "queries and dS"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp16")])
 def test_gradients(dim, dtype, kind, kernel):
     options = {name: each for name, each in KINDS[kind].items() if name != "sinks"}
-    plan = plan_hopper(dim, dim, 2, 4096, H200, kernel, "left" in options, "bias" in options)
-    of_keys = kernel == "keys"
+    of_keys, stores_ds = kernel == "keys", kernel == "queries and dS"
+    if stores_ds and "bias" not in options:
+        return
+    plan = plan_hopper(dim, dim, 2, 4096, H200, kernel.split()[0], "left" in options, "bias" in options)
     spec = HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=dim,
-        block_v=dim, of_keys=of_keys, **options,
+        block_v=dim, of_keys=of_keys, stores_ds=stores_ds, **options,
     )  # fmt: skip
     mine, by, into = tiled(dtype, 1, 1, ROWS, dim), tiled(dtype, 1, 1, plan.block, dim), tiled(dtype, 1, ROWS, dim)
     of_bias = (plan.block, ROWS) if of_keys else (ROWS, plan.block)
@@ -90,7 +92,8 @@ def test_gradients(dim, dtype, kind, kernel):
         binary = compiled(_keys_gradient_hopper, spec, types | bias_map | {"dv_map": into})
     else:
         types = {"q_map": mine, "k_map": by, "v_map": by, "do_map": mine, "rows_ptr": "*fp32", "dq_map": into}
-        binary = compiled(_queries_gradient_hopper, spec, types | bias_map)
+        types |= bias_map | {"ds_map": bias_map["bias_map"] if stores_ds else None}
+        binary = compiled(_queries_gradient_hopper, spec, types)
     assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else 0)
     assert binary.ptx.count("wgmma.mma_async") >= 3 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024

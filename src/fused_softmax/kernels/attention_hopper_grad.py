@@ -198,21 +198,22 @@ def _visible(p, key, query, S, K: gl.constexpr):
 
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_hopper(
-    q_map, k_map, v_map, bias_map, do_map, rows_ptr, dq_map,
+    q_map, k_map, v_map, bias_map, do_map, rows_ptr, dq_map, ds_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
 ):  # fmt: skip
-    """dQ."""
+    """dQ, and dS where it is kept: of all keys that some query of a tile sees."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
     do = tiles_of(K.consumers, do_map)
     k = ring(K.stages, K.consumers, k_map)
     v = tiles_of(K.stages, v_map)  # that are full when keys are
     b = biases(k, bias_map, K)
+    kept = tiles_of(K.consumers, ds_map) if K.stores_ds else q.tiles
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 0)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 1)),
+        (_sum_for_queries, (rows_ptr, dq_map, ds_map, q, k, v, b, do, kept, scale, S, K, 0)),
+        (_sum_for_queries, (rows_ptr, dq_map, ds_map, q, k, v, b, do, kept, scale, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -243,7 +244,9 @@ def _load_for_queries(q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, 
 
 
 @jit
-def _sum_for_queries(rows_ptr, dq_map, q, k, v, b, do, scale, S, K: gl.constexpr, ME: gl.constexpr):
+def _sum_for_queries(
+    rows_ptr, dq_map, ds_map, q, k, v, b, do, kept, scale, S, K: gl.constexpr, ME: gl.constexpr
+):  # fmt: skip
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_D: gl.constexpr = K.block_d
@@ -292,6 +295,11 @@ def _sum_for_queries(rows_ptr, dq_map, q, k, v, b, do, scale, S, K: gl.constexpr
                     p = _seen(p, i * BLOCK, queries, S, K)
             dp = warpgroup_mma_wait(0, (dp,))
             ds = (p * (dp - delta[:, None])).to(dtype)
+            if K.stores_ds:
+                stores_wait(0)  # until the tile before has been read
+                kept.index(ME).store(ds)
+                fence_async_shared()
+                store_async(ds_map, [work.batch, work.head, first, i * BLOCK], kept.index(ME))
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, OF_Q, 2))
             dq = warpgroup_mma(ds, k.tiles.index(stage), dq, is_async=True)
             dq = warpgroup_mma_wait(0, (dq,))

@@ -15,7 +15,8 @@ class HopperSpec:
     right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. in_turn:
     whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
     their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by. bias: whether there is one;
-    bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast.
+    bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast. stores_ds: whether dQ's
+    kernel also stores dS, of which the bias's gradient is a sum.
     """
 
     consumers: int
@@ -34,6 +35,7 @@ class HopperSpec:
     bias: bool = False
     bias_batches: int = 0
     bias_heads: int = 0
+    stores_ds: bool = False
 
     @property
     def block_m(self):

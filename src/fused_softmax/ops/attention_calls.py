@@ -282,7 +282,9 @@ def prepare_backward(
     for name in full:
         dtype = beside[name].dtype  # type: ignore[union-attr]
         ds_dtype = dtype if ds_dtype is None else torch.promote_types(ds_dtype, dtype)
-    for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full)
+    # Whether dQ's kernel keeps dS of every batch and head, of which the bias's gradient is the sum.
+    by_sum = wanted == ["bias"] and attention_hopper.keeps_ds(c, (q, k, v), bias, do)
+    for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full or by_sum)
     dq_like = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
     key_shape = (*c.lead, c.n_heads // c.group, c.n_keys)
     read = (q, k, v, mask, bias, slopes, do, lse, delta)
@@ -294,6 +296,8 @@ def prepare_backward(
 
     def ds_made() -> Tensor:
         make = torch.zeros if c.how.bounded else torch.empty  # what is hidden is not visited
+        if by_sum:
+            return make(attention_hopper.ds_shape(c), dtype=c.dtype, device=device)
         return make(c.shape, dtype=ds_dtype, device=device)
 
     of_delta = of_keys = of_queries = None
@@ -307,8 +311,9 @@ def prepare_backward(
         if keys_tiled is None:
             of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
     if for_queries and n_rows:
-        if not full:
-            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v), bias, do, rows, dq_like)
+        if by_sum or not full:
+            ds_like = ds_made() if by_sum else None
+            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v), bias, do, rows, dq_like, ds_like)
         tiles = c.plan.queries
         programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
         if queries_tiled is None:
@@ -322,7 +327,8 @@ def prepare_backward(
             _delta, programs, tiles, (output, do, lse, dlse, delta, rows if any_tiled else None),
             (strides[6], c.inner, c.n_heads, c.n_queries, rows_shape[-1]),
         )  # fmt: skip
-    of_bias = {name: prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full}  # type: ignore[union-attr]
+    alone = [] if by_sum else [name for name in wanted if name not in full]
+    of_bias = {name: prepare_bias(c, name, read, strides, beside[name].dtype) for name in alone}  # type: ignore[union-attr]
 
     def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Tensor | None) -> Gradients:
         inputs = Inputs(*given)  # type: ignore[arg-type]
@@ -343,16 +349,18 @@ def prepare_backward(
                 of_keys(*read, dk, dv)
         if for_queries:
             dq = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
-            ds = ds_made() if full else None
+            ds = ds_made() if full or by_sum else None
             if queries_tiled is not None:
-                queries_tiled(*by_tiles, dq)
+                queries_tiled(*by_tiles, dq, *(() if ds is None else (ds,)))
             elif of_queries is not None:
                 of_queries(*read, dq, *(() if ds is None else (ds,)))
         added: dict[str, Tensor | None] = {"mask": None, "bias": None}
         for name, tensor in (("mask", inputs.attn_mask), ("bias", inputs.bias)):
             if tensor is None or name not in wanted:
                 continue
-            if name in full:
+            if by_sum:
+                added[name] = ds[..., : c.n_keys].sum_to_size(tensor.shape)  # type: ignore[index]
+            elif name in full:
                 found: Any = ds.to(tensor.dtype)  # type: ignore[union-attr]
                 # Of two gradients neither is a view of the other.
                 own = found.clone() if found is ds and len(full) > 1 else found  # type: ignore[union-attr]
