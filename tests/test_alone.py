@@ -19,9 +19,10 @@ from triton.runtime.interpreter import interpreter_builder
 
 from fused_softmax import calls, reference, runner
 from fused_softmax.kernels import columns, exchange
+from fused_softmax.kernels.column_spec import ColumnSpec
 from fused_softmax.kernels.columns import stand_in_columns
 from fused_softmax.kernels.exchange import pack_state, stand_in
-from fused_softmax.kernels.spec import ColumnSpec, Spec
+from fused_softmax.kernels.spec import Spec
 from fused_softmax.layout import scores_against, scores_against_columns
 from fused_softmax.ops import logsumexp_calls
 from fused_softmax.ops.cross_entropy_calls import Given, prepare_losses

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.column_scores import keep_columns, keep_first_columns, scores_of_columns
+from fused_softmax.kernels.column_spec import ColumnParts, Columns, ColumnScores, Strided
 from fused_softmax.kernels.exchange import pack_state, slots_again, slots_of, tag_of, unpack_state, wait_for
 from fused_softmax.kernels.rows import nested_offset
 from fused_softmax.kernels.softmax_grad import dot_of, gradient_of
-from fused_softmax.kernels.spec import ColumnParts, Columns, ColumnScores, Strided
 from fused_softmax.kernels.state import (
     GREATEST,
     GREATEST_FP64,

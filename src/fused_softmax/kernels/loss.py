@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
+from fused_softmax.kernels.loss_spec import HeldLoss, LossRow
 from fused_softmax.kernels.losses import (
     entropy_terms,
     finish_edge,
@@ -42,7 +43,7 @@ from fused_softmax.kernels.rows import (
     tile_of,
     whole_vectors,
 )
-from fused_softmax.kernels.spec import HeldLoss, LossRow, Parts, Rows, RowScores
+from fused_softmax.kernels.spec import Parts, Rows, RowScores
 from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, exp_at, hold_all, log_sum_of, max_of, origin_of, scores_of
 
 

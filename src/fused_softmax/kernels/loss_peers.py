@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.loss import load_part, max_of_part, store_part, store_zeros, sum_losses
+from fused_softmax.kernels.loss_spec import LossRow, Target
 from fused_softmax.kernels.losses import (
     load_target_logit,
     numbers_of,
@@ -20,7 +21,7 @@ from fused_softmax.kernels.losses import (
 )
 from fused_softmax.kernels.peers import bases_of, collect, state_of, tell, turn_of
 from fused_softmax.kernels.rows import part_of, prefetch_part, sum_of_row, whole_vectors
-from fused_softmax.kernels.spec import LossRow, Rows, RowScores, Target
+from fused_softmax.kernels.spec import Rows, RowScores
 from fused_softmax.kernels.state import NEG_INF, hold_all, log_sum_of
 
 

@@ -42,8 +42,8 @@ from fused_softmax.kernels.draw import (
     words_of,
 )
 from fused_softmax.kernels.sample_row import least_in_row, within_row
+from fused_softmax.kernels.sample_spec import Held
 from fused_softmax.kernels.sample_wide import ones_of, open_row
-from fused_softmax.kernels.spec import Held
 from fused_softmax.kernels.state import NEG_INF
 
 AT_ONCE = tl.constexpr(8)  # candidates that all are compared with at a time

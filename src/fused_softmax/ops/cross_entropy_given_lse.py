@@ -8,7 +8,7 @@ from torch import Tensor
 from fused_softmax import launch
 from fused_softmax.calls import Prepared, allocator, find, keep
 from fused_softmax.kernels.loss_given_lse import _loss_given_lse
-from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.kernels.loss_spec import LossSpec
 from fused_softmax.ops.cross_entropy_calls import Given, LossRows, given_of
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.runner import TLDTYPES, has_ptx

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.device import device_of
+from fused_softmax.kernels.loss_spec import LossSpec
 from fused_softmax.kernels.loss_transposed import (
     _merge_token_stats,
     _token_gradient,
@@ -24,7 +25,6 @@ from fused_softmax.kernels.loss_transposed import (
     _token_states,
     _token_stats,
 )
-from fused_softmax.kernels.spec import LossSpec
 from fused_softmax.ops.cross_entropy_calls import LossRows
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.plan import VECTOR_BYTES

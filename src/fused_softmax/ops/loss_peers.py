@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_softmax.calls import Prepared, allocator, find, keep
 from fused_softmax.distributed import Shards
 from fused_softmax.kernels.loss_peers import _peer_loss
-from fused_softmax.kernels.spec import LossSpec
+from fused_softmax.kernels.loss_spec import LossSpec
 from fused_softmax.layout import alignment_of
 from fused_softmax.ops.cross_entropy_calls import WHOLE, LossRows, counted_by_each, ticket_of
 from fused_softmax.ops.cross_entropy_output import Wanted

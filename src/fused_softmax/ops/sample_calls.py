@@ -20,8 +20,8 @@ from fused_softmax.calls import allocator
 from fused_softmax.device import device_of
 from fused_softmax.kernels.sample import _draw
 from fused_softmax.kernels.sample_kept import _choose, _stretches
+from fused_softmax.kernels.sample_spec import SampleSpec
 from fused_softmax.kernels.sample_wide import _bound, _draw_within, _weigh
-from fused_softmax.kernels.spec import SampleSpec
 from fused_softmax.options_sampling import Sampling
 from fused_softmax.plan import DrawPlan, plan_draws
 from fused_softmax.reference_sampling import SampleOutput, unpacked

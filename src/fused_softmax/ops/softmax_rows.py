@@ -12,10 +12,11 @@ from torch import Tensor
 from fused_softmax import reference
 from fused_softmax.device import device_of
 from fused_softmax.kernels.causal import _causal_forward
+from fused_softmax.kernels.column_spec import ColumnSpec
 from fused_softmax.kernels.columns import _column_backward, _column_forward
 from fused_softmax.kernels.softmax import _part_forward, _stream_forward, _stream_state, _tile_forward
 from fused_softmax.kernels.softmax_grad import _part_backward, _stream_backward, _stream_dot, _tile_backward
-from fused_softmax.kernels.spec import ADDED_MASK, ColumnSpec, GradientSpec, ScoreSpec
+from fused_softmax.kernels.spec import ADDED_MASK, GradientSpec, ScoreSpec
 from fused_softmax.layout import PLAIN_COLUMNS, ScoreLayout, alignment_of, held_bytes, scores_against, sizes_of
 from fused_softmax.options import PLAIN, Scores
 from fused_softmax.plan import H200, VECTOR_BYTES, ColumnPlan, RowPlan, plan_columns, plan_rows

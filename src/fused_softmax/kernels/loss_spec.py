@@ -1,0 +1,118 @@
+"""What the kernels of losses are compiled for, and the bundles of values that their helpers share."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fused_softmax.kernels.spec import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec(Spec):
+    """Of the losses of rows of logits z = x * scale, or softcap * tanh(x * scale / softcap): see `options.Loss`.
+
+    weighted, smooth, capped, scaled (or capped), z_loss, mean, stats: what the call asks for. totals: parts of the
+    targets' totals. gradient: whether it is written too; inplace: over the logits.
+    counted: how many targets at most each program counts itself, instead of totals. finishes: whether the program whose
+    loss is the last to be written sums them all.
+    block_tokens: of a tile [classes, tokens].
+    """
+
+    weighted: bool = False
+    smooth: bool = False
+    scaled: bool = False
+    capped: bool = False
+    z_loss: bool = False
+    mean: bool = False
+    totals: int = 1
+    stats: bool = False
+    gradient: bool = False
+    inplace: bool = False
+    counted: int = 0
+    finishes: bool = False
+    greedy: bool = False
+    block_tokens: int = 0
+    crowds: bool = False
+
+    @property
+    def compute_dtype(self):
+        """With a softcap pieces hold finished logits, so that no tanh is taken twice."""
+        return self.state_dtype if self.capped else self.cast_dtype
+
+    @property
+    def scale_on_use(self):
+        return self.scaled and not self.capped
+
+    @property
+    def unpack(self):
+        """Few pieces would take so few registers that programs crowd: bf16 16384 x 8192 0.92, 0.90 with 32 of 48."""
+        return self.ptx and not (self.crowds and not self.split and self.pieces <= 4)
+
+
+class Numbers(NamedTuple):
+    """The numbers of a loss, in the dtype of the arithmetic."""
+
+    factor: Any
+    cap: Any
+    smoothing: Any
+    lse_square_scale: Any
+
+
+class Target(NamedTuple):
+    """A row's class t, whether the row counts, whether there is no such class, and the class's weight."""
+
+    t: Any
+    kept: Any
+    wrong: Any
+    w: Any
+
+
+class LossRow(NamedTuple):
+    """The arguments of a kernel that holds a row of logits, or its part: all but those of the exchange."""
+
+    x: Any
+    dx: Any
+    target_ptr: Any
+    weight_ptr: Any
+    totals_ptr: Any
+    w_total_ptr: Any
+    numbers_ptr: Any
+    m_ptr: Any
+    ls_ptr: Any
+    loss_ptr: Any
+    z_ptr: Any
+    result_ptr: Any
+    ticket_ptr: Any
+    n_cols: Any
+    n_parts: Any
+    part_cols: Any
+    ignore_index: Any
+    factor: Any
+    hidden: Any
+    cap: Any
+    smoothing: Any
+    lse_square_scale: Any
+
+
+class HeldLoss(NamedTuple):
+    """What a program knows of a row of logits, or of its part, before it knows the row's state.
+
+    z_t: the target's logit, for the part that `writes` the row's loss; wz: sum_c w_c (z_c - zero) of the part.
+    g, g_z: what a row's loss and its z-loss count in the result.
+    """
+
+    target: Any
+    z_t: Any
+    zero: Any
+    wz: Any
+    w_total: Any
+    writes: Any
+    g: Any
+    g_z: Any
+
+
+class Shares(NamedTuple):
+    """dloss / dz_c = p_c a - [c = t] b - w_c u."""
+
+    a: Any
+    b: Any
+    u: Any

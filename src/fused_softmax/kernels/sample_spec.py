@@ -1,0 +1,123 @@
+"""What the kernels that draw tokens are compiled for, and the bundles of values that their helpers share."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """Of draws from rows of logits, and where the parts of a draw's scratch begin, in int64.
+
+    stretches: of 1024 columns, that a program reads at a time. whole_groups: whether no row ends within 8 columns.
+    biased, bitmasked: whether a bias is added, and whether a bitmask says which columns there are.
+    split: whether a row's programs tell each other their best.
+    all_stretches: at least as many as a row has. capacity: lanes of a row that are held, and candidates, at most, that
+        are ranked of their logits (ranked: whether top-k or top-p may ask for it).
+    joint: whether each filter judges all columns.
+    wide: whether launches follow for rows whose boundary is lower. sampled: groups that they are told of it by; listed:
+        columns that it is sought among.
+    grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
+    """
+
+    stretches: int
+    whole_groups: bool
+    biased: bool = False
+    bitmasked: bool = False
+    split: bool = False
+    all_stretches: int = 1
+    capacity: int = 64
+    candidates: int = 128
+    ranked: bool = True
+    joint: bool = False
+    wide: bool = False
+    sampled: int = 512
+    listed: int = 8192
+    grain_bits: int = 0
+    ptx: bool = False
+
+    @property
+    def grain(self) -> int:
+        return 1 << self.grain_bits
+
+    @property
+    def sums_at(self) -> int:
+        """int64: the sum of each stretch. Before them, what is open of a row: see `sample_wide`."""
+        return 12
+
+    @property
+    def ranked_at(self) -> int:
+        """int64: the candidates."""
+        return self.sums_at + self.room
+
+    @property
+    def maxima_at(self) -> int:
+        """fp32: the maximum of each stretch."""
+        return self.ranked_at + (self.candidates if self.ranked else 0)
+
+    @property
+    def tops_at(self) -> int:
+        """fp32: the maximum of each lane."""
+        return self.maxima_at + self.room // 2
+
+    @property
+    def lanes_at(self) -> int:
+        """int32: the lanes that are held."""
+        return self.tops_at + 16 * self.room
+
+    @property
+    def list_at(self) -> int:
+        """int32: the columns among which a low boundary is sought."""
+        return self.lanes_at + self.capacity // 2
+
+    @property
+    def scratch(self) -> int:
+        return self.list_at + (self.listed // 2 if self.wide else 0)
+
+    @property
+    def room(self) -> int:
+        return max(4, self.all_stretches)  # so that all begin on 16 bytes
+
+
+class Draw(NamedTuple):
+    """A row that is drawn from: where it is, what is added, and by which noise. valid: whether it can be, so far.
+
+    bias_ptr, bitmask_ptr: the draw's own, where there are any (K.biased, K.bitmasked).
+    """
+
+    ptr: Any
+    bias_ptr: Any
+    bitmask_ptr: Any
+    n_cols: Any
+    temperature: Any
+    factor: Any
+    seed: Any
+    position: Any
+    valid: Any
+
+
+class Bounds(NamedTuple):
+    """Of what is kept: the last logit and its column, and the least number above it. Of equal logits the first stay."""
+
+    x: Any
+    above: Any
+    col: Any
+
+
+class Filters(NamedTuple):
+    """k, 0 for all; p; the order of the least logit that min-p keeps; and the row's maximum and sum, in units."""
+
+    k: Any
+    p: Any
+    least: Any
+    m: Any
+    total: Any
+
+
+class Held(NamedTuple):
+    """Logits [lanes, 8] of the four quarters of lanes, by the numbers of their calls."""
+
+    x_0: Any
+    x_1: Any
+    x_2: Any
+    x_3: Any
+    call: Any
