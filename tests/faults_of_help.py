@@ -112,13 +112,13 @@ HELP = (
         "test_alone.py::test_over_a_strided_dim",
     ),
     of(
-        "help", "told-at-one-position-is-told", "kernels/columns.py",
+        "help", "told-at-one-position-is-told", "kernels/column_exchange.py",
         "tl.min(tl.min(tl.where(missing, part, K.lanes), axis=1), axis=0)",
         "tl.max(tl.min(tl.where(missing, part, K.lanes), axis=1), axis=0)",
         "test_alone.py::test_the_same_of_every_inner_position",
     ),
     of(
-        "help", "positions-overruled", "kernels/columns.py",
+        "help", "positions-overruled", "kernels/column_exchange.py",
         "own = (tl.arange(0, K.lanes)[None, :] == missing) & (tag_of(message) != tag)",
         "own = (tl.arange(0, K.lanes)[None, :] == missing) & (slot_ptrs == slot_ptrs)",
         "test_alone.py::test_the_same_of_every_inner_position",

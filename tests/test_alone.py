@@ -18,9 +18,9 @@ from shapes import ALIGNMENTS, framed, small
 from triton.runtime.interpreter import interpreter_builder
 
 from fused_softmax import calls, reference, runner
-from fused_softmax.kernels import columns, exchange
+from fused_softmax.kernels import column_exchange, exchange
+from fused_softmax.kernels.column_exchange import stand_in_columns
 from fused_softmax.kernels.column_spec import ColumnSpec
-from fused_softmax.kernels.columns import stand_in_columns
 from fused_softmax.kernels.exchange import pack_state, stand_in
 from fused_softmax.kernels.spec import Spec
 from fused_softmax.layout import scores_against, scores_against_columns
@@ -43,7 +43,7 @@ NAN = math.nan
 def alike(monkeypatch):
     """A function: that another one gives the same bits where programs stand in for others and where none does."""
     asked = []
-    for module, name in ((exchange, "first_missing"), (columns, "first_missing_columns")):
+    for module, name in ((exchange, "first_missing"), (column_exchange, "first_missing_columns")):
         monkeypatch.setattr(module, name, partial(_noted, asked, name, getattr(module, name)))
 
     def compare(function, *orders):
