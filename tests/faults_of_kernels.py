@@ -14,7 +14,7 @@ KERNELS = (
         "test_backward.py::test_log_softmax_of_a_mask_has_gradients_where_the_share_is_0",
     ),
     of(
-        "kernels", "a-sink-by-the-strides-of-the-scale", "kernels/rows.py", "S.sink_0, S.sink_1, S.sink_2)",
+        "kernels", "a-sink-by-the-strides-of-the-scale", "kernels/row_scores.py", "S.sink_0, S.sink_1, S.sink_2)",
         "S.scale_0, S.scale_1, S.scale_2)", "test_sink.py::test_every_strategy",
     ),
     of(
@@ -38,11 +38,11 @@ KERNELS = (
         "tl.zeros([], tl.float32)", "test_fp8.py::test_every_byte_in_a_row",
     ),
     of(
-        "kernels", "causal-column-less", "kernels/rows.py", ".to(tl.int32) + 1 + n_cols", ".to(tl.int32) + n_cols",
-        "test_scores.py::test_causal",
+        "kernels", "causal-column-less", "kernels/row_scores.py",
+        ".to(tl.int32) + 1 + n_cols", ".to(tl.int32) + n_cols", "test_scores.py::test_causal",
     ),
     of(
-        "kernels", "causal-top-left", "kernels/rows.py", "+ 1 + n_cols - n_queries", "+ 1",
+        "kernels", "causal-top-left", "kernels/row_scores.py", "+ 1 + n_cols - n_queries", "+ 1",
         "test_scores.py::test_causal",
     ),
     of(
@@ -79,7 +79,7 @@ KERNELS = (
         "test_shelf.py::test_what_is_wanted_is_read_until_it_carries_the_tag",
     ),
     of(
-        "kernels", "edges-not-in-the-sum", "kernels/rows.py",
+        "kernels", "edges-not-in-the-sum", "kernels/row_scores.py",
         "s += of_each_row(tl.sum(exp_at", "s += 0 * of_each_row(tl.sum(exp_at",
         "test_softmax.py::test_rows_that_start_at_every_phase",
     ),
@@ -103,7 +103,7 @@ KERNELS = (
         "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
     ),
     of(
-        "kernels", "tie-after-the-edge", "kernels/rows.py",
+        "kernels", "tie-after-the-edge", "kernels/row_scores.py",
         "column = tl.minimum(column, of_each_row(tl.min(tl.where(edge.x == m, edge.cols, NO_COLUMN)",
         "column = tl.minimum(column, of_each_row(tl.min(tl.where(edge.x > m, edge.cols, NO_COLUMN)",
         "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
@@ -119,7 +119,7 @@ KERNELS = (
         "test_shelf.py::test_weight_in_a_row_of_no_finite_maximum",
     ),
     of(
-        "kernels", "masked-input-of-negative-scales", "kernels/rows.py",
+        "kernels", "masked-input-of-negative-scales", "kernels/row_scores.py",
         'masked_input = tl.where(sign == -1, float("inf"), NEG_INF)',
         "masked_input = tl.where(sign == -1, NEG_INF, NEG_INF)", "test_scores.py::test_every_strategy",
     ),

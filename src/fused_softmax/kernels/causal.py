@@ -9,10 +9,7 @@ Traffic: the visible half is read once (about MN/2), and everything is written o
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.rows import (
-    body_of,
-    edges_of,
-    head_of,
+from fused_softmax.kernels.row_scores import (
     keep_first_max,
     load_scores,
     mask_of_row,
@@ -21,8 +18,8 @@ from fused_softmax.kernels.rows import (
     sink_of_row,
     store_row,
     sum_of_row,
-    whole_vectors,
 )
+from fused_softmax.kernels.rows import body_of, edges_of, head_of, whole_vectors
 from fused_softmax.kernels.spec import Edge, Row, Rows, Scored
 from fused_softmax.kernels.state import NEG_INF, hold_all, load_exact, result_of, with_sink
 

@@ -7,7 +7,7 @@ reads only one row or one column of the mask for each tile.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.rows import scores_by
+from fused_softmax.kernels.row_scores import scores_by
 from fused_softmax.kernels.spec import RowScores
 from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, scores_of, widen
 

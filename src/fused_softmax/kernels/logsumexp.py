@@ -7,24 +7,26 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
-from fused_softmax.kernels.rows import (
-    body_of,
+from fused_softmax.kernels.row_scores import (
     edge_scores,
-    head_of,
-    load_edge,
     load_row,
     load_scores,
     mask_of_row,
     max_of_row,
-    prefetch_l2,
-    prefetch_tile,
-    row_of_part,
     scores_of_row,
     sink_of_row,
     sum_of_row,
+    visible_of,
+)
+from fused_softmax.kernels.rows import (
+    body_of,
+    head_of,
+    load_edge,
+    prefetch_l2,
+    prefetch_tile,
+    row_of_part,
     tile_of,
     tile_part_of,
-    visible_of,
     whole_vectors,
 )
 from fused_softmax.kernels.spec import Parts, Row, Rows, Scored

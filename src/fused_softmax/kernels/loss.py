@@ -30,16 +30,15 @@ from fused_softmax.kernels.losses import (
     weights_at,
     zero_of,
 )
+from fused_softmax.kernels.row_scores import first_max_of, sum_of_row
 from fused_softmax.kernels.rows import (
     body_of,
     edges_of,
-    first_max_of,
     load_edge,
     part_of,
     prefetch_part,
     row_of_part,
     store_piece,
-    sum_of_row,
     tile_of,
     whole_vectors,
 )

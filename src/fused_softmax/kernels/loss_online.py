@@ -19,7 +19,8 @@ from fused_softmax.kernels.losses import (
     weight_total,
     zero_of,
 )
-from fused_softmax.kernels.rows import body_of, first_max_of, load_edge, whole_vectors
+from fused_softmax.kernels.row_scores import first_max_of
+from fused_softmax.kernels.rows import body_of, load_edge, whole_vectors
 from fused_softmax.kernels.spec import Rows
 from fused_softmax.kernels.state import (
     NEG_INF,

@@ -20,7 +20,8 @@ from fused_softmax.kernels.losses import (
     target_of,
 )
 from fused_softmax.kernels.peers import bases_of, collect, state_of, tell, turn_of
-from fused_softmax.kernels.rows import part_of, prefetch_part, sum_of_row, whole_vectors
+from fused_softmax.kernels.row_scores import sum_of_row
+from fused_softmax.kernels.rows import part_of, prefetch_part, whole_vectors
 from fused_softmax.kernels.spec import Rows, RowScores
 from fused_softmax.kernels.state import NEG_INF, hold_all, log_sum_of
 

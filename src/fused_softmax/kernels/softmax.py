@@ -17,27 +17,29 @@ from fused_softmax.kernels.exchange import (
     slots_of,
     stand_in,
 )
-from fused_softmax.kernels.rows import (
-    body_of,
+from fused_softmax.kernels.row_scores import (
     edge_scores,
     keep_first_max,
-    load_edge,
     load_row,
     load_scores,
     mask_of_row,
     max_of_row,
+    scores_of_row,
+    sink_of_row,
+    store_results,
+    store_row,
+    sum_of_row,
+)
+from fused_softmax.kernels.rows import (
+    body_of,
+    load_edge,
     part_of,
     prefetch_l2,
     prefetch_part,
     prefetch_tile,
     row_of_part,
-    scores_of_row,
     shared_row,
-    sink_of_row,
-    store_results,
-    store_row,
     stream_part,
-    sum_of_row,
     tile_of,
 )
 from fused_softmax.kernels.spec import Parts, Row, Rows, Scored

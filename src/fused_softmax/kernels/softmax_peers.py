@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.peers import bases_of, collect, state_of, tell, turn_of
-from fused_softmax.kernels.rows import load_row, max_of_row, part_of, prefetch_part, store_row, sum_of_row
+from fused_softmax.kernels.row_scores import load_row, max_of_row, store_row, sum_of_row
+from fused_softmax.kernels.rows import part_of, prefetch_part
 from fused_softmax.kernels.spec import Rows, RowScores, Scored
 from fused_softmax.kernels.state import NEG_INF, hold_all
 
