@@ -17,8 +17,9 @@ STATS = ("entropy", "row_max", "column_sums")
 # Bytes in local memory of a thread: rows of a bias that are unaligned take an address for each element; and Triton 3.9
 # spills six registers of the tile that was fastest of two, with a softcap, for 256 dims by 3.6.
 STACK = {("full bias", dim): 256 for dim in (64, 128, 256)} | {("bias", 256): 24}
-# By 3.6 the gradient of short lengths spills two to four words, by 3.9 eight, by 3.7 twelve of 64 dims with a mask.
-STACK_OF_SHORT = {"_short": 0, "_short_gradient": 48}
+# By 3.6 short lengths with a mask spill fourteen words, and their gradient two to four; it spills by 3.9 eight, by 3.7
+# twelve of 64 dims with a mask.
+STACK_OF_SHORT = {"_short": 56, "_short_gradient": 48}
 KEEP = torch.empty(500, 8192, dtype=torch.bool)
 # What is given, and what of it a program of a GPU may take.
 KINDS = {

@@ -49,6 +49,8 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(attention_sdpa, "_backward", backward)
     monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: True)
     monkeypatch.setattr(plan, "LEAST_LENGTH", 16)
+    small = [plan.Entry(which, (9, 0), 0, 64, None, "") for which in ("forward", "backward")]
+    monkeypatch.setattr(plan, "ENTRIES", small)
     monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS["square"])
     return ran
 
@@ -74,8 +76,9 @@ def test_entries_say_what_was_measured_and_overlap_nowhere():
     ids=str,
 )  # fmt: skip
 def test_what_was_not_measured_stays_with_the_kernels(changed):
-    given = {"head_dim": 64, "value_dim": 64, "itemsize": 2, "n_queries": 128, "n_keys": 128, "device": H200}
-    for which in ("forward", "backward"):
+    given = {"itemsize": 2, "n_queries": 128, "n_keys": 128, "device": H200}
+    for which, dim in (("forward", 64), ("backward", 128)):
+        given |= {"head_dim": dim, "value_dim": dim}
         assert plan.entry_of(which, **given).which == which
         assert plan.entry_of(which, **given | changed) is None
 

@@ -15,7 +15,7 @@
 #include <string.h>
 
 #define MOST_PARAMS 96
-#define MOST_MAPS 8
+#define MOST_MAPS 9
 #define LEAST 0x1p-149f
 
 typedef struct {
@@ -160,7 +160,7 @@ static PyObject *bound_call(PyObject *callable, PyObject *const *args, size_t fl
 static int add_map(Bound *self, PyObject *value, uint64_t *place) {
   Py_ssize_t size = Py_TYPE(value)->tp_basicsize;
   if (!replace_address || self->n_maps == MOST_MAPS || size % 64 || size < 192 || size > 256) {
-    PyErr_SetString(PyExc_ValueError, "a launch has at most 8 maps of tensors, which this driver must know");
+    PyErr_SetString(PyExc_ValueError, "a launch has at most 9 maps of tensors, which this driver must know");
     return -1;
   }
   memcpy(self->maps[self->n_maps], (char *)value + size - sizeof(Map), sizeof(Map));

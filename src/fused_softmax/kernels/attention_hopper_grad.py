@@ -23,7 +23,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     with_bias,
     work_at,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Sizes
+from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Kept, Sizes
 from fused_softmax.kernels.gluon_names import (
     fence_async_shared,
     gl,
@@ -39,26 +39,31 @@ _ROWS = gl.constexpr(ROWS)
 _VECTOR = gl.constexpr(ROW_VECTOR)
 
 
-@jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=[*SIZES, "first_head", "heads"])
 def _keys_gradient_hopper(
-    q_map, k_map, v_map, bias_map, do_map, rows_map, dk_map, dv_map,
-    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
+    q_map, k_map, v_map, bias_map, do_map, rows_map, dk_map, dv_map, ds_map,
+    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads, scale,
+    K: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV. rows_map: of what `_delta` stores."""
-    S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
+    """dK and dV, of `heads` heads of keys from first_head on. rows_map: of what `_delta` stores.
+
+    ds_map: of dS where it is kept, of these heads alone. What no query of a tile sees is not stored.
+    """
+    S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads)
     k = ring(K.consumers, K.consumers, k_map)  # of its barriers the first is that of all keys and values
     v = tiles_of(K.consumers, v_map)
     q = ring(K.stages, K.consumers, q_map)
     do = tiles_of(K.stages, do_map)  # that are full when queries are
     b = biases(q, bias_map, K)
+    kept = Kept(ds_map, tiles_of(K.consumers, ds_map) if K.stores_ds else q.tiles)
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     lse = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
     delta = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_keys, (q_map, k_map, v_map, bias_map, do_map, rows_map, q, k, v, b, do, lse, delta, S, K)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K, 0)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K, 1)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, S, K, 0)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -97,7 +102,9 @@ def _load_for_keys(
 
 
 @jit
-def _sum_for_keys(dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K: gl.constexpr, ME: gl.constexpr):
+def _sum_for_keys(
+    dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, S, K: gl.constexpr, ME: gl.constexpr
+):  # fmt: skip
     """dK and dV of the ME-th _ROWS keys of each tile."""
     BLOCK_D: gl.constexpr = K.block_d
     BLOCK_V: gl.constexpr = K.block_v
@@ -121,17 +128,19 @@ def _sum_for_keys(dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K: gl.co
         full(k, turn, 1)
         my_k, my_v = k.tiles.index(ME), v.index(ME)
         my_turn(ME)
-        for _ in range(S.group):
+        for of_group in range(S.group):
+            head = (work.head - S.first_head) * S.group + of_group
+            at = Kept(kept.ds_map, kept.tiles, work.batch, head, first)
             if K.right:
                 dk, dv = _add_queries(
-                    dk, dv, count - begin, begin, high, first, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
+                    dk, dv, count - begin, begin, high, at, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
                 )
             dk, dv = _add_queries(
-                dk, dv, count - begin, high, low, first, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, False
+                dk, dv, count - begin, high, low, at, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, False
             )
             if K.left:
                 dk, dv = _add_queries(
-                    dk, dv, count - begin, low, end, first, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
+                    dk, dv, count - begin, low, end, at, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
                 )
             count += end - begin
         next_turn(ME, K.consumers)
@@ -146,7 +155,7 @@ def _sum_for_keys(dk_map, dv_map, q, k, v, b, do, lse, delta, scale, S, K: gl.co
 
 @jit
 def _add_queries(
-    dk, dv, count, begin, end, first, my_k, my_v, q, b, do, lse, delta, scale, S,
+    dk, dv, count, begin, end, kept, my_k, my_v, q, b, do, lse, delta, scale, S,
     K: gl.constexpr, ME: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV with what tiles of queries from begin to end add. Tiles of scores are [keys, queries]."""
@@ -171,10 +180,16 @@ def _add_queries(
             s = s * (scale * LOG2E)
         p = gl.exp2(s - lse.index(stage).load(OF_QUERIES)[None, :])
         if EDGE:
-            p = _visible(p, first, i * BLOCK, S, K)
+            p = _visible(p, kept.first, i * BLOCK, S, K)
         weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
         dp = warpgroup_mma_wait(0, (dp,))
         ds = (p * (dp - delta.index(stage).load(OF_QUERIES)[None, :])).to(dtype)
+        if K.stores_ds:
+            mine = kept.tiles.index(ME)
+            stores_wait(0)  # until the tile before has been read
+            mine.permute((1, 0)).store(ds)
+            fence_async_shared()
+            store_async(kept.ds_map, [kept.batch, kept.head, i * BLOCK, kept.first], mine)
         ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
         my_turn(ME)
         dv = warpgroup_mma(weights, of_output, dv, is_async=True)
@@ -198,22 +213,21 @@ def _visible(p, key, query, S, K: gl.constexpr):
 
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_hopper(
-    q_map, k_map, v_map, bias_map, do_map, rows_ptr, dq_map, ds_map,
+    q_map, k_map, v_map, bias_map, do_map, rows_ptr, dq_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
 ):  # fmt: skip
-    """dQ, and dS where it is kept: of all keys that some query of a tile sees."""
+    """dQ."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
     do = tiles_of(K.consumers, do_map)
     k = ring(K.stages, K.consumers, k_map)
     v = tiles_of(K.stages, v_map)  # that are full when keys are
     b = biases(k, bias_map, K)
-    kept = tiles_of(K.consumers, ds_map) if K.stores_ds else q.tiles
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K)),
-        (_sum_for_queries, (rows_ptr, dq_map, ds_map, q, k, v, b, do, kept, scale, S, K, 0)),
-        (_sum_for_queries, (rows_ptr, dq_map, ds_map, q, k, v, b, do, kept, scale, S, K, 1)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 0)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -244,9 +258,7 @@ def _load_for_queries(q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, 
 
 
 @jit
-def _sum_for_queries(
-    rows_ptr, dq_map, ds_map, q, k, v, b, do, kept, scale, S, K: gl.constexpr, ME: gl.constexpr
-):  # fmt: skip
+def _sum_for_queries(rows_ptr, dq_map, q, k, v, b, do, scale, S, K: gl.constexpr, ME: gl.constexpr):
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_D: gl.constexpr = K.block_d
@@ -295,11 +307,6 @@ def _sum_for_queries(
                     p = _seen(p, i * BLOCK, queries, S, K)
             dp = warpgroup_mma_wait(0, (dp,))
             ds = (p * (dp - delta[:, None])).to(dtype)
-            if K.stores_ds:
-                stores_wait(0)  # until the tile before has been read
-                kept.index(ME).store(ds)
-                fence_async_shared()
-                store_async(ds_map, [work.batch, work.head, first, i * BLOCK], kept.index(ME))
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, OF_Q, 2))
             dq = warpgroup_mma(ds, k.tiles.index(stage), dq, is_async=True)
             dq = warpgroup_mma_wait(0, (dq,))

@@ -32,11 +32,15 @@ def work_at(turn, S, K: gl.constexpr):
     number, place = tile // S.head_tiles, tile % S.head_tiles
     heads = S.n_heads
     if K.of_keys:
-        heads = S.n_heads // S.group
+        heads = S.heads
     if K.right or K.left:
         backwards = (S.n_tiles // S.head_tiles - 1 - number) % 2 == (1 if K.of_keys else 0)
         place = gl.where(backwards, S.head_tiles - 1 - place, place)
-    return Work(number, number // heads, number % heads, place * K.block_m)
+    batch, head = number // heads, number % heads
+    if K.of_keys:
+        head += S.first_head
+        number = batch * (S.n_heads // S.group) + head
+    return Work(number, batch, head, place * K.block_m)
 
 
 @jit

@@ -15,8 +15,8 @@ class HopperSpec:
     right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. in_turn:
     whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
     their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by. bias: whether there is one;
-    bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast. stores_ds: whether dQ's
-    kernel also stores dS, of which the bias's gradient is a sum.
+    bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast. stores_ds: whether the
+    kernel of dK and dV also stores dS, of which the bias's gradient is a sum.
     """
 
     consumers: int
@@ -49,7 +49,8 @@ class HopperSpec:
 class Sizes(NamedTuple):
     """head_tiles: tiles that a head has, of those that programs take one after another; n_tiles: of all heads.
 
-    shift: how many places a program moves on from one turn to the next.
+    shift: how many places a program moves on from one turn to the next. first_head, heads: the heads of keys that
+    tiles are of, in the kernel of dK and dV.
     """
 
     n_heads: Any
@@ -62,6 +63,8 @@ class Sizes(NamedTuple):
     head_tiles: Any
     n_tiles: Any
     shift: Any
+    first_head: Any = 0
+    heads: Any = 0
 
 
 class Ring(NamedTuple):
@@ -70,6 +73,19 @@ class Ring(NamedTuple):
     tiles: Any
     full: Any
     empty: Any
+
+
+class Kept(NamedTuple):
+    """Where dS goes, and a tile in shared memory for each consumer that it leaves by.
+
+    batch, head: of a tile, the head among those that are kept. first: its first key.
+    """
+
+    ds_map: Any
+    tiles: Any
+    batch: Any = 0
+    head: Any = 0
+    first: Any = 0
 
 
 class Work(NamedTuple):

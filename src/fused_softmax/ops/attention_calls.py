@@ -18,6 +18,7 @@ from fused_softmax.kernels.attention_stats import _column_sums
 from fused_softmax.ops import attention_hopper
 from fused_softmax.ops.attention_bias import blocks, prepare_bias
 from fused_softmax.ops.attention_decode import prepare_decode
+from fused_softmax.ops.attention_hopper_bias import prepare_by_sum
 from fused_softmax.ops.attention_layout import Groups, Pattern, own_sizes
 from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
 from fused_softmax.options_attention import Attention
@@ -282,9 +283,12 @@ def prepare_backward(
     for name in full:
         dtype = beside[name].dtype  # type: ignore[union-attr]
         ds_dtype = dtype if ds_dtype is None else torch.promote_types(ds_dtype, dtype)
-    # Whether dQ's kernel keeps dS of every batch and head, of which the bias's gradient is the sum.
-    by_sum = wanted == ["bias"] and attention_hopper.keeps_ds(c, (q, k, v), bias, do)
-    for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full or by_sum)
+    rows_shape = attention_hopper.rows_shape(c)
+    rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
+    by_sum = prepare_by_sum(c, (q, k, v), bias, do, rows, bool(asked[0])) if wanted == ["bias"] else None
+    for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full)
+    if by_sum is not None:
+        for_keys, for_queries, wanted, full = False, False, [], []
     dq_like = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
     key_shape = (*c.lead, c.n_heads // c.group, c.n_keys)
     read = (q, k, v, mask, bias, slopes, do, lse, delta)
@@ -296,13 +300,9 @@ def prepare_backward(
 
     def ds_made() -> Tensor:
         make = torch.zeros if c.how.bounded else torch.empty  # what is hidden is not visited
-        if by_sum:
-            return make(attention_hopper.ds_shape(c), dtype=c.dtype, device=device)
         return make(c.shape, dtype=ds_dtype, device=device)
 
     of_delta = of_keys = of_queries = None
-    rows_shape = attention_hopper.rows_shape(c)
-    rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
     keys_tiled = queries_tiled = None  # by the kernels for sm_90
     if for_keys and n_rows and c.n_keys:
         keys_tiled = attention_hopper.prepare_keys(c, (q, k, v), bias, do, rows, *keys_made())
@@ -311,15 +311,14 @@ def prepare_backward(
         if keys_tiled is None:
             of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
     if for_queries and n_rows:
-        if by_sum or not full:
-            ds_like = ds_made() if by_sum else None
-            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v), bias, do, rows, dq_like, ds_like)
+        if not full:
+            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v), bias, do, rows, dq_like)
         tiles = c.plan.queries
         programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
         if queries_tiled is None:
             more = (*read, dq_like, ds_made() if full else None)
             of_queries = c.prepare(_queries_gradient, programs, tiles, more, scalars, stores_ds=bool(full))
-    any_tiled = keys_tiled is not None or queries_tiled is not None
+    any_tiled = any(each is not None for each in (keys_tiled, queries_tiled, by_sum))
     if n_rows:
         tiles = replace(c.plan.forward, block_m=min(c.plan.forward.block_m, 64), num_warps=4)
         programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
@@ -327,8 +326,7 @@ def prepare_backward(
             _delta, programs, tiles, (output, do, lse, dlse, delta, rows if any_tiled else None),
             (strides[6], c.inner, c.n_heads, c.n_queries, rows_shape[-1]),
         )  # fmt: skip
-    alone = [] if by_sum else [name for name in wanted if name not in full]
-    of_bias = {name: prepare_bias(c, name, read, strides, beside[name].dtype) for name in alone}  # type: ignore[union-attr]
+    of_bias = {name: prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full}  # type: ignore[union-attr]
 
     def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Tensor | None) -> Gradients:
         inputs = Inputs(*given)  # type: ignore[arg-type]
@@ -349,18 +347,19 @@ def prepare_backward(
                 of_keys(*read, dk, dv)
         if for_queries:
             dq = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
-            ds = ds_made() if full or by_sum else None
+            ds = ds_made() if full else None
             if queries_tiled is not None:
-                queries_tiled(*by_tiles, dq, *(() if ds is None else (ds,)))
+                queries_tiled(*by_tiles, dq)
             elif of_queries is not None:
                 of_queries(*read, dq, *(() if ds is None else (ds,)))
         added: dict[str, Tensor | None] = {"mask": None, "bias": None}
+        if by_sum is not None:
+            dq, dk, dv, dbias = by_sum(*by_tiles)
+            added["bias"] = dbias.sum_to_size(inputs.bias.shape)  # type: ignore[union-attr]
         for name, tensor in (("mask", inputs.attn_mask), ("bias", inputs.bias)):
             if tensor is None or name not in wanted:
                 continue
-            if by_sum:
-                added[name] = ds[..., : c.n_keys].sum_to_size(tensor.shape)  # type: ignore[index]
-            elif name in full:
+            if name in full:
                 found: Any = ds.to(tensor.dtype)  # type: ignore[union-attr]
                 # Of two gradients neither is a view of the other.
                 own = found.clone() if found is ds and len(full) > 1 else found  # type: ignore[union-attr]

@@ -1,6 +1,5 @@
 """The launches of attention's kernels for sm_90, prepared for tensors that TMA can read as they lie."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from fused_softmax.kernels.attention_spec import NO_MASK
 from fused_softmax.plan.attention_hopper import VECTOR, HopperTiles, plan_hopper, shift_of
 
 _LOG2E = 1.4426950408889634
-_DS_BYTES = 2**31  # of dS, at most
 
 
 def prepare_forward(
@@ -46,49 +44,49 @@ def prepare_forward(
 
 
 def prepare_keys(
-    c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dk: Tensor, dv: Tensor
-) -> Any:
-    """What launches dK and dV of a call on (query, key, value, bias, dO, rows, dK, dV).
+    c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dk: Tensor, dv: Tensor,
+    ds: Tensor | None = None, first_head: int = 0,
+) -> Any:  # fmt: skip
+    """What launches dK and dV of a call on (query, key, value, bias, dO, rows, dK, dV, and dS if it is given).
 
-    None where the plain kernel is to compute them. read: query, key and value.
+    None where the plain kernel is to compute them. read: query, key and value. ds: [batch, head of queries, query,
+    key], of as many heads from that of the keys' first_head on as are to be computed.
     """
     plan = _planned(c, "keys", bias)
     if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True))):
         return None
     from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper
 
-    spec = _spec(c, plan, of_keys=True)
-    heads = c.n_batches * (c.n_heads // c.group)
+    spec = _spec(c, plan, of_keys=True, stores_ds=ds is not None)
+    heads = c.n_heads // c.group if ds is None else ds.shape[1] // c.group
+    of_ds = None if ds is None else _descriptor(ds, list(ds.shape), list(ds.stride()), [1, 1, plan.block, ROWS])
     into = [
-        _of_rows(each, (heads, c.n_keys, dim), ROWS, block)
+        _of_rows(each, (c.n_batches * (c.n_heads // c.group), c.n_keys, dim), ROWS, block)
         for each, dim, block in ((dk, c.head_dim, plan.block_d), (dv, c.value_dim, plan.block_v))
     ]
-    programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), heads)
+    programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), c.n_batches * heads)
     *maps, of_do = _maps(c, plan, (*read, do), plan.block, ROWS)
     maps += [_of_bias(c, bias, plan.block, ROWS), of_do, _of_floats(rows, plan.block)]
     return launch.prepare(
-        _keys_gradient_hopper, programs, (*maps, *into),
-        (*c.numbers()[1:8], *turns, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
+        _keys_gradient_hopper, programs, (*maps, *into, of_ds),
+        (*c.numbers()[1:8], *turns, first_head, heads, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
 
-def prepare_queries(
-    c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor, ds: Tensor | None = None
-) -> Any:
-    """As `prepare_keys`, of dQ, and of dS if it is given: as `ds_shape`, in the dtype of the query."""
+def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:
+    """As `prepare_keys`, of dQ."""
     plan = _planned(c, "queries", bias)
     if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True))):
         return None
     from fused_softmax.kernels.attention_hopper_grad import _queries_gradient_hopper
 
-    spec = _spec(c, plan, stores_ds=ds is not None)
+    spec = _spec(c, plan)
     heads = c.n_batches * c.n_heads
-    of_ds = None if ds is None else _of_scores(c, ds, plan.block)
     into = _of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), heads)
     *maps, of_do = _maps(c, plan, (*read, do), ROWS, plan.block)
     return launch.prepare(
-        _queries_gradient_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), of_do, rows, into, of_ds),
+        _queries_gradient_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), of_do, rows, into),
         (*c.numbers()[1:8], *turns, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
@@ -96,18 +94,6 @@ def prepare_queries(
 def rows_shape(c: Any) -> tuple[int, int, int]:
     """Of what `_delta` stores for these kernels: rows of floats that TMA reads."""
     return c.n_batches * c.n_heads, 2, -(-c.n_queries // ROW_VECTOR) * ROW_VECTOR
-
-
-def keeps_ds(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor) -> bool:
-    """Whether the kernel of dQ is to store dS. Otherwise each tile of a bias's gradient is computed by itself."""
-    taken = bias is not None and _planned(c, "queries", bias) is not None
-    room = c.dtype.itemsize * math.prod(ds_shape(c)) <= _DS_BYTES
-    return taken and room and _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True)))
-
-
-def ds_shape(c: Any) -> tuple[int, ...]:
-    """Of dS as the kernel of dQ stores it: rows as long as TMA wants them."""
-    return *c.rows, -(-c.n_keys // VECTOR) * VECTOR
 
 
 def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
@@ -193,14 +179,6 @@ def _of_bias(c: Any, bias: Tensor | None, rows: int, cols: int) -> Any:
         for n, step in zip(shape, c.strides["bias"][1:4], strict=False)
     ]
     return _descriptor(bias, shape, [*strides, 1], [1, 1, rows, cols])
-
-
-def _of_scores(c: Any, ds: Tensor, cols: int) -> Any:
-    """[batch, head, query, key], contiguous, in tiles of ROWS x cols."""
-    n, of_head = ds.shape[-1], c.n_queries * ds.shape[-1]
-    return _descriptor(
-        ds, [c.n_batches, c.n_heads, c.n_queries, n], [c.n_heads * of_head, of_head, n, 1], [1, 1, ROWS, cols]
-    )
 
 
 def _of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -> Any:

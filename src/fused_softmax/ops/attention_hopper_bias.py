@@ -1,0 +1,108 @@
+"""The gradients of a call whose bias has one, on sm_90: the kernel of dK and dV keeps dS, of which the others are made.
+
+dQ is the product of dS and the keys, and the bias's gradient the sum of dS over what the bias is broadcast over. torch
+computes both. dS is that of some heads at a time, in the inputs' dtype, so that it takes bounded memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.ops import attention_hopper
+from fused_softmax.plan.attention_hopper import VECTOR
+
+_DS_BYTES = 2**30  # of dS, at most
+
+
+def prepare_by_sum(
+    c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, asks_query: bool
+) -> Callable[..., tuple[Tensor | None, Tensor, Tensor, Tensor]] | None:
+    """What computes the gradients of query, key, value and bias on (query, key, value, bias, dO, rows).
+
+    None where other kernels are to compute them, as those of a head for which dS is too large. read: query, key, value.
+    """
+    key_heads = c.n_heads // c.group
+    width = -(-c.n_keys // VECTOR) * VECTOR  # as TMA wants it
+    of_head = c.n_batches * c.group * c.n_queries * width  # elements of dS
+    most = _DS_BYTES // max(of_head * c.dtype.itemsize, 1)
+    if bias is None or not (most and of_head):
+        return None
+    heads = -(-key_heads // -(-key_heads // most))  # at a time
+    device = rows.device
+
+    def keys_made() -> list[Tensor]:
+        shape = (*c.lead, key_heads, c.n_keys)
+        return [torch.empty((*shape, dim), dtype=c.dtype, device=device) for dim in (c.head_dim, c.value_dim)]
+
+    def ds_of(room: Tensor, n: int) -> Tensor:
+        """Of n heads of keys."""
+        return room[: n * of_head].view(c.n_batches, n * c.group, c.n_queries, width)
+
+    (dk, dv), room = keys_made(), torch.empty(heads * of_head, dtype=c.dtype, device=device)
+    launches = []
+    for first in range(0, key_heads, heads):
+        n = min(heads, key_heads - first)
+        run = attention_hopper.prepare_keys(c, read, bias, do, rows, dk, dv, ds_of(room, n), first)
+        if run is None:
+            return None
+        launches.append((slice(first, first + n), n, run))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, do: Tensor, rows: Tensor) -> Any:
+        dk, dv = keys_made()
+        dq = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device) if asks_query else None
+        room, sums = torch.empty(heads * of_head, dtype=c.dtype, device=device), _Sums(c, len(launches) == 1, device)
+        for which, n, run in launches:
+            ds = ds_of(room, n)
+            if c.how.bounded:
+                ds.zero_()  # what is hidden is not visited
+            run(q, k, v, bias, do, rows, dk, dv, ds)
+            if dq is not None:
+                keys = k.reshape(c.n_batches, key_heads, c.n_keys, c.head_dim)[:, which].flatten(0, 1)
+                of_keys = ds.view(len(keys), -1, width)[..., : c.n_keys]
+                into = dq.view(c.n_batches, key_heads, -1, c.head_dim)[:, which]
+                whole = into.is_contiguous()
+                found = (
+                    into.flatten(0, 1)
+                    if whole
+                    else torch.empty((len(keys), *into.shape[2:]), dtype=c.dtype, device=device)
+                )
+                torch.baddbmm(found, of_keys, keys, beta=0, alpha=c.how.scale, out=found)
+                if not whole:
+                    into.copy_(found.view(into.shape))
+            sums.add(ds[..., : c.n_keys], slice(which.start * c.group, which.stop * c.group))
+        return dq, dk, dv, sums.whole().reshape(c.own["bias"])
+
+    return call
+
+
+class _Sums:
+    """dS summed over the batches and heads that the bias does not have. at_once: whether all heads come together."""
+
+    def __init__(self, c: Any, at_once: bool, device: torch.device):
+        own = c.patterns["bias"].own
+        sizes = c.n_batches, c.n_heads
+        self.dims = [d for d in (0, 1) if own[d + 1] < sizes[d]]
+        self.at_once, self.dtype = at_once, c.dtype
+        self.found: list[Tensor] = []
+        self.of_heads: Tensor | None = None
+        if not at_once and 1 not in self.dims:
+            self.of_heads = torch.empty(own[1:], dtype=c.dtype, device=device)
+
+    def add(self, ds: Tensor, heads: slice) -> None:
+        if self.of_heads is not None:
+            into = self.of_heads[:, heads]
+            if self.dims:
+                torch.sum(ds, self.dims, keepdim=True, out=into)
+            else:
+                into.copy_(ds)
+        elif self.dims:
+            self.found.append(ds.sum(self.dims, keepdim=True, dtype=None if self.at_once else torch.float32))
+        else:
+            self.found.append(ds)
+
+    def whole(self) -> Tensor:
+        if self.of_heads is not None:
+            return self.of_heads
+        return self.found[0] if self.at_once else torch.stack(self.found).sum(0).to(self.dtype)
