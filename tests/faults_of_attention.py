@@ -5,6 +5,7 @@ from fault import of
 FORWARD, SCORES = "kernels/attention.py", "kernels/attention_scores.py"
 DECODE, SHORT, GRADIENT = "kernels/attention_decode.py", "kernels/attention_short.py", "kernels/attention_grad.py"
 CALLS, OF_SHORT, CUDNN = "ops/attention_calls.py", "ops/attention_short.py", "ops/attention_sdpa.py"
+BY_SUM = "ops/attention_hopper_bias.py"
 PLAIN, OPTIONS = "test_attention.py::test_plain", "test_attention.py::test_options"
 TOGETHER, EDGES = "test_attention.py::test_everything_together", "test_attention.py::test_windows_that_end_with_a_tile"
 PATTERNS = "test_attention.py::test_every_pattern_of_a_bias_has_its_gradient"
@@ -322,5 +323,28 @@ ATTENTION = (
         "cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled() and cuda.math_sdp_enabled()",
         "cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()",
         "test_patch_attention.py::test_all_else_stays",
+    ),
+    of(
+        "attention", "hidden-ds-left-as-it-was", BY_SUM, "if c.how.bounded:", "if False:",
+        "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
+    ),
+    of(
+        "attention", "ds-beyond-the-last-key", BY_SUM,
+        "sums.add(ds[..., : c.n_keys], ", "sums.add(ds[..., -c.n_keys :], ",
+        "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
+    ),
+    of(
+        "attention", "dq-of-some-heads-lost", BY_SUM, "if not whole:", "if False:",
+        "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
+    ),
+    of(
+        "attention", "sum-of-the-last-heads-alone", BY_SUM,
+        "self.found[0] if self.at_once else", "self.found[-1] if True else",
+        "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
+    ),
+    of(
+        "attention", "heads-of-the-group-counted-as-one", BY_SUM,
+        "slice(which.start * c.group, which.stop * c.group)", "which",
+        "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
     ),
 )  # fmt: skip

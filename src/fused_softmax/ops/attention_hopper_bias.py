@@ -60,14 +60,11 @@ def prepare_by_sum(
             run(q, k, v, bias, do, rows, dk, dv, ds)
             if dq is not None:
                 keys = k.reshape(c.n_batches, key_heads, c.n_keys, c.head_dim)[:, which].flatten(0, 1)
-                of_keys = ds.view(len(keys), -1, width)[..., : c.n_keys]
                 into = dq.view(c.n_batches, key_heads, -1, c.head_dim)[:, which]
+                shape = len(keys), c.group * c.n_queries, c.head_dim
                 whole = into.is_contiguous()
-                found = (
-                    into.flatten(0, 1)
-                    if whole
-                    else torch.empty((len(keys), *into.shape[2:]), dtype=c.dtype, device=device)
-                )
+                found = into.view(shape) if whole else into.new_empty(shape)
+                of_keys = ds.view(*shape[:2], width)[..., : c.n_keys]
                 torch.baddbmm(found, of_keys, keys, beta=0, alpha=c.how.scale, out=found)
                 if not whole:
                     into.copy_(found.view(into.shape))
