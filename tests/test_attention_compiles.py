@@ -17,9 +17,9 @@ STATS = ("entropy", "row_max", "column_sums")
 # Bytes in local memory of a thread: rows of a bias that are unaligned take an address for each element; and Triton 3.9
 # spills six registers of the tile that was fastest of two, with a softcap, for 256 dims by 3.6.
 STACK = {("full bias", dim): 256 for dim in (64, 128, 256)} | {("bias", 256): 24}
-# By 3.6 short lengths with a mask spill fourteen words, and their gradient two to four; it spills by 3.9 eight, by 3.7
-# twelve of 64 dims with a mask.
-STACK_OF_SHORT = {"_short": 56, "_short_gradient": 48}
+# By 3.6 short lengths of 32 dims with a mask spill 14 words, by 3.9 20, and their gradient 38, with the warps that were
+# fastest of six; other gradients spill two to twelve.
+STACK_OF_SHORT = {"_short": 80, "_short_gradient": 152}
 KEEP = torch.empty(500, 8192, dtype=torch.bool)
 # What is given, and what of it a program of a GPU may take.
 KINDS = {
