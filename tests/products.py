@@ -33,7 +33,7 @@ GUARDS = {
     "shards_dtensor": 4, "shards_linear": 4, "shards_losses": 4, "shards_misuse": 1, "shards_sampling": 12,
     "trace_attention": 1, "without_triton": 1,
 }  # fmt: skip
-# And files of which one case of a test in so many says enough for `make test`; CI takes half as many again.
+# And files of which one case of a test in so many says enough for `make test`; CI takes a fourth as many again.
 ONE_IN = {
     "alone": 5, "attention": 2, "attention_decode": 3, "attention_short": 3, "backward": 3, "calls": 3, "classic": 3,
     "column_scores": 3, "cross_entropy": 3, "exact": 3, "fp8": 5, "layouts": 5, "linear_by_classes": 5,
@@ -41,7 +41,8 @@ ONE_IN = {
     "shelf": 2, "sink": 3, "softmax": 5, "whole_losses": 5,
 }  # fmt: skip
 
-# Of the cases that compile kernels for sm_90, and half as many for other GPUs. By version, which one is first.
+# Of the cases that compile kernels for sm_90, one in so many; by the newest Triton half as many, for other GPUs a
+# fourth. By version, which one is first.
 COMPILED_IN = 5
 FIRST_COMPILED = {"3.6": 0, "3.7": 1, "3.9": 2}
 
@@ -91,7 +92,7 @@ def mark_guard(items) -> None:
         elif file in GUARDS:
             chosen, guards = [], possible[:: GUARDS[file]]
         else:
-            chosen, guards = possible[:: ONE_IN.get(file, 1)], possible[1 :: 2 * ONE_IN.get(file, 1)]
+            chosen, guards = possible[:: ONE_IN.get(file, 1)], possible[1 :: 4 * ONE_IN.get(file, 1)]
         for case in set(cases) - set(chosen):
             case.add_marker(pytest.mark.guard if case in guards else pytest.mark.exhaustive)
 
@@ -105,7 +106,7 @@ def _mark_compiled(cases) -> None:
         if not case.get_closest_marker("exhaustive"):
             of_target[_target(case)].append(case)
     for target, quick in of_target.items():
-        step = COMPILED_IN if target == "sm_90" else 2 * COMPILED_IN
+        step = COMPILED_IN * (4 if target != "sm_90" else 2 if _first_compiled() == FIRST_COMPILED["3.9"] else 1)
         first = _first_compiled() % min(step, len(quick))
         for i, case in enumerate(quick):
             if i % step != first:
