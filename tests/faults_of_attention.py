@@ -325,6 +325,11 @@ ATTENTION = (
         "test_patch_attention.py::test_all_else_stays",
     ),
     of(
+        "attention", "room-for-ds-that-no-kernel-makes", BY_SUM,
+        " or not attention_hopper.takes_keys(c, read, bias, do)", "",
+        "test_attention_hopper_bias.py::test_where_other_kernels_compute_no_room_is_made",
+    ),
+    of(
         "attention", "hidden-ds-left-as-it-was", BY_SUM, "if c.how.bounded:", "if False:",
         "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
     ),

@@ -52,11 +52,11 @@ def prepare_keys(
     None where the plain kernel is to compute them. read: query, key and value. ds: [batch, head of queries, query,
     key], of as many heads from that of the keys' first_head on as are to be computed.
     """
-    plan = _planned(c, "keys", bias)
-    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True))):
+    if not takes_keys(c, read, bias, do):
         return None
     from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper
 
+    plan: Any = _planned(c, "keys", bias)
     spec = _spec(c, plan, of_keys=True, stores_ds=ds is not None)
     heads = c.n_heads // c.group if ds is None else ds.shape[1] // c.group
     of_ds = None if ds is None else _descriptor(ds, list(ds.shape), list(ds.stride()), [1, 1, plan.block, ROWS])
@@ -71,6 +71,12 @@ def prepare_keys(
         _keys_gradient_hopper, programs, (*maps, *into, of_ds),
         (*c.numbers()[1:8], *turns, first_head, heads, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
+
+
+def takes_keys(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor) -> bool:
+    """Whether the kernel of dK and dV is to compute them. read: query, key and value."""
+    taken = _planned(c, "keys", bias) is not None
+    return taken and _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True)))
 
 
 def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:

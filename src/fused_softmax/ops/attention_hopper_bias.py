@@ -27,7 +27,7 @@ def prepare_by_sum(
     width = -(-c.n_keys // VECTOR) * VECTOR  # as TMA wants it
     of_head = c.n_batches * c.group * c.n_queries * width  # elements of dS
     most = _DS_BYTES // max(of_head * c.dtype.itemsize, 1)
-    if bias is None or not (most and of_head):
+    if bias is None or not (most and of_head) or not attention_hopper.takes_keys(c, read, bias, do):
         return None
     heads = -(-key_heads // -(-key_heads // most))  # at a time
     device = rows.device
@@ -45,8 +45,6 @@ def prepare_by_sum(
     for first in range(0, key_heads, heads):
         n = min(heads, key_heads - first)
         run = attention_hopper.prepare_keys(c, read, bias, do, rows, dk, dv, ds_of(room, n), first)
-        if run is None:
-            return None
         launches.append((slice(first, first + n), n, run))
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, do: Tensor, rows: Tensor) -> Any:
