@@ -25,12 +25,12 @@ QUICK = False
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
-    "attention_vmap": 4, "bench_shards": 12, "docs": 1, "examples": 1, "family_compiles": 1, "fp8_compiles": 1,
-    "front_door": 1, "fuzz": 1, "hf": 4, "host": 1, "interrupts": 1, "layouts_compile": 1, "library": 4,
-    "library_losses": 4, "library_sampling": 2, "losses_compile": 1, "losses_fuzz": 1, "multihead": 4, "names": 1,
-    "opinfo": 4, "opinfo_losses": 4, "page": 8, "peers": 12, "peers_gathered": 4, "peers_waits": 1, "plan_spans": 1,
-    "profile": 1, "report": 1, "report_page": 1, "serve": 1, "serve_hostile": 3, "shards": 4,
-    "shards_dtensor": 4, "shards_linear": 4, "shards_losses": 4, "shards_misuse": 1, "shards_sampling": 12,
+    "attention_vmap": 8, "bench_shards": 12, "docs": 1, "examples": 1, "family_compiles": 1, "fp8_compiles": 1,
+    "front_door": 1, "fuzz": 1, "hf": 8, "host": 1, "interrupts": 1, "layouts_compile": 1, "library": 8,
+    "library_losses": 8, "library_sampling": 4, "losses_compile": 1, "losses_fuzz": 1, "multihead": 8, "names": 1,
+    "opinfo": 8, "opinfo_losses": 8, "page": 8, "peers": 24, "peers_gathered": 4, "peers_waits": 1, "plan_spans": 1,
+    "profile": 1, "report": 1, "report_page": 1, "serve": 1, "serve_hostile": 6, "shards": 8,
+    "shards_dtensor": 8, "shards_linear": 8, "shards_losses": 8, "shards_misuse": 1, "shards_sampling": 12,
     "trace_attention": 1, "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes a fourth as many again.
