@@ -326,7 +326,7 @@ ATTENTION = (
     ),
     of(
         "attention", "room-for-ds-that-no-kernel-makes", BY_SUM,
-        " or not attention_hopper.takes_keys(c, read, bias, do)", "",
+        ' or not attention_hopper.takes(c, "keys", read, bias, do)', "",
         "test_attention_hopper_bias.py::test_where_other_kernels_compute_no_room_is_made",
     ),
     of(

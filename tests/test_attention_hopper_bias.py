@@ -49,7 +49,7 @@ def test_gradients_by_the_sum_of_ds(monkeypatch, room, shape, options):
         return keys_by_torch(*given)
 
     monkeypatch.setattr(attention_hopper, "prepare_keys", prepare)
-    monkeypatch.setattr(attention_hopper, "takes_keys", lambda *_: True)
+    monkeypatch.setattr(attention_hopper, "takes", lambda *_: True)
     monkeypatch.setattr(attention_hopper_bias, "_DS_BYTES", room * 2 * 2 * 20 * 40 * 4)
     bias = torch.randn(*shape, 20, 35, generator=torch.Generator().manual_seed(3))
     assert_attention(*qkv(20, 35, heads=6, key_heads=3), enable_gqa=True, bias=bias, **options)
@@ -57,7 +57,7 @@ def test_gradients_by_the_sum_of_ds(monkeypatch, room, shape, options):
     assert sum(ds.shape[1] for ds, _ in turns) == 6
 
 
-@pytest.mark.skipif(not INTERPRET, reason="kernels are interpreted on a CPU")
+@pytest.mark.skipif(not INTERPRET, reason="without the interpreter a call on a CPU prepares no kernel")
 def test_where_other_kernels_compute_no_room_is_made(monkeypatch):
     """It may be a GiB, on a GPU that has no kernel for it."""
     monkeypatch.setattr(attention_hopper_bias, "torch", None)

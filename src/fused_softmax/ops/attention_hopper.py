@@ -52,7 +52,7 @@ def prepare_keys(
     None where the plain kernel is to compute them. read: query, key and value. ds: [batch, head of queries, query,
     key], of as many heads from that of the keys' first_head on as are to be computed.
     """
-    if not takes_keys(c, read, bias, do):
+    if not takes(c, "keys", read, bias, do):
         return None
     from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper
 
@@ -73,19 +73,19 @@ def prepare_keys(
     )  # fmt: skip
 
 
-def takes_keys(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor) -> bool:
-    """Whether the kernel of dK and dV is to compute them. read: query, key and value."""
-    taken = _planned(c, "keys", bias) is not None
-    return taken and _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True)))
+def takes(c: Any, kernel: str, read: Sequence[Tensor], bias: Tensor | None, do: Tensor) -> bool:
+    """Whether a kernel of the gradients, "keys" or "queries", is to compute. read: query, key and value."""
+    planned = _planned(c, kernel, bias) is not None
+    return planned and _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True)))
 
 
 def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:
     """As `prepare_keys`, of dQ."""
-    plan = _planned(c, "queries", bias)
-    if plan is None or not _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True))):
+    if not takes(c, "queries", read, bias, do):
         return None
     from fused_softmax.kernels.attention_hopper_grad import _queries_gradient_hopper
 
+    plan: Any = _planned(c, "queries", bias)
     spec = _spec(c, plan)
     heads = c.n_batches * c.n_heads
     into = _of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)

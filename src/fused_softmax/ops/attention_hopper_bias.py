@@ -27,7 +27,7 @@ def prepare_by_sum(
     width = -(-c.n_keys // VECTOR) * VECTOR  # as TMA wants it
     of_head = c.n_batches * c.group * c.n_queries * width  # elements of dS
     most = _DS_BYTES // max(of_head * c.dtype.itemsize, 1)
-    if bias is None or not (most and of_head) or not attention_hopper.takes_keys(c, read, bias, do):
+    if bias is None or not (most and of_head) or not attention_hopper.takes(c, "keys", read, bias, do):
         return None
     heads = -(-key_heads // -(-key_heads // most))  # at a time
     device = rows.device
