@@ -94,8 +94,8 @@ ATTENTION = (
         "begin = tl.maximum(last - S.offset - S.right", OPTIONS,
     ),
     of(
-        "attention", "bias-not-in-log-2", SCORES, "K.bias_rows, GUARD).to(tl.float32) * LOG2E",
-        "K.bias_rows, GUARD).to(tl.float32)", PATTERNS,
+        "attention", "bias-not-in-log-2", SCORES, "z += bias.to(tl.float32) * LOG2E", "z += bias.to(tl.float32)",
+        PATTERNS,
     ),
     of("attention", "farther-keys-are-nearer", SCORES, "z -= slope *", "z += slope *", "test_attention.py::test_alibi"),
     of(

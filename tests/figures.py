@@ -186,7 +186,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "| T5: bias": measured("620, T5 174,", "T5 220, 592,", "| 1003 | 601 | 547 |", "1436, 1644;"),
         "| triangle: bias": measured("triangle 168, 639,", "| 1030 | 671 | 576 |", "1484, 1707."),
         "| Swin: bias": measured("| forward | 83 |", "us | 232,", "all gradients | 207 | 152 |", "us | 232, 617 *"),
-        "the same with a bool mask": measured("4 x 3 x 4 557, 270;", "4 x 3 x 4 557, 270;"),
+        "the same with a bool mask": measured("| 568.9, 200.4 |", "| 273.9, 271.7 |"),
         "| softcap, causal": measured("With a softcap 809 and 7089."),
         "| sinks and a window": measured("64 x 64 x 4 x 3: 234;", "580; 233 | 734;"),
         "| one query of 16 x 32": measured("in 2 485", "x 32768 x 128 | 479 |"),

@@ -135,3 +135,17 @@ def test_short(target, kind, dims):
         assert binary.kernel.metadata.shared <= SHARED[target], name
         if target == "sm_90":
             assert binary.stack_bytes <= STACK_OF_SHORT[name], name
+
+
+# Of a program's row maxima and sums, and of its results: 17 by 128 dims. As masks are loaded, maxima alone take 64.
+SHUFFLES = 24
+
+
+@pytest.mark.parametrize("added", [{"mask": True}, {"bias": (1, 4, 49, 49), "mask": True}], ids=["mask", "bias, mask"])
+@pytest.mark.parametrize(("length", "dim", "n_batches"), [(49, 32, 4096), (49, 64, 4096), (500, 64, 2), (500, 128, 2)])
+def test_reductions_are_laid_out_as_the_product(length, dim, n_batches, added):
+    if "bias" in added:
+        added = added | {"bias": (1, 4, length, length)}
+    found = binaries("sm_90", (4, 4, length, length), (dim, dim), BF16, n_batches=n_batches, backward=False, **added)
+    for name, binary in found.items():
+        assert binary.ptx.count("shfl.sync") <= SHUFFLES, name

@@ -78,7 +78,7 @@ def visit(m, s, t, o, q, k_head, v_head, first, rows, begin, end, A, place, S, K
     for start in tl.range(begin, end, BLOCK_N):
         k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
         T = Tile(first, rows, start, tl.arange(0, BLOCK_N)[None, :])
-        z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, EDGE, GUARD)
+        z, _ = scores_of(q, k, T, A, place, S, K, EDGE, GUARD)
         top = tl.maximum(m, in_log2(tl.max(z, axis=1), A, K))
         base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN
         z = in_log2(z, A, K) - base[:, None]

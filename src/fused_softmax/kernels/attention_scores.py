@@ -69,12 +69,19 @@ def load_added(ptr, strides, place, T, S, ROWS: tl.constexpr, GUARD: tl.constexp
 
 
 @triton.jit
-def scores_of(qk, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl.constexpr):
-    """(scores in units of log 2, capped scores). EDGE: whether something may be hidden. GUARD: whether keys may end.
+def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl.constexpr):
+    """(scores in units of log 2, capped scores) of the rows of a and b, which are queries and keys or keys and queries.
 
-    With K.folds the first are not scaled yet. The second are of use with K.softcap alone.
+    With K.folds the first are not scaled yet. The second are of use with K.softcap alone. EDGE: whether something may
+    be hidden. GUARD: whether keys may end.
     """
     rows, cols = T.first + T.rows, T.start + T.cols
+    # Loaded before the product: Triton lays reductions out as the last of both, and as these loads they are slow.
+    if K.bias:
+        bias = load_added(A.bias_ptr, A.bias_strides, place, T, S, K.bias_rows, GUARD)
+    if K.mask:
+        mask = load_added(A.mask_ptr, A.mask_strides, place, T, S, K.mask_rows, GUARD)
+    qk = tl.dot(a, tl.trans(b), input_precision="ieee")
     c = qk
     if K.softcap:
         c = qk * A.scale
@@ -88,14 +95,14 @@ def scores_of(qk, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl
     else:
         z = qk * (A.scale * LOG2E)
     if K.bias:
-        z += load_added(A.bias_ptr, A.bias_strides, place, T, S, K.bias_rows, GUARD).to(tl.float32) * LOG2E
+        z += bias.to(tl.float32) * LOG2E
     if K.mask == _ADDED:
-        z += load_added(A.mask_ptr, A.mask_strides, place, T, S, K.mask_rows, GUARD).to(tl.float32) * LOG2E
+        z += mask.to(tl.float32) * LOG2E
     if K.alibi:
         slope = tl.load(head_at(A.slopes_ptr, A.slopes_strides, place, place.head)).to(tl.float32) * LOG2E
         z -= slope * tl.abs(rows + S.offset - cols).to(tl.float32)
     if K.mask == _BOOL:
-        z = tl.where(load_added(A.mask_ptr, A.mask_strides, place, T, S, K.mask_rows, GUARD) != 0, z, NEG_INF)
+        z = tl.where(mask != 0, z, NEG_INF)
     if K.bias or K.held or K.mask == _ADDED:  # of which queries beyond the last have the last one's
         rows = tl.minimum(rows, S.n_queries - 1)
     if EDGE and K.left:

@@ -54,7 +54,7 @@ def _short(
         q = load_tile(q_head, 0, n_queries, BLOCK_M, K.head_dim, K.block_d)
         k = load_tile(k_head, 0, n_keys, BLOCK_N, K.head_dim, K.block_d, K.ragged)
         v = load_tile(v_head, 0, n_keys, BLOCK_N, K.value_dim, K.block_v, K.ragged)
-        z, _ = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, K.edge, K.ragged)
+        z, _ = scores_of(q, k, T, A, place, S, K, K.edge, K.ragged)
         z = with_held(in_log2(z, A, K), held, K)
         m = tl.max(z, axis=1)
         p = tl.exp2(z - tl.where(m == NEG_INF, 0.0, m)[:, None])
@@ -117,7 +117,7 @@ def _short_gradient(
         number = number.to(tl.int64)
         at = number * n_queries + rows
         lse = tl.load(lse_ptr + at, mask=rows < n_queries, other=NEG_INF)
-        z, c = scores_of(tl.dot(q, tl.trans(k), input_precision="ieee"), T, A, place, S, K, K.edge, K.ragged)
+        z, c = scores_of(q, k, T, A, place, S, K, K.edge, K.ragged)
         nothing = lse == NEG_INF
         z = with_held(in_log2(z, A, K), held, K)
         p = tl.exp2(z - tl.where(nothing, float("inf"), lse * LOG2E)[:, None])

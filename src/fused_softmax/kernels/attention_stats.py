@@ -37,7 +37,7 @@ def _column_sums(
         q = load_tile(q_head, start, n_queries, BLOCK_M, K.head_dim, K.block_d)
         lse, _ = state_of(rows_of, start, n_queries, BLOCK_M)
         T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
-        z, _ = scores_of(tl.dot(k, tl.trans(q), input_precision="ieee"), T, A, place, S, K, True, K.ragged)
+        z, _ = scores_of(k, q, T, A, place, S, K, True, K.ragged)
         sums += tl.sum(tl.exp2(in_log2(z, A, K) - lse[None, :]), axis=1)
     cols = first + tl.arange(0, BLOCK_N)
     tl.store(sums_ptr + number.to(tl.int64) * n_keys + cols, sums, mask=cols < n_keys)
