@@ -15,11 +15,13 @@ pytestmark = pytest.mark.compiles
 FP32, BF16 = torch.float32, torch.bfloat16
 STATS = ("entropy", "row_max", "column_sums")
 # Bytes in local memory of a thread: rows of a bias that are unaligned take an address for each element; and Triton 3.9
-# spills six registers of the tile that was fastest of two, with a softcap, for 256 dims by 3.6.
-STACK = {("full bias", dim): 256 for dim in (64, 128, 256)} | {("bias", 256): 24}
-# By 3.6 short lengths of 32 dims with a mask spill 14 words, by 3.9 20, and their gradient 38, with the warps that were
-# fastest of six; other gradients spill two to twelve.
-STACK_OF_SHORT = {"_short": 80, "_short_gradient": 152}
+# spills 4 registers of the tiles that were fastest for 256 dims, with a bias 20.
+STACK = {("full bias", dim): 256 for dim in (64, 128, 256)} | {("plain", 256): 16, ("bias", 256): 80}
+# By 3.6; by 3.7 and 3.9 two words.
+STACK_OF_SPECULATIVE = 272
+# The gradient of short lengths of 32 dims with a mask spills 30 words by 3.6, and 50 by 3.9, with the warps that were
+# fastest of six; other gradients spill two to ten.
+STACK_OF_SHORT = {"_short": 0, "_short_gradient": 200}
 KEEP = torch.empty(500, 8192, dtype=torch.bool)
 # What is given, and what of it a program of a GPU may take.
 KINDS = {
@@ -119,7 +121,8 @@ def test_decode(target, dtype, dim, kind):
     binary = found["_decode"]
     assert binary.kernel.metadata.shared <= SHARED[target]
     if target == "sm_90":
-        assert binary.stack_bytes <= (8 if dtype == FP32 else 0)  # two words by 3.7 and 3.9
+        in_fp32 = STACK_OF_SPECULATIVE if kind == "speculative" else 8
+        assert binary.stack_bytes <= (in_fp32 if dtype == FP32 else 0)
         assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], 0x10", binary.ptx)
 
 

@@ -142,18 +142,12 @@ def test_sum_and_output_run_as_the_recurrence_does(recording):
         torch.testing.assert_close(tensor(recording, "output")[row["row"]], o / s, rtol=1e-6, atol=0)
 
 
-def test_a_product_on_the_way_is_told_with_its_expression(recording):
-    products = [
-        (step, each["value"])
-        for step in recording["steps"]
-        for each in step.get("computed", [])
-        if each["text"].startswith("tl.dot(")
-    ]
+def test_scores_are_told_as_their_product(recording):
+    products = [(step, local(step, "qk")) for step in steps_of(recording, "qk = tl.dot(")]
     assert len(products) == 6
-    for step, value in products:
+    for step, product in products:
         first, end = step["cols"]
-        assert value["shape"] == [4, 4]
-        assert torch.equal(torch.tensor(value["data"]).view(4, 4).double(), Z[step["rows"][0] :][:4, first:end])
+        assert torch.equal(product, Z[step["rows"][0] :][:4, first:end])
 
 
 def test_a_step_stands_at_the_keys_and_queries_that_it_is_of(recording):
