@@ -4,6 +4,8 @@ from fault import of
 
 NOISE, REFERENCE = "reference_noise.py", "reference_sampling.py"
 DRAW, KEPT, WIDE = "kernels/draw.py", "kernels/sample_kept.py", "kernels/sample_wide.py"
+ROW, ABOVE = "kernels/sample_row.py", "kernels/sample_above.py"
+PARTS = "test_sample_kernels.py::test_what_a_rows_maximum_decides_is_drawn_in_parts"
 FILTERS, BELOW = "test_sample_kernels.py::test_filters", "test_sample_kernels.py::test_boundaries_below_what_is_held"
 CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
 SHARDED = "ops/sample_sharded.py"
@@ -100,8 +102,15 @@ SAMPLING = (
         BELOW,
     ),
     of(
-        "kernels", "last-part-draws-alone", WIDE,
-        "            key = tl.atomic_max(record_ptr + KEY, 0, sem=\"relaxed\")\n", "", BELOW,
+        "kernels", "last-part-draws-alone", ROW,
+        "        key = tl.atomic_max(record_ptr + KEY, 0, sem=\"relaxed\")\n", "", BELOW,
+    ),
+    of("kernels", "lanes-of-the-first-part", ABOVE, "(not most), stretch)", "(not most), 0)", PARTS),
+    of("kernels", "all-lanes-of-the-first-part", ABOVE, "stretch * LANES + i, lane)", "i, lane)", PARTS),
+    of("kernels", "one-round-of-lanes", ABOVE, "for start in range(0, n, L):", "for start in range(0, L, L):", PARTS),
+    of(
+        "kernels", "parts-that-begin-with-anything", KEPT, "            begin_parts(scratch_ptr + draw * K.scratch)",
+        "            pass", PARTS,
     ),
     of(
         "ops", "inf-in-two-shards", SHARDED, "(n_inf.sum(0) <= 1)", "(n_inf.amax(0) <= 1)",
@@ -159,8 +168,8 @@ SAMPLING = (
     ),
     of("kernels", "quarters-that-overlap", REPORT, "<< (quarter * 8)", "<< (quarter * 4)", REPORTED),
     of(
-        "kernels", "list-without-its-bias", REPORT, "x += tl.load(D.bias_ptr + cols,",
-        "x += 0.0 * tl.load(D.bias_ptr + cols,", BESIDE,
+        "kernels", "list-without-its-bias", WIDE, "x += tl.load(D.bias_ptr + col,",
+        "x += 0.0 * tl.load(D.bias_ptr + col,", BESIDE,
     ),
     of(
         "kernels", "a-place-after-the-last-unwritten", REPORT, "(i >= tl.minimum(n, top_k))",

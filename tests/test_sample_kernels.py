@@ -112,6 +112,30 @@ def test_boundaries_below_what_is_held(filters, listed, device):
     assert_as_reference(x, Sampling(**WIDE[filters], return_logprobs="processed"), plan)
 
 
+ABOVE = {
+    "few": {"min_p": 0.3},
+    "many": {"min_p": 0.001},
+    "all": {"temperature": 0.6},
+    "of a tensor": {"min_p": torch.tensor([0.1, 0.2, 0.02, 2.0, 0.0, 0.1, 0.1, 0.5, 0.1])},
+}
+
+
+@pytest.mark.parametrize("stretches", [1, 2])
+@pytest.mark.parametrize("kept", ABOVE)
+def test_what_a_rows_maximum_decides_is_drawn_in_parts(kept, stretches, device):
+    """Parts without a kept logit, and with more lanes of them than a program takes at a time; memory holds anything."""
+    x = rows_of_all_kinds(2100, device=device)
+    options = Sampling(**ABOVE[kept], return_logprobs="processed", return_kept=True)
+    if isinstance(options.min_p, torch.Tensor):
+        options = replace(options, min_p=options.min_p.to(device))
+    plan = replace(plan_draws(len(x), 2100, 4, H200), above_stretches=stretches, above_warps=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_as_reference(x, options, plan)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_logits_with_bias_bitmask_and_rows(dtype, device):
     x = rows_of_all_kinds(77, dtype, device)

@@ -15,7 +15,7 @@ CALLS = {
     "no filter": ({}, {"_draw": 80}),
     "top-k": ({"top_k": 50}, {"_stretches": 64, "_choose": 128}),
     "top-p": ({"top_p": 0.9}, {"_stretches": 64, "_choose": 128, "_weigh": 80, "_bound": 128, "_draw_within": 64}),
-    "min-p": ({"min_p": 0.05}, {"_choose": 128}),
+    "min-p": ({"min_p": 0.05}, {"_stretches": 64, "_draw_above": 128}),
     "log-probabilities": ({"return_logprobs": "raw", "top_logprobs": 20}, {"_stretches": 64, "_report": 128}),
 }
 SPILLED = 16  # bytes, of programs whose rows are read again; none of what reads all logits

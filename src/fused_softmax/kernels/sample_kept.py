@@ -31,6 +31,7 @@ from fused_softmax.kernels.draw import (
     member_of,
     middle_of,
     order_of,
+    score_at,
     scratch_at,
     sum_of_8,
     sums_of,
@@ -41,12 +42,13 @@ from fused_softmax.kernels.draw import (
     whole_grains,
     words_of,
 )
-from fused_softmax.kernels.sample_row import least_in_row, within_row
+from fused_softmax.kernels.sample_row import begin_parts, least_in_row, within_row
 from fused_softmax.kernels.sample_spec import Held
 from fused_softmax.kernels.sample_wide import ones_of, open_row
 from fused_softmax.kernels.state import NEG_INF
 
 AT_ONCE = tl.constexpr(8)  # candidates that all are compared with at a time
+HIGHEST = tl.constexpr(2147483647)  # above the order of any number
 MASS_BITS = tl.constexpr(52)  # of a sum of 512 masses of 2 ** 40; above them stands how many there are
 ONE_OF_MANY = tl.constexpr(2**52)
 
@@ -80,6 +82,9 @@ def _stretches(
     tl.store(scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K) + call, top, mask=there)
     tl.store(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, m, mask=at < n_stretches)
     tl.store(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, s, mask=at < n_stretches)
+    if not K.ranked:  # noqa: SIM102  a constexpr, then a value
+        if stretch == 0:
+            begin_parts(scratch_ptr + draw * K.scratch)
 
 
 @triton.jit
@@ -127,13 +132,8 @@ def _choose(
     if K.wide:
         tl.store(scratch_ptr + draw * K.scratch, 0)
     if odd:
-        _, n_inf, at_inf, n_nan = survey(D, K)
-        valid &= (n_nan == 0) & (n_inf == 1)
-        token = tl.where(valid, at_inf, 0).to(tl.int64)
+        token, valid = only_inf(kept_ptr, D, valid, K)
         logprob = tl.where(valid, 0.0, logprob)
-        if kept_ptr is not None:  # noqa: SIM102  a constexpr, then a value
-            if valid:
-                tl.store(kept_ptr + token // 8, (1 << (token % 8)).to(tl.uint8))
     else:
         valid &= m > NEG_INF
         if valid:
@@ -158,17 +158,25 @@ def row_state(scratch_ptr, draw, D, K: tl.constexpr):
 
 
 @triton.jit
+def only_inf(kept_ptr, D, valid, K: tl.constexpr):
+    """(token, whether it can be drawn) of a row with a NaN or an inf: one inf alone wins."""
+    _, n_inf, at_inf, n_nan = survey(D, K)
+    valid &= (n_nan == 0) & (n_inf == 1)
+    token = tl.where(valid, at_inf, 0).to(tl.int64)
+    if kept_ptr is not None:  # noqa: SIM102  a constexpr, then a value
+        if valid:
+            tl.store(kept_ptr + token // 8, (1 << (token % 8)).to(tl.uint8))
+    return token, valid
+
+
+@triton.jit
 def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob) of a row that can be drawn from."""
     call, known = greatest_lanes(top, scratch_ptr, draw, D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
     H = held_of(call, there, D, K)
-    if K.ranked:
-        least, enough = least_of_candidates(H, known, scratch_ptr, draw, D, F, K)
-    else:
-        least = known.to(tl.int64) << COLUMN_BITS
-        enough = (known == LOWEST) | (known <= F.least)
+    least, enough = least_of_candidates(H, known, scratch_ptr, draw, D, F, K)
     token = tl.zeros([], tl.int64)
     logprob = tl.zeros([], tl.float32)
     if enough:
@@ -234,27 +242,36 @@ def greatest_lanes(top, scratch_ptr, draw, D, F, K: tl.constexpr):
             low = tl.where(n > K.capacity, middle, low)
             high = tl.where(n > K.capacity, high, middle)
             n_high = tl.where(n > K.capacity, n_high, n)
-    # One bit for each lane of a stretch: a stretch has few that are chosen, and lists them one after another.
-    chosen = ((order >= high) & there).to(tl.int32)
-    marks = tl.sum(chosen << tl.arange(0, LANES)[None, :], axis=1)
+    lanes_ptr = scratch_at(scratch_ptr, draw, K.lanes_at, tl.int32, K)
+    n_chosen = list_lanes(lanes_ptr, (order >= high) & there, 0)
+    i = tl.arange(0, K.capacity)
+    return tl.load(lanes_ptr + i, mask=i < n_chosen, other=-1), high.to(tl.int32)
+
+
+@triton.jit
+def list_lanes(lanes_ptr, chosen, first):
+    """Lists the calls of the lanes that are chosen of stretches from `first` on, and says how many these are.
+
+    chosen: [stretches, lanes]. One bit stands for each lane of a stretch, and a stretch lists its few one by one.
+    """
+    marks = tl.sum(chosen.to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)
     n = ones_of(marks)
     end = tl.cumsum(n, axis=0)
-    lanes_ptr = scratch_at(scratch_ptr, draw, K.lanes_at, tl.int32, K)
-    stretch = tl.arange(0, K.all_stretches)
+    stretch = first + tl.arange(0, chosen.shape[0])
     for i in range(tl.max(n, axis=0)):
         tl.store(lanes_ptr + end - n + i, stretch * LANES + ones_of((marks & -marks) - 1), mask=marks != 0)
         marks &= marks - 1
-    n_chosen = tl.sum(n, axis=0)
     tl.debug_barrier()
-    i = tl.arange(0, K.capacity)
-    return tl.load(lanes_ptr + i, mask=i < n_chosen, other=-1), high.to(tl.int32)
+    return tl.sum(n, axis=0)
 
 
 @triton.jit
 def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep, whether all that decides it is known)."""
     list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
-    n, known = list_held(list_ptr, H, known, F, K)
+    may = may_decide(H, D, F, K)
+    n, listed = list_held(list_ptr, H, tl.where(may, known, HIGHEST), F, K)
+    known = tl.where(may, listed, known)
     least, by_k, by_p = least_of_ranked(list_ptr, n, D, F, K)
     if K.joint:
         enough = by_k | by_p
@@ -263,6 +280,25 @@ def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
     # What min-p leaves ends above all that is unknown.
     by_z = (known <= F.least) & (K.joint | (F.p >= 1) | (F.k == 0))
     return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST)
+
+
+@triton.jit
+def may_decide(H, D, F, K: tl.constexpr):
+    """Whether what is held may have the mass that top-p alone asks for: to rank it in vain takes long."""
+    if K.wide:
+        held = tl.sum(
+            weight_and_more(H.x_0, F.m, D) + weight_and_more(H.x_1, F.m, D)
+            + weight_and_more(H.x_2, F.m, D) + weight_and_more(H.x_3, F.m, D)
+        )  # fmt: skip
+        return (F.k > 0) | (F.p >= 1) | (held * UNIT > F.p * F.total.to(tl.float32))
+    else:
+        return F.k >= 0
+
+
+@triton.jit
+def weight_and_more(x, m, D):
+    """1.01 weights. The compiler would keep the weights themselves until the draw, in registers."""
+    return tl.exp2(score_at(x, D, m) + 0.0144)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from fused_softmax.kernels.draw import (
     UNIT,
     bounds_of_code,
     calls_of,
-    code_of,
     column_of,
     draw_of,
     filters_of,
@@ -116,7 +115,6 @@ def list_from(list_ptr, scratch_ptr, draw, B, D, K: tl.constexpr):
     record_ptr = scratch_ptr + draw * K.scratch
     tl.store(record_ptr + LISTED, tl.zeros([], tl.int64))
     tl.debug_barrier()
-    cols_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int32, K)
     for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
         call = calls_of(stretch, K)
         marks = tl.zeros([K.stretches * LANES], tl.int32)
@@ -125,15 +123,6 @@ def list_from(list_ptr, scratch_ptr, draw, B, D, K: tl.constexpr):
             x = logits_of(D, first, call >= 0, K)
             within = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B).to(tl.int32)
             marks |= tl.sum(within << tl.arange(0, 8)[None, :], axis=1) << (quarter * 8)
-        list_marked(cols_ptr, record_ptr, marks, call, K)
+        list_marked(list_ptr, record_ptr, marks, call, D, K)
     tl.debug_barrier()
-    N: tl.constexpr = K.candidates
-    i = tl.arange(0, N)
-    n = tl.minimum(tl.load(record_ptr + LISTED).to(tl.int32), N)
-    cols = tl.load(cols_ptr + i, mask=i < n, other=0)
-    x = tl.load(D.ptr + cols, mask=i < n, other=NEG_INF).to(tl.float32)
-    if K.biased:
-        x += tl.load(D.bias_ptr + cols, mask=i < n, other=0.0).to(tl.float32)
-    tl.store(list_ptr + i, code_of(x, cols), mask=i < n)
-    tl.debug_barrier()
-    return n
+    return tl.minimum(tl.load(record_ptr + LISTED).to(tl.int32), K.candidates)

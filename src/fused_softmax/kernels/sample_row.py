@@ -12,6 +12,7 @@ from fused_softmax.kernels.draw import (
     LANES,
     LOWEST,
     STRETCH,
+    TOKENS,
     UNIT,
     bounds_of_code,
     calls_of,
@@ -28,6 +29,9 @@ from fused_softmax.kernels.draw import (
     words_of,
 )
 
+# Where a row's record has what its parts add to.
+KEY, KEPT, TICKET = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+
 
 @triton.jit
 def best_kept(kept_ptr, D, start, end, m, B, K: tl.constexpr):
@@ -36,16 +40,48 @@ def best_kept(kept_ptr, D, start, end, m, B, K: tl.constexpr):
     mass = tl.zeros([K.stretches * LANES], tl.int64)
     for stretch in range(start, end, K.stretches):
         call = calls_of(stretch, K)
-        there = call < end * LANES
-        words = words_of(D, call, GROUPS)
-        all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
-        for quarter in tl.static_range(4):
-            first = column_of(call, quarter)
-            x = logits_of(D, first, there, K)
-            key, more = take_kept(x, first, there, words[quarter], all_words, D, m, B, kept_ptr, K)
-            best = tl.maximum(best, key)
-            mass += more
+        best, mass = take_lanes(kept_ptr, D, call, call < end * LANES, m, B, best, mass, K)
     return tl.max(best, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def take_lanes(kept_ptr, D, call, there, m, B, best, mass, K: tl.constexpr):
+    """(best, mass) of each lane with what is kept of the 32 columns of its call."""
+    words = words_of(D, call, GROUPS)
+    all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
+    for quarter in tl.static_range(4):
+        first = column_of(call, quarter)
+        x = logits_of(D, first, there, K)
+        key, more = take_kept(x, first, there, words[quarter], all_words, D, m, B, kept_ptr, K)
+        best = tl.maximum(best, key)
+        mass += more
+    return best, mass
+
+
+@triton.jit
+def begin_parts(record_ptr):
+    """Nothing yet of a row that several programs draw from."""
+    zero = tl.zeros([], tl.int64)
+    tl.store(record_ptr + KEY, zero)
+    tl.store(record_ptr + KEPT, zero)
+    tl.store(record_ptr + TICKET, zero)
+
+
+@triton.jit
+def finish_parts(
+    record_ptr, tokens_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, strides, K: tl.constexpr
+):  # fmt: skip
+    """Adds a part's best group and mass to its row's. The part that arrives last writes the token: nobody waits."""
+    tl.atomic_max(record_ptr + KEY, key, sem="relaxed")
+    tl.atomic_add(record_ptr + KEPT, mass, sem="relaxed")
+    last = tl.atomic_add(record_ptr + TICKET, 1, sem="acq_rel") == n_parts - 1
+    if last:
+        key = tl.atomic_max(record_ptr + KEY, 0, sem="relaxed")
+        mass = tl.atomic_add(record_ptr + KEPT, 0, sem="relaxed")
+        token = member_of(D, group_of(key), m, K, B)
+        tl.store(tokens_ptr + draw * strides[TOKENS], token)
+        if logprobs_ptr is not None:
+            tl.store(logprobs_ptr + draw, logprob_of(token, mass, D, m, K))
 
 
 @triton.jit(noinline=True)

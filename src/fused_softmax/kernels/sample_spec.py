@@ -10,17 +10,19 @@ class SampleSpec:
 
     stretches: of 1024 columns, that a program reads at a time. whole_groups: whether no row ends within 8 columns.
     biased, bitmasked: whether a bias is added, and whether a bitmask says which columns there are.
+    part_stretches: whose lanes a program looks through where a row's maximum says what is kept.
     split: whether a row's programs tell each other their best.
-    all_stretches: at least as many as a row has. capacity: lanes of a row that are held, and candidates, at most, that
-        are ranked of their logits (ranked: whether top-k or top-p may ask for it).
+    all_stretches: at least as many as a row has. ranked: whether top-k or top-p may ask which logits are the greatest.
+        capacity: lanes of a row that are held at a time, and candidates, at most, that are ranked of their logits.
     joint: whether each filter judges all columns.
     wide: whether launches follow for rows whose boundary is lower. sampled: groups that they are told of it by; listed:
-        columns that it is sought among.
+        logits that it is sought among.
     grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
     """
 
     stretches: int
     whole_groups: bool
+    part_stretches: int = 1
     biased: bool = False
     bitmasked: bool = False
     split: bool = False
@@ -61,17 +63,17 @@ class SampleSpec:
 
     @property
     def lanes_at(self) -> int:
-        """int32: the lanes that are held."""
+        """int32: the lanes that are held; of rows that are not ranked, any number."""
         return self.tops_at + 16 * self.room
 
     @property
     def list_at(self) -> int:
-        """int32: the columns among which a low boundary is sought."""
-        return self.lanes_at + self.capacity // 2
+        """int64: the logits among which a low boundary is sought, by their codes."""
+        return self.lanes_at + (self.capacity // 2 if self.ranked else 16 * self.room)
 
     @property
     def scratch(self) -> int:
-        return self.list_at + (self.listed // 2 if self.wide else 0)
+        return self.list_at + (self.listed if self.wide else 0)
 
     @property
     def room(self) -> int:

@@ -17,17 +17,14 @@ from fused_softmax.kernels.draw import (
     LOWEST,
     QUARTER,
     STRETCH,
-    TOKENS,
     UNIT,
     bounds_of_code,
     calls_of,
+    code_of,
     column_of,
     draw_of,
     filters_of,
-    group_of,
     logits_of,
-    logprob_of,
-    member_of,
     middle_of,
     order_of,
     score_at,
@@ -38,11 +35,12 @@ from fused_softmax.kernels.draw import (
     weight_at,
     whole_grains,
 )
-from fused_softmax.kernels.sample_row import best_kept, least_in_row
+from fused_softmax.kernels.sample_row import begin_parts, best_kept, finish_parts, least_in_row
 from fused_softmax.kernels.state import NEG_INF
 
-# Of a row's record, after whether anything is left to do: nothing, from the draw on, or all.
-STATUS, LOW, HIGH, COUNT, MASS, LEAST, KEY, KEPT, TICKET, TOP, TOTAL, LISTED = (tl.constexpr(i) for i in range(12))
+# Of a row's record, beside what `sample_row` has there: whether nothing is left to do, the draw, or all; and of what.
+STATUS, LOW, HIGH, COUNT, MASS, LEAST = (tl.constexpr(i) for i in range(6))
+TOP, TOTAL, LISTED = (tl.constexpr(i) for i in range(9, 12))
 DRAW_ONLY, ALL = tl.constexpr(1), tl.constexpr(2)
 SPREADS = tl.constexpr(5.0)  # standard deviations that a sample's boundary may be off
 BINS = tl.constexpr(1024)
@@ -64,9 +62,7 @@ def open_row(record_ptr, D, F, K: tl.constexpr):
     zero = tl.zeros([], tl.int64)
     tl.store(record_ptr + COUNT, zero)
     tl.store(record_ptr + MASS, zero)
-    tl.store(record_ptr + KEY, zero)
-    tl.store(record_ptr + KEPT, zero)
-    tl.store(record_ptr + TICKET, zero)
+    begin_parts(record_ptr)
     tl.store(record_ptr + LISTED, zero)
     tl.store(record_ptr + TOP, order_of(F.m).to(tl.int64))
     tl.store(record_ptr + TOTAL, F.total)
@@ -133,7 +129,7 @@ def _weigh(
         high = value_of(tl.load(record_ptr + HIGH).to(tl.int32))
         start = part * part_stretches
         end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
-        list_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int32, K)
+        list_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int64, K)
         count = tl.zeros([K.stretches * LANES], tl.int32)
         mass = tl.zeros([K.stretches * LANES], tl.int64)
         for stretch in range(start, end, K.stretches):
@@ -147,14 +143,14 @@ def _weigh(
                 count += tl.sum(above.to(tl.int32), axis=1)
                 within = ((x >= low) & (x < high)).to(tl.int32)
                 marks |= tl.sum(within << tl.arange(0, 8)[None, :], axis=1) << (quarter * 8)
-            list_marked(list_ptr, record_ptr, marks, call, K)
+            list_marked(list_ptr, record_ptr, marks, call, D, K)
         tl.atomic_add(record_ptr + COUNT, tl.sum(count, axis=0).to(tl.int64), sem="relaxed")
         tl.atomic_add(record_ptr + MASS, tl.sum(mass, axis=0), sem="relaxed")
 
 
 @triton.jit
-def list_marked(list_ptr, record_ptr, marks, call, K: tl.constexpr):
-    """Adds the columns that lanes have marked of their 32 to a list, where there is room, in no order."""
+def list_marked(list_ptr, record_ptr, marks, call, D, K: tl.constexpr):
+    """Adds the codes of the logits that lanes have marked of their 32 to a list, where there is room, in no order."""
     n = ones_of(marks)
     most = tl.max(n, axis=0)
     if most > 0:
@@ -164,7 +160,11 @@ def list_marked(list_ptr, record_ptr, marks, call, K: tl.constexpr):
         for i in range(most):
             bit = ones_of((marks & -marks) - 1)
             on = (marks != 0) & (base + i < K.listed)
-            tl.store(list_ptr + base + i, first + bit // 8 * QUARTER + bit % 8, mask=on)
+            col = first + bit // 8 * QUARTER + bit % 8
+            x = tl.load(D.ptr + col, mask=on, other=0.0).to(tl.float32)  # as it was just read
+            if K.biased:
+                x += tl.load(D.bias_ptr + col, mask=on, other=0.0).to(tl.float32)
+            tl.store(list_ptr + base + i, code_of(x, col), mask=on)
             marks &= marks - 1
 
 
@@ -193,7 +193,7 @@ def _bound(
         m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
         total = tl.load(record_ptr + TOTAL)
         F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
-        list_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int32, K)
+        list_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int64, K)
         n = tl.load(record_ptr + LISTED)
         least, found = tl.zeros([], tl.int64), n < 0
         if n <= K.listed:
@@ -211,13 +211,12 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
     """(the code of the last logit that top-k and top-p keep, whether it is one of the list's n)."""
     i = tl.arange(0, ROOM)
     on = i < n
-    cols = tl.load(list_ptr + i, mask=on, other=0)
-    x = tl.load(D.ptr + cols, mask=on, other=NEG_INF).to(tl.float32)
-    if K.biased:
-        x += tl.load(D.bias_ptr + cols, mask=on, other=0.0).to(tl.float32)
+    code = tl.load(list_ptr + i, mask=on, other=0)
+    order = (code >> COLUMN_BITS).to(tl.int32)
+    cols = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
     low, high = tl.load(record_ptr + LOW), tl.load(record_ptr + HIGH)
     count, mass = tl.load(record_ptr + COUNT), tl.load(record_ptr + MASS)
-    least, by_k, by_p = least_of_filters(order_of(x), cols, on, low, high, count, mass, D, F, K)
+    least, by_k, by_p = least_of_filters(order, cols, on, low, high, count, mass, D, F, K)
     if K.joint:  # a boundary below the list is no bound, and one above it is unknown
         found = (by_k | by_p) & ((F.k == 0) | (count < F.k))
         if F.p < 1:
@@ -313,13 +312,4 @@ def _draw_within(
         start = part * part_stretches
         end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
         key, mass = best_kept(kept_ptr, D, start, end, m, B, K)
-        tl.atomic_max(record_ptr + KEY, key, sem="relaxed")
-        tl.atomic_add(record_ptr + KEPT, mass, sem="relaxed")
-        last = tl.atomic_add(record_ptr + TICKET, 1, sem="acq_rel") == n_parts - 1
-        if last:
-            key = tl.atomic_max(record_ptr + KEY, 0, sem="relaxed")
-            mass = tl.atomic_add(record_ptr + KEPT, 0, sem="relaxed")
-            token = member_of(D, group_of(key), m, K, B)
-            tl.store(tokens_ptr + draw * strides[TOKENS], token)
-            if logprobs_ptr is not None:
-                tl.store(logprobs_ptr + draw, logprob_of(token, mass, D, m, K))
+        finish_parts(record_ptr, tokens_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, strides, K)

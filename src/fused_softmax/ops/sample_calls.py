@@ -2,8 +2,8 @@
 
 Without filters a draw is one launch that reads each logit once. With filters, logprobs or kept bits it is two launches:
 the first reads each logit once and leaves every stretch's state and every lane's maximum, and the second reads the
-lanes that matter. Unless top-k is a small number, three more launches follow; they do nothing for rows that the two
-have finished.
+lanes that matter. Under top-p, or top-k that is no small number, three more launches follow; they do nothing for rows
+that the two have finished.
 """
 
 import math
@@ -19,6 +19,7 @@ from fused_softmax import launch, workspace
 from fused_softmax.calls import allocator
 from fused_softmax.device import device_of
 from fused_softmax.kernels.sample import _draw
+from fused_softmax.kernels.sample_above import _draw_above
 from fused_softmax.kernels.sample_kept import _choose, _stretches
 from fused_softmax.kernels.sample_spec import SampleSpec
 from fused_softmax.kernels.sample_wide import _bound, _draw_within, _weigh
@@ -32,7 +33,6 @@ _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
 _GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
-_MIN_P_CAPACITY = 512
 
 
 class Numbers(NamedTuple):
@@ -189,8 +189,8 @@ def spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype
     temperature = options.temperature
     greedy = isinstance(temperature, Tensor) or temperature == 0  # or may be: top-k is 1 then
     ranked = options.top_k is not None or options.top_p is not None or greedy
-    wide = not is_few(options.top_k)
-    capacity = plan.capacity if not wide else 2 * plan.capacity if ranked else max(plan.capacity, _MIN_P_CAPACITY)
+    wide = ranked and not is_few(options.top_k)
+    capacity = 2 * plan.capacity if wide else plan.capacity
     return SampleSpec(
         stretches=plan.stretches, whole_groups=plan.n_cols % 8 == 0, biased=options.logit_bias is not None,
         bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered, all_stretches=plan.all_stretches,
@@ -204,12 +204,13 @@ def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", 
     """The launches of draws with filters, each as `Arguments.prepare` returns it."""
     n_draws, warps = plan.n_draws, plan.num_warps
     n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))
-    choosing_warps = plan.kept_warps if spec.ranked else 2 * plan.kept_warps
-    of_choosing, of_bound = (replace(spec, stretches=each) for each in (choosing_warps, plan.bound_warps))
-    launches = [
-        arguments.prepare(_stretches, n_draws * n_parts, spec, index, warps),
-        arguments.prepare(_choose, n_draws, of_choosing, index, choosing_warps),
-    ]
+    launches = [arguments.prepare(_stretches, n_draws * n_parts, spec, index, warps)]
+    if not spec.ranked:
+        n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
+        above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches)
+        return [*launches, arguments.prepare(_draw_above, n_draws * n_parts, above, index, plan.above_warps, n_parts)]
+    of_choosing, of_bound = (replace(spec, stretches=each) for each in (plan.kept_warps, plan.bound_warps))
+    launches.append(arguments.prepare(_choose, n_draws, of_choosing, index, plan.kept_warps))
     if spec.wide:
         n_wide, cut = n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
         launches += [

@@ -13,6 +13,9 @@ DRAW_STRETCHES, DRAW_PROGRAMS = 4, 8
 # Lanes of 32 logits that the program which judges filters holds, and its warps: 8 rows 13.5 us, by 4 warps 13.2;
 # 256 rows 20.4 and 18.9, bf16 21.7 and 20.1.
 DRAW_CAPACITY, KEPT_WARPS = 64, 8
+# Where min-p alone, or nothing, judges: stretches whose lanes a program looks through, of few rows and of many; the
+# programs of a multiprocessor before each looks through more; and its warps.
+ABOVE_STRETCHES, ABOVE_PROGRAMS, ABOVE_WARPS = (4, 32), 4, 4
 # Warps of the program that seeks a low boundary, columns that it seeks it among, and programs a multiprocessor of the
 # launches beside it, which are many because few rows may be left. The second was not varied.
 DRAW_BOUND_WARPS, DRAW_LISTED, DRAW_WIDE_PROGRAMS = 16, 8192, 32
@@ -23,9 +26,10 @@ class DrawPlan:
     """Programs of num_warps warps read `stretches` stretches of 1024 columns at a time, part_stretches in all.
 
     parts: programs of a row. capacity: lanes of 32 columns that a program of kept_warps holds where filters are judged;
-    all_stretches: a power of two that is at least as many as a row has. Where that does not do, a program of
-    bound_warps seeks the boundary among `listed` columns at most, and wide_parts programs read a row, wide_stretches
-    each: more than `parts`, for few rows may be left.
+    all_stretches: a power of two that is at least as many as a row has. Where a row's maximum says what is kept,
+    programs of above_warps look through above_stretches each. Where neither does, a program of bound_warps seeks the
+    boundary among `listed` logits at most, and wide_parts programs read a row, wide_stretches each: more than `parts`,
+    for few rows may be left.
     """
 
     n_draws: int
@@ -37,6 +41,8 @@ class DrawPlan:
     all_stretches: int
     capacity: int
     kept_warps: int
+    above_stretches: int
+    above_warps: int
     bound_warps: int
     listed: int
     wide_parts: int
@@ -54,9 +60,12 @@ def plan_draws(n_draws: int, n_cols: int, itemsize: int, device: Device) -> Draw
     stretches = min(DRAW_STRETCHES, next_power_of_2(n_stretches))
     part_stretches = _stretches_of_part(n_draws, n_stretches, stretches, DRAW_PROGRAMS * device.sm_count)
     wide_stretches = _stretches_of_part(n_draws, n_stretches, stretches, DRAW_WIDE_PROGRAMS * device.sm_count)
+    least, most = ABOVE_STRETCHES
+    above = next_power_of_2(-(-n_stretches * max(1, n_draws) // (ABOVE_PROGRAMS * device.sm_count)))
+    above = min(max(above, least), most, next_power_of_2(n_stretches))
     return DrawPlan(
         n_draws, n_cols, stretches, part_stretches, -(-n_stretches // part_stretches), stretches,
-        next_power_of_2(n_stretches), DRAW_CAPACITY, KEPT_WARPS, DRAW_BOUND_WARPS, DRAW_LISTED,
+        next_power_of_2(n_stretches), DRAW_CAPACITY, KEPT_WARPS, above, ABOVE_WARPS, DRAW_BOUND_WARPS, DRAW_LISTED,
         -(-n_stretches // wide_stretches), wide_stretches,
     )  # fmt: skip
 
