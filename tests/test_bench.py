@@ -262,8 +262,27 @@ def test_sweeps_name_the_samplers_that_are_measured():
 def test_of_equal_logits_others_may_draw_any():
     x, filters = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(4, 4), sampling.Filters(top_k=2)
     tokens = torch.arange(4)
-    assert sampling.strays(filters, x, tokens, sampling.OWN_SLACK).tolist() == [False, True, False, True]
-    assert sampling.strays(filters, x, tokens, sampling.OTHERS_SLACK).tolist() == [False, True, False, False]
+    ours, others = (sampling.kept(filters, x, slack) for slack in (sampling.OWN_SLACK, sampling.OTHERS_SLACK))
+    assert sampling.strays(ours, tokens).tolist() == [False, True, False, True]
+    assert sampling.strays(others, tokens).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["attention", "sample_top_p"])
+def test_what_is_right_is_computed_once_for_all_providers(name, monkeypatch):
+    case = replace(OPERATIONS[name].sample, operation=name)
+    judge = check.judge_of(case, check.inputs(case, 1, "cpu", seed=0)[0])
+    call = OPERATIONS[name].providers["torch"](case)
+    first = judge.complaint(judge.poisoned(call), judge.allowed(own=False))
+    for where, what in ((check.Judge, "truth"), (sampling, "kept")):
+        monkeypatch.setattr(where, what, lambda *_: pytest.fail("computed again"))
+    assert judge.complaint(judge.poisoned(call), judge.allowed(own=False))[0] == first[0] == ""
+
+
+def test_a_slow_providers_pass_is_a_few_rounds_of_the_sets():
+    order = [0, 1, 2] * 10
+    assert timing.shortened(order, 3, 1e-6) == order
+    assert timing.shortened(order, 3, 2e-3) == [0, 1, 2] * 3
+    assert timing.shortened(order, 3, 1.0) == [0, 1, 2]
 
 
 def test_floor_bytes():

@@ -4,6 +4,7 @@ import io
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
 from fused_softmax.bench import attention, check, record, report
@@ -37,6 +38,23 @@ def test_every_gradient_of_attention_is_judged(name):
             patch.setattr(attention, "in_one", scaled)
             y = right(*inputs)
         assert judge.complaint(y, judge.allowed(own=False))[0].startswith("largest error"), i
+
+
+@pytest.mark.parametrize("name", ["attention_biased_gradient", "attention_sinks_gradient", "attention_decode"])
+def test_the_truth_is_the_same_whatever_part_of_a_batch_a_step_takes(name, monkeypatch):
+    case = sample(name, shape=(5, *sample(name).shape[1:]))
+    inputs = [x.double() for x in check.inputs(case, 1, "cpu", seed=0)[0]]
+    found = []
+    for batches in (1, 2, 5):
+        monkeypatch.setattr(attention, "batches_at_once", lambda scores, n=batches: n)
+        found.append(attention.by_heads(KINDS[name])(*inputs))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_takes_as_many_of_a_batch_as_its_scores_allow():
+    assert attention.batches_at_once(49 * 49) == 27950
+    assert attention.batches_at_once(8 * 8192 * 8192) == 1
 
 
 def test_figures_of_attention_are_of_its_products():

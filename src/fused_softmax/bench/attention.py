@@ -21,6 +21,7 @@ from fused_softmax.plan import Device
 from fused_softmax.plan.attention_sdpa import entry_of
 
 OURS_ALONE = "own kernels"
+SCORES = 2**26  # elements of a step of the formula in float64: half a GiB for each of its tensors
 SDPA = {"sdpa cudnn": "CUDNN_ATTENTION", "sdpa flash": "FLASH_ATTENTION", "sdpa efficient": "EFFICIENT_ATTENTION",
         "sdpa math": "MATH"}  # fmt: skip
 
@@ -62,11 +63,12 @@ def bytes_of(kind: Kind) -> Callable[[Case], int]:
 
 
 def checking_bytes(kind: Kind) -> Callable[[Case], int]:
-    """Of the inputs and the scores of one head of keys, in float64, some eight times."""
+    """Of the inputs and the scores of a step of `by_heads`, in float64, some eight times."""
 
     def checking(case: Case) -> int:
-        rows = 1 if kind.decode else case.shape[-2]
-        return 8 * 8 * (kind.group * rows * case.shape[-2] + case.elements) + 8 * bytes_of(kind)(case)
+        scores = kind.group * (1 if kind.decode else case.shape[-2]) * case.shape[-2]
+        step = min(case.shape[0], batches_at_once(scores))
+        return 8 * 8 * (step * scores + case.elements) + 8 * bytes_of(kind)(case)
 
     return checking
 
@@ -133,27 +135,35 @@ def formula(kind: Kind) -> Provider:
 
 
 def by_heads(kind: Kind) -> Call:
-    """The formula for one head of keys after another."""
+    """The formula for one head of keys after another, each of as many of the batch at once as SCORES allow."""
 
     def call(*given: Tensor) -> Tensor:
         q, k, v, bias, sinks, do = _parts(kind, given)
         group = q.shape[1] // k.shape[1]
-        rows = []
-        for b in range(q.shape[0]):
+        step = batches_at_once(group * q.shape[2] * k.shape[2])
+        heads = []
+        for h in range(k.shape[1]):
+            of_keys, of_queries = slice(h, h + 1), slice(h * group, (h + 1) * group)
+            of_bias = None if bias is None else bias[:, of_queries]
+            of_sinks = None if sinks is None else sinks[of_queries]
             parts = []
-            for h in range(k.shape[1]):
-                at, of_keys = (slice(b, b + 1), slice(h * group, (h + 1) * group)), (slice(b, b + 1), slice(h, h + 1))
-                of_bias = None if bias is None else bias[:, at[1]]
-                of_sinks = None if sinks is None else sinks[at[1]]
-                of_do = None if do is None else do[at]
-                parts.append(_composed(kind, q[at], k[of_keys], v[of_keys], of_bias, of_sinks, of_do))
-            rows.append([None if each[0] is None else torch.cat(each, 0 if i == 4 else 1)
-                         for i, each in enumerate(zip(*parts, strict=True))])  # fmt: skip
-        found: list[Any] = [None if each[0] is None else torch.cat(each) if i < 3 else torch.stack(each).sum(0)
-                 for i, each in enumerate(zip(*rows, strict=True))]  # fmt: skip
+            for start in range(0, q.shape[0], step):
+                rows = slice(start, start + step)
+                of_do = None if do is None else do[rows, of_queries]
+                of_qkv = q[rows, of_queries], k[rows, of_keys], v[rows, of_keys]
+                parts.append(_composed(kind, *of_qkv, of_bias, of_sinks, of_do))
+            heads.append([None if each[0] is None else torch.cat(each) if i < 3 else torch.stack(each).sum(0)
+                          for i, each in enumerate(zip(*parts, strict=True))])  # fmt: skip
+        found: list[Any] = [None if each[0] is None else torch.cat(each, 0 if i == 4 else 1)
+                            for i, each in enumerate(zip(*heads, strict=True))]  # fmt: skip
         return in_one(*found) if kind.gradient else found[0]
 
     return call
+
+
+def batches_at_once(scores: int) -> int:
+    """How many of a batch a step takes: a loop over thousands of short ones would take seconds for its launches."""
+    return max(1, SCORES // scores)
 
 
 def _composed(kind: Kind, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, do: Any) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """Inputs that can make a kernel fail, and the comparison with float64 that precedes every figure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -103,8 +104,7 @@ class Judge:
 
     def errors(self, y: Tensor) -> Errors:
         found = torch.zeros(4, device=y.device, dtype=torch.float64)
-        for got, inputs in self.chunks(y):
-            want = self.truth(tuple(x.double() if x.is_floating_point() else x for x in inputs))
+        for got, want in self.chunks(y):
             got = got.double()
             sums = torch.zeros(2, device=y.device, dtype=torch.float64)
             if not self.reduced:
@@ -118,10 +118,15 @@ class Judge:
         """What y has to be, of inputs in float64."""
         return operation_of(self.case).formula(self.case)(*inputs)
 
-    def chunks(self, y: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
-        """y and the inputs, cut along one axis other than `dim`. Inputs that broadcast along it stay whole."""
+    @cached_property
+    def whole_truth(self) -> Tensor:
+        """What a result has to be that is compared at once: computed once for all providers, for it takes seconds."""
+        return self.truth(_in_float64(self.inputs))
+
+    def chunks(self, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """y and what it has to be, cut along one axis other than `dim`. Inputs that broadcast along it stay whole."""
         if operation_of(self.case).whole:
-            yield y, self.inputs
+            yield y, self.whole_truth
             return
         size = self.case.shape[self.axis]
         step = max(1, CHUNK * size // self.case.elements)
@@ -130,7 +135,7 @@ class Judge:
         for start in range(0, size, step):
             here = min(step, size - start)
             parts = (x if x.shape[self.axis] == 1 else x.narrow(self.axis, start, here) for x in self.inputs)
-            yield y.narrow(y_axis, start, here), tuple(parts)
+            yield y.narrow(y_axis, start, here), self.truth(_in_float64(parts))
 
 
 class JudgeOfDraws:
@@ -140,6 +145,7 @@ class JudgeOfDraws:
         self.case, self.inputs = case, inputs
         self.filters = operation_of(case).draws or sampling.Filters()
         self.shape = torch.Size((case.n_rows,))
+        self._kept: dict[float, Tensor] = {}
 
     def poisoned(self, call: Call) -> object:
         """The call's result, allocated where tokens that no vocabulary has have just been."""
@@ -159,15 +165,24 @@ class JudgeOfDraws:
         if not isinstance(y, Tensor) or y.shape != self.shape or y.dtype not in (torch.int64, torch.int32):
             got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
             return f"returned {got} where {tuple(self.shape)} torch.int64 is expected", None
-        step = max(1, CHUNK // 4 // self.case.n_cols)
-        parts = zip(self.inputs[0].split(step), y.split(step), strict=True)
-        bad = sum(int(sampling.strays(self.filters, x, tokens, limits[1]).sum()) for x, tokens in parts)
+        bad = int(sampling.strays(self.kept(limits[1]), y).sum())
         found = Errors(bad / self.case.n_rows, 0.0, 1.0, 1.0)
         return (f"{bad} of {self.case.n_rows} tokens are none that the filters keep" if bad else ""), found
+
+    def kept(self, slack: float) -> Tensor:
+        """Which columns the filters may keep: sorted once for all providers with the same slack."""
+        if slack not in self._kept:
+            parts = self.inputs[0].split(max(1, CHUNK // 4 // self.case.n_cols))
+            self._kept[slack] = torch.cat([sampling.kept(self.filters, x, slack) for x in parts])
+        return self._kept[slack]
 
     def habit(self, call: Call, own: bool) -> str:
         x = self.inputs[0]
         return sampling.misspread(self.filters, call, x.dtype, x.device, own)
+
+
+def _in_float64(inputs: Iterable[Tensor]) -> Inputs:
+    return tuple(x.double() if x.is_floating_point() else x for x in inputs)
 
 
 def fingerprint(inputs: Inputs) -> list[int]:

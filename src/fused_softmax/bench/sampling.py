@@ -23,6 +23,7 @@ from fused_softmax.bench.providers import Call, Provider
 
 DEVIATION, PEAKED = 2.0, 6.0  # of logits: nuclei of tens of thousands of columns, and of some ten
 VOCABULARY = 256  # of the row that is drawn from many times
+FLASHINFER_LONG = 65536  # columns from which its top-k goes before all else, and takes logits of 16 bits
 # By how much a sum may miss top_p, relative to it: our boundaries are exact, others add 128256 numbers in float32.
 OWN_SLACK, OTHERS_SLACK = 1e-5, 1e-3
 
@@ -153,22 +154,26 @@ def by_vllm(filters: Filters) -> Provider:
 
 
 def by_flashinfer(filters: Filters) -> Provider:
+    """By its fastest way. Its seeds are tensors, because it cannot be captured in a graph with a generator's."""
+
     def provide(case: Case) -> Call:
         from flashinfer import sampling
 
         k, p, min_p = filters.top_k, filters.top_p, filters.min_p
 
         def call(x, seed, position):
-            x = x.float()
-            if k is not None and p is not None:
-                return sampling.top_k_top_p_sampling_from_logits(x, k, p, filter_apply_order="top_k_first")
+            given = {"seed": seed[:1], "offset": position[:1]}  # of all rows: it tells rows apart by their numbers
             if k is not None:
-                return sampling.top_k_sampling_from_probs(sampling.softmax(x), k)
+                x = x if x.shape[1] >= FLASHINFER_LONG else x.float()
+                return sampling.top_k_top_p_sampling_from_logits(
+                    x, k, 1.0 if p is None else p, filter_apply_order="top_k_first", **given
+                )
+            x = x.float()
             if p is not None:
-                return sampling.top_p_sampling_from_probs(sampling.softmax(x), p)
+                return sampling.top_p_sampling_from_probs(sampling.softmax(x), p, **given)
             if min_p is not None:
-                return sampling.min_p_sampling_from_probs(sampling.softmax(x), min_p)
-            return sampling.sampling_from_logits(x)
+                return sampling.min_p_sampling_from_probs(sampling.softmax(x), min_p, **given)
+            return sampling.sampling_from_logits(x, **given)
 
         return call
 
@@ -184,22 +189,27 @@ def peers(filters: Filters) -> Mapping[str, Provider]:
 # What tells a right one from a wrong one.
 
 
-def strays(filters: Filters, x: Tensor, tokens: Tensor, slack: float) -> Tensor:
-    """Bool [n_rows]: whether a token is none that the filters keep of its row of logits.
+def kept(filters: Filters, x: Tensor, slack: float) -> Tensor:
+    """Bool, like x: which columns of rows of logits the filters may keep.
 
     slack: of top_p and min_p. Ours takes the lowest of equal columns; others may take any of them.
     """
-    x, token = x.float() + 0.0, tokens.long()[:, None]
-    outside = (token < 0) | (token >= x.shape[1])
+    x = x.float() + 0.0
     p, min_p = filters.top_p, filters.min_p
     judged = reference.judge(
         x, filters.temperature, filters.top_k, None if p is None else p * (1 + slack),
         None if min_p is None else min_p * (1 - slack), joint=False,
     )  # fmt: skip
-    kept = judged.kept
     if slack > OWN_SLACK:
-        kept = kept | (x >= x.masked_fill(~kept, math.inf).amin(1, keepdim=True))
-    return (outside | ~kept.gather(1, token.clamp(0, x.shape[1] - 1))).squeeze(1)
+        return judged.kept | (x >= x.masked_fill(~judged.kept, math.inf).amin(1, keepdim=True))
+    return judged.kept
+
+
+def strays(kept: Tensor, tokens: Tensor) -> Tensor:
+    """Bool [n_rows]: whether a row's token is none of the columns that its filters keep."""
+    token = tokens.long()[:, None]
+    outside = (token < 0) | (token >= kept.shape[1])
+    return (outside | ~kept.gather(1, token.clamp(0, kept.shape[1] - 1))).squeeze(1)
 
 
 def number_of_draws(device: torch.device, own: bool) -> int:

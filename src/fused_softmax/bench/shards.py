@@ -103,6 +103,7 @@ class JudgeOfShard(Judge):
         self.part: tuple[int, int] | None = None
         super().__init__(case, inputs)
         self.part = axis, columns
+        vars(self).pop("whole_truth", None)  # that of whole rows
         self.shape = torch.Size(columns if d == axis else size for d, size in enumerate(self.shape))
 
     def truth(self, inputs: Inputs) -> Tensor:
