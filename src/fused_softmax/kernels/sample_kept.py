@@ -48,6 +48,8 @@ from fused_softmax.kernels.sample_wide import ones_of, open_row
 from fused_softmax.kernels.state import NEG_INF
 
 AT_ONCE = tl.constexpr(8)  # candidates that all are compared with at a time
+RANKED = tl.constexpr(128)  # maxima of stretches at most
+PIVOTS = tl.constexpr(4)  # maxima of stretches that are tried as bounds, before a bisection
 HIGHEST = tl.constexpr(2147483647)  # above the order of any number
 MASS_BITS = tl.constexpr(52)  # of a sum of 512 masses of 2 ** 40; above them stands how many there are
 ONE_OF_MANY = tl.constexpr(2**52)
@@ -172,7 +174,7 @@ def only_inf(kept_ptr, D, valid, K: tl.constexpr):
 @triton.jit
 def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob) of a row that can be drawn from."""
-    call, known = greatest_lanes(top, scratch_ptr, draw, D, F, K)
+    call, known = greatest_lanes(top, D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
     H = held_of(call, there, D, K)
@@ -216,36 +218,81 @@ def lane_maxima(scratch_ptr, draw, D, K: tl.constexpr):
 
 
 @triton.jit
-def greatest_lanes(top, scratch_ptr, draw, D, F, K: tl.constexpr):
+def greatest_lanes(top, D, F, K: tl.constexpr):
     """(calls [K.capacity] of lanes, -1 where there is none, the least order from which on they hold every logit)."""
     order = order_of(top)
     there = order > LOWEST
-    total, n_there = sums_of(tl.where(there, top, 0.0), there.to(tl.int32), K)
+    n_there, n_least = sums_of(there.to(tl.int32), (order >= F.least).to(tl.int32), K)
     high = tl.zeros([], tl.int64) + LOWEST
     if n_there > K.capacity:
-        # The greatest lanes are far above the mean, and a few less than K.capacity do as well if they are k.
-        mean = total / n_there.to(tl.float32)
-        low = tl.where(mean < F.m, order_of(mean).to(tl.int64), high + 1)
-        n_low, n_least = sums_of((order >= low).to(tl.int32), (order >= F.least).to(tl.int32), K)
-        low = tl.where(n_low > K.capacity, low, high + 1)
         # Nothing below min-p's bound is looked for.
         few = (n_least <= K.capacity) & (F.least > LOWEST)
         high = tl.where(few, F.least, order_of(F.m) + 1).to(tl.int64)
-        low = tl.where(few, high - 1, low)
-        n_high = 0
-        wanted = tl.where((F.k > 0) & (F.k <= K.capacity), F.k, K.capacity - K.capacity // 8)
         if not few:
-            low, high = whole_grains(low, high, K)
-        while (high - low > K.grain) & (n_high < wanted):
-            middle = middle_of(low, high, K)
-            n = tl.sum((order >= middle).to(tl.int32))
-            low = tl.where(n > K.capacity, middle, low)
-            high = tl.where(n > K.capacity, high, middle)
-            n_high = tl.where(n > K.capacity, n_high, n)
-    lanes_ptr = scratch_at(scratch_ptr, draw, K.lanes_at, tl.int32, K)
-    n_chosen = list_lanes(lanes_ptr, (order >= high) & there, 0)
+            high = bound_of_lanes(order, high, D, F, K)
+    # One bit for each lane of a stretch.
+    marks = tl.sum(((order >= high) & there).to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)
+    return nth_lanes(marks, K), high.to(tl.int32)
+
+
+@triton.jit
+def bound_of_lanes(order, high, D, F, K: tl.constexpr):
+    """An order with at most K.capacity lanes from it on, and as many as top-k asks for, or about K.capacity.
+
+    The maxima of stretches, or of a few together, are tried first: if lanes are independent, the number of stretches
+    that have one says how many there are. From where that ends a bisection goes on.
+    """
+    wanted = tl.where((F.k > 0) & (F.k <= K.capacity), F.k, K.capacity - K.capacity // 8).to(tl.int32)
+    goal = (wanted + K.capacity) >> 1
+    S: tl.constexpr = K.all_stretches
+    TOGETHER: tl.constexpr = (S + RANKED - 1) // RANKED
+    of_stretch = tl.max(tl.reshape(order, [S // TOGETHER, TOGETHER * LANES]), axis=1)
+    rank = tl.sum((of_stretch[None, :] > of_stretch[:, None]).to(tl.int32), axis=1)
+    n_stretches = tl.cdiv(D.n_cols, STRETCH * TOGETHER)
+    last = n_stretches - (n_stretches.to(tl.float32) * tl.exp(-goal.to(tl.float32) / n_stretches)).to(tl.int32)
+    low = tl.zeros([], tl.int64) + LOWEST + 1
+    n_high = tl.zeros([], tl.int32)
+    turn = tl.zeros([], tl.int32)
+    while (turn < PIVOTS) & (n_high < wanted):
+        pivot = tl.min(tl.where(rank < last, of_stretch, HIGHEST), axis=0).to(tl.int64)
+        n = tl.sum((order >= pivot).to(tl.int32))
+        low = tl.where(n > K.capacity, tl.maximum(low, pivot), low)
+        n_high = tl.where((n > K.capacity) | (pivot >= high), n_high, n)
+        high = tl.where(n > K.capacity, high, tl.minimum(high, pivot))
+        last = tl.maximum(last * goal // tl.maximum(n, 1), 1)
+        turn += 1
+    low, high = whole_grains(low, high, K)
+    while (high - low > K.grain) & (n_high < wanted):
+        middle = middle_of(low, high, K)
+        n = tl.sum((order >= middle).to(tl.int32))
+        low = tl.where(n > K.capacity, middle, low)
+        high = tl.where(n > K.capacity, high, middle)
+        n_high = tl.where(n > K.capacity, n_high, n)
+    return high
+
+
+@triton.jit
+def nth_lanes(marks, K: tl.constexpr):
+    """The calls of the lanes that are marked of each stretch, at most K.capacity; -1 after the last."""
+    n = ones_of(marks)
+    end = tl.cumsum(n, axis=0)
     i = tl.arange(0, K.capacity)
-    return tl.load(lanes_ptr + i, mask=i < n_chosen, other=-1), high.to(tl.int32)
+    # As many stretches as end at i or before.
+    stretch = tl.cumsum(tl.histogram(end, K.capacity, mask=end < K.capacity), axis=0)
+    there = stretch < K.all_stretches
+    stretch = tl.where(there, stretch, 0)
+    word = tl.gather(marks, stretch, 0)
+    nth = i - tl.gather(end - n, stretch, 0)
+    lane = i * 0
+    for step in tl.static_range(5):  # halves of the word: 16, 8, 4, 2 and 1 bit
+        bits = 16 >> step
+        low = word & ((1 << bits) - 1)
+        n_low = ones_of(low)
+        upper = nth >= n_low
+        nth -= tl.where(upper, n_low, 0)
+        lane += tl.where(upper, bits, 0)
+        word = tl.where(upper, (word >> bits) & ((1 << bits) - 1), low)
+    return tl.where(there, stretch * LANES + lane, -1)
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def _report(
 def list_greatest(scratch_ptr, draw, D, F, K: tl.constexpr):
     """How many codes are listed, of the k greatest logits or a few more."""
     list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
-    call, known = greatest_lanes(lane_maxima(scratch_ptr, draw, D, K), scratch_ptr, draw, D, F, K)
+    call, known = greatest_lanes(lane_maxima(scratch_ptr, draw, D, K), D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
     n, known = list_held(list_ptr, held_of(call, there, D, K), known, F, K)

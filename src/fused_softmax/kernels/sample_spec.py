@@ -63,13 +63,13 @@ class SampleSpec:
 
     @property
     def lanes_at(self) -> int:
-        """int32: the lanes that are held; of rows that are not ranked, any number."""
+        """int32: the lanes that are read of rows that are not ranked."""
         return self.tops_at + 16 * self.room
 
     @property
     def list_at(self) -> int:
         """int64: the logits among which a low boundary is sought, by their codes."""
-        return self.lanes_at + (self.capacity // 2 if self.ranked else 16 * self.room)
+        return self.lanes_at + (0 if self.ranked else 16 * self.room)
 
     @property
     def scratch(self) -> int:
