@@ -27,6 +27,18 @@ def test_an_operation_is_of_what_it_imports(operation, imports, leaves):
     assert "launcher.c" in files_of(operation)
 
 
+def test_a_figure_of_one_gpu_is_not_of_what_only_ranks_run_through():
+    found = fingerprint._files_of_operations()
+    of_ranks = found.pop("over ranks")
+    assert {fingerprint.PACKAGE / path for path in fingerprint.OVER_RANKS} < of_ranks
+    assert fingerprint.PACKAGE / "kernels/loss_peers.py" in of_ranks
+    for operation in found:
+        assert not files_of(operation) & {*fingerprint.OVER_RANKS, "kernels/loss_peers.py", "kernels/peers.py"}
+    ops = fingerprint.PACKAGE / "ops"
+    of_group = {path for each in ("*shard*.py", "*peer*.py") for path in ops.glob(each)}
+    assert of_group <= {fingerprint.PACKAGE / path for path in fingerprint.OVER_RANKS}
+
+
 def test_a_result_is_current_while_its_operations_are():
     then = {"kernels": "a", "kernels_of": {"softmax": "1", "sample": "2"}}
     now = {"kernels": "b", "kernels_of": {"softmax": "1", "sample": "3"}}

@@ -5,7 +5,8 @@ nor do `reference.py` and its like, which compute what the kernels leave to torc
 either: they may say later what was measured.
 
 Each operation has a fingerprint of its own too, of the part of that code that it imports: a change of the samplers
-leaves the figures of softmax as they are.
+leaves the figures of softmax as they are. What only calls over the ranks of a group run through is no part of these,
+for every figure of an operation by itself is of one GPU. It has one of its own.
 """
 
 import ast
@@ -24,6 +25,12 @@ PARTS = (
     "route.py", "runner.py", "workspace.py",
 )  # fmt: skip
 
+OVER_RANKS = (
+    "distributed.py", "peers.py", "ops/cross_entropy_sharded.py", "ops/gather_peers.py", "ops/linear_on_shards.py",
+    "ops/linear_sharded.py", "ops/loss_on_shards.py", "ops/loss_peers.py", "ops/once.py", "ops/peer_launches.py",
+    "ops/sample_sharded.py", "ops/shards.py", "ops/softmax_peers.py", "ops/softmax_sharded.py",
+)  # fmt: skip
+
 
 @cache
 def kernels() -> str:
@@ -33,7 +40,7 @@ def kernels() -> str:
 
 @cache
 def of_operations() -> dict[str, str]:
-    """That of each operation of the bench, by its name."""
+    """That of each operation of the bench, by its name, and as "over ranks" that of calls over the ranks of a group."""
     return {name: _digest(path for path in files() if path in found) for name, found in _files_of_operations().items()}
 
 
@@ -60,16 +67,21 @@ def _files_of_operations() -> dict[str, set[Path]]:
         run = operator.public or operator.run
         module = getattr(run, "func", run).__globals__["__name__"]  # a public function's __module__ is the package
         for name in operator.bench:
-            found[name] = always | _imported(_path_of(module))
+            found[name] = always | _imported(_path_of(module), without=_over_ranks())
+    found["over ranks"] = always.union(*map(_imported, _over_ranks()))
     return found
 
 
-def _imported(path: Path) -> set[Path]:
-    """A module's file, and those of this package that it imports, and so on."""
+def _over_ranks() -> set[Path]:
+    return {PACKAGE / path for path in OVER_RANKS}
+
+
+def _imported(path: Path, without: Collection[Path] = ()) -> set[Path]:
+    """A module's file, and those of this package that it imports, and so on; not `without`, nor what these import."""
     found, left = set(), [path]
     while left:
         path = left.pop()
-        if path not in found:
+        if path not in found and path not in without:
             found.add(path)
             left += _imports(path)
     return found
