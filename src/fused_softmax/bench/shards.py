@@ -343,6 +343,8 @@ def run(
         for case in cases:
             mine = [name for name in names or PEERS_OF_SHARDS[case.operation] if name in PROVIDERS[case.operation]]
             done.points += measure(case, mine, effort, ranks)
+            if speaks and out:
+                record.save(done, out)  # as far as it is, for a machine may be lent for minutes
         done.complete = True
         if speaks:
             report.print_run(done, console)
