@@ -4,7 +4,7 @@ from fault import of
 
 MESSAGES, LOSS, GATHER = "kernels/peers.py", "kernels/loss_peers.py", "kernels/gather_peers.py"
 SOFTMAX, LOSSES, MEMORY = "kernels/softmax_peers.py", "ops/loss_peers.py", "peers.py"
-RANKS = "distributed.py"
+RANKS, NUMBERS, GRADIENT = "distributed.py", "kernels/loss_sharded.py", "ops/softmax_gradient_sharded.py"
 SOFTMAXES, OF_ONE = (
     "test_peers.py::test_softmaxes_are_those_of_one_process", "test_peers.py::test_losses_are_those_of_one_process",
 )  # fmt: skip
@@ -15,6 +15,8 @@ PADDING, LATE = (
 ABSENT = "test_peers_waits.py::test_a_rank_that_never_comes_gives_nan_and_then_an_error"
 AT_ODDS = "test_peers_waits.py::test_ranks_that_ask_for_other_options_get_nan_and_then_an_error"
 HINDERED = "test_peers_waits.py::test_what_keeps_a_group_from_peers"
+COLLECTED = "test_shards_by_kernels.py::test_losses_of_uneven_shards_of_which_one_is_empty"
+IN_PARTS = "test_shards_by_kernels.py::test_gradients_of_softmax_in_one_part_and_in_several"
 COMPARED = "test_shards_misuse.py::test_what_is_not_compared_beforehand_gives_nan_and_then_an_error"
 
 SHARDS = (
@@ -163,4 +165,19 @@ SHARDS = (
         "            _known.pop(group, None)  # the next call compares\n", "",
         COMPARED,
     ),
+    of(
+        "shards", "numbers-of-other-options", NUMBERS, 'tl.where(bad > 0, float("nan"), tl.log(s))', "tl.log(s)",
+        COMPARED,
+    ),
+    of(
+        "shards", "target-of-another-shard", NUMBERS, "(t >= first) & (t < first + n_cols)", "(t < first + n_cols)",
+        COLLECTED,
+    ),
+    of("shards", "class-among-its-own", NUMBERS, "other=0) + first", "other=0)", COLLECTED),
+    of("shards", "best-of-the-last-rank", NUMBERS, "tl.where(m_r > m, best_r, best_at)", "best_r", COLLECTED),
+    of("shards", "mean-of-all-rows", NUMBERS, "tl.where(on, 1.0, 0.0).to", "tl.where(on, 1.0, 1.0).to", COLLECTED),
+    of("shards", "own-share-counted-twice", NUMBERS, "        a -= tl.where(here, b * w, 0.0)\n", "", COLLECTED),
+    of("shards", "smoothed-targets-left-out", NUMBERS, "mask=here & asked)", "mask=here & (t < 0))", COLLECTED),
+    of("shards", "sum-of-the-last-part", GRADIENT, "summed(d.sum(1))", "summed(d[:, -1].contiguous())", IN_PARTS),
+    of("shards", "gradient-by-the-own-sum", GRADIENT, "d = summed(d.view(-1))", "summed(d.view(-1))", IN_PARTS),
 )  # fmt: skip

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import INDICES, close, logits
+from sharded import INDICES, WAYS, by, close, logits
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy
@@ -114,10 +114,11 @@ def test_targets_are_compared_where_the_environment_asks_for_it(ranks):
         assert each.args[1].startswith("cross_entropy: the ranks of the group differ in target: ")
 
 
-def as_on_a_gpu(group, odd):
+def as_on_a_gpu(group, way, odd):
     """Calls that compare nothing but the first, as where it would cost a wait for the device; the third ones differ."""
     from fused_softmax import distributed
 
+    by(way)
     waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
     distributed._known.pop(group, None)
     rank, target = dist.get_rank(group), torch.tensor([1, 4])
@@ -144,8 +145,9 @@ def as_on_a_gpu(group, odd):
         distributed._waits_for_nobody = waits
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("odd", [None, "options", "columns"])
-def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd):
+def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd, way):
     whole, target = torch.arange(14.0).reshape(2, 7), torch.tensor([1, 4])
     said_of = {
         None: None,
@@ -153,7 +155,7 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd)
         "columns": "differed in their columns: [3, 4] by rank. Shards whose sizes change need n_classes",
     }
     scales = (1.0, 2.0, math.nan if odd else 2.0, 1.0, 1.0, 1.0)
-    for found, said in ranks.values(2, as_on_a_gpu, odd):
+    for found, said in ranks.values(2, as_on_a_gpu, way, odd):
         for y, scale, columns in zip(found, scales, (6, 6, 6, 7, 6, 7), strict=True):
             close(y, torch.nn.functional.cross_entropy(whole[:, :columns] * scale, target))
         before = "cross_entropy: an earlier call gave NaN, because the ranks of the group "

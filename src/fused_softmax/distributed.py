@@ -58,7 +58,7 @@ class Shards(NamedTuple):
         return [max(0, min(size, self.n_classes - end + size)) for size, end in zip(self.sizes, ends, strict=True)]
 
 
-class _Headers(NamedTuple):
+class Headers(NamedTuple):
     """[ranks, _HEADER] of what ranks that ask alike send of themselves: beside the messages, and on the host."""
 
     there: Tensor
@@ -73,8 +73,8 @@ class _Doubt(NamedTuple):
     event: Any
 
 
-_headers: dict[tuple, dict[Any, _Headers]] = {}  # of messages of one kind, by the stream on which they were made
-_of_graphs: dict[tuple, _Headers] = {}  # which captured graphs read as long as they live
+_headers: dict[tuple, dict[Any, Headers]] = {}  # of messages of one kind, by the stream on which they were made
+_of_graphs: dict[tuple, Headers] = {}  # which captured graphs read as long as they live
 _known: WeakKeyDictionary[Any, dict[tuple, tuple]] = WeakKeyDictionary()  # Shards without their group, which ends
 _doubts: WeakKeyDictionary[Any, list[_Doubt]] = WeakKeyDictionary()
 
@@ -149,20 +149,32 @@ def gather(message: Tensor, shards: Shards) -> Tensor:
     if shards.by_peers is not None:
         return shards.by_peers(message, shards)
     shape, said = message.shape, message.reshape(-1)
-    expected = None if shards.digest is None else _headers_of(shards, shape[-1], shards.digest, message)
+    expected = headers_of(shards, shape[-1], message)
     if expected is not None:
         said = torch.cat((said, expected.there[shards.rank]))
-    heard = torch.empty(len(shards.sizes) * said.numel(), dtype=said.dtype, device=said.device)
-    _all_gather(heard, said, group=shards.group)
-    heard = heard.view(len(shards.sizes), -1)
+    heard = exchange(said, shards, expected)
     if expected is None:
         return heard.view(-1, *shape)
     headers = heard[:, -_HEADER:]
-    _remember(shards.group, headers, expected.on_host)
     return heard[:, :-_HEADER].masked_fill((headers != expected.there).any(), float("nan")).view(-1, *shape)
 
 
-def _headers_of(shards: Shards, rows: int, digest: int, like: Tensor) -> _Headers:
+def exchange(said: Tensor, shards: Shards, expected: Headers | None) -> Tensor:
+    """[ranks, n] of what every rank says [n], its header at the end if one is expected; who merges looks at headers."""
+    heard = torch.empty(len(shards.sizes) * said.numel(), dtype=said.dtype, device=said.device)
+    _all_gather(heard, said, group=shards.group)
+    heard = heard.view(len(shards.sizes), -1)
+    if expected is not None:
+        _remember(shards.group, heard[:, -_HEADER:], expected.on_host)
+    return heard
+
+
+def headers_of(shards: Shards, rows: int, like: Tensor) -> Headers | None:
+    """What stands behind messages of so many rows; None where ranks are known to ask alike."""
+    return None if shards.digest is None else _headers_of(shards, rows, shards.digest, like)
+
+
+def _headers_of(shards: Shards, rows: int, digest: int, like: Tensor) -> Headers:
     """Made once for messages of one kind: each of its numbers is a launch, for no call waits for a copy to a device."""
     of_all = sum(shards.sizes), rows, digest
     key = shards.sizes, *of_all, like.dtype, like.device
@@ -176,7 +188,7 @@ def _headers_of(shards: Shards, rows: int, digest: int, like: Tensor) -> _Header
     if found is None:
         counts = [[count % _EXACT for count in (size, *of_all)] for size in shards.sizes]
         numbers = [like.new_full((), count) for each in counts for count in each]
-        found = _Headers(torch.stack(numbers).view(-1, _HEADER), torch.tensor(counts, dtype=like.dtype))
+        found = Headers(torch.stack(numbers).view(-1, _HEADER), torch.tensor(counts, dtype=like.dtype))
         if not captures:  # else they are the graph's own, and nobody has made them yet
             if len(_headers) >= _MOST_KINDS:
                 _headers.clear()
@@ -230,6 +242,8 @@ def raise_doubts(name: str, group: Any) -> None:
     doubts = _doubts.get(group)
     while doubts and (doubts[0].event is None or doubts[0].event.query()):
         headers, expected, _ = doubts.pop(0)
+        if headers.equal(expected):
+            continue
         kinds = ("columns", "columns", "rows", "options")  # as the header has them
         wrong = next((i for i, (a, b) in enumerate(zip(headers.T, expected.T, strict=True)) if not a.equal(b)), None)
         if wrong is not None:

@@ -16,19 +16,21 @@ from torch import Tensor
 
 from fused_softmax.distributed import Shards, gather
 from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.ops import loss_sharded_calls as by_kernels
+from fused_softmax.ops.cross_entropy_calls import LossRows
 from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.ops.loss_sharded_calls import ELSEWHERE, OfShard, own_loss
+from fused_softmax.ops.loss_sums import finish
 from fused_softmax.ops.once import once
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import runs_here
-
-_ELSEWHERE = -100  # stands for a target that is none of a shard's classes
 
 
 class Shard(NamedTuple):
     """One rank's part of a loss.
 
     x: [n, columns], padding among them. target: [n], among the classes of all ranks. loss: its weight [columns].
-    local: [n], targets among this shard's classes, or _ELSEWHERE.
+    local: [n], targets among this shard's classes, or ELSEWHERE.
     """
 
     x: Tensor
@@ -52,7 +54,7 @@ class States(NamedTuple):
 
     m, ls: the greatest logit, and log sum_c exp(z_c - m). logit, weight: of the target; 0 in a shard that does not hold
     it, so that sums over shards are exact. weighted: sum_c w_c z_c. total: W. expected: sum_c p_c z_c. best_at: the
-    first class of the greatest logit.
+    first class of the greatest logit, among those of all ranks.
     """
 
     m: Tensor
@@ -81,9 +83,14 @@ def shard_of(x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> Shard:
     """x: [n, columns], its columns contiguous. target: [n]."""
     t = target.long()
     local = t - shards.first
-    local = torch.where((local >= 0) & (local < shards.held) & (t != loss.ignore_index), local, _ELSEWHERE)
-    weight = None if loss.weight is None else loss.weight.detach().to(arithmetic_of(x))[: shards.held].contiguous()
-    return Shard(x, target, local, replace(loss, weight=weight), shards)
+    local = torch.where((local >= 0) & (local < shards.held) & (t != loss.ignore_index), local, ELSEWHERE)
+    return Shard(x, target, local, _with_own_weight(loss, x, shards), shards)
+
+
+def _with_own_weight(loss: Loss, x: Tensor, shards: Shards) -> Loss:
+    if loss.weight is None:
+        return loss
+    return replace(loss, weight=loss.weight.detach().to(arithmetic_of(x))[: shards.held].contiguous())
 
 
 def states_of(shard: Shard) -> States:
@@ -91,10 +98,10 @@ def states_of(shard: Shard) -> States:
     own = _by_kernels(shard) if shard.by_kernels else _composed(shard)
     heard = iter(gather(torch.stack([each for each in own if each is not None]), shard.shards).unbind(1))
     of_ranks = States(*[None if each is None else next(heard) for each in own])  # type: ignore[arg-type]
-    return merged(of_ranks, shard.shards)
+    return merged(of_ranks)
 
 
-def merged(heard: States, shards: Shards) -> States:
+def merged(heard: States) -> States:
     expected, best_at = heard.expected, heard.best_at
     m = heard.m.amax(0)
     ls = (heard.ls + (heard.m - _origin(m))).exp().sum(0).log()
@@ -102,9 +109,7 @@ def merged(heard: States, shards: Shards) -> States:
     if expected is not None and best_at is not None:
         p = (heard.lse - lse).exp()
         expected = torch.where(p == 0, 0.0, p * expected).sum(0)
-        firsts = [sum(shards.sizes[:rank]) for rank in range(len(best_at))]
-        at = torch.stack([each.long() + first for each, first in zip(best_at, firsts, strict=True)])
-        best_at = at.gather(0, heard.m.argmax(0, keepdim=True)).squeeze(0)  # of the first of the greatest
+        best_at = best_at.long().gather(0, heard.m.argmax(0, keepdim=True)).squeeze(0)  # of the first of the greatest
     weight, weighted, total = (None if each is None else each.sum(0) for each in heard[3:6])
     return States(m, ls, heard.logit.sum(0), weight, weighted, total, expected, best_at)
 
@@ -123,7 +128,7 @@ def _composed(shard: Shard) -> States:
     if loss.stats:
         p = (z - torch.where(lse.isinf(), 0.0, lse).unsqueeze(1)).exp()
         expected = torch.where(p == 0, 0.0, p * z).sum(1)
-        best_at = z.argmax(1).to(lse.dtype) if columns else torch.zeros_like(lse)
+        best_at = (z.argmax(1) + shard.shards.first).to(lse.dtype) if columns else torch.zeros_like(lse)
     return States(m, ls, *_of_targets(shard, lse.dtype), weighted, total, expected, best_at)
 
 
@@ -135,7 +140,7 @@ def _origin(m: Tensor) -> Tensor:
 def _by_kernels(shard: Shard) -> States:
     """The states of a shard in one read of it."""
     loss, x = shard.loss, shard.classes
-    own = _own_loss(loss)
+    own = own_loss(loss)
     target = shard.local
     if loss.smooth:  # the loss of a target of all classes alike is (W lse - sum_c w_c z_c) / C
         own, target = replace(own, label_smoothing=1.0), torch.zeros_like(target)
@@ -153,13 +158,8 @@ def _by_kernels(shard: Shard) -> States:
         total = of_all.expand(len(x))
     if loss.stats:
         expected = torch.where(lse == -torch.inf, 0.0, lse - rows.entropy)
-        best_at = rows.predicted.to(lse.dtype)  # type: ignore[union-attr]
+        best_at = (rows.predicted + shard.shards.first).to(lse.dtype)  # type: ignore[operator, union-attr]
     return States(m, ls, *_of_targets(shard, lse.dtype), weighted, total, expected, best_at)
-
-
-def _own_loss(loss: Loss) -> Loss:
-    """What of a loss is each row's own: its logits and class weights."""
-    return Loss(loss.weight, _ELSEWHERE, "none", 0.0, loss.softcap, loss.scale)
 
 
 def _of_targets(shard: Shard, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -283,7 +283,7 @@ def _composed_gradient(shard: Shard, states: States, given: Coefficients) -> Ten
 
 
 def _kernels_gradient(shard: Shard, states: States, given: Coefficients, asked: Tensor, dx: Tensor) -> None:
-    x, own = shard.classes, _own_loss(shard.loss)
+    x, own = shard.classes, own_loss(shard.loss)
     m = torch.where(asked, states.m, torch.finfo(torch.float32).max)  # by which a row of -inf has p of 0
     ls = torch.where(asked, states.ls, 0.0)
     here, at = _places(shard)
@@ -292,7 +292,7 @@ def _kernels_gradient(shard: Shard, states: States, given: Coefficients, asked: 
         # Of its own targets the kernel takes p a - w_t b as one; rows whose target is elsewhere have p a alone.
         own_a = given.b if weight is None else given.b * weight
         losses.backward(
-            x, torch.where(asked, shard.local, _ELSEWHERE), m, ls, own, dy=given.b,
+            x, torch.where(asked, shard.local, ELSEWHERE), m, ls, own, dy=given.b,
             dlse=given.a - torch.where(here, own_a, 0.0), dx=dx,
         )  # fmt: skip
         return
@@ -304,7 +304,7 @@ def _kernels_gradient(shard: Shard, states: States, given: Coefficients, asked: 
     columns = x.shape[1]
     of_all = float(columns) if own.weight is None else own.weight.sum()
     losses.backward(
-        x, torch.where(asked, 0, _ELSEWHERE), m, ls, replace(own, label_smoothing=1.0), dy=given.u * columns,
+        x, torch.where(asked, 0, ELSEWHERE), m, ls, replace(own, label_smoothing=1.0), dy=given.u * columns,
         dlse=given.a - given.u * of_all, dx=dx,
     )  # fmt: skip
     step = torch.where(here & asked, step, dx.gather(1, at.unsqueeze(1)).squeeze(1))
@@ -313,7 +313,7 @@ def _kernels_gradient(shard: Shard, states: States, given: Coefficients, asked: 
 
 def _places(shard: Shard) -> tuple[Tensor, Tensor]:
     """(whether the shard holds a row's target, where; the first class for others)."""
-    here = shard.local != _ELSEWHERE
+    here = shard.local != ELSEWHERE
     return here, torch.where(here, shard.local, 0)
 
 
@@ -335,10 +335,10 @@ class _Sharded(torch.autograd.Function):
     """(loss, lse, z-loss, statistics) of rows, the same on every rank, with the gradient of this rank's logits."""
 
     @staticmethod
-    def forward(ctx, x, target, loss, shards, wanted, dtype, over, states):
+    def forward(ctx, x, target, loss, shards, wanted, dtype, over, whole):
         ctx.set_materialize_grads(False)
         shard = shard_of(x, target, loss, shards)
-        states = states(shard)
+        states = states_of(shard) if whole is None else States(*whole(x, target, loss, shards).unbind())
         counts = counts_of(shard, states, over)
         y, z = losses_of(shard, states, counts)
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
@@ -360,6 +360,48 @@ class _Sharded(torch.autograd.Function):
         return gradient_of(shard, states, given, dx), *(None,) * 7
 
 
+class _ShardedByKernels(torch.autograd.Function):
+    """The same by kernels."""
+
+    @staticmethod
+    def forward(ctx, x, target, loss, shards, wanted, dtype, over, whole):
+        ctx.set_materialize_grads(False)
+        given = OfShard(x[:, : shards.held], target, _with_own_weight(loss, x, shards), shards)
+        if whole is None:
+            found = by_kernels.merged(given, *by_kernels.told(given))
+        else:
+            found = by_kernels.merged(given, whole(x, target, loss, shards).unsqueeze(0), None)
+        totals = None if found.counted is None else found.counted.sum(1, keepdim=True)
+        for group in over if totals is not None else ():
+            dist.all_reduce(totals, group=group)
+        if loss.reduction == "none":
+            y, z = (found.loss if found.z is None else found.loss + found.z).to(dtype), found.z
+            z = None if z is None else z.to(dtype)
+        else:
+            y, z = finish(LossRows(None, None, found.loss, found.z), totals, loss, dtype)
+        if z is None and wanted.z_loss:
+            z = torch.zeros_like(y)
+        stats: tuple[Tensor, ...] = ()
+        if found.entropy is not None and found.best_at is not None:
+            correct = (found.best_at == target) & (target != loss.ignore_index)
+            stats = found.loss.clone(), found.entropy, found.best_at, correct
+        ctx.of_call, ctx.inplace = (given.loss, shards), wanted.inplace and loss.reduction != "none"
+        ctx.save_for_backward(x, target, found.states, totals)
+        ctx.mark_non_differentiable(*stats)
+        return y, found.lse, z, *stats
+
+    @staticmethod
+    @once("cross_entropy")
+    def backward(ctx, dy, dlse, dz, *_):
+        (x, target, states, totals), (loss, shards) = ctx.saved_tensors, ctx.of_call
+        dx = x.detach() if ctx.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if shards.held < x.shape[1]:
+            dx[:, shards.held :] = 0
+        given = OfShard(x[:, : shards.held], target, loss, shards)
+        by_kernels.gradient(given, states, totals, (dy, dz, dlse), dx[:, : shards.held])
+        return dx, *(None,) * 7
+
+
 def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Tensor]:
     """The TokenStats of the targets, if they are asked for."""
     if states.expected is None or states.best_at is None:
@@ -371,11 +413,12 @@ def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Te
 
 def sharded(
     rows: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype,
-    over: Sequence[Any] = (), states: Callable[[Shard], States] = states_of,
+    over: Sequence[Any] = (), whole: Callable[[Tensor, Tensor, Loss, Shards], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns].
 
     over: groups over whose ranks the rows lie: a mean is of all, and what is returned is this rank's part of it.
-    states: what makes the states of whole rows of a shard.
+    whole: what makes m, ls and the targets' logits of whole rows [3, n] of a shard, where they need no other exchange.
     """
-    return _Sharded.apply(rows, target, loss, shards, wanted, dtype, over, states)
+    function = _ShardedByKernels if by_kernels.takes(rows, target, loss) else _Sharded
+    return function.apply(rows, target, loss, shards, wanted, dtype, over, whole)

@@ -20,7 +20,6 @@ from fused_softmax.layout import alignment_of
 from fused_softmax.ops.cross_entropy_calls import WHOLE, LossRows, counted_by_each, ticket_of
 from fused_softmax.ops.cross_entropy_output import Wanted
 from fused_softmax.ops.cross_entropy_sharded import (
-    Shard,
     States,
     coefficients_of,
     counts_of,
@@ -290,21 +289,20 @@ def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return gradient_of(shard, states, given, torch.empty(x.shape, dtype=x.dtype, device=x.device)), None, None
 
 
-def states_by(peers: Peers) -> Callable[[Shard], States]:
-    """What makes the states of a shard's rows, of the whole row each."""
+def states_by(peers: Peers) -> Callable[[Tensor, Tensor, Loss, Shards], Tensor]:
+    """What makes m, ls and the targets' logits [3, n] of whole rows of a shard."""
     return partial(_states_of, peers)
 
 
-def _states_of(peers: Peers, shard: Shard) -> States:
+def _states_of(peers: Peers, x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> Tensor:
     peers.ready("cross_entropy")
     peers.in_turn()
-    x, target, group, facts = shard.x, shard.target, shard.shards.group, facts_of(shard.shards)
-    loss = shard.loss
+    facts, group = facts_of(shards), shards.group
     options = peers.number, *loss.asked().items(), facts
     call = find("states by peers", options, x, target)
     if call is None:
         call = keep(_prepare_states(loss, facts, x, target, peers, group), "states by peers", options, x, target)
-    return States(*call(peers, group, x, target, loss.numbers()[:3]))
+    return call(peers, group, x, target, loss.numbers()[:3])
 
 
 def _prepare_states(loss: Loss, facts: Facts, x: Tensor, target: Tensor, peers: Peers, group: Any) -> Prepared:
@@ -314,6 +312,6 @@ def _prepare_states(loss: Loss, facts: Facts, x: Tensor, target: Tensor, peers: 
     def call(peers, group, x, target, numbers):
         found = empty((3, n_rows), (n_rows, 1), torch.float32)
         run(peers, group, x, target, found, *numbers)
-        return found.unbind()
+        return found
 
     return Prepared(call)

@@ -3,7 +3,8 @@
 Each rank reduces its columns to their lse. The ranks exchange these, one number a row, and merge them in rank order.
 To a rank, the columns of the others are then one more logit of each row: a sink at their lse. Its part of the softmax
 is the softmax of its own columns beside that sink.
-Traffic of a shard of N columns: it is read for its lse, then read and written (3MN).
+Traffic of a shard of N columns: it is read for its lse, then read and written (3MN); its gradient is made of y and dy
+by `softmax_gradient_sharded` (5MN), or by torch's operations.
 """
 
 import math
@@ -13,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.calls import find, keep
 from fused_softmax.distributed import Shards, gather, shards_of
+from fused_softmax.layout import flatten
+from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.ops import logsumexp_calls, softmax_gradient_sharded
 from fused_softmax.ops.once import once
-from fused_softmax.options import Scores, arithmetic_in, scores_of
-from fused_softmax.route import needs_grad
+from fused_softmax.options import DTYPES, PLAIN, Loss, Scores, arithmetic_in, kind_of_scale, scores_of
+from fused_softmax.route import needs_grad, runs_here
+
+_NOWHERE = -100  # a target that no row has
 
 
 def scores_of_shard(name: str, x: Tensor, dim: int, scale, mask, is_causal, masked_rows, sink) -> Scores:
@@ -52,7 +59,16 @@ def shards_of_dim(
 def logsumexp_of_shards(x: Tensor, dim: int, keepdim: bool, scores: Scores, shards: Shards) -> Tensor:
     """lse of whole rows, in x's dtype."""
     held, own_scores = _held(x, dim, scores, shards)
-    lse = _Merged.apply(_lse_of(held, dim, x.dtype, own_scores), shards)
+    if (
+        scores.plain
+        and needs_grad(held)
+        and dim % x.ndim == x.ndim - 1
+        and _by_kernels(held)
+        and flatten(held) is not None
+    ):
+        lse = _LseOfRows.apply(held, shards)
+    else:
+        lse = _Merged.apply(_lse_of(held, dim, x.dtype, own_scores), shards)
     if scores.sink is not None:
         lse = torch.logaddexp(lse, _sink_of(scores, lse))
     return (lse if keepdim else lse.squeeze(dim)).to(x.dtype)
@@ -89,8 +105,24 @@ def _lse_of(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Tensor:
     x = x if dtype in (x.dtype, arithmetic) and x.dtype.is_floating_point else x.to(dtype)
     if not x.shape[dim]:
         return x.sum(dim, keepdim=True, dtype=arithmetic) - torch.inf
-    arguments = replace(scores, sink=None).operator_arguments()
+    scores = replace(scores, sink=None)
+    if _by_kernels(x, *scores.tensors) and not needs_grad(x, *scores.tensors):
+        return _kept_lse(x, dim, arithmetic, scores)  # the operator plans and prepares such a launch at every call
+    arguments = scores.operator_arguments()
     return torch.ops.fused_softmax.logsumexp.default(x, [dim], True, *arguments, dtype=arithmetic)
+
+
+def _by_kernels(x: Tensor, *others: Tensor) -> bool:
+    return x.numel() > 0 and x.dtype in DTYPES and runs_here(x, *others)
+
+
+def _kept_lse(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Tensor:
+    options, others = (dim, dtype, scores.masked_rows), (kind_of_scale(scores.scale), scores.mask)
+    call = find("lse of a shard", options, x, *others)
+    if call is None:
+        prepared = logsumexp_calls.prepare_call(x, (dim,), True, None, scores, dtype)
+        call = keep(prepared, "lse of a shard", options, x, *others)
+    return call(x, None, scores.scale, scores.mask, None)
 
 
 def _sink_of(scores: Scores, lse: Tensor) -> Tensor:
@@ -140,6 +172,29 @@ class _Merged(torch.autograd.Function):
         return (own - lse).exp().masked_fill(own == -torch.inf, 0.0) * dlse, None
 
 
+class _LseOfRows(torch.autograd.Function):
+    """lse of whole rows, from a shard's columns, which are read again for the gradient: p dlse, that of a loss."""
+
+    @staticmethod
+    def forward(ctx, x, shards):
+        own = _kept_lse(x, x.ndim - 1, arithmetic_in(x.dtype), PLAIN)
+        lse = torch.logsumexp(_heard(own, shards), 0)
+        ctx.save_for_backward(x, lse)
+        return lse
+
+    @staticmethod
+    @once("logsumexp")
+    def backward(ctx, dlse):
+        x, lse = ctx.saved_tensors
+        rows: Any = flatten(x)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        lse, dlse = lse.reshape(-1), dlse.reshape(-1)
+        nowhere = torch.full_like(lse, _NOWHERE, dtype=torch.int64)
+        loss = Loss(None, _NOWHERE, "none")
+        losses.backward(rows, nowhere, lse, torch.zeros_like(lse), loss, dlse=dlse, dx=flatten(dx))
+        return dx, None
+
+
 class _Others(torch.autograd.Function):
     """lse of the other ranks' columns, from a shard's; what comes back is gathered from those others."""
 
@@ -180,6 +235,9 @@ class SoftmaxOfShard(torch.autograd.Function):
     @once("softmax")
     def backward(ctx, dy):
         (y, per_row), (log, dim, dtype, hides, scale, shards) = ctx.saved_tensors, ctx.of_call
+        if per_row is None and softmax_gradient_sharded.takes(dy, y, dim, dtype, scale):
+            summed = lambda own: gather(own, shards).sum(0)  # noqa: E731
+            return softmax_gradient_sharded.gradient(dy, y, log, hides, scale, dtype, summed), *(None,) * 5
         scale = scale if per_row is None else per_row
         y_wide, dy = (each.to(arithmetic_in(y.dtype)) for each in (y, dy))
         own = dy if log else y_wide * dy

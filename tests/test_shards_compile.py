@@ -1,0 +1,77 @@
+"""The kernels of shards that a collective joins, compiled for GPUs that need not be present."""
+
+from unittest import mock
+
+import pytest
+import torch
+from launches import GPUS, launched
+from products import pairwise
+
+from fused_softmax.distributed import Shards
+from fused_softmax.ops import loss_sharded_calls as calls
+from fused_softmax.ops import softmax_gradient_sharded
+from fused_softmax.options import Loss
+
+pytestmark = pytest.mark.compiles
+ROWS, HELD = 8192, 64128
+SHARDS = Shards(None, 1, (HELD, HELD), 2 * HELD, 7)
+LOSSES = {
+    "mean": Loss(), "none": Loss(reduction="none", softcap=30.0), "weights": Loss(torch.empty(HELD), scale=0.5),
+    "all": Loss(torch.empty(HELD), label_smoothing=0.1, softcap=30.0, lse_square_scale=0.1, stats=True),
+}  # fmt: skip
+
+
+def of_row(*sizes, dtype=torch.float32):
+    return torch.empty(*sizes, ROWS, dtype=dtype)
+
+
+def prepares(given, beside):
+    """What runs each kernel on such a shard; beside: whether there are headers, and more gradients than the loss's."""
+    loss = given.loss
+    smoothed, found = (torch.empty(()), of_row().unsqueeze(1)) if loss.smooth else (None, None)
+    stats = (of_row(), of_row(dtype=torch.int64)) if loss.stats else (None, None)
+    header, headers = (torch.empty(4), torch.empty(2, 4)) if beside else (None, None)
+    said = loss.weight, smoothed, of_row(), of_row(), found, *stats, header
+    n = 3 + (loss.weight is not None) + 2 * loss.smooth + 2 * loss.stats
+    totals = torch.empty(2, 1) if loss.mean else None
+    dy = of_row() if loss.reduction == "none" else torch.empty(())
+    graded = loss.weight, smoothed, of_row(4), totals, dy, dy if beside else None, of_row() if beside else None
+    return {
+        "say": lambda: calls._prepare_say(given, said),
+        "merge": lambda: calls._prepare_merge(given, torch.empty(2, n * ROWS + 4 * beside), headers),
+        "share": lambda: calls._prepare_share(given, graded),
+        "put": lambda: calls._prepare_put(given, given.x, of_row(dtype=torch.int64), of_row()),
+    }
+
+
+@pairwise()
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("kernel", ["say", "merge", "share", "put"])
+def test_numbers_of_rows(kernel, name, beside, dtype, target):
+    x = torch.empty(1, HELD, dtype=dtype).expand(ROWS, HELD)
+    given = calls.OfShard(x, of_row(dtype=torch.int64), LOSSES[name], SHARDS)
+    run = prepares(given, beside)[kernel]
+    with mock.patch.object(torch.Tensor, "get_device", return_value=0):
+        (launch,) = launched(GPUS[target], run)
+    assert launch.compile(target).spilled_bytes == 0
+
+
+@pairwise()
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("columns", [64128, 25129])
+def test_a_gradient_of_softmax(columns, log, dtype, target):
+    y = torch.empty(512, columns, dtype=dtype)
+    on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
+    gpu = mock.patch.object(softmax_gradient_sharded, "device_of", return_value=GPUS[target])
+    with on_gpu, gpu:
+        launches = launched(GPUS[target], lambda: softmax_gradient_sharded._prepare(y, y, log, False, False, dtype))
+    assert len(launches) == 2
+    for launch in launches:
+        found = launch.compile(target)
+        assert found.spilled_bytes == 0
+        assert max(found.load_widths) == 16
