@@ -263,9 +263,9 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "one point of `h200_backward.json`": [failed("fused_softmax")],
     },
     "sample.md": {
-        "| 8 x 128256 |": measured("5.7 | 6.5, 5.3 |", "| 13.6, 13.3 |", "18.0 | 20.8, 18.0 |", "57.8 | 63.7, 58.2 |"),
-        "| 256 x 128256 |": measured("26.9 | 39.8, 27.1 |", "| 49.9, 35.6 |", "| 76.4, 57.8 |", "| 244, 186 |"),
-        "top-p is the slowest": measured("| 22.0, 24.4 |", "| 81.9, 63.8 |"),
+        "| 8 x 128256 |": measured("| 5.1, 50.1", "| 13.6, 12.8 |", "| 19.3, 10.2 |", "| 57.7, 54.8 |"),
+        "| 256 x 128256 |": measured("26.9 | 39.8, 27.1 |", "| 36.1, 35.6 |", "| 57.9, 39.1 |", "| 185.6, 175.2 |"),
+        "top-p is the slowest": measured("| 21.7, 21.3 |", "| 65.5, 77.3 |", "| **3979**, 1197"),
     },
     "shards.md": {
         "With `peer`, one launch reads": [computed("src/fused_softmax/plan/peers.py", peered)],
@@ -283,6 +283,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "| logsumexp | 1518": measured("| logsumexp | 1518 | 1731 |"),
         "| softmax and its gradient |": measured("| softmax and its gradient | 9109 | 10939 |"),
         "to 128256 classes, with gradients |": measured("128256 classes, with gradients | 20477 | 20978 |"),
+        "They ran on two H100s": measured("bf16, graph replay | 1463 | 759 | 1099 | 12344 |", "| 769 | 1903 |"),
         "For comparison, half of": measured("layer take 18408 us", "input's gradient 278.", "takes 1527."),
         "In another test a rank was killed": measured("at a timeout of 30 s", "within 35 s"),
         "a copy on an H200 |": [computed(MODEL, lambda: simulated.MEMORY / 1e12)],
