@@ -11,7 +11,7 @@ BY_NEWEST = and not other_gpus
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 .PHONY: env demo docs page presets report test test-guard test-compiles test-all gpu-test sanitize faults lint clean
-.PHONY: dist dist-test smoke-matrix
+.PHONY: dist dist-test smoke-matrix peers-test
 
 env: $(ENV)
 
@@ -62,6 +62,10 @@ sanitize: $(ENV)
 faults: $(ENV)
 	$(PY) tests/faults.py
 
+# Other projects' own tests on this package, from the checkouts in the folder PEERS; ONLY=quack,cce takes some of them.
+peers-test: $(ENV)
+	$(PY) tests/peers/run.py $(PEERS) $(if $(ONLY),--only $(ONLY))
+
 lint: $(ENV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -93,5 +97,5 @@ smoke-matrix: dist
 	$(PY) tests/smoke_matrix.py dist $(if $(SECONDS),--seconds $(SECONDS))
 
 clean:
-	rm -rf .venv .triton-* .smoke build dist demo benchmarks/report.html viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .triton-* .smoke build dist demo peers.json benchmarks/report.html viz/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

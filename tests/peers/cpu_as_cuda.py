@@ -1,0 +1,42 @@
+"""A pytest plugin that makes "cuda" mean the CPU, whose tensors Triton's interpreter takes."""
+
+from types import SimpleNamespace
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+SAID = {
+    "is_available": True, "is_initialized": False, "is_bf16_supported": True, "device_count": 1,
+    "get_device_capability": (9, 0), "synchronize": None, "empty_cache": None, "manual_seed": None,
+    "manual_seed_all": None,
+    "get_device_properties": SimpleNamespace(name="CPU", total_memory=1 << 36, major=9, minor=0),
+}  # fmt: skip
+for name, value in SAID.items():
+    setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+
+
+def on_cpu(value):
+    if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
+        return torch.device("cpu") if isinstance(value, torch.device) else "cpu"
+    return value
+
+
+def with_cpu(function):
+    def call(*args, **kwargs):
+        return function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
+
+    return call
+
+
+# These two are no functions that a mode sees.
+torch.nn.Module.to = with_cpu(torch.nn.Module.to)
+torch.autocast.__init__ = with_cpu(torch.autocast.__init__)
+
+
+class OnCPU(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return args[0] if function is torch.Tensor.cuda else with_cpu(function)(*args, **kwargs or {})
+
+
+def pytest_sessionstart():
+    OnCPU().__enter__()

@@ -1,0 +1,1 @@
+"""Apex's names on fused_softmax."""

@@ -1,0 +1,3 @@
+import torch
+
+Device = torch.device | str

@@ -1,0 +1,1 @@
+"""Liger's names on fused_softmax."""

@@ -1,0 +1,2 @@
+def is_hip():
+    return False

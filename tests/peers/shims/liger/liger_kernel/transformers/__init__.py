@@ -1,0 +1,1 @@
+from liger_kernel.megatron import LigerVocabParallelCrossEntropy  # noqa: F401

@@ -1,0 +1,1 @@
+"""Megatron's names on fused_softmax."""

@@ -1,0 +1,3 @@
+import enum
+
+AttnMaskType = enum.Enum("AttnMaskType", ["padding", "causal"])

@@ -1,0 +1,1 @@
+"""QuACK's names on fused_softmax."""
