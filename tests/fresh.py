@@ -1,6 +1,7 @@
 """Environments that hold what is put into them and nothing of this checkout."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,16 +25,20 @@ def run(*command, cwd=None, timeout=None, errors=True):
     """
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "FUSED_SOFTMAX_INTERPRET", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    try:
-        done = subprocess.run(
-            [str(part) for part in command], cwd=cwd, env=environment, timeout=timeout,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT if errors else subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise TooLate(f"no end after {timeout:.0f} s") from None
-    if done.returncode:
-        raise Failed("\n".join(done.stdout.strip().splitlines()[-15:]))
-    return done.stdout.strip()
+    with subprocess.Popen(
+        [str(part) for part in command], cwd=cwd, env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT if errors else subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # pip for another interpreter is a process of a process
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TooLate(f"no end after {timeout:.0f} s") from None
+            raise
+    if process.returncode:
+        raise Failed("\n".join(said.strip().splitlines()[-15:]))
+    return said.strip()
 
 
 def environment(folder, interpreter):

@@ -1,11 +1,14 @@
 """What the packages say of themselves, without building them; `make dist-test` builds and tries them."""
 
 import re
+import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 from check_dist import RELATIVE
+from fresh import TooLate, run
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -51,3 +54,15 @@ def test_the_version_stands_in_one_place():
 def test_triton_is_asked_for_on_linux_alone():
     (triton,) = [each for each in PROJECT["project"]["dependencies"] if each.startswith("triton")]
     assert triton.endswith("platform_system == 'Linux'")
+
+
+def test_what_is_too_late_ends_with_all_that_it_began(tmp_path):
+    """pip for another interpreter began a process that still wrote into a folder while it was removed."""
+    writes = "import time\nwhile True: open('alive', 'a').write('.'); time.sleep(0.01)"
+    begins = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {writes!r}])"
+    with pytest.raises(TooLate):
+        run(sys.executable, "-c", begins, cwd=tmp_path, timeout=2)
+    said = (tmp_path / "alive").read_text()
+    time.sleep(0.2)
+    assert said
+    assert (tmp_path / "alive").read_text() == said
