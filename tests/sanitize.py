@@ -1,4 +1,6 @@
-"""Every strategy once under compute-sanitizer: accesses out of bounds (memcheck), races in shared memory (racecheck).
+"""Kernels under compute-sanitizer: accesses out of bounds (memcheck), races in shared memory (racecheck).
+
+Every strategy of softmax, and every other family of kernels (`sanitize_calls.py`).
 
     python tests/sanitize.py                     # both tools, on a machine with a GPU and the CUDA toolkit
     python tests/sanitize.py --tool racecheck    # one of them
@@ -15,6 +17,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import sanitize_calls
 import torch
 from conftest import peaked
 from contract import assert_softmax
@@ -62,6 +65,9 @@ def launch_all():
     for strategy, alignment, dtype in product(SHAPES, ALIGNMENTS, DTYPES):
         launch(strategy, alignment, dtype, "cpu" if INTERPRET else "cuda")
         print(f"{strategy}, {alignment}, {dtype}: right", flush=True)
+    for name, dtype in product(sanitize_calls.NAMES, DTYPES):
+        sanitize_calls.call(name, dtype, "cpu" if INTERPRET else "cuda")
+        print(f"{name}, {dtype}: right", flush=True)
 
 
 def sanitizer():

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import sanitize
+import sanitize_calls
 import torch
 from sanitize import ALIGNMENTS, DTYPES, SHAPES, launch
 
@@ -15,6 +16,13 @@ from sanitize import ALIGNMENTS, DTYPES, SHAPES, launch
 @pytest.mark.parametrize("strategy", SHAPES)
 def test_what_it_launches_is_right(strategy, alignment, dtype, device):
     launch(strategy, alignment, dtype, device)
+
+
+@pytest.mark.skipif(not sanitize.INTERPRET and not torch.cuda.is_available(), reason="no GPU and no interpreter")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sanitize_calls.NAMES)
+def test_what_it_calls_is_right(name, dtype, device):
+    sanitize_calls.call(name, dtype, device)
 
 
 @pytest.fixture

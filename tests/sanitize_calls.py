@@ -1,0 +1,128 @@
+"""Calls that launch every other family of kernels, compared with torch's float64: `sanitize.py` makes them too."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_softmax, logsumexp, sample, softmax
+from fused_softmax import reference_sampling as reference
+
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the greatest element
+
+
+def targets(x, n_classes=None):
+    return torch.arange(len(x), device=x.device) * 7 % (n_classes or x.shape[1])
+
+
+def hidden(x):
+    """A bool mask that leaves most of what lies along any dim visible."""
+    return torch.arange(x[0].numel(), device=x.device).view(x.shape[1:]) % 9 != 3
+
+
+def masked(x):
+    return x.masked_fill(~hidden(x), -torch.inf)
+
+
+def causal(x):
+    return x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -torch.inf)
+
+
+def loss(of):
+    """A mean with class weights and smoothing, whose gradient is written with it."""
+    return lambda x, w: of(x, targets(x), w.abs() + 0.1, label_smoothing=0.1)
+
+
+def attended(of, name):
+    return lambda q, k, v, bias: of(q, k, v, **{name: bias})
+
+
+# What we compute, what torch does, and the shapes of the inputs, each of which has a gradient.
+GRADIENTS = {
+    "short rows": (softmax, torch.softmax, [(19, 376)]),
+    "short odd rows": (log_softmax, torch.log_softmax, [(19, 49)]),
+    "rows": (softmax, torch.softmax, [(5, 8120)]),
+    "split rows": (log_softmax, torch.log_softmax, [(2, 40003)]),
+    "logsumexp of short rows": (logsumexp, torch.logsumexp, [(19, 77)]),
+    "logsumexp of split rows": (logsumexp, torch.logsumexp, [(2, 40003)]),
+    "a strided dim": (lambda x, _: softmax(x, 1), lambda x, _: torch.softmax(x, 1), [(3, 21, 70)]),
+    "logsumexp of a strided dim": (lambda x, _: logsumexp(x, 1), lambda x, _: torch.logsumexp(x, 1), [(3, 150, 70)]),
+    "a long strided dim": (lambda x, _: softmax(x, 0), lambda x, _: torch.softmax(x, 0), [(3000, 33)]),
+    "a masked strided dim": (
+        lambda x, _: softmax(x, 1, mask=hidden(x)), lambda x, _: torch.softmax(masked(x), 1), [(3, 40, 70)]
+    ),
+    "masked rows": (
+        lambda x, d: softmax(x, d, mask=hidden(x)), lambda x, d: torch.softmax(masked(x), d), [(3, 9, 500)]
+    ),
+    "causal rows": (
+        lambda x, d: softmax(x, d, is_causal=True), lambda x, d: torch.softmax(causal(x), d), [(2, 70, 70)]
+    ),
+}  # fmt: skip
+LOSSES = {
+    "losses of few classes": (loss(cross_entropy), loss(F.cross_entropy), [(2100, 33), (33,)]),
+    "losses in one launch": (loss(cross_entropy), loss(F.cross_entropy), [(19, 1030), (1030,)]),
+    "losses of split rows": (loss(cross_entropy), loss(F.cross_entropy), [(3, 40003), (40003,)]),
+    "a linear layer's loss": (
+        lambda x, w: linear_cross_entropy(x, w, targets(x, len(w))),
+        lambda x, w: F.cross_entropy(x @ w.T, targets(x, len(w))), [(70, 64), (300, 64)],
+    ),
+    "attention": (
+        attended(attention, "bias"), attended(F.scaled_dot_product_attention, "attn_mask"),
+        [(2, 2, 130, 64), (2, 2, 70, 64), (2, 2, 70, 64), (2, 130, 70)],
+    ),
+    "attention of short heads": (
+        attended(attention, "bias"), attended(F.scaled_dot_product_attention, "attn_mask"),
+        [(5, 2, 49, 32), (5, 2, 49, 32), (5, 2, 49, 32), (2, 49, 49)],
+    ),
+    "attention of one query": (
+        lambda q, k, v: attention(q, k, v), F.scaled_dot_product_attention,
+        [(2, 2, 1, 64), (2, 2, 1500, 64), (2, 2, 1500, 64)],
+    ),
+}  # fmt: skip
+DRAWS = {
+    "a draw": {},
+    "a draw of top-k": {"top_k": 20},
+    "a draw of top-p": {"top_p": 0.9},
+    "a draw of many by top-p": {"top_p": 0.9, "temperature": 9.0},
+    "a draw of min-p": {"min_p": 0.05},
+    "a draw and the greatest logits": {"top_k": 20, "return_logprobs": "raw", "top_logprobs": 5, "return_kept": True},
+}
+NAMES = (*GRADIENTS, *LOSSES, *DRAWS)
+
+
+def random(shape, dtype, seed) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2).to(dtype)
+
+
+def call(name: str, dtype: torch.dtype, device: str) -> None:
+    """The call, twice: the programs of a row exchange other tags the second time. AssertionError where it is wrong."""
+    for _ in range(2):
+        draw(name, dtype, device) if name in DRAWS else differentiate(name, dtype, device)
+
+
+def differentiate(name, dtype, device):
+    ours, torchs, shapes = {**GRADIENTS, **LOSSES}[name]
+    given = [random(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+    # A class weight that has a gradient takes torch's operations.
+    kept = [i for i, shape in enumerate(shapes) if len(shape) > 1]
+    dim = (-1,) if name in GRADIENTS else ()
+    found = derived(ours, [each.to(device) for each in given], kept, dim)
+    wanted = derived(torchs, [each.double() for each in given], kept, dim)
+    for one, truth in zip(found, wanted, strict=True):
+        error, size = (one.cpu().double() - truth).abs().max(), truth.abs().max()
+        assert error <= ALLOWED[dtype] * (size + 1e-3), f"{name}: {error} off, of {size}"
+
+
+def derived(function, tensors, kept, dim):
+    for i in kept:
+        tensors[i] = tensors[i].detach().requires_grad_()
+    out = function(*tensors, *dim)
+    weight = random(out.shape, torch.float32, 9).to(out.device, out.dtype)
+    return out.detach(), *torch.autograd.grad(out, [tensors[i] for i in kept], weight)
+
+
+def draw(name, dtype, device):
+    x = random((3, 4200), dtype, 1)
+    seed, position = torch.tensor([3, 4, 5]), torch.tensor([0, 2**33, 7])
+    found = sample(x.to(device), seed=seed.to(device), position=position.to(device), **DRAWS[name])
+    wanted = reference.sample(x, seed, position, **DRAWS[name])
+    assert torch.equal(found.tokens.cpu(), wanted.tokens), name
