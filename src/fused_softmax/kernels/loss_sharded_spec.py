@@ -12,4 +12,9 @@ class LossShardSpec(LossSpec):
     @property
     def numbers(self):
         """Of a row in a message."""
-        return 3 + int(self.weighted) + 2 * int(self.smooth) + 2 * int(self.stats)
+        return numbers_of(weighted=self.weighted, smooth=self.smooth, stats=self.stats)
+
+
+def numbers_of(*, weighted: bool, smooth: bool, stats: bool) -> int:
+    """Of a row in a message: m, ls and the target's logit; a class weight; with smoothing two more, with stats too."""
+    return 3 + int(weighted) + 2 * int(smooth) + 2 * int(stats)

@@ -19,8 +19,9 @@ from fused_softmax.kernels.draw import (
     order_of,
     scratch_at,
 )
-from fused_softmax.kernels.sample_kept import list_lanes, only_inf, row_state
+from fused_softmax.kernels.sample_kept import only_inf, row_state
 from fused_softmax.kernels.sample_row import finish_parts, take_lanes
+from fused_softmax.kernels.sample_wide import ones_of
 from fused_softmax.kernels.state import NEG_INF
 
 
@@ -79,3 +80,20 @@ def _draw_above(
         tl.store(valid_ptr + draw, drawn.to(tl.int8))
         if logprobs_ptr is not None:
             tl.store(logprobs_ptr + draw, tl.where(drawn, 0.0, float("nan")))
+
+
+@triton.jit
+def list_lanes(lanes_ptr, chosen, first):
+    """Lists the calls of the lanes that are chosen of stretches from `first` on, and says how many these are.
+
+    chosen: [stretches, lanes]. One bit stands for each lane of a stretch, and a stretch lists its few one by one.
+    """
+    marks = tl.sum(chosen.to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)
+    n = ones_of(marks)
+    end = tl.cumsum(n, axis=0)
+    stretch = first + tl.arange(0, chosen.shape[0])
+    for i in range(tl.max(n, axis=0)):
+        tl.store(lanes_ptr + end - n + i, stretch * LANES + ones_of((marks & -marks) - 1), mask=marks != 0)
+        marks &= marks - 1
+    tl.debug_barrier()
+    return tl.sum(n, axis=0)

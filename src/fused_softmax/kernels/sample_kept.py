@@ -296,23 +296,6 @@ def nth_lanes(marks, K: tl.constexpr):
 
 
 @triton.jit
-def list_lanes(lanes_ptr, chosen, first):
-    """Lists the calls of the lanes that are chosen of stretches from `first` on, and says how many these are.
-
-    chosen: [stretches, lanes]. One bit stands for each lane of a stretch, and a stretch lists its few one by one.
-    """
-    marks = tl.sum(chosen.to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)
-    n = ones_of(marks)
-    end = tl.cumsum(n, axis=0)
-    stretch = first + tl.arange(0, chosen.shape[0])
-    for i in range(tl.max(n, axis=0)):
-        tl.store(lanes_ptr + end - n + i, stretch * LANES + ones_of((marks & -marks) - 1), mask=marks != 0)
-        marks &= marks - 1
-    tl.debug_barrier()
-    return tl.sum(n, axis=0)
-
-
-@triton.jit
 def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep, whether all that decides it is known)."""
     list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)

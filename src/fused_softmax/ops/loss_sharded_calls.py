@@ -13,13 +13,13 @@ from torch import Tensor
 from fused_softmax.calls import Prepared, allocator, find, keep
 from fused_softmax.distributed import Shards, exchange, headers_of
 from fused_softmax.kernels.loss_sharded import _merge, _put, _say, _share
-from fused_softmax.kernels.loss_sharded_spec import LossShardSpec
+from fused_softmax.kernels.loss_sharded_spec import LossShardSpec, numbers_of
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.options import Loss
 from fused_softmax.route import runs_here
 from fused_softmax.runner import TLDTYPES, Run, has_ptx, prepare
 
-ELSEWHERE = -100  # stands for a target that is none of a shard's classes
+ELSEWHERE = -100  # kernels/loss_sharded.py
 _ROWS = 128  # of a program
 _NUMBERS = ("smoothing", "lse_square_scale")
 
@@ -83,7 +83,7 @@ def told(given: OfShard) -> tuple[Tensor, Tensor | None]:
 
 def _numbers_of(loss: Loss) -> int:
     """Of a row in a message."""
-    return 3 + (loss.weight is not None) + 2 * loss.smooth + 2 * loss.stats
+    return numbers_of(weighted=loss.weight is not None, smooth=loss.smooth, stats=loss.stats)
 
 
 def _said(given: OfShard, header: Tensor | None) -> Tensor:

@@ -234,7 +234,7 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     n_draws, n_cols = x.shape
     index, n_stretches = logits.get_device(), -(-n_cols // STRETCH)
     plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = replace(spec_of(plan, Sampling(), index, True, logits.dtype), wide=False)
+    spec = spec_of(plan, Sampling(), index, True, logits.dtype)
     scratch = torch.empty(n_draws, spec.scratch, dtype=torch.int64, device=x.device)
     read, numbers = readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
     written = scratch, None, None, None, None, None, None

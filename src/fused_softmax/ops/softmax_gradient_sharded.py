@@ -50,12 +50,8 @@ def _plan(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
 
 def _prepare(dy: Tensor, y: Tensor, log: bool, hides: bool, scaled: bool, dtype: torch.dtype) -> Prepared:
     """call(dy, y, factor, summed) -> dx"""
-    shape, strides, empty, state_dtype = (
-        y.shape,
-        contiguous_strides(y.shape),
-        allocator(y.device),
-        arithmetic_in(y.dtype),
-    )
+    shape, strides = y.shape, contiguous_strides(y.shape)
+    empty, state_dtype = allocator(y.device), arithmetic_in(y.dtype)
     rows: list = [flatten(each) for each in (dy, y, empty(tuple(shape), strides, dtype))]
     plan, device = _plan(*rows), y.get_device()
     spec = spec_of(
