@@ -231,6 +231,11 @@ OPS = (
         "test_cross_entropy.py::test_a_second_backward_and_a_changed_first_gradient",
     ),
     of(
+        "ops", "second-backward-by-other-launches", "ops/cross_entropy_steps.py",
+        "with torch.enable_grad():", "with torch.no_grad():",
+        "test_cross_entropy.py::test_a_second_backward_has_the_bits_of_the_first",
+    ),
+    of(
         "ops", "bias-of-the-first-chunk", "ops/linear_by_rows.py",
         "db if self.db is None else self.db.add_(db)", "db if self.db is None else self.db",
         "test_linear_cross_entropy.py::test_loss_and_gradients_by_chunks",

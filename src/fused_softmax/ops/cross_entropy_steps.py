@@ -1,7 +1,7 @@
 """A cross-entropy of rows as its launches, prepared one by one, and their gradient for autograd.
 
-The gradient of a sum or mean is written together with the losses if that saves a read of the logits. Otherwise, and for
-a second backward, it is computed from the logits and each row's m and ls.
+The gradient of a sum or mean is written together with the losses if that saves a read of the logits; for a second
+backward it is written so again. Otherwise it is computed from the logits and each row's m and ls.
 """
 
 from functools import partial
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax import reference
+from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops.cross_entropy_calls import LossRows, backward, forward, given_of, is_whole, prepare_losses
 from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse, prepare_given_lse
 from fused_softmax.ops.cross_entropy_output import Wanted, stats_of
@@ -209,6 +210,7 @@ class _CrossEntropy(torch.autograd.Function):
             dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
+        ctx.kind, ctx.numbers = kind, numbers
         ctx.version = version_of(x) if kind.inplace else None
         ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
         if len(results) > 3:
@@ -220,10 +222,15 @@ class _CrossEntropy(torch.autograd.Function):
         loss = ctx.loss
         if dy is None and dlse is None and dz is None:
             return None, None, None, None
-        if ctx.dx is not None and dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy):
-            # Given away: whoever has it may change it, and a second backward computes it again.
+        alone = dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy)
+        if ctx.kind.at_once and alone and not (ctx.kind.inplace and ctx.dx is None):
+            # Given away: whoever has it may change it, and a second backward writes it again.
             dx, ctx.dx = ctx.dx, None
-            check_kept(dx, ctx.version)
+            if dx is None:
+                x, target, *_ = ctx.saved_tensors
+                dx = _written_again(x, target, loss, ctx.numbers, ctx.kind)
+            else:
+                check_kept(dx, ctx.version)
             ctx.multiply(dx, dy)
             return dx, None, None, None
         x, target, totals, m, ls = ctx.saved_tensors
@@ -247,6 +254,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 # As _CrossEntropy.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
 differentiated = super(torch.autograd.Function, _CrossEntropy).apply
+
+
+def _written_again(x, target, loss: Loss, numbers: tuple, kind: Kind) -> Tensor:
+    """The gradient that the forward pass wrote, by the same launches: their bits, and one pass over the logits.
+
+    x may lie otherwise than it did, for what autograd saves may have been moved.
+    """
+    options = kind.wanted, kind.dtype, *loss.kind().values(), loss.ignore_index, loss.reduction
+    steps: Any = find("loss again", options, x, target, loss.weight)
+    if steps is None:
+        with torch.enable_grad():  # as in the forward pass: the gradient asks for the targets' totals
+            calls = Steps(*[each and each.call for each in prepare_steps(kind, x, target, loss)])
+        steps = keep(Prepared(calls), "loss again", options, x, target, loss.weight)  # type: ignore[arg-type]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    run_steps(steps, x, target, loss, numbers, None, kind, dx)
+    return dx
 
 
 def _states(x, target, loss, m, ls):
