@@ -220,8 +220,8 @@ def test_loss_and_gradients(name, options, dtype, reduction, accumulate, device,
 
 @kernels
 @pytest.mark.parametrize("name", ["little kept", "all kept"])
-def test_logits_in_memory_are_the_product_alone(name, device, small, monkeypatch):
-    """With linear_bias in them they would be rounded twice, by the product and by the sum."""
+def test_logits_in_memory_are_rounded_once(name, device, small, monkeypatch):
+    """With their bias, which a product that adds it to what it has rounded would round again."""
     (x, w, bias), target, chunk_size = layer(name, BF16, device)
     read, begun = [], by_classes.Tokens.read
 
@@ -229,13 +229,37 @@ def test_logits_in_memory_are_the_product_alone(name, device, small, monkeypatch
         read.append((first, logits.clone()))
         begun(tokens, logits, first)
 
+    monkeypatch.setattr(by_classes, "_WIDENED", 96)
     monkeypatch.setattr(by_classes.Tokens, "read", watched)
     linear_cross_entropy(x, w, target, linear_bias=bias, chunk_size=chunk_size).backward()
     assert len(small) == 1
     assert sum(len(logits) for _, logits in read) == len(w)
     for first, logits in read:
-        product = w[first : first + len(logits)].double() @ x.double().t()
-        torch.testing.assert_close(logits.double(), product, rtol=torch.finfo(BF16).eps / 2, atol=1e-4)
+        here = slice(first, first + len(logits))
+        exact = w[here].double() @ x.double().t() + bias[here, None].double()
+        torch.testing.assert_close(logits.double(), exact, rtol=torch.finfo(BF16).eps / 2, atol=1e-4)
+
+
+@kernels
+def test_a_bias_that_takes_most_of_the_product_back(device, small):
+    """As of a layer whose tokens have a part in common: products are four times as large as logits."""
+    generator = torch.Generator().manual_seed(0)
+    common, x, w = (torch.randn(*shape, generator=generator) for shape in ((64,), (256, 64), (320, 64)))
+    tensors = [common * 2 + x / 2, w / 2, -(w / 2) @ common * 2]
+    x, w, bias = (each.to(device, BF16).requires_grad_() for each in tensors)
+    target = torch.randint(0, 320, (256,), generator=generator).to(device)
+
+    def composed(tensors, dtype):
+        losses = F.cross_entropy(F.linear(*tensors).to(dtype), target, reduction="none")
+        return losses.detach(), *torch.autograd.grad(losses.mean(), tensors)
+
+    truth = composed([each.detach().double().requires_grad_() for each in (x, w, bias)], FP64)
+    theirs = composed([x, w, bias], FP32)
+    found = linear_cross_entropy(x, w, target, linear_bias=bias, chunk_size=64, return_token_stats=True)
+    ours = found.token_stats.loss, *torch.autograd.grad(found.loss, (x, w, bias))
+    assert len(small) == 1
+    for what, exact, one, other in zip(("losses", "x", "w", "bias"), truth, ours, theirs, strict=True):
+        assert (one.double() - exact).norm() <= 1.1 * (other.double() - exact).norm(), what
 
 
 @kernels

@@ -3,10 +3,11 @@
 Logits are made transposed, [classes, tokens], so that the logits of any block of classes are contiguous. For the loss
 all logits are made once, each block over the one before it. The last block is kept; the others are made again for the
 gradient. Each row of linear_weight's gradient is then one product over all tokens, to which nothing is added.
-The logits in memory lack linear_bias. The kernels add it as they read, because a product that adds it rounds it twice.
-Traffic: all logits are read once, and once more read and written. Extra memory: at most a chunk's elements; where
-several products are added up in a wider dtype, also the input's gradient in that dtype, and before that the states of
-tokens.
+A linear_bias of 16 bits is one more column of linear_weight, by a feature of 1. So logits are rounded once, as torch's
+linear rounds them; by addmm cuBLAS adds the bias to the rounded product. The kernels add a wider bias as they read.
+Traffic: all logits are read once, and once more read and written. Extra memory: at most a chunk's elements; with a bias
+of 16 bits a copy of the input, and of _WIDENED rows of linear_weight; where several products are added up in a wider
+dtype, also the input's gradient in that dtype, and before that the states of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ _CLASSES = 256  # fewer at a time do not fill the chip
 _TOKENS = 128  # of a tile
 _PROGRAMS = 16  # a multiprocessor
 _WARPS = 4
+_WIDENED = 8192  # rows of linear_weight that are copied at a time, each with its bias
 
 
 class Block(NamedTuple):
@@ -120,7 +122,8 @@ def by_classes(
     """
     x, w, bias = x.detach(), w.detach(), None if bias is None else bias.detach()
     n_classes, features = w.shape
-    tokens = Tokens(x, target, loss, totals, n_classes, bias)
+    product = _Biased(x, w, bias) if bias is not None and x.element_size() == 2 else None
+    tokens = Tokens(x, target, loss, totals, n_classes, None if product else bias)
     steps = steps_of(n_classes, features, tokens.padded, most)
     dw = torch.empty(n_classes, features, dtype=x.dtype, device=x.device)
     db = torch.empty(n_classes, dtype=arithmetic_of(x), device=x.device) if asked[2] else None
@@ -130,6 +133,8 @@ def by_classes(
         size = block.stop - block.first
         # Rows of a whole number of vectors: of others matrix products are slow too.
         logits = memory[: size * tokens.padded].view(size, tokens.padded)[:, : len(x)]
+        if product is not None:
+            return product.of_classes(block.first, block.stop, logits)
         return torch.mm(w[block.first : block.stop], x.t(), out=logits)
 
     def make_gradient(logits: Tensor, block: Block) -> None:
@@ -170,6 +175,25 @@ def padded_of(x: Tensor) -> int:
     return -(-len(x) // vector) * vector
 
 
+class _Biased:
+    """w @ x.t() + bias, rounded once: a feature of 1 has the bias for its weight. Others that fill a vector are 0."""
+
+    def __init__(self, x: Tensor, w: Tensor, bias: Tensor):
+        self.w, self.bias, pad = w, bias, VECTOR_BYTES // x.element_size()
+        self.x = torch.cat([x, x.new_ones(len(x), 1), x.new_zeros(len(x), pad - 1)], 1)
+        self.room = w.new_zeros(min(_WIDENED, len(w)), self.x.shape[1])
+
+    def of_classes(self, first: int, stop: int, out: Tensor) -> Tensor:
+        features = self.w.shape[1]
+        for at in range(first, stop, len(self.room)):
+            until = min(at + len(self.room), stop)
+            wide = self.room[: until - at]
+            wide[:, :features] = self.w[at:until]
+            wide[:, features] = self.bias[at:until]
+            torch.mm(wide, self.x.t(), out=out[at - first : until - first])
+        return out
+
+
 class Tokens:
     """The losses of tokens by blocks of logits [classes, tokens], whose rows take `padded` elements.
 
@@ -184,7 +208,6 @@ class Tokens:
         self.x, self.target, self.loss, self.totals = x, target, loss, totals
         self.device, self.dtype = x.get_device(), arithmetic_of(x)
         self.numbers = loss.exact_numbers(x)
-        # A product over a column of biases rounds twice: cuBLAS adds them to the rounded product.
         self.bias = None if bias is None else bias.contiguous()
         self.logit_dtype = x.dtype if bias is None else self.dtype  # of logits as they are kept: with their bias
         vector = VECTOR_BYTES // x.element_size()
