@@ -9,6 +9,7 @@ import torch
 
 from fused_softmax import reference_sampling as reference
 from fused_softmax import sample
+from fused_softmax.kernels import sample_wide
 from fused_softmax.ops import sampling
 from fused_softmax.ops.sample_calls import Numbers, greatest, prepare_draws
 from fused_softmax.ops.sample_reports import prepare_sample
@@ -110,6 +111,19 @@ def test_boundaries_below_what_is_held(filters, listed, device):
         plan, stretches=1, kept_warps=2, bound_warps=2, parts=2, part_stretches=3, num_warps=1, listed=listed
     )
     assert_as_reference(x, Sampling(**WIDE[filters], return_logprobs="processed"), plan)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter tells whether a function ran")
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 60000}], ids=["top-p", "top-k"])
+def test_a_low_boundary_among_many_columns_is_found_by_its_sample(filters, monkeypatch):
+    """To read the row again took 512 rows of 262144 columns seven times as long as the rest."""
+
+    def read_again(*_):
+        raise AssertionError("the row is read again")
+
+    monkeypatch.setattr(sample_wide, "least_in_row", read_again)
+    x = torch.randn(2, 262144, generator=torch.Generator().manual_seed(3)) * 2
+    assert_as_reference(x, Sampling(**filters))
 
 
 ABOVE = {

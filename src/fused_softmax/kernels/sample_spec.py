@@ -15,8 +15,8 @@ class SampleSpec:
     all_stretches: at least as many as a row has. ranked: whether top-k or top-p may ask which logits are the greatest.
         capacity: lanes of a row that are held at a time, and candidates, at most, that are ranked of their logits.
     joint: whether each filter judges all columns.
-    wide: whether launches follow for rows whose boundary is lower. sampled: groups that they are told of it by; listed:
-        logits that it is sought among.
+    wide: whether launches follow for rows whose boundary is lower. sampled, turns: groups that they are told of it by,
+        and how many times so many; listed: logits that it is sought among.
     grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
     """
 
@@ -36,6 +36,11 @@ class SampleSpec:
     listed: int = 8192
     grain_bits: int = 0
     ptx: bool = False
+
+    @property
+    def turns(self) -> int:
+        """A sample misses by columns as n_cols / sqrt(turns); there is room for what one turn misses of 131072."""
+        return min(max(1, self.all_stretches // 128) ** 2, 16)
 
     @property
     def grain(self) -> int:

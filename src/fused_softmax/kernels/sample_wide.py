@@ -74,17 +74,17 @@ def sampled_bracket(D, F, K: tl.constexpr):
 
     A histogram of the sample's scores, from the least one to the maximum, says what lies below each of its bins.
     """
-    n_groups = tl.cdiv(D.n_cols, 8)
-    group = (tl.arange(0, K.sampled).to(tl.int64) * n_groups // K.sampled).to(tl.int32)
     N: tl.constexpr = K.sampled * 8
-    x = tl.reshape(logits_of(D, group * 8, group >= 0, K), [N])
+    x = sampled(D, 0, K)
     z = score_at(x, D, F.m)
     least = tl.minimum(tl.maximum(tl.min(tl.where(x > NEG_INF, z, 0.0), axis=0), LEAST_SCORE), -1e-20)
     width = least / -BINS
-    bin = tl.minimum(tl.maximum((z - least) / width, 0.0), BINS - 1.0).to(tl.int32)
-    n = tl.histogram(bin, BINS, mask=x > NEG_INF).to(tl.float32)
+    n = tl.histogram(bin_of(z, least, width), BINS, mask=x > NEG_INF).to(tl.float32)
+    for turn in range(1, K.turns):
+        x = sampled(D, turn, K)
+        n += tl.histogram(bin_of(score_at(x, D, F.m), least, width), BINS, mask=x > NEG_INF).to(tl.float32)
     at = tl.arange(0, BINS)
-    share = N / D.n_cols.to(tl.float32)
+    share = N * K.turns / D.n_cols.to(tl.float32)
     by_k = (F.k > 0) & ((F.p >= 1) | (not K.joint) | (F.k < K.listed // 4))
     v = tl.where(by_k, 1.0, tl.exp2(least + (at + 0.5) * width))
     n_all = tl.sum(n, axis=0)
@@ -98,15 +98,36 @@ def sampled_bracket(D, F, K: tl.constexpr):
     spread = tl.where(by_k, tl.sqrt(tl.maximum(n_all - want, 0.0)) * SPREADS + 8.0, spread)
     low = tl.sum((below <= want - spread).to(tl.int32), axis=0) - 2
     high = tl.sum((below <= want + spread).to(tl.int32), axis=0) + 1
-    # Few above: all of them are listed. Many between: as many as there is room for, from the upper end on.
+    # More between than there is room for: as many on both sides of where the boundary should be.
+    room = 0.7 * K.listed * share
     n_high = tl.max(tl.where(at >= high, n_from, 0.0), axis=0)
+    if tl.max(tl.where(at >= low, n_from, 0.0), axis=0) - n_high > room:
+        n_middle = tl.max(tl.where(below > want, n_from, 0.0), axis=0)
+        low = tl.maximum(low, tl.sum((n_from > n_middle + room / 2).to(tl.int32), axis=0))
+        high = tl.minimum(high, tl.sum((n_from > n_middle - room / 2).to(tl.int32), axis=0))
+        n_high = tl.max(tl.where(at >= high, n_from, 0.0), axis=0)
+    # Few above: all of them are listed.
     few = n_high < 64
     n_high = tl.where(few, 0.0, n_high)
-    room = 0.7 * K.listed * share
     low = tl.maximum(low, tl.sum((n_from > n_high + room).to(tl.int32), axis=0))
     low_order = tl.where(low > 0, order_of(F.m + (least + low * width) / D.factor), LOWEST)
     high_order = order_of(F.m + (least + high * width) / D.factor)
     return low_order, tl.where(few | (high >= BINS), order_of(F.m) + 1, tl.minimum(high_order, order_of(F.m) + 1))
+
+
+@triton.jit
+def sampled(D, turn, K: tl.constexpr):
+    """Logits of K.sampled groups of 8 from all over a row; of each turn others."""
+    N: tl.constexpr = K.sampled * 8
+    n_groups = tl.cdiv(D.n_cols, 8)
+    i = (tl.arange(0, K.sampled) * K.turns + turn).to(tl.int64)
+    group = (i * n_groups // (K.sampled * K.turns)).to(tl.int32)
+    return tl.reshape(logits_of(D, group * 8, group >= 0, K), [N])
+
+
+@triton.jit
+def bin_of(z, least, width):
+    return tl.minimum(tl.maximum((z - least) / width, 0.0), BINS - 1.0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "n_rows", "part_stretches"])
