@@ -104,6 +104,7 @@ def _interpreter_as_a_gpu():
             state.HALVES.value: lambda a: TensorHandle((a.data.astype(np.uint32) << 16).view(np.float32), tl.float32),
             "mov.b32 $0, $1;": lambda a: a,
             "mov.b64 $0, $1;": lambda a: a,
+            exchange.IN_ANY_WARP.value: lambda a: a,  # of one
         }
         return SimpleNamespace(get_result=lambda _: results[asm](*values))
 

@@ -18,44 +18,43 @@ HELP = (
     ),
     of(
         "help", "last-part-never-missing", "kernels/exchange.py",
-        "tl.min(tl.where((j < n_parts) &", "tl.min(tl.where((j < n_parts - 1) &",
+        "for part in range(n_parts):", "for part in range(n_parts - 1):",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
         "help", "one-missing-part-alone", "kernels/exchange.py",
-        "    missing = first_missing(message, n_parts, tag, K)\n    return", "    missing = n_parts\n    return",
+        "for part in range(n_parts):", "for part in range(n_parts - n_parts + 3):",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
         "help", "state-of-the-next-part", "kernels/exchange.py",
-        "STATE(missing, given, K)", "STATE(missing + 1, given, K)",
+        "m, s = STATE(part, given, K)", "m, s = STATE(part + 1, given, K)",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
         "help", "slots-of-another-copy", "kernels/exchange.py",
-        "slots_ptr + (missing % K.copies) * n_parts + j", "slots_ptr + (part % K.copies) * n_parts + j",
+        "slots_ptr + (part % K.copies) * n_parts + j\n        message", "slots_ptr + j\n        message",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
         "help", "told-for-another-part", "kernels/exchange.py",
-        "        message = tl.where((j == missing) &",
-        "        tl.store(slots_ptr + missing, pack_state(m, s, tag))\n        message = tl.where((j == missing) &",
+        "            message = tl.where((j == part) &",
+        "            tl.store(slots_ptr + part, pack_state(m, s, tag))\n            message = tl.where((j == part) &",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
         "help", "slots-not-read-after-the-data", "kernels/exchange.py",
-        "        message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, "
-        "volatile=True)\n", "",
+        "            message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)\n", "",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
         "help", "no-barrier-after-the-data", "kernels/exchange.py",
-        "        tl.debug_barrier()  # no slot is read before the data was, and", "        #",
+        "            tl.debug_barrier()  # no slot is read before the data was", "",
         "test_alone.py::test_between_the_data_and_the_slots_there_is_a_barrier",
     ),
     of(
         "help", "what-came-meanwhile-overruled", "kernels/exchange.py",
-        "tl.where((j == missing) & (tag_of(message) != tag), pack", "tl.where(j == missing, pack",
+        "tl.where((j == part) & (tag_of(message) != tag), pack", "tl.where(j == part, pack",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
@@ -113,14 +112,13 @@ HELP = (
     ),
     of(
         "help", "told-at-one-position-is-told", "kernels/column_exchange.py",
-        "tl.min(tl.min(tl.where(missing, part, K.lanes), axis=1), axis=0)",
-        "tl.max(tl.min(tl.where(missing, part, K.lanes), axis=1), axis=0)",
+        "tl.max(missing.to(tl.int32), axis=None)", "tl.min(tl.max(missing.to(tl.int32), axis=1), axis=0)",
         "test_alone.py::test_the_same_of_every_inner_position",
     ),
     of(
         "help", "positions-overruled", "kernels/column_exchange.py",
-        "own = (tl.arange(0, K.lanes)[None, :] == missing) & (tag_of(message) != tag)",
-        "own = (tl.arange(0, K.lanes)[None, :] == missing) & (slot_ptrs == slot_ptrs)",
+        "            missing = (tl.arange(0, K.lanes)[None, :] == part) & (tag_of(message) != tag)\n",
+        "            missing = (tl.arange(0, K.lanes)[None, :] == part) & (slot_ptrs == slot_ptrs)\n",
         "test_alone.py::test_the_same_of_every_inner_position",
     ),
 )  # fmt: skip

@@ -61,11 +61,11 @@ def launch(strategy, alignment, dtype, device):
         assert_softmax(target.cpu(), x)  # on the CPU, so that no kernel but ours is in the tool's way
 
 
-def launch_all():
-    for strategy, alignment, dtype in product(SHAPES, ALIGNMENTS, DTYPES):
+def launch_all(only):
+    for strategy, alignment, dtype in product([each for each in SHAPES if each in only], ALIGNMENTS, DTYPES):
         launch(strategy, alignment, dtype, "cpu" if INTERPRET else "cuda")
         print(f"{strategy}, {alignment}, {dtype}: right", flush=True)
-    for name, dtype in product(sanitize_calls.NAMES, DTYPES):
+    for name, dtype in product([each for each in sanitize_calls.NAMES if each in only], DTYPES):
         sanitize_calls.call(name, dtype, "cpu" if INTERPRET else "cuda")
         print(f"{name}, {dtype}: right", flush=True)
 
@@ -81,16 +81,20 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="sanitize", description=__doc__.partition("\n")[0])
     parser.add_argument("--tool", choices=TOOLS, action="append", help="one tool, or several; both if not given")
     parser.add_argument("--launch", action="store_true", help="only launch the kernels, and compare what they give")
+    names = [*SHAPES, *sanitize_calls.NAMES]
+    parser.add_argument("--only", choices=names, action="append", metavar="NAME", help="one call, or several")
     options = parser.parse_args(arguments)
+    only = options.only or names
     if options.launch:
-        return launch_all()
+        return launch_all(only)
     found = sanitizer()
     if found is None:
         sys.exit("sanitize: compute-sanitizer is neither on PATH nor in $CUDA_HOME/bin; the CUDA toolkit has it")
     if not torch.cuda.is_available() or torch.version.hip:
         sys.exit("sanitize: torch sees no NVIDIA GPU, and compute-sanitizer needs one")
 
-    command = [sys.executable, str(Path(__file__).resolve()), "--launch"]
+    chosen = [f"--only={name}" for name in options.only or ()]
+    command = [sys.executable, str(Path(__file__).resolve()), *chosen, "--launch"]
     environment = {k: v for k, v in os.environ.items() if k not in ("FUSED_SOFTMAX_INTERPRET", "TRITON_INTERPRET")}
     environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     print("sanitize: without a tool", flush=True)  # compiles the kernels, and blames no tool for a wrong result

@@ -6,8 +6,12 @@ from itertools import cycle
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from fused_softmax import cross_entropy, log_softmax, logsumexp, softmax
+from fused_softmax.kernels.exchange import in_any_warp
+from fused_softmax.kernels.spec import Spec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,6 +134,26 @@ def test_with_most_multiprocessors_held_a_row_has_the_bits_of_a_run_alone(kind, 
     result, took = held(run)
     assert alike(result, alone)
     assert took < SOON + (0.4 if kind in ("many long rows", "strided dim") else 0)  # 128 MiB by 4 multiprocessors
+
+
+@triton.jit
+def _lacks(told_ptr, lacking, K: tl.constexpr):
+    """What each of 128 threads is told where one warp, or none, lacks a message."""
+    warp = tl.inline_asm_elementwise(
+        "{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; add.s32 $0, $0, $1; }", "=r,r", [lacking * 0], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    told = in_any_warp((warp == lacking).to(tl.int32), K)
+    tl.store(told_ptr + tl.arange(0, 128), tl.zeros([128], tl.int32) + told)
+
+
+@pytest.mark.parametrize("lacking", [0, 2, 3, 4])
+def test_what_one_warp_lacks_all_know(lacking):
+    """Warps poll by themselves. One that goes on alone would wait at barriers for those that have what it lacks."""
+    told = torch.full((128,), -1, dtype=torch.int32, device="cuda")
+    spec = Spec(block_cols=1, pieces=1, vector=1, cast_dtype=tl.float32, ptx=torch.version.hip is None)
+    _lacks[(1,)](told, lacking, K=spec, num_warps=4)
+    assert told.tolist() == [int(lacking < 4)] * 128
 
 
 def test_six_streams_of_the_longest_rows():

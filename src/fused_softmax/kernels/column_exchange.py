@@ -7,13 +7,14 @@ A group's slots are [block_inner, n_parts], and are read as a tile [block_inner,
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import pack_state, tag_of, unpack_state, wait_for
-from fused_softmax.kernels.state import NEG_INF, weight_of
+from fused_softmax.kernels.exchange import in_any_warp, pack_state, tag_of, unpack_state, wait_for
+from fused_softmax.kernels.state import NEG_INF, rounded_product, weight_of
 
 
 @triton.jit
 def publish_columns(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
     """`publish`, a message an inner position."""
+    tl.debug_barrier()  # warps that share no column may be late, and read the tag that this flips
     slot_ptrs = slots_ptr + part + tl.arange(0, K.block_inner)[None, :] * n_parts
     tl.atomic_xchg(slot_ptrs, pack_state(m, s, tag), sem="relaxed")
 
@@ -37,30 +38,28 @@ def collect_columns(slots_ptr, n_parts, tag, K: tl.constexpr):
     BLOCK_INNER: tl.constexpr = K.block_inner
     slot_ptrs, peer = slots_of_columns(slots_ptr, n_parts, K)
     message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
-    return wait_for(slot_ptrs, message, peer, tag)
-
-
-@triton.jit
-def first_missing_columns(message, n_parts, tag, K: tl.constexpr):
-    """`first_missing`: of parts that have not told the states of all inner positions."""
-    part = tl.arange(0, K.lanes)[None, :]
-    missing = (part < n_parts) & (tag_of(message) != tag)
-    return tl.min(tl.min(tl.where(missing, part, K.lanes), axis=1), axis=0)
+    message, left = wait_for(slot_ptrs, message, peer, tag)
+    if K.helps:
+        left = in_any_warp(left, K)
+    return message, left
 
 
 @triton.jit
 def stand_in_columns(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexpr):
     """`stand_in`, for every inner position."""
+    BLOCK_INNER: tl.constexpr = K.block_inner
+    LANES: tl.constexpr = K.lanes
     slot_ptrs, peer = slots_of_columns(slots_ptr, n_parts, K)
-    message = tl.load(slot_ptrs, mask=peer, other=0, volatile=True)
-    missing = first_missing_columns(message, n_parts, tag, K)
-    while missing < n_parts:
-        m, s = STATE(missing, given, K)
-        tl.debug_barrier()  # no slot is read before the data was
+    message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
+    for part in range(n_parts):
         message = tl.load(slot_ptrs, mask=peer & (tag_of(message) != tag), other=message, volatile=True)
-        own = (tl.arange(0, K.lanes)[None, :] == missing) & (tag_of(message) != tag)
-        message = tl.where(own, tl.trans(pack_state(m, s, tag)), message)
-        missing = first_missing_columns(message, n_parts, tag, K)
+        missing = (tl.arange(0, K.lanes)[None, :] == part) & (tag_of(message) != tag)
+        if in_any_warp(tl.max(missing.to(tl.int32), axis=None), K) > 0:
+            m, s = STATE(part, given, K)
+            tl.debug_barrier()  # no slot is read before the data was
+            message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)
+            missing = (tl.arange(0, K.lanes)[None, :] == part) & (tag_of(message) != tag)
+            message = tl.where(missing, tl.trans(pack_state(m, s, tag)), message)
     return message
 
 
@@ -77,7 +76,8 @@ def merged_columns(message, n_parts, K: tl.constexpr):
     """`merged`, for every inner position."""
     m_parts, s_parts = states_of_columns(message, n_parts, K)
     m = tl.max(m_parts, axis=1)
-    s = tl.sum(s_parts * weight_of(m_parts, m[:, None], K.ptx and not K.subtract_first), axis=1)
+    weights = weight_of(m_parts, m[:, None], K.ptx and not K.subtract_first)
+    s = tl.sum(rounded_product(s_parts, weights), axis=1)
     return m[None, :], s[None, :]
 
 

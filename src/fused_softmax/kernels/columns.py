@@ -33,6 +33,7 @@ from fused_softmax.kernels.state import (
     natural_exp,
     origin_of,
     result_of,
+    rounded_product,
     scores_of,
     sum_exp_of,
     widen,
@@ -387,4 +388,5 @@ def take_columns(m, s, x, K: tl.constexpr):
 def merge_states(m_parts, s_parts, AXIS: tl.constexpr, K: tl.constexpr):
     """The state of all states along an axis."""
     m = tl.max(m_parts, axis=AXIS)
-    return m, tl.sum(s_parts * natural_exp(m_parts - tl.expand_dims(m, AXIS), K.ptx), axis=AXIS)
+    weights = natural_exp(m_parts - tl.expand_dims(m, AXIS), K.ptx)
+    return m, tl.sum(rounded_product(s_parts, weights), axis=AXIS)

@@ -9,9 +9,12 @@ missing parts itself, computes their states with the same bits, and goes on. A s
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import NEG_INF, weight_of, with_sink
+from fused_softmax.kernels.state import NEG_INF, rounded_product, weight_of, with_sink
 
 POLLS = tl.constexpr(512)  # of L2: longer than parts that run wait for each other
+IN_ANY_WARP = tl.constexpr(
+    "{ .reg .pred mine, any; setp.ne.s32 mine, $1, 0; bar.red.or.pred any, 0, mine; selp.s32 $0, 1, 0, any; }"
+)
 
 
 @triton.jit
@@ -87,14 +90,22 @@ def collect(slots_ptr, part, n_parts, tag, K: tl.constexpr):
     if K.poll_last_first:
         message, _ = wait_for(slots_ptr + j, message, j == n_parts - 1, tag)
     message = tl.load(slots_ptr + j, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
-    return wait_for(slots_ptr + j, message, j < n_parts, tag)
+    message, left = wait_for(slots_ptr + j, message, j < n_parts, tag)
+    if K.helps:
+        left = in_any_warp(left, K)
+    return message, left
 
 
 @triton.jit
-def first_missing(message, n_parts, tag, K: tl.constexpr):
-    """The first part that has not told its state, or K.lanes."""
-    j = tl.arange(0, K.lanes)
-    return tl.min(tl.where((j < n_parts) & (tag_of(message) != tag), j, K.lanes), axis=0)
+def in_any_warp(flag, K: tl.constexpr):
+    """Whether the flag, 0 or 1, is set in any warp: what each of them has read for itself may differ.
+
+    A barrier too. Triton puts none before a call, although what is called writes shared memory that others still read.
+    """
+    if K.ptx:
+        return tl.inline_asm_elementwise(IN_ANY_WARP, "=r,r", [flag], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return tl.max(tl.zeros([256], tl.int32) + flag, axis=0)
 
 
 @triton.jit
@@ -104,23 +115,26 @@ def slots_again(slots_ptr, group, n_parts, stride):
 
 
 @triton.jit
-def stand_in(slots_ptr, part, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexpr):
+def stand_in(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexpr):
     """The messages of all parts: those missing are computed here, STATE(part, given, K) being a part's (m, s).
 
     Nothing is written: a part's slot is its own, which tells it the launch's tag when it starts. A part overwrites its
     data, if it does, once it has all messages, its own among them. So one that still is missing after its data was read
-    had not, and what was read is whole.
+    had not, and what was read is whole. All warps compute a part that any of them misses.
     """
-    j = tl.arange(0, K.lanes)
-    message = tl.load(slots_ptr + (part % K.copies) * n_parts + j, mask=j < n_parts, other=0, volatile=True)
-    missing = first_missing(message, n_parts, tag, K)
-    while missing < n_parts:
-        m, s = STATE(missing, given, K)
-        tl.debug_barrier()  # no slot is read before the data was, and of copies that which the missing part reads
-        slot_ptrs = slots_ptr + (missing % K.copies) * n_parts + j
+    LANES: tl.constexpr = K.lanes
+    j = tl.arange(0, LANES)
+    message = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
+    for part in range(n_parts):
+        # Of copies that which the missing part reads.
+        slot_ptrs = slots_ptr + (part % K.copies) * n_parts + j
         message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
-        message = tl.where((j == missing) & (tag_of(message) != tag), pack_state(m, s, tag), message)
-        missing = first_missing(message, n_parts, tag, K)
+        missing = (j == part) & (tag_of(message) != tag)
+        if in_any_warp(tl.max(missing.to(tl.int32), axis=0), K) > 0:
+            m, s = STATE(part, given, K)
+            tl.debug_barrier()  # no slot is read before the data was
+            message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)
+            message = tl.where((j == part) & (tag_of(message) != tag), pack_state(m, s, tag), message)
     return message
 
 
@@ -137,7 +151,7 @@ def merged(message, n_parts, K: tl.constexpr):
     """The state of a row by the messages of all its parts."""
     m_parts, s_parts = states_of(message, n_parts, K)
     m = tl.max(m_parts, axis=0)
-    return m, tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
+    return m, tl.sum(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)), axis=0)
 
 
 @triton.jit
@@ -148,7 +162,7 @@ def merged_greedy(message, part, n_parts, greedy, sink, K: tl.constexpr):
     """
     m_parts, s_parts = states_of(message, n_parts, K)
     m = tl.max(m_parts, axis=0)
-    s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
+    s = tl.sum(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)), axis=0)
     j = tl.arange(0, K.lanes)
     winner = tl.min(tl.where(m_parts == m, j, K.lanes), axis=0)
     s = tl.where(greedy & (s > 0), tl.sum(tl.where(j == winner, s_parts, 0.0), axis=0), s)

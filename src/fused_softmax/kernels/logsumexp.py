@@ -39,6 +39,7 @@ from fused_softmax.kernels.state import (
     max_of,
     merge,
     origin_of,
+    rounded_product,
     scores_of,
     sum_exp_of,
     weight_of,
@@ -125,7 +126,7 @@ def finish_alone(slots_ptr, x, lse_ptr, n_cols, n_parts, part_cols, tag, S, K: t
     row = row_of_part(tl.program_id(0), n_parts, K)
     given = Parts(row, x, n_cols, n_parts, part_cols, S)
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
-    m, s = merged(stand_in(slots_ptr, 0, n_parts, tag, state_of_part, given, K), n_parts, K)
+    m, s = merged(stand_in(slots_ptr, n_parts, tag, state_of_part, given, K), n_parts, K)
     greedy = scores_of_row(row, n_cols, S, K).greedy
     tl.store(lse_ptr + row, lse_of(m, s, greedy, sink_of_row(row, S, K), K).to(K.cast_dtype))
 
@@ -152,7 +153,7 @@ def state_of_part(part, given, K: tl.constexpr):
         m = m_tile
     m_lane = m
     m = tl.max(tl.max(m_lane, axis=1), axis=0)
-    s = tl.sum(tl.sum(s * weight_of(m_lane, m, K.ptx), axis=1), axis=0)
+    s = tl.sum(tl.sum(rounded_product(s, weight_of(m_lane, m, K.ptx)), axis=1), axis=0)
     if K.shifted:
         edge = edge_scores(load_edge(x, n_cols, given.n_parts, r, q.masked_input, K), r, q, S, K)
         m_edge = finite_top(tl.max(edge.x, axis=0))

@@ -163,7 +163,7 @@ def finish_alone(slots_ptr, tag, L, K: tl.constexpr):
     row, part = row_of_part(tl.program_id(0), L.n_parts, K), tl.program_id(0) % L.n_parts
     given = Parts(row, L.x, L.n_cols, L.n_parts, L.part_cols, L)
     slots_ptr = slots_again(slots_ptr, row, L.n_parts, K.copies)
-    m, s = merged(stand_in(slots_ptr, part, L.n_parts, tag, state_of_part, given, K), L.n_parts, K)
+    m, s = merged(stand_in(slots_ptr, L.n_parts, tag, state_of_part, given, K), L.n_parts, K)
     r = part_of(part, row, L.x, L.n_cols, L.part_cols, K)
     z, edge, _, _, H = hold_part(r, L, K)
     finish_part(z, edge, m, s, H, r, L, K)

@@ -31,6 +31,7 @@ from fused_softmax.kernels.state import (
     max_of,
     merge,
     origin_of,
+    rounded_product,
     sum_exp_of,
     weight_of,
 )
@@ -145,7 +146,7 @@ def _merge_losses(
     m = tl.max(m_parts, axis=1)
     fade = weight_of(m_parts, m[:, None], K.ptx)
     s_parts = tl.load(states_ptr + step, mask=on, other=0.0)
-    s = tl.sum(s_parts * fade, axis=1)
+    s = tl.sum(rounded_product(s_parts, fade), axis=1)
     wz = tl.sum(tl.load(states_ptr + 2 * step, mask=on, other=0.0), axis=1)
     z_t = load_target_logit(x_ptr + row * x_row_stride, T, T.kept, N, K)
     w_total = weight_total(w_total_ptr, n_cols, K)

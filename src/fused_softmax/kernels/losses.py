@@ -12,7 +12,7 @@ from fused_softmax.kernels.follow import wait_for_launch_before
 from fused_softmax.kernels.loss_spec import Numbers, Shares, Target
 from fused_softmax.kernels.rows import load_edge, load_pieces
 from fused_softmax.kernels.spec import Edge
-from fused_softmax.kernels.state import NEG_INF, exp_at, scores_of, widen
+from fused_softmax.kernels.state import NEG_INF, exp_at, rounded_product, scores_of, widen
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def sum_of(pieces, first, cols, size, weight_ptr, zero, N, K: tl.constexpr):
         on = p * K.block_cols + cols < size
         z = tl.where(on, scores_of(pieces[p], N.factor, K) - zero, 0.0)
         if K.weighted:
-            z *= tl.load(weight_ptr + first + p * K.block_cols + cols, mask=on, other=0.0)
+            z = rounded_product(z, tl.load(weight_ptr + first + p * K.block_cols + cols, mask=on, other=0.0))
         total += z
     return tl.sum(total, axis=K.axis)
 
@@ -189,7 +189,7 @@ def sum_of_edge(edge, weight_ptr, zero, AXIS: tl.constexpr, K: tl.constexpr):
     """The same of an edge."""
     terms = tl.where(edge.on, edge.x - zero, 0.0)
     if K.weighted:
-        terms *= tl.load(weight_ptr + edge.cols, mask=edge.on, other=0.0)
+        terms = rounded_product(terms, tl.load(weight_ptr + edge.cols, mask=edge.on, other=0.0))
     return tl.sum(terms, axis=AXIS)
 
 

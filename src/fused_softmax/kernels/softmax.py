@@ -51,6 +51,7 @@ from fused_softmax.kernels.state import (
     merge,
     origin_of,
     result_of,
+    rounded_product,
     sum_exp_of,
     weight_of,
     with_sink,
@@ -158,7 +159,7 @@ def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.cons
     row, part = row_of_program(n_parts, S, K), tl.program_id(0) % n_parts
     given = Parts(row, x, n_cols, n_parts, part_cols, S)
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
-    message = stand_in(slots_ptr, part, n_parts, tag, state_of_part, given, K)
+    message = stand_in(slots_ptr, n_parts, tag, state_of_part, given, K)
     r = part_of(part, row, x, n_cols, part_cols, K)
     q = scores_of_row(row, n_cols, S, K)
     z, edge, _ = load_part(r, x, n_cols, n_parts, q, S, K)
@@ -249,7 +250,7 @@ def _stream_forward(
     m_parts = tl.load(m_ptr + r.row * n_parts + j, mask=j < n_parts, other=NEG_INF)
     s_parts = tl.load(s_ptr + r.row * n_parts + j, mask=j < n_parts, other=0.0)
     m = tl.max(m_parts, axis=0)
-    s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)
+    s = tl.sum(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)), axis=0)
     m, s = with_sink(m, s, sink_of_row(r.row, S, K), K)
     q = scores_of_row(r.row, n_cols, S, K)
     mask_ptr = mask_of_row(r.row, S, K)

@@ -159,7 +159,7 @@ def finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols
     row, part = row_of_part(tl.program_id(0), n_parts, K), tl.program_id(0) % n_parts
     given = Parts(row, y_rows, n_cols, n_parts, part_cols, dy_rows)
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
-    d = summed(stand_in(slots_ptr, part, n_parts, tag, dot_of_part, given, K), n_parts, K)
+    d = summed(stand_in(slots_ptr, n_parts, tag, dot_of_part, given, K), n_parts, K)
     r = part_of(part, row, y_rows, n_cols, part_cols, K)
     y, dy = load_both(y_rows, dy_rows, r, K)
     _, edge_y, edge_dy = dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K)

@@ -163,6 +163,12 @@ def scores_of(x, factor, K: tl.constexpr, PTX: tl.constexpr = False):
 
 
 @triton.jit
+def rounded_product(a, b):
+    """a * b, rounded before it is summed: if the first addition of a sum took it in, the sum would differ by lanes."""
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def max_of(pieces, factor, K: tl.constexpr):
     """The maximum of the scores of all pieces along the axis that is reduced."""
     top = scores_of(pieces[0], factor, K)
