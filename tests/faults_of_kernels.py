@@ -51,7 +51,7 @@ KERNELS = (
     ),
     of(
         "kernels", "stream-without-rescale", "kernels/softmax.py",
-        "s = tl.sum(s_parts * weight_of(m_parts, m, K.ptx), axis=0)", "s = tl.sum(s_parts, axis=0)",
+        "s = tl.sum(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)), axis=0)", "s = tl.sum(s_parts, axis=0)",
         "test_softmax.py::test_stream_at_the_ends_of_its_parts",
     ),
     of(
