@@ -18,12 +18,12 @@ HELP = (
     ),
     of(
         "help", "last-part-never-missing", "kernels/exchange.py",
-        "for part in range(n_parts):", "for part in range(n_parts - 1):",
+        "while part < n_parts:", "while part < n_parts - 1:",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
         "help", "one-missing-part-alone", "kernels/exchange.py",
-        "for part in range(n_parts):", "for part in range(n_parts - n_parts + 3):",
+        "message, part + 1, n_parts, tag, K)", "message, n_parts, n_parts, tag, K)",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
@@ -33,23 +33,25 @@ HELP = (
     ),
     of(
         "help", "slots-of-another-copy", "kernels/exchange.py",
-        "slots_ptr + (part % K.copies) * n_parts + j\n        message", "slots_ptr + j\n        message",
+        "the data was\n        slot_ptrs = slots_ptr + (part % K.copies) * n_parts + j",
+        "the data was\n        slot_ptrs = slots_ptr + j",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
         "help", "told-for-another-part", "kernels/exchange.py",
-        "            message = tl.where((j == part) &",
-        "            tl.store(slots_ptr + part, pack_state(m, s, tag))\n            message = tl.where((j == part) &",
+        "        message = tl.where((j == part) &",
+        "        tl.store(slots_ptr + part, pack_state(m, s, tag))\n        message = tl.where((j == part) &",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
         "help", "slots-not-read-after-the-data", "kernels/exchange.py",
-        "            message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)\n", "",
+        "        message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, "
+        "volatile=True)\n        message = tl.where(", "        message = tl.where(",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
         "help", "no-barrier-after-the-data", "kernels/exchange.py",
-        "            tl.debug_barrier()  # no slot is read before the data was", "",
+        "        tl.debug_barrier()  # no slot is read before the data was", "",
         "test_alone.py::test_between_the_data_and_the_slots_there_is_a_barrier",
     ),
     of(
@@ -112,13 +114,14 @@ HELP = (
     ),
     of(
         "help", "told-at-one-position-is-told", "kernels/column_exchange.py",
-        "tl.max(missing.to(tl.int32), axis=None)", "tl.min(tl.max(missing.to(tl.int32), axis=1), axis=0)",
+        "tl.max(((lanes == part) & (tag_of(message) != tag)).to(tl.int32), axis=None)",
+        "tl.min(tl.max(((lanes == part) & (tag_of(message) != tag)).to(tl.int32), axis=1), axis=0)",
         "test_alone.py::test_the_same_of_every_inner_position",
     ),
     of(
         "help", "positions-overruled", "kernels/column_exchange.py",
-        "            missing = (tl.arange(0, K.lanes)[None, :] == part) & (tag_of(message) != tag)\n",
-        "            missing = (tl.arange(0, K.lanes)[None, :] == part) & (slot_ptrs == slot_ptrs)\n",
+        "missing = (tl.arange(0, LANES)[None, :] == part) & (tag_of(message) != tag)",
+        "missing = (tl.arange(0, LANES)[None, :] == part) & (slot_ptrs == slot_ptrs)",
         "test_alone.py::test_the_same_of_every_inner_position",
     ),
 )  # fmt: skip

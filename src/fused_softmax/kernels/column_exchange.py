@@ -51,16 +51,27 @@ def stand_in_columns(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.
     LANES: tl.constexpr = K.lanes
     slot_ptrs, peer = slots_of_columns(slots_ptr, n_parts, K)
     message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
-    for part in range(n_parts):
+    message, part = next_missing_columns(slot_ptrs, message, tl.zeros([], tl.int32), n_parts, tag, K)
+    while part < n_parts:
+        m, s = STATE(part, given, K)
+        tl.debug_barrier()  # no slot is read before the data was
         message = tl.load(slot_ptrs, mask=peer & (tag_of(message) != tag), other=message, volatile=True)
-        missing = (tl.arange(0, K.lanes)[None, :] == part) & (tag_of(message) != tag)
-        if in_any_warp(tl.max(missing.to(tl.int32), axis=None), K) > 0:
-            m, s = STATE(part, given, K)
-            tl.debug_barrier()  # no slot is read before the data was
-            message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)
-            missing = (tl.arange(0, K.lanes)[None, :] == part) & (tag_of(message) != tag)
-            message = tl.where(missing, tl.trans(pack_state(m, s, tag)), message)
+        missing = (tl.arange(0, LANES)[None, :] == part) & (tag_of(message) != tag)
+        message = tl.where(missing, tl.trans(pack_state(m, s, tag)), message)
+        message, part = next_missing_columns(slot_ptrs, message, part + 1, n_parts, tag, K)
     return message
+
+
+@triton.jit
+def next_missing_columns(slot_ptrs, message, part, n_parts, tag, K: tl.constexpr):
+    """`next_missing`: of parts whose state of any inner position a warp misses."""
+    lanes = tl.arange(0, K.lanes)[None, :]
+    missing = tl.zeros([], tl.int32)
+    while (part < n_parts) & (missing == 0):
+        message = tl.load(slot_ptrs, mask=(lanes < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
+        missing = in_any_warp(tl.max(((lanes == part) & (tag_of(message) != tag)).to(tl.int32), axis=None), K)
+        part += 1 - missing
+    return message, part
 
 
 @triton.jit

@@ -125,17 +125,31 @@ def stand_in(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexp
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
     message = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
-    for part in range(n_parts):
-        # Of copies that which the missing part reads.
+    message, part = next_missing(slots_ptr, message, tl.zeros([], tl.int32), n_parts, tag, K)
+    while part < n_parts:
+        m, s = STATE(part, given, K)
+        tl.debug_barrier()  # no slot is read before the data was
         slot_ptrs = slots_ptr + (part % K.copies) * n_parts + j
         message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
-        missing = (j == part) & (tag_of(message) != tag)
-        if in_any_warp(tl.max(missing.to(tl.int32), axis=0), K) > 0:
-            m, s = STATE(part, given, K)
-            tl.debug_barrier()  # no slot is read before the data was
-            message = tl.load(slot_ptrs, mask=missing, other=message, volatile=True)
-            message = tl.where((j == part) & (tag_of(message) != tag), pack_state(m, s, tag), message)
+        message = tl.where((j == part) & (tag_of(message) != tag), pack_state(m, s, tag), message)
+        message, part = next_missing(slots_ptr, message, part + 1, n_parts, tag, K)
     return message
+
+
+@triton.jit
+def next_missing(slots_ptr, message, part, n_parts, tag, K: tl.constexpr):
+    """(messages, the first part from `part` on that a warp misses, or n_parts).
+
+    Of copies that is read which the part itself reads.
+    """
+    j = tl.arange(0, K.lanes)
+    missing = tl.zeros([], tl.int32)
+    while (part < n_parts) & (missing == 0):
+        slot_ptrs = slots_ptr + (part % K.copies) * n_parts + j
+        message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
+        missing = in_any_warp(tl.max(((j == part) & (tag_of(message) != tag)).to(tl.int32), axis=0), K)
+        part += 1 - missing
+    return message, part
 
 
 @triton.jit
