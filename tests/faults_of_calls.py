@@ -236,6 +236,16 @@ OPS = (
         "test_cross_entropy.py::test_a_second_backward_has_the_bits_of_the_first",
     ),
     of(
+        "ops", "class-weights-without-their-version", "ops/cross_entropy_steps.py",
+        "rows.m, rows.ls, loss.weight)", "rows.m, rows.ls, None)",
+        "test_cross_entropy.py::test_class_weights_that_were_changed_before_they_are_read_again",
+    ),
+    of(
+        "ops", "saved-logits-as-they-come", "ops/cross_entropy_steps.py",
+        "        x = x.contiguous()\n    target", "        pass\n    target",
+        "test_cross_entropy.py::test_saved_tensors_that_a_hook_lays_out_anew",
+    ),
+    of(
         "ops", "bias-of-the-first-chunk", "ops/linear_by_rows.py",
         "db if self.db is None else self.db.add_(db)", "db if self.db is None else self.db",
         "test_linear_cross_entropy.py::test_loss_and_gradients_by_chunks",

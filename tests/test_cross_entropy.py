@@ -11,7 +11,7 @@ from conftest import peaked
 from products import QUICK, pairwise
 from shapes import ALIGNMENTS, STRATEGIES, framed, small
 
-from fused_softmax import reference
+from fused_softmax import linear_cross_entropy, reference
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.loss_sums import finish, totals_of
@@ -322,6 +322,51 @@ def test_a_second_backward_has_the_bits_of_the_first(options, dtype, n_classes, 
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     assert first.data_ptr() != second.data_ptr() != third.data_ptr()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("what", ["logits", "target"])
+def test_saved_tensors_that_a_hook_lays_out_anew(what, reduction, device):
+    """A hook returns what has the same values, and may have other strides."""
+    x, target = peaked(4, 37).to(device).requires_grad_(), targets(4, 37, device=device)
+
+    def laid_out_anew(saved):
+        if what == "logits" and saved.ndim == 2 and saved.shape[1] == 37:
+            return saved.detach().t().contiguous().t()
+        if what == "target" and saved.dtype == torch.int64:
+            return torch.stack([saved, saved * 0], 1)[:, 0]
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, laid_out_anew):
+        loss = cross_entropy(x, target, reduction=reduction)
+    wanted = torch.autograd.grad(cross_entropy(x, target, reduction=reduction).sum(), x)[0]
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss.sum(), x, retain_graph=True)[0], wanted)
+
+
+@pytest.mark.parametrize("of", ["rows", "a linear layer"])
+def test_class_weights_that_were_changed_before_they_are_read_again(of, device):
+    """As torch's cross_entropy, rather than to take the new ones."""
+    x, target = peaked(4, 37).to(device).requires_grad_(), targets(4, 37, device=device)
+    weight = torch.linspace(0.5, 2.0, 37, device=device)
+    if of == "rows":
+        loss = cross_entropy(x, target, weight)
+        torch.autograd.grad(loss, x, retain_graph=True)
+    else:
+        loss = linear_cross_entropy(x, torch.eye(37, device=device), target, weight=weight, reduction="none").sum()
+    weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_under_vmap(reduction, device):
+    x, target = peaked(4, 37).to(device).requires_grad_(), targets(4, 37, device=device)
+    loss = cross_entropy(x, target, reduction=reduction)
+    dy = torch.tensor([1.0, 2.0, -0.5], device=device)[(...,) + (None,) * loss.ndim].expand(3, *loss.shape)
+    found = torch.func.vmap(lambda each: torch.autograd.grad(loss, x, each, retain_graph=True)[0])(dy)
+    for one, each in zip(found, dy, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(loss, x, each, retain_graph=True)[0])
 
 
 @pairwise(strength=1)

@@ -83,8 +83,12 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 
 def batched(*tensors: Tensor | None) -> bool:
-    """Whether one stands for many, as the gradients of torch.autograd.grad(is_grads_batched=True) do."""
-    return any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in tensors)
+    """Whether one stands for many: a gradient of torch.autograd.grad(is_grads_batched=True), or in torch.func.vmap."""
+    of_torch = torch._C._functorch
+    return any(
+        each is not None and (of_torch.is_legacy_batchedtensor(each) or of_torch.is_batchedtensor(each))
+        for each in tensors
+    )
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -4,6 +4,7 @@ The gradient of a sum or mean is written together with the losses if that saves 
 backward it is written so again. Otherwise it is computed from the logits and each row's m and ls.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -212,14 +213,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
         ctx.kind, ctx.numbers = kind, numbers
         ctx.version = version_of(x) if kind.inplace else None
-        ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls)
+        ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls, loss.weight)
         if len(results) > 3:
             ctx.mark_non_differentiable(*results[3:])
         return results if kind.wanted.beside else results[0]
 
     @staticmethod
     def backward(ctx, dy, dlse=None, dz=None, *_):
-        loss = ctx.loss
         if dy is None and dlse is None and dz is None:
             return None, None, None, None
         alone = dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy)
@@ -227,13 +227,13 @@ class _CrossEntropy(torch.autograd.Function):
             # Given away: whoever has it may change it, and a second backward writes it again.
             dx, ctx.dx = ctx.dx, None
             if dx is None:
-                x, target, *_ = ctx.saved_tensors
+                x, target, _, _, _, loss = _saved(ctx)
                 dx = _written_again(x, target, loss, ctx.numbers, ctx.kind)
             else:
                 check_kept(dx, ctx.version)
             ctx.multiply(dx, dy)
             return dx, None, None, None
-        x, target, totals, m, ls = ctx.saved_tensors
+        x, target, totals, m, ls, loss = _saved(ctx)
         if torch.is_grad_enabled():
             if x is None:
                 raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
@@ -256,11 +256,21 @@ class _CrossEntropy(torch.autograd.Function):
 differentiated = super(torch.autograd.Function, _CrossEntropy).apply
 
 
+def _saved(ctx) -> tuple:
+    """(x, target, totals, m, ls, loss) as kernels read them: hooks of saved tensors may return other strides."""
+    x, *beside = ctx.saved_tensors
+    if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    target, totals, m, ls, weight = (None if each is None else each.contiguous() for each in beside)
+    return x, target, totals, m, ls, ctx.loss if weight is None else replace(ctx.loss, weight=weight)
+
+
 def _written_again(x, target, loss: Loss, numbers: tuple, kind: Kind) -> Tensor:
     """The gradient that the forward pass wrote, by the same launches: their bits, and one pass over the logits.
 
-    x may lie otherwise than it did, for what autograd saves may have been moved.
+    x may lie otherwise than it did, and need no gradient, for what autograd saves may have been moved.
     """
+    x = x if x.requires_grad else x.detach().requires_grad_()  # the steps of a loss with a gradient
     options = kind.wanted, kind.dtype, *loss.kind().values(), loss.ignore_index, loss.reduction
     steps: Any = find("loss again", options, x, target, loss.weight)
     if steps is None:

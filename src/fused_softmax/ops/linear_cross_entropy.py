@@ -235,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.late is not None and loss.lse_square_scale and loss.weight is not None:
             ctx.gradients = None  # loss and z-loss are divided by totals of their own
         ctx.loss, ctx.linear = loss, linear
-        ctx.save_for_backward(x, w, bias, target, totals)
+        ctx.save_for_backward(x, w, bias, target, totals, loss.weight)
         if not wanted.beside:
             return results[0]
         ctx.mark_non_differentiable(*results[3:])
@@ -243,8 +243,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dlse=None, dz=None, *_):
-        loss, linear = ctx.loss, ctx.linear
-        x, w, bias, target, totals = ctx.saved_tensors
+        linear = ctx.linear
+        x, w, bias, target, totals, weight = ctx.saved_tensors
+        target = target.contiguous()  # hooks of saved tensors may return other strides
+        loss = ctx.loss if weight is None else replace(ctx.loss, weight=weight.contiguous())
         asked = list(ctx.needs_input_grad[:3])
         nothing = (None,) * 5
         if dy is None and dlse is None and dz is None:
