@@ -59,7 +59,7 @@ class Rows:
 
 
 # Bytes in local memory about the call of what stands in for the missing parts of a row: of Triton 3.6 and 3.7, and 3.9.
-ABOUT_THE_CALL = 44 if triton.__version__ >= "3.9" else 32
+ABOUT_THE_CALL = 44 if triton.__version__ >= "3.9" else 24
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def accesses(binary, launch, itemsize):
     elif name == "_stream_forward":
         loads = [width for width in loads if width == max(loads)]  # what is narrower may be states
     elif name == "_part_forward" and launch.spec.split and itemsize != 8:
-        loads = [width for width in loads if width not in (4, 8)]  # slots, of which AMD's compiler may read half
+        loads = [width for width in loads if width != 8]  # slots
     return loads, stores
 
 
@@ -76,7 +76,7 @@ def check_registers(target, plan, launch, binary):
     # and 3 x 1048576 for sm_80.
     few = 8 if plan.alignment == "scalar" or target == "sm_80" else 0
     if launch.spec.split:
-        few = 192 if target == "gfx942" else ABOUT_THE_CALL  # what is called saves the registers that it takes there
+        few = 96 if target == "gfx942" else ABOUT_THE_CALL  # there what is called saves the registers that it takes
     assert binary.spilled_bytes <= few, where(plan, launch)
     if plan.strategy == "split" and target != "gfx942":
         gpu, registers = GPUS[target], -(-binary.registers // 8) * 8

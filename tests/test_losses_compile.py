@@ -52,8 +52,9 @@ def test_losses(target, dtype, kind):
             losses.backward(x, targets, row, row, loss, totals=totals, dy=row)  # noqa: B023
 
         for name, binary in binaries(target, run).items():
-            # About the call of what stands in for parts that are missing.
-            assert binary.spilled_bytes <= (ABOUT_THE_CALL if name == "_part_loss" else 0), (n_cols, name)
+            # About the call of what stands in for parts that are missing. sm_100 by Triton 3.6: 32 with a softcap.
+            about = max(ABOUT_THE_CALL, 32 if target == "sm_100" else 0)
+            assert binary.spilled_bytes <= (about if name == "_part_loss" else 0), (n_cols, name)
             if target != "gfx942" and name in ("_part_loss", "_online_loss", "_gradient"):
                 assert max(binary.load_widths) >= (8 if kind == "softcap" and dtype == BF16 else 16), (n_cols, name)
 
