@@ -278,6 +278,16 @@ def test_what_is_right_is_computed_once_for_all_providers(name, monkeypatch):
     assert judge.complaint(judge.poisoned(call), judge.allowed(own=False))[0] == first[0] == ""
 
 
+@pytest.mark.parametrize("n", [2, 3, 7, 12])
+def test_no_provider_follows_the_same_one_in_every_round(n):
+    """What ran before decides the clock that a provider meets under a power cap."""
+    orders = [timing.in_turn(n, turn) for turn in range(3)]
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    assert orders == [timing.in_turn(n, turn) for turn in range(3)]
+    before = [{b: a for a, b in zip([None, *order], order, strict=False)} for order in orders]
+    assert all(len({each[i] for each in before}) > 1 for i in range(n))
+
+
 def test_a_slow_providers_pass_is_a_few_rounds_of_the_sets():
     order = [0, 1, 2] * 10
     assert timing.shortened(order, 3, 1e-6) == order

@@ -78,7 +78,10 @@ class Kind:
 
 
 def flat(results):
-    return [each.detach() for result in results for each in (result if isinstance(result, tuple) else [result])]
+    """The tensors among results, their tuples and dicts."""
+    within = [each.values() if isinstance(each, dict) else each for each in results]
+    within = [each for result in within for each in ([result] if isinstance(result, torch.Tensor) else result)]
+    return [each.detach() for each in within if each is not None]
 
 
 def padded(x):
@@ -254,6 +257,45 @@ BY_ROWS = {
     if not name.startswith(("torch", "operator"))
     and not any(each in name for each in (*WITHOUT_ROWS, "images", "inplace", "out", "weight, smoothing"))
 }
+
+BY_ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "heads that share keys": {"key": (2, 2, 9, 8), "enable_gqa": True},
+    "heads that share keys, one query": {"query": (2, 4, 1, 8), "key": (2, 2, 300, 8), "enable_gqa": True},
+    "sizes that broadcast": {"key": (1, 1, 9, 8)},
+    "without heads": {"query": (5, 8), "key": (9, 8)},
+    "window in a list": {"window": [2, 0], "return_stats": ["entropy"]},
+    "sinks": {"sinks": lambda n, seed: rand(4, seed=seed + 3), "return_lse": True},
+}
+
+
+def autocast(call):
+    def casting(x, *others, **options):
+        with torch.autocast(x.device.type, BF16):
+            return call(x, *others, **options)
+
+    return casting
+
+
+def with_value(query, key, **options):
+    return fused_softmax.attention(query, key, key + 1, **options)
+
+
+def of_attention(name, grad, call=with_value):
+    options = dict(BY_ATTENTION[name])
+    shapes = options.pop("query", (2, 4, 7, 8)), options.pop("key", (2, 4, 9, 8))
+    tensors = {
+        str(i): lambda n, seed, i=i, shape=shape: rand(*shape, seed=seed + i, dtype=BF16)
+        for i, shape in enumerate(shapes)
+    }
+    return Kind(call, tensors, options, grad)
+
+
+KINDS |= {
+    f"attention, {name}{', gradient' if grad else ''}": of_attention(name, grad)
+    for name, grad in product(BY_ATTENTION, (False, True))
+}
+KINDS["attention, autocast"] = of_attention("plain", True, autocast(with_value))
 
 
 def each_of(kinds):
@@ -641,7 +683,10 @@ def test_the_look_up_in_c_keeps_calls_apart(look_in_c, device):
     test_losses_that_differ_are_kept_apart(device)
 
 
-@pytest.mark.parametrize("name", ["softmax, plain", "softmax, bool mask, gradient", "cross_entropy, weight, mean"])
+@pytest.mark.parametrize(
+    "name",
+    ["softmax, plain", "softmax, bool mask, gradient", "cross_entropy, weight, mean", "attention, sinks"],
+)
 def test_the_look_up_in_c_finds_what_was_kept(name, look_in_c, device):
     test_a_repeated_call_decides_nothing(name, device)
 

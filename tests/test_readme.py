@@ -128,7 +128,14 @@ def test_the_picture_is_drawn_where_it_shows_other_figures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [("", "softmax"), ("losses", "cross_entropy"), ("linear", "linear_cross_entropy")]
+    ("place", "name"),
+    [
+        ("", "softmax"),
+        ("losses", "cross_entropy"),
+        ("linear", "linear_cross_entropy"),
+        ("sampling", "sampling"),
+        ("attention", "attention"),
+    ],
 )
 def test_the_page_of_results_shows_the_committed_ones(place, name):
     results = ROOT / f"benchmarks/results/h200_{name}.json"
@@ -163,12 +170,47 @@ def test_a_row_of_the_overview_is_the_mean_of_a_file():
     assert rows["softmax"]["QuACK"] == "3.00\\*"
     assert rows["softmax"]["MiB, ours / torch"] == "8 / 16"
     assert rows["softmax"]["host us, ours / torch"] == "6 / 7"
-    assert set(rows["softmax"].values()) >= {"not measured"}
-    assert set(list(rows["logsumexp"].values())[1:]) == {"not measured"}
+    assert set(rows["softmax"].values()) >= {"–"}
+    assert set(list(rows["logsumexp"].values())[1:]) == {"–"}
     assert "Timed by events" in table
     assert "earlier kernels" in table
     run.environment = {**ENVIRONMENT, "kernels": "abc"}
     assert "Kernels measured: abc." in overview_of(softmax=run)[0]
+
+
+def test_a_row_of_the_overview_says_where_cudnn_computes():
+    def point(provider, **more):
+        return Point(64, 64, "bfloat16", provider, "ok", kernel=Figure(2.0, 2.0, 2.0, 1.0), **more)
+
+    own = {"operation": "attention_causal", "plan": {"who": {"forward": "cuDNN"}}}
+    run = run_of(point("fused_softmax", **own), point("sdpa cudnn", operation="attention_causal"))
+    table, rows = overview_of(attention=run)
+    assert rows["attention, causal †"]["cuDNN"] == "1.00"
+    assert "\n† This package calls cuDNN" in table
+    own["plan"]["who"]["forward"] = "own kernels"
+    table, rows = overview_of(attention=run)
+    assert "attention, causal" in rows
+    assert "†" not in table
+
+
+def test_draws_are_in_us_and_attention_in_tflops_but_for_one_query():
+    def point(operation, us, shape, **more):
+        figure = Figure(us, us, us, 1.0)
+        return Point(8, shape[-1], "bfloat16", "fused_softmax", "ok", operation=operation, kernel=figure, **more)
+
+    table = readme.render(run_of(point("sample_top_k", 5.25, (8, 128256)), point("sample", 1234.5, (8, 128256))))
+    assert "| sample_top_k | 8 x 128256 | bfloat16 | 5.2 |" in table
+    assert "| sample | 8 x 128256 | bfloat16 | 1234 |" in table
+    assert "Kernel time in us" in table
+    shapes = (4, 32, 4096, 128), (1, 8, 1024, 128)
+    names = "attention", "attention_decode"
+    table = readme.render(run_of(*(
+        point(name, 1000.0 if name == "attention" else 7.7, shape, parameters={"shape": list(shape)})
+        for name, shape in zip(names, shapes, strict=True)
+    )))  # fmt: skip
+    assert "| attention | 4 x 32 x 4096 x 128 | bfloat16 | 1100 |" in table
+    assert "| attention_decode | 1 x 8 x 1024 x 128 | bfloat16 | 7.7 |" in table
+    assert "Of one query: us" in table
 
 
 def test_the_overview_is_written_once_and_checked(tmp_path, capsys):

@@ -45,7 +45,7 @@ def test_charts_of_committed_results_are_valid_vega_lite(monkeypatch, path):
     part = page.part(path)
     assert {(g.operation, g.dtype) for g in part.groups} == {(p.operation, p.dtype) for p in part.run.points}
     for group in part.groups:
-        speed = "Time" if group.operation.startswith("linear_") else "Speed"
+        speed = "Time" if group.operation.startswith(("linear_", "attention")) else "Speed"
         assert {speed, "Ratio to the ceiling", "Call against kernel"} <= {
             chart.title.partition(":")[0] for chart in group.charts
         }

@@ -3,13 +3,14 @@
 import math
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from fused_softmax import reference_sampling as reference
 from fused_softmax import sample
-from fused_softmax.kernels import sample_wide
+from fused_softmax.kernels import sample_kept, sample_wide
 from fused_softmax.ops import sampling
 from fused_softmax.ops.sample_calls import Numbers, greatest, prepare_draws
 from fused_softmax.ops.sample_reports import prepare_sample
@@ -124,6 +125,25 @@ def test_a_low_boundary_among_many_columns_is_found_by_its_sample(filters, monke
         monkeypatch.setattr(sample_wide, "least_in_row", read_again)
     x = torch.randn(2, 262144, generator=torch.Generator().manual_seed(3)).to(device) * 2
     assert_as_reference(x, Sampling(**filters))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter tells whether a function ran")
+@pytest.mark.parametrize("filters", [{"top_p": 0.95}, {"top_k": 190}, {"top_k": 199, "top_p": 0.99}], ids=str)
+def test_a_boundary_among_twice_as_many_lanes_takes_a_second_look(filters, monkeypatch):
+    """Of 256 peaked rows two are so, and what served them alone took as long as all the others."""
+    found = []
+    again = sample_kept.choose_among_more
+
+    def more(*given):
+        found.append(again(*given))
+        return found[-1]
+
+    monkeypatch.setattr(sample_kept, "choose_among_more", more)
+    monkeypatch.setattr(sample_kept, "open_row", mock.Mock(side_effect=AssertionError("the row is left open")))
+    x = torch.full((2, 128256), -20.0)
+    x[:, torch.randperm(4008, generator=torch.Generator().manual_seed(1))[:200] * 32] = -torch.arange(200) / 80
+    assert_as_reference(x, Sampling(**filters, return_logprobs="processed"))
+    assert found
 
 
 ABOVE = {

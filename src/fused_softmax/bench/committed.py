@@ -43,6 +43,8 @@ COMMITTED = {
     "h200_sweep_bf16": f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype bfloat16 {ALONE}",
     "h200_sweep_fp16": f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
     "h200_peaks": f"peaks {ALONE}",
+    "h200_sampling": f"sampling --quick {BESIDE_TORCH},flashinfer",
+    "h200_attention": "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
 }
 
 # What a report calls them.
@@ -66,6 +68,8 @@ TITLES = {
     "h200_sweep_bf16": "softmax of bfloat16, every 128 columns",
     "h200_sweep_fp16": "softmax of float16, every 1024 columns",
     "h200_peaks": "Widths around each of the planner's thresholds",
+    "h200_sampling": "Tokens drawn from logits, by filter",
+    "h200_attention": "Attention and its gradient, also with a bias, softcap or sinks",
 }
 
 

@@ -20,14 +20,19 @@ from fused_softmax.bench.record import Point, Run
 from fused_softmax.bench.tables import table_row
 
 PLACE = "overview"
-NONE = "not measured"
+NONE = "–"
+BY_EVENTS, CALLS_CUDNN = "\\*", " †"
+NOTES = {
+    BY_EVENTS: "Timed by events around eager calls, because it could not be captured in a CUDA graph.",
+    CALLS_CUDNN: "This package calls cuDNN for some of these cases.",
+}
 PEERS = {
     "torch": "torch",
     "torch.compile": "torch.compile",
     "liger": "Liger",
     "quack": "QuACK",
     "flashinfer": "FlashInfer",
-    "cudnn": "cuDNN",
+    "sdpa cudnn": "cuDNN",
 }
 
 
@@ -54,6 +59,17 @@ LINES = (
     Line("cross_entropy, gradient", "h200_cross_entropy", "cross_entropy_gradient"),
     Line("linear_cross_entropy, gradient", "h200_linear_cross_entropy", "linear_cross_entropy"),
     Line("sample", "h200_sampling", "sample"),
+    Line("sample, top-k 50", "h200_sampling", "sample_top_k"),
+    Line("sample, top-p 0.9", "h200_sampling", "sample_top_p"),
+    Line("sample, top-p 0.9, peaked rows", "h200_sampling", "sample_top_p_peaked"),
+    Line("sample, min-p 0.05", "h200_sampling", "sample_min_p"),
+    Line("attention, causal", "h200_attention", "attention_causal"),
+    Line("attention, causal, gradient", "h200_attention", "attention_causal_gradient"),
+    Line("attention, bias", "h200_attention", "attention_biased"),
+    Line("attention, bias, gradient", "h200_attention", "attention_biased_gradient"),
+    Line("attention, softcap, gradient", "h200_attention", "attention_softcap_gradient"),
+    Line("attention, sinks and window, gradient", "h200_attention", "attention_sinks_gradient"),
+    Line("attention, one query", "h200_attention", "attention_decode"),
 )
 
 
@@ -65,12 +81,13 @@ def render(runs: Mapping[str, Run]) -> str:
     header = ["operation", *PEERS.values(), "MiB, ours / torch", "host us, ours / torch"]
     lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
     for line in LINES:
-        found = pairs(runs.get(line.file), line.operation)
+        run = runs.get(line.file)
+        found = pairs(run, line.operation)
         cells = [_speed_up(found.get(peer, [])) for peer in PEERS]
-        lines.append(table_row([line.title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
-    by_events = "\\*" in "".join(lines)
-    notes = ["\\* Timed by events around eager calls, because it could not be captured in a CUDA graph.", ""]
-    return "\n".join([_about(runs), "", *lines, "", *(notes if by_events else []), _kernels(runs)])
+        title = line.title + (CALLS_CUDNN if _calls_cudnn(run, line.operation) else "")
+        lines.append(table_row([title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
+    notes = [each for mark, note in NOTES.items() if mark in "".join(lines) for each in (f"{mark.strip()} {note}", "")]
+    return "\n".join([_about(runs), "", *lines, "", *notes, _kernels(runs)])
 
 
 Pairs = dict[str, list[tuple[Point, Point]]]
@@ -95,8 +112,13 @@ def _speed_up(pairs: Sequence[tuple[Point, Point]]) -> str:
     if not times:
         return NONE
     mean = math.exp(statistics.fmean(map(math.log, times)))
-    mark = "\\*" if any(theirs.method == "events" for _, theirs in pairs) else ""
+    mark = BY_EVENTS if any(theirs.method == "events" for _, theirs in pairs) else ""
     return f"{mean:.2f}{mark}" + (f" ({min(times):.2f})" if times[1:] else "")
+
+
+def _calls_cudnn(run: Run | None, operation: str) -> bool:
+    own = [p for p in run.points if (p.operation, p.provider) == (operation, OWN)] if run else []
+    return any("cuDNN" in (p.plan or {}).get("who", {}).values() for p in own)
 
 
 def _memory(pairs: Sequence[tuple[Point, Point]]) -> str:
@@ -125,7 +147,7 @@ def _about(runs: Mapping[str, Run]) -> str:
     return (
         f"Speed-up over each peer: its kernel time over ours, as the geometric mean of a file's shapes and dtypes, "
         f"with the least in brackets. Memory: the most that a call allocates, at its largest shape. Host: the time to "
-        f"enqueue a small call. {', '.join(names)}."
+        f"enqueue a small call. A dash: not measured. {', '.join(names)}."
     )
 
 

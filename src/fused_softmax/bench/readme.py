@@ -56,10 +56,18 @@ def _about(run: Run) -> str:
             ),
         )
     )
-    if all(flops(point.case) for point in run.points):
+    of_products = [bool(flops(point.case)) for point in run.points]
+    if any(of_products):
         what = (
             "TFLOP/s of the products; of a gradient, with those of the forward pass. The ratio compares this package "
             "with a product of square matrices by cuBLAS in the same run."
+        )
+        if not all(of_products):
+            what += " Of one query: us, and the ratio to the best kernel that only reads as much."
+    elif all(_draws(point.case) for point in run.points):
+        what = (
+            "Kernel time in us. The ratio divides the time of the best kernel that only reads as much by this "
+            "package's, in the same run."
         )
     elif all(in_time(point.case) for point in run.points):
         what = (
@@ -83,15 +91,21 @@ def _notes(run: Run) -> list[str]:
 
 
 def _cell(point: Point | None) -> str:
-    """GB/s, TFLOP/s of attention, or us if other products are timed, or why there is no figure."""
+    """GB/s, TFLOP/s of attention, or us if other products or draws are timed, or why there is no figure."""
     if point is None:
         return ""
     if point.kernel is None:
         return point.status
-    figure = point.kernel.p50_us if in_time(point.case) else point.kernel.gb_per_s
+    mark = "\\*" if point.method == "events" else ""
     if done := flops(point.case):
-        figure = done / point.kernel.p50_us * 1e-6
-    return f"{figure:.0f}" + ("\\*" if point.method == "events" else "")
+        return f"{done / point.kernel.p50_us * 1e-6:.0f}{mark}"
+    if _draws(point.case) or point.operation == "attention_decode":
+        return f"{point.kernel.p50_us:.{1 if point.kernel.p50_us < 100 else 0}f}{mark}"  # of a few us, a tenth counts
+    return f"{point.kernel.p50_us if in_time(point.case) else point.kernel.gb_per_s:.0f}{mark}"
+
+
+def _draws(case: Case) -> bool:
+    return case.operation.startswith("sample")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,11 +4,13 @@ kernel  graph replay over rotating inputs and outputs, together larger than four
 call    eager wall time of back-to-back calls and, separately, the time to enqueue one
 
 Providers and ceilings share the inputs, write to the same output addresses (one graph pool) and take turns in several
-rounds, so that clocks and addresses favour none of them.
+rounds, each in an order of its own, so that clocks and addresses favour none of them. Where a power cap lowers clocks,
+they follow what ran in the tenth of a second before. There a provider runs untimed for as long first.
 """
 
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -127,22 +129,27 @@ class GraphTimer:
         return trial
 
     def rounds(
-        self, entrants: list[Entrant], rounds: int, budget_ms: float, watch: Callable[[], object] = lambda: None
+        self,
+        entrants: list[Entrant],
+        rounds: int,
+        budget_ms: float,
+        watch: Callable[[], object] = lambda: None,
+        settle_ms: float = 0,
     ) -> None:
-        """Sample all entrants in turns: `budget_ms` of each in every round. Each round begins with another one.
+        """Sample all entrants in turns: `budget_ms` of each in every round, after untimed passes of `settle_ms`.
 
         watch: called once in each round, while the GPU is busy with a pass that is not timed.
         """
-        counts = {}
+        counts, untimed = {}, {}
         for entrant in entrants:
             sample(entrant, 2)
             seconds = min(entrant.samples) * entrant.calls
             counts[entrant.name] = max(3, min(200, int(budget_ms * 1e-3 / seconds)))
+            untimed[entrant.name] = max(1, math.ceil(settle_ms * 1e-3 / seconds))
             entrant.samples.clear()
         for turn in range(rounds):
-            first = turn * len(entrants) // rounds
-            for entrant in entrants[first:] + entrants[:first]:
-                sample(entrant, counts[entrant.name])
+            for i in in_turn(len(entrants), turn):
+                sample(entrants[i], counts[entrants[i].name], untimed[entrants[i].name])
             entrants[0].enqueue()
             watch()
             torch.cuda.synchronize()
@@ -154,10 +161,16 @@ def shortened(order: list[int], sets: int, seconds: float) -> list[int]:
     return order[: max(1, rounds) * sets]
 
 
-def sample(entrant: Entrant, count: int) -> None:
-    """Enqueue one pass, then `count` timed ones, so that the GPU never waits for the host between events."""
+def in_turn(n: int, turn: int) -> list[int]:
+    """The order of n entrants in a round: drawn, so that none always follows the same one."""
+    return random.Random(turn).sample(range(n), n)
+
+
+def sample(entrant: Entrant, count: int, untimed: int = 1) -> None:
+    """Enqueue untimed passes, then `count` timed ones, so that the GPU never waits for the host between events."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    entrant.enqueue()
+    for _ in range(untimed):
+        entrant.enqueue()
     for event in events[:-1]:
         event.record()
         entrant.enqueue()

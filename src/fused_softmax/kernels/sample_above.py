@@ -19,6 +19,7 @@ from fused_softmax.kernels.draw import (
     order_of,
     scratch_at,
 )
+from fused_softmax.kernels.follow import wait_for_launch_before
 from fused_softmax.kernels.sample_kept import only_inf, row_state
 from fused_softmax.kernels.sample_row import finish_parts, take_lanes
 from fused_softmax.kernels.sample_wide import ones_of
@@ -36,6 +37,7 @@ def _draw_above(
     seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
     """The draw from what min-p, or nothing, leaves of a row: of K.part_stretches stretches by each program."""
+    wait_for_launch_before(K.follows)
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     part = program % n_parts

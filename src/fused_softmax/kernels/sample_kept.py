@@ -42,6 +42,7 @@ from fused_softmax.kernels.draw import (
     whole_grains,
     words_of,
 )
+from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
 from fused_softmax.kernels.sample_row import begin_parts, least_in_row, within_row
 from fused_softmax.kernels.sample_spec import Held
 from fused_softmax.kernels.sample_wide import ones_of, open_row
@@ -49,6 +50,7 @@ from fused_softmax.kernels.state import NEG_INF
 
 AT_ONCE = tl.constexpr(8)  # candidates that all are compared with at a time
 RANKED = tl.constexpr(128)  # maxima of stretches at most
+NEAR = tl.constexpr(0.85)  # of top-p's mass, where the same again of lanes mostly has the rest
 PIVOTS = tl.constexpr(4)  # maxima of stretches that are tried as bounds, before a bisection
 HIGHEST = tl.constexpr(2147483647)  # above the order of any number
 MASS_BITS = tl.constexpr(52)  # of a sum of 512 masses of 2 ** 40; above them stands how many there are
@@ -74,6 +76,7 @@ def _stretches(
         logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols, temperature,
         0, 0, 0, 0, draw, K,
     )  # fmt: skip
+    let_next_begin(K.leads)
     call = calls_of(stretch, K)
     there = call < n_stretches * LANES
     if (stretch + K.stretches) * STRETCH <= n_cols:
@@ -125,6 +128,8 @@ def _choose(
     )  # fmt: skip
     if kept_ptr is not None:
         kept_ptr += draw * strides[KEPT_BITS]
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     top = lane_maxima(scratch_ptr, draw, D, K)  # on its way while the row's state is found
     m, total, odd = row_state(scratch_ptr, draw, D, K)
     F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
@@ -174,11 +179,38 @@ def only_inf(kept_ptr, D, valid, K: tl.constexpr):
 @triton.jit
 def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob) of a row that can be drawn from."""
+    token, logprob, enough, near = choose_among(top, scratch_ptr, kept_ptr, draw, D, F, K)
+    if not enough:
+        tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
+        if K.wide:
+            if near:
+                token, logprob, enough = choose_among_more(scratch_ptr, kept_ptr, draw, D, F, K)
+            if not enough:
+                open_row(scratch_ptr + draw * K.scratch, D, F, K)
+        else:
+            B = bounds_of_code(least_in_row(D, F, K))
+            tl.debug_barrier()
+            token, logprob = within_row(kept_ptr, D, F.m, B, K)
+    return token, logprob
+
+
+@triton.jit(noinline=True)
+def choose_among_more(scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+    """(token, its logprob, whether all that decides it is known), from twice as many lanes."""
+    MORE: tl.constexpr = K.more
+    top = lane_maxima(scratch_ptr, draw, D, K)
+    token, logprob, enough, _ = choose_among(top, scratch_ptr, kept_ptr, draw, D, F, MORE)
+    return token, logprob, enough
+
+
+@triton.jit
+def choose_among(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+    """(token, its logprob, whether all that decides it is known, or else is near), from K.capacity lanes."""
     call, known = greatest_lanes(top, D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
     H = held_of(call, there, D, K)
-    least, enough = least_of_candidates(H, known, scratch_ptr, draw, D, F, K)
+    least, enough, near = least_of_candidates(H, known, scratch_ptr, draw, D, F, K)
     token = tl.zeros([], tl.int64)
     logprob = tl.zeros([], tl.float32)
     if enough:
@@ -193,12 +225,7 @@ def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
         mass = tl.sum(mass_0 + mass_1 + mass_2 + mass_3, axis=0)
         token = member_of(D, group_of(key), F.m, K, B)
         logprob = logprob_of(token, mass, D, F.m, K)
-    elif K.wide:
-        open_row(scratch_ptr + draw * K.scratch, D, F, K)
-    else:
-        B = bounds_of_code(least_in_row(D, F, K))
-        token, logprob = within_row(kept_ptr, D, F.m, B, K)
-    return token, logprob
+    return token, logprob, enough, near
 
 
 @triton.jit
@@ -297,9 +324,11 @@ def nth_lanes(marks, K: tl.constexpr):
 
 @triton.jit
 def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
-    """(the code of the last logit that top-k and top-p keep, whether all that decides it is known)."""
+    """(the code of the last logit that top-k and top-p keep; whether all that decides it is known; whether twice as
+    many lanes may tell).
+    """
     list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
-    may = may_decide(H, D, F, K)
+    may, near = may_decide(H, D, F, K)
     n, listed = list_held(list_ptr, H, tl.where(may, known, HIGHEST), F, K)
     known = tl.where(may, listed, known)
     least, by_k, by_p = least_of_ranked(list_ptr, n, D, F, K)
@@ -309,20 +338,24 @@ def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
         enough = tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
     # What min-p leaves ends above all that is unknown.
     by_z = (known <= F.least) & (K.joint | (F.p >= 1) | (F.k == 0))
-    return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST)
+    return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST), near
 
 
 @triton.jit
 def may_decide(H, D, F, K: tl.constexpr):
-    """Whether what is held may have the mass that top-p alone asks for: to rank it in vain takes long."""
+    """(whether what is held may have the mass that top-p alone asks for, as it takes long to rank; whether twice as
+    many lanes hold what top-k keeps, or most of that mass is held).
+    """
     if K.wide:
         held = tl.sum(
             weight_and_more(H.x_0, F.m, D) + weight_and_more(H.x_1, F.m, D)
             + weight_and_more(H.x_2, F.m, D) + weight_and_more(H.x_3, F.m, D)
         )  # fmt: skip
-        return (F.k > 0) | (F.p >= 1) | (held * UNIT > F.p * F.total.to(tl.float32))
+        target = F.p * F.total.to(tl.float32)
+        near = tl.where(F.k > 0, F.k <= 2 * K.capacity, held * UNIT > target * NEAR)
+        return (F.k > 0) | (F.p >= 1) | (held * UNIT > target), near
     else:
-        return F.k >= 0
+        return F.k >= 0, F.k < 0
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """What the kernels that draw tokens are compiled for, and the bundles of values that their helpers share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 
@@ -15,9 +15,12 @@ class SampleSpec:
     all_stretches: at least as many as a row has. ranked: whether top-k or top-p may ask which logits are the greatest.
         capacity: lanes of a row that are held at a time, and candidates, at most, that are ranked of their logits.
     joint: whether each filter judges all columns.
-    wide: whether launches follow for rows whose boundary is lower. sampled, turns: groups that they are told of it by,
-        and how many times so many; listed: logits that it is sought among.
+    wide: whether launches follow for rows whose boundary is lower, after a second look at twice as many lanes.
+        sampled, turns: groups that they are told of it by, and how many times so many; listed: logits that it is sought
+        among.
     grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
+    follows: whether the launch may begin before the one before it has ended, and waits for what that wrote; leads:
+        whether the one after it may begin so.
     """
 
     stretches: int
@@ -36,6 +39,14 @@ class SampleSpec:
     listed: int = 8192
     grain_bits: int = 0
     ptx: bool = False
+    follows: bool = False
+    leads: bool = False
+    ranked_room: int = 128  # of the list of candidates
+
+    @property
+    def more(self) -> "SampleSpec":
+        """Of the second look."""
+        return replace(self, capacity=2 * self.capacity, candidates=2 * self.candidates)
 
     @property
     def turns(self) -> int:
@@ -59,7 +70,7 @@ class SampleSpec:
     @property
     def maxima_at(self) -> int:
         """fp32: the maximum of each stretch."""
-        return self.ranked_at + (self.candidates if self.ranked else 0)
+        return self.ranked_at + (self.ranked_room if self.ranked else 0)
 
     @property
     def tops_at(self) -> int:

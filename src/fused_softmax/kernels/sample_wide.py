@@ -35,6 +35,7 @@ from fused_softmax.kernels.draw import (
     weight_at,
     whole_grains,
 )
+from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
 from fused_softmax.kernels.sample_row import begin_parts, best_kept, finish_parts, least_in_row
 from fused_softmax.kernels.state import NEG_INF
 
@@ -136,6 +137,8 @@ def _weigh(
     part_stretches, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """Of a part of an open row: how many logits are above its bracket, their mass, and a list of those within."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     part = program % n_parts
@@ -204,6 +207,8 @@ def _bound(
     n_rows, n_cols, temperature, top_k, top_p, min_p, K: tl.constexpr,
 ):  # fmt: skip
     """The last logit that is kept of an open row, from what is listed."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     draw = tl.program_id(0).to(tl.int64)
     record_ptr = scratch_ptr + draw * K.scratch
     if tl.load(record_ptr + STATUS) == ALL:
@@ -223,6 +228,7 @@ def _bound(
             else:
                 least, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed)
         if not found:
+            tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
             least = least_in_row(D, F, K)
         tl.store(record_ptr + LEAST, tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS))
 
@@ -317,6 +323,7 @@ def _draw_within(
     position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
     """The draw from what is kept of an open row, part by part; the part that arrives last writes the token."""
+    wait_for_launch_before(K.follows)
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     part = program % n_parts

@@ -87,30 +87,31 @@ def attention(
     >>> attention(q, k, v, bias=table[None], scale=1.0)  # T5's: [16, 12, 1024, 64], bias [1, 12, 1024, 1024]
     >>> attention(q, k, v, is_causal=True, window=(127, 0), sinks=sinks, enable_gqa=True)  # a layer of gpt-oss
     """
-    look = None
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    if window is None or type(window) is tuple:
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    if type(window) is list:
+        window = tuple(window)
+    if type(return_stats) is list:
+        return_stats = tuple(return_stats)
+    look = None
+    if (window is None or type(window) is tuple) and type(return_stats) in (tuple, str):
         numbers = (
             is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_lse, return_stats,
-            deterministic, attention_sdpa.switch(),
+            deterministic, attention_sdpa.switch(), cast,
         )  # fmt: skip
         look = NAME, numbers, query, key, value, attn_mask, bias, sinks, alibi_slopes
-        if type(return_stats) in (tuple, str):
-            call = find(*look)
-            if call is not None:
-                return call(query, key, value, attn_mask, bias, sinks, alibi_slopes)
+        call = find(*look)
+        if call is not None:
+            return call(query, key, value, attn_mask, bias, sinks, alibi_slopes)
     beside = Beside(attn_mask, bias, sinks, alibi_slopes)
     how = attention_of(
         query, key, value, beside, is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats,
         deterministic,
     )  # fmt: skip
-    given = Inputs(query, key, value, *beside)
-    if query.is_cuda and torch.is_autocast_enabled("cuda") and query.dtype != torch.float64:
-        cast, look = torch.get_autocast_dtype("cuda"), None
-        given = Inputs(query.to(cast), key.to(cast), value.to(cast), *beside)
+    as_given = Inputs(query, key, value, *beside)
     lead = broadcast(query, key, value, enable_gqa)
-    if {each.shape[:-2] for each in given[:3]} != {torch.Size(lead)} or not lead:
-        look, given = None, _broadcast(given, lead, enable_gqa)
+    readied = _readied(as_given, lead, enable_gqa, cast)
+    given = as_given if readied is None else readied(*as_given)
     takes = given.query.dtype in KERNEL_DTYPES and query.shape[-1] > 0 and value.shape[-1] > 0
     takes = takes and not (alibi_slopes is not None and needs_grad(alibi_slopes))
     present = [each for each in given if each is not None]
@@ -118,9 +119,9 @@ def attention(
     route = route_of(*present, takes=takes, batches=alibi_slopes is None)
     if route is Route.KERNEL:
         made = _prepare(given, how, bool(return_lse), needs_grad(*present), bool(lead))
-        if look is None or type(return_stats) not in (tuple, str):
-            return made(*given)
-        return keep(Prepared(made), *look)(*given)
+        if readied is not None:
+            made = _after(readied, made)
+        return (made if look is None else keep(Prepared(made), *look))(*as_given)
     if route is Route.OPERATOR:
         found = torch.ops.fused_softmax.attention.default(*given, *how.operator_arguments())
         return _output(found[0], found[1], found[2:], how, bool(return_lse), bool(lead))
@@ -137,16 +138,36 @@ def composed(given: Inputs, how: Attention, arithmetic: torch.dtype, **more: Any
     return reference_attention.attention(**given._asdict(), **how.arguments(), **more, arithmetic=arithmetic)
 
 
-def _broadcast(given: Inputs, lead: tuple[int, ...], enable_gqa: bool) -> Inputs:
-    """Query, key and value of the same leading shape, by views, with a dim of heads."""
-    lead = lead or (1,)
-    found: list[Any] = []
-    for i, tensor in enumerate(given[:3]):
-        each: Any = tensor
-        each = each if each.ndim > 2 else each.unsqueeze(0)
-        heads = each.shape[-3] if enable_gqa and i else lead[-1]
-        found.append(each.expand(*lead[:-1], heads, *each.shape[-2:]))
-    return given._replace(query=found[0], key=found[1], value=found[2])
+def _readied(
+    given: Inputs, lead: tuple[int, ...], enable_gqa: bool, cast: torch.dtype | None
+) -> Callable[..., Inputs] | None:
+    """What makes tensors like these of autocast's dtype, and query, key and value of the same leading shape, by views,
+    with a dim of heads; None if they are so.
+    """
+    dtype = cast if given.query.is_cuda and given.query.dtype != torch.float64 else None
+    if dtype is not None and all(each.dtype == dtype for each in given[:3]):
+        dtype = None
+    led = lead or (1,)
+    of_keys = (*led[:-1], given.key.shape[-3]) if enable_gqa else led
+    shapes = [(*own, *each.shape[-2:]) for own, each in zip((led, of_keys, of_keys), given[:3], strict=True)]
+    if all(each.shape == shape for each, shape in zip(given[:3], shapes, strict=True)):
+        shapes = []
+    if dtype is None and not shapes:
+        return None
+
+    def ready(*given: Tensor | None) -> Inputs:
+        dense: Any = given[:3]
+        if dtype is not None:
+            dense = [each.to(dtype) for each in dense]
+        if shapes:
+            dense = [each.expand(shape) for each, shape in zip(dense, shapes, strict=True)]
+        return Inputs(*dense, *given[3:])
+
+    return ready
+
+
+def _after(ready: Callable[..., Inputs], call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: call(*ready(*given))
 
 
 def _prepare(given: Inputs, how: Attention, return_lse: bool, with_gradient: bool, headed: bool):
@@ -219,6 +240,9 @@ def gradients(
     if torch.is_grad_enabled():
         return differentiable_gradients(given, how, do, dlse, asked)
     do = torch.zeros_like(output) if do is None else do
+    call = find(*_looked_up(given, how, do, dlse, output, lse, tuple(asked)))
+    if call is not None:  # nothing watches it, and it takes do and dlse as they are
+        return call(do, dlse, output, lse, *given)
     present = [each for each in (*given, do, dlse, output, lse) if each is not None]
     if not batched(do, dlse) and route_of(*present) is Route.KERNEL:
         return backward(given, how, do, dlse, output, lse, tuple(asked))
@@ -234,7 +258,7 @@ def backward(
     do = do.to(output.dtype)
     if dlse is not None:
         dlse = dlse.to(lse.dtype).contiguous()
-    look = f"{NAME}_backward", (how, asked, attention_sdpa.switch()), given.query, *given[1:], do, dlse, output, lse
+    look = _looked_up(given, how, do, dlse, output, lse, asked)
     call = find(*look)
     if call is None:
         made = attention_sdpa.prepare_backward(given, how, dlse, asked)
@@ -244,6 +268,11 @@ def backward(
                 made = _with_contiguous_output(made)
         call = keep(Prepared(made), *look)
     return call(do, dlse, output, lse, *given)
+
+
+def _looked_up(given: Inputs, how: Attention, do, dlse, output, lse, asked: tuple[bool, ...]) -> tuple[Any, ...]:
+    """What tells a kept call of the gradients."""
+    return f"{NAME}_backward", (how, asked, attention_sdpa.switch()), *given, do, dlse, output, lse
 
 
 def _with_contiguous_output(call: Callable[..., Gradients]) -> Callable[..., Gradients]:

@@ -19,7 +19,7 @@ from fused_softmax.ops import attention_hopper
 from fused_softmax.ops.attention_bias import blocks, prepare_bias
 from fused_softmax.ops.attention_decode import prepare_decode
 from fused_softmax.ops.attention_hopper_bias import prepare_by_sum
-from fused_softmax.ops.attention_layout import Groups, Pattern, own_sizes
+from fused_softmax.ops.attention_layout import Groups, Pattern, maker, own_sizes
 from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
 from fused_softmax.options_attention import Attention
 from fused_softmax.plan.attention import Tiles, padded, plan_attention
@@ -183,11 +183,12 @@ class _Call:
         ready = self.ready.get(name)
         return tensor if ready is None or tensor is None else ready(tensor)
 
-    def readied(self, given: Inputs) -> Inputs:
+    def readied(self, given: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """A call's tensors, in the order of Inputs, as the launches take them."""
         if not self.ready:
             return given
         names = "q", "k", "v", "mask", "bias", "sinks", "slopes"
-        return Inputs(*(self.of(name, each) for name, each in zip(names, given, strict=True)))  # type: ignore[arg-type]
+        return tuple(self.of(name, each) for name, each in zip(names, given, strict=True))
 
 
 def _expanded(shape: tuple[int, ...], tensor: Any) -> Tensor:
@@ -201,16 +202,15 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     device, dtype, out_shape, rows = given.query.device, c.dtype, (*c.rows, c.value_dim), c.rows
     columns = (*c.lead, c.n_heads, c.n_keys)
     n = c.n_batches * c.n_heads * c.n_queries
+    of_output, of_rows = maker(out_shape, dtype, device), maker(rows, torch.float32, device)
 
     def made() -> Results:
         """Empty results."""
-        entropy, row_max = (
-            torch.empty(rows, dtype=torch.float32, device=device) if each in stats else None
-            for each in ("entropy", "row_max")
-        )
+        if not stats:
+            return Results(of_output(), of_rows(), None, None, None)
+        entropy, row_max = (of_rows() if each in stats else None for each in ("entropy", "row_max"))
         sums = torch.zeros(columns, dtype=torch.float32, device=device) if "column_sums" in stats else None
-        lse = torch.empty(rows, dtype=torch.float32, device=device)
-        return Results(torch.empty(out_shape, dtype=dtype, device=device), lse, entropy, row_max, sums)
+        return Results(of_output(), of_rows(), entropy, row_max, sums)
 
     if n == 0:
         return lambda *_: made()
@@ -238,11 +238,10 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
         sums = c.prepare(_column_sums, programs, tiles, (q, k, mask, bias, slopes, like.lse, like.column_sums), of_sums)
 
     def call(*given: Tensor | None) -> Results:
-        found = made()
-        q, k, v, mask, bias, sinks, slopes = c.readied(Inputs(*given))  # type: ignore[arg-type]
-        every: tuple[Tensor | None, ...] = (q, k, v, mask, bias, sinks, slopes, *found[:4])
-        run(*[each for each in every if each is not None])
+        found, ready = made(), c.readied(given)
+        run(*[each for each in (*ready, *found[:4]) if each is not None])
         if sums is not None:
+            q, k, _, mask, bias, _, slopes = ready
             every = (q, k, mask, bias, slopes, found.lse, found.column_sums)
             sums(*[each for each in every if each is not None])
         return found
@@ -275,7 +274,8 @@ def prepare_backward(
     short = prepare_short_backward(c, (q, k, v, mask, bias, slopes, do, lse), dlse, scalars, asked)
     if short is not None:
         return lambda *tensors: Gradients(*short(*tensors))
-    delta = torch.empty(c.rows, dtype=torch.float32, device=device)
+    of_rows, of_dq = maker(c.rows, torch.float32, device), maker((*c.rows, c.head_dim), c.dtype, device)
+    delta = of_rows()
     beside = {"mask": given.attn_mask, "bias": given.bias}
     wanted = [name for name, asks in zip(("mask", "bias"), asked[3:5], strict=True) if asks]
     full = [name for name in wanted if c.patterns[name].full]
@@ -284,19 +284,21 @@ def prepare_backward(
         dtype = beside[name].dtype  # type: ignore[union-attr]
         ds_dtype = dtype if ds_dtype is None else torch.promote_types(ds_dtype, dtype)
     rows_shape = attention_hopper.rows_shape(c)
-    rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
+    of_tiled_rows = maker(rows_shape, torch.float32, device)
+    rows = of_tiled_rows()
     by_sum = prepare_by_sum(c, (q, k, v), bias, do, rows, bool(asked[0])) if wanted == ["bias"] else None
     for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full)
     if by_sum is not None:
         for_keys, for_queries, wanted, full = False, False, [], []
-    dq_like = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
+    dq_like = of_dq()
     key_shape = (*c.lead, c.n_heads // c.group, c.n_keys)
     read = (q, k, v, mask, bias, slopes, do, lse, delta)
 
+    of_dk, of_dv = (maker((*key_shape, d), c.dtype, device) for d in (c.head_dim, c.value_dim))
+
     def keys_made() -> tuple[Tensor, Tensor]:
-        # Without queries nothing is written.
-        make = torch.empty if n_rows else torch.zeros
-        return tuple(make((*key_shape, d), dtype=c.dtype, device=device) for d in (c.head_dim, c.value_dim))  # type: ignore[return-value]
+        dk, dv = of_dk(), of_dv()
+        return (dk, dv) if n_rows else (dk.zero_(), dv.zero_())  # without queries nothing is written
 
     def ds_made() -> Tensor:
         make = torch.zeros if c.how.bounded else torch.empty  # what is hidden is not visited
@@ -329,11 +331,10 @@ def prepare_backward(
     of_bias = {name: prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full}  # type: ignore[union-attr]
 
     def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Tensor | None) -> Gradients:
-        inputs = Inputs(*given)  # type: ignore[arg-type]
-        q, k, v, mask, bias, sinks, slopes = c.readied(inputs)
+        q, k, v, mask, bias, sinks, slopes = c.readied(given)
         do = c.of("do", do)  # type: ignore[assignment]
-        delta = torch.empty(c.rows, dtype=torch.float32, device=device)
-        rows = torch.empty(rows_shape, dtype=torch.float32, device=device) if any_tiled else None
+        delta = of_rows()
+        rows = of_tiled_rows() if any_tiled else None
         if of_delta is not None:
             of_delta(*[each for each in (output, do, lse, dlse, delta, rows) if each is not None])
         read = [each for each in (q, k, v, mask, bias, slopes, do, lse, delta) if each is not None]
@@ -346,7 +347,7 @@ def prepare_backward(
             elif of_keys is not None:
                 of_keys(*read, dk, dv)
         if for_queries:
-            dq = torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
+            dq = of_dq()
             ds = ds_made() if full else None
             if queries_tiled is not None:
                 queries_tiled(*by_tiles, dq)
@@ -355,10 +356,9 @@ def prepare_backward(
         added: dict[str, Tensor | None] = {"mask": None, "bias": None}
         if by_sum is not None:
             dq, dk, dv, dbias = by_sum(*by_tiles)
-            added["bias"] = dbias.sum_to_size(inputs.bias.shape)  # type: ignore[union-attr]
-        for name, tensor in (("mask", inputs.attn_mask), ("bias", inputs.bias)):
-            if tensor is None or name not in wanted:
-                continue
+            added["bias"] = dbias.sum_to_size(given[4].shape)  # type: ignore[union-attr]
+        for name in wanted:
+            tensor: Any = given[3 if name == "mask" else 4]
             if name in full:
                 found: Any = ds.to(tensor.dtype)  # type: ignore[union-attr]
                 # Of two gradients neither is a view of the other.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fused_softmax import workspace
 from fused_softmax.kernels.attention_decode import _decode
+from fused_softmax.ops.attention_layout import maker
 from fused_softmax.plan.attention_decode import plan_decode
 
 _TICKETS = 2  # the use of slots
@@ -30,14 +31,14 @@ def prepare_decode(c: Any, tensors: Sequence[Tensor | None], scalars: tuple) -> 
     if plan.parts == 1:
         return c.prepare(_decode, programs, plan.tiles, (*tensors, None, None), (*scalars, plan.parts), **fields)
     size = programs * plan.block_r * (c.spec.block_v + 2)
-    device, where = c.device, tensors[0].device  # type: ignore[union-attr]
+    device, of_parts = c.device, maker((size,), torch.float32, tensors[0].device)  # type: ignore[union-attr]
 
     def beside() -> tuple[Tensor, Tensor]:
         """What the parts leave for each other."""
         tickets = (
             workspace.slots(device, groups, 1, _TICKETS) if device >= 0 else torch.zeros(groups, dtype=torch.int64)
         )
-        return torch.empty(size, dtype=torch.float32, device=where), tickets
+        return of_parts(), tickets
 
     run = c.prepare(_decode, programs, plan.tiles, (*tensors, *beside()), (*scalars, plan.parts), **fields)
     return lambda *tensors: run(*tensors, *beside())

@@ -4,10 +4,13 @@ A mask's pattern, what it is broadcast over, is kept: it is laid out by strides 
 gradient is summed over what has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from fused_softmax.calls import allocator, contiguous_strides
 
 
 class Pattern(NamedTuple):
@@ -85,3 +88,9 @@ class Groups:
 
 def own_sizes(tensor: Tensor, n_dims: int) -> tuple[int, ...]:
     return (1,) * (n_dims - tensor.ndim) + tuple(tensor.shape)
+
+
+def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes an empty tensor, contiguous."""
+    empty, strides = allocator(device), contiguous_strides(shape)
+    return lambda: empty(shape, strides, dtype)

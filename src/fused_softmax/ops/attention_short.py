@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fused_softmax.kernels.attention_short import _short, _short_gradient
 from fused_softmax.kernels.attention_spec import NO_MASK
+from fused_softmax.ops.attention_layout import maker
 from fused_softmax.plan.attention_short import plan_short
 
 
@@ -37,18 +38,15 @@ def prepare_short_backward(
         return None
     if wanted and c.patterns[wanted[0]].own != (1, 1, c.n_heads, c.n_queries, c.n_keys):
         return None
-    parts, device, dtype = plan.parts, read[0].device, c.dtype  # type: ignore[union-attr]
+    parts, device = plan.parts, read[0].device  # type: ignore[union-attr]
     keys = (*c.lead, c.n_heads, c.n_keys)
+    shapes = (*c.rows, c.head_dim), (*keys, c.head_dim), (*keys, c.value_dim)
+    makers = [maker(shape, c.dtype, device) for shape in shapes]
+    if wanted:
+        makers.append(maker((parts, c.n_heads, c.n_queries, c.n_keys), torch.float32, device))
 
     def made() -> list[Tensor]:
-        found = [
-            torch.empty(shape, dtype=dtype, device=device)
-            for shape in ((*c.rows, c.head_dim), (*keys, c.head_dim), (*keys, c.value_dim))
-        ]
-        if wanted:
-            shape = parts, c.n_heads, c.n_queries, c.n_keys
-            found.append(torch.empty(shape, dtype=torch.float32, device=device))
-        return found
+        return [make() for make in makers]
 
     like = (*made(), None)[:4]
     run = c.prepare(

@@ -26,12 +26,13 @@ from fused_softmax.kernels.sample_wide import _bound, _draw_within, _weigh
 from fused_softmax.options_sampling import Sampling
 from fused_softmax.plan import DrawPlan, plan_draws
 from fused_softmax.reference_sampling import SampleOutput, unpacked
-from fused_softmax.runner import has_ptx
+from fused_softmax.runner import has_ptx, overlapping, overlaps
 
 MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
 _GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
+_CHOOSING = 128  # registers
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
 
 
@@ -108,7 +109,7 @@ class Arguments:
 
     def prepare(
         self, kernel: Any, programs: int, spec: SampleSpec, device: int, num_warps: int, n_parts: int = 1,
-        part_stretches: int = 1,
+        part_stretches: int = 1, follows: bool = False, **options: Any,
     ) -> tuple[Callable[..., None], Callable[[tuple], tuple]]:  # fmt: skip
         """(what launches a kernel for others like these, what finds its arguments among what `_OF_A_CALL` names)."""
         names = [name for name in kernel.arg_names if name != "K"]
@@ -118,7 +119,8 @@ class Arguments:
         known = self._scalars | {"n_parts": n_parts, "part_stretches": part_stretches}
         launched = launch.prepare(
             kernel, programs, [self._tensors[name] for name in tensors], [known[name] for name in scalars],
-            {"K": spec}, device=device, num_warps=num_warps, numbers=tuple(map(scalars.index, numbers)),
+            {"K": replace(spec, follows=True) if follows else spec}, device=device, num_warps=num_warps,
+            numbers=tuple(map(scalars.index, numbers)), **overlapping(follows), **options,
         )  # fmt: skip
         given = [name for name in tensors if self._tensors[name] is not None] + numbers
         return launched.__call__, itemgetter(*map(_OF_A_CALL.index, given))
@@ -195,7 +197,7 @@ def spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype
         stretches=plan.stretches, whole_groups=plan.n_cols % 8 == 0, biased=options.logit_bias is not None,
         bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered, all_stretches=plan.all_stretches,
         capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked, joint=options.order == "joint",
-        wide=wide, listed=plan.listed, ptx=has_ptx(index),
+        wide=wide, listed=plan.listed, ptx=has_ptx(index), ranked_room=(4 if wide else 2) * capacity,
         grain_bits=0 if options.logit_bias is not None else _GRAIN_BITS.get(dtype, 0),
     )  # fmt: skip
 
@@ -204,19 +206,33 @@ def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", 
     """The launches of draws with filters, each as `Arguments.prepare` returns it."""
     n_draws, warps = plan.n_draws, plan.num_warps
     n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))
+    follows = overlaps(index)
+    spec = replace(spec, leads=follows)
     launches = [arguments.prepare(_stretches, n_draws * n_parts, spec, index, warps)]
     if not spec.ranked:
         n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
         above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches)
-        return [*launches, arguments.prepare(_draw_above, n_draws * n_parts, above, index, plan.above_warps, n_parts)]
+        above = arguments.prepare(
+            _draw_above,
+            n_draws * n_parts,
+            replace(above, leads=False),
+            index,
+            plan.above_warps,
+            n_parts,
+            follows=follows and n_draws <= 64,
+        )
+        return [*launches, above]
     of_choosing, of_bound = (replace(spec, stretches=each) for each in (plan.kept_warps, plan.bound_warps))
-    launches.append(arguments.prepare(_choose, n_draws, of_choosing, index, plan.kept_warps))
+    of_choosing = replace(of_choosing, leads=follows and spec.wide)
+    # The second look, which few rows take, may keep registers in memory, and take no program's place.
+    capped = {"maxnreg": _CHOOSING} if spec.wide and spec.ptx else {}
+    launches.append(arguments.prepare(_choose, n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped))
     if spec.wide:
         n_wide, cut = n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
         launches += [
-            arguments.prepare(_weigh, n_wide, spec, index, warps, *cut),
-            arguments.prepare(_bound, n_draws, of_bound, index, plan.bound_warps),
-            arguments.prepare(_draw_within, n_wide, spec, index, warps, *cut),
+            arguments.prepare(_weigh, n_wide, spec, index, warps, *cut, follows),
+            arguments.prepare(_bound, n_draws, of_bound, index, plan.bound_warps, follows=follows),
+            arguments.prepare(_draw_within, n_wide, replace(spec, leads=False), index, warps, *cut, follows),
         ]
     return launches
 
