@@ -212,7 +212,7 @@ def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", 
     if not spec.ranked:
         n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
         above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches)
-        above = arguments.prepare(
+        above = arguments.prepare(  # type: ignore[assignment]
             _draw_above,
             n_draws * n_parts,
             replace(above, leads=False),
