@@ -276,8 +276,8 @@ ATTENTION = (
         "make = torch.empty", UNWRITTEN,
     ),
     of(
-        "attention", "gradients-of-no-queries-unwritten", CALLS, "return (dk, dv) if n_rows else (dk.zero_(), dv.zero_())",
-        "return (dk, dv)", UNWRITTEN,
+        "attention", "gradients-of-no-queries-unwritten", CALLS, " if n_rows else (dk.zero_(), dv.zero_())",
+        "", UNWRITTEN,
     ),
     of(
         "attention", "a-bias-alone-without-its-gradient", CALLS, "bool(asked[0] or full)", "bool(asked[0])",
