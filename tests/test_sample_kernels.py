@@ -127,10 +127,9 @@ def test_a_low_boundary_among_many_columns_is_found_by_its_sample(filters, monke
     assert_as_reference(x, Sampling(**filters))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter tells whether a function ran")
 @pytest.mark.parametrize("filters", [{"top_p": 0.95}, {"top_k": 190}, {"top_k": 199, "top_p": 0.99}], ids=str)
-def test_a_boundary_among_twice_as_many_lanes_takes_a_second_look(filters, monkeypatch):
-    """Of 256 peaked rows two are so, and what served them alone took as long as all the others."""
+def test_a_boundary_among_twice_as_many_lanes_takes_a_second_look(filters, monkeypatch, device):
+    """A compiled kernel does not tell that it looked again, and has to give the same tokens."""
     found = []
     again = sample_kept.choose_among_more
 
@@ -138,12 +137,13 @@ def test_a_boundary_among_twice_as_many_lanes_takes_a_second_look(filters, monke
         found.append(again(*given))
         return found[-1]
 
-    monkeypatch.setattr(sample_kept, "choose_among_more", more)
-    monkeypatch.setattr(sample_kept, "open_row", mock.Mock(side_effect=AssertionError("the row is left open")))
+    if INTERPRETED:
+        monkeypatch.setattr(sample_kept, "choose_among_more", more)
+        monkeypatch.setattr(sample_kept, "open_row", mock.Mock(side_effect=AssertionError("the row is left open")))
     x = torch.full((2, 128256), -20.0)
     x[:, torch.randperm(4008, generator=torch.Generator().manual_seed(1))[:200] * 32] = -torch.arange(200) / 80
-    assert_as_reference(x, Sampling(**filters, return_logprobs="processed"))
-    assert found
+    assert_as_reference(x.to(device), Sampling(**filters, return_logprobs="processed"))
+    assert found or not INTERPRETED
 
 
 ABOVE = {

@@ -219,7 +219,7 @@ def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", 
             index,
             plan.above_warps,
             n_parts,
-            follows=follows and n_draws <= 64,
+            follows=follows and n_draws <= 64,  # of more draws, it would take the first launch's place
         )
         return [*launches, above]
     of_choosing, of_bound = (replace(spec, stretches=each) for each in (plan.kept_warps, plan.bound_warps))
