@@ -9,8 +9,8 @@ decimals that the page gives.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,6 +121,22 @@ def ratios(name: str, dtype: str, of: Callable[..., bool], *which: Callable[...,
         return [each(found) for each in which]
 
     return Source(path, values=values)
+
+
+def draws(which: Iterable[tuple[str, int, int]]) -> list[Source]:
+    """us of `fused_softmax` for bf16 logits: (operation, rows, vocabulary) of each."""
+    path = "benchmarks/results/h200_sampling.json"
+
+    def us(wanted: tuple[str, int, int]) -> float:
+        own = [each for each in _points(path) if each.dtype == "bfloat16" and each.provider == "fused_softmax"]
+        (point,) = (each for each in own if (each.operation, each.n_rows, each.n_cols) == wanted)
+        return point.kernel.p50_us
+
+    return [computed(path, *[partial(us, each) for each in which])]
+
+
+FILTERS = "sample", "sample_top_k", "sample_min_p", "sample_top_p"
+DRAWS = (8, 128256), (512, 128256), (512, 262144)
 
 
 def elements(name: str) -> Source:
@@ -258,16 +274,15 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "long bf16 rows of 512 Mi": [elements("long_rows")],
         "Except for `h200_sweep_bf16.json`, all": [
             *measured("| 3 | 0.979 |", "| 20 | 1.009 |"),
-            computed("MEASURED.md", lambda: 100 * (1.033 - 1)),
+            computed("MEASURED.md", lambda: 100 * (1 - 0.966)),
         ],
         "no longer prepare their launches anew": measured("about 300 us of each call were preparation"),
         "`own kernels` took": measured("`own kernels` took 0.79 to 0.96 times as long"),
         "one point of `h200_backward.json`": [failed("fused_softmax")],
     },
     "sample.md": {
-        "| 8 x 128256 |": measured("| 5.9, 5.9 |", "| 13.6, 12.8 |", "| 19.3, 10.2 |", "| 57.7, 54.8 |"),
-        "| 256 x 128256 |": measured(", 27.4 | | min-p", "| 36.1, 35.6 |", "| 57.9, 39.1 |", "| 185.6, 175.2 |"),
-        "top-p is the slowest": measured("| 21.7, 21.3 |", "| 65.5, 77.3 |", "fp32 and 1115 in bf16"),
+        **{f"| {n} x {vocab} |": draws((each, n, vocab) for each in FILTERS) for n, vocab in DRAWS},
+        "top-p is the slowest": draws(("sample_top_p_peaked", n, 128256) for n in (8, 512)),
     },
     "shards.md": {
         "With `peer`, one launch reads": [computed("src/fused_softmax/plan/peers.py", peered)],
