@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from fused_softmax import launch, workspace
@@ -32,7 +33,9 @@ MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
 _GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
-_CHOOSING = 128  # registers
+# Registers of `_choose`. By Triton 3.6 it fits 128, so that two programs are resident; later ones would spill by so few.
+_CHOOSING = 128 if triton.__version__.startswith("3.6.") else 192
+_MOST_EARLY = 64  # draws whose second launch begins early: of more, it would take the first one's place
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
 
 
@@ -211,20 +214,15 @@ def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", 
     launches = [arguments.prepare(_stretches, n_draws * n_parts, spec, index, warps)]
     if not spec.ranked:
         n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
-        above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches)
-        above = arguments.prepare(  # type: ignore[assignment]
-            _draw_above,
-            n_draws * n_parts,
-            replace(above, leads=False),
-            index,
-            plan.above_warps,
-            n_parts,
-            follows=follows and n_draws <= 64,  # of more draws, it would take the first launch's place
-        )
-        return [*launches, above]
+        above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches, leads=False)
+        early, warps = follows and n_draws <= _MOST_EARLY, plan.above_warps
+        return [
+            *launches,
+            arguments.prepare(_draw_above, n_draws * n_parts, above, index, warps, n_parts, follows=early),
+        ]
     of_choosing, of_bound = (replace(spec, stretches=each) for each in (plan.kept_warps, plan.bound_warps))
     of_choosing = replace(of_choosing, leads=follows and spec.wide)
-    # The second look, which few rows take, may keep registers in memory, and take no program's place.
+    # The second look, which few rows take, is to take no program's place.
     capped = {"maxnreg": _CHOOSING} if spec.wide and spec.ptx else {}
     launches.append(arguments.prepare(_choose, n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped))
     if spec.wide:
