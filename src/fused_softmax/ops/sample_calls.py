@@ -33,7 +33,7 @@ MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
 _GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
-# Registers of `_choose`. By Triton 3.6 it fits 128, so that two programs are resident; later ones would spill by so few.
+# Registers of `_choose`. By Triton 3.6 it fits 128, so that two programs are resident; later ones spill by so few.
 _CHOOSING = 128 if triton.__version__.startswith("3.6.") else 192
 _MOST_EARLY = 64  # draws whose second launch begins early: of more, it would take the first one's place
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
