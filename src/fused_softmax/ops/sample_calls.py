@@ -33,8 +33,6 @@ MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
 _GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
-# Registers of `_choose`. By Triton 3.6 it fits 128, so that two programs are resident; later ones spill by so few.
-_CHOOSING = 128 if triton.__version__.startswith("3.6.") else 192
 _MOST_EARLY = 64  # draws whose second launch begins early: of more, it would take the first one's place
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
 
@@ -223,7 +221,7 @@ def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", 
     of_choosing, of_bound = (replace(spec, stretches=each) for each in (plan.kept_warps, plan.bound_warps))
     of_choosing = replace(of_choosing, leads=follows and spec.wide)
     # The second look, which few rows take, is to take no program's place.
-    capped = {"maxnreg": _CHOOSING} if spec.wide and spec.ptx else {}
+    capped = {"maxnreg": _registers_of_choosing()} if spec.wide and spec.ptx else {}
     launches.append(arguments.prepare(_choose, n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped))
     if spec.wide:
         n_wide, cut = n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
@@ -233,6 +231,11 @@ def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", 
             arguments.prepare(_draw_within, n_wide, replace(spec, leads=False), index, warps, *cut, follows),
         ]
     return launches
+
+
+def _registers_of_choosing() -> int:
+    """By Triton 3.6 `_choose` fits 128, so that two programs are resident; by later ones values spill by so few."""
+    return 128 if triton.__version__.startswith("3.6.") else 192
 
 
 def log_probs_at(x: Tensor, lse: Tensor) -> Tensor:
