@@ -20,7 +20,11 @@ OPTIONS = {
     "bottom right": {"is_causal": True, "causal_align": "bottom_right"},
     "window": {"window": (100, 30)},
     "left bound": {"window": (100, None)},
+    "softcap": {"softcap": 3.0},
+    "causal softcap": {"softcap": 20.0, "is_causal": True},
+    "window softcap": {"softcap": 20.0, "window": (100, 30)},
 }
+PLAIN_OPTIONS = [option for option in OPTIONS if "softcap" not in option]
 
 
 @pytest.fixture
@@ -83,7 +87,8 @@ def test_forward(taken, length, dim, dtype, option):
     assert_near(*given(length, length, dim, dtype), **OPTIONS[option])
     assert_near(*given(length, 250, dim, dtype, heads=4), **OPTIONS[option])
     assert len(taken) == 2
-    if option == "window" and dim <= 64:  # what is narrow goes to the plain kernel, unless it bounds nothing
+    if None not in OPTIONS[option].get("window", (None,)) and dim <= 64:
+        # What is narrow goes to the plain kernel, unless it bounds nothing.
         assert None in taken or length == 1
     else:
         assert None not in taken
@@ -93,7 +98,7 @@ def test_forward(taken, length, dim, dtype, option):
 @on_hopper
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("dim", [32, 64, 72, 128])
+@pytest.mark.parametrize("dim", [32, 64, 72, 128, 192, 256])
 @pytest.mark.parametrize("length", [1, 63, 192, 257, 383])
 def test_gradients(gradients_taken, length, dim, dtype, option):
     """With a gradient of lse, so that cuDNN takes none of them."""
@@ -109,7 +114,7 @@ BIASES = {"heads": (1, 4), "batches and heads": (2, 4), "shared": ()}
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("shape", BIASES)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", PLAIN_OPTIONS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("lengths", [(200, 264), (383, 320)], ids=str)
@@ -201,16 +206,38 @@ def test_gradients_with_sinks_and_other_value_dims(gradients_taken):
 
 @pytest.mark.gpu
 @on_hopper
-def test_the_same_bits_of_gradients_on_every_run(gradients_taken):
-    q, k, v = (each.requires_grad_() for each in given(1025, 1025, 128, BF16))
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_the_same_bits_of_gradients_on_every_run(gradients_taken, dim, softcap):
+    q, k, v = (each.requires_grad_() for each in given(1025, 1025, dim, BF16))
 
     def gradients():
-        found = fused_softmax.attention(q, k, v, is_causal=True, deterministic=True)
+        found = fused_softmax.attention(q, k, v, is_causal=True, softcap=softcap, deterministic=True)
         return torch.autograd.grad(found, (q, k, v), torch.ones_like(found))
 
     first = gradients()
     for _ in range(10):
         assert all(map(torch.equal, first, gradients()))
+    assert None not in gradients_taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("dim", "value_dim", "taken"), [(128, 64, 2), (256, 128, 0)])
+def test_gradients_of_capped_scores_with_other_value_dims(gradients_taken, dim, value_dim, taken):
+    q, k, v = given(300, 420, dim, BF16)
+    assert_attention(q, k, v[..., :value_dim], softcap=20.0, is_causal=True)
+    assert len([each for each in gradients_taken if each is not None]) == taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 256])
+def test_scores_far_beyond_a_softcap(gradients_taken, dim):
+    """Where tanh is 1, no gradient of scores is left."""
+    q, k, v = (100 * each if i < 2 else each for i, each in enumerate(given(200, 260, dim, BF16)))
+    found = assert_attention(q, k, v, softcap=2.0, with_lse=False)
+    assert not found["query"].isnan().any()
     assert None not in gradients_taken
 
 
@@ -239,8 +266,13 @@ def test_which_calls_are_taken():
     assert plan_hopper(128, 128, 2, 4096, replace(H200, capability=(10, 0))) is None
     for kernel in ("keys", "queries"):
         assert plan_hopper(128, 64, 2, 4096, H200, kernel) is not None
-        assert plan_hopper(256, 256, 2, 4096, H200, kernel) is None
+        assert plan_hopper(256, 256, 2, 4096, H200, kernel) is not None
     assert plan_hopper(64, 64, 2, 4096, H200, "keys", left=True).block == 64
+    assert plan_hopper(64, 64, 2, 4096, H200, "keys", softcap=True).block == 64
+    assert plan_hopper(256, 256, 2, 4096, H200, "keys", left=True, softcap=True).wide
+    assert plan_hopper(256, 128, 2, 4096, H200, "keys") is None
+    assert plan_hopper(128, 128, 2, 4096, H200, softcap=True) is not None
+    assert plan_hopper(128, 128, 2, 4096, H200, bias=True, softcap=True) is None
     assert plan_hopper(64, 64, 2, 8192, H200, left=True, window=128) is None
     assert plan_hopper(128, 128, 2, 8192, H200, left=True, window=128) is not None
     assert plan_hopper(64, 64, 2, 8192, H200, left=True, window=1024) is not None

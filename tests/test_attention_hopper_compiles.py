@@ -8,6 +8,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from fused_softmax.kernels.attention_hopper import SIZES, _attention_hopper
 from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper, _queries_gradient_hopper
 from fused_softmax.kernels.attention_hopper_spec import ROWS, HopperSpec
+from fused_softmax.kernels.attention_hopper_wide import _keys_gradient_wide, _queries_gradient_wide
 from fused_softmax.kernels.gluon_names import gl
 from fused_softmax.plan import H200
 from fused_softmax.plan.attention_hopper import plan_hopper
@@ -18,6 +19,7 @@ KINDS = {
     "full": {"ragged": False},
     "causal": {"right": True},
     "window and sinks": {"left": True, "right": True, "sinks": True},
+    "causal softcap": {"right": True, "softcap": True},
     "bias": {"ragged": False, "bias": True, "bias_heads": 1},
     "causal bias": {"right": True, "bias": True, "bias_batches": 1, "bias_heads": 1},
 }
@@ -33,7 +35,8 @@ def compiled(kernel, spec, types):
     given = {name: each for name, each in types.items() if each is not None}
     signature = dict.fromkeys(names, "i32") | dict.fromkeys(types, "constexpr") | given
     constants = {(names.index(name),): None for name in types.keys() - given.keys()} | {(names.index("K"),): spec}
-    source = GluonASTSource(kernel, signature | {"scale": "fp32", "K": "constexpr"}, constants, {})
+    numbers = {name: "fp32" for name in ("scale", "rate", "cap") if name in names}
+    source = GluonASTSource(kernel, signature | numbers | {"K": "constexpr"}, constants, {})
     options = {"enable_fp_fusion": True, "num_warps": 4}
     return Compiled(triton.compile(source, target=TARGETS["sm_90"], options=options))
 
@@ -43,7 +46,8 @@ def compiled(kernel, spec, types):
                                                       (256, 4096, "bf16")])  # fmt: skip
 def test_forward(dim, length, dtype, kind):
     bias = "bias" in KINDS[kind]
-    plan = plan_hopper(dim, dim, 2, length, H200, left="left" in KINDS[kind], bias=bias)
+    softcap = "softcap" in KINDS[kind]
+    plan = plan_hopper(dim, dim, 2, length, H200, left="left" in KINDS[kind], bias=bias, softcap=softcap)
     if plan is None:
         assert (dim, bias) == (256, True)
         return
@@ -67,18 +71,23 @@ def test_forward(dim, length, dtype, kind):
 
 
 # Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries.
-STACK_OF_KEYS = 96
+STACK_OF_KEYS = 104
 
 
 @pytest.mark.parametrize("kernel", ["keys", "keys and dS", "queries"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp16")])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp16"), (256, "bf16")])
 def test_gradients(dim, dtype, kind, kernel):
     options = {name: each for name, each in KINDS[kind].items() if name != "sinks"}
     of_keys, stores_ds = kernel != "queries", kernel == "keys and dS"
     if stores_ds and "bias" not in options:
         return
-    plan = plan_hopper(dim, dim, 2, 4096, H200, kernel.split()[0], "left" in options, "bias" in options)
+    plan = plan_hopper(
+        dim, dim, 2, 4096, H200, kernel.split()[0], "left" in options, "bias" in options, None, "softcap" in options
+    )  # fmt: skip
+    if plan is None:
+        assert (dim, "bias" in options) == (256, True)
+        return
     spec = HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=dim,
         block_v=dim, of_keys=of_keys, stores_ds=stores_ds, **options,
@@ -89,11 +98,18 @@ def test_gradients(dim, dtype, kind, kernel):
     if of_keys:
         rows = f"tensordesc<fp32{[1, plan.block]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
         types = {"q_map": by, "k_map": mine, "v_map": mine, "do_map": by, "rows_map": rows, "dk_map": into}
-        types |= bias_map | {"dv_map": into, "ds_map": bias_map["bias_map"] if stores_ds else None}
-        binary = compiled(_keys_gradient_hopper, spec, types)
+        types["dv_map"] = into
+        if plan.wide:
+            binary = compiled(_keys_gradient_wide, spec, types)
+        else:
+            types |= bias_map | {"ds_map": bias_map["bias_map"] if stores_ds else None}
+            binary = compiled(_keys_gradient_hopper, spec, types)
     else:
         types = {"q_map": mine, "k_map": by, "v_map": by, "do_map": mine, "rows_ptr": "*fp32", "dq_map": into}
-        binary = compiled(_queries_gradient_hopper, spec, types | bias_map)
+        if plan.wide:
+            binary = compiled(_queries_gradient_wide, spec, types)
+        else:
+            binary = compiled(_queries_gradient_hopper, spec, types | bias_map)
     assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else 0)
     assert binary.ptx.count("wgmma.mma_async") >= 3 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024

@@ -67,6 +67,25 @@ def test_top_k_of_one_is_argmax_at_ties(way, device):
     assert torch.equal(sample(x, top_k=1, seed=3).tokens.cpu(), x.cpu().argmax(1))
 
 
+@BY_BOTH
+@pairwise()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 2, 33, 1000, 5000])
+def test_temperature_0_takes_the_first_of_the_greatest(n_cols, dtype, way, device):
+    x = torch.randn(7, n_cols).round().to(dtype)  # with ties
+    x[1, n_cols // 2 :] = math.inf if n_cols < 4 else 9.0
+    x[2, -1] = math.inf
+    x[3, n_cols // 2] = math.nan
+    x[4] = -math.inf
+    x[5] = torch.tensor([-0.0, 0.0]).repeat(n_cols)[:n_cols]
+    x[6, -1] = -math.inf
+    drawn = sample(x.to(device), temperature=0.0)
+    valid = torch.tensor([True, True, True, False, False, True, n_cols > 1])
+    valid &= (x == math.inf).sum(1) <= 1
+    assert torch.equal(drawn.valid.cpu(), valid)
+    assert torch.equal(drawn.tokens.cpu(), torch.where(valid, x.float().argmax(1), 0))
+
+
 @pairwise(strength=1)
 @pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
 @pytest.mark.parametrize(

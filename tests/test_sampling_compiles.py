@@ -13,6 +13,7 @@ pytestmark = pytest.mark.compiles
 
 CALLS = {
     "no filter": ({}, {"_draw": 80}),
+    "greedy": ({"temperature": 0.0}, {"_draw": 80}),
     "top-k": ({"top_k": 50}, {"_stretches": 64, "_choose": 128}),
     # 128 registers by 3.6, which was measured; by 3.7 and 3.9 up to 190, and half as many programs are resident.
     "top-p": ({"top_p": 0.9}, {"_stretches": 64, "_choose": 192, "_weigh": 80, "_bound": 128, "_draw_within": 64}),
@@ -38,7 +39,7 @@ def compiled(target, dtype, options):
         mock.patch.object(sample_reports, "device_of", return_value=GPUS[target]),
         mock.patch.object(sample_calls, "has_ptx", return_value=target != "gfx942"),
     ):
-        sample_reports.prepare_sample(logits, Sampling(0.8, **options), 1, position, None)
+        sample_reports.prepare_sample(logits, Sampling(**{"temperature": 0.8, **options}), 1, position, None)
     return {name: launch.compile(target) for name, launch in found.items()}
 
 

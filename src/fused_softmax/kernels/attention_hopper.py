@@ -12,6 +12,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     LOG2E,
     await_empty,
     biases,
+    capped,
     emptied,
     fill,
     full,
@@ -45,8 +46,10 @@ SIZES = ["n_heads", "group", "n_queries", "n_keys", "left", "right", "offset", "
 @jit(do_not_specialize=SIZES)
 def _attention_hopper(
     q_map, k_map, v_map, bias_map, sinks_ptr, o_map, lse_ptr,
-    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
+    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, cap,
+    K: gl.constexpr,
 ):  # fmt: skip
+    """scale: in units of log 2, or as `capped` takes it where scores are capped, at cap."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all of them
     k = ring(K.stages, K.consumers, k_map)
@@ -61,15 +64,15 @@ def _attention_hopper(
     if K.consumers == 2:
         gl.warp_specialize([
             (_load, (q_map, k_map, v_map, bias_map, q, k, v, b, S, K)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 0)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 1)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 0)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 1)),
         ], [4, 4], [R, R])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_map, k_map, v_map, bias_map, q, k, v, b, S, K)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 0)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 1)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K, 2)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 0)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 1)),
+            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 2)),
         ], [4, 4, 4], [R, R, R])  # fmt: skip
 
 
@@ -115,7 +118,7 @@ def _hide(s, tile, rows, S, K: gl.constexpr):
 
 
 @jit
-def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K: gl.constexpr, ME: gl.constexpr):
+def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.constexpr, ME: gl.constexpr):
     """The output of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_V: gl.constexpr = K.block_v
@@ -126,8 +129,8 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K: gl.constexpr,
     OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     dtype: gl.constexpr = o_map.dtype
     unit = scale
-    if K.bias:
-        unit = 1.0  # of scores that have their bias
+    if K.bias or K.softcap:
+        unit = 1.0  # of scores that are scaled already
     no_scores = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
     if K.in_turn and K.consumers == ME + 1:
         next_turn(ME, K.consumers)
@@ -155,6 +158,8 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K: gl.constexpr,
         if K.bias:
             s = with_bias(s, b, count % K.stages, scale, K, ME)
         emptied(k, count, K.stages)
+        if K.softcap:
+            s, _ = capped(s, scale, cap)
         if K.edge:
             at_edge = (end * BLOCK > cut) | ((end - 1) * BLOCK < low)
             if at_edge:
@@ -179,6 +184,8 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, S, K: gl.constexpr,
             if K.bias:
                 s = with_bias(s, b, count % K.stages, scale, K, ME)
             emptied(k, count, K.stages)
+            if K.softcap:
+                s, _ = capped(s, scale, cap)
             if K.edge:
                 at_edge = ((end - i) * BLOCK > cut) | ((end - 1 - i) * BLOCK < low)
                 if at_edge:

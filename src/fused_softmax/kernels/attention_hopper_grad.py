@@ -1,17 +1,18 @@
-"""attention's gradients for sm_90, of query, key and value; deterministic, as those of `kernels/attention_grad.py` are.
+"""attention's gradients for sm_90 and heads of up to 128 dims, deterministic.
 
-The formulas are that file's, and so are the two kernels: dK and dV by tiles of keys, dQ by tiles of queries. Both go as
-`kernels/attention_hopper.py` does: one warpgroup loads what goes by, and each consumer has 64 rows of its own.
+The formulas are those of `kernels/attention_grad.py`, and so are the two kernels: dK and dV by tiles of keys, dQ by
+tiles of queries. Both go as `kernels/attention_hopper.py` does: one warpgroup loads what goes by, and each consumer has
+64 rows of its own.
 Traffic: that of `kernels/attention_grad.py`.
 """
 
 from fused_softmax.kernels.attention_hopper import SIZES
 from fused_softmax.kernels.attention_hopper_parts import (
-    LOG2E,
     await_empty,
     biases,
     emptied,
     full,
+    hidden_queries,
     keys_seen,
     load_bias,
     my_turn,
@@ -20,6 +21,9 @@ from fused_softmax.kernels.attention_hopper_parts import (
     ring,
     tiles_of,
     turns,
+    visible_by_keys,
+    visible_by_queries,
+    weights_of,
     with_bias,
     work_at,
 )
@@ -43,10 +47,11 @@ _VECTOR = gl.constexpr(ROW_VECTOR)
 def _keys_gradient_hopper(
     q_map, k_map, v_map, bias_map, do_map, rows_map, dk_map, dv_map, ds_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads, scale,
-    K: gl.constexpr,
+    rate, cap, K: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, of `heads` heads of keys from first_head on. rows_map: of what `_delta` stores.
 
+    rate, cap: as `weights_of` takes them.
     ds_map: of dS where it is kept, of these heads alone. What no query of a tile sees is not stored.
     """
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads)
@@ -62,8 +67,8 @@ def _keys_gradient_hopper(
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_keys, (q_map, k_map, v_map, bias_map, do_map, rows_map, q, k, v, b, do, lse, delta, S, K)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, S, K, 0)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, S, K, 1)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K, 0)),
+        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -103,7 +108,7 @@ def _load_for_keys(
 
 @jit
 def _sum_for_keys(
-    dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, S, K: gl.constexpr, ME: gl.constexpr
+    dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
 ):  # fmt: skip
     """dK and dV of the ME-th _ROWS keys of each tile."""
     BLOCK_D: gl.constexpr = K.block_d
@@ -118,11 +123,7 @@ def _sum_for_keys(
         work = work_at(turn, S, K)
         first = work.first + ME * _ROWS
         begin, end = queries_that_see(work.first, S, K)
-        high, low = begin, end  # between these all queries see all of the keys
-        if K.right:
-            high = gl.minimum(gl.maximum(gl.cdiv(first + (_ROWS - 1) - S.offset - S.right, K.block), begin), end)
-        if K.left:
-            low = gl.minimum(gl.maximum((first - S.offset + S.left + 1) // K.block, high), end)
+        high, low = hidden_queries(first, begin, end, S, K)
         dk = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_K)
         dv = gl.zeros([_ROWS, BLOCK_V], gl.float32, OF_V)
         full(k, turn, 1)
@@ -133,14 +134,14 @@ def _sum_for_keys(
             at = Kept(kept.ds_map, kept.tiles, work.batch, head, first)
             if K.right:
                 dk, dv = _add_queries(
-                    dk, dv, count - begin, begin, high, at, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
+                    dk, dv, count - begin, begin, high, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, True
                 )
             dk, dv = _add_queries(
-                dk, dv, count - begin, high, low, at, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, False
+                dk, dv, count - begin, high, low, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, False
             )
             if K.left:
                 dk, dv = _add_queries(
-                    dk, dv, count - begin, low, end, at, my_k, my_v, q, b, do, lse, delta, scale, S, K, ME, True
+                    dk, dv, count - begin, low, end, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, True
                 )
             count += end - begin
         next_turn(ME, K.consumers)
@@ -155,7 +156,7 @@ def _sum_for_keys(
 
 @jit
 def _add_queries(
-    dk, dv, count, begin, end, kept, my_k, my_v, q, b, do, lse, delta, scale, S,
+    dk, dv, count, begin, end, kept, my_k, my_v, q, b, do, lse, delta, rate, cap, S,
     K: gl.constexpr, ME: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV with what tiles of queries from begin to end add. Tiles of scores are [keys, queries]."""
@@ -174,16 +175,18 @@ def _add_queries(
         dp = warpgroup_mma(my_v, of_output.permute((1, 0)), none, use_acc=False, is_async=True)
         next_turn(ME, K.consumers)
         s = warpgroup_mma_wait(1, (s,))
+        of_rows = lse.index(stage).load(OF_QUERIES)[None, :]
         if K.bias:
-            s = with_bias(s, b, stage, scale * LOG2E, K, ME)
+            p = gl.exp2(with_bias(s, b, stage, rate, K, ME) - of_rows)
+            of_scores = p
         else:
-            s = s * (scale * LOG2E)
-        p = gl.exp2(s - lse.index(stage).load(OF_QUERIES)[None, :])
+            p, of_scores = weights_of(s, of_rows, rate, cap, K)
         if EDGE:
-            p = _visible(p, kept.first, i * BLOCK, S, K)
+            p = visible_by_keys(p, kept.first, i * BLOCK, S, K)
+            of_scores = visible_by_keys(of_scores, kept.first, i * BLOCK, S, K) if K.softcap else p
         weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
         dp = warpgroup_mma_wait(0, (dp,))
-        ds = (p * (dp - delta.index(stage).load(OF_QUERIES)[None, :])).to(dtype)
+        ds = (of_scores * (dp - delta.index(stage).load(OF_QUERIES)[None, :])).to(dtype)
         if K.stores_ds:
             mine = kept.tiles.index(ME)
             stores_wait(0)  # until the tile before has been read
@@ -199,24 +202,13 @@ def _add_queries(
     return dk, dv
 
 
-@jit
-def _visible(p, key, query, S, K: gl.constexpr):
-    """Weights [keys from `key` on, queries from `query` on], 0 where a key is hidden from a query."""
-    keys = key + gl.arange(0, _ROWS, gl.SliceLayout(1, p.type.layout))
-    queries = query + S.offset + gl.arange(0, K.block, gl.SliceLayout(0, p.type.layout))
-    if K.right:
-        p = gl.where(keys[:, None] <= (queries + S.right)[None, :], p, 0.0)
-    if K.left:
-        p = gl.where(keys[:, None] >= (queries - S.left)[None, :], p, 0.0)
-    return p
-
-
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_hopper(
     q_map, k_map, v_map, bias_map, do_map, rows_ptr, dq_map,
-    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, K: gl.constexpr,
+    n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
+    K: gl.constexpr,
 ):  # fmt: skip
-    """dQ."""
+    """dQ. rate, cap: as `weights_of` takes them."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
     do = tiles_of(K.consumers, do_map)
@@ -226,8 +218,8 @@ def _queries_gradient_hopper(
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 0)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, S, K, 1)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 0)),
+        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -258,7 +250,9 @@ def _load_for_queries(q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, 
 
 
 @jit
-def _sum_for_queries(rows_ptr, dq_map, q, k, v, b, do, scale, S, K: gl.constexpr, ME: gl.constexpr):
+def _sum_for_queries(
+    rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
+):  # fmt: skip
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_D: gl.constexpr = K.block_d
@@ -297,14 +291,13 @@ def _sum_for_queries(rows_ptr, dq_map, q, k, v, b, do, scale, S, K: gl.constexpr
             next_turn(ME, K.consumers)
             s = warpgroup_mma_wait(1, (s,))
             if K.bias:
-                s = with_bias(s, b, stage, scale * LOG2E, K, ME)
+                p = gl.exp2(with_bias(s, b, stage, rate, K, ME) - lse[:, None])
             else:
-                s = s * (scale * LOG2E)
-            p = gl.exp2(s - lse[:, None])
+                _, p = weights_of(s, lse[:, None], rate, cap, K)
             if K.edge:
                 at_edge = ((i + 1) * BLOCK > cut) | (i * BLOCK < low)
                 if at_edge:
-                    p = _seen(p, i * BLOCK, queries, S, K)
+                    p = visible_by_queries(p, i * BLOCK, queries, S, K)
             dp = warpgroup_mma_wait(0, (dp,))
             ds = (p * (dp - delta[:, None])).to(dtype)
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, OF_Q, 2))
@@ -317,16 +310,3 @@ def _sum_for_queries(rows_ptr, dq_map, q, k, v, b, do, scale, S, K: gl.constexpr
         store_async(dq_map, [work.number, first, 0], my_q)
         stores_wait(0)
         emptied(q, 0, 1)
-
-
-@jit
-def _seen(p, first, queries, S, K: gl.constexpr):
-    """Weights [queries, keys from `first` on], 0 where a key is hidden from a query."""
-    keys = first + gl.arange(0, K.block, gl.SliceLayout(0, p.type.layout))
-    if K.ragged:
-        p = gl.where((keys < S.n_keys)[None, :], p, 0.0)
-    if K.right:
-        p = gl.where(keys[None, :] <= (queries + (S.offset + S.right))[:, None], p, 0.0)
-    if K.left:
-        p = gl.where(keys[None, :] >= (queries + (S.offset - S.left))[:, None], p, 0.0)
-    return p

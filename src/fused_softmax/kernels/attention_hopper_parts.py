@@ -1,10 +1,11 @@
 """What attention's kernels for sm_90 share: which tile a program takes, rings of tiles, and who multiplies when."""
 
-from fused_softmax.kernels.attention_hopper_spec import Ring, Work
+from fused_softmax.kernels.attention_hopper_spec import ROWS, Ring, Work
 from fused_softmax.kernels.gluon_names import constexpr_function, gl, jit, load_async, mbarrier
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+_ROWS = gl.constexpr(ROWS)
 _FIRST_NAMED = gl.constexpr(9)  # of the barriers of a program; Triton takes 0, 1, and 2 + a partition's number
 
 
@@ -68,22 +69,70 @@ def queries_that_see(first, S, K: gl.constexpr):
 
 
 @jit
+def hidden_queries(first, begin, end, S, K: gl.constexpr):
+    """(high, low): tiles of queries from high to low see all of _ROWS keys from `first` on."""
+    high, low = begin, end
+    if K.right:
+        high = gl.minimum(gl.maximum(gl.cdiv(first + (_ROWS - 1) - S.offset - S.right, K.block), begin), end)
+    if K.left:
+        low = gl.minimum(gl.maximum((first - S.offset + S.left + 1) // K.block, high), end)
+    return high, low
+
+
+@jit
+def visible_by_keys(p, key, query, S, K: gl.constexpr):
+    """Weights [keys from `key` on, queries from `query` on], 0 where a key is hidden from a query."""
+    keys = key + gl.arange(0, _ROWS, gl.SliceLayout(1, p.type.layout))
+    queries = query + S.offset + gl.arange(0, K.block, gl.SliceLayout(0, p.type.layout))
+    if K.right:
+        p = gl.where(keys[:, None] <= (queries + S.right)[None, :], p, 0.0)
+    if K.left:
+        p = gl.where(keys[:, None] >= (queries - S.left)[None, :], p, 0.0)
+    return p
+
+
+@jit
+def visible_by_queries(p, first, queries, S, K: gl.constexpr):
+    """Weights [queries, keys from `first` on], 0 where a key is hidden from a query."""
+    keys = first + gl.arange(0, K.block, gl.SliceLayout(0, p.type.layout))
+    if K.ragged:
+        p = gl.where((keys < S.n_keys)[None, :], p, 0.0)
+    if K.right:
+        p = gl.where(keys[None, :] <= (queries + (S.offset + S.right))[:, None], p, 0.0)
+    if K.left:
+        p = gl.where(keys[None, :] >= (queries + (S.offset - S.left))[:, None], p, 0.0)
+    return p
+
+
+@jit
 def tiles_of(N: gl.constexpr, tile_map):
     """Room for N tiles as tile_map loads them."""
     SHAPE: gl.constexpr = [tile_map.block_shape[2], tile_map.block_shape[3]]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, tile_map.dtype)
-    return gl.allocate_shared_memory(tile_map.dtype, [N, SHAPE[0], SHAPE[1]], LAYOUT)
+    return _tiles(N, SHAPE, tile_map.dtype)
+
+
+@jit
+def _tiles(N: gl.constexpr, SHAPE: gl.constexpr, dtype: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, dtype)
+    return gl.allocate_shared_memory(dtype, [N, SHAPE[0], SHAPE[1]], LAYOUT)
 
 
 @jit
 def ring(N: gl.constexpr, READERS: gl.constexpr, tile_map):
     """N tiles as tile_map loads them; READERS say that one is empty again."""
+    SHAPE: gl.constexpr = [tile_map.block_shape[2], tile_map.block_shape[3]]
+    return ring_of(N, READERS, SHAPE, tile_map.dtype)
+
+
+@jit
+def ring_of(N: gl.constexpr, READERS: gl.constexpr, SHAPE: gl.constexpr, dtype: gl.constexpr):
+    """As `ring`, of tiles of a shape."""
     full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(full.index(i), 1)
         mbarrier.init(empty.index(i), READERS)
-    return Ring(tiles_of(N, tile_map), full, empty)
+    return Ring(_tiles(N, SHAPE, dtype), full, empty)
 
 
 @jit
@@ -131,6 +180,34 @@ def with_bias(s, b, stage, scale, K: gl.constexpr, ME: gl.constexpr):
     if K.of_keys:
         tile = tile.permute((1, 0))
     return s * scale + tile.load(s.type.layout).to(gl.float32) * LOG2E
+
+
+@jit
+def capped(s, rate, cap):
+    """(cap tanh(x), the derivative of tanh(x)), where s rate is 2 x in units of log 2.
+
+    tanh(x) = 1 - 2 r, and its derivative is 4 (r - r ** 2), where r = 1 / (exp(2 x) + 1).
+    """
+    r = _reciprocal(gl.exp2(s * rate) + 1.0)
+    return cap - (2.0 * cap) * r, 4.0 * (r - r * r)
+
+
+@jit
+def weights_of(s, lse, rate, cap, K: gl.constexpr):
+    """(p, p by the derivative of the cap) of products of queries and keys; lse in units of log 2."""
+    if K.softcap:
+        z, slope = capped(s, rate, cap)
+        p = gl.exp2(z - lse)
+        return p, p * slope
+    else:
+        p = gl.exp2(s * rate - lse)
+        return p, p
+
+
+@jit
+def _reciprocal(x):
+    """To 1 unit in the last place; a division takes five instructions more."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit

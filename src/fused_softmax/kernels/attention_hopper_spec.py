@@ -16,7 +16,7 @@ class HopperSpec:
     whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
     their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by. bias: whether there is one;
     bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast. stores_ds: whether the
-    kernel of dK and dV also stores dS, of which the bias's gradient is a sum.
+    kernel of dK and dV also stores dS, of which the bias's gradient is a sum. softcap: whether scores are capped.
     """
 
     consumers: int
@@ -36,6 +36,7 @@ class HopperSpec:
     bias_batches: int = 0
     bias_heads: int = 0
     stores_ds: bool = False
+    softcap: bool = False
 
     @property
     def block_m(self):

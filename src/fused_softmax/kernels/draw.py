@@ -218,6 +218,16 @@ def sum_of_8(x):
 
 
 @triton.jit
+def max_of_8(x):
+    """The greatest of rows of 8; NaN of a row that has one, which a reduction leaves out."""
+    L: tl.constexpr = x.shape[0]
+    a, b = tl.split(x.reshape(L, 4, 2))
+    a, b = tl.split(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).reshape(L, 2, 2))
+    a, b = tl.split(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def sums_of(a, b, K: tl.constexpr):
     """The sums of both, by one exchange between warps."""
     if K.ptx:

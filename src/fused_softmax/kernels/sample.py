@@ -19,6 +19,7 @@ from fused_softmax.kernels.draw import (
     key_of,
     log2_of,
     logits_of,
+    max_of_8,
     member_of,
     noise_of,
     score_of,
@@ -116,16 +117,21 @@ def best_group(D, start, end, origin, K: tl.constexpr):
 @triton.jit
 def take_groups(D, call, end, origin, best, at, odd, K: tl.constexpr, WHOLE: tl.constexpr):
     """(best, at, odd) of each lane with the 32 columns of its call."""
-    words = words_of(D, call, GROUPS)
-    all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
+    if not K.greedy:
+        words = words_of(D, call, GROUPS)
+        all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
     for quarter in tl.static_range(4):
         first = column_of(call, quarter)
         x = logits_of(D, first, call < end * LANES, K, WHOLE)
-        m = tl.max(x, axis=1)
-        s = sum_of_8(weight_at(x, m[:, None], D))
-        score = (m - origin) * D.factor + log2_of(s, K) + noise_of(words[quarter], all_words, K)
-        score = tl.where(D.temperature > 0, score, m)
-        odd = tl.where(s == s, odd, 1.0)
+        if K.greedy:
+            score = max_of_8(x)
+            odd = tl.where(score == score, odd, 1.0)
+        else:
+            m = tl.max(x, axis=1)
+            s = sum_of_8(weight_at(x, m[:, None], D))
+            score = (m - origin) * D.factor + log2_of(s, K) + noise_of(words[quarter], all_words, K)
+            score = tl.where(D.temperature > 0, score, m)
+            odd = tl.where(s == s, odd, 1.0)
         better = score > best
         best = tl.where(better, score, best)
         at = tl.where(better, first // 8, at)

@@ -11,7 +11,7 @@ class SampleSpec:
     stretches: of 1024 columns, that a program reads at a time. whole_groups: whether no row ends within 8 columns.
     biased, bitmasked: whether a bias is added, and whether a bitmask says which columns there are.
     part_stretches: whose lanes a program looks through where a row's maximum says what is kept.
-    split: whether a row's programs tell each other their best.
+    split: whether a row's programs tell each other their best. greedy: whether the temperature is 0 for all rows.
     all_stretches: at least as many as a row has. ranked: whether top-k or top-p may ask which logits are the greatest.
         capacity: lanes of a row that are held at a time, and candidates, at most, that are ranked of their logits.
     joint: whether each filter judges all columns.
@@ -29,6 +29,7 @@ class SampleSpec:
     biased: bool = False
     bitmasked: bool = False
     split: bool = False
+    greedy: bool = False
     all_stretches: int = 1
     capacity: int = 64
     candidates: int = 128

@@ -38,8 +38,7 @@ def prepare_forward(
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), c.n_batches * c.n_heads)
     return launch.prepare(
         _attention_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), sinks, into, lse),
-        (*c.numbers()[1:8], *turns, c.how.scale * _LOG2E),
-        {"K": spec}, device=c.device, num_warps=4,
+        (*c.numbers()[1:8], *turns, *_rate(c)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
 
@@ -54,8 +53,6 @@ def prepare_keys(
     """
     if not takes(c, "keys", read, bias, do):
         return None
-    from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper
-
     plan: Any = _planned(c, "keys", bias)
     spec = _spec(c, plan, of_keys=True, stores_ds=ds is not None)
     heads = c.n_heads // c.group if ds is None else ds.shape[1] // c.group
@@ -66,10 +63,18 @@ def prepare_keys(
     ]
     programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), c.n_batches * heads)
     *maps, of_do = _maps(c, plan, (*read, do), plan.block, ROWS)
-    maps += [_of_bias(c, bias, plan.block, ROWS), of_do, _of_floats(rows, plan.block)]
+    numbers = [*c.numbers()[1:8], *turns]
+    if plan.wide:
+        from fused_softmax.kernels.attention_hopper_wide import _keys_gradient_wide as kernel
+    else:
+        from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper as kernel
+
+        maps.append(_of_bias(c, bias, plan.block, ROWS))
+        into.append(of_ds)
+        numbers += [first_head, heads]
     return launch.prepare(
-        _keys_gradient_hopper, programs, (*maps, *into, of_ds),
-        (*c.numbers()[1:8], *turns, first_head, heads, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
+        kernel, programs, (*maps, of_do, _of_floats(rows, plan.block), *into),
+        (*numbers, float(c.how.scale), *_rate(c)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
 
@@ -83,17 +88,21 @@ def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Ten
     """As `prepare_keys`, of dQ."""
     if not takes(c, "queries", read, bias, do):
         return None
-    from fused_softmax.kernels.attention_hopper_grad import _queries_gradient_hopper
-
     plan: Any = _planned(c, "queries", bias)
     spec = _spec(c, plan)
     heads = c.n_batches * c.n_heads
     into = _of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), heads)
     *maps, of_do = _maps(c, plan, (*read, do), ROWS, plan.block)
+    numbers = (*c.numbers()[1:8], *turns, float(c.how.scale), *_rate(c))
+    if plan.wide:
+        from fused_softmax.kernels.attention_hopper_wide import _queries_gradient_wide as kernel
+    else:
+        from fused_softmax.kernels.attention_hopper_grad import _queries_gradient_hopper as kernel
+
+        maps.append(_of_bias(c, bias, ROWS, plan.block))
     return launch.prepare(
-        _queries_gradient_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), of_do, rows, into),
-        (*c.numbers()[1:8], *turns, float(c.how.scale)), {"K": spec}, device=c.device, num_warps=4,
+        kernel, programs, (*maps, of_do, rows, into), numbers, {"K": spec}, device=c.device, num_warps=4
     )  # fmt: skip
 
 
@@ -102,13 +111,20 @@ def rows_shape(c: Any) -> tuple[int, int, int]:
     return c.n_batches * c.n_heads, 2, -(-c.n_queries // ROW_VECTOR) * ROW_VECTOR
 
 
+def _rate(c: Any) -> tuple[float, float]:
+    """(rate, cap) of scores in units of log 2, as `capped` takes them; without a softcap the rate alone is of use."""
+    scale, cap = c.how.scale * _LOG2E, c.how.softcap
+    return (scale, 1.0) if cap is None else (2.0 * scale / cap, cap * _LOG2E)
+
+
 def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
     if c.spec.bias:
         own = c.patterns["bias"].own
         fields |= {"bias": True, "bias_batches": int(own[1] > 1), "bias_heads": int(own[2] > 1)}
     return HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=plan.block_d,
-        block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0, **fields,
+        block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0,
+        softcap=c.spec.softcap, **fields,
     )  # fmt: skip
 
 
@@ -136,13 +152,13 @@ def _turns(c: Any, head_tiles: int, heads: int) -> tuple[int, int, int, int]:
 
 def _planned(c: Any, kernel: str, bias: Tensor | None) -> HopperTiles | None:
     spec, how = c.spec, c.how
-    plain = how.scale > 0 and spec.mask == NO_MASK and not (spec.alibi or spec.softcap)
+    plain = how.scale > 0 and spec.mask == NO_MASK and not spec.alibi
     if c.device < 0 or not plain or not (c.n_queries and c.n_keys) or not (bias is None or _tiles_bias(c, bias)):
         return None
     window = None if how.left is None or how.right is None else how.left + how.right + 1
     return plan_hopper(
         c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device), kernel, spec.left, spec.bias,
-        window,
+        window, spec.softcap,
     )  # fmt: skip
 
 

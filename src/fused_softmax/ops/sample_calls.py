@@ -196,7 +196,9 @@ def spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype
     capacity = 2 * plan.capacity if wide else plan.capacity
     return SampleSpec(
         stretches=plan.stretches, whole_groups=plan.n_cols % 8 == 0, biased=options.logit_bias is not None,
-        bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered, all_stretches=plan.all_stretches,
+        bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered,
+        greedy=not filtered and not isinstance(temperature, Tensor) and temperature == 0,
+        all_stretches=plan.all_stretches,
         capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked, joint=options.order == "joint",
         wide=wide, listed=plan.listed, ptx=has_ptx(index), ranked_room=(4 if wide else 2) * capacity,
         grain_bits=0 if options.logit_bias is not None else _GRAIN_BITS.get(dtype, 0),

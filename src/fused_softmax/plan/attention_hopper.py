@@ -17,10 +17,11 @@ FORWARD: dict[tuple[int, bool], Rung] = {
     (256, False): (2, 64, 2, 240),
     (256, True): (2, 64, 2, 240),
 }
-# Of the gradients: for dK and dV queries are what goes by, for dQ keys. Larger dims have no room in registers.
+# Of the gradients: for dK and dV queries are what goes by, for dQ keys. Heads of more than 128 dims have kernels of
+# their own: of dK and dV two warpgroups share one consumer's keys, and for dQ keys and values go by in one ring.
 GRADIENTS: dict[str, dict[int, Rung]] = {
-    "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
-    "queries": {64: (2, 128, 2, 240), 128: (2, 128, 2, 240)},
+    "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240), 256: (1, 64, 2, 240)},
+    "queries": {64: (2, 128, 2, 240), 128: (2, 128, 2, 240), 256: (2, 64, 3, 240)},
 }
 # Those of a bias, whose tiles take shared memory.
 BIASED: dict[str, dict[int, Rung]] = {
@@ -28,8 +29,9 @@ BIASED: dict[str, dict[int, Rung]] = {
     "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
     "queries": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
 }
-# Where windows have a left bound: larger tiles spill in the gradients, and reach too far beyond what is visible.
-WINDOWED, WINDOWED_FORWARD = (2, 64, 2, 240), (2, 128, 2, 240)
+# Where windows have a left bound, or keys' scores a softcap, larger tiles spill in the gradients; and those of windows
+# reach too far beyond what is visible.
+SMALL, WINDOWED_FORWARD = (2, 64, 2, 240), (2, 128, 2, 240)
 NARROW = 512  # keys that each query sees; of fewer, at most 64 dims, the plain forward kernel is faster
 LEAST_BIASED = 64  # dims of a tile for which the forward kernel with a bias is faster than the plain one
 LONG = 2048
@@ -54,14 +56,20 @@ class HopperTiles:
         """Whether shared memory has no place of its own for results."""
         return max(self.block_d, self.block_v) > 128 and self.block_d == self.block_v
 
+    @property
+    def wide(self) -> bool:
+        """Whether the gradients are those of the kernels for large heads."""
+        return self.block_d > 128
+
 
 def plan_hopper(
     head_dim: int, value_dim: int, itemsize: int, n_queries: int, device: Device, kernel: str = "forward",
-    left: bool = False, bias: bool = False, window: int | None = None,
+    left: bool = False, bias: bool = False, window: int | None = None, softcap: bool = False,
 ) -> HopperTiles | None:  # fmt: skip
     """The tiles of a kernel, "forward", "keys" or "queries", or None where the plain one is to compute.
 
     left: whether the window has a bound there. window: keys that each query sees, where it has one on both sides.
+    bias, softcap: whether scores have one.
 
     >>> from fused_softmax.plan import H200
     >>> plan_hopper(128, 128, 2, 4096, H200)
@@ -72,13 +80,14 @@ def plan_hopper(
     if head_dim % VECTOR or value_dim % VECTOR:
         return None
     dims = max(LEAST, padded(head_dim)), max(LEAST, padded(value_dim))
-    if max(dims) > 128 and dims[0] != dims[1]:
+    if (max(dims) > 128 and dims[0] != dims[1]) or (bias and softcap):
         return None
     most = max(64, *dims)
     rung: Rung | None = None
     if kernel != "forward":
         rung = (BIASED if bias else GRADIENTS)[kernel].get(most)
-        rung = WINDOWED if rung is not None and left else rung
+        if rung is not None and most <= 128 and (left or (softcap and kernel == "keys")):
+            rung = SMALL
     elif most == 64 and window is not None and window < NARROW:
         return None
     elif bias:
