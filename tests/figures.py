@@ -135,7 +135,23 @@ def draws(which: Iterable[tuple[str, int, int]]) -> list[Source]:
     return [computed(path, *[partial(us, each) for each in which])]
 
 
-FILTERS = "sample", "sample_top_k", "sample_min_p", "sample_top_p"
+def attended(operation: str, *sizes: int) -> list[Source]:
+    """us of our own kernels, of the fastest of torch's ways where it has one, and of FlexAttention; then of gradients."""
+    path = "benchmarks/results/h200_attention.json"
+
+    def values():
+        for wanted in (operation, f"{operation}_gradient"):
+            of_case = [each for each in _points(path) if each.operation == wanted and shape(*sizes)(each)]
+            us = {each.provider: each.kernel.p50_us for each in of_case if each.kernel}
+            torchs = [us[name] for name in ("torch", "sdpa cudnn") if name in us]
+            composed = operation in ("attention_softcap", "attention_sinks")
+            if us:
+                yield from (us["own kernels"], *([] if composed else [min(torchs)]), us["flex"])
+
+    return [Source(path, values=lambda: list(values()))]
+
+
+FILTERS = "sample", "sample_greedy", "sample_top_k", "sample_min_p", "sample_top_p"
 DRAWS = (8, 128256), (512, 128256), (512, 262144)
 
 
@@ -183,32 +199,21 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
     },
     "attention.md": {
         "`attention` computes what": [DS],
-        "| backward | heads of at most": [DS],
-        "| causal 4 x 32 x 4096 x 128": [
-            *measured("4 x 32 x 4096 x 128 causal 890, 930"),
-            source("plan/attention_sdpa.py", "causal 4 x 32 x 4096 x 128: 2945 us, cuDNN 2808"),
-        ],
-        "| full 4 x 32 x 4096 x 128": [
-            *measured("full 1756, 1856."), source("plan/attention_sdpa.py", "full: 5620 and 5556"),
-        ],
-        "| causal 8 x 16 x 4096 x 64": [
-            source("plan/attention_sdpa.py", "8 x 16 x 4096 x 64: 650, 637"),
-            *measured("| 711 | 1640, as a sum | 3655 | 1790 |"),
-        ],
-        "| 64 x 12 x 197 x 64": measured("| 52, 150;", "| 47, 159;", "| 52, 150;", "| 47, 159;"),
-        "| bias for each head, with its gradient": measured(
-            "bias 620, T5 174,", "bias 809, 2196,", "| 3885 | 2559 | 2058 |", "7535, 6824;"
-        ),
-        "| T5: bias": measured("620, T5 174,", "T5 220, 592,", "| 1003 | 601 | 547 |", "1436, 1644;"),
-        "| triangle: bias": measured("triangle 168, 639,", "| 1030 | 671 | 576 |", "1484, 1707."),
-        "| Swin: bias": measured("| forward | 83 |", "us | 232,", "all gradients | 207 | 152 |", "us | 232, 617 *"),
-        "the same with a bool mask": measured("| 568.9, 200.4 |", "| 273.9, 271.7 |"),
-        "| softcap, causal": measured("With a softcap 809 and 7089."),
-        "| sinks and a window": measured("64 x 64 x 4 x 3: 234;", "580; 233 | 734;"),
-        "| one query of 16 x 32": measured("in 2 485", "x 32768 x 128 | 479 |"),
-        "with 1024 keys": measured("in 8 8.1, 16 7.7;", "8 x 1024 x 128 | 7.5 |"),
-        "the same with 8192 keys": measured("in 16 15.7", "8 x 8192 x 128 | 15.6 |"),
-        "the same with 65536 keys": measured("in 16 72.0, 33 73.6", "8 x 65536 x 128 | 69.3 |"),
+        "| backward | one kernel computes": [DS],
+        "| causal 4 x 32 x 4096 x 128": attended("attention_causal", 4, 32, 4096, 128),
+        "| full 4 x 32 x 4096 x 128": attended("attention", 4, 32, 4096, 128),
+        "| full 8 x 16 x 4096 x 64": attended("attention", 8, 16, 4096, 64),
+        "| causal 2 x 16 x 16384 x 64": attended("attention_causal", 2, 16, 16384, 64),
+        "| causal 8 x 16 x 1001 x 96": attended("attention_causal", 8, 16, 1001, 96),
+        "| full 64 x 12 x 197 x 64": attended("attention", 64, 12, 197, 64),
+        "| bias for each head, with its gradient": attended("attention_biased", 4, 32, 2048, 128),
+        "| triangle: bias": attended("attention_biased", 384, 4, 384, 32),
+        "| Swin: bias": attended("attention_biased", 4096, 4, 49, 32),
+        "| softcap, causal": attended("attention_softcap", 2, 16, 4096, 256),
+        "| sinks and a window": attended("attention_sinks", 2, 64, 8192, 64),
+        "| one query of 16 x 32": attended("attention_decode", 16, 8, 32768, 128),
+        "with 8192 keys": attended("attention_decode", 1, 8, 8192, 128),
+        "the same with 65536 keys": attended("attention_decode", 1, 8, 65536, 128),
     },
     "commands.md": {
         "`fused-softmax bench compare A.json": TOLERANCE,
@@ -272,12 +277,12 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
             "| torch | 40.6 | 6012 |",
         ),
         "long bf16 rows of 512 Mi": [elements("long_rows")],
-        "Except for `h200_sweep_bf16.json`, all": [
+        "and replaced earlier results": [
             *measured("| 3 | 0.979 |", "| 20 | 1.009 |"),
             computed("MEASURED.md", lambda: 100 * (1 - 0.966)),
         ],
-        "no longer prepare their launches anew": measured("about 300 us of each call were preparation"),
-        "`own kernels` took": measured("`own kernels` took 0.79 to 0.96 times as long"),
+        "Two operations have become faster": measured("| 42 | 0.979 | 0.776 |", "| 25 | 0.896 | 0.252 |"),
+        "lets each provider run for": measured("runs untimed for 100 ms first.", "It is 0.99 to 1.04 now"),
         "one point of `h200_backward.json`": [failed("fused_softmax")],
     },
     "sample.md": {
