@@ -136,7 +136,7 @@ def draws(which: Iterable[tuple[str, int, int]]) -> list[Source]:
 
 
 def attended(operation: str, *sizes: int) -> list[Source]:
-    """us of our own kernels, of the fastest of torch's ways where it has one, and of FlexAttention; then of gradients."""
+    """us of our own kernels, the fastest of torch's ways where it has one, and FlexAttention; then with gradients."""
     path = "benchmarks/results/h200_attention.json"
 
     def values():
