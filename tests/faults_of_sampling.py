@@ -13,7 +13,22 @@ REPORT, REPORTS = "kernels/sample_report.py", "ops/sample_reports.py"
 REPORTED = "test_sample_kernels.py::test_log_probabilities_of_tokens_and_of_the_greatest"
 HIDDEN = "test_sample_kernels.py::test_the_logits_as_given_have_what_a_bitmask_hides"
 BESIDE = "test_sample_kernels.py::test_log_probabilities_with_bias_bitmask_and_rows"
+GREEDY = "test_sampling.py::test_temperature_0_takes_the_first_of_the_greatest"
 SAMPLING = (
+    of(
+        "ops", "a-nan-that-is-not-the-greatest", DRAW,
+        "a, b = tl.split(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).reshape(L, 2, 2))",
+        "a, b = tl.split(tl.maximum(a, b).reshape(L, 2, 2))", GREEDY,
+    ),
+    of(
+        "ops", "nan-seen-and-forgotten", "kernels/sample.py", "odd = tl.where(score == score, odd, 1.0)", "odd = odd",
+        GREEDY,
+    ),
+    of(
+        "ops", "greedy-where-rows-may-be", "ops/sample_calls.py",
+        "greedy=not filtered and not isinstance(temperature, Tensor) and temperature == 0", "greedy=not filtered",
+        "test_sample_kernels.py::test_some_rows_have_temperature_0",
+    ),
     of(
         "ops", "noise-of-32-bits", NOISE, "low * 2.0**-64", "2.0**-33",
         "test_sampling_noise.py::test_noise_is_relative_to_itself_where_it_is_small_and_finite_where_it_is_large",

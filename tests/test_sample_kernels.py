@@ -202,6 +202,12 @@ def test_far_logits_are_drawn_as_near_ones(large, device):
     assert len(drawn.tokens.unique()) > 10
 
 
+def test_some_rows_have_temperature_0(device):
+    x = rows_of_all_kinds(300, device=device)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0], device=device)
+    assert_as_reference(x, Sampling(temperature))
+
+
 def test_numbers_are_given_anew_with_every_call(device):
     x = rows_of_all_kinds(200, device=device)[:3]
     options = Sampling(1.0, 5, 0.9)

@@ -67,10 +67,9 @@ def test_top_k_of_one_is_argmax_at_ties(way, device):
     assert torch.equal(sample(x, top_k=1, seed=3).tokens.cpu(), x.cpu().argmax(1))
 
 
-@BY_BOTH
-@pairwise()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n_cols", [1, 2, 33, 1000, 5000])
+@pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 2, 33, 5000])
 def test_temperature_0_takes_the_first_of_the_greatest(n_cols, dtype, way, device):
     x = torch.randn(7, n_cols).round().to(dtype)  # with ties
     x[1, n_cols // 2 :] = math.inf if n_cols < 4 else 9.0
