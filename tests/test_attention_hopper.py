@@ -108,6 +108,16 @@ def test_gradients(gradients_taken, length, dim, dtype, option):
     assert None not in gradients_taken
 
 
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 20.0}, {"window": (700, 300)}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_gradients_of_more_tiles_than_programs(gradients_taken, dim, options):
+    """Programs go on to a second tile and a third, and heads of queries share keys."""
+    assert_attention(*given(2049, 2100, dim, BF16, heads=16, key_heads=8), enable_gqa=True, **options)
+    assert None not in gradients_taken
+
+
 BIASES = {"heads": (1, 4), "batches and heads": (2, 4), "shared": ()}
 
 

@@ -198,8 +198,9 @@ def test_the_plan_command_says_who_computes_and_why():
     if torch.cuda.is_available():
         return
     found = json.loads(done.output)
-    assert found["plain forward"].startswith("the kernels")
-    assert found["tiles, plain"]["forward"] == "128 queries x 64 keys, 8 warps, 2 stages"
+    assert found["plain forward"].startswith("the Gluon kernels")
+    assert found["Gluon kernels"]["keys"] == "64 keys x 64 queries, 2 stages"
+    assert found["plain kernels, nothing done to scores"]["forward"] == "128 queries x 64 keys, 8 warps, 2 stages"
     assert CliRunner().invoke(main, ["plan", "4", "32", "4096"]).exit_code == 2
 
 

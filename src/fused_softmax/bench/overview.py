@@ -146,8 +146,9 @@ def _about(runs: Mapping[str, Run]) -> str:
     names = sorted({(run.environment["gpu"] or {}).get("name", "no GPU") for run in runs.values()})
     return (
         f"Speed-up over each peer: its kernel time over ours, as the geometric mean of a file's shapes and dtypes, "
-        f"with the least in brackets. Memory: the most that a call allocates, at its largest shape. Host: the time to "
-        f"enqueue a small call. A dash: not measured. {', '.join(names)}."
+        f"with the least in brackets. Memory: the most that a call allocates, where torch allocates most. Host: the "
+        f"time that the CPU takes to enqueue a small call, as the median of its shapes. A dash: not measured. "
+        f"{', '.join(names)}."
     )
 
 

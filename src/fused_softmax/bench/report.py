@@ -13,8 +13,10 @@ from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.compare import Comparison
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only, without_figure
 from fused_softmax.classic.naive import naive_traffic
+from fused_softmax.kernels.attention_hopper_spec import ROWS
 from fused_softmax.plan import Device, RowPlan
 from fused_softmax.plan.attention import Tiles, plan_attention
+from fused_softmax.plan.attention_hopper import plan_hopper
 from fused_softmax.plan.attention_sdpa import Pass, entry_of
 
 # Statuses that get a column even without a figure. Providers with another status are named beneath the table.
@@ -217,24 +219,43 @@ def plan_facts(plan: RowPlan, device: Device) -> dict[str, Any]:
 
 
 def attention_facts(shape: Sequence[int], itemsize: int, device: Device) -> dict[str, Any]:
-    """Who computes each pass of plain attention, and why; the tiles of the kernels, by what is done to scores.
+    """Who computes each pass of plain attention, and why; the kernels' tiles.
+
+    Those of the plain kernels are by what is done to scores.
 
     shape: batch, heads, length, dim.
     """
     length, dim = shape[2:]
     found: dict[str, Any] = {"device": device.name, "shape": " x ".join(map(str, shape)), "itemsize": itemsize}
+    gluon = gluon_tiles(length, dim, itemsize, device)
+    ours = f"the {'Gluon' if gluon else 'plain'} kernels, by these tiles"
     passes: tuple[Pass, ...] = ("forward", "backward")
     for which in passes:
         entry = entry_of(which, dim, dim, itemsize, length, length, device)
-        who = "the kernels, by these tiles" if entry is None else f"cuDNN, by torch; measured, {entry.note}"
-        found[f"plain {which}"] = who
-    for extras, what in enumerate(("plain", "and one thing more, as a bias", "and two or more")):
+        found[f"plain {which}"] = ours if entry is None else f"cuDNN, by torch; measured, {entry.note}"
+    if gluon:
+        found["Gluon kernels"] = gluon
+    for extras, what in enumerate(("nothing done to scores", "one thing, as a bias", "two or more")):
         plan = plan_attention(dim, dim, itemsize, length, length, device, extras)
-        found[f"tiles, {what}"] = {
+        found[f"plain kernels, {what}"] = {
             kernel: f"{each.block_m} queries x {each.block_n} keys, {each.num_warps} warps, {each.num_stages} stages"
             for kernel, each in vars(plan).items()
             if isinstance(each, Tiles)
         }
+    return found
+
+
+def gluon_tiles(length: int, dim: int, itemsize: int, device: Device) -> dict[str, str]:
+    """Of each kernel of plain attention, where the GPU and the heads have one."""
+    found = {}
+    for kernel, mine, by in (
+        ("forward", "queries", "keys"),
+        ("keys", "keys", "queries"),
+        ("queries", "queries", "keys"),
+    ):
+        plan = plan_hopper(dim, dim, itemsize, length, device, kernel)
+        if plan is not None:
+            found[kernel] = f"{plan.consumers * ROWS} {mine} x {plan.block} {by}, {plan.stages} stages"
     return found
 
 
