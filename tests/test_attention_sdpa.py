@@ -11,7 +11,9 @@ from click.testing import CliRunner
 
 import fused_softmax
 from fused_softmax import reference_attention
+from fused_softmax.bench import report
 from fused_softmax.cli import main
+from fused_softmax.kernels.attention_hopper_spec import ROWS
 from fused_softmax.ops import attention_calls, attention_sdpa
 from fused_softmax.plan import H200, Device
 from fused_softmax.plan import attention_sdpa as plan
@@ -191,6 +193,7 @@ def test_a_compiler_sees_the_same(cudnn):
 
 
 def test_the_plan_command_says_who_computes_and_why():
+    assert report.CONSUMER_ROWS == ROWS
     done = CliRunner().invoke(main, ["plan", "4", "32", "4096", "128", "--dtype", "bfloat16"])
     assert done.exit_code == 0
     assert plan.ENTRIES[-1].note in done.output
