@@ -122,6 +122,9 @@ def main(arguments: list[str] | None = None) -> list[Request]:
     parser.add_argument("--vocab", type=int, default=61)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
+    for name in ("places", "requests", "steps", "vocab"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} must be at least 1")
     generator = torch.Generator(given.device).manual_seed(0)
     n_logits = min(given.vocab, 4096), given.vocab  # a row for each last token, by its remainder
     table = torch.randn(n_logits, device=given.device, generator=generator) * 2
