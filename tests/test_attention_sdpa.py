@@ -205,6 +205,9 @@ def test_the_plan_command_says_who_computes_and_why():
     assert found["Gluon kernels"]["keys"] == "64 keys x 64 queries, 2 stages"
     assert found["plain kernels, nothing done to scores"]["forward"] == "128 queries x 64 keys, 8 warps, 2 stages"
     assert CliRunner().invoke(main, ["plan", "4", "32", "4096"]).exit_code == 2
+    done = CliRunner().invoke(main, ["plan", "1", "8", "512", "257"])
+    assert done.exit_code == 2
+    assert "at most 256 dims, not 257" in done.output
 
 
 @pytest.mark.gpu
