@@ -145,10 +145,11 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
     if not gpu and not as_json:
         click.echo(f"no GPU: planned for the built-in {device.name}")
     if of_attention:
-        from fused_softmax.options_attention import MOST_DIM
+        from fused_softmax.plan.attention import HALF
 
-        if shape[-1] > MOST_DIM:
-            raise click.UsageError(f"attention's heads have at most {MOST_DIM} dims, not {shape[-1]}")
+        most = max(HALF["forward"])  # the ladder's end
+        if shape[-1] > most:
+            raise click.UsageError(f"attention's heads have at most {most} dims, not {shape[-1]}")
         facts = report.attention_facts(shape, cases.ITEMSIZE[dtype], device)
     else:
         n_rows, n_cols = shape or given
