@@ -21,6 +21,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     my_turn,
     next_turn,
     ring,
+    seen_by_all,
     turns,
     with_bias,
     work_at,
@@ -140,11 +141,7 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.const
         first = work.first + ME * _ROWS
         rows = first + gl.arange(0, _ROWS, OF_ROWS)
         begin, end = keys_seen(work.first, S, K)
-        cut, low = S.n_keys, 0  # between these all of the queries see all keys
-        if K.right:
-            cut = gl.minimum(first + S.offset + S.right + 1, cut)
-        if K.left:
-            low = first + (_ROWS - 1) + S.offset - S.left
+        low, cut = seen_by_all(first, S, K)
         mbarrier.wait(q.full.index(0), turn & 1)
         queries = q.tiles.index(ME)
         full(k, count, K.stages)

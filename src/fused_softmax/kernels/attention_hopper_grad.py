@@ -15,10 +15,15 @@ from fused_softmax.kernels.attention_hopper_parts import (
     hidden_queries,
     keys_seen,
     load_bias,
+    load_queries,
     my_turn,
     next_turn,
     queries_that_see,
     ring,
+    rows_of_head,
+    seen_by_all,
+    send,
+    state_at,
     tiles_of,
     turns,
     visible_by_keys,
@@ -27,7 +32,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     with_bias,
     work_at,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Kept, Sizes
+from fused_softmax.kernels.attention_hopper_spec import ROWS, Kept, Sizes
 from fused_softmax.kernels.gluon_names import (
     fence_async_shared,
     gl,
@@ -40,7 +45,6 @@ from fused_softmax.kernels.gluon_names import (
 )
 
 _ROWS = gl.constexpr(ROWS)
-_VECTOR = gl.constexpr(ROW_VECTOR)
 
 
 @jit(do_not_specialize=[*SIZES, "first_head", "heads"])
@@ -227,17 +231,12 @@ def _queries_gradient_hopper(
 def _load_for_queries(q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K: gl.constexpr):
     """All tiles that the consumers take, in their order."""
     CONSUMERS: gl.constexpr = K.consumers
-    BYTES: gl.constexpr = CONSUMERS * (q_map.block_type.nbytes + do_map.block_type.nbytes)
     BYTES_BY: gl.constexpr = k_map.block_type.nbytes + v_map.block_type.nbytes
     BYTES_BIAS: gl.constexpr = CONSUMERS * bias_map.block_type.nbytes if K.bias else 0
     count = 0
     for turn in range(turns(S)):
         work = work_at(turn, S, K)
-        await_empty(q, turn, 1, BYTES)
-        for each in gl.static_range(CONSUMERS):
-            first = work.first + each * _ROWS
-            load_async(q_map, [work.batch, work.head, first, 0], q.full.index(0), q.tiles.index(each))
-            load_async(do_map, [work.batch, work.head, first, 0], q.full.index(0), do.index(each))
+        load_queries(q_map, do_map, q, do, turn, work, K)
         begin, end = keys_seen(work.first, S, K)
         for i in range(begin, end):
             row, stage = i * K.block, count % K.stages
@@ -262,7 +261,7 @@ def _sum_for_queries(
     OF_QUERIES: gl.constexpr = gl.SliceLayout(1, SCORES)
     dtype: gl.constexpr = dq_map.dtype
     none = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
-    padded = gl.cdiv(S.n_queries, _VECTOR) * _VECTOR
+    padded = rows_of_head(S)
     if K.consumers == ME + 1:
         next_turn(ME, K.consumers)
     count = 0
@@ -270,15 +269,9 @@ def _sum_for_queries(
         work = work_at(turn, S, K)
         first = work.first + ME * _ROWS
         queries = first + gl.arange(0, _ROWS, OF_QUERIES)
-        at = work.number.to(gl.int64) * 2 * padded + queries
-        lse = gl.load(rows_ptr + at, mask=queries < padded, other=float("inf"))
-        delta = gl.load(rows_ptr + at + padded, mask=queries < padded, other=0.0)
+        lse, delta = state_at(rows_ptr, work.number, queries, padded)
         begin, end = keys_seen(work.first, S, K)
-        cut, low = S.n_keys, 0  # between these all of the queries see all keys
-        if K.right:
-            cut = gl.minimum(first + S.offset + S.right + 1, cut)
-        if K.left:
-            low = first + (_ROWS - 1) + S.offset - S.left
+        low, cut = seen_by_all(first, S, K)
         dq = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_Q)
         full(q, turn, 1)
         my_q, my_do = q.tiles.index(ME), do.index(ME)
@@ -305,8 +298,5 @@ def _sum_for_queries(
             dq = warpgroup_mma_wait(0, (dq,))
             emptied(k, count, STAGES)
             count += 1
-        my_q.store((dq * scale).to(dtype))
-        fence_async_shared()
-        store_async(dq_map, [work.number, first, 0], my_q)
-        stores_wait(0)
+        send(dq * scale, my_q, dq_map, work.number, first)
         emptied(q, 0, 1)

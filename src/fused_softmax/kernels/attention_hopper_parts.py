@@ -1,11 +1,21 @@
 """What attention's kernels for sm_90 share: which tile a program takes, rings of tiles, and who multiplies when."""
 
-from fused_softmax.kernels.attention_hopper_spec import ROWS, Ring, Work
-from fused_softmax.kernels.gluon_names import constexpr_function, gl, jit, load_async, mbarrier
+from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Ring, Work
+from fused_softmax.kernels.gluon_names import (
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    load_async,
+    mbarrier,
+    store_async,
+    stores_wait,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 _ROWS = gl.constexpr(ROWS)
+_VECTOR = gl.constexpr(ROW_VECTOR)
 _FIRST_NAMED = gl.constexpr(9)  # of the barriers of a program; Triton takes 0, 1, and 2 + a partition's number
 
 
@@ -66,6 +76,32 @@ def queries_that_see(first, S, K: gl.constexpr):
     if K.left:
         end = gl.maximum(gl.minimum(last - S.offset + S.left + 1, S.n_queries), 0)
     return begin, gl.maximum(gl.cdiv(end, K.block), begin)
+
+
+@jit
+def seen_by_all(first, S, K: gl.constexpr):
+    """(low, cut): all of _ROWS queries from `first` on see all keys from low on, before cut."""
+    cut, low = S.n_keys, 0
+    if K.right:
+        cut = gl.minimum(first + S.offset + S.right + 1, cut)
+    if K.left:
+        low = first + (_ROWS - 1) + S.offset - S.left
+    return low, cut
+
+
+@jit
+def rows_of_head(S):
+    """How many floats `_delta` stores in a row of a head's."""
+    return gl.cdiv(S.n_queries, _VECTOR) * _VECTOR
+
+
+@jit
+def state_at(rows_ptr, number, queries, padded):
+    """(lse, delta) of queries of a head; inf and 0 beyond the padded rows that there are."""
+    at = number.to(gl.int64) * 2 * padded + queries
+    lse = gl.load(rows_ptr + at, mask=queries < padded, other=float("inf"))
+    delta = gl.load(rows_ptr + at + padded, mask=queries < padded, other=0.0)
+    return lse, delta
 
 
 @jit
@@ -149,6 +185,27 @@ def fill(into, count, N: gl.constexpr, tile_map, batch, head, row):
     await_empty(into, count, N, tile_map.block_type.nbytes)
     i = count % N
     load_async(tile_map, [batch, head, row, 0], into.full.index(i), into.tiles.index(i))
+
+
+@jit
+def load_queries(q_map, do_map, q, do, turn, work, K: gl.constexpr):
+    """Queries and dO of each consumer; the first barrier of q is that of all."""
+    CONSUMERS: gl.constexpr = K.consumers
+    BYTES: gl.constexpr = CONSUMERS * (q_map.block_type.nbytes + do_map.block_type.nbytes)
+    await_empty(q, turn, 1, BYTES)
+    for each in gl.static_range(CONSUMERS):
+        first = work.first + each * _ROWS
+        load_async(q_map, [work.batch, work.head, first, 0], q.full.index(0), q.tiles.index(each))
+        load_async(do_map, [work.batch, work.head, first, 0], q.full.index(0), do.index(each))
+
+
+@jit
+def send(x, tile, tile_map, number, first):
+    """Rows from `first` on of a head's result, by a tile of shared memory that may be filled again afterwards."""
+    tile.store(x.to(tile_map.dtype))
+    fence_async_shared()
+    store_async(tile_map, [number, first, 0], tile)
+    stores_wait(0)
 
 
 @jit

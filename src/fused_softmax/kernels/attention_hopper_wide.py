@@ -15,9 +15,14 @@ from fused_softmax.kernels.attention_hopper_parts import (
     full,
     hidden_queries,
     keys_seen,
+    load_queries,
     queries_that_see,
     ring,
     ring_of,
+    rows_of_head,
+    seen_by_all,
+    send,
+    state_at,
     tiles_of,
     turns,
     visible_by_keys,
@@ -25,21 +30,17 @@ from fused_softmax.kernels.attention_hopper_parts import (
     weights_of,
     work_at,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Sizes
+from fused_softmax.kernels.attention_hopper_spec import ROWS, Sizes
 from fused_softmax.kernels.gluon_names import (
-    fence_async_shared,
     gl,
     jit,
     load_async,
     mbarrier,
-    store_async,
-    stores_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 _ROWS = gl.constexpr(ROWS)
-_VECTOR = gl.constexpr(ROW_VECTOR)
 _HANDED = gl.constexpr(2)  # tiles of weights, so that the first warpgroup runs ahead of the second
 
 
@@ -136,10 +137,7 @@ def _sum_values(dv_map, q, k, do, lse, handed, rate, cap, S, K: gl.constexpr):
                 dv = warpgroup_mma_wait(0, (dv,))
                 emptied(do, count, STAGES)
                 count += 1
-        keys.store(dv.to(dtype))
-        fence_async_shared()
-        store_async(dv_map, [work.number, work.first, 0], keys)
-        stores_wait(0)
+        send(dv, keys, dv_map, work.number, work.first)
         emptied(k, 0, 1)
 
 
@@ -177,10 +175,7 @@ def _sum_keys(dk_map, q, v, do, delta, handed, scale, S, K: gl.constexpr):
             dk = warpgroup_mma_wait(0, (dk,))
             emptied(q, count, STAGES)
             count += 1
-        values.store((dk * scale).to(dtype))
-        fence_async_shared()
-        store_async(dk_map, [work.number, work.first, 0], values)
-        stores_wait(0)
+        send(dk * scale, values, dk_map, work.number, work.first)
         emptied(v, 0, 1)
 
 
@@ -206,16 +201,10 @@ def _queries_gradient_wide(
 @jit
 def _load_for_queries(q_map, k_map, v_map, do_map, q, by, do, S, K: gl.constexpr):
     """All tiles that the consumers take, in their order."""
-    CONSUMERS: gl.constexpr = K.consumers
-    BYTES: gl.constexpr = CONSUMERS * (q_map.block_type.nbytes + do_map.block_type.nbytes)
     count = 0
     for turn in range(turns(S)):
         work = work_at(turn, S, K)
-        await_empty(q, turn, 1, BYTES)
-        for each in gl.static_range(CONSUMERS):
-            first = work.first + each * _ROWS
-            load_async(q_map, [work.batch, work.head, first, 0], q.full.index(0), q.tiles.index(each))
-            load_async(do_map, [work.batch, work.head, first, 0], q.full.index(0), do.index(each))
+        load_queries(q_map, do_map, q, do, turn, work, K)
         begin, end = keys_seen(work.first, S, K)
         for i in range(begin, end):
             fill(by, count, K.stages, v_map, work.batch, work.head // S.group, i * K.block)
@@ -234,21 +223,15 @@ def _sum_queries(rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constex
     OF_QUERIES: gl.constexpr = gl.SliceLayout(1, SCORES)
     dtype: gl.constexpr = dq_map.dtype
     none = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
-    padded = gl.cdiv(S.n_queries, _VECTOR) * _VECTOR
+    padded = rows_of_head(S)
     count = 0
     for turn in range(turns(S)):
         work = work_at(turn, S, K)
         first = work.first + ME * _ROWS
         queries = first + gl.arange(0, _ROWS, OF_QUERIES)
-        at = work.number.to(gl.int64) * 2 * padded + queries
-        lse = gl.load(rows_ptr + at, mask=queries < padded, other=float("inf"))
-        delta = gl.load(rows_ptr + at + padded, mask=queries < padded, other=0.0)
+        lse, delta = state_at(rows_ptr, work.number, queries, padded)
         begin, end = keys_seen(work.first, S, K)
-        cut, low = S.n_keys, 0  # between these all of the queries see all keys
-        if K.right:
-            cut = gl.minimum(first + S.offset + S.right + 1, cut)
-        if K.left:
-            low = first + (_ROWS - 1) + S.offset - S.left
+        low, cut = seen_by_all(first, S, K)
         dq = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_Q)
         full(q, turn, 1)
         my_q, my_do = q.tiles.index(ME), do.index(ME)
@@ -273,8 +256,5 @@ def _sum_queries(rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constex
             dq = warpgroup_mma_wait(0, (dq,))
             emptied(by, count + 1, STAGES)
             count += 2
-        my_q.store((dq * scale).to(dtype))
-        fence_async_shared()
-        store_async(dq_map, [work.number, first, 0], my_q)
-        stores_wait(0)
+        send(dq * scale, my_q, dq_map, work.number, first)
         emptied(q, 0, 1)
