@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from test_imports import MAY_IMPORT, PACKAGE
 
-from fused_softmax.bench import fingerprint, measure, record, run
+from fused_softmax.bench import fingerprint, measure, record, run, saving
 from fused_softmax.bench.committed import COMMITTED, state
 from fused_softmax.bench.record import Ceiling, Figure
 from fused_softmax.bench.sweep_command import asked
@@ -128,13 +128,13 @@ def test_an_interrupted_one_continues_where_it_stopped(stand, tmp_path, stop):
 
 
 def test_an_interrupt_while_a_file_is_written_keeps_its_points(stand, tmp_path, monkeypatch):
-    def interrupted(kept, path, save=record.save):
+    def interrupted(kept, path, save=saving.save):
         if path.name == "two.json":
             raise KeyboardInterrupt
         save(kept, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(record, "save", interrupted)
+        patch.setattr(saving, "save", interrupted)
         assert bench_all(tmp_path).exit_code == 130
     count = len(stand.seen)
     assert bench_all(tmp_path, "--resume").exit_code == 0

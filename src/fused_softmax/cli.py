@@ -1,7 +1,9 @@
 """The command line. It wires the parts together and computes nothing itself."""
 
+import errno
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -31,10 +33,10 @@ try:
         shape_options,
     )
     from fused_softmax.bench.commands import bench
-    from fused_softmax.bench.front import INTERRUPTED, Front, busy, importing
+    from fused_softmax.bench.front import INTERRUPTED, NO_ROOM, Front, busy, importing
 except KeyboardInterrupt:  # until here `Front` is not there to say it
-    print("interrupted", file=sys.stderr)
-    sys.exit(130)
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)  # sys.exit would end by the signal if that came while dataclasses ran code of theirs
 
 
 @click.group(cls=Front, context_settings={"help_option_names": ["-h", "--help"]})
@@ -119,7 +121,9 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
             if folder:
                 say(f"wrote {len(page.save_charts(parts, folder))} files into {folder}")
     except OSError as error:
-        raise click.ClickException(f"cannot write {error.filename}: {error.strerror or error}") from None
+        if not error.filename:
+            raise  # of standard output
+        raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from None
 
 
 @main.command(short_help="Say how a shape would run, and why.")
@@ -238,8 +242,12 @@ def trace(
             click.echo(text, nl=False)
         else:
             files.write(out, text, force=force)
+    except FileExistsError:  # since it was checked
+        raise click.ClickException(f"{out} exists") from None
     except OSError as error:
-        raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+        if not error.filename:
+            raise  # of standard output
+        raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from None
     except (ValueError, tracing.RecordingError) as error:
         raise click.ClickException(str(error)) from None
 
@@ -275,7 +283,6 @@ def _missing(error: ImportError) -> click.ClickException:
 )
 def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
     """Serve the page, and record the matrices that its reader types. Ctrl+C ends it."""
-    import errno
     import socket
 
     try:
@@ -291,6 +298,8 @@ def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
     try:
         server.serve(html, host, port, lambda address: click.echo(f"serving on {address}"), names)
     except OSError as error:
+        if error.errno in (*NO_ROOM, errno.EPIPE):
+            raise  # of standard output
         said = f"cannot listen on {host}, port {port}: {(error.strerror or str(error)).partition(' (')[0]}"
         wrong = error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME)  # no address of this machine, or of any
         raise (click.UsageError if wrong else click.ClickException)(said) from None

@@ -117,7 +117,7 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
 
     Exits with 1 if a result differs from torch's: it then has no figure. Ctrl-C keeps the rows until then.
     """
-    from fused_softmax.bench import record
+    from fused_softmax.bench import record, saving
 
     if out:
         paths.require_outputs([out, record.partial_path(out)], replace=force, how="--force overwrites it")
@@ -138,12 +138,15 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
                 rows.append(row)
     except KeyboardInterrupt:
         stopped = True
-    hosts.print_rows(rows, console)
     where = record.partial_path(out) if out and stopped else out
+    try:
+        if where:
+            with busy("reading the environment"):
+                environment = record.environment(*run.gpu_facts())
+            saving.save_content(hosts.text(rows, environment, arguments).encode(), where)
+    finally:  # printed last: standard output may be full too
+        hosts.print_rows(rows, console)
     if where:
-        with busy("reading the environment"):
-            environment = record.environment(*run.gpu_facts())
-        record.write_whole(where, hosts.text(rows, environment, arguments).encode())
         click.echo(f"wrote {where}")
     if out and not stopped:
         record.partial_path(out).unlink(missing_ok=True)
@@ -319,11 +322,17 @@ def tune(
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     if table.ladders:
-        click.echo(tuner.source(table))
-        if not print_only:
-            with busy("reading the environment"):
-                environment = record.environment(*run.gpu_facts())
-            tuned.save(where, device.name, table, environment)
+        try:
+            if not print_only:
+                with busy("reading the environment"):
+                    environment = record.environment(*run.gpu_facts())
+                tuned.save(where, device.name, table, environment)
+        except OSError as error:
+            why = error.strerror or error
+            said = f"cannot write {where}: {why}; the ladders are printed, and nowhere else"
+            raise click.ClickException(said) from None
+        finally:  # printed last: standard output may be full too
+            click.echo(tuner.source(table))
     if stopped:
         kept_in = f"{where} has the ladders until then" if table.ladders and not print_only else "nothing was written"
         click.echo(f"interrupted: {kept_in}", err=True)

@@ -1,5 +1,7 @@
 """The front door: a group of commands whose errors and interrupts are one line, and what shows that work goes on."""
 
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 import click
 
 INTERRUPTED = 130  # the exit code, as of shells
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Front(click.Group):
@@ -39,6 +42,13 @@ class Front(click.Group):
         except click.Abort:
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            click.echo(f"Error: cannot write {error.filename or 'standard output'}: {error.strerror}", err=True)
+            with contextlib.suppress(OSError):
+                sys.stdout.close()  # or Python tries once more to write what is left, and complains
+            sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -118,23 +118,33 @@ class Run:
 
 
 def save(run: Run, path: Path) -> None:
-    text = json.dumps(dataclasses.asdict(run), indent=1) + "\n"
-    write_whole(path, text.encode())
+    write_whole(path, content_of(run))
+
+
+def content_of(run: Run) -> bytes:
+    """What a file of results has."""
+    return (json.dumps(dataclasses.asdict(run), indent=1) + "\n").encode()
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename over it. An interrupt leaves the target as it was and no other file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    """Write beside the target, then rename over it. An interrupt leaves the target as it was and no other file.
+
+    An OSError names the target, not the file beside it.
+    """
     try:
-        with os.fdopen(descriptor, "wb") as temporary:
-            temporary.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "wb") as temporary:
+                temporary.write(content)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def load(path: Path) -> Run:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fused_softmax.bench import record, run
+from fused_softmax.bench import record, run, saving
 from fused_softmax.bench.committed import State, state
 from fused_softmax.bench.report import duration
 from fused_softmax.bench.resume import CannotResume
@@ -56,6 +56,9 @@ def renew(
     except ContextLost as error:  # nothing more can be measured in this process
         say(f"Stopped: {error}. What was measured is kept. --resume continues from here.")
         return 1
+    except saving.NotSaved as error:  # nor could another file be written
+        say(f"Stopped: {error.message}. --resume continues from the files that were written.")
+        return 1
     return int(failed)
 
 
@@ -64,6 +67,8 @@ def _renewed(renewal: Renewal, progress: Console, say: Say, anew: bool) -> bool:
     start = time.monotonic()
     try:
         measured, stopped = _measured(renewal, progress, say, resume=not anew)
+    except saving.NotSaved:
+        raise
     except Exception as error:
         say(f"{renewal.name}: failed: {record.one_line(error)}")
         return False

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fused_softmax.bench import measure, record, report, sweeps
+from fused_softmax.bench import measure, record, report, saving, sweeps
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.front import busy
 from fused_softmax.bench.operations import provider_names
@@ -68,9 +68,15 @@ def bench(
 ) -> int:
     """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted.
 
-    Raises CannotResume, before anything is measured, for a file that cannot be continued.
+    Raises CannotResume, before anything is measured, for a file that cannot be continued, and NotSaved, after what was
+    measured is printed, for a file that cannot be written.
     """
-    run, stopped, written = measured(asked, console, progress, out, resume)
+    try:
+        run, stopped, written = measured(asked, console, progress, out, resume)
+    except saving.NotSaved as error:
+        if error.run:
+            report.print_run(error.run, console)
+        raise
     report.print_run(run, console)
     if plot and (stopped or not any(point.status == "ok" for point in run.points)):
         plot = None
@@ -87,7 +93,8 @@ def measured(
     """Measure and save. The run, why it ended early or "", and the file with its points.
 
     resume: keep the points of `out`, or of the partial file that an interrupted run left beside it.
-    Raises CannotResume, before anything is measured, for a file that cannot be continued.
+    Raises CannotResume, before anything is measured, for a file that cannot be continued, and NotSaved for a file that
+    cannot be written: at once, for nothing that is measured later could be kept either.
     """
     gpu, chosen = measure.on_gpu(), asked.chosen
     with busy("reading the environment"):
@@ -152,7 +159,7 @@ def run_cases(
                 measured += points
                 run.points = held.merged(measured)
                 if out:
-                    record.save(run, record.partial_path(out))
+                    saving.save(run, record.partial_path(out))
                 progress.advance(task)
                 if not console.is_terminal:
                     line = ", ".join(f"{point.provider} {report.cell(point)}" for point in points)
@@ -180,9 +187,9 @@ def save(run: Run, out: Path | None) -> Path | None:
         return None
     partial = record.partial_path(out)
     if not run.complete:
-        record.save(run, partial)
+        saving.save(run, partial)
         return partial
-    record.save(run, out)
+    saving.save(run, out)
     partial.unlink(missing_ok=True)
     return out
 

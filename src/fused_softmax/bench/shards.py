@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from fused_softmax.bench import check, record, report, sweeps
+from fused_softmax.bench import check, record, report, saving, sweeps
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import PEERS_OF_SHARDS
 from fused_softmax.bench.check import Judge
@@ -344,12 +344,12 @@ def run(
             mine = [name for name in names or PEERS_OF_SHARDS[case.operation] if name in PROVIDERS[case.operation]]
             done.points += measure(case, mine, effort, ranks)
             if speaks and out:
-                record.save(done, out)  # as far as it is, for a machine may be lent for minutes
+                saving.save(done, out)  # as far as it is, for a machine may be lent for minutes
         done.complete = True
         if speaks:
             report.print_run(done, console)
             if out:
-                record.save(done, out)
+                saving.save(done, out)
             report.print_end(done, console, "", [out] if out else [])
     failed = [p for p in done.points if p.status == "wrong" or (p.provider.startswith(OWN) and p.status == "refused")]
     return int(bool(failed))

@@ -53,23 +53,29 @@ def _row(line: str, where: str) -> list[float]:
 
 
 def write(path: Path, text: str, *, force: bool = False) -> None:
-    """Write a file whole: beside its place, then into it. Raises FileExistsError if it exists, unless forced."""
+    """Write a file whole: beside its place, then into it. Raises FileExistsError if it exists, unless forced.
+
+    Any other OSError names the file.
+    """
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as temporary:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
         try:
-            temporary.write(text)
-            temporary.close()
+            with os.fdopen(descriptor, "w") as temporary:
+                temporary.write(text)
             mask = os.umask(0)
             os.umask(mask)
-            os.chmod(temporary.name, 0o666 & ~mask)
+            os.chmod(name, 0o666 & ~mask)
             if force:
-                os.replace(temporary.name, path)
+                os.replace(name, path)
             else:
-                os.link(temporary.name, path)  # fails if the file has appeared in the meantime
-                os.unlink(temporary.name)
+                os.link(name, path)  # fails if the file has appeared in the meantime
+                os.unlink(name)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary.name)
+                os.unlink(name)
             raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -96,7 +96,7 @@ def app(
 def serve(page: str, host: str, port: int, say: Callable[[str], None], names: frozenset[str] = hosts.LOOPBACK) -> None:
     """Serve until interrupted. Calls `say` with the address once it answers. Port 0 takes any free port.
 
-    names: the hosts it answers to, by `hosts.answered`. Raises OSError if it cannot listen.
+    names: the hosts it answers to, by `hosts.answered`. Raises OSError if it cannot listen, or what `say` raises.
     """
     served = app(page, names)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -110,7 +110,10 @@ def serve(page: str, host: str, port: int, say: Callable[[str], None], names: fr
             served, http=Connection, ws="none", log_level="error", access_log=False, server_header=False,
             proxy_headers=False, backlog=128, timeout_graceful_shutdown=1,
         )  # fmt: skip
-        _Server(config, lambda: say(address), served.state.stop).run(sockets=[listening])
+        server = _Server(config, lambda: say(address), served.state.stop)
+        server.run(sockets=[listening])
+        if server.unsaid:
+            raise server.unsaid
 
 
 class _InPieces(Response):
@@ -125,7 +128,12 @@ class _InPieces(Response):
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers, and stops recordings before it waits for what is under way."""
+    """Says when it answers, and stops recordings before it waits for what is under way.
+
+    unsaid: why it could not say so, which ends it; uvicorn would log a traceback.
+    """
+
+    unsaid: OSError | None = None
 
     def __init__(self, config: uvicorn.Config, say: Callable[[], None], stop: Callable[[], None]) -> None:
         super().__init__(config)
@@ -133,7 +141,11 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._say()
+        try:
+            self._say()
+        except OSError as error:
+            self.unsaid, self.should_exit = error, True
+            self._stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stop()
