@@ -54,6 +54,8 @@ def folder_without_work(monkeypatch, tmp_path):
     Path("folder.html").mkdir()
     Path("link.json").symlink_to("rows.json")
     Path("link.html").symlink_to("results.html")
+    for name in ("pipe.json", "pipe.npy", "piped.partial.json"):  # without a writer
+        os.mkfifo(name)
     monkeypatch.setenv("FUSED_SOFTMAX_PLANS", "none.json")
     monkeypatch.delenv("RANK", raising=False)
     work = [

@@ -124,7 +124,15 @@ BAD = [
     ("trace", "--block", "3", "-o", "x.json"),
     ("trace", "--block", "0", "-o", "x.json"),
     ("trace", "--block", "x", "-o", "x.json"),
-    *(("trace", "--matrix", name, "-o", "x.json") for name in ("none.csv", "ragged.csv", "full", "kept.json")),
+    *(
+        ("trace", "--matrix", name, "-o", "x.json")
+        for name in ("none.csv", "ragged.csv", "full", "kept.json", "pipe.json")
+    ),
+    ("trace", "--matrix", "pipe.npy", "-o", "x.json"),
+    ("trace", "--matrix", "/dev/zero", "-o", "x.json"),
+    ("bench", "--resume", "--out", "pipe.json"),
+    ("bench", "--resume", "--out", "piped.json"),
+    ("bench", "tune", "--out", "pipe.json"),
     ("serve", "--port", "99999"),
     ("serve", "--port", "x"),
     ("serve", "--host", "0.0.0.0"),  # which others reach, by names that nobody gave
@@ -135,13 +143,14 @@ BAD = [
     *(("serve", "--allow-host", name) for name in ("", "*", "a b", "a:80", "http://a", "[::1]:80")),
     *(
         (*arguments, *more)
-        for name in ("none.json", "kept.json", "full", "deep.json", "rows.json", "")
+        for name in ("none.json", "kept.json", "full", "deep.json", "rows.json", "pipe.json", "")
         for arguments, more in ((("report", name), ("-o", "x.html")), (("bench", "compare", "results.json", name), ()))
     ),
     ("nothing",),
 ]
 
 
+@pytest.mark.timeout(60)  # a pipe without a writer never ends
 @pytest.mark.parametrize("arguments", BAD, ids=lambda arguments: " ".join(arguments)[:60])
 def test_a_wrong_value_is_one_line_and_exit_code_2_and_nothing_is_written(here, arguments):
     before = files()

@@ -209,6 +209,7 @@ def trace(
     try:
         with importing():
             from fused_softmax import trace as tracing
+            from fused_softmax.bench import record
             from fused_softmax.trace import asked, files, page, presets
     except ImportError as error:
         raise _missing(error) from None
@@ -220,6 +221,8 @@ def trace(
         wanted = [catalog.find("kernel", name, tracing.kernels()) for name in wanted]
         requests = []
         if wanted or matrix or block is not None or dtype:
+            if matrix and matrix != "-":
+                record.require_regular(Path(matrix))
             rows = files.read_matrix(matrix) if matrix else None
             requests = [
                 asked.asked(name, presets.example_of(name) if rows is None else rows, block, dtype)

@@ -6,6 +6,7 @@ stops early leaves the earlier file alone and its own points in NAME.partial.jso
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -147,7 +148,14 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
+def require_regular(path: Path) -> None:
+    """Raise OSError for an input that is no file, such as a pipe, which may have no writer and then never ends."""
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def load(path: Path) -> Run:
+    require_regular(path)
     data = json.loads(path.read_text())
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{path.name} has schema {data.get('schema')!r}; this version reads {SCHEMA}")

@@ -21,12 +21,14 @@ class CannotResume(ValueError):
 def earlier(out: Path) -> Run | None:
     """The run to continue: the partial one if there is one, else the finished one, else None.
 
-    Raises CannotResume for a file that `fused-softmax bench --out` did not write.
+    Raises CannotResume for a file that `fused-softmax bench --out` did not write, or that cannot be read.
     """
     for path in (record.partial_path(out), out):
         if path.exists():
             try:
                 return record.read(path)
+            except OSError as error:
+                raise CannotResume(f"cannot read {path}: {error.strerror}") from None
             except ValueError as error:
                 raise CannotResume(str(error)) from None
     return None

@@ -33,6 +33,7 @@ def replace(text: str, table: str, place: str = "") -> str:
 
 def fill(page: Path, table: str, place: str, *, check: bool) -> list[Path]:
     """Puts the table on the page, or with `check` leaves the page as it is. Returns the page if it was stale."""
+    record.require_regular(page)
     old = page.read_text()
     with naming(page):
         new = replace(old, table, place)
