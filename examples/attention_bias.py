@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import options
 import torch
+from options import whole
 from torch import Tensor, nn
 
 from fused_softmax import attention
 
 BACK = 3  # the places between a target and the token that it is
-FORMATS = (".png", ".svg", ".pdf")
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -125,32 +126,18 @@ def draw(runs: list[Run], furthest: int, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[Run]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "-o", "--out", type=Path, default=Path("attention_bias.png"), help="the picture: .png, .svg, .pdf"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite the picture if it exists")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--vocab", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--dim", type=int, default=16, help="of a head")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--furthest", type=int, default=8, help="the distance beyond which all share a bias")
+    parser = options.Parser(__doc__, "attention_bias.png")
+    parser.add_argument("--steps", type=whole(), default=150)
+    parser.add_argument("--vocab", type=whole(2), default=32)
+    parser.add_argument("--batch", type=whole(), default=8)
+    parser.add_argument("--length", type=whole(BACK + 1), default=32)
+    parser.add_argument("--heads", type=whole(), default=2)
+    parser.add_argument("--dim", type=whole(1, 256), default=16, help="of a head")
+    parser.add_argument("--layers", type=whole(), default=2)
+    parser.add_argument("--furthest", type=whole(), default=8, help="the distance beyond which all share a bias")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    if min(given.steps, given.batch, given.heads, given.dim, given.layers, given.furthest) < 1 or given.vocab < 2:
-        parser.error("--steps, --batch, --heads, --dim, --layers and --furthest must be at least 1, --vocab at least 2")
-    if given.length <= BACK:
-        parser.error(f"--length must be more than {BACK}, got {given.length}")
-    if not given.out.parent.is_dir():
-        parser.error(f"there is no folder {given.out.parent.name}")
-    if given.out.suffix not in FORMATS:
-        parser.error(f"the picture's name must end in one of {', '.join(FORMATS)}, got {given.out.name}")
-    if given.out.exists() and not given.force:
-        parser.error(f"{given.out.name} exists; --force overwrites it")
+    parser.add_argument("--device", type=options.device, default=options.BEST_DEVICE)
+    given = parser.parse(arguments)
     runs = [train(name, given) for name in WAYS]
     for run in runs:
         first, last = run.losses[0], run.losses[-1]

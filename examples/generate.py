@@ -16,13 +16,14 @@ Needs transformers and matplotlib, which the extra `dev` installs. Without --mod
 says nothing.
 """
 
-import argparse
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
+from options import real, whole
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.generation import (
@@ -35,8 +36,6 @@ from transformers.generation import (
 )
 
 from fused_softmax import sample
-
-FORMATS = (".png", ".svg", ".pdf")
 
 
 class Sampler(LogitsProcessor):
@@ -160,31 +159,30 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[list[int]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path, default=Path("generate.png"), help="the picture: .png, .svg, .pdf")
-    parser.add_argument("--force", action="store_true", help="overwrite the picture if it exists")
+    parser = options.Parser(__doc__, "generate.png")
     parser.add_argument("--model", help="a causal model that transformers finds; default: random weights")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt of --model; give it several times")
-    parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--min-p", type=float)
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; the next one has the next seed")
-    parser.add_argument("--draws", type=int, default=2000, help="draws of one next token, for the picture")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    if min(given.new_tokens, given.draws) < 1:
-        parser.error("--new-tokens and --draws must be at least 1")
-    if not given.out.parent.is_dir():
-        parser.error(f"there is no folder {given.out.parent.name}")
-    if given.out.suffix not in FORMATS:
-        parser.error(f"the picture's name must end in one of {', '.join(FORMATS)}, got {given.out.name}")
-    if given.out.exists() and not given.force:
-        parser.error(f"{given.out.name} exists; --force overwrites it")
+    parser.add_argument("--new-tokens", type=whole(), default=12)
+    parser.add_argument("--temperature", type=real(0.01, 100), default=0.8)
+    parser.add_argument("--top-k", type=whole())
+    parser.add_argument("--top-p", type=real(0.001, 1), default=0.95)
+    parser.add_argument("--min-p", type=real(0, 1))
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the first prompt; the next one has the next seed")
+    parser.add_argument("--draws", type=whole(), default=2000, help="draws of one next token, for the picture")
+    parser.add_argument("--device", type=options.device, default=options.BEST_DEVICE)
+    given = parser.parse(arguments)
+    if given.model == "":
+        parser.error("--model must have a name")
+    if given.prompt and not given.model:
+        parser.error("--prompt is one of --model, which is not given")
+    if not all(given.prompt):
+        parser.error("--prompt must have text")
     filters = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    tokenizer = AutoTokenizer.from_pretrained(given.model) if given.model else None
-    model = AutoModelForCausalLM.from_pretrained(given.model) if given.model else tiny_model()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given.model) if given.model else None
+        model = AutoModelForCausalLM.from_pretrained(given.model) if given.model else tiny_model()
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {given.model}: {str(error).splitlines()[0]}")
     model = model.to(given.device).eval()
     if tokenizer is None:
         prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]

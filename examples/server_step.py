@@ -11,10 +11,11 @@ same tokens in a full batch and alone, which this program shows.
 The model is a table of random logits, a row for each last token.
 """
 
-import argparse
 from dataclasses import dataclass, field
 
+import options
 import torch
+from options import whole
 from torch import Tensor
 
 from fused_softmax import sample
@@ -115,16 +116,13 @@ def users(n: int, vocab: int) -> list[Request]:
 
 
 def main(arguments: list[str] | None = None) -> list[Request]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--places", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=61)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    for name in ("places", "requests", "steps", "vocab"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    parser = options.Parser(__doc__)
+    parser.add_argument("--places", type=whole(), default=4)
+    parser.add_argument("--requests", type=whole(), default=7)
+    parser.add_argument("--steps", type=whole(), default=8)
+    parser.add_argument("--vocab", type=whole(), default=61)
+    parser.add_argument("--device", type=options.device, default=options.BEST_DEVICE)
+    given = parser.parse(arguments)
     generator = torch.Generator(given.device).manual_seed(0)
     n_logits = min(given.vocab, 4096), given.vocab  # a row for each last token, by its remainder
     table = torch.randn(n_logits, device=given.device, generator=generator) * 2

@@ -11,20 +11,20 @@ Needs transformers and matplotlib, which the extra `dev` installs. Without a GPU
 linear_cross_entropy makes all logits. The curves then show that the results agree; the memory shows nothing.
 """
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import options
 import torch
+from options import whole
 from torch import Tensor
 
 from fused_softmax import linear_cross_entropy
 
 NOISE = 0.05  # the share of tokens that are random
-FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass
@@ -68,10 +68,14 @@ def sequences(batch: int, length: int, vocab: int, generator: torch.Generator) -
     return tokens
 
 
+def heads_of(hidden: int) -> int:
+    return max(1, hidden // 64)
+
+
 def make_model(vocab: int, hidden: int, layers: int, length: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads = max(1, hidden // 64)
+    heads = heads_of(hidden)
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -147,26 +151,18 @@ def draw(curves: list[Curve], path: Path, on_gpu: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[Curve]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path, default=Path("train_tiny.png"), help="the picture: .png, .svg, .pdf")
-    parser.add_argument("--force", action="store_true", help="overwrite the picture if it exists")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a step, in sequences of --length")
-    parser.add_argument("--length", type=int, default=32)
+    parser = options.Parser(__doc__, "train_tiny.png")
+    parser.add_argument("--steps", type=whole(), default=200)
+    parser.add_argument("--vocab", type=whole(2), default=256)
+    parser.add_argument("--hidden", type=whole(2), default=64, help="in heads of 64 or more dims")
+    parser.add_argument("--layers", type=whole(), default=2)
+    parser.add_argument("--tokens", type=whole(), default=256, help="tokens of a step, in sequences of --length")
+    parser.add_argument("--length", type=whole(2), default=32)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    if min(given.steps, given.layers, given.hidden) < 1 or given.vocab < 2 or given.length < 2:
-        parser.error("--steps, --layers and --hidden must be at least 1, --vocab and --length at least 2")
-    if not given.out.parent.is_dir():
-        parser.error(f"there is no folder {given.out.parent.name}")
-    if given.out.suffix not in FORMATS:
-        parser.error(f"the picture's name must end in one of {', '.join(FORMATS)}, got {given.out.name}")
-    if given.out.exists() and not given.force:
-        parser.error(f"{given.out.name} exists; --force overwrites it")
+    parser.add_argument("--device", type=options.device, default=options.BEST_DEVICE)
+    given = parser.parse(arguments)
+    if given.hidden % (2 * heads_of(given.hidden)):
+        parser.error(f"--hidden {given.hidden} is no sum of {heads_of(given.hidden)} heads of an even size")
     batch = max(1, given.tokens // given.length)
     curves = []
     for name in LOSSES:
@@ -180,7 +176,7 @@ def main(arguments: list[str] | None = None) -> list[Curve]:
         print(f"{name}: loss {first:.4f} to {last:.4f} in {given.steps} steps, {curve.seconds:.1f} s, {memory}")
     apart = max(abs(a - b) for a, b in zip(curves[0].losses, curves[1].losses, strict=True))
     print(f"losses are at most {apart:.2g} apart")
-    draw(curves, given.out, given.device == "cuda")
+    draw(curves, given.out, given.device != "cpu")
     print(f"wrote {given.out.name}")
     return curves
 

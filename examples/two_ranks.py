@@ -14,21 +14,21 @@ Needs matplotlib, which the extra `dev` installs. With a GPU for each rank the r
 processes of the CPU and talk by gloo; the curves then show that the results agree, and nothing about speed.
 """
 
-import argparse
 import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import options
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from options import whole
 from torch import Tensor
 
 from fused_softmax import linear_cross_entropy
 
 NOISE = 0.05  # the share of tokens that are random
-FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -188,29 +188,19 @@ def draw(curves: list[Curve], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[Curve]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path, default=Path("two_ranks.png"), help="the picture: .png, .svg, .pdf")
-    parser.add_argument("--force", action="store_true", help="overwrite the picture if it exists")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--vocab", type=int, default=257)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a step, in sequences of --length")
-    parser.add_argument("--length", type=int, default=32)
+    parser = options.Parser(__doc__, "two_ranks.png")
+    parser.add_argument("--ranks", type=whole(1, 64), default=2)
+    parser.add_argument("--steps", type=whole(), default=100)
+    parser.add_argument("--vocab", type=whole(2), default=257)
+    parser.add_argument("--hidden", type=whole(), default=64)
+    parser.add_argument("--tokens", type=whole(), default=256, help="tokens of a step, in sequences of --length")
+    parser.add_argument("--length", type=whole(2), default=32)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda if there is a GPU for each rank, else cpu")
-    given = parser.parse_args(arguments)
-    if min(given.ranks, given.steps, given.hidden) < 1 or given.vocab < 2 or given.length < 2:
-        parser.error("--ranks, --steps and --hidden must be at least 1, --vocab and --length at least 2")
+    given = parser.parse(arguments)
     gpus = torch.cuda.device_count()
     if given.device == "cuda" and gpus < given.ranks:
         parser.error(f"--device cuda takes a GPU for each of the {given.ranks} ranks, and {gpus} are there")
-    if not given.out.parent.is_dir():
-        parser.error(f"there is no folder {given.out.parent.name}")
-    if given.out.suffix not in FORMATS:
-        parser.error(f"the picture's name must end in one of {', '.join(FORMATS)}, got {given.out.name}")
-    if given.out.exists() and not given.force:
-        parser.error(f"{given.out.name} exists; --force overwrites it")
     device = given.device or ("cuda" if gpus >= given.ranks else "cpu")
     setup = Setup(
         steps=given.steps, vocab=given.vocab, hidden=given.hidden, tokens=given.tokens, length=given.length,

@@ -1,6 +1,7 @@
 """The examples run: tiny trainings, alone, over two ranks and of a bias, generate() by our sampler, a server's step."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def module_of(name):
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))  # as for whoever runs one, who finds what the examples share
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look
@@ -163,7 +166,7 @@ def test_a_vocabulary_over_two_ranks_is_learnt_as_by_one(two_ranks, tmp_path, ca
     [
         (["--ranks", "0"], "--ranks"), (["-o", "no_such_folder/x.png"], "no folder no_such_folder"),
         (["-o", "x.txt"], "must end in one of .png, .svg, .pdf, got x.txt"),
-        (["--device", "cuda", "--ranks", "999"], "a GPU for each of the 999 ranks"),
+        (["--device", "cuda", "--ranks", "64"], "a GPU for each of the 64 ranks"),
     ],
 )  # fmt: skip
 def test_bad_options_of_two_ranks_are_named(options, message, two_ranks, capsys):
@@ -191,7 +194,7 @@ def test_a_bias_is_learnt_alike_by_torch_and_by_us(attention_bias, device, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--length", "3"], "--length must be more than 3, got 3"), (["--heads", "0"], "--heads"),
+        (["--length", "3"], "--length: must be a whole number from 4 to"), (["--heads", "0"], "--heads"),
         (["-o", "x.txt"], "must end in one of .png, .svg, .pdf, got x.txt"),
     ],
 )  # fmt: skip
@@ -209,3 +212,60 @@ def test_a_picture_that_exists_is_kept(request, name, tmp_path, capsys):
         request.getfixturevalue(name).main(["-o", str(out)])
     assert "curves.png exists; --force overwrites it" in capsys.readouterr().err
     assert out.read_text() == "mine"
+
+
+WHOLE = ("0", "-1", "x", "1.5", "", "nan", "9" * 30)
+PICTURES = ("x.txt", "x", "no_such_folder/x.png", "folder.png", "a" * 300 + ".png")
+WRONG = {
+    "train_tiny": {
+        **dict.fromkeys(("steps", "vocab", "hidden", "layers", "tokens", "length"), WHOLE),
+        "hidden ": ("65", "127", "129"), "dtype": ("float16",), "out": PICTURES,
+    },
+    "generate": {
+        **dict.fromkeys(("new-tokens", "top-k", "draws"), WHOLE), "seed": WHOLE[1:],
+        "temperature": ("0", "-1", "inf", "nan", "x"), "top-p": ("0", "1.1", "-1", "nan", "x"),
+        "min-p": ("-0.1", "1.1", "x"), "prompt": ("The sea",), "model": ("no/such/model", ""), "out": PICTURES,
+    },
+    "attention_bias": {
+        **dict.fromkeys(("steps", "vocab", "batch", "length", "heads", "dim", "layers", "furthest"), WHOLE),
+        "dim ": ("257", "500"), "length ": ("3",), "dtype": ("float16",), "out": PICTURES,
+    },
+    "two_ranks": {
+        **dict.fromkeys(("ranks", "steps", "vocab", "hidden", "tokens", "length"), WHOLE),
+        "dtype": ("bfloat16",), "out": PICTURES,
+    },
+    "server_step": dict.fromkeys(("places", "requests", "steps", "vocab"), WHOLE),
+}  # fmt: skip
+ABSENT = {"device": ("", "nope", "cuda:x", "cuda:999", "cpu:1")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_wrong_value_of_every_option_is_one_line_and_exit_code_2(request, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    example = request.getfixturevalue(name)
+    for option, values in (WRONG[name] | ABSENT).items():
+        for value in values:
+            with pytest.raises(SystemExit) as ended:
+                example.main([f"--{option.strip()}={value}"])
+            said = capsys.readouterr()
+            assert (ended.value.code, said.out) == (2, ""), (option, value)
+            (line,) = said.err.splitlines()
+            assert f"--{option.strip()}" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_option_of_an_example_is_tried(request, name, capsys):
+    with pytest.raises(SystemExit):
+        request.getfixturevalue(name).main(["--help"])
+    options = set(re.findall(r"^  (?:-o OUT, |-h, )?--([a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert options - {"help", "force"} == {option.strip() for option in WRONG[name] | ABSENT}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_gpu_that_is_not_there_is_said(request, name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        request.getfixturevalue(name).main(["--device", "cuda"])
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,88 @@
+"""The command lines of the examples: a wrong value is one line, with exit code 2, before any work begins."""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+FORMATS = (".png", ".svg", ".pdf")
+MOST = 2**31 - 1  # what sizes of 32 bits hold
+BEST_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line. picture: the name of the file that -o names unless it is given."""
+
+    def __init__(self, about: str | None, picture: str | None = None):
+        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if picture:
+            formats = ", ".join(FORMATS)
+            self.add_argument("-o", "--out", type=file_of_picture, default=picture, help=f"the picture: {formats}")
+            self.add_argument("--force", action="store_true", help="overwrite the picture if it exists")
+
+    def parse(self, arguments: list[str] | None) -> argparse.Namespace:
+        given = self.parse_args(arguments)
+        if "out" in given and given.out.exists() and not given.force:
+            self.error(f"{given.out.name} exists; --force overwrites it")
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """The type of an option that takes a whole number from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text[:40]!r}")
+        return int(text)
+
+    return number
+
+
+def real(least: float, most: float) -> Callable[[str], float]:
+    """The type of an option that takes a number from `least` to `most`."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from {least} to {most}, got {text[:40]!r}")
+        return value
+
+    return number
+
+
+def device(text: str) -> str:
+    """cpu, cuda or cuda:N, where this machine has it."""
+    found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text[:40]!r}")
+    if text != "cpu" and int(found[1] or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"this machine has no {text}")
+    return text
+
+
+def file_of_picture(text: str) -> Path:
+    """A file that can be written, in a folder that exists, in a format that its suffix names."""
+    path = Path(text)
+    if path.suffix not in FORMATS:
+        raise argparse.ArgumentTypeError(f"must end in one of {', '.join(FORMATS)}, got {path.name}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent.name}")
+    try:
+        if path.exists() and not path.is_file():
+            raise argparse.ArgumentTypeError(f"{path.name} is no file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{path.name} may not be written")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {path.name[:40]}: {error.strerror}") from None
+    return path
