@@ -11,6 +11,7 @@ from products import one_in
 from reports import RESULTS, report, run_of, timed, written
 
 from fused_softmax.bench import fingerprint, summary
+from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.record import Check, Point
 
 pytest.importorskip("altair", reason="the report's extra is not installed")
@@ -295,3 +296,13 @@ def test_what_is_no_result_is_refused_and_an_earlier_page_stays(tmp_path):
         assert result.exit_code == 2
         assert complaint in result.output
         assert out.read_text() == "earlier"
+
+
+def test_every_operation_has_a_title_for_people():
+    names = {"softmax", "logsumexp", "cross_entropy", "sample"}  # of functions, which people write so
+    titles = {name: summary.title_of(name) for name in OPERATIONS}
+    assert summary.TITLES.keys() == OPERATIONS.keys()
+    assert {name for name, title in titles.items() if name == title} == names
+    assert len(set(titles.values())) == len(titles)
+    for title in titles.values():
+        assert "_" not in re.sub("log_softmax|cross_entropy", "", title.removeprefix("linear_"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import altair as alt
 
+from fused_softmax.bench import summary
 from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.looks import LOOKS, UNKNOWN, in_order
 from fused_softmax.bench.plot import axis_of
@@ -72,6 +73,7 @@ class Panel:
         self.ceiling = f"best {ceiling_of(run)}"
         self.tops = {point.case: point.ceiling for point in self.points if point.ceiling}
         self.kind = f"{points[0].operation}, {points[0].dtype}"
+        self.title = f"{summary.title_of(points[0].operation)}, {points[0].dtype}"
         self.floor = floor_of(run)
 
     @property
@@ -92,7 +94,7 @@ class Panel:
         spec = _shortened(chart.properties(width="container", autosize=autosize).to_dict(validate=VALIDATE))
         curves = kind in ("speed", "ratio", "memory")
         shown = f"{max(getattr(p.case, self.by) for p in self.points)} {WORDS[self.by]}" if self.by and curves else ""
-        return Chart(slug, f"{title}: {self.kind}", caption, spec, shown, curves and self.axis == "shape")
+        return Chart(slug, f"{title}: {self.title}", caption, spec, shown, curves and self.axis == "shape")
 
     def looks(self, ceiling: bool) -> dict[str, Any]:
         """The encodings that tell providers apart, each the whole legend."""

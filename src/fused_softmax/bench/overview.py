@@ -10,7 +10,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,14 +80,16 @@ def render(runs: Mapping[str, Run]) -> str:
     """
     header = ["operation", *PEERS.values(), "MiB, ours / torch", "host us, ours / torch"]
     lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
+    enqueued = set()
     for line in LINES:
         run = runs.get(line.file)
         found = pairs(run, line.operation)
+        enqueued.add(len(_enqueued(found.get("torch", []))))
         cells = [_speed_up(found.get(peer, [])) for peer in PEERS]
         title = line.title + (CALLS_CUDNN if _calls_cudnn(run, line.operation) else "")
         lines.append(table_row([title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
     notes = [each for mark, note in NOTES.items() if mark in "".join(lines) for each in (f"{mark.strip()} {note}", "")]
-    return "\n".join([_about(runs), "", *lines, "", *notes, _kernels(runs)])
+    return "\n".join([_about(runs, enqueued - {0}), "", *lines, "", *notes, _kernels(runs)])
 
 
 Pairs = dict[str, list[tuple[Point, Point]]]
@@ -134,30 +136,35 @@ def _mib(n: int) -> str:
     return f"{n / 2**20:.0f}" if n >= 2**20 else f"{n / 2**20:.2g}"
 
 
+def _enqueued(pairs: Sequence[tuple[Point, Point]]) -> list[tuple[float, float]]:
+    return [(ours.host_us, theirs.host_us) for ours, theirs in pairs if ours.host_us and theirs.host_us]
+
+
 def _host(pairs: Sequence[tuple[Point, Point]]) -> str:
-    found = [(ours.host_us, theirs.host_us) for ours, theirs in pairs if ours.host_us and theirs.host_us]
+    found = _enqueued(pairs)
     if not found:
         return NONE
     ours, theirs = (statistics.median(each) for each in zip(*found, strict=True))
     return f"{ours:.0f} / {theirs:.0f}"
 
 
-def _about(runs: Mapping[str, Run]) -> str:
+def _about(runs: Mapping[str, Run], enqueued: Collection[int]) -> str:
+    """enqueued: of how many cases the host's figures are medians."""
+    counts = " to ".join(map(str, sorted({min(enqueued), max(enqueued)}))) if enqueued else "all"
     names = sorted({(run.environment["gpu"] or {}).get("name", "no GPU") for run in runs.values()})
     return (
         f"Speed-up over each peer: its kernel time over ours, as the geometric mean of a file's shapes and dtypes, "
         f"with the least in brackets. Memory: the most that a call allocates, where torch allocates most. Host: the "
-        f"time that the CPU takes to enqueue a small call, as the median of its shapes. A dash: not measured. "
+        f"time that the CPU takes to enqueue a small call, as the median of {counts} shapes. A dash: not measured. "
         f"{', '.join(names)}."
     )
 
 
 def _kernels(runs: Mapping[str, Run]) -> str:
-    ask = "`fused-softmax bench all --dry-run --out benchmarks/results` says which files are current."
-    prints = {run.environment.get("kernels") for name, run in runs.items() if any(name == line.file for line in LINES)}
-    if None in prints:
-        return f"These figures are of earlier kernels than the source's: {ask}"
-    return f"Kernels measured: {', '.join(sorted(map(str, prints)))}. {ask}"
+    """What says whose kernels were measured: a file of one operation stays current while others' kernels change."""
+    ask = "`fused-softmax bench all --dry-run --out benchmarks/results` says which files are of the present kernels."
+    old = any(run.environment.get("kernels") is None for run in runs.values())
+    return f"These figures are of earlier kernels than the source's: {ask}" if old else ask
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

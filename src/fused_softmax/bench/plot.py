@@ -12,6 +12,7 @@ from pathlib import Path
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.looks import LOOKS, UNKNOWN, in_order
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, write_whole
+from fused_softmax.bench.summary import title_of
 
 SOURCE = "figures of fused-softmax bench "
 
@@ -70,7 +71,7 @@ def draw_panel(panel, points: list[Point], on_gpu: bool, ceiling: str) -> None:
     ceilings = sorted({(at[p.case], p.ceiling.gb_per_s) for p in points if p.ceiling})
     if ceilings:
         panel.plot(*zip(*ceilings, strict=True), color="black", linestyle="--", linewidth=1.2, label=ceiling)
-    operation = "softmax forward" if points[0].operation == "softmax" else points[0].operation
+    operation = "softmax forward" if points[0].operation == "softmax" else title_of(points[0].operation)
     rows = f", {rows_of(point.n_rows for point in points)}" if axis == "n_cols" else ""
     panel.set_title(f"{operation}, {points[0].dtype}{rows}")
     places = at.values()

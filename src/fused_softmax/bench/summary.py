@@ -10,7 +10,15 @@ from fused_softmax.bench.compare import geometric_mean
 from fused_softmax.bench.providers import OWN, TORCH, VARIANTS
 from fused_softmax.bench.record import Figure, Point, Run
 
-TITLES = {line.operation: line.title for line in reversed(overview.LINES)} | {"softmax_float32": "softmax to float32"}
+TITLES = {line.operation: line.title for line in reversed(overview.LINES)} | {
+    "softmax_float32": "softmax to float32",
+    "sample_greedy": "sample, the greatest",
+    "sample_top_k_top_p": "sample, top-k 50 and top-p 0.9",
+    "attention": "attention, plain",
+    "attention_gradient": "attention, plain, gradient",
+    "attention_softcap": "attention, softcap",
+    "attention_sinks": "attention, sinks and window",
+}
 
 
 class Speed(NamedTuple):
