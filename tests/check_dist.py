@@ -49,6 +49,8 @@ def check_wheel(path):
             assert re.match(r"fused_softmax(-[^/]+\.dist-info)?/", name), f"{name} is no part of the package"
             if name.endswith(".dist-info/METADATA"):
                 about = message_from_bytes(content)
+                if "Project-URL" not in about:
+                    print("note: no Project-URL, so an index links to no source: see RELEASING.md", flush=True)
                 link = RELATIVE.search(content.decode())
                 assert link is None, f"the readme has {link[0]!r}, which an index cannot show"
     return about["Version"]

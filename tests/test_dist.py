@@ -4,6 +4,7 @@ import re
 import sys
 import time
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ def test_the_readme_leads_nowhere_that_an_index_has_not():
     shown = for_an_index(text)
     assert RELATIVE.search(shown) is None
     assert shown.count("\n#") == text.count("\n#")
+    paragraphs = re.sub(r"^(```.*?^)(?=```)", "```\n", shown, flags=re.M | re.S).split("\n\n")
+    for before, after in pairwise(paragraphs):
+        shows = after.startswith(("```", "- ", "|", "<!--"))
+        assert shows or not before.rstrip().endswith(":"), f"nothing follows {before[-60:]!r}"
 
 
 @pytest.mark.parametrize(

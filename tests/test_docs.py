@@ -60,7 +60,17 @@ def test_the_readme_can_be_read_in_a_minute():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     assert {"benchmarks/results/h200_softmax.png", "docs/images/page.png"} <= set(LINK.findall(text))
+    first = text.split("\n\n")[1]
+    assert len(re.findall(r"\.(?=\s|$)", first)) == 3, "what it is and for whom, in three sentences"
+    example = re.search(r"^## Use\n+```python\n(.*?)^```$", text, re.M | re.S)[1]
+    assert len([line for line in example.splitlines() if line]) <= 10
     assert (DOCS / "images/page.png").stat().st_size < 200_000
+
+
+def test_the_readme_leads_to_every_example():
+    linked = {Path(link) for link in LINK.findall((ROOT / "README.md").read_text())}
+    programs = {path.relative_to(ROOT) for path in (ROOT / "examples").glob("*.py") if "def main(" in path.read_text()}
+    assert programs <= linked
 
 
 def test_every_page_is_in_the_sites_contents():
