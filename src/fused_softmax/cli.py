@@ -181,7 +181,7 @@ def env(as_json: bool) -> None:
 @click.option(
     "--matrix",
     metavar="FILE",
-    help="Rows of numbers: .npy, or text such as CSV; - is standard input.  [default: a small example]",
+    help="Rows of numbers: .npy, or text such as CSV or a printed tensor; - is stdin.  [default: a small example]",
 )
 @click.option("--block", type=int, help="Columns of a tile, a power of two.  [default: 4]")
 @dtype_option(None, f"{', '.join(cases.ITEMSIZE)}.  [default: the matrix's, or {cases.DTYPE}]")
@@ -245,6 +245,8 @@ def trace(
             click.echo(text, nl=False)
         else:
             files.write(out, text, force=force)
+            how = "open it in a browser" if out.suffix == ".html" else "recordings, as trace/schema.json describes them"
+            click.echo(f"wrote {out}: {how}")
     except FileExistsError:  # since it was checked
         raise click.ClickException(f"{out} exists") from None
     except OSError as error:

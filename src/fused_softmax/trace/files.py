@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -10,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-MOST_BYTES = 2**20  # of a matrix as text
+from fused_softmax.trace import printed
 
-_WORDS = {"inf": "inf", "+inf": "inf", "-inf": "-inf", "nan": "nan", "infinity": "inf", "-infinity": "-inf"}
+MOST_BYTES = 2**20  # of a matrix as text
 
 
 def read_matrix(path: str) -> Any:
-    """The matrix in a .npy file, or as rows of numbers in a text file or on standard input ("-").
+    """The matrix in a .npy file, or as text in a file or on standard input ("-").
 
-    A line of text is a row. Commas, semicolons or spaces separate its numbers, which may be inf, -inf and nan. Empty
-    lines and everything after a # are skipped. Raises ValueError if there is no matrix, OSError if reading fails.
+    A line of text is a row. Commas, semicolons, tabs or spaces separate its numbers, which may be inf, -inf and nan.
+    JSON and what torch and NumPy print are read too. Empty lines and everything after a # are skipped. Raises
+    ValueError if there is no matrix, OSError if reading fails.
     """
     if path.endswith(".npy"):
         try:
@@ -35,21 +35,7 @@ def read_matrix(path: str) -> Any:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not text") from None
-    rows = [_row(line, f"{name}, line {at}") for at, line in enumerate(text.splitlines(), 1)]
-    return [row for row in rows if row]
-
-
-def _row(line: str, where: str) -> list[float]:
-    words = [word for word in re.split(r"[,;\s]+", line.partition("#")[0]) if word]
-    row = []
-    for at, word in enumerate(words, 1):
-        try:
-            row.append(float(word))
-        except ValueError:
-            raise ValueError(f"{where}, number {at}: {word[:40]!r} is not a number") from None
-        if row[-1] in (np.inf, -np.inf) and word.lower() not in _WORDS:
-            raise ValueError(f"{where}, number {at}: {word[:40]} is too large for any float")
-    return row
+    return printed.rows_of(text, name)
 
 
 def write(path: Path, text: str, *, force: bool = False) -> None:
