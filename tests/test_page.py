@@ -882,6 +882,22 @@ def test_the_tour_has_six_stops_and_leaves_the_page_at_hand(open_page: Open) -> 
     assert page.locator(".tour").count() == 0
 
 
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (800, 900), (1400, 900)])
+def test_what_a_stop_of_the_tour_speaks_of_is_in_sight(open_page: Open, width: int, height: int) -> None:
+    page = open_page(width=width, height=height)
+    page.get_by_role("button", name="Tour").click()
+    for stop, shown in enumerate((".meter", "[aria-label='Source']", ".tensors", ".at-hand", ".lanes", ".meter")):
+        until(page, f"document.querySelector('.tour h2').innerText.endsWith('{stop + 1} of 6')")
+        page.wait_for_timeout(50)
+        card, sight, below = (page.locator(each).first.bounding_box() for each in (".tour", shown, ".transport"))
+        assert "on the right" not in page.locator(".tour").inner_text()
+        covered = card["y"] + card["height"] if width < 1080 else 0
+        assert sight["y"] >= covered, stop
+        assert min(sight["y"] + sight["height"], sight["y"] + 300) <= below["y"], stop
+        assert card["y"] + card["height"] <= below["y"]
+        page.get_by_role("button", name="Done" if stop == 5 else "Next").click()
+
+
 def test_a_page_of_ones_own_recordings_alone_has_no_tour(browser: Any, open_page: Open, tmp_path: Path) -> None:
     path = tmp_path / "own.html"
     path.write_text(page_of.embed([passes(SEED, 2)]))

@@ -9,6 +9,8 @@ interface Stop {
   kernel: string;
   /** How the title of the recording begins. */
   matrix: string;
+  /** A selector of what the text speaks of. */
+  shows: string;
   /** The number of steps that have run. */
   at: (recording: Recording) => number;
 }
@@ -32,13 +34,15 @@ const STOPS: readonly Stop[] = [
     text: "softmax divides e to the power of each number by the sum of its row. Written as five operations of torch, each reads the matrix from memory and writes it back. Each box under Traffic is one such trip; the bar passes the floor, which is one read and one write.",
     kernel: "naive",
     matrix: EXAMPLE,
+    shows: ".meter",
     at: end,
   },
   {
     title: "One row, on the chip",
-    text: "A kernel does all five where the numbers are. This program takes one row: it has read it once, and holds it in registers. The source on the right shows the line that has just run; the locals below it, what the program holds.",
+    text: "A kernel does all five where the numbers are. This program takes one row: it has read it once, and holds it in registers. The source shows the line that has just run; the locals, below the source, what the program holds.",
     kernel: "row",
     matrix: EXAMPLE,
+    shows: "[aria-label='Source']",
     at: phase("maximum"),
   },
   {
@@ -46,6 +50,7 @@ const STOPS: readonly Stop[] = [
     text: "A program does not go element by element. It takes a tile, a block of rows and columns, and each line computes all of it at once. The dashed frame is the tile; here it has two rows.",
     kernel: "tile",
     matrix: EXAMPLE,
+    shows: ".tensors",
     at: phase("sum"),
   },
   {
@@ -53,6 +58,7 @@ const STOPS: readonly Stop[] = [
     text: "e to the power of a large number overflows, so the row's maximum is subtracted first. A program that reads a row tile by tile does not know it yet. Whenever a tile raises the maximum m, it rescales the sum s so far. Step on and watch m and s.",
     kernel: "online",
     matrix: "Every tile raises the maximum",
+    shows: ".at-hand",
     at: after((step, recording) => (step.note ?? "").startsWith("The old sum") && step.cols?.[0] === 2 && recording.phases[step.phase] !== "output"),
   },
   {
@@ -60,6 +66,7 @@ const STOPS: readonly Stop[] = [
     text: "A long row does not fit into one program. Several share it: each keeps its part, tells the others its m and s in one message, and waits for theirs. The lanes show who has told and who has heard. Nobody reads the row again.",
     kernel: "split",
     matrix: EXAMPLE,
+    shows: ".lanes",
     at: after((step) => step.message?.kind === "collect"),
   },
   {
@@ -67,6 +74,7 @@ const STOPS: readonly Stop[] = [
     text: "The row was read once and written once. No softmax can move less, so the time is the memory's. That is what this package does, for rows of one element up to millions.",
     kernel: "split",
     matrix: EXAMPLE,
+    shows: ".meter",
     at: end,
   },
 ];

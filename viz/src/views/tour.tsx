@@ -9,12 +9,28 @@ interface Props {
   onClose: () => void;
 }
 
+const GAP = 8;
+
+/** Scrolls so that what a stop speaks of stands between the card, where that is at the top, and the transport. */
+function uncover(shown: Element | null, card: HTMLElement) {
+  if (!shown) return;
+  const above = getComputedStyle(card).position === "sticky" ? card.offsetHeight : 0;
+  const below = document.querySelector(".transport")?.getBoundingClientRect().top ?? innerHeight;
+  const { top, bottom } = shown.getBoundingClientRect();
+  if (top >= above && bottom <= below) return;
+  scrollBy({ top: top - above - GAP, behavior: "instant" });
+}
+
 /** What there is to see at a stop of the tour. The page stays at hand beside it. */
 export function Tour({ sight, number, count, onGo, onClose }: Props) {
   const heading = useRef<HTMLHeadingElement>(null);
-  useEffect(() => heading.current?.focus(), [number]);
+  const card = useRef<HTMLElement>(null);
+  useEffect(() => {
+    heading.current?.focus({ preventScroll: true });
+    uncover(document.querySelector(sight.shows), card.current!);
+  }, [number]);
   return (
-    <aside class="tour" aria-label="Tour" onKeyDown={(event) => event.key === "Escape" && onClose()}>
+    <aside class="tour" ref={card} aria-label="Tour" onKeyDown={(event) => event.key === "Escape" && onClose()}>
       <h2 tabIndex={-1} ref={heading}>
         {sight.title} <span class="what">{number + 1} of {count}</span>
       </h2>
