@@ -79,6 +79,7 @@ BAD = [
     *((*command.split(), "--rows", "8") for command in SHAPED),
     ("plan", "8"),
     ("plan", "8", "8", "8"),
+    ("plan", "1", "8", "64", "300"),  # heads of more dims than there are kernels for
     # options of one command
     ("bench", "nothing"),
     ("bench", "shards"),

@@ -269,7 +269,7 @@ def test_what_cannot_be_measured_is_a_line(tmp_path, monkeypatch, arguments, cod
 
 def test_a_folder_is_needed_that_can_be_written(stand, tmp_path):
     (tmp_path / "file").write_text("kept")
-    for folder, complaint in ((tmp_path / "file", "is a file"), (tmp_path / "file/under", "cannot write into")):
+    for folder, complaint in ((tmp_path / "file", "it is no folder"), (tmp_path / "file/under", "cannot write into")):
         result = bench_all(folder)
         assert result.exit_code == 2
         assert complaint in result.output

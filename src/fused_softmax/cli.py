@@ -146,8 +146,6 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
     with importing():
         from fused_softmax.bench import providers, report
 
-    if not gpu and not as_json:
-        click.echo(f"no GPU: planned for the built-in {device.name}")
     if of_attention:
         from fused_softmax.plan.attention import HALF
 
@@ -158,6 +156,8 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
     else:
         n_rows, n_cols = shape or given
         facts = report.plan_facts(providers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype]), device)
+    if not gpu and not as_json:
+        click.echo(f"no GPU: planned for the built-in {device.name}")
     print_facts(facts, as_json)
 
 

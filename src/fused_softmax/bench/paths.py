@@ -35,7 +35,7 @@ def folder(ctx: click.Context, param: click.Parameter, path: Path | None) -> Pat
     """A click callback for a folder of outputs."""
     if path is not None:
         if path.exists() and not path.is_dir():
-            raise click.UsageError(f"cannot write into {path}: it is a file")
+            raise click.UsageError(f"cannot write into {path}: it is no folder")
         require_writable(path / "file", f"into {path}")
     return path
 
