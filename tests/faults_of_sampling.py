@@ -5,6 +5,8 @@ from fault import of
 NOISE, REFERENCE = "reference_noise.py", "reference_sampling.py"
 DRAW, KEPT, WIDE = "kernels/draw.py", "kernels/sample_kept.py", "kernels/sample_wide.py"
 ROW, ABOVE = "kernels/sample_row.py", "kernels/sample_above.py"
+RANKED = "kernels/sample_ranked.py"
+AGAIN = "test_sample_kernels.py::test_a_boundary_among_twice_as_many_lanes_takes_a_second_look"
 PARTS = "test_sample_kernels.py::test_what_a_rows_maximum_decides_is_drawn_in_parts"
 FILTERS, BELOW = "test_sample_kernels.py::test_filters", "test_sample_kernels.py::test_boundaries_below_what_is_held"
 CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
@@ -101,7 +103,7 @@ SAMPLING = (
     ),
     of(
         "kernels", "candidates-of-one-quarter-left-out", KEPT,
-        "    list_candidates(list_ptr, H.x_3, column_of(H.call, 3), base + n_0 + n_1 + n_2, known)\n", "", FILTERS,
+        "    list_candidates(list_ptr, H.x_3, column_of(H.call, 3), base + n_0 + n_1 + n_2, known, cut)\n", "", FILTERS,
     ),
     of(
         "kernels", "top-p-of-all-after-top-k", WIDE,
@@ -141,30 +143,38 @@ SAMPLING = (
         "key = shards.sizes, like.dtype",
         "test_shards_misuse.py::test_what_a_message_says_of_its_rank_is_made_once_for_messages_of_one_kind",
     ),
-    of("kernels", "ranks-from-below", KEPT, "other[None, :] > code", "other[None, :] < code", FILTERS),
-    of("kernels", "above-itself", KEPT, "other[None, :] > code", "other[None, :] >= code", FILTERS),
     of(
-        "kernels", "compared-with-whole-rounds-alone", KEPT, "for start in range(0, n, 4 * AT_ONCE):",
+        "kernels", "mass-above-the-cut-forgotten", KEPT, "return count.to(tl.int64), mass",
+        "return count.to(tl.int64), mass * 0", AGAIN,
+    ),
+    of("kernels", "the-cut-is-listed-again", KEPT, "between & (order < cut)", "between & (order <= cut)", AGAIN),
+    of("kernels", "ranks-from-below", RANKED, "other[None, :] > code", "other[None, :] < code", FILTERS),
+    of("kernels", "above-itself", RANKED, "other[None, :] > code", "other[None, :] >= code", FILTERS),
+    of(
+        "kernels", "compared-with-whole-rounds-alone", RANKED, "for start in range(0, n, 4 * AT_ONCE):",
         "for start in range(0, n - AT_ONCE, 4 * AT_ONCE):", FILTERS,
     ),
-    of("kernels", "rounds-that-overlap", KEPT, "j = start + turn * AT_ONCE +", "j = start + turn +", FILTERS),
-    of("kernels", "one-more-than-k", KEPT, "kept = on & ((rank < F.k)", "kept = on & ((rank <= F.k)", FILTERS),
-    of("kernels", "mass-with-its-number", KEPT, "above & (ONE_OF_MANY - 1)", "above", FILTERS),
+    of("kernels", "rounds-that-overlap", RANKED, "j = start + turn * AT_ONCE +", "j = start + turn +", FILTERS),
+    of("kernels", "one-more-than-k", RANKED, "((count + i < F.k)", "((count + i <= F.k)", FILTERS),
     of(
-        "kernels", "boundary-of-top-p-left-out", KEPT, "(mass_above.to(tl.float64) < target)",
-        "((mass_above + mass).to(tl.float64) < target)", FILTERS,
+        "kernels", "codes-left-unsorted", RANKED, "tl.store(list_ptr + tl.sum(above, axis=1)",
+        "tl.store(list_ptr + i", FILTERS,
     ),
     of(
-        "kernels", "top-p-of-all-after-ranks", KEPT,
-        "tl.where(F.k > 0, tl.sum(tl.where(kept, mass, 0), axis=0), F.total)", "F.total", FILTERS,
+        "kernels", "boundary-of-top-p-left-out", RANKED, "((through - weight).to(tl.float64) < target)",
+        "(through.to(tl.float64) < target)", FILTERS,
     ),
     of(
-        "kernels", "joint-of-what-top-k-keeps", KEPT, "    if K.joint:\n        of_target",
+        "kernels", "top-p-of-all-after-ranks", RANKED,
+        "tl.where(F.k > 0, mass + tl.sum(tl.where(kept, weight, 0), axis=0), F.total)", "F.total", FILTERS,
+    ),
+    of(
+        "kernels", "joint-of-what-top-k-keeps", RANKED, "    if K.joint:\n        of_target",
         "    if False:\n        of_target", FILTERS,
     ),
     of(
-        "kernels", "greatest-that-is-kept", KEPT, "tl.min(tl.where(kept, code, nowhere), axis=0)",
-        "tl.max(tl.where(kept, code, nothing), axis=0)", FILTERS,
+        "kernels", "greatest-that-is-kept", RANKED, "tl.min(tl.where(kept, code, NOWHERE), axis=0)",
+        "tl.max(tl.where(kept, code, nothing_listed()), axis=0)", FILTERS,
     ),
     of(
         "kernels", "top-p-of-what-is-listed", KEPT, "by_k & (by_p | (F.p >= 1)), by_p)", "by_k | by_p, by_p)", FILTERS,

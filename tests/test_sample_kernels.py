@@ -141,9 +141,26 @@ def test_a_boundary_among_twice_as_many_lanes_takes_a_second_look(filters, monke
         monkeypatch.setattr(sample_kept, "choose_among_more", more)
         monkeypatch.setattr(sample_kept, "open_row", mock.Mock(side_effect=AssertionError("the row is left open")))
     x = torch.full((2, 128256), -20.0)
-    x[:, torch.randperm(4008, generator=torch.Generator().manual_seed(1))[:200] * 32] = -torch.arange(200) / 80
+    x[:, torch.randperm(4008, generator=torch.Generator().manual_seed(1))[:200] * 32] = -torch.arange(200) / 50
     assert_as_reference(x.to(device), Sampling(**filters, return_logprobs="processed"))
     assert found or not INTERPRETED
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_p": 0.9, "min_p": 1e-4}], ids=str)
+def test_rows_whose_nucleus_is_wide_are_not_looked_at_by_lanes(filters, monkeypatch, device):
+    """All maxima of lanes together say so. With min-p, which may end above, a row is looked at first."""
+    looked = []
+    among = sample_kept.choose_among
+
+    def look(*given):
+        looked.append(1)
+        return among(*given)
+
+    if INTERPRETED:
+        monkeypatch.setattr(sample_kept, "choose_among", look)
+    x = torch.randn(2, 9000, generator=torch.Generator().manual_seed(4)).to(device)
+    assert_as_reference(x, Sampling(**filters, return_logprobs="processed"))
+    assert (len(looked) == (2 if "min_p" in filters else 0)) or not INTERPRETED
 
 
 ABOVE = {

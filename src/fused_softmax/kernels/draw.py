@@ -140,13 +140,17 @@ def column_of(call, quarter: tl.constexpr):
 
 
 @triton.jit
-def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False):
+def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PASSING: tl.constexpr = False):
     """x [lanes, 8]: the logits of 8 columns from `first` on in fp32, biased; -inf where the bitmask has 0, or past
-    the row. there: which lanes there are. WHOLE: all there are, within the row.
+    the row. there: which lanes there are. WHOLE: all there are, within the row. PASSING: with
+    WHOLE, they leave to the L2 cache what else it has, such as the code and the scratch of later launches.
     """
     cols = first[:, None] + tl.arange(0, 8)[None, :]
     if WHOLE:
-        x = widen(tl.load(D.ptr + cols), tl.float32, K.ptx)
+        if PASSING:
+            x = widen(tl.load(D.ptr + cols, eviction_policy="evict_first"), tl.float32, K.ptx)
+        else:
+            x = widen(tl.load(D.ptr + cols), tl.float32, K.ptx)
         if K.biased:
             x += tl.load(D.bias_ptr + cols).to(tl.float32)
         if K.bitmasked:

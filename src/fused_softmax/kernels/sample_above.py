@@ -21,8 +21,8 @@ from fused_softmax.kernels.draw import (
 )
 from fused_softmax.kernels.follow import wait_for_launch_before
 from fused_softmax.kernels.sample_kept import only_inf, row_state
+from fused_softmax.kernels.sample_lanes import ones_of
 from fused_softmax.kernels.sample_row import finish_parts, take_lanes
-from fused_softmax.kernels.sample_wide import ones_of
 from fused_softmax.kernels.state import NEG_INF
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fused_softmax.kernels.draw import (
     COLUMN_BITS,
+    GREATEST,
     GROUPS,
     KEPT_BITS,
     LANES,
@@ -43,18 +44,16 @@ from fused_softmax.kernels.draw import (
     words_of,
 )
 from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
+from fused_softmax.kernels.sample_lanes import HIGHEST, greatest_lanes, lane_maxima
+from fused_softmax.kernels.sample_ranked import least_of_ranked
 from fused_softmax.kernels.sample_row import begin_parts, least_in_row, within_row
 from fused_softmax.kernels.sample_spec import Held
-from fused_softmax.kernels.sample_wide import ones_of, open_row
+from fused_softmax.kernels.sample_wide import open_row
 from fused_softmax.kernels.state import NEG_INF
 
-AT_ONCE = tl.constexpr(8)  # candidates that all are compared with at a time
-RANKED = tl.constexpr(128)  # maxima of stretches at most
-NEAR = tl.constexpr(0.85)  # of top-p's mass, where the same again of lanes mostly has the rest
-PIVOTS = tl.constexpr(4)  # maxima of stretches that are tried as bounds, before a bisection
-HIGHEST = tl.constexpr(2147483647)  # above the order of any number
-MASS_BITS = tl.constexpr(52)  # of a sum of 512 masses of 2 ** 40; above them stands how many there are
-ONE_OF_MANY = tl.constexpr(2**52)
+# Of top-p's mass, what the maxima of all lanes together have: 0.5 in rows of N(0, 2^2), 1.1 in rows of N(0, 6^2).
+FAR = tl.constexpr(0.7)
+NEAR = tl.constexpr(0.93)  # of top-p's mass, where the same again of lanes mostly has the rest
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows"])
@@ -97,9 +96,11 @@ def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
     """(maxima of lanes, m and s of stretches); s is in units, and -1 where a logit is NaN or inf."""
     S: tl.constexpr = K.stretches
     x = (
-        logits_of(D, column_of(call, 0), there, K, WHOLE), logits_of(D, column_of(call, 1), there, K, WHOLE),
-        logits_of(D, column_of(call, 2), there, K, WHOLE), logits_of(D, column_of(call, 3), there, K, WHOLE),
-    )  # fmt: skip
+        logits_of(D, column_of(call, 0), there, K, WHOLE, True),
+        logits_of(D, column_of(call, 1), there, K, WHOLE, True),
+        logits_of(D, column_of(call, 2), there, K, WHOLE, True),
+        logits_of(D, column_of(call, 3), there, K, WHOLE, True),
+    )
     top = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), axis=1)
     m = tl.max(tl.reshape(top, [S, 32]), axis=1)
     of_lane = tl.reshape(tl.broadcast_to(m[:, None], [S, 32]), [S * 32])[:, None]
@@ -179,12 +180,15 @@ def only_inf(kept_ptr, D, valid, K: tl.constexpr):
 @triton.jit
 def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob) of a row that can be drawn from."""
-    token, logprob, enough, near = choose_among(top, scratch_ptr, kept_ptr, draw, D, F, K)
+    token, logprob = tl.zeros([], tl.int64), tl.zeros([], tl.float32)
+    enough, near, known = F.k < 0, F.k < 0, tl.zeros([], tl.int32)
+    if not is_far(top, D, F, K):
+        token, logprob, enough, near, known = choose_among(top, None, scratch_ptr, kept_ptr, draw, D, F, K)
     if not enough:
         tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
         if K.wide:
             if near:
-                token, logprob, enough = choose_among_more(scratch_ptr, kept_ptr, draw, D, F, K)
+                token, logprob, enough = choose_among_more(known, scratch_ptr, kept_ptr, draw, D, F, K)
             if not enough:
                 open_row(scratch_ptr + draw * K.scratch, D, F, K)
         else:
@@ -194,23 +198,39 @@ def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     return token, logprob
 
 
+@triton.jit
+def is_far(top, D, F, K: tl.constexpr):
+    """Whether top-p alone judges, and the greatest lanes will hardly hold its mass: all maxima have too little."""
+    if K.wide:
+        alone = (F.k == 0) & (F.least == LOWEST) & (D.n_cols > K.capacity * LANES)
+        return alone & (tl.sum(weight_at(top, F.m, D)) * UNIT < F.p * F.total.to(tl.float32) * FAR)
+    else:
+        return F.k < 0
+
+
 @triton.jit(noinline=True)
-def choose_among_more(scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
-    """(token, its logprob, whether all that decides it is known), from twice as many lanes."""
+def choose_among_more(known, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+    """(token, its logprob, whether all that decides it is known), from twice as many lanes.
+
+    known: an order. All that is kept above it, and more, did not reach the filters' end.
+    """
     MORE: tl.constexpr = K.more
     top = lane_maxima(scratch_ptr, draw, D, K)
-    token, logprob, enough, _ = choose_among(top, scratch_ptr, kept_ptr, draw, D, F, MORE)
+    token, logprob, enough, _, _ = choose_among(top, known, scratch_ptr, kept_ptr, draw, D, F, MORE)
     return token, logprob, enough
 
 
 @triton.jit
-def choose_among(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
-    """(token, its logprob, whether all that decides it is known, or else is near), from K.capacity lanes."""
+def choose_among(top, cut, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+    """(token, its logprob, whether all that decides it is known, or else is near, the order from which on it is).
+
+    It looks at K.capacity lanes. cut: an order from which on all is known to be kept, or None.
+    """
     call, known = greatest_lanes(top, D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
     H = held_of(call, there, D, K)
-    least, enough, near = least_of_candidates(H, known, scratch_ptr, draw, D, F, K)
+    least, enough, near, known = least_of_candidates(H, known, cut, scratch_ptr, draw, D, F, K)
     token = tl.zeros([], tl.int64)
     logprob = tl.zeros([], tl.float32)
     if enough:
@@ -225,7 +245,7 @@ def choose_among(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
         mass = tl.sum(mass_0 + mass_1 + mass_2 + mass_3, axis=0)
         token = member_of(D, group_of(key), F.m, K, B)
         logprob = logprob_of(token, mass, D, F.m, K)
-    return token, logprob, enough, near
+    return token, logprob, enough, near, known
 
 
 @triton.jit
@@ -237,108 +257,25 @@ def held_of(call, there, D, K: tl.constexpr):
 
 
 @triton.jit
-def lane_maxima(scratch_ptr, draw, D, K: tl.constexpr):
-    """[stretches, lanes]: the maximum of each lane of a row."""
-    call = tl.arange(0, K.all_stretches)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    tops_ptr = scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K)
-    return tl.load(tops_ptr + call, mask=call < tl.cdiv(D.n_cols, STRETCH) * LANES, other=NEG_INF)
-
-
-@triton.jit
-def greatest_lanes(top, D, F, K: tl.constexpr):
-    """(calls [K.capacity] of lanes, -1 where there is none, the least order from which on they hold every logit)."""
-    order = order_of(top)
-    there = order > LOWEST
-    n_there, n_least = sums_of(there.to(tl.int32), (order >= F.least).to(tl.int32), K)
-    high = tl.zeros([], tl.int64) + LOWEST
-    if n_there > K.capacity:
-        # Nothing below min-p's bound is looked for.
-        few = (n_least <= K.capacity) & (F.least > LOWEST)
-        high = tl.where(few, F.least, order_of(F.m) + 1).to(tl.int64)
-        if not few:
-            high = bound_of_lanes(order, high, D, F, K)
-    # One bit for each lane of a stretch.
-    marks = tl.sum(((order >= high) & there).to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)
-    return nth_lanes(marks, K), high.to(tl.int32)
-
-
-@triton.jit
-def bound_of_lanes(order, high, D, F, K: tl.constexpr):
-    """An order with at most K.capacity lanes from it on, and as many as top-k asks for, or about K.capacity.
-
-    The maxima of stretches, or of a few together, are tried first: if lanes are independent, the number of stretches
-    that have one says how many there are. From where that ends a bisection goes on.
-    """
-    wanted = tl.where((F.k > 0) & (F.k <= K.capacity), F.k, K.capacity - K.capacity // 8).to(tl.int32)
-    goal = (wanted + K.capacity) >> 1
-    S: tl.constexpr = K.all_stretches
-    TOGETHER: tl.constexpr = (S + RANKED - 1) // RANKED
-    of_stretch = tl.max(tl.reshape(order, [S // TOGETHER, TOGETHER * LANES]), axis=1)
-    rank = tl.sum((of_stretch[None, :] > of_stretch[:, None]).to(tl.int32), axis=1)
-    n_stretches = tl.cdiv(D.n_cols, STRETCH * TOGETHER)
-    last = n_stretches - (n_stretches.to(tl.float32) * tl.exp(-goal.to(tl.float32) / n_stretches)).to(tl.int32)
-    low = tl.zeros([], tl.int64) + LOWEST + 1
-    n_high = tl.zeros([], tl.int32)
-    turn = tl.zeros([], tl.int32)
-    while (turn < PIVOTS) & (n_high < wanted):
-        pivot = tl.min(tl.where(rank < last, of_stretch, HIGHEST), axis=0).to(tl.int64)
-        n = tl.sum((order >= pivot).to(tl.int32))
-        low = tl.where(n > K.capacity, tl.maximum(low, pivot), low)
-        n_high = tl.where((n > K.capacity) | (pivot >= high), n_high, n)
-        high = tl.where(n > K.capacity, high, tl.minimum(high, pivot))
-        last = tl.maximum(last * goal // tl.maximum(n, 1), 1)
-        turn += 1
-    low, high = whole_grains(low, high, K)
-    while (high - low > K.grain) & (n_high < wanted):
-        middle = middle_of(low, high, K)
-        n = tl.sum((order >= middle).to(tl.int32))
-        low = tl.where(n > K.capacity, middle, low)
-        high = tl.where(n > K.capacity, high, middle)
-        n_high = tl.where(n > K.capacity, n_high, n)
-    return high
-
-
-@triton.jit
-def nth_lanes(marks, K: tl.constexpr):
-    """The calls of the lanes that are marked of each stretch, at most K.capacity; -1 after the last."""
-    n = ones_of(marks)
-    end = tl.cumsum(n, axis=0)
-    i = tl.arange(0, K.capacity)
-    # As many stretches as end at i or before.
-    stretch = tl.cumsum(tl.histogram(end, K.capacity, mask=end < K.capacity), axis=0)
-    there = stretch < K.all_stretches
-    stretch = tl.where(there, stretch, 0)
-    word = tl.gather(marks, stretch, 0)
-    nth = i - tl.gather(end - n, stretch, 0)
-    lane = i * 0
-    for step in tl.static_range(5):  # halves of the word: 16, 8, 4, 2 and 1 bit
-        bits = 16 >> step
-        low = word & ((1 << bits) - 1)
-        n_low = ones_of(low)
-        upper = nth >= n_low
-        nth -= tl.where(upper, n_low, 0)
-        lane += tl.where(upper, bits, 0)
-        word = tl.where(upper, (word >> bits) & ((1 << bits) - 1), low)
-    return tl.where(there, stretch * LANES + lane, -1)
-
-
-@triton.jit
-def least_of_candidates(H, known, scratch_ptr, draw, D, F, K: tl.constexpr):
+def least_of_candidates(H, known, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep; whether all that decides it is known; whether twice as
-    many lanes may tell).
+    many lanes may tell; the order from which on all is known).
     """
     list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
     may, near = may_decide(H, D, F, K)
-    n, listed = list_held(list_ptr, H, tl.where(may, known, HIGHEST), F, K)
+    count, mass = amount_from(H, cut, F, D, K)
+    n, listed = list_held(list_ptr, H, tl.where(may, known, HIGHEST), cut, F, K)
     known = tl.where(may, listed, known)
-    least, by_k, by_p = least_of_ranked(list_ptr, n, D, F, K)
+    if cut is not None:
+        known = tl.minimum(known, cut)
+    least, by_k, by_p = least_of_ranked(list_ptr, n, count, mass, D, F, K)
     if K.joint:
         enough = by_k | by_p
     else:
         enough = tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
     # What min-p leaves ends above all that is unknown.
     by_z = (known <= F.least) & (K.joint | (F.p >= 1) | (F.k == 0))
-    return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST), near
+    return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST), near, known
 
 
 @triton.jit
@@ -365,103 +302,85 @@ def weight_and_more(x, m, D):
 
 
 @triton.jit
-def list_held(list_ptr, H, known, F, K: tl.constexpr):
+def amount_from(H, cut, F, D, K: tl.constexpr):
+    """(how many are held from the order `cut` on, their mass in units)."""
+    if cut is None:
+        return tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    else:
+        x = tl.maximum(value_of(cut), -GREATEST)
+        mass = mass_from(H.x_0, x, F, D) + mass_from(H.x_1, x, F, D)
+        mass += mass_from(H.x_2, x, F, D) + mass_from(H.x_3, x, F, D)
+        mass, count = sums_of(mass, lanes_between(H, cut, None), K)
+        return count.to(tl.int64), mass
+
+
+@triton.jit
+def mass_from(x, least, F, D):
+    """Of each lane, in units: each logit's own, as `mass_of_code` has it."""
+    return tl.sum((tl.where(x >= least, weight_at(x, F.m, D), 0.0) * UNIT).to(tl.int64), axis=1)
+
+
+@triton.jit
+def list_held(list_ptr, H, known, cut, F, K: tl.constexpr):
     """(how many candidates are listed, by their codes; the order from which on they are all there are).
 
-    Candidates are what is held from the order `known` on, or from a higher one on if there are more than K.candidates.
+    Candidates are what is held from the order `known` on, or from a higher one on if there are more than K.candidates;
+    and below `cut`, unless it is None.
     """
-    n = count_held(H, known)
+    n = tl.sum(lanes_between(H, known, cut), axis=0)
     if n > K.candidates:
-        low, high = whole_grains(known.to(tl.int64), order_of(F.m).to(tl.int64) + 1, K)
+        high = order_of(F.m) + 1 if cut is None else cut
+        low, high = whole_grains(known.to(tl.int64), high.to(tl.int64), K)
         while high - low > K.grain:
             middle = middle_of(low, high, K)
-            many = count_held(H, middle.to(tl.int32)) > K.candidates
+            many = tl.sum(lanes_between(H, middle.to(tl.int32), cut), axis=0) > K.candidates
             low = tl.where(many, middle, low)
             high = tl.where(many, high, middle)
         known = high.to(tl.int32)
-        n = count_held(H, known)
+        n = tl.sum(lanes_between(H, known, cut), axis=0)
     n_0, n_1, n_2, n_3 = (
-        count_lanes(H.x_0, known), count_lanes(H.x_1, known), count_lanes(H.x_2, known), count_lanes(H.x_3, known),
+        count_lanes(H.x_0, known, cut), count_lanes(H.x_1, known, cut), count_lanes(H.x_2, known, cut),
+        count_lanes(H.x_3, known, cut),
     )  # fmt: skip
     of_lane = n_0 + n_1 + n_2 + n_3
     base = tl.cumsum(of_lane, axis=0) - of_lane
-    list_candidates(list_ptr, H.x_0, column_of(H.call, 0), base, known)
-    list_candidates(list_ptr, H.x_1, column_of(H.call, 1), base + n_0, known)
-    list_candidates(list_ptr, H.x_2, column_of(H.call, 2), base + n_0 + n_1, known)
-    list_candidates(list_ptr, H.x_3, column_of(H.call, 3), base + n_0 + n_1 + n_2, known)
+    list_candidates(list_ptr, H.x_0, column_of(H.call, 0), base, known, cut)
+    list_candidates(list_ptr, H.x_1, column_of(H.call, 1), base + n_0, known, cut)
+    list_candidates(list_ptr, H.x_2, column_of(H.call, 2), base + n_0 + n_1, known, cut)
+    list_candidates(list_ptr, H.x_3, column_of(H.call, 3), base + n_0 + n_1 + n_2, known, cut)
     tl.debug_barrier()
     return n, known
 
 
 @triton.jit
-def least_of_ranked(list_ptr, n, D, F, K: tl.constexpr):
-    """(the code of the last logit that top-k and top-p keep of the n greatest, whether top-k ends among these, whether
-    top-p does), from the codes of these, in any order.
-
-    What a logit has above it decides whether it is kept, and each is compared with every other: nothing is sorted.
-    """
-    N: tl.constexpr = K.candidates
-    i = tl.arange(0, N)
-    on = i < n
-    nothing = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
-    code = tl.load(list_ptr + i, mask=on, other=nothing)
-    above = above_of(code, list_ptr, n, D, F, K, True)
-    rank, mass_above = above >> MASS_BITS, above & (ONE_OF_MANY - 1)
-    mass = tl.where(on, mass_of_code(code, D, F), 0)
-    by_k = (F.k > 0) & (n >= F.k)
-    kept = on & ((rank < F.k) | (F.k == 0))
-    if K.joint:
-        of_target = F.total
-    else:
-        of_target = tl.where(F.k > 0, tl.sum(tl.where(kept, mass, 0), axis=0), F.total)
-    target = F.p.to(tl.float64) * of_target.to(tl.float64)
-    by_p = (F.p < 1) & (target > 0) & (tl.sum(mass, axis=0).to(tl.float64) >= target)
-    if by_p:
-        kept = kept & (mass_above.to(tl.float64) < target)
-    nowhere = tl.full([], 9223372036854775807, tl.int64)
-    least = tl.min(tl.where(kept, code, nowhere), axis=0)
-    return tl.where(by_k | by_p, least, nothing), by_k, by_p
+def is_between(x, known, cut):
+    """Whether logits are of the order `known` or above, and below `cut`, unless it is None."""
+    order = order_of(x)
+    between = (order >= known) & (x > NEG_INF)
+    if cut is not None:
+        between = between & (order < cut)
+    return between.to(tl.int32)
 
 
 @triton.jit
-def above_of(code, list_ptr, n, D, F, K: tl.constexpr, WEIGHED: tl.constexpr):
-    """How many of n listed codes are above each code, in units of ONE_OF_MANY; and their mass, if WEIGHED."""
-    N: tl.constexpr = K.candidates
-    nothing = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
-    both = tl.zeros([N, AT_ONCE], tl.int64)
-    for start in range(0, n, 4 * AT_ONCE):
-        for turn in tl.static_range(4):  # what four rounds load is on its way at a time
-            j = start + turn * AT_ONCE + tl.arange(0, AT_ONCE)
-            other = tl.load(list_ptr + j, mask=j < n, other=nothing)
-            v = tl.zeros([AT_ONCE], tl.int64) + ONE_OF_MANY
-            if WEIGHED:
-                v += mass_of_code(other, D, F)
-            both += tl.where(other[None, :] > code[:, None], v[None, :], 0)
-    return tl.sum(both, axis=1)
+def count_lanes(x, known, cut):
+    """How many logits of each lane are between orders."""
+    return tl.sum(is_between(x, known, cut), axis=1)
 
 
 @triton.jit
-def mass_of_code(code, D, F):
-    """In units; 0 of what there is not."""
-    return (weight_at(value_of((code >> COLUMN_BITS).to(tl.int32)), F.m, D) * UNIT).to(tl.int64)
+def lanes_between(H, known, cut):
+    """How many of all four quarters of each lane are between orders."""
+    return (
+        count_lanes(H.x_0, known, cut) + count_lanes(H.x_1, known, cut)
+        + count_lanes(H.x_2, known, cut) + count_lanes(H.x_3, known, cut)
+    )  # fmt: skip
 
 
 @triton.jit
-def count_lanes(x, known):
-    """How many logits of each lane are of the order `known` or above."""
-    return tl.sum(((order_of(x) >= known) & (x > NEG_INF)).to(tl.int32), axis=1)
-
-
-@triton.jit
-def count_held(H, known):
-    n = count_lanes(H.x_0, known) + count_lanes(H.x_1, known) + count_lanes(H.x_2, known) + count_lanes(H.x_3, known)
-    return tl.sum(n, axis=0)
-
-
-@triton.jit
-def list_candidates(ranked_ptr, x, first, base, known):
-    """The codes of logits [lanes, 8] of the order `known` or above, each lane's from its base on."""
+def list_candidates(ranked_ptr, x, first, base, known, cut):
+    """The codes of logits [lanes, 8] between orders, each lane's from its base on."""
     cols = first[:, None] + tl.arange(0, 8)[None, :]
-    chosen = ((order_of(x) >= known) & (x > NEG_INF)).to(tl.int32)
+    chosen = is_between(x, known, cut)
     place = base[:, None] + tl.cumsum(chosen, axis=1) - chosen
     tl.store(ranked_ptr + place, code_of(x, cols), mask=chosen > 0)

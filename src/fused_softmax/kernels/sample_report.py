@@ -27,15 +27,9 @@ from fused_softmax.kernels.draw import (
     survey,
     value_of,
 )
-from fused_softmax.kernels.sample_kept import (
-    MASS_BITS,
-    above_of,
-    greatest_lanes,
-    held_of,
-    lane_maxima,
-    list_held,
-    row_state,
-)
+from fused_softmax.kernels.sample_kept import held_of, list_held, row_state
+from fused_softmax.kernels.sample_lanes import greatest_lanes, lane_maxima
+from fused_softmax.kernels.sample_ranked import sort_listed
 from fused_softmax.kernels.sample_row import least_in_row
 from fused_softmax.kernels.sample_wide import LISTED, list_marked
 from fused_softmax.kernels.state import LN2, NEG_INF
@@ -79,18 +73,17 @@ def _report(
             F = filters_of(None, None, None, strides, top_k, 1.0, 0.0, m, total, draw, D, K)
             n = list_greatest(scratch_ptr, draw, D, F, K)
         list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
-        code = tl.load(list_ptr + i, mask=i < n, other=(tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS)
-        rank = (above_of(code, list_ptr, n, D, 0, K, False) >> MASS_BITS).to(tl.int32)
+        code = sort_listed(list_ptr, n, K)
         x = value_of((code >> COLUMN_BITS).to(tl.int32))
         col = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
-        on = (i < n) & (rank < top_k)
+        on = i < tl.minimum(n, top_k)
         value = tl.where(x == origin, offset, (x - origin) * factor + offset)
         if kept_ptr is not None:
             byte = tl.load(kept_ptr + draw * strides[KEPT_BITS] + col // 8, mask=on, other=0).to(tl.int32)
             value = tl.where((byte >> (col % 8)) & 1 == 1, value, NEG_INF)
         at = draw * top_k
-        tl.store(top_ptr + at + rank, value, mask=on)
-        tl.store(top_tokens_ptr + at + rank, tl.where(value > NEG_INF, col, -1).to(tl.int64), mask=on)
+        tl.store(top_ptr + at + i, value, mask=on)
+        tl.store(top_tokens_ptr + at + i, tl.where(value > NEG_INF, col, -1).to(tl.int64), mask=on)
         beyond = (i >= tl.minimum(n, top_k)) & (i < top_k)
         tl.store(top_ptr + at + i, tl.where(valid & (offset == offset), NEG_INF, float("nan")), mask=beyond)
         tl.store(top_tokens_ptr + at + i, tl.full([N], -1, tl.int64), mask=beyond)
@@ -103,7 +96,7 @@ def list_greatest(scratch_ptr, draw, D, F, K: tl.constexpr):
     call, known = greatest_lanes(lane_maxima(scratch_ptr, draw, D, K), D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
-    n, known = list_held(list_ptr, held_of(call, there, D, K), known, F, K)
+    n, known = list_held(list_ptr, held_of(call, there, D, K), known, None, F, K)
     if (n < F.k) & (known > LOWEST):  # too many are equal, or too few lanes were looked at
         n = list_from(list_ptr, scratch_ptr, draw, bounds_of_code(least_in_row(D, F, K)), D, K)
     return n

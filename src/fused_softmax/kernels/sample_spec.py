@@ -42,12 +42,11 @@ class SampleSpec:
     ptx: bool = False
     follows: bool = False
     leads: bool = False
-    ranked_room: int = 128  # of the list of candidates
 
     @property
     def more(self) -> "SampleSpec":
         """Of the second look."""
-        return replace(self, capacity=2 * self.capacity, candidates=2 * self.candidates)
+        return replace(self, capacity=2 * self.capacity)
 
     @property
     def turns(self) -> int:
@@ -71,7 +70,7 @@ class SampleSpec:
     @property
     def maxima_at(self) -> int:
         """fp32: the maximum of each stretch."""
-        return self.ranked_at + (self.ranked_room if self.ranked else 0)
+        return self.ranked_at + (self.candidates if self.ranked else 0)
 
     @property
     def tops_at(self) -> int:
@@ -89,8 +88,13 @@ class SampleSpec:
         return self.lanes_at + (0 if self.ranked else 16 * self.room)
 
     @property
+    def bins_at(self) -> int:
+        """int32: how many sampled logits are in each of 1024 ranges."""
+        return self.list_at + self.listed
+
+    @property
     def scratch(self) -> int:
-        return self.list_at + (self.listed if self.wide else 0)
+        return self.list_at + (self.listed + 512 if self.wide else 0)
 
     @property
     def room(self) -> int:

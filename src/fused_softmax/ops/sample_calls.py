@@ -200,7 +200,7 @@ def spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype
         greedy=not filtered and not isinstance(temperature, Tensor) and temperature == 0,
         all_stretches=plan.all_stretches,
         capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked, joint=options.order == "joint",
-        wide=wide, listed=plan.listed, ptx=has_ptx(index), ranked_room=(4 if wide else 2) * capacity,
+        wide=wide, listed=plan.listed, ptx=has_ptx(index),
         grain_bits=0 if options.logit_bias is not None else _GRAIN_BITS.get(dtype, 0),
     )  # fmt: skip
 
