@@ -4,6 +4,7 @@ from fault import of
 
 MESSAGES, LOSS, GATHER = "kernels/peers.py", "kernels/loss_peers.py", "kernels/gather_peers.py"
 SOFTMAX, LOSSES, MEMORY = "kernels/softmax_peers.py", "ops/loss_peers.py", "peers.py"
+STEPS, KEPT = "ops/loss_sharded_steps.py", "test_shards_kept.py::test_calls_that_differ_in_one_thing_take_turns"
 RANKS, NUMBERS, GRADIENT = "distributed.py", "kernels/loss_sharded.py", "ops/softmax_gradient_sharded.py"
 SOFTMAXES, OF_ONE = (
     "test_peers.py::test_softmaxes_are_those_of_one_process", "test_peers.py::test_losses_are_those_of_one_process",
@@ -162,8 +163,17 @@ SHARDS = (
     of("shards", "columns-of-other-classes", RANKS, "key = n_classes, device.type", "key = 0, device.type", COMPARED),
     of(
         "shards", "columns-not-compared-again", RANKS,
-        "            _known.pop(group, None)  # the next call compares\n", "",
+        "        _known.pop(group, None)  # the next call compares\n", "",
         COMPARED,
+    ),
+    of(
+        "shards", "told-of-it-again", RANKS, "        _notices.pop(group, None)\n", "",
+        "test_shards_kept.py::test_ranks_that_differ_are_told_of_it_every_time_and_once",
+    ),
+    of("shards", "sum-kept-for-a-mean", STEPS, "loss.reduction, loss.ignore_index, loss.label", "loss.label", KEPT),
+    of(
+        "shards", "kept-for-another-place", STEPS, "loss.stats, *shards[1:4],", "loss.stats, *shards[2:4],",
+        "test_shards_kept.py::test_a_group_is_no_other_and_is_held_by_nobody",
     ),
     of(
         "shards", "numbers-of-other-options", NUMBERS, 'tl.where(bad > 0, float("nan"), tl.log(s))', "tl.log(s)",

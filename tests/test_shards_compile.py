@@ -30,15 +30,15 @@ def prepares(given, beside):
     loss = given.loss
     smoothed, found = (torch.empty(()), of_row().unsqueeze(1)) if loss.smooth else (None, None)
     stats = (of_row(), of_row(dtype=torch.int64)) if loss.stats else (None, None)
-    header, headers = (torch.empty(4), torch.empty(2, 4)) if beside else (None, None)
+    header, *headers = (torch.empty(4), torch.empty(2, 4), torch.empty(2, 2, 4)) if beside else (None,) * 3
     said = loss.weight, smoothed, of_row(), of_row(), found, *stats, header
     n = 3 + (loss.weight is not None) + 2 * loss.smooth + 2 * loss.stats
-    totals = torch.empty(2, 1) if loss.mean else None
+    totals = torch.empty(2, 16 if beside else 1) if loss.mean else None
     dy = of_row() if loss.reduction == "none" else torch.empty(())
     graded = loss.weight, smoothed, of_row(4), totals, dy, dy if beside else None, of_row() if beside else None
     return {
         "say": lambda: calls._prepare_say(given, said),
-        "merge": lambda: calls._prepare_merge(given, torch.empty(2, n * ROWS + 4 * beside), headers),
+        "merge": lambda: calls.prepare_merge(given, torch.empty(2 * (n * ROWS + 4 * beside)), *headers, 2, lse=beside),
         "share": lambda: calls._prepare_share(given, graded),
         "put": lambda: calls._prepare_put(given, given.x, of_row(dtype=torch.int64), of_row()),
     }

@@ -4,6 +4,7 @@ Each rank reduces its own columns to a few numbers a row. One all_gather carries
 every rank merges them in rank order. So all ranks get the same bits, in every run. Any backend that gathers will do.
 """
 
+import ctypes
 import os
 import zlib
 from collections.abc import Mapping
@@ -22,8 +23,9 @@ BY_PEERS = ("softmax", "log_softmax", "logsumexp", "cross_entropy", "linear_cros
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
 _HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
+_NOTHING = -1.0  # which no header has
 _EXACT = 2**20  # counts below this are exact in every dtype of messages
-_MOST_KINDS = 256  # of messages whose headers are kept
+_MOST_KINDS = 256  # of messages whose headers are kept, and of digests
 
 
 class Shards(NamedTuple):
@@ -59,10 +61,25 @@ class Shards(NamedTuple):
 
 
 class Headers(NamedTuple):
-    """[ranks, _HEADER] of what ranks that ask alike send of themselves: beside the messages, and on the host."""
+    """[ranks, _HEADER] of what ranks that ask alike send of themselves: beside the messages, and on the host.
+
+    of_ranks: that of each rank, beside the messages.
+    """
 
     there: Tensor
     on_host: Tensor
+    of_ranks: tuple[Tensor, ...]
+
+
+class Notice(NamedTuple):
+    """Where a kernel that merges messages leaves headers that differ, [2, ranks, _HEADER]: the heard, the expected.
+
+    Memory of the host that kernels write to, so that no call copies headers to look at them. first: its first number.
+    """
+
+    there: Tensor
+    first: Any
+    device: torch.device
 
 
 class _Doubt(NamedTuple):
@@ -74,9 +91,12 @@ class _Doubt(NamedTuple):
 
 
 _headers: dict[tuple, dict[Any, Headers]] = {}  # of messages of one kind, by the stream on which they were made
+_digests: dict[tuple, int] = {}  # of what calls ask
 _of_graphs: dict[tuple, Headers] = {}  # which captured graphs read as long as they live
 _known: WeakKeyDictionary[Any, dict[tuple, tuple]] = WeakKeyDictionary()  # Shards without their group, which ends
 _doubts: WeakKeyDictionary[Any, list[_Doubt]] = WeakKeyDictionary()
+_notices: WeakKeyDictionary[Any, Notice] = WeakKeyDictionary()
+_written_to: list[Tensor] = []  # of all notices: launches on their way and captured graphs may yet write there
 
 
 def shards_of(
@@ -90,23 +110,40 @@ def shards_of(
     at the group's first call with this n_classes; later messages carry a digest. A rank whose columns have changed
     since goes on as if the others' had not, for these cannot know that they should compare.
     """
-    described = {"rows": rows, **asked}
-    digest = zlib.crc32(repr(sorted((key, str(value)) for key, value in asked.items())).encode()) % _EXACT
     if not _captures(device):
         raise_doubts(name, group)
-    known = _known.setdefault(group, {})
+    known = _known.get(group)
+    if known is None:
+        known = _known.setdefault(group, {})
     key = n_classes, device.type
-    if _waits_for_nobody(device) or CHECK or key not in known:
+    compares = _waits_for_nobody(device)
+    if compares or CHECK or key not in known:
+        described = {"rows": rows, **asked}
         if CHECK and target is not None:
             described["target"] = zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
         sizes = _compare(name, group, device, {"columns": columns, "n_classes": n_classes, **described})
         if n_classes is not None and sum(sizes) < n_classes:
             raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}")
         known[key] = dist.get_rank(group), sizes
+        if not compares:
+            notice_of(group, len(sizes), device)  # before a graph is captured, in which none can be made
     rank, sizes = known[key]
-    sizes = (*sizes[:rank], columns, *sizes[rank + 1 :])
+    if sizes[rank] != columns:
+        sizes = (*sizes[:rank], columns, *sizes[rank + 1 :])
     n = sum(sizes) if n_classes is None else n_classes
-    return Shards(group, rank, sizes, n, None if _waits_for_nobody(device) else digest)
+    return Shards(group, rank, sizes, n, None if compares else _digest_of(asked))
+
+
+def _digest_of(asked: Mapping[str, Any]) -> int:
+    """A number of what a call asks; the same one for equal values, such as 1 and 1.0."""
+    key = tuple(asked.values())
+    found = _digests.get(key)
+    if found is None:
+        alike = [int(each) if isinstance(each, bool | float) and each % 1 == 0 else each for each in key]
+        if len(_digests) >= _MOST_KINDS:
+            _digests.clear()
+        found = _digests[key] = zlib.crc32(repr((*asked, *alike)).encode()) % _EXACT
+    return found
 
 
 def as_others_know(shards: Shards, n_classes: int | None, device: torch.device) -> Shards:
@@ -149,51 +186,65 @@ def gather(message: Tensor, shards: Shards) -> Tensor:
     if shards.by_peers is not None:
         return shards.by_peers(message, shards)
     shape, said = message.shape, message.reshape(-1)
-    expected = headers_of(shards, shape[-1], message)
+    expected = headers_of(shards, shape[-1], message.dtype, message.device)
     if expected is not None:
-        said = torch.cat((said, expected.there[shards.rank]))
-    heard = exchange(said, shards, expected)
+        said = torch.cat((said, expected.of_ranks[shards.rank]))
+    heard = torch.empty(len(shards.sizes) * said.numel(), dtype=said.dtype, device=said.device)
+    exchange(heard, said, shards)
     if expected is None:
         return heard.view(-1, *shape)
+    heard = heard.view(len(shards.sizes), -1)
     headers = heard[:, -_HEADER:]
+    _remember(shards.group, headers, expected.on_host)
     return heard[:, :-_HEADER].masked_fill((headers != expected.there).any(), float("nan")).view(-1, *shape)
 
 
-def exchange(said: Tensor, shards: Shards, expected: Headers | None) -> Tensor:
-    """[ranks, n] of what every rank says [n], its header at the end if one is expected; who merges looks at headers."""
-    heard = torch.empty(len(shards.sizes) * said.numel(), dtype=said.dtype, device=said.device)
+def exchange(heard: Tensor, said: Tensor, shards: Shards) -> None:
+    """Write what every rank says [n] into `heard` [ranks * n]."""
     _all_gather(heard, said, group=shards.group)
-    heard = heard.view(len(shards.sizes), -1)
-    if expected is not None:
-        _remember(shards.group, heard[:, -_HEADER:], expected.on_host)
-    return heard
 
 
-def headers_of(shards: Shards, rows: int, like: Tensor) -> Headers | None:
-    """What stands behind messages of so many rows; None where ranks are known to ask alike."""
-    return None if shards.digest is None else _headers_of(shards, rows, shards.digest, like)
+def headers_of(shards: Shards, rows: int, dtype: torch.dtype, device: torch.device) -> Headers | None:
+    """What stands behind messages of so many rows; None where ranks are known to ask alike.
 
-
-def _headers_of(shards: Shards, rows: int, digest: int, like: Tensor) -> Headers:
-    """Made once for messages of one kind: each of its numbers is a launch, for no call waits for a copy to a device."""
-    of_all = sum(shards.sizes), rows, digest
-    key = shards.sizes, *of_all, like.dtype, like.device
-    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else None
-    by_stream, captures = _headers.get(key, {}), _captures(like.device)
-    found = by_stream.get(stream)
-    if captures:  # which begins with a wait for the device, so any stream's are there
-        found = _of_graphs.get(key) or next(iter(by_stream.values()), None)
+    Made once for messages of one kind: each of its numbers is a launch, for no call waits for a copy to a device.
+    """
+    if shards.digest is None:
+        return None
+    key = shards.sizes, rows, shards.digest, dtype, device
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+    captures = _captures(device)
+    if not captures:
+        found = _headers.get(key, {}).get(stream)
+    else:  # which begins with a wait for the device, so any stream's are there
+        found = _of_graphs.get(key) or next(iter(_headers.get(key, {}).values()), None)
         if found is not None:
             _of_graphs[key] = found
     if found is None:
-        counts = [[count % _EXACT for count in (size, *of_all)] for size in shards.sizes]
-        numbers = [like.new_full((), count) for each in counts for count in each]
-        found = Headers(torch.stack(numbers).view(-1, _HEADER), torch.tensor(counts, dtype=like.dtype))
+        found = _made_headers(shards, rows, dtype, device)
         if not captures:  # else they are the graph's own, and nobody has made them yet
             if len(_headers) >= _MOST_KINDS:
                 _headers.clear()
             _headers.setdefault(key, {})[stream] = found
     return found
+
+
+def _made_headers(shards: Shards, rows: int, dtype: torch.dtype, device: torch.device) -> Headers:
+    of_all = sum(shards.sizes), rows, shards.digest or 0
+    counts = [[count % _EXACT for count in (size, *of_all)] for size in shards.sizes]
+    numbers = [torch.full((), count, dtype=dtype, device=device) for each in counts for count in each]
+    there = torch.stack(numbers).view(-1, _HEADER)
+    return Headers(there, torch.tensor(counts, dtype=dtype), there.unbind())
+
+
+def notice_of(group: Any, ranks: int, device: torch.device) -> Tensor:
+    """Where a kernel leaves the headers of a group's messages that differ."""
+    found = _notices.get(group)
+    if found is None:
+        there = torch.full((2, ranks, _HEADER), _NOTHING, dtype=torch.float32, pin_memory=device.type == "cuda")
+        _written_to.append(there)
+        found = _notices[group] = Notice(there, ctypes.c_float.from_address(there.data_ptr()), device)
+    return found.there
 
 
 def _waits_for_nobody(device: torch.device) -> bool:
@@ -239,18 +290,27 @@ def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
 
 def raise_doubts(name: str, group: Any) -> None:
     """Raise what earlier calls have found, as far as the device has come."""
+    notice = _notices.get(group)
+    if notice is not None and notice.first.value != _NOTHING:
+        if notice.device.type == "cuda":
+            torch.cuda.synchronize(notice.device)  # the other numbers are on their way
+        _raise_difference(name, group, *notice.there.clone())
     doubts = _doubts.get(group)
     while doubts and (doubts[0].event is None or doubts[0].event.query()):
         headers, expected, _ = doubts.pop(0)
-        if headers.equal(expected):
-            continue
-        kinds = ("columns", "columns", "rows", "options")  # as the header has them
-        wrong = next((i for i, (a, b) in enumerate(zip(headers.T, expected.T, strict=True)) if not a.equal(b)), None)
-        if wrong is not None:
-            doubts.clear()
-            _known.pop(group, None)  # the next call compares
-            told = ""
-            if kinds[wrong] == "columns":
-                told = f": {[int(each) for each in headers[:, 0]]} by rank. Shards whose sizes change need n_classes"
-            differed = f"the ranks of the group differed in their {kinds[wrong]}{told}"
-            raise RuntimeError(f"{name}: an earlier call gave NaN, because {differed}")
+        if not headers.equal(expected):
+            _raise_difference(name, group, headers, expected)
+
+
+def _raise_difference(name: str, group: Any, headers: Tensor, expected: Tensor) -> None:
+    kinds = ("columns", "columns", "rows", "options")  # as the header has them
+    wrong = next((i for i, (a, b) in enumerate(zip(headers.T, expected.T, strict=True)) if not a.equal(b)), None)
+    if wrong is not None:
+        _doubts.pop(group, None)
+        _notices.pop(group, None)
+        _known.pop(group, None)  # the next call compares
+        told = ""
+        if kinds[wrong] == "columns":
+            told = f": {[int(each) for each in headers[:, 0]]} by rank. Shards whose sizes change need n_classes"
+        differed = f"the ranks of the group differed in their {kinds[wrong]}{told}"
+        raise RuntimeError(f"{name}: an earlier call gave NaN, because {differed}")

@@ -80,13 +80,14 @@ def _say(
 
 @triton.jit(do_not_specialize=["n_rows", "ranks", "n_classes", "ignore_index", "length"])
 def _merge(
-    heard_ptr, headers_ptr, target_ptr, states_ptr, lse_ptr, loss_ptr, z_ptr, counted_ptr, entropy_ptr, best_ptr,
-    n_rows, ranks, length, n_classes, ignore_index, smoothing, lse_square_scale, K: tl.constexpr,
+    heard_ptr, headers_ptr, notice_ptr, target_ptr, states_ptr, lse_ptr, loss_ptr, z_ptr, counted_ptr, entropy_ptr,
+    best_ptr, n_rows, ranks, length, n_classes, ignore_index, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
     """The losses of rows by the messages [ranks, length] of all, merged in rank order.
 
     states_ptr: m, ls, and as far as asked for the target's weight and W [.., n_rows]. counted_ptr: what a row counts in
-    the mean of losses and of z-losses [2, n_rows]. NaN where a header differs from headers_ptr's.
+    the mean of losses and of z-losses [2, n_rows]. NaN where a header differs from headers_ptr's; notice_ptr, which the
+    host reads, then gets what was heard and what was expected [2, ranks, HEADER].
     """
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row, live = rows_of_program(n_rows, K)
@@ -99,6 +100,12 @@ def _merge(
             differs = tl.load(of_rank + j) != tl.load(headers_ptr + rank * HEADER + j)
             bad += tl.sum(differs.to(tl.int32), axis=0)
             of_rank += length
+        if (bad > 0) & (tl.program_id(0) == 0):
+            of_rank = heard_ptr + length - HEADER
+            for rank in range(ranks):
+                tl.store(notice_ptr + (ranks + rank) * HEADER + j, tl.load(headers_ptr + rank * HEADER + j))
+                tl.store(notice_ptr + rank * HEADER + j, tl.load(of_rank + j))
+                of_rank += length
     m = tl.full([BLOCK_ROWS], NEG_INF, K.state_dtype)
     best_at = tl.zeros([BLOCK_ROWS], K.state_dtype)
     of_rank = heard_ptr + row
@@ -141,7 +148,8 @@ def _merge(
         loss *= w
     if K.smooth:
         loss = (1.0 - N.smoothing) * loss + N.smoothing / n_classes * (w_total * lse - weighted)
-    tl.store(lse_ptr + row, lse, mask=live)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, lse, mask=live)
     tl.store(loss_ptr + row, tl.where(on, loss * spoilt, 0.0), mask=live)
     if K.z_loss:
         tl.store(z_ptr + row, tl.where(on, N.lse_square_scale * lse * lse * spoilt, 0.0), mask=live)
@@ -153,13 +161,10 @@ def _merge(
         at += n_rows
     if K.smooth:
         tl.store(at, w_total, mask=live)
-    if K.mean:
-        one = tl.where(on, 1.0, 0.0).to(K.state_dtype)
-        counts = one
-        if K.weighted:
-            counts = tl.where(on & (t >= 0) & (t < n_classes), w, 0.0)
+    if counted_ptr is not None:
+        counts = tl.where(on & (t >= 0) & (t < n_classes), w, 0.0)
         tl.store(counted_ptr + row, counts, mask=live)
-        tl.store(counted_ptr + n_rows + row, one, mask=live)
+        tl.store(counted_ptr + n_rows + row, tl.where(on, 1.0, 0.0).to(K.state_dtype), mask=live)
     if K.stats:
         expected = tl.zeros([BLOCK_ROWS], K.state_dtype)
         of_rank = heard_ptr + row
@@ -177,11 +182,11 @@ def _merge(
     "n_rows", "n_cols", "n_classes", "first", "ignore_index", "dy_step", "dz_step"
 ])  # fmt: skip
 def _share(
-    x_ptr, target_ptr, weight_ptr, w_total_ptr, states_ptr, totals_ptr, dy_ptr, dz_ptr, dlse_ptr, local_ptr, rows_ptr,
-    own_ptr, x_row_stride, n_rows, n_cols, n_classes, first, ignore_index, dy_step, dz_step, factor, cap, smoothing,
-    lse_square_scale, K: tl.constexpr,
+    x_ptr, target_ptr, weight_ptr, w_total_ptr, states_ptr, totals_ptr, dy_ptr, dz_ptr, dlse_ptr, local_ptr,
+    of_m_ptr, of_ls_ptr, of_dy_ptr, of_dlse_ptr, own_ptr, x_row_stride, n_rows, n_cols, n_classes, first, ignore_index,
+    dy_step, dz_step, factor, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """What `cross_entropy_calls.backward` takes of rows of a shard: targets, and [4, n_rows] of m, ls, dy and dlse.
+    """What `cross_entropy_calls.backward` takes of rows of a shard: targets, and of_m_ptr and the like.
 
     The gradient of a row's logits z is p_c a - [c = t] w_t b - w_c u. With smoothing the kernel takes p a - w_c u of
     targets of all classes alike, and own_ptr has what stands at a target's column instead, for `_put`.
@@ -200,8 +205,10 @@ def _share(
     of_loss = 1.0
     of_z = 1.0
     if K.mean:
-        of_loss = tl.load(totals_ptr)
-        of_z = tl.load(totals_ptr + 1)
+        PARTS: tl.constexpr = K.totals
+        j = tl.arange(0, PARTS)
+        of_loss = tl.sum(tl.load(totals_ptr + j), axis=0)
+        of_z = tl.sum(tl.load(totals_ptr + PARTS + j), axis=0)
     if dy_ptr is not None:
         dy = tl.load(dy_ptr + row * dy_step, mask=live, other=0.0).to(K.state_dtype)
         g += dy / of_loss
@@ -243,10 +250,10 @@ def _share(
         a -= tl.where(here, b * w, 0.0)
         dy = b
     tl.store(local_ptr + row, tl.where(asked, t, ELSEWHERE), mask=live)
-    tl.store(rows_ptr + row, tl.where(asked, m, HIGHEST), mask=live)
-    tl.store(rows_ptr + n_rows + row, tl.where(asked, ls, 0.0), mask=live)
-    tl.store(rows_ptr + 2 * n_rows + row, dy, mask=live)
-    tl.store(rows_ptr + 3 * n_rows + row, a, mask=live)
+    tl.store(of_m_ptr + row, tl.where(asked, m, HIGHEST), mask=live)
+    tl.store(of_ls_ptr + row, tl.where(asked, ls, 0.0), mask=live)
+    tl.store(of_dy_ptr + row, dy, mask=live)
+    tl.store(of_dlse_ptr + row, a, mask=live)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "first", "ignore_index"])

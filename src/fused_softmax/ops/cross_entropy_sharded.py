@@ -16,11 +16,9 @@ from torch import Tensor
 
 from fused_softmax.distributed import Shards, gather
 from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops import loss_sharded_calls as by_kernels
-from fused_softmax.ops.cross_entropy_calls import LossRows
 from fused_softmax.ops.cross_entropy_output import Wanted
-from fused_softmax.ops.loss_sharded_calls import ELSEWHERE, OfShard, own_loss
-from fused_softmax.ops.loss_sums import finish
+from fused_softmax.ops.loss_sharded_calls import ELSEWHERE, own_loss
+from fused_softmax.ops.loss_sharded_steps import losses_by_kernels
 from fused_softmax.ops.once import once
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import runs_here
@@ -360,48 +358,6 @@ class _Sharded(torch.autograd.Function):
         return gradient_of(shard, states, given, dx), *(None,) * 7
 
 
-class _ShardedByKernels(torch.autograd.Function):
-    """The same by kernels."""
-
-    @staticmethod
-    def forward(ctx, x, target, loss, shards, wanted, dtype, over, whole):
-        ctx.set_materialize_grads(False)
-        given = OfShard(x[:, : shards.held], target, _with_own_weight(loss, x, shards), shards)
-        if whole is None:
-            found = by_kernels.merged(given, *by_kernels.told(given))
-        else:
-            found = by_kernels.merged(given, whole(x, target, loss, shards).unsqueeze(0), None)
-        totals = None if found.counted is None else found.counted.sum(1, keepdim=True)
-        for group in over if totals is not None else ():
-            dist.all_reduce(totals, group=group)
-        if loss.reduction == "none":
-            y, z = (found.loss if found.z is None else found.loss + found.z).to(dtype), found.z
-            z = None if z is None else z.to(dtype)
-        else:
-            y, z = finish(LossRows(None, None, found.loss, found.z), totals, loss, dtype)
-        if z is None and wanted.z_loss:
-            z = torch.zeros_like(y)
-        stats: tuple[Tensor, ...] = ()
-        if found.entropy is not None and found.best_at is not None:
-            correct = (found.best_at == target) & (target != loss.ignore_index)
-            stats = found.loss.clone(), found.entropy, found.best_at, correct
-        ctx.of_call, ctx.inplace = (given.loss, shards), wanted.inplace and loss.reduction != "none"
-        ctx.save_for_backward(x, target, found.states, totals)
-        ctx.mark_non_differentiable(*stats)
-        return y, found.lse, z, *stats
-
-    @staticmethod
-    @once("cross_entropy")
-    def backward(ctx, dy, dlse, dz, *_):
-        (x, target, states, totals), (loss, shards) = ctx.saved_tensors, ctx.of_call
-        dx = x.detach() if ctx.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if shards.held < x.shape[1]:
-            dx[:, shards.held :] = 0
-        given = OfShard(x[:, : shards.held], target, loss, shards)
-        by_kernels.gradient(given, states, totals, (dy, dz, dlse), dx[:, : shards.held])
-        return dx, *(None,) * 7
-
-
 def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Tensor]:
     """The TokenStats of the targets, if they are asked for."""
     if states.expected is None or states.best_at is None:
@@ -414,11 +370,11 @@ def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Te
 def sharded(
     rows: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype,
     over: Sequence[Any] = (), whole: Callable[[Tensor, Tensor, Loss, Shards], Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns].
 
     over: groups over whose ranks the rows lie: a mean is of all, and what is returned is this rank's part of it.
     whole: what makes m, ls and the targets' logits of whole rows [3, n] of a shard, where they need no other exchange.
     """
-    function = _ShardedByKernels if by_kernels.takes(rows, target, loss) else _Sharded
-    return function.apply(rows, target, loss, shards, wanted, dtype, over, whole)
+    found = losses_by_kernels(rows, target, loss, shards, wanted, dtype, over, whole)
+    return _Sharded.apply(rows, target, loss, shards, wanted, dtype, over, whole) if found is None else found

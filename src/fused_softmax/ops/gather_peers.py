@@ -11,10 +11,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Shards
 from fused_softmax.kernels.gather_peers import _peer_gather
 from fused_softmax.kernels.spec import Spec
+from fused_softmax.ops.shard_memory import allocator
 from fused_softmax.peers import Peers, choose
 from fused_softmax.route import runs_here
 from fused_softmax.runner import has_ptx, prepare
@@ -24,6 +25,8 @@ _LANES = 512  # numbers of 32 bits a program
 
 def peers_of(name: str, transport: Any, group: Any, *tensors: Tensor) -> Peers | None:
     """By which memory the ranks of a call tell each other of its tensors; None for a collective."""
+    if transport == "collective":
+        return None
     hindrance = None if runs_here(*tensors) else "the kernels do not run here"
     return choose(name, transport, group, tensors[0].device, hindrance)
 

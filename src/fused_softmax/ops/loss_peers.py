@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Shards
 from fused_softmax.kernels.loss_peers import _peer_loss
 from fused_softmax.kernels.loss_spec import LossSpec
@@ -30,6 +30,7 @@ from fused_softmax.ops.cross_entropy_steps import as_rows, begin_overwriting, ch
 from fused_softmax.ops.loss_sums import prepare_finish, prepare_multiply, prepare_totals
 from fused_softmax.ops.once import once
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
+from fused_softmax.ops.shard_memory import allocator
 from fused_softmax.options import Loss
 from fused_softmax.peers import Peers
 from fused_softmax.route import batched, needs_grad

@@ -1,27 +1,33 @@
-"""Losses of a shard by kernels: beside the launches that read and write its logits, a few of the numbers of rows.
+"""Losses of a shard by kernels, prepared: beside the launches that read and write its logits, a few of rows' numbers.
 
 By torch's operations these numbers take more than a hundred launches, and 2 ms of the CPU's time. What they are,
 `cross_entropy_sharded` says, which has the same by torch's operations.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Shards, exchange, headers_of
 from fused_softmax.kernels.loss_sharded import _merge, _put, _say, _share
 from fused_softmax.kernels.loss_sharded_spec import LossShardSpec, numbers_of
 from fused_softmax.ops import cross_entropy_calls as losses
+from fused_softmax.ops.cross_entropy_calls import Given
+from fused_softmax.ops.shard_memory import allocator
 from fused_softmax.options import Loss
 from fused_softmax.route import runs_here
 from fused_softmax.runner import TLDTYPES, Run, has_ptx, prepare
 
 ELSEWHERE = -100  # kernels/loss_sharded.py
+HEADER = 4  # numbers behind a message
 _ROWS = 128  # of a program
 _NUMBERS = ("smoothing", "lse_square_scale")
+
+Call = Callable[..., Any]
 
 
 class OfShard(NamedTuple):
@@ -33,25 +39,19 @@ class OfShard(NamedTuple):
     shards: Shards
 
     @property
-    def options(self) -> tuple:
-        """What launches depend on, beside tensors."""
-        shards = self.shards
-        return *self.loss.kind().values(), self.loss.ignore_index, shards.rank, shards.sizes, shards.n_classes
+    def gathers(self) -> bool:
+        """Whether ranks tell each other by the group's backend."""
+        return len(self.shards.sizes) > 1 and self.shards.by_peers is None
 
+    @property
+    def headed(self) -> bool:
+        """Whether a header stands behind each message."""
+        return self.gathers and self.shards.digest is not None
 
-class Merged(NamedTuple):
-    """Of whole rows: m, ls, and as far as asked for the target's weight and W [.., n]; losses, and statistics.
-
-    counted: what a row counts in the mean of losses, and in that of z-losses [2, n].
-    """
-
-    states: Tensor
-    lse: Tensor
-    loss: Tensor
-    z: Tensor | None
-    counted: Tensor | None
-    entropy: Tensor | None
-    best_at: Tensor | None
+    @property
+    def length(self) -> int:
+        """Numbers of a message."""
+        return _numbers_of(self.loss) * len(self.x) + HEADER * self.headed
 
 
 def takes(x: Tensor, target: Tensor, loss: Loss) -> bool:
@@ -67,18 +67,14 @@ def own_loss(loss: Loss) -> Loss:
     return Loss(loss.weight, ELSEWHERE, "none", 0.0, loss.softcap, loss.scale)
 
 
-def told(given: OfShard) -> tuple[Tensor, Tensor | None]:
-    """(what all ranks say [ranks, ..], the headers that should stand there), after one read of the shard."""
-    x, shards = given.x, given.shards
-    gathers = len(shards.sizes) > 1 and shards.by_peers is None
-    like = torch.empty((), dtype=torch.float32, device=x.device)
-    headers = headers_of(shards, len(x), like) if gathers else None
-    said = _said(given, None if headers is None else headers.there[shards.rank])
-    if len(shards.sizes) == 1:
-        return said.view(1, -1), None
-    if shards.by_peers is not None:
-        return shards.by_peers(said.view(-1, len(x)), shards), None
-    return exchange(said, shards, headers), None if headers is None else headers.there
+def rows_numbers(loss: Loss, numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """The numbers of `_rows_loss`, by those of the whole loss."""
+    return *numbers[:3], 1.0 if loss.smooth else 0.0, 0.0
+
+
+def _rows_loss(loss: Loss) -> Loss:
+    """`own_loss`; with smoothing that of targets of all classes alike, (W lse - sum_c w_c z_c) / C."""
+    return replace(own_loss(loss), label_smoothing=1.0) if loss.smooth else own_loss(loss)
 
 
 def _numbers_of(loss: Loss) -> int:
@@ -86,65 +82,112 @@ def _numbers_of(loss: Loss) -> int:
     return numbers_of(weighted=loss.weight is not None, smooth=loss.smooth, stats=loss.stats)
 
 
-def _said(given: OfShard, header: Tensor | None) -> Tensor:
-    """The message of a shard, which is read for it, one number of all rows after the other; and the header."""
-    x, target, loss, shards = given
-    if not shards.held:
-        said = torch.zeros(_numbers_of(loss), len(x), dtype=torch.float32, device=x.device)
+def prepare_telling(given: OfShard) -> Call:
+    """call(x, target, weight, numbers, shards) -> (what all ranks say, the headers that should stand there or None)
+
+    numbers: of the loss, and `rows_numbers`.
+    """
+    x, _, _, (_, rank, sizes, *_) = given
+    ranks, n_rows, device, empty = len(sizes), len(x), x.device, allocator(x.device)
+    gathers, headed, length = given.gathers, given.headed, given.length
+    say = _prepare_saying(given) if given.shards.held else _prepare_silence(given)
+
+    def call(x, target, weight, numbers, shards):
+        headers = headers_of(shards, n_rows, torch.float32, device) if headed else None
+        said = say(x, target, weight, numbers, None if headers is None else headers.of_ranks[rank])
+        if gathers:
+            heard = empty((ranks * length,), (1,), torch.float32)
+            exchange(heard, said, shards)
+            return heard, None if headers is None else headers.there
+        return (said if ranks == 1 else shards.by_peers(said.view(-1, n_rows), shards)), None
+
+    return call
+
+
+def _prepare_silence(given: OfShard) -> Call:
+    """What a shard without columns says: call(x, target, weight, numbers, header)"""
+    said_of_row, n_rows, device = _numbers_of(given.loss), len(given.x), given.x.device
+
+    def call(x, target, weight, numbers, header):
+        said = torch.zeros(said_of_row, n_rows, dtype=torch.float32, device=device)
         said[:2] = -torch.inf
         return said.view(-1) if header is None else torch.cat((said.view(-1), header))
-    own, of_all = own_loss(loss), target
-    if loss.smooth:  # the loss of a target of all classes alike is (W lse - sum_c w_c z_c) / C
-        own, of_all = replace(own, label_smoothing=1.0), torch.zeros_like(target)
-    rows = losses.forward(x, of_all, replace(own, stats=loss.stats))
-    of_smooth = (own.weight_total(), rows.loss) if loss.smooth else (None, None)
-    beside = loss.weight, of_smooth[0], rows.m, rows.ls, of_smooth[1], rows.entropy, rows.predicted, header
-    call = find("what a shard says", given.options, x, target, *beside)
-    if call is None:
-        call = keep(_prepare_say(given, beside), "what a shard says", given.options, x, target, *beside)
-    return call(x, target, beside, loss.numbers())
+
+    return call
 
 
-def merged(given: OfShard, heard: Tensor, headers: Tensor | None) -> Merged:
-    """heard: what each rank says; of whole rows, what stands for all of them. headers: which should stand there."""
-    _, target, loss, _ = given
-    call = find("merged losses", given.options, heard, target, headers)
-    if call is None:
-        call = keep(_prepare_merge(given, heard, headers), "merged losses", given.options, heard, target, headers)
-    return call(heard, target, headers, loss.numbers())
+def _prepare_saying(given: OfShard) -> Call:
+    """What a shard says, which is read for it: call(x, target, weight, numbers, header)"""
+    x, target, loss, _ = given
+    own, smooth, weighted = _rows_loss(loss), loss.smooth, loss.weight is not None
+    own = replace(own, stats=loss.stats)
+    of_all, w_total = torch.zeros_like(target) if smooth else target, loss.weight_total()
+    read = _kept(
+        "losses", (*own.kind().values(), own.ignore_index, None, False, None, True), (x, of_all, None, own.weight),
+        lambda: losses.prepare_losses(Given(x, None, of_all, own.weight, None, w_total), own),
+    )  # fmt: skip
+    # Of what is written anew in each call only the dtype matters.
+    of_row = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    found = (of_row, of_row.long()) if loss.stats else (None, None)
+    header = torch.empty(HEADER, dtype=torch.float32, device=x.device) if given.headed else None
+    say = _prepare_say(given, (loss.weight, w_total, of_row, of_row, of_row if smooth else None, *found, header))
+
+    def call(x, target, weight, numbers, header):
+        of_all, w_total = target, None
+        if smooth:
+            of_all, w_total = torch.zeros_like(target), weight.sum(dtype=weight.dtype) if weighted else None
+        rows = read(Given(x, None, of_all, weight, None, w_total), numbers[1])
+        beside = weight, w_total, rows.m, rows.ls, rows.loss if smooth else None, rows.entropy, rows.predicted, header
+        return say(x, target, beside, numbers[0])
+
+    return call
 
 
-def gradient(
+def _kept(name: str, options: tuple, tensors: tuple, prepare: Callable[[], Prepared]) -> Call:
+    """A call of one GPU's, found or kept as its own module does: for another number of rows it costs little."""
+    found = find(name, options, *tensors)
+    return keep(prepare(), name, options, *tensors) if found is None else found
+
+
+def prepare_gradient(
     given: OfShard, states: Tensor, totals: Tensor | None, beside: tuple[Tensor | None, ...], dx: Tensor
-) -> None:
-    """Write dx [n, held], which may be x. totals: what a mean divides losses and z-losses by [2, 1].
+) -> Call:
+    """call(x, target, weight, states, totals, beside, numbers, dx), which writes dx [n, held], which may be x.
 
-    beside: the gradients of loss, z-loss and lse, each of one value or one a row.
+    totals: what a mean divides losses and z-losses by [2, parts]. beside: the gradients of loss, z-loss and lse, each
+    of one value or one a row. numbers: of the loss, and `rows_numbers`.
     """
-    x, target, loss, shards = given
-    if not shards.held:
-        return
-    beside = tuple(each if each is None or each.ndim == 0 else each.contiguous() for each in beside)
-    w_total = loss.weight_total()
-    tensors = loss.weight, w_total, states, totals, *beside
-    call = find("shares of a shard", given.options, x, target, *tensors)
-    if call is None:
-        call = keep(_prepare_share(given, tensors), "shares of a shard", given.options, x, target, *tensors)
-    local, (m, ls, dy, dlse), own = call(x, target, tensors, loss.numbers())
-    of_rows = replace(own_loss(loss), label_smoothing=1.0) if loss.smooth else own_loss(loss)
-    losses.backward(x, local, m, ls, of_rows, dy=dy, dlse=dlse, dx=dx)
-    if own is not None:
-        put = find("gradients of targets", given.options, dx, target)
-        if put is None:
-            put = keep(_prepare_put(given, dx, local, own), "gradients of targets", given.options, dx, target)
-        put(dx, target, local, own)
+    x, loss = given.x, given.loss
+    weighted, smooth = loss.weight is not None, loss.smooth
+    w_total, of_rows = loss.weight_total(), _rows_loss(loss)
+    share = _prepare_share(given, (loss.weight, w_total, states, totals, *beside))
+    local, m, ls, dy, dlse, own = _shares_maker(given)()
+    write = _kept(
+        "loss_gradient", (*of_rows.kind().values(), of_rows.ignore_index, None, False),
+        (x, local, dx, loss.weight, dy, None, dlse),
+        lambda: losses.prepare_gradient(
+            Given(x, dx, local, loss.weight, None, w_total), (m, ls, dy, None, dlse), of_rows
+        ),
+    )  # fmt: skip
+    put = None if own is None else _prepare_put(given, dx, local, own)
+
+    def call(x, target, weight, states, totals, beside, numbers, dx):
+        w_total = weight.sum(dtype=weight.dtype) if weighted and smooth else None
+        local, m, ls, dy, dlse, own = share(x, target, (weight, w_total, states, totals, *beside), numbers[0])
+        write(Given(x, dx, local, weight, None, w_total), (m, ls, dy, None, dlse), numbers[1])
+        if put is not None:
+            put(dx, target, local, own)
+
+    return call
 
 
-def _prepare_launch(kernel: Any, given: OfShard, tensors: dict, values: dict, numbers: tuple[str, ...]) -> Run:
+def _prepare_launch(
+    kernel: Any, given: OfShard, tensors: dict, values: dict, numbers: tuple[str, ...], totals: int = 1
+) -> Run:
     device, n_rows = given.x.get_device(), len(given.x)
     spec = LossShardSpec(
         block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[given.x.dtype], ptx=has_ptx(device),
-        **given.loss.kind(),
+        **given.loss.kind(), totals=totals,
     )  # fmt: skip
     shards = given.shards
     values = {
@@ -157,7 +200,7 @@ def _prepare_launch(kernel: Any, given: OfShard, tensors: dict, values: dict, nu
     )  # fmt: skip
 
 
-def _prepare_say(given: OfShard, beside: tuple) -> Prepared:
+def _prepare_say(given: OfShard, beside: tuple) -> Call:
     """call(x, target, beside, numbers) -> the message [numbers * n], and the header behind it, if there is one."""
     x, loss, empty = given.x, given.loss, allocator(given.x.device)
     n = _numbers_of(loss) * len(x)
@@ -172,48 +215,65 @@ def _prepare_say(given: OfShard, beside: tuple) -> Prepared:
         run(*picked((x, target, *beside, said)), numbers[0], numbers[2])
         return said
 
-    return Prepared(call)
+    return call
 
 
-def _prepare_merge(given: OfShard, heard: Tensor, headers: Tensor | None) -> Prepared:
-    """call(heard, target, headers, numbers) -> Merged"""
+def prepare_merge(
+    given: OfShard, heard: Tensor, headers: Tensor | None, notice: Tensor | None, ranks: int, lse: bool
+) -> Call:
+    """call(heard, headers, notice, target, numbers) -> (states, lse, loss, z, counted, entropy, best)
+
+    states: of whole rows m, ls, and as far as asked for the target's weight and W [.., n]. counted: with class weights,
+    what a row counts in the mean of losses, and in that of z-losses [2, n]. What is not asked for is None.
+    heard: what each rank says; of whole rows, what stands for all of them. headers: which should stand there. notice:
+    where those that differ go. lse: whether it is wanted.
+    """
     loss, empty, n_rows = given.loss, allocator(given.x.device), len(given.x)
+    counts, z_loss, stats = loss.mean and loss.weight is not None, loss.lse_square_scale != 0, loss.stats
     n_states, of_row, dtype = 2 + (loss.weight is not None) + loss.smooth, ((n_rows,), (1,)), torch.float32
-
-    def made() -> Merged:
-        return Merged(
-            empty((n_states, n_rows), (n_rows, 1), dtype), empty(*of_row, dtype), empty(*of_row, dtype),
-            empty(*of_row, dtype) if loss.lse_square_scale else None,
-            empty((2, n_rows), (n_rows, 1), dtype) if loss.mean else None,
-            empty(*of_row, dtype) if loss.stats else None, empty(*of_row, torch.int64) if loss.stats else None,
-        )  # fmt: skip
-
-    names = ("heard", "headers", "target", "states", "lse", "loss", "z", "counted", "entropy", "best")
-    arranged = heard, headers, given.target, *made()
-    values = {"ranks": len(heard), "length": heard.numel() // len(heard)}
-    tensors = dict(zip(names, arranged, strict=True))
-    run, picked = _prepare_launch(_merge, given, tensors, values, _NUMBERS).__call__, losses.picked_of(arranged)
-
-    def call(heard, target, headers, numbers):
-        found = made()
-        run(*picked((heard, headers, target, *found)), *numbers[3:])
-        return found
-
-    return Prepared(call)
-
-
-def _prepare_share(given: OfShard, tensors: tuple) -> Prepared:
-    """call(x, target, tensors, numbers) -> (targets, [4, n] of m, ls, dy and dlse, what stands at targets or None)"""
-    x, loss, empty, n_rows = given.x, given.loss, allocator(given.x.device), len(given.x)
 
     def made():
         return (
-            empty((n_rows,), (1,), torch.int64), empty((4, n_rows), (n_rows, 1), torch.float32),
-            empty((n_rows,), (1,), torch.float32) if loss.smooth else None,
+            empty((n_states, n_rows), (n_rows, 1), dtype), empty(*of_row, dtype) if lse else None,
+            empty(*of_row, dtype), empty(*of_row, dtype) if z_loss else None,
+            empty((2, n_rows), (n_rows, 1), dtype) if counts else None,
+            empty(*of_row, dtype) if stats else None, empty(*of_row, torch.int64) if stats else None,
         )  # fmt: skip
 
+    names = ("heard", "headers", "notice", "target", "states", "lse", "loss", "z", "counted", "entropy", "best")
+    arranged = heard, headers, notice, given.target, *made()
+    values = {"ranks": ranks, "length": heard.numel() // ranks}
+    tensors = dict(zip(names, arranged, strict=True))
+    run, picked = _prepare_launch(_merge, given, tensors, values, _NUMBERS).__call__, losses.picked_of(arranged)
+
+    def call(heard, headers, notice, target, numbers):
+        found = made()
+        run(*picked((heard, headers, notice, target, *found)), *numbers[3:])
+        return found
+
+    return call
+
+
+def _shares_maker(given: OfShard) -> Callable[[], tuple[Any, ...]]:
+    """What allocates targets, m, ls, dy and dlse of rows, and, with smoothing, what stands at targets."""
+    of_row, dtype = ((len(given.x),), (1,)), torch.float32
+    empty, smooth = allocator(given.x.device), given.loss.smooth
+
+    def made():
+        return (
+            empty(*of_row, torch.int64), empty(*of_row, dtype), empty(*of_row, dtype), empty(*of_row, dtype),
+            empty(*of_row, dtype), empty(*of_row, dtype) if smooth else None,
+        )  # fmt: skip
+
+    return made
+
+
+def _prepare_share(given: OfShard, tensors: tuple) -> Call:
+    """call(x, target, tensors, numbers) -> (targets, m, ls, dy, dlse, what stands at targets or None)"""
+    x, made = given.x, _shares_maker(given)
     names = (
-        "x", "target", "weight", "w_total", "states", "totals", "dy", "dz", "dlse", "local", "rows", "own"
+        "x", "target", "weight", "w_total", "states", "totals", "dy", "dz", "dlse", "local", "of_m", "of_ls", "of_dy",
+        "of_dlse", "own",
     )  # fmt: skip
     arranged = x, given.target, *tensors, *made()
     steps = {
@@ -221,19 +281,19 @@ def _prepare_share(given: OfShard, tensors: tuple) -> Prepared:
         for name, each in zip("yz", tensors[4:6], strict=True)
     }
     by_name = dict(zip(names, arranged, strict=True))
-    run = _prepare_launch(_share, given, by_name, steps, ("factor", "cap", *_NUMBERS)).__call__
+    parts = 1 if tensors[3] is None else tensors[3].shape[1]
+    run = _prepare_launch(_share, given, by_name, steps, ("factor", "cap", *_NUMBERS), parts).__call__
     picked = losses.picked_of(arranged)
 
     def call(x, target, tensors, numbers):
         found = made()
         run(*picked((x, target, *tensors, *found)), numbers[0], *numbers[2:])
-        return found[0], found[1].unbind(), found[2]
+        return found
 
-    return Prepared(call)
+    return call
 
 
-def _prepare_put(given: OfShard, dx: Tensor, local: Tensor, own: Tensor) -> Prepared:
+def _prepare_put(given: OfShard, dx: Tensor, local: Tensor, own: Tensor) -> Call:
     """call(dx, target, local, own)"""
-    return Prepared(
-        _prepare_launch(_put, given, {"dx": dx, "target": given.target, "local": local, "own": own}, {}, ()).__call__
-    )
+    tensors = {"dx": dx, "target": given.target, "local": local, "own": own}
+    return _prepare_launch(_put, given, tensors, {}, ()).__call__

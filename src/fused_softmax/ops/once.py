@@ -17,10 +17,10 @@ def once(name: str) -> Callable[[Callable], Callable]:
     def decorated(backward: Callable) -> Callable:
         @wraps(backward)
         def wrapped(ctx: Any, *gradients: Tensor | None) -> tuple:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *gradients)
             with torch.no_grad():
                 found = backward(ctx, *gradients)
-            if not torch.is_grad_enabled():
-                return found
             of = *gradients, *ctx.saved_tensors
             return tuple(None if each is None else _Once.apply(each, name, *of) for each in found)
 

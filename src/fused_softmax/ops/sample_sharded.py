@@ -103,9 +103,9 @@ def _alike(
     logits: Tensor, numbers: Mapping[str, Any], tensors: Mapping[str, Any], asked: Mapping[str, Any], random: Sequence
 ) -> dict[str, Any]:
     """What all ranks have to ask alike. Seeds and positions are data, as targets of a loss are."""
-    said = {"operation": _NAME, "dtype": logits.dtype, "shape": [logits.shape[0]], **asked}
-    said |= {name: [*value.shape] if isinstance(value, Tensor) else value for name, value in numbers.items()}
-    said |= {name: None if value is None else [value.dtype, value.ndim] for name, value in tensors.items()}
+    said = {"operation": _NAME, "dtype": logits.dtype, "shape": (logits.shape[0],), **asked}
+    said |= {name: (*value.shape,) if isinstance(value, Tensor) else value for name, value in numbers.items()}
+    said |= {name: None if value is None else (value.dtype, value.ndim) for name, value in tensors.items()}
     return said | {"seeded": random[0] is not None}
 
 

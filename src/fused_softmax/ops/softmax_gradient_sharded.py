@@ -11,11 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
+from fused_softmax.calls import Prepared, contiguous_strides, find, keep
 from fused_softmax.device import device_of
 from fused_softmax.kernels.softmax_grad import _stream_backward, _stream_dot
 from fused_softmax.kernels.spec import GradientSpec
 from fused_softmax.layout import alignment_of, flatten
+from fused_softmax.ops.shard_memory import allocator
 from fused_softmax.options import DTYPES, arithmetic_in
 from fused_softmax.plan import RowPlan, candidate
 from fused_softmax.route import runs_here

@@ -45,7 +45,7 @@ def shards_of_dim(
 ) -> Shards:
     """The shards of `dim`, as the ranks of over = (group, n_classes, transport) tell each other."""
     dim %= x.ndim
-    shape = [size for d, size in enumerate(x.shape) if d != dim]
+    shape = tuple(size for d, size in enumerate(x.shape) if d != dim)
     asked = {
         "operation": name, "dtype": f"{x.dtype} to {dtype}", "dim": dim, "shape": shape,
         "masked_rows": scores.masked_rows, "scaled": scores.scale is not None, "sink": scores.sink is not None,

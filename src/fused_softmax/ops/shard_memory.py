@@ -1,0 +1,25 @@
+"""Memory for calls over ranks, whose processes mostly see the GPUs of all ranks of their host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax import calls
+
+_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # on the current device
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """As `calls.allocator`, whose fast way is of a process that sees one GPU: here, of one whose GPU is current."""
+    general, fast = calls.allocator(device), _empty_strided_cuda
+    if device.type != "cuda" or fast is None or general is fast:
+        return general
+    current: Any = torch._C._cuda_getDevice
+    index = device.index
+
+    def empty(shape, strides, dtype):
+        return fast(shape, strides, dtype) if current() == index else general(shape, strides, dtype)
+
+    return empty
