@@ -163,11 +163,11 @@ SHARDS = (
     of("shards", "columns-of-other-classes", RANKS, "key = n_classes, device.type", "key = 0, device.type", COMPARED),
     of(
         "shards", "columns-not-compared-again", RANKS,
-        "        _known.pop(group, None)  # the next call compares\n", "",
+        "    _known.pop(group, None)  # the next call compares\n", "",
         COMPARED,
     ),
     of(
-        "shards", "told-of-it-again", RANKS, "        _notices.pop(group, None)\n", "",
+        "shards", "told-of-it-again", RANKS, "        notice.there.fill_(_NOTHING)\n", "",
         "test_shards_kept.py::test_ranks_that_differ_are_told_of_it_every_time_and_once",
     ),
     of("shards", "sum-kept-for-a-mean", STEPS, "loss.reduction, loss.ignore_index, loss.label", "loss.label", KEPT),

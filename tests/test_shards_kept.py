@@ -1,7 +1,9 @@
 """Losses over ranks whose calls are kept: one is found for its like alone, and nothing of a call or a group stays."""
 
 import gc
+import math
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from sharded import close, differentiated, logits, same_on_all
 
 from fused_softmax import calls, cross_entropy, distributed, route
-from fused_softmax.ops import shard_memory
+from fused_softmax.ops import loss_sharded_calls, shard_memory
 from fused_softmax.runner import launch
 
 N = 2
@@ -203,6 +205,50 @@ def test_ranks_that_differ_are_told_of_it_every_time_and_once(ranks):
         assert (third, sixth) == (said, said)
         assert (first, fourth, last) == (truth, truth, truth)
         assert str((second, fifth)) == "(nan, nan)"
+
+
+def told_after(group, said):
+    """What calls give or raise after one in which rank 0's header was `said`, and after a write to where that wrote."""
+    route.INTERPRET = True
+    waits, headers_of, found = distributed._waits_for_nobody, distributed.headers_of, []
+    distributed._waits_for_nobody = lambda device: False
+    distributed._known.pop(group, None)
+    x, target = torch.zeros(2, 12), torch.tensor([0, 1])
+
+    def odd(*of):
+        headers = headers_of(*of)
+        return headers._replace(of_ranks=(torch.tensor(said), *headers.of_ranks[1:]))
+
+    def call():
+        try:
+            found.append(float(cross_entropy(x, target, group=group)))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    try:
+        with mock.patch.object(loss_sharded_calls, "headers_of", odd):
+            call()
+        written_to = distributed.notice_of(group, N, x.device)
+        call()
+        call()
+        written_to[0], written_to[1] = 12, 13  # as by a graph that was captured before
+        call()
+        call()
+        return found
+    finally:
+        distributed._waits_for_nobody = waits
+        distributed._known.pop(group, None)
+
+
+@pytest.mark.parametrize("said", [[-1.0] * 4, [math.nan] * 4, [12.0, 24.0, 2.0, -1.0]], ids=str)
+def test_a_difference_is_told_whatever_was_said_and_for_graphs_too(ranks, said):
+    truth = pytest.approx(torch.log(torch.tensor(24.0)).item())
+    before = "cross_entropy: an earlier call gave NaN, because the ranks of the group differed in their "
+    for first, second, third, fourth, last in ranks.values(N, told_after, said):
+        assert str(first) == "nan"
+        assert second.startswith(before + ("options" if said[0] == 12 else "columns: ["))
+        assert fourth == before + "columns: [13, 13] by rank. Shards whose sizes change need n_classes"
+        assert (third, last) == (truth, truth)
 
 
 @pytest.mark.parametrize(("current", "ways"), [(1, ["fast"]), (0, ["general"])])

@@ -23,7 +23,7 @@ BY_PEERS = ("softmax", "log_softmax", "logsumexp", "cross_entropy", "linear_cros
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
 _HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
-_NOTHING = -1.0  # which no header has
+_NOTHING = -1.0  # which no rank expects
 _EXACT = 2**20  # counts below this are exact in every dtype of messages
 _MOST_KINDS = 256  # of messages whose headers are kept, and of digests
 
@@ -72,9 +72,10 @@ class Headers(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Where a kernel that merges messages leaves headers that differ, [2, ranks, _HEADER]: the heard, the expected.
+    """Where a kernel that merges messages leaves headers that differ, [2, ranks, _HEADER]: the expected, the heard.
 
-    Memory of the host that kernels write to, so that no call copies headers to look at them. first: its first number.
+    Memory of the host that kernels write to, so that no call copies headers to look at them. first: its first number,
+    which is _NOTHING until then, and again once the host has seen them.
     """
 
     there: Tensor
@@ -293,8 +294,10 @@ def raise_doubts(name: str, group: Any) -> None:
     notice = _notices.get(group)
     if notice is not None and notice.first.value != _NOTHING:
         if notice.device.type == "cuda":
-            torch.cuda.synchronize(notice.device)  # the other numbers are on their way
-        _raise_difference(name, group, *notice.there.clone())
+            torch.cuda.synchronize(notice.device)  # the other numbers are on their way, and maybe another call's
+        expected, headers = notice.there.clone()
+        notice.there.fill_(_NOTHING)
+        _raise_difference(name, group, headers, expected)
     doubts = _doubts.get(group)
     while doubts and (doubts[0].event is None or doubts[0].event.query()):
         headers, expected, _ = doubts.pop(0)
@@ -303,14 +306,14 @@ def raise_doubts(name: str, group: Any) -> None:
 
 
 def _raise_difference(name: str, group: Any, headers: Tensor, expected: Tensor) -> None:
+    _doubts.pop(group, None)
+    _known.pop(group, None)  # the next call compares
     kinds = ("columns", "columns", "rows", "options")  # as the header has them
-    wrong = next((i for i, (a, b) in enumerate(zip(headers.T, expected.T, strict=True)) if not a.equal(b)), None)
-    if wrong is not None:
-        _doubts.pop(group, None)
-        _notices.pop(group, None)
-        _known.pop(group, None)  # the next call compares
-        told = ""
-        if kinds[wrong] == "columns":
-            told = f": {[int(each) for each in headers[:, 0]]} by rank. Shards whose sizes change need n_classes"
-        differed = f"the ranks of the group differed in their {kinds[wrong]}{told}"
-        raise RuntimeError(f"{name}: an earlier call gave NaN, because {differed}")
+    differing = [kind for kind, *both in zip(kinds, headers.T, expected.T, strict=True) if not torch.equal(*both)]
+    # Two calls that overlap on two streams may have left some numbers each.
+    kind = differing[0] if differing else "options"
+    told = ""
+    if kind == "columns":
+        told = f": {headers[:, 0].long().tolist()} by rank. Shards whose sizes change need n_classes"
+    differed = f"the ranks of the group differed in their {kind}{told}"
+    raise RuntimeError(f"{name}: an earlier call gave NaN, because {differed}")

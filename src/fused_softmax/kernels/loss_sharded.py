@@ -87,7 +87,7 @@ def _merge(
 
     states_ptr: m, ls, and as far as asked for the target's weight and W [.., n_rows]. counted_ptr: what a row counts in
     the mean of losses and of z-losses [2, n_rows]. NaN where a header differs from headers_ptr's; notice_ptr, which the
-    host reads, then gets what was heard and what was expected [2, ranks, HEADER].
+    host reads, then gets what was expected and what was heard [2, ranks, HEADER].
     """
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row, live = rows_of_program(n_rows, K)
@@ -103,8 +103,8 @@ def _merge(
         if (bad > 0) & (tl.program_id(0) == 0):
             of_rank = heard_ptr + length - HEADER
             for rank in range(ranks):
-                tl.store(notice_ptr + (ranks + rank) * HEADER + j, tl.load(headers_ptr + rank * HEADER + j))
-                tl.store(notice_ptr + rank * HEADER + j, tl.load(of_rank + j))
+                tl.store(notice_ptr + rank * HEADER + j, tl.load(headers_ptr + rank * HEADER + j))
+                tl.store(notice_ptr + (ranks + rank) * HEADER + j, tl.load(of_rank + j))
                 of_rank += length
     m = tl.full([BLOCK_ROWS], NEG_INF, K.state_dtype)
     best_at = tl.zeros([BLOCK_ROWS], K.state_dtype)
