@@ -170,6 +170,10 @@ SHARDS = (
         "shards", "told-of-it-again", RANKS, "        notice.there.fill_(_NOTHING)\n", "",
         "test_shards_kept.py::test_ranks_that_differ_are_told_of_it_every_time_and_once",
     ),
+    of(
+        "shards", "totals-of-other-lengths", STEPS, "if weighted or spread:", "if weighted:",
+        "test_shards_dtensor.py::test_a_mean_of_rows_that_lie_unevenly",
+    ),
     of("shards", "sum-kept-for-a-mean", STEPS, "loss.reduction, loss.ignore_index, loss.label", "loss.label", KEPT),
     of(
         "shards", "kept-for-another-place", STEPS, "loss.stats, *shards[1:4],", "loss.stats, *shards[2:4],",

@@ -1,6 +1,7 @@
 """Losses of a DTensor whose classes lie in shards: placed as torch places them, with the numbers of one process."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy, route
+from fused_softmax.ops import loss_sums
 
 WAYS = ["kernels", "torch"]
 
@@ -89,6 +91,26 @@ def test_placements_and_numbers(ranks, options, mesh, placements, reduction, way
             else:
                 assert placed[i] == Replicate()
         assert list(placed_dx) == list(placements)
+
+
+def unwatched(group, x, target):
+    """A mean and its gradient by kernels, which no mode watches; 3 targets take several programs to count, 2 one."""
+    route.INTERPRET, mesh = True, mesh_of((2, 2))
+    mine = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    with mock.patch.object(loss_sums, "_COUNTED", 2):
+        y = cross_entropy(mine, distribute_tensor(target, mesh, [Shard(0), Replicate()]))
+    (dx,) = torch.autograd.grad(y, mine)
+    return y.full_tensor().detach(), dx.full_tensor()
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+def test_a_mean_of_rows_that_lie_unevenly(ranks, rows):
+    """Also where one rank counts its targets by more programs than another, and where one has no row."""
+    x, target = logits(rows, 13).float(), torch.tensor([0, 12, 3, -100, 5])[:rows]
+    y, dx = whole(torch.nn.functional.cross_entropy, x, target, None, {})
+    for ours, of_x in ranks.values(4, unwatched, x, target):
+        torch.testing.assert_close(ours.double(), y, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(of_x.double(), dx, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -48,13 +48,13 @@ def losses_by_kernels(
     options = (
         *wanted, dtype, torch.is_grad_enabled(), loss.reduction, loss.ignore_index, loss.label_smoothing > 0,
         loss.softcap is None, kind_of_scale(loss.scale), loss.lse_square_scale == 0, loss.stats, *shards[1:4],
-        shards.digest is None, shards.by_peers is None, whole is None,
+        shards.digest is None, shards.by_peers is None, whole is None, len(over) > 0,
     )  # fmt: skip
     call = find("losses over ranks", options, x, target, loss.weight)
     if call is None:
         if not takes(x, target, loss):
             return None
-        prepared = _prepare(x, target, loss, shards, wanted, dtype, whole is not None)
+        prepared = _prepare(x, target, loss, shards, wanted, dtype, len(over) > 0, whole is not None)
         call = keep(prepared, "losses over ranks", options, x, target, loss.weight)
     return call(x, target, loss, shards, over, whole)
 
@@ -70,18 +70,19 @@ def _own_weight(loss: Loss, x: Tensor, held: int) -> Tensor | None:
 
 
 def _prepare(
-    x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, merges: bool
-) -> Prepared:
+    x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, spread: bool,
+    merges: bool,
+) -> Prepared:  # fmt: skip
     """call(x, target, loss, shards, over, whole) -> (loss, lse, z-loss, *statistics)
 
-    merges: whether `whole` merges the states of rows.
+    spread: whether the rows lie over ranks too. merges: whether `whole` merges the states of rows.
     """
     held, differentiates, beside = shards.held, needs_grad(x), wanted.beside
     plain = _numbers(loss) if loss.plain and not loss.smooth else None
     inplace = wanted.inplace and loss.reduction != "none"
     of_gradient = OfGradient((*loss.kind().values(), loss.ignore_index, *shards[1:4], inplace), inplace)
     with torch.no_grad():
-        run = _prepare_run(x, target, loss, shards, wanted, dtype, merges)
+        run = _prepare_run(x, target, loss, shards, wanted, dtype, spread, merges)
 
     def call(x, target, loss, shards, over, whole):
         weight = None if loss.weight is None else _own_weight(loss, x, held)
@@ -96,8 +97,9 @@ def _prepare(
 
 
 def _prepare_run(
-    x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, merges: bool
-) -> Callable[[Tensor, Tensor, tuple], tuple]:
+    x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, spread: bool,
+    merges: bool,
+) -> Callable[[Tensor, Tensor, tuple], tuple]:  # fmt: skip
     """run(x, target, of_call) -> ((loss, lse, z-loss, *statistics), the states of rows, a mean's totals)
 
     of_call: the weight of the shard's classes, `_numbers`, and of a call its loss, shards, over and whole.
@@ -116,7 +118,7 @@ def _prepare_run(
             notice = notice_of(shards.group, ranks, device)
     merge = prepare_merge(given, heard, headers, notice, 1 if merges else ranks, wanted.lse)
     count = prepare_totals(target, bare, shards.n_classes, torch.float32).call if mean and not weighted else None
-    total = None if by_row else _prepare_total(x, loss, target, shards.n_classes, dtype)
+    total = None if by_row else _prepare_total(x, loss, 1 if weighted or spread else totals_parts(n_rows), dtype)
 
     def run(x, target, of_call):
         weight, numbers, loss, shards, over, whole = of_call
@@ -128,7 +130,9 @@ def _prepare_run(
         states, lse, values, z, counted, entropy, best_at = merge(heard, headers, notice, target, numbers[0])
         totals = None
         if mean:
-            totals = counted.sum(1, keepdim=True) if count is None else count(target, None)
+            totals = counted if count is None else count(target, None)
+            if weighted or spread:  # as many numbers on every rank, however many rows it has
+                totals = totals.sum(1, keepdim=True)
             for group in over:
                 dist.all_reduce(totals, group=group)
         if total is None:
@@ -145,12 +149,10 @@ def _prepare_run(
     return run
 
 
-def _prepare_total(x: Tensor, loss: Loss, target: Tensor, n_classes: int, dtype: torch.dtype) -> Callable[..., tuple]:
-    """What sums the losses of rows: call(values, z, totals, None, None) -> (loss, z-loss)"""
+def _prepare_total(x: Tensor, loss: Loss, parts: int, dtype: torch.dtype) -> Callable[..., tuple]:
+    """What sums the losses of rows, by totals [2, parts]: call(values, z, totals, None, None) -> (loss, z-loss)"""
     values = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    totals = None
-    if loss.mean:
-        totals = torch.empty(2, 1 if loss.weight is not None else totals_parts(len(x)), device=x.device)
+    totals = torch.empty(2, parts, dtype=torch.float32, device=x.device) if loss.mean else None
     z = torch.empty_like(values) if loss.lse_square_scale else None
     return prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype).call
 
