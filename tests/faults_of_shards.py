@@ -5,6 +5,7 @@ from fault import of
 MESSAGES, LOSS, GATHER = "kernels/peers.py", "kernels/loss_peers.py", "kernels/gather_peers.py"
 SOFTMAX, LOSSES, MEMORY = "kernels/softmax_peers.py", "ops/loss_peers.py", "peers.py"
 STEPS, KEPT = "ops/loss_sharded_steps.py", "test_shards_kept.py::test_calls_that_differ_in_one_thing_take_turns"
+GONE = "test_shards_losses.py::test_logits_that_are_gone_make_no_second_gradient"
 RANKS, NUMBERS, GRADIENT = "distributed.py", "kernels/loss_sharded.py", "ops/softmax_gradient_sharded.py"
 SOFTMAXES, OF_ONE = (
     "test_peers.py::test_softmaxes_are_those_of_one_process", "test_peers.py::test_losses_are_those_of_one_process",
@@ -174,6 +175,8 @@ SHARDS = (
         "shards", "totals-of-other-lengths", STEPS, "if weighted or spread:", "if weighted:",
         "test_shards_dtensor.py::test_a_mean_of_rows_that_lie_unevenly",
     ),
+    of("shards", "gone-and-not-told", STEPS, "self._gone = True", "self._gone = False", GONE),
+    of("shards", "version-of-before", STEPS, "if self._alone:", "if False:", GONE),
     of("shards", "sum-kept-for-a-mean", STEPS, "loss.reduction, loss.ignore_index, loss.label", "loss.label", KEPT),
     of(
         "shards", "kept-for-another-place", STEPS, "loss.stats, *shards[1:4],", "loss.stats, *shards[2:4],",

@@ -166,6 +166,43 @@ def over_the_logits(group, way, x, target):
     return leaf.grad, given.detach()
 
 
+def twice_over_the_logits(group, way, x, target, whose):
+    """A backward of logits that another one has written over: that of the same loss, or of another."""
+    by(way)
+    given = shard(x, group, 1).requires_grad_() * 1
+    given = given[1:] if whose == "a view's" else given
+    losses = [cross_entropy(given, target[-len(given) :], inplace_backward=True, group=group) for _ in range(2)]
+    losses[0].backward(retain_graph=True)
+    losses[1 if whose == "another's" else 0].backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("whose", ["its own", "another's", "a view's"])
+def test_logits_that_are_gone_make_no_second_gradient(ranks, whose, way):
+    said = "inplace_backward has one backward" if whose == "a view's" else "modified by an inplace operation"
+    for each in ranks(2, twice_over_the_logits, way, logits().float(), torch.arange(N_ROWS), whose):
+        assert each.args[0] == "RuntimeError"
+        assert said in each.args[1]
+
+
+def over_two_views(group, way, x, target, n_classes):
+    by(way)
+    leaf, views = shard(x, group, 1).requires_grad_(), (slice(0, 4), slice(4, None))
+    given, of = leaf * 1, {"reduction": "sum", "n_classes": n_classes, "group": group}
+    for y in [cross_entropy(given[rows], target[rows], inplace_backward=True, **of) for rows in views]:
+        y.backward(retain_graph=True)
+    return leaf.grad
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_losses_write_over_a_part_of_the_logits_each(ranks, way):
+    """Also where some of their columns are padding."""
+    x, target, n_classes = logits(), torch.arange(N_ROWS), N_CLASSES - 3
+    given = x.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(given[:, :n_classes], target, reduction="sum").backward()
+    close(torch.cat(ranks.values(2, over_two_views, way, x.float(), target, n_classes), 1), given.grad)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gradient_takes_the_place_of_the_logits(ranks, way):
     for dx, given in ranks.values(2, over_the_logits, way, logits().float(), torch.arange(N_ROWS)):

@@ -18,7 +18,7 @@ from fused_softmax.distributed import Shards, gather
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy_output import Wanted
 from fused_softmax.ops.loss_sharded_calls import ELSEWHERE, own_loss
-from fused_softmax.ops.loss_sharded_steps import losses_by_kernels
+from fused_softmax.ops.loss_sharded_steps import Overwritten, losses_by_kernels
 from fused_softmax.ops.once import once
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import runs_here
@@ -341,7 +341,8 @@ class _Sharded(torch.autograd.Function):
         y, z = losses_of(shard, states, counts)
         of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
         results = (of_loss + of_z).to(dtype), states.lse, of_z.to(dtype), *stats_of(shard, states, counts, y)
-        ctx.of_call, ctx.inplace = (loss, shards), wanted.inplace and loss.reduction != "none"
+        ctx.of_call = loss, shards
+        ctx.overwritten = Overwritten(x) if wanted.inplace and loss.reduction != "none" else None
         ctx.save_for_backward(x, target, *states[:6], counts.of_loss, counts.of_z)
         ctx.mark_non_differentiable(*results[3:])
         return results
@@ -354,7 +355,10 @@ class _Sharded(torch.autograd.Function):
         counts = counts_of(shard, states, totals=() if of_loss is None else (of_loss, of_z))
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         given = coefficients_of(shard, states, counts, *wide)
-        dx = x.detach() if ctx.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if ctx.overwritten is not None:
+            dx = ctx.overwritten.memory(x)
+        else:
+            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return gradient_of(shard, states, given, dx), *(None,) * 7
 
 

@@ -27,6 +27,7 @@ from fused_softmax.ops.loss_sharded_calls import (
 from fused_softmax.ops.loss_sums import prepare_finish, prepare_totals, totals_parts
 from fused_softmax.ops.once import once
 from fused_softmax.ops.shard_memory import allocator
+from fused_softmax.ops.softmax_calls import bump_version
 from fused_softmax.options import Loss, arithmetic_of, kind_of_scale
 from fused_softmax.route import needs_grad
 
@@ -38,6 +39,22 @@ class OfGradient(NamedTuple):
 
     kinds: tuple
     inplace: bool
+
+
+class Overwritten:
+    """Logits whose gradient takes their place, once."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._alone, self._gone = x._base is None, False
+
+    def memory(self, x: Tensor) -> Tensor:
+        """Theirs, as autograd has saved them; or RuntimeError where they are gone."""
+        if self._gone:
+            raise RuntimeError("cross_entropy: inplace_backward has one backward")
+        self._gone = True
+        if self._alone:  # autograd then refuses whoever reads them; the version of a view counts writes beside it too
+            bump_version((x,))
+        return x.data
 
 
 def losses_by_kernels(
@@ -165,6 +182,7 @@ class _Losses(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results, states, totals = run(x, target, of_call)
         ctx.of_call, ctx.of_gradient = of_call[:4], of_gradient
+        ctx.overwritten = Overwritten(x) if of_gradient.inplace else None
         ctx.save_for_backward(x, target, states, totals)
         if not beside:
             return results[0]
@@ -176,7 +194,8 @@ class _Losses(torch.autograd.Function):
     def backward(ctx, dy, dlse=None, dz=None, *_):
         x, target, states, totals = ctx.saved_tensors
         beside = _dense(dy), _dense(dz), _dense(dlse)
-        dx = _gradient(x, target, states, totals, beside, ctx.of_call, ctx.of_gradient)
+        dx = None if ctx.overwritten is None else ctx.overwritten.memory(x)
+        dx = _gradient(x, dx, target, states, totals, beside, ctx.of_call, ctx.of_gradient)
         return dx, None, None, None, None, None
 
 
@@ -190,21 +209,24 @@ def _dense(dy: Tensor | None) -> Tensor | None:
 
 
 def _gradient(
-    x: Tensor, target: Tensor, states: Tensor, totals: Tensor | None, beside: tuple[Tensor | None, ...],
-    of_call: tuple, of_gradient: OfGradient,
+    x: Tensor, dx: Tensor | None, target: Tensor, states: Tensor, totals: Tensor | None,
+    beside: tuple[Tensor | None, ...], of_call: tuple, of_gradient: OfGradient,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a shard's logits; what autograd saves may have been moved since, so it is found by itself."""
+    """The gradient of a shard's logits; what autograd saves may have been moved since, so it is found by itself.
+
+    dx: where it goes, if that is the logits' memory.
+    """
     weight, numbers, loss, shards = of_call
     tensors = target, weight, states, totals, *beside
     call = find("gradients over ranks", of_gradient.kinds, x, *tensors)
     if call is None:
         prepared = _prepare_gradient(x, tensors, replace(loss, weight=weight), shards, of_gradient.inplace)
         call = keep(prepared, "gradients over ranks", of_gradient.kinds, x, *tensors)
-    return call(x, *tensors[:4], beside, numbers)
+    return call(x, dx, *tensors[:4], beside, numbers)
 
 
 def _prepare_gradient(x: Tensor, tensors: tuple, loss: Loss, shards: Shards, inplace: bool) -> Prepared:
-    """call(x, target, weight, states, totals, beside, numbers) -> dx, which is x where that is overwritten."""
+    """call(x, dx, target, weight, states, totals, beside, numbers) -> dx, which is new where none is given."""
     target, _, states, totals, *beside = tensors
     held, shape, dtype, empty = shards.held, tuple(x.shape), x.dtype, allocator(x.device)
     padded, strides = held < shape[1], contiguous_strides(shape)
@@ -214,8 +236,9 @@ def _prepare_gradient(x: Tensor, tensors: tuple, loss: Loss, shards: Shards, inp
         given = OfShard(x[:, :held], target, loss, shards)
         write = prepare_gradient(given, states, totals, tuple(beside), dx[:, :held])
 
-    def call(x, target, weight, states, totals, beside, numbers):
-        dx = x.detach() if inplace else empty(shape, strides, dtype)
+    def call(x, dx, target, weight, states, totals, beside, numbers):
+        if dx is None:
+            dx = empty(shape, strides, dtype)
         own, of_own = x, dx
         if padded:
             dx[:, held:] = 0
