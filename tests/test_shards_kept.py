@@ -207,6 +207,19 @@ def test_ranks_that_differ_are_told_of_it_every_time_and_once(ranks):
         assert str((second, fifth)) == "(nan, nan)"
 
 
+def statistics_of_bytes(group, x, target):
+    route.INTERPRET = True
+    return cross_entropy(columns_of(group, x), target, return_token_stats=True, group=group).token_stats.correct
+
+
+def test_a_class_of_156_is_no_ignored_target(ranks):
+    """Which -100 is of uint8."""
+    x, target = torch.zeros(3, 160), torch.tensor([156, 7, 156], dtype=torch.uint8)
+    x[0, 156] = x[1, 7] = x[2, 8] = 1
+    for correct in ranks.values(N, statistics_of_bytes, x, target):
+        assert correct.tolist() == [True, True, False]
+
+
 def told_after(group, said):
     """What calls give or raise after one in which rank 0's header was `said`, and after a write to where that wrote."""
     route.INTERPRET = True

@@ -160,7 +160,7 @@ def _prepare_run(
             z = torch.zeros_like(y)
         if entropy is None:
             return (y, lse, z), states, totals
-        correct = (best_at == target) & (target != ignore_index)
+        correct = (best_at == target) & (target.long() != ignore_index)  # of uint8, -100 would be 156
         return (y, lse, z, values.clone(), entropy, best_at, correct), states, totals
 
     return run
