@@ -207,6 +207,47 @@ def test_ranks_that_differ_are_told_of_it_every_time_and_once(ranks):
         assert str((second, fifth)) == "(nan, nan)"
 
 
+def alive_at_once(group, x, target):
+    """The gradient of two losses by one kept call, both made before either's backward, of which one comes twice."""
+    route.INTERPRET = True
+    given = columns_of(group, x).clone().requires_grad_()
+    losses = [cross_entropy(given * factor, target, group=group) for factor in (1.0, -0.5)]
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    losses[0].backward()
+    return given.grad
+
+
+def test_losses_that_are_alive_at_once(ranks):
+    x = logits(7, 24)
+    given = x.clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy
+    (2 * loss(given, TARGET) + loss(given * -0.5, TARGET)).backward()
+    close(torch.cat(ranks.values(N, alive_at_once, x.float(), TARGET), 1), given.grad)
+
+
+def prepared_of_a_sum(group, x, target):
+    """How many kernels each of three steps prepares whose loss and z-loss are added, and so get one gradient."""
+    route.INTERPRET = True
+    given, found = columns_of(group, x).clone().requires_grad_(), []
+    for _ in range(3):
+        with mock.patch.object(launch, "prepare", wraps=launch.prepare) as prepare:
+            y = cross_entropy(given, target, lse_square_scale=0.1, return_z_loss=True, group=group)
+            (y.loss + y.z_loss).backward()
+        found.append(prepare.call_count)
+    return found, given.grad / 3
+
+
+def test_one_gradient_of_several_results_is_found_too(ranks):
+    x = logits(7, 24)
+    given = x.clone().requires_grad_()
+    y = cross_entropy(given, TARGET, lse_square_scale=0.1, return_z_loss=True)
+    (y.loss + y.z_loss).backward()
+    of_ranks = ranks.values(N, prepared_of_a_sum, x.float(), TARGET)
+    assert [prepared[1:] for prepared, _ in of_ranks] == [[0, 0]] * N
+    close(torch.cat([dx for _, dx in of_ranks], 1), given.grad)
+
+
 def statistics_of_bytes(group, x, target):
     route.INTERPRET = True
     return cross_entropy(columns_of(group, x), target, return_token_stats=True, group=group).token_stats.correct

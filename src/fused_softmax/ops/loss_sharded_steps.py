@@ -193,6 +193,8 @@ class _Losses(torch.autograd.Function):
     @once("cross_entropy")
     def backward(ctx, dy, dlse=None, dz=None, *_):
         x, target, states, totals = ctx.saved_tensors
+        # Results that are added have one gradient, and a guard takes no tensor twice.
+        dz, dlse = (None if each is None else each.detach() for each in (dz, dlse))
         beside = _dense(dy), _dense(dz), _dense(dlse)
         dx = None if ctx.overwritten is None else ctx.overwritten.memory(x)
         dx = _gradient(x, dx, target, states, totals, beside, ctx.of_call, ctx.of_gradient)
