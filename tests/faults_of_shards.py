@@ -103,7 +103,7 @@ SHARDS = (
     ),
     of(
         "shards", "padding-keeps-its-logits", LOSSES,
-        "dx[:, kind.facts.of(None).held :] = 0  # padding", "pass", PADDING,
+        "dx[:, kind.held :] = 0  # padding", "pass", PADDING,
     ),
     of(
         "shards", "more-targets-than-are-counted", LOSSES,

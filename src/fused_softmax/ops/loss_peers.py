@@ -48,13 +48,19 @@ def in_one_launch(x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> bool
 
 
 class Kind(NamedTuple):
-    """What a kept call does, beside its tensors and numbers. at_once: whether its gradient is written with the loss."""
+    """What a kept call does, beside its tensors and numbers.
+
+    at_once: whether its gradient is written with the loss. held: this rank's columns that are no padding. empty: what
+    allocates.
+    """
 
     loss: Loss
     dtype: torch.dtype
     inplace: bool
     at_once: bool
     facts: Facts
+    held: int
+    empty: Callable[..., Tensor]
 
 
 def written_at_once(input: Tensor, loss: Loss, wanted: Wanted) -> bool:
@@ -81,7 +87,8 @@ def prepare_loss(
 ) -> Prepared:
     """call(peers, group, input, target, softcap, scale) -> the loss, a sum or mean that is `written_at_once`."""
     gradient = needs_grad(input)
-    kind = Kind(loss, dtype, wanted.inplace and gradient, gradient, facts_of(shards))
+    inplace = wanted.inplace and gradient
+    kind = Kind(loss, dtype, inplace, gradient, facts_of(shards), shards.held, allocator(input.device))
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] <= 1) and target.is_contiguous()
     x, flat = as_rows(input.detach(), target)
     steps = _prepare_steps(kind, x, flat, peers, shards.group)
@@ -155,7 +162,7 @@ def _prepare_rows(
     kind: Kind, x: Tensor, target: Tensor, totals: Tensor | None, whole: bool, peers: Peers, group: Any
 ) -> Prepared:
     """call(peers, group, x, dx, target, totals, numbers) -> Found"""
-    empty, n_rows = allocator(x.device), len(x)
+    empty, n_rows = kind.empty, len(x)
     device, counts = x.get_device(), whole and kind.loss.mean
     dx = None
     if kind.at_once:
@@ -200,8 +207,7 @@ def _prepare_launch(
 ) -> PeerLaunch:  # fmt: skip
     """run(peers, group, x, dx, target, totals, states, loss, result, ticket, *numbers), less what is None."""
     asked, facts, device = kind.loss, kind.facts, x.get_device()
-    held = facts.of(None).held
-    alignment = alignment_of(*(each[:, :held] for each in (x, dx) if each is not None))
+    alignment = alignment_of(*(each[:, : kind.held] for each in (x, dx) if each is not None))
     itemsize = 4 if asked.softcap is not None else x.element_size()
 
     def plan_for(n_rows):
@@ -236,14 +242,14 @@ def _run(x: Tensor, target: Tensor, how: tuple) -> tuple[Tensor, Tensor | None, 
     """(the loss, dx, m and ls of rows [2, n])"""
     kind, steps, numbers, peers, group = how
     totals = None if steps.totals is None else steps.totals(target, None)
-    dx = None
+    dx, (n_rows, columns) = None, x.shape
     if kind.at_once:
-        dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = x.detach() if kind.inplace else kind.empty((n_rows, columns), (columns, 1), x.dtype)
     states, values, y = steps.rows(peers, group, x, dx, target, totals, numbers)
     if y is None:
         y = steps.finish(values, None, totals, None, None)[0]
-    if dx is not None and sum(kind.facts.sizes) != kind.facts.n_classes:
-        dx[:, kind.facts.of(None).held :] = 0  # padding
+    if dx is not None and kind.held < columns:
+        dx[:, kind.held :] = 0  # padding
     return y, dx, states
 
 
@@ -307,7 +313,8 @@ def _states_of(peers: Peers, x: Tensor, target: Tensor, loss: Loss, shards: Shar
 
 
 def _prepare_states(loss: Loss, facts: Facts, x: Tensor, target: Tensor, peers: Peers, group: Any) -> Prepared:
-    kind, n_rows, empty = Kind(loss, torch.float32, False, False, facts), len(x), allocator(x.device)
+    n_rows, empty = len(x), allocator(x.device)
+    kind = Kind(loss, torch.float32, False, False, facts, facts.of(None).held, empty)
     run = _prepare_launch(kind, x.detach(), None, target, peers, group, totals=None, loss=None).run
 
     def call(peers, group, x, target, numbers):
