@@ -5,6 +5,7 @@ from fault import of
 FORWARD, SCORES = "kernels/attention.py", "kernels/attention_scores.py"
 DECODE, SHORT, GRADIENT = "kernels/attention_decode.py", "kernels/attention_short.py", "kernels/attention_grad.py"
 CALLS, OF_SHORT, CUDNN = "ops/attention_calls.py", "ops/attention_short.py", "ops/attention_sdpa.py"
+HIDDEN = "kernels/attention_hidden.py"
 BY_SUM = "ops/attention_hopper_bias.py"
 PLAIN, OPTIONS = "test_attention.py::test_plain", "test_attention.py::test_options"
 TOGETHER, EDGES = "test_attention.py::test_everything_together", "test_attention.py::test_windows_that_end_with_a_tile"
@@ -221,8 +222,8 @@ ATTENTION = (
         "attention", "values-of-the-last-tile-alone", GRADIENT, "do, dv, input_precision", "do, input_precision", PLAIN,
     ),
     of(
-        "attention", "gradient-of-a-bias-in-the-first-tile", GRADIENT, "at = ds_ptr + (row + first) * S.n_keys",
-        "at = ds_ptr + row * S.n_keys", PATTERNS,
+        "attention", "gradient-of-a-bias-in-the-first-tile", GRADIENT,
+        "at = ds_ptr + (row + T.first) * S.n_keys", "at = ds_ptr + row * S.n_keys", PATTERNS,
     ),
     of("attention", "slope-of-the-cap", GRADIENT, "ds * (1.0 - y * y)", "ds * (1.0 - y)", OPTIONS),
     of(
@@ -230,19 +231,42 @@ ATTENTION = (
         "steps = n_steps // n_parts", "test_attention.py::test_parts_of_a_biass_gradient",
     ),
     of(
-        "attention", "tile-on-the-diagonal-of-a-bias", GRADIENT, "start <= first + BLOCK_M - 1 + offset + right",
-        "start < first + BLOCK_M - 1 + offset + right", EDGES,
+        "attention", "tile-on-the-diagonal-of-a-bias", GRADIENT, "start <= first + K.block_m - 1 + S.offset + S.right",
+        "start < first + K.block_m - 1 + S.offset + S.right", EDGES,
     ),
     of(
-        "attention", "tile-at-the-left-of-a-bias", GRADIENT, "start + BLOCK_N - 1 >= first + offset - left",
-        "start + BLOCK_N - 1 > first + offset - left", EDGES,
+        "attention", "tile-at-the-left-of-a-bias", GRADIENT, "start + K.block_n - 1 >= first + S.offset - S.left",
+        "start + K.block_n - 1 > first + S.offset - S.left", EDGES,
+    ),
+    of(
+        "attention", "hidden-tiles-of-a-whole-bias-unwritten", GRADIENT, "// run).to(tl.int64)) & 1 == 0:",
+        "// run).to(tl.int64)) & 1 == 2:",
+        "test_attention_hidden.py::test_where_nothing_is_seen_gradients_of_a_whole_bias_are_0",
+    ),
+    of(
+        "attention", "first-queries-speak-for-a-tile", HIDDEN, "row += _ROWS", "row += BLOCK_M",
+        "test_attention_hidden.py::test_results",
+    ),
+    of(
+        "attention", "one-tile-over-and-over", HIDDEN, "word ^ lowest, word)", "word, word)",
+        "test_attention_hidden.py::test_results",
+    ),
+    of(
+        "attention", "first-tile-of-a-run-alone", HIDDEN, "at == run - 1, word ^", "at == 0, word ^",
+        "test_attention_hidden.py::test_more_tiles_than_a_word_has_bits",
+    ),
+    of(
+        "attention", "one-mask-for-all-heads-of-a-tile", "ops/attention_decode.py",
+        'not (c.spec.mask_rows or c.strides["mask"][2])', "not c.spec.mask_rows",
+        "test_attention_hidden.py::test_few_queries_over_padded_keys",
     ),
     of(
         "attention", "batches-of-a-bias-swapped", GRADIENT, "of_query = (at_outer * n_inner + at_inner) * n_heads",
         "of_query = (at_outer + at_inner) * n_heads", "test_attention.py::test_many_leading_dims",
     ),
     of(
-        "attention", "column-sums-of-the-last-tile", "kernels/attention_stats.py", "sums += tl.sum(", "sums = tl.sum(",
+        "attention", "column-sums-of-the-last-tile", "kernels/attention_stats.py",
+        "sums += sums_of(k, q_head, rows_of, first, start,", "sums = sums_of(k, q_head, rows_of, first, start,",
         "test_attention.py::test_stats",
     ),
     of(

@@ -35,10 +35,10 @@ GUARDS = {
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes a fourth as many again.
 ONE_IN = {
-    "alone": 5, "attention": 2, "attention_decode": 3, "attention_short": 3, "backward": 3, "calls": 3, "classic": 3,
-    "column_scores": 3, "cross_entropy": 3, "exact": 3, "fp8": 5, "layouts": 5, "linear_by_classes": 5,
-    "linear_outputs": 2, "loss_given_lse": 3, "operators": 2, "sample_kernels": 6, "sampling_options": 2, "scores": 3,
-    "shelf": 2, "sink": 3, "softmax": 5, "whole_losses": 5,
+    "alone": 5, "attention": 2, "attention_decode": 3, "attention_hidden": 2, "attention_short": 3, "backward": 3,
+    "calls": 3, "classic": 3, "column_scores": 3, "cross_entropy": 3, "exact": 3, "fp8": 5, "layouts": 5,
+    "linear_by_classes": 5, "linear_outputs": 2, "loss_given_lse": 3, "operators": 2, "sample_kernels": 6,
+    "sampling_options": 2, "scores": 3, "shelf": 2, "sink": 3, "softmax": 5, "whole_losses": 5,
 }  # fmt: skip
 
 # Of the cases that compile kernels for sm_90, one in so many; by the newest Triton half as many, for other GPUs a

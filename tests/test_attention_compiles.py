@@ -17,12 +17,14 @@ STATS = ("entropy", "row_max", "column_sums")
 # Bytes in local memory of a thread: rows of a bias that are unaligned take an address for each element; and Triton 3.9
 # spills 4 registers of the tiles that were fastest for 256 dims, with a bias 20.
 STACK = {("full bias", dim): 256 for dim in (64, 128, 256)} | {("plain", 256): 16, ("bias", 256): 80}
+# What finds the tiles that a mask hides spills 4 registers of the tiles that were fastest for 128 dims, of 256 dims 8.
+STACK |= {("mask", 128): 16, ("mask", 256): 32}
 # By 3.6; by 3.7 and 3.9 two words.
 STACK_OF_SPECULATIVE = 272
 # The gradient of short lengths of 32 dims with a mask spills 30 words by 3.6, and 50 by 3.9, with the warps that were
 # fastest of six; other gradients spill two to ten.
 STACK_OF_SHORT = {"_short": 0, "_short_gradient": 200}
-KEEP = torch.empty(500, 8192, dtype=torch.bool)
+KEEP = torch.empty(512, 8192, dtype=torch.bool)
 # What is given, and what of it a program of a GPU may take.
 KINDS = {
     "plain": ((2, 2, 512, 512), {}),
@@ -30,6 +32,8 @@ KINDS = {
     "bias": ((2, 2, 512, 512), {"bias": (1, 2, 512, 512), "sinks": True}),
     "full bias": ((2, 2, 500, 500), {"bias": (2, 2, 500, 500), "right": 0}),
     "softcap": ((2, 2, 512, 512), {"softcap": 50.0, "right": 0}),
+    "mask": ((2, 2, 512, 512), {"mask": True}),
+    "padding": ((2, 2, 512, 512), {"mask": "padding"}),
     "all": (
         (4, 2, 500, 500),
         {"right": 0, "left": 100, "softcap": 50.0, "bias": (1, 4, 500, 500), "mask": True, "alibi": True,
@@ -51,7 +55,7 @@ def binaries(
     )
     v, rows = torch.empty(n_batches, key_heads, n_keys, dims[1], dtype=dtype), torch.empty(n_batches, heads, n_queries)
     given = attention_calls.Inputs(
-        q, k, v, KEEP[:n_queries, :n_keys].contiguous() if mask else None,
+        q, k, v, KEEP[: n_queries if mask is True else 1, :n_keys].contiguous() if mask else None,
         None if bias is None else torch.empty(bias, dtype=dtype),
         torch.empty(heads) if sinks else None, torch.empty(heads) if alibi else None,
     )  # fmt: skip

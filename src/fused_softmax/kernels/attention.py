@@ -10,6 +10,7 @@ Traffic: query, output and lse once; key and value once for each tile of queries
 import triton
 import triton.language as tl
 
+from fused_softmax.kernels.attention_hidden import keys_to_visit, next_tile
 from fused_softmax.kernels.attention_scores import (
     head_at,
     in_log2,
@@ -74,23 +75,37 @@ def visit(m, s, t, o, q, k_head, v_head, first, rows, begin, end, A, place, S, K
     rows: [BLOCK_M, 1], the tile's queries from `first` on.
     """
     BLOCK_N: tl.constexpr = K.block_n
-    GUARD: tl.constexpr = EDGE and K.ragged
-    for start in tl.range(begin, end, BLOCK_N):
-        k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
-        T = Tile(first, rows, start, tl.arange(0, BLOCK_N)[None, :])
-        z, _ = scores_of(q, k, T, A, place, S, K, EDGE, GUARD)
-        top = tl.maximum(m, in_log2(tl.max(z, axis=1), A, K))
-        base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN
-        z = in_log2(z, A, K) - base[:, None]
-        p = tl.exp2(z)
-        weight = tl.exp2(m - base)
-        if K.entropy:
-            t = weight * (t + weighed(s, m - base)) + tl.sum(weighed(p, z), axis=1)
-        s = s * weight + tl.sum(p, axis=1)
-        v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
-        o = tl.dot(p.to(v.dtype), v, o * weight[:, None], input_precision="ieee")
-        m = top
+    if not K.skips:
+        for start in tl.range(begin, end, BLOCK_N):
+            m, s, t, o = add_keys(m, s, t, o, q, k_head, v_head, first, rows, start, A, place, S, K, EDGE)
+    else:
+        word, run, n = keys_to_visit(first, begin, end, place, A, S, K)
+        for i in tl.range(0, n):
+            tile, word = next_tile(word, i, run)
+            start = begin + tile * BLOCK_N
+            m, s, t, o = add_keys(m, s, t, o, q, k_head, v_head, first, rows, start, A, place, S, K, EDGE)
     return m, s, t, o
+
+
+@triton.jit
+def add_keys(m, s, t, o, q, k_head, v_head, first, rows, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr):
+    """The state after the tile of keys from `start` on."""
+    BLOCK_N: tl.constexpr = K.block_n
+    GUARD: tl.constexpr = EDGE and K.ragged
+    k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
+    T = Tile(first, rows, start, tl.arange(0, BLOCK_N)[None, :])
+    z, _ = scores_of(q, k, T, A, place, S, K, EDGE, GUARD)
+    top = tl.maximum(m, in_log2(tl.max(z, axis=1), A, K))
+    base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN
+    z = in_log2(z, A, K) - base[:, None]
+    p = tl.exp2(z)
+    weight = tl.exp2(m - base)
+    if K.entropy:
+        t = weight * (t + weighed(s, m - base)) + tl.sum(weighed(p, z), axis=1)
+    s = s * weight + tl.sum(p, axis=1)
+    v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
+    o = tl.dot(p.to(v.dtype), v, o * weight[:, None], input_precision="ieee")
+    return top, s, t, o
 
 
 @triton.jit

@@ -11,6 +11,14 @@ Traffic: query, key, value, dO once a tile of the other length; delta, lse once 
 import triton
 import triton.language as tl
 
+from fused_softmax.kernels.attention_hidden import (
+    BITS,
+    bits_of,
+    keys_to_visit,
+    next_tile,
+    queries_to_visit,
+    tiles_seen,
+)
 from fused_softmax.kernels.attention_scores import (
     head_at,
     in_log2,
@@ -21,7 +29,7 @@ from fused_softmax.kernels.attention_scores import (
     scores_of,
     store_tile,
 )
-from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes, Tile
+from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Read, Sizes, Tile
 from fused_softmax.kernels.state import LOG2E, NEG_INF
 
 
@@ -108,20 +116,37 @@ def _keys_gradient(
 def over_queries(
     dk, dv, k, v, q_head, do_head, rows_of, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV with what queries from begin to end add. Tiles of scores are [keys, queries]."""
+    """dK and dV with what queries from begin to end add."""
+    BLOCK_M: tl.constexpr = K.block_m
+    if K.skips:
+        word, run, n = queries_to_visit(begin, end, first, place, A, S, K)
+        for i in tl.range(0, n):
+            tile, word = next_tile(word, i, run)
+            start = begin + tile * BLOCK_M
+            dk, dv = add_queries(dk, dv, k, v, q_head, do_head, rows_of, first, start, A, place, S, K, EDGE)
+    else:
+        for start in tl.range(begin, end, BLOCK_M):
+            dk, dv = add_queries(dk, dv, k, v, q_head, do_head, rows_of, first, start, A, place, S, K, EDGE)
+    return dk, dv
+
+
+@triton.jit
+def add_queries(
+    dk, dv, k, v, q_head, do_head, rows_of, first, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr
+):  # fmt: skip
+    """dK and dV with what the tile of queries from `start` on adds. Tiles of scores are [keys, queries]."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
-    for start in tl.range(begin, end, BLOCK_M):
-        q = load_tile(q_head, start, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
-        lse, delta = state_of(rows_of, start, S.n_queries, BLOCK_M)
-        T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
-        z, c = scores_of(k, q, T, A, place, S, K, EDGE, GUARD)
-        p = tl.exp2(in_log2(z, A, K) - lse[None, :])
-        do = load_tile(do_head, start, S.n_queries, BLOCK_M, K.value_dim, K.block_v)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
-        dk = tl.dot(before_cap(ds, c, A, K).to(q.dtype), q, dk, input_precision="ieee")
+    q = load_tile(q_head, start, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
+    lse, delta = state_of(rows_of, start, S.n_queries, BLOCK_M)
+    T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
+    z, c = scores_of(k, q, T, A, place, S, K, EDGE, GUARD)
+    p = tl.exp2(in_log2(z, A, K) - lse[None, :])
+    do = load_tile(do_head, start, S.n_queries, BLOCK_M, K.value_dim, K.block_v)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+    ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
+    dk = tl.dot(before_cap(ds, c, A, K).to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -163,22 +188,58 @@ def over_keys(
     K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dQ with what keys from begin to end add."""
+    BLOCK_N: tl.constexpr = K.block_n
+    if K.skips:
+        word, run, n = keys_to_visit(first, begin, end, place, A, S, K)
+        if K.stores_ds:
+            store_hidden(ds_ptr, row, first, begin, end, word, run, S, K)
+        for i in tl.range(0, n):
+            tile, word = next_tile(word, i, run)
+            start = begin + tile * BLOCK_N
+            dq = add_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K, EDGE)
+    else:
+        for start in tl.range(begin, end, BLOCK_N):
+            dq = add_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K, EDGE)
+    return dq
+
+
+@triton.jit
+def add_keys(
+    dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr
+):  # fmt: skip
+    """dQ with what the tile of keys from `start` on adds."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
+    k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
+    v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
+    T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
+    z, c = scores_of(q, k, T, A, place, S, K, EDGE, GUARD)
+    p = tl.exp2(in_log2(z, A, K) - lse[:, None])
+    ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+    if K.stores_ds:
+        store_ds(ds_ptr, ds, row, T, S)
+    return tl.dot(before_cap(ds, c, A, K).to(k.dtype), k, dq, input_precision="ieee")
+
+
+@triton.jit
+def store_ds(ds_ptr, ds, row, T, S):
+    """Of a tile of a head whose first query is the row-th."""
+    inside = (T.first + T.rows < S.n_queries) & (T.start + T.cols < S.n_keys)
+    at = ds_ptr + (row + T.first) * S.n_keys + T.start + (T.rows * S.n_keys + T.cols)
+    tl.store(at, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_hidden(ds_ptr, row, first, begin, end, word, run, S, K: tl.constexpr):
+    """0 in the tiles of keys from begin to end that have no bit, of which each stands for a run of tiles."""
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_N: tl.constexpr = K.block_n
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(begin, end, BLOCK_N):
-        k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
-        v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
-        T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
-        z, c = scores_of(q, k, T, A, place, S, K, EDGE, GUARD)
-        p = tl.exp2(in_log2(z, A, K) - lse[:, None])
-        ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
-        if K.stores_ds:
-            inside = (first + T.rows < S.n_queries) & (start + T.cols < S.n_keys)
-            at = ds_ptr + (row + first) * S.n_keys + start + (T.rows * S.n_keys + T.cols)
-            tl.store(at, ds.to(ds_ptr.dtype.element_ty), mask=inside)
-        dq = tl.dot(before_cap(ds, c, A, K).to(k.dtype), k, dq, input_precision="ieee")
-    return dq
+        if (word >> ((start - begin) // BLOCK_N // run).to(tl.int64)) & 1 == 0:
+            T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
+            store_ds(ds_ptr, zeros, row, T, S)
 
 
 @triton.jit
@@ -216,35 +277,28 @@ def _bias_gradient(
     n_steps = repeats[0] * repeats[1] * repeats[2] * repeats[3] * repeats[4]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     steps = tl.cdiv(n_steps, n_parts)
-    for step in tl.range(steps * part, tl.minimum(steps * (part + 1), n_steps)):
-        # Of the two, one is 0 wherever the other is not.
-        tile_n, left_over = step % repeats[4] + key_tile, step // repeats[4]
-        tile_m, left_over = left_over % repeats[3] + query_tile, left_over // repeats[3]
-        at_head, left_over = left_over % repeats[2] + head, left_over // repeats[2]
-        at_inner, at_outer = left_over % repeats[1] + inner, left_over // repeats[1] + outer
-        of_query = (at_outer * n_inner + at_inner) * n_heads + at_head
-        place = place_of(of_query, n_inner, n_heads)
-        first, start = tile_m * BLOCK_M, tile_n * BLOCK_N
-        seen = True
-        if K.right:
-            seen = seen & (start <= first + BLOCK_M - 1 + offset + right)
-        if K.left:
-            seen = seen & (start + BLOCK_N - 1 >= first + offset - left)
-        if seen:
-            q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
-            do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
-            k_head = Head(head_at(k_ptr, k_strides, place, place.head // group), k_strides[3])
-            v_head = Head(head_at(v_ptr, v_strides, place, place.head // group), v_strides[3])
-            q = load_tile(q_head, first, n_queries, BLOCK_M, K.head_dim, K.block_d)
-            k = load_tile(k_head, start, n_keys, BLOCK_N, K.head_dim, K.block_d)
-            v = load_tile(v_head, start, n_keys, BLOCK_N, K.value_dim, K.block_v)
-            do = load_tile(do_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
-            T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
-            z, _ = scores_of(q, k, T, A, place, S, K, True, K.ragged)
-            rows_of = OfRows(lse_ptr, delta_ptr, of_query.to(tl.int64) * n_queries)
-            lse, delta = state_of(rows_of, first, n_queries, BLOCK_M)
-            p = tl.exp2(in_log2(z, A, K) - lse[:, None])
-            total += p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+    begin, end = steps * part, tl.minimum(steps * (part + 1), n_steps)
+    rows_of = OfRows(lse_ptr, delta_ptr, 0)
+    R = Read(Head(q_ptr, q_strides), Head(k_ptr, k_strides), Head(v_ptr, v_strides), Head(do_ptr, do_strides), rows_of)
+    if K.skips:
+        for some in tl.range(begin, end, BITS):
+            every = some + tl.arange(0, BITS)
+            heads, rows, cols = tile_at(every, outer, inner, head, query_tile, key_tile, repeats, n_inner, n_heads, K)
+            inside = (every < end) & in_window(rows, cols, S, K)
+            word = tiles_seen(rows, cols, inside, place_of(heads, n_inner, n_heads), A, S, K)
+            for i in tl.range(0, bits_of(word)):
+                tile, word = next_tile(word, i, 1)
+                of_query, first, start = tile_at(
+                    some + tile, outer, inner, head, query_tile, key_tile, repeats, n_inner, n_heads, K
+                )
+                total = add_tile(total, of_query, first, start, n_inner, n_heads, group, R, A, S, K)
+    else:
+        for step in tl.range(begin, end):
+            of_query, first, start = tile_at(
+                step, outer, inner, head, query_tile, key_tile, repeats, n_inner, n_heads, K
+            )
+            if not (K.left or K.right) or in_window(first, start, S, K):
+                total = add_tile(total, of_query, first, start, n_inner, n_heads, group, R, A, S, K)
     dbias_ptr += part.to(tl.int64) * dbias_strides[0] + outer.to(tl.int64) * dbias_strides[1]
     dbias_ptr += inner.to(tl.int64) * dbias_strides[2] + head.to(tl.int64) * dbias_strides[3]
     rows, cols = query_tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -257,3 +311,47 @@ def _bias_gradient(
     else:
         at = rows.to(tl.int64)[:, None] * dbias_strides[4] + cols.to(tl.int64)[None, :] * dbias_strides[5]
         tl.store(dbias_ptr + at, total, mask=(rows < n_queries)[:, None] & (cols < n_keys)[None, :])
+
+
+@triton.jit
+def tile_at(step, outer, inner, head, query_tile, key_tile, repeats, n_inner, n_heads, K: tl.constexpr):
+    """(head of all, first query, first key) of a step, or of several; of each number and its step one is 0."""
+    tile_n, left_over = step % repeats[4] + key_tile, step // repeats[4]
+    tile_m, left_over = left_over % repeats[3] + query_tile, left_over // repeats[3]
+    at_head, left_over = left_over % repeats[2] + head, left_over // repeats[2]
+    at_inner, at_outer = left_over % repeats[1] + inner, left_over // repeats[1] + outer
+    of_query = (at_outer * n_inner + at_inner) * n_heads + at_head
+    return of_query, tile_m * K.block_m, tile_n * K.block_n
+
+
+@triton.jit
+def in_window(first, start, S, K: tl.constexpr):
+    """Whether causality and the window let some query of a tile see some key; of one tile, or of several."""
+    seen = start >= 0
+    if K.right:
+        seen = seen & (start <= first + K.block_m - 1 + S.offset + S.right)
+    if K.left:
+        seen = seen & (start + K.block_n - 1 >= first + S.offset - S.left)
+    return seen
+
+
+@triton.jit
+def add_tile(total, of_query, first, start, n_inner, n_heads, group, R, A, S, K: tl.constexpr):
+    """The sum of dS, with a tile of the head of queries of that number."""
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_N: tl.constexpr = K.block_n
+    place = place_of(of_query, n_inner, n_heads)
+    q_head = Head(head_at(R.q.ptr, R.q.stride, place, place.head), R.q.stride[3])
+    do_head = Head(head_at(R.do.ptr, R.do.stride, place, place.head), R.do.stride[3])
+    k_head = Head(head_at(R.k.ptr, R.k.stride, place, place.head // group), R.k.stride[3])
+    v_head = Head(head_at(R.v.ptr, R.v.stride, place, place.head // group), R.v.stride[3])
+    q = load_tile(q_head, first, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
+    k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d)
+    v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v)
+    do = load_tile(do_head, first, S.n_queries, BLOCK_M, K.value_dim, K.block_v)
+    T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
+    z, _ = scores_of(q, k, T, A, place, S, K, True, K.ragged)
+    rows_of = OfRows(R.rows.lse_ptr, R.rows.delta_ptr, of_query.to(tl.int64) * S.n_queries)
+    lse, delta = state_of(rows_of, first, S.n_queries, BLOCK_M)
+    p = tl.exp2(in_log2(z, A, K) - lse[:, None])
+    return total + p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])

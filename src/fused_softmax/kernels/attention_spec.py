@@ -14,8 +14,10 @@ class AttentionSpec:
 
     block_d, block_v: powers of two that hold these. left, right: whether the window has a bound there. ragged: whether
     the last tile of keys has fewer. mask: NO_MASK, BOOL_MASK or ADDED_MASK; mask_rows, bias_rows: whether it differs
-    between queries. folds: whether scores are query times key times a positive scale, so that the scale is taken in the
-    exponent. dtype: of the inputs.
+    between queries. skips: whether tiles that the mask hides whole are found first, so that nothing of them is read;
+    mask_vector: keys of a mask that are then read as one number, 1 or 8.
+    folds: whether scores are query times key times a positive scale, so that the scale is taken in the exponent.
+    dtype: of the inputs.
     entropy, row_max: what the forward kernel stores beside lse. stores_ds: whether the kernel of dQ stores dS.
     held: whether the bias is the same for all batches, and kept; `bias` is then False.
     Where keys are cut into parts: lanes and block_r, powers of two that hold the parts and the rows of a head of keys;
@@ -34,6 +36,8 @@ class AttentionSpec:
     ragged: bool = True
     mask: int = NO_MASK
     mask_rows: bool = True
+    skips: bool = False
+    mask_vector: int = 1
     bias: bool = False
     bias_rows: bool = True
     alibi: bool = False
@@ -87,6 +91,16 @@ class OfRows(NamedTuple):
     lse_ptr: Any
     delta_ptr: Any
     first: Any
+
+
+class Read(NamedTuple):
+    """What the gradient of a bias is made of: heads that begin at the first batch's, with strides of all dims."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    rows: Any
 
 
 class Sizes(NamedTuple):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.attention_grad import state_of
+from fused_softmax.kernels.attention_hidden import next_tile, queries_to_visit
 from fused_softmax.kernels.attention_scores import head_at, in_log2, load_tile, place_of, queries_that_see, scores_of
 from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Sizes, Tile
 
@@ -33,11 +34,25 @@ def _column_sums(
     rows_of = OfRows(lse_ptr, lse_ptr, number.to(tl.int64) * n_queries)
     sums = tl.zeros([BLOCK_N], tl.float32)
     begin, end = queries_that_see(first, S, K)
-    for start in tl.range(begin, end, BLOCK_M):
-        q = load_tile(q_head, start, n_queries, BLOCK_M, K.head_dim, K.block_d)
-        lse, _ = state_of(rows_of, start, n_queries, BLOCK_M)
-        T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
-        z, _ = scores_of(k, q, T, A, place, S, K, True, K.ragged)
-        sums += tl.sum(tl.exp2(in_log2(z, A, K) - lse[None, :]), axis=1)
+    if K.skips:
+        word, run, n = queries_to_visit(begin, end, first, place, A, S, K)
+        for i in tl.range(0, n):
+            tile, word = next_tile(word, i, run)
+            sums += sums_of(k, q_head, rows_of, first, begin + tile * BLOCK_M, A, place, S, K)
+    else:
+        for start in tl.range(begin, end, BLOCK_M):
+            sums += sums_of(k, q_head, rows_of, first, start, A, place, S, K)
     cols = first + tl.arange(0, BLOCK_N)
     tl.store(sums_ptr + number.to(tl.int64) * n_keys + cols, sums, mask=cols < n_keys)
+
+
+@triton.jit
+def sums_of(k, q_head, rows_of, first, start, A, place, S, K: tl.constexpr):
+    """What the tile of queries from `start` on adds."""
+    BLOCK_M: tl.constexpr = K.block_m
+    BLOCK_N: tl.constexpr = K.block_n
+    q = load_tile(q_head, start, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
+    lse, _ = state_of(rows_of, start, S.n_queries, BLOCK_M)
+    T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
+    z, _ = scores_of(k, q, T, A, place, S, K, True, K.ragged)
+    return tl.sum(tl.exp2(in_log2(z, A, K) - lse[None, :]), axis=1)

@@ -26,6 +26,7 @@ from fused_softmax.plan.attention import Tiles, padded, plan_attention
 from fused_softmax.runner import TLDTYPES
 
 _MOST_STRIDE = 2**23  # of the rows of a tile, whose offsets have 32 bits
+_WORD = 8  # bytes of a mask that are looked at together
 
 Ready = Callable[[Tensor], Tensor]
 
@@ -131,14 +132,28 @@ class _Call:
         mask, how = given.attn_mask, self.how
         kind = NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK
         slopes, bias = given.alibi_slopes is not None, given.bias is not None
+        mask_rows = mask is None or self.strides["mask"][3] != 0
+        skips, vector = self._skipping(mask, mask_rows)
         folds = kind != ADDED_MASK and not (bias or slopes) and how.softcap is None and how.scale > 0
         return AttentionSpec(
             block_m=0, block_n=0, head_dim=self.head_dim, value_dim=self.value_dim, block_d=padded(self.head_dim),
             block_v=padded(self.value_dim), dtype=TLDTYPES[self.dtype], left=self._left is not None,
-            right=self._right is not None, mask=kind, mask_rows=mask is None or self.strides["mask"][3] != 0,
-            bias=bias, bias_rows=not bias or self.strides["bias"][3] != 0, alibi=slopes,
-            softcap=how.softcap is not None, sinks=given.sinks is not None, folds=folds,
+            right=self._right is not None, mask=kind, mask_rows=mask_rows, skips=skips, mask_vector=vector, bias=bias,
+            bias_rows=not bias or self.strides["bias"][3] != 0, alibi=slopes, softcap=how.softcap is not None,
+            sinks=given.sinks is not None, folds=folds,
         )  # fmt: skip
+
+    def _skipping(self, mask: Tensor | None, rows: bool) -> tuple[bool, int]:
+        """Whether tiles that the mask hides whole are found, and how many keys are looked at together.
+
+        rows: whether it differs between queries. It is then looked at 8 bytes at a time, since single ones take long.
+        """
+        strides = self.strides["mask"]
+        if mask is None or strides[4] != 1:
+            return False, 1
+        address = 0 if "mask" in self.ready else mask.data_ptr()
+        fits = mask.dtype == torch.bool and not any(each % _WORD for each in (*strides[:4], self.n_keys, address))
+        return fits or not rows, _WORD if fits else 1
 
     @property
     def _unaligned(self) -> bool:

@@ -26,7 +26,8 @@ def prepare_decode(c: Any, tensors: Sequence[Tensor | None], scalars: tuple) -> 
     if plan is None:
         return None
     programs = groups * plan.parts
-    fields = {"lanes": plan.lanes, "block_r": plan.block_r, "chunk": plan.chunk}
+    skips = c.spec.skips and not (c.spec.mask_rows or c.strides["mask"][2])  # rows are of several queries and heads
+    fields = {"lanes": plan.lanes, "block_r": plan.block_r, "chunk": plan.chunk, "skips": skips}
     tensors = tensors[:-2]
     if plan.parts == 1:
         return c.prepare(_decode, programs, plan.tiles, (*tensors, None, None), (*scalars, plan.parts), **fields)

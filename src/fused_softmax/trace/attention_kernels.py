@@ -107,8 +107,16 @@ ATTENTION = (
                     unused=("t",),
                 ),
                 "visit": Told(
+                    {"keys": "for start in"},
+                    row="first + rows",
+                    silent=("BLOCK_N", "m, s, t, o = add_keys", "return m, s, t, o"),
+                    unused=("t", "EDGE"),
+                    state=True,
+                    tiles={"o": Tile("o", "first + rows")},
+                ),
+                "add_keys": Told(
                     {
-                        "keys": "for start in",
+                        "keys": "k = load_tile",
                         "scores": "T = Tile",
                         "maximum": "top = ",
                         "weights": "base = ",
@@ -127,7 +135,7 @@ ATTENTION = (
                         "o = tl.dot": "The old output, corrected as the sum is, and this block's values by their "
                         "weights.",
                     },
-                    silent=("BLOCK_N", "GUARD", "T = Tile", "base = ", "return m, s, t, o"),
+                    silent=("BLOCK_N", "GUARD", "T = Tile", "base = ", "return top, s, t, o"),
                     unused=("t", "EDGE", "S.n_keys", "_"),
                     state=True,
                     tiles={"o": Tile("o", "first + rows")},
