@@ -17,7 +17,8 @@ LEAST_LENGTH = 128  # of queries and keys; the shortest that was timed is 197, a
 class Entry:
     """A pass that cuDNN takes on GPUs of a compute capability, of 16-bit heads with more than `above` dims.
 
-    most_dim: of such a head. below: queries that are too many for it; None for any number. note: what was measured.
+    most_dim: of such a head. below: queries that are too many for it; None for any number. least: queries that it takes
+    at least. note: what was measured.
     Forward and backward are chosen each by itself, because output and lse are all that goes from one to the other.
     """
 
@@ -27,6 +28,7 @@ class Entry:
     most_dim: int
     below: int | None
     note: str
+    least: int = 0
 
 
 # One H200, bf16, torch 2.11; us of ours and of cuDNN's (docs/attention.md).
@@ -34,7 +36,10 @@ ENTRIES = (
     Entry("forward", (9, 0), 48, 64, 4096, "causal 16 x 16 x 1024 x 64: 118 us, cuDNN 107; 64 x 12 x 197 x 64: 52, 47; "
                                            "8 x 16 x 4096 x 64: 650, 637, full 1078, 1151; of 48 dims 16 x 8 x 1000: "
                                            "61 and 61, of 32 dims 64 x 12 x 197: 43 and 46"),
-    Entry("backward", (9, 0), 64, 128, None, "causal 4 x 32 x 4096 x 128: 2945 us, cuDNN 2808; full: 5620 and 5556"),
+    Entry("backward", (9, 0), 64, 96, None, "causal 8 x 16 x 1001 x 96: 319 us, cuDNN 336, so shorter ones stay; "
+                                            "longer ones as at 128 dims, not timed", least=2048),
+    Entry("backward", (9, 0), 96, 128, None, "causal 4 x 32 x 4096 x 128: 3479 us, cuDNN 3179; full: 6037 and 5530; in "
+                                             "another run 2945 and 2808, 5620 and 5556"),
 )  # fmt: skip
 
 
@@ -77,14 +82,16 @@ def entry_of(
     """The entry by which this pass of plain attention goes to cuDNN; None if the kernels of this package compute it.
 
     >>> from fused_softmax.plan import H200
-    >>> entry_of("backward", 64, 64, 2, 4096, 4096, H200).most_dim
-    64
+    >>> entry_of("backward", 128, 128, 2, 4096, 4096, H200).most_dim
+    128
+    >>> entry_of("backward", 96, 96, 2, 1001, 1001, H200) is None
+    True
     """
     if itemsize != 2 or head_dim != value_dim or min(n_queries, n_keys) < LEAST_LENGTH or device.backend != "cuda":
         return None
     for entry in ENTRIES:
         of_device = (entry.which, entry.capability) == (which, device.capability)
-        short = entry.below is None or n_queries < entry.below
-        if of_device and short and entry.above < head_dim <= entry.most_dim:
+        fits = n_queries >= entry.least and (entry.below is None or n_queries < entry.below)
+        if of_device and fits and entry.above < head_dim <= entry.most_dim:
             return entry
     return None
