@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import BF16, FP16, FP64, assert_attention
+from hopper_cases import given, on_hopper, watched
 
 import fused_softmax
 from fused_softmax import reference_attention
-from fused_softmax.ops import attention_hopper, attention_hopper_bias
+from fused_softmax.ops import attention_hopper_bias
 from fused_softmax.plan import H200
 from fused_softmax.plan.attention_hopper import most_work, plan_hopper, shift_of
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90")
 OPTIONS = {
     "full": {},
     "causal": {"is_causal": True},
@@ -30,41 +29,13 @@ PLAIN_OPTIONS = [option for option in OPTIONS if "softcap" not in option]
 @pytest.fixture
 def taken(monkeypatch):
     """Whether each call that was prepared went to these kernels."""
-    found, prepare = [], attention_hopper.prepare_forward
-
-    def spy(*given):
-        found.append(prepare(*given))
-        return found[-1]
-
-    monkeypatch.setattr(attention_hopper, "prepare_forward", spy)
-    return found
+    return watched(monkeypatch, "prepare_forward")
 
 
 @pytest.fixture
 def gradients_taken(monkeypatch):
     """As `taken`, of the two kernels of the gradients."""
-    found = []
-
-    def watch(name, prepare):
-        def spy(*given):
-            found.append(prepare(*given))
-            return found[-1]
-
-        monkeypatch.setattr(attention_hopper, name, spy)
-
-    watch("prepare_keys", attention_hopper.prepare_keys)
-    watch("prepare_queries", attention_hopper.prepare_queries)
-    return found
-
-
-def given(n_queries, n_keys, dim, dtype, heads=2, key_heads=2):
-    """Tensors laid out as [batch, length, heads, dim], with NaN after the last row."""
-    found = []
-    for n, each in ((n_queries, heads), (n_keys, key_heads), (n_keys, key_heads)):
-        memory = torch.full((2, n + 128, each, dim), float("nan"), device="cuda", dtype=dtype)
-        memory[:, :n] = 1.5 * torch.randn(2, n, each, dim, device="cuda")
-        found.append(memory[:, :n].transpose(1, 2))
-    return found
+    return watched(monkeypatch, "prepare_keys", "prepare_queries")
 
 
 def assert_near(q, k, v, **options):
