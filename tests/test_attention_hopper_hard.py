@@ -41,13 +41,16 @@ def assert_near(q, k, v, **options):
         y = of(*leaves, **options, return_lse=True, **({"deterministic": True} if dtype == BF16 else {}))
         results += [y.output, y.lse, *torch.autograd.grad(y.output, leaves, do.to(dtype))]
     q, k, v, do = (each.double() for each in (q, k, v, do))
+    torch.testing.assert_close(found[1].double(), exact[1], atol=1e-4, rtol=1e-5)
     rounding = 2**-18 * (do.abs() @ v.abs().mT).max()
-    roundings = [0, 0, rounding * k.abs().max(), rounding * q.abs().sum(-2).max(), 0]
-    names = "output", "lse", "dq", "dk", "dv"
-    for name, each, truth, slack in zip(names, found, exact, roundings, strict=True):
+    allowed = {
+        "output": (0, 2**-6), "lse": (0, 2**-6), "dq": (rounding * k.abs().max(), 2**-4),
+        "dk": (rounding * q.abs().sum(-2).max(), 2**-4), "dv": (0, 2**-6),
+    }  # fmt: skip
+    for (name, (slack, share)), each, truth in zip(allowed.items(), found, exact, strict=True):
         assert each.isfinite().all(), name
-        off = (each.double() - truth.double()).abs().max()
-        assert off <= slack + 2**-6 * truth.abs().max(), f"{name}: {off:.3g} off, of {truth.abs().max():.3g}"
+        off, size = (each.double() - truth.double()).abs().max(), truth.abs().max()
+        assert off <= slack + share * size, f"{name}: {off:.3g} off, of {size:.3g}"
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (350, 350)}], ids=str)
