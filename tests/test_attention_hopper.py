@@ -89,6 +89,32 @@ def test_gradients_of_more_tiles_than_programs(gradients_taken, dim, options):
     assert None not in gradients_taken
 
 
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("option", PLAIN_OPTIONS)
+@pytest.mark.parametrize("of_batches", [False, True])
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("lengths", [(200, 264), (383, 320), (129, 700)], ids=str)
+def test_alibi(taken, gradients_taken, lengths, dim, of_batches, option):
+    """Slopes of heads that share keys, of each batch or of all; one is 0."""
+    slopes = torch.tensor([[0.5, 0.0, 0.25, 0.01], [1.0, 0.125, 0.0, 0.3]], device="cuda")
+    slopes = slopes if of_batches else slopes[0]
+    q, k, v = given(*lengths, dim, BF16, heads=4)
+    assert_attention(q, k, v, enable_gqa=True, alibi_slopes=slopes, **OPTIONS[option])
+    assert None not in gradients_taken
+    assert None not in taken or dim == 64  # where what is narrow goes to the plain kernel
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("beside", ["bias", "softcap", "strided slopes"])
+def test_alibi_beside_others_goes_to_the_plain_kernels(gradients_taken, beside):
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda")[:: 2 if beside == "strided slopes" else 1][:2]
+    options = {"bias": {"bias": torch.zeros(192, 192, device="cuda", dtype=BF16)}, "softcap": {"softcap": 5.0}}
+    assert_attention(*given(192, 192, 64, BF16), alibi_slopes=slopes, **options.get(beside, {}))
+    assert set(gradients_taken) == {None}
+
+
 BIASES = {"heads": (1, 4), "batches and heads": (2, 4), "shared": ()}
 
 
@@ -254,6 +280,9 @@ def test_which_calls_are_taken():
     assert plan_hopper(256, 128, 2, 4096, H200, "keys") is None
     assert plan_hopper(128, 128, 2, 4096, H200, softcap=True) is not None
     assert plan_hopper(128, 128, 2, 4096, H200, bias=True, softcap=True) is None
+    assert plan_hopper(128, 128, 2, 4096, H200, alibi=True) is not None
+    assert plan_hopper(128, 128, 2, 4096, H200, bias=True, alibi=True) is None
+    assert plan_hopper(128, 128, 2, 4096, H200, "queries", alibi=True).block == 64
     assert plan_hopper(64, 64, 2, 8192, H200, left=True, window=128) is None
     assert plan_hopper(128, 128, 2, 8192, H200, left=True, window=128) is not None
     assert plan_hopper(64, 64, 2, 8192, H200, left=True, window=1024) is not None

@@ -14,6 +14,9 @@ from fused_softmax.plan import H200
 from fused_softmax.plan.attention_hopper import plan_hopper
 
 pytestmark = pytest.mark.compiles
+# Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries, and one of large
+# queries with a window or, by Triton 3.9, with slopes.
+STACK_OF_KEYS, STACK_OF_LARGE, STACK_OF_SLOPES = 104, 64, 112
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 KINDS = {
     "full": {"ragged": False},
@@ -21,6 +24,8 @@ KINDS = {
     "window and sinks": {"left": True, "right": True, "sinks": True},
     "causal softcap": {"right": True, "softcap": True},
     "bias": {"ragged": False, "bias": True, "bias_heads": 1},
+    "causal ALiBi": {"right": True, "alibi": True},
+    "window and ALiBi": {"left": True, "alibi": True, "slope_batches": 1},
     "causal bias": {"right": True, "bias": True, "bias_batches": 1, "bias_heads": 1},
 }
 
@@ -47,7 +52,8 @@ def compiled(kernel, spec, types):
 def test_forward(dim, length, dtype, kind):
     bias = "bias" in KINDS[kind]
     softcap = "softcap" in KINDS[kind]
-    plan = plan_hopper(dim, dim, 2, length, H200, left="left" in KINDS[kind], bias=bias, softcap=softcap)
+    alibi = "alibi" in KINDS[kind]
+    plan = plan_hopper(dim, dim, 2, length, H200, left="left" in KINDS[kind], bias=bias, softcap=softcap, alibi=alibi)
     if plan is None:
         assert (dim, bias) == (256, True)
         return
@@ -61,18 +67,14 @@ def test_forward(dim, length, dtype, kind):
             "q_map": tiled(dtype, 1, 1, ROWS, dim), "k_map": tiled(dtype, 1, 1, plan.block, dim),
             "v_map": tiled(dtype, 1, 1, plan.block, dim), "o_map": tiled(dtype, 1, ROWS, dim),
             "bias_map": tiled(dtype, 1, 1, ROWS, plan.block) if bias else None,
-            "sinks_ptr": "*fp32" if spec.sinks else None, "lse_ptr": "*fp32",
+            "sinks_ptr": "*fp32" if spec.sinks else None, "slopes_ptr": "*fp32" if spec.alibi else None,
+            "lse_ptr": "*fp32",
         },
     )  # fmt: skip
     assert set(SIZES) < set(_attention_hopper.arg_names)
-    assert binary.stack_bytes == 0
+    assert binary.stack_bytes <= (STACK_OF_LARGE if alibi and dim > 128 else 0)
     assert binary.ptx.count("wgmma.mma_async") >= 2 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024
-
-
-# Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries, and one of large
-# queries with a window.
-STACK_OF_KEYS, STACK_OF_LARGE = 104, 64
 
 
 @pytest.mark.parametrize("kernel", ["keys", "keys and dS", "queries"])
@@ -84,7 +86,8 @@ def test_gradients(dim, dtype, kind, kernel):
     if stores_ds and "bias" not in options:
         return
     plan = plan_hopper(
-        dim, dim, 2, 4096, H200, kernel.split()[0], "left" in options, "bias" in options, None, "softcap" in options
+        dim, dim, 2, 4096, H200, kernel.split()[0], "left" in options, "bias" in options, None, "softcap" in options,
+        "alibi" in options,
     )  # fmt: skip
     if plan is None:
         assert (dim, "bias" in options) == (256, True)
@@ -96,10 +99,11 @@ def test_gradients(dim, dtype, kind, kernel):
     mine, by, into = tiled(dtype, 1, 1, ROWS, dim), tiled(dtype, 1, 1, plan.block, dim), tiled(dtype, 1, ROWS, dim)
     of_bias = (plan.block, ROWS) if of_keys else (ROWS, plan.block)
     bias_map = {"bias_map": tiled(dtype, 1, 1, *of_bias) if spec.bias else None}
+    slopes = {"slopes_ptr": "*fp32" if spec.alibi else None}
     if of_keys:
         rows = f"tensordesc<fp32{[1, plan.block]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
         types = {"q_map": by, "k_map": mine, "v_map": mine, "do_map": by, "rows_map": rows, "dk_map": into}
-        types["dv_map"] = into
+        types |= {"dv_map": into, **slopes}
         if plan.wide:
             binary = compiled(_keys_gradient_wide, spec, types)
         else:
@@ -107,10 +111,12 @@ def test_gradients(dim, dtype, kind, kernel):
             binary = compiled(_keys_gradient_hopper, spec, types)
     else:
         types = {"q_map": mine, "k_map": by, "v_map": by, "do_map": mine, "rows_ptr": "*fp32", "dq_map": into}
+        types |= slopes
         if plan.wide:
             binary = compiled(_queries_gradient_wide, spec, types)
         else:
             binary = compiled(_queries_gradient_hopper, spec, types | bias_map)
-    assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else STACK_OF_LARGE if plan.wide else 0)
+    large = (STACK_OF_SLOPES if "alibi" in options else STACK_OF_LARGE) if plan.wide else 0
+    assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else large)
     assert binary.ptx.count("wgmma.mma_async") >= 3 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024

@@ -22,7 +22,9 @@ from fused_softmax.kernels.attention_hopper_parts import (
     next_turn,
     ring,
     seen_by_all,
+    slope_of,
     turns,
+    with_alibi,
     with_bias,
     work_at,
 )
@@ -46,7 +48,7 @@ SIZES = ["n_heads", "group", "n_queries", "n_keys", "left", "right", "offset", "
 
 @jit(do_not_specialize=SIZES)
 def _attention_hopper(
-    q_map, k_map, v_map, bias_map, sinks_ptr, o_map, lse_ptr,
+    q_map, k_map, v_map, bias_map, sinks_ptr, slopes_ptr, o_map, lse_ptr,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, cap,
     K: gl.constexpr,
 ):  # fmt: skip
@@ -65,15 +67,15 @@ def _attention_hopper(
     if K.consumers == 2:
         gl.warp_specialize([
             (_load, (q_map, k_map, v_map, bias_map, q, k, v, b, S, K)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 0)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 1)),
+            (_attend, (sinks_ptr, slopes_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 0)),
+            (_attend, (sinks_ptr, slopes_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 1)),
         ], [4, 4], [R, R])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_map, k_map, v_map, bias_map, q, k, v, b, S, K)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 0)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 1)),
-            (_attend, (sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 2)),
+            (_attend, (sinks_ptr, slopes_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 0)),
+            (_attend, (sinks_ptr, slopes_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 1)),
+            (_attend, (sinks_ptr, slopes_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K, 2)),
         ], [4, 4, 4], [R, R, R])  # fmt: skip
 
 
@@ -119,7 +121,9 @@ def _hide(s, tile, rows, S, K: gl.constexpr):
 
 
 @jit
-def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.constexpr, ME: gl.constexpr):
+def _attend(
+    sinks_ptr, slopes_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.constexpr, ME: gl.constexpr
+):  # fmt: skip
     """The output of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_V: gl.constexpr = K.block_v
@@ -130,7 +134,7 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.const
     OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     dtype: gl.constexpr = o_map.dtype
     unit = scale
-    if K.bias or K.softcap:
+    if K.bias or K.softcap or K.alibi:
         unit = 1.0  # of scores that are scaled already
     no_scores = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
     if K.in_turn and K.consumers == ME + 1:
@@ -142,6 +146,7 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.const
         rows = first + gl.arange(0, _ROWS, OF_ROWS)
         begin, end = keys_seen(work.first, S, K)
         low, cut = seen_by_all(first, S, K)
+        slope = slope_of(slopes_ptr, work.batch, work.head, S, K)
         mbarrier.wait(q.full.index(0), turn & 1)
         queries = q.tiles.index(ME)
         full(k, count, K.stages)
@@ -157,6 +162,8 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.const
         emptied(k, count, K.stages)
         if K.softcap:
             s, _ = capped(s, scale, cap)
+        if K.alibi:
+            s = with_alibi(s, scale, slope, first + S.offset, (end - 1) * BLOCK)
         if K.edge:
             at_edge = (end * BLOCK > cut) | ((end - 1) * BLOCK < low)
             if at_edge:
@@ -183,6 +190,8 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, b, o, scale, cap, S, K: gl.const
             emptied(k, count, K.stages)
             if K.softcap:
                 s, _ = capped(s, scale, cap)
+            if K.alibi:
+                s = with_alibi(s, scale, slope, first + S.offset, (end - 1 - i) * BLOCK)
             if K.edge:
                 at_edge = ((end - i) * BLOCK > cut) | ((end - 1 - i) * BLOCK < low)
                 if at_edge:

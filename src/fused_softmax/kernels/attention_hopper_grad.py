@@ -23,12 +23,14 @@ from fused_softmax.kernels.attention_hopper_parts import (
     rows_of_head,
     seen_by_all,
     send,
+    slope_of,
     state_at,
     tiles_of,
     turns,
     visible_by_keys,
     visible_by_queries,
     weights_of,
+    with_alibi,
     with_bias,
     work_at,
 )
@@ -49,7 +51,7 @@ _ROWS = gl.constexpr(ROWS)
 
 @jit(do_not_specialize=[*SIZES, "first_head", "heads"])
 def _keys_gradient_hopper(
-    q_map, k_map, v_map, bias_map, do_map, rows_map, dk_map, dv_map, ds_map,
+    q_map, k_map, v_map, bias_map, slopes_ptr, do_map, rows_map, dk_map, dv_map, ds_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads, scale,
     rate, cap, K: gl.constexpr,
 ):  # fmt: skip
@@ -71,8 +73,8 @@ def _keys_gradient_hopper(
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_keys, (q_map, k_map, v_map, bias_map, do_map, rows_map, q, k, v, b, do, lse, delta, S, K)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K, 0)),
-        (_sum_for_keys, (dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K, 1)),
+        (_sum_for_keys, (slopes_ptr, dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K, 0)),
+        (_sum_for_keys, (slopes_ptr, dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -112,7 +114,8 @@ def _load_for_keys(
 
 @jit
 def _sum_for_keys(
-    dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
+    slopes_ptr, dk_map, dv_map, q, k, v, b, do, lse, delta, kept, scale, rate, cap, S,
+    K: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of the ME-th _ROWS keys of each tile."""
     BLOCK_D: gl.constexpr = K.block_d
@@ -135,7 +138,8 @@ def _sum_for_keys(
         my_turn(ME)
         for of_group in range(S.group):
             head = (work.head - S.first_head) * S.group + of_group
-            at = Kept(kept.ds_map, kept.tiles, work.batch, head, first)
+            slope = slope_of(slopes_ptr, work.batch, work.head * S.group + of_group, S, K)
+            at = Kept(kept.ds_map, kept.tiles, work.batch, head, first, slope)
             if K.right:
                 dk, dv = _add_queries(
                     dk, dv, count - begin, begin, high, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, True
@@ -183,6 +187,9 @@ def _add_queries(
         if K.bias:
             p = gl.exp2(with_bias(s, b, stage, rate, K, ME) - of_rows)
             of_scores = p
+        elif K.alibi:
+            p = gl.exp2(with_alibi(s, rate, kept.slope, kept.first, i * BLOCK + S.offset) - of_rows)
+            of_scores = p
         else:
             p, of_scores = weights_of(s, of_rows, rate, cap, K)
         if EDGE:
@@ -208,7 +215,7 @@ def _add_queries(
 
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_hopper(
-    q_map, k_map, v_map, bias_map, do_map, rows_ptr, dq_map,
+    q_map, k_map, v_map, bias_map, slopes_ptr, do_map, rows_ptr, dq_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
@@ -222,8 +229,8 @@ def _queries_gradient_hopper(
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 0)),
-        (_sum_for_queries, (rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 1)),
+        (_sum_for_queries, (slopes_ptr, rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 0)),
+        (_sum_for_queries, (slopes_ptr, rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -250,7 +257,7 @@ def _load_for_queries(q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, 
 
 @jit
 def _sum_for_queries(
-    rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
+    slopes_ptr, rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
 ):  # fmt: skip
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
@@ -272,6 +279,7 @@ def _sum_for_queries(
         lse, delta = state_at(rows_ptr, work.number, queries, padded)
         begin, end = keys_seen(work.first, S, K)
         low, cut = seen_by_all(first, S, K)
+        slope = slope_of(slopes_ptr, work.batch, work.head, S, K)
         dq = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_Q)
         full(q, turn, 1)
         my_q, my_do = q.tiles.index(ME), do.index(ME)
@@ -285,6 +293,8 @@ def _sum_for_queries(
             s = warpgroup_mma_wait(1, (s,))
             if K.bias:
                 p = gl.exp2(with_bias(s, b, stage, rate, K, ME) - lse[:, None])
+            elif K.alibi:
+                p = gl.exp2(with_alibi(s, rate, slope, first + S.offset, i * BLOCK) - lse[:, None])
             else:
                 _, p = weights_of(s, lse[:, None], rate, cap, K)
             if K.edge:

@@ -240,6 +240,23 @@ def with_bias(s, b, stage, scale, K: gl.constexpr, ME: gl.constexpr):
 
 
 @jit
+def slope_of(slopes_ptr, batch, head, S, K: gl.constexpr):
+    """Of a head, in units of log 2; 0 without slopes."""
+    if K.alibi:
+        return gl.load(slopes_ptr + batch * (K.slope_batches * S.n_heads) + head).to(gl.float32) * LOG2E
+    else:
+        return 0.0
+
+
+@jit
+def with_alibi(s, scale, slope, row, col):
+    """Scaled scores less slope times distance, in units of log 2. row, col: places of the first, of queries or keys."""
+    rows = (row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))).to(gl.float32)
+    cols = (col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))).to(gl.float32)
+    return s * scale - slope * gl.abs(rows[:, None] - cols[None, :])
+
+
+@jit
 def capped(s, rate, cap):
     """(cap tanh(x), the derivative of tanh(x)), where s rate is 2 x in units of log 2.
 

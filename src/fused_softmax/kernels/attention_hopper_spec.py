@@ -17,6 +17,7 @@ class HopperSpec:
     their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by. bias: whether there is one;
     bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast. stores_ds: whether the
     kernel of dK and dV also stores dS, of which the bias's gradient is a sum. softcap: whether scores are capped.
+    alibi: whether there are slopes, but neither a bias nor a softcap; slope_batches: 1 where batches have their own.
     """
 
     consumers: int
@@ -37,6 +38,8 @@ class HopperSpec:
     bias_heads: int = 0
     stores_ds: bool = False
     softcap: bool = False
+    alibi: bool = False
+    slope_batches: int = 0
 
     @property
     def block_m(self):
@@ -79,7 +82,7 @@ class Ring(NamedTuple):
 class Kept(NamedTuple):
     """Where dS goes, and a tile in shared memory for each consumer that it leaves by.
 
-    batch, head: of a tile, the head among those that are kept. first: its first key.
+    batch, head: of a tile, the head among those that are kept. first: its first key. slope: of the head, for ALiBi.
     """
 
     ds_map: Any
@@ -87,6 +90,7 @@ class Kept(NamedTuple):
     batch: Any = 0
     head: Any = 0
     first: Any = 0
+    slope: Any = 0
 
 
 class Work(NamedTuple):

@@ -22,12 +22,14 @@ from fused_softmax.kernels.attention_hopper_parts import (
     rows_of_head,
     seen_by_all,
     send,
+    slope_of,
     state_at,
     tiles_of,
     turns,
     visible_by_keys,
     visible_by_queries,
     weights_of,
+    with_alibi,
     work_at,
 )
 from fused_softmax.kernels.attention_hopper_spec import ROWS, Sizes
@@ -46,7 +48,7 @@ _HANDED = gl.constexpr(2)  # tiles of weights, so that the first warpgroup runs 
 
 @jit(do_not_specialize=SIZES)
 def _keys_gradient_wide(
-    q_map, k_map, v_map, do_map, rows_map, dk_map, dv_map,
+    q_map, k_map, v_map, slopes_ptr, do_map, rows_map, dk_map, dv_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
@@ -65,7 +67,7 @@ def _keys_gradient_wide(
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_keys, (q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delta, S, K)),
-        (_sum_values, (dv_map, q, k, do, lse, handed, rate, cap, S, K)),
+        (_sum_values, (slopes_ptr, dv_map, q, k, do, lse, handed, rate, cap, S, K)),
         (_sum_keys, (dk_map, q, v, do, delta, handed, scale, S, K)),
     ], [4, 4], [R, R])  # fmt: skip
 
@@ -97,7 +99,7 @@ def _load_for_keys(q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delt
 
 
 @jit
-def _sum_values(dv_map, q, k, do, lse, handed, rate, cap, S, K: gl.constexpr):
+def _sum_values(slopes_ptr, dv_map, q, k, do, lse, handed, rate, cap, S, K: gl.constexpr):
     """dV, and the weights that the other warpgroup takes. Tiles of scores are [keys, queries]."""
     STAGES: gl.constexpr = K.stages
     BLOCK: gl.constexpr = K.block
@@ -115,13 +117,19 @@ def _sum_values(dv_map, q, k, do, lse, handed, rate, cap, S, K: gl.constexpr):
         high, low = hidden_queries(work.first, begin, end, S, K)
         dv = gl.zeros([_ROWS, BLOCK_V], gl.float32, OF_V)
         full(k, turn, 1)
-        for _ in range(S.group):
+        for of_group in range(S.group):
+            slope = slope_of(slopes_ptr, work.batch, work.head * S.group + of_group, S, K)
             for i in range(begin, end):
                 stage = count % STAGES
                 full(q, count, STAGES)
                 s = warpgroup_mma(keys, q.tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, (s,))
-                p, handed_p = weights_of(s, lse.index(stage).load(OF_QUERIES)[None, :], rate, cap, K)
+                of_rows = lse.index(stage).load(OF_QUERIES)[None, :]
+                if K.alibi:
+                    p = gl.exp2(with_alibi(s, rate, slope, work.first, i * BLOCK + S.offset) - of_rows)
+                    handed_p = p
+                else:
+                    p, handed_p = weights_of(s, of_rows, rate, cap, K)
                 emptied(q, count, STAGES)
                 if K.left or K.right:
                     at_edge = (i < high) | (i >= low)
@@ -181,7 +189,7 @@ def _sum_keys(dk_map, q, v, do, delta, handed, scale, S, K: gl.constexpr):
 
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_wide(
-    q_map, k_map, v_map, do_map, rows_ptr, dq_map,
+    q_map, k_map, v_map, slopes_ptr, do_map, rows_ptr, dq_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
@@ -193,8 +201,8 @@ def _queries_gradient_wide(
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, do_map, q, by, do, S, K)),
-        (_sum_queries, (rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 0)),
-        (_sum_queries, (rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 1)),
+        (_sum_queries, (slopes_ptr, rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 0)),
+        (_sum_queries, (slopes_ptr, rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -213,7 +221,9 @@ def _load_for_queries(q_map, k_map, v_map, do_map, q, by, do, S, K: gl.constexpr
 
 
 @jit
-def _sum_queries(rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr):
+def _sum_queries(
+    slopes_ptr, rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
+):  # fmt: skip
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
     BLOCK_D: gl.constexpr = K.block_d
@@ -232,6 +242,7 @@ def _sum_queries(rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constex
         lse, delta = state_at(rows_ptr, work.number, queries, padded)
         begin, end = keys_seen(work.first, S, K)
         low, cut = seen_by_all(first, S, K)
+        slope = slope_of(slopes_ptr, work.batch, work.head, S, K)
         dq = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_Q)
         full(q, turn, 1)
         my_q, my_do = q.tiles.index(ME), do.index(ME)
@@ -245,7 +256,10 @@ def _sum_queries(rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constex
             dp = warpgroup_mma_wait(1, (dp,))
             emptied(by, count, STAGES)
             s = warpgroup_mma_wait(0, (s,))
-            _, p = weights_of(s, lse[:, None], rate, cap, K)
+            if K.alibi:
+                p = gl.exp2(with_alibi(s, rate, slope, first + S.offset, i * BLOCK) - lse[:, None])
+            else:
+                _, p = weights_of(s, lse[:, None], rate, cap, K)
             if K.edge:
                 at_edge = ((i + 1) * BLOCK > cut) | (i * BLOCK < low)
                 if at_edge:

@@ -237,7 +237,7 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     run = (
         prepare_decode(c, tensors, scalars)
         or prepare_short(c, tensors, scalars)
-        or attention_hopper.prepare_forward(c, q, k, v, bias, sinks, like.output, like.lse)
+        or attention_hopper.prepare_forward(c, q, k, v, bias, sinks, slopes, like.output, like.lse)
     )
     if run is None:
         tiles = c.plan.forward
@@ -301,7 +301,7 @@ def prepare_backward(
     rows_shape = attention_hopper.rows_shape(c)
     of_tiled_rows = maker(rows_shape, torch.float32, device)
     rows = of_tiled_rows()
-    by_sum = prepare_by_sum(c, (q, k, v), bias, do, rows, bool(asked[0])) if wanted == ["bias"] else None
+    by_sum = prepare_by_sum(c, (q, k, v, slopes), bias, do, rows, bool(asked[0])) if wanted == ["bias"] else None
     for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full)
     if by_sum is not None:
         for_keys, for_queries, wanted, full = False, False, [], []
@@ -322,14 +322,14 @@ def prepare_backward(
     of_delta = of_keys = of_queries = None
     keys_tiled = queries_tiled = None  # by the kernels for sm_90
     if for_keys and n_rows and c.n_keys:
-        keys_tiled = attention_hopper.prepare_keys(c, (q, k, v), bias, do, rows, *keys_made())
+        keys_tiled = attention_hopper.prepare_keys(c, (q, k, v, slopes), bias, do, rows, *keys_made())
         tiles = c.plan.keys
         programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * (c.n_heads // c.group)
         if keys_tiled is None:
             of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
     if for_queries and n_rows:
         if not full:
-            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v), bias, do, rows, dq_like)
+            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v, slopes), bias, do, rows, dq_like)
         tiles = c.plan.queries
         programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
         if queries_tiled is None:
@@ -353,7 +353,7 @@ def prepare_backward(
         if of_delta is not None:
             of_delta(*[each for each in (output, do, lse, dlse, delta, rows) if each is not None])
         read = [each for each in (q, k, v, mask, bias, slopes, do, lse, delta) if each is not None]
-        by_tiles = [each for each in (q, k, v, bias, do, rows) if each is not None]
+        by_tiles = [each for each in (q, k, v, bias, slopes, do, rows) if each is not None]
         dq = dk = dv = ds = None
         if for_keys:
             dk, dv = keys_made()

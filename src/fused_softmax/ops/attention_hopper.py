@@ -15,9 +15,10 @@ _LOG2E = 1.4426950408889634
 
 
 def prepare_forward(
-    c: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor
-) -> Any:
-    """What launches output and lse of a call `c` on (query, key, value, bias, sinks, output, lse), made ready by `c`.
+    c: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
+    o: Tensor, lse: Tensor,
+) -> Any:  # fmt: skip
+    """What launches a call `c` on (query, key, value, bias, sinks, slopes, output, lse), made ready by `c`.
 
     None where the plain kernel is to compute them.
     """
@@ -37,19 +38,19 @@ def prepare_forward(
     into = _of_rows(o, (c.n_batches * c.n_heads, c.n_queries, c.value_dim), ROWS, plan.block_v)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), c.n_batches * c.n_heads)
     return launch.prepare(
-        _attention_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), sinks, into, lse),
+        _attention_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), sinks, slopes, into, lse),
         (*c.numbers()[1:8], *turns, *_rate(c)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
 
 def prepare_keys(
-    c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dk: Tensor, dv: Tensor,
+    c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor, rows: Tensor, dk: Tensor, dv: Tensor,
     ds: Tensor | None = None, first_head: int = 0,
 ) -> Any:  # fmt: skip
-    """What launches dK and dV of a call on (query, key, value, bias, dO, rows, dK, dV, and dS if it is given).
+    """What launches dK and dV of a call on (query, key, value, bias, slopes, dO, rows, dK, dV, and dS if it is given).
 
-    None where the plain kernel is to compute them. read: query, key and value. ds: [batch, head of queries, query,
-    key], of as many heads from that of the keys' first_head on as are to be computed.
+    None where the plain kernel is to compute them. read: query, key, value and slopes. ds: [batch, head of queries,
+    query, key], of as many heads from that of the keys' first_head on as are to be computed.
     """
     if not takes(c, "keys", read, bias, do):
         return None
@@ -62,7 +63,7 @@ def prepare_keys(
         for each, dim, block in ((dk, c.head_dim, plan.block_d), (dv, c.value_dim, plan.block_v))
     ]
     programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), c.n_batches * heads)
-    *maps, of_do = _maps(c, plan, (*read, do), plan.block, ROWS)
+    *maps, of_do = _maps(c, plan, (*read[:3], do), plan.block, ROWS)
     numbers = [*c.numbers()[1:8], *turns]
     if plan.wide:
         from fused_softmax.kernels.attention_hopper_wide import _keys_gradient_wide as kernel
@@ -73,18 +74,18 @@ def prepare_keys(
         into.append(of_ds)
         numbers += [first_head, heads]
     return launch.prepare(
-        kernel, programs, (*maps, of_do, _of_floats(rows, plan.block), *into),
+        kernel, programs, (*maps, read[3], of_do, _of_floats(rows, plan.block), *into),
         (*numbers, float(c.how.scale), *_rate(c)), {"K": spec}, device=c.device, num_warps=4,
     )  # fmt: skip
 
 
-def takes(c: Any, kernel: str, read: Sequence[Tensor], bias: Tensor | None, do: Tensor) -> bool:
-    """Whether a kernel of the gradients, "keys" or "queries", is to compute. read: query, key and value."""
+def takes(c: Any, kernel: str, read: Sequence[Any], bias: Tensor | None, do: Tensor) -> bool:
+    """Whether a kernel of the gradients, "keys" or "queries", is to compute. read: query, key, value and slopes."""
     planned = _planned(c, kernel, bias) is not None
-    return planned and _tiled(c, dict(zip(("q", "k", "v", "do"), (*read, do), strict=True)))
+    return planned and _tiled(c, dict(zip(("q", "k", "v", "do"), (*read[:3], do), strict=True)))
 
 
-def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:
+def prepare_queries(c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:
     """As `prepare_keys`, of dQ."""
     if not takes(c, "queries", read, bias, do):
         return None
@@ -93,7 +94,7 @@ def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Ten
     heads = c.n_batches * c.n_heads
     into = _of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), heads)
-    *maps, of_do = _maps(c, plan, (*read, do), ROWS, plan.block)
+    *maps, of_do = _maps(c, plan, (*read[:3], do), ROWS, plan.block)
     numbers = (*c.numbers()[1:8], *turns, float(c.how.scale), *_rate(c))
     if plan.wide:
         from fused_softmax.kernels.attention_hopper_wide import _queries_gradient_wide as kernel
@@ -102,7 +103,7 @@ def prepare_queries(c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Ten
 
         maps.append(_of_bias(c, bias, ROWS, plan.block))
     return launch.prepare(
-        kernel, programs, (*maps, of_do, rows, into), numbers, {"K": spec}, device=c.device, num_warps=4
+        kernel, programs, (*maps, read[3], of_do, rows, into), numbers, {"K": spec}, device=c.device, num_warps=4
     )  # fmt: skip
 
 
@@ -124,7 +125,8 @@ def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
     return HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=plan.block_d,
         block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0,
-        softcap=c.spec.softcap, **fields,
+        softcap=c.spec.softcap, alibi=c.spec.alibi,
+        slope_batches=int(c.spec.alibi and c.strides["slopes"][1] != 0), **fields,
     )  # fmt: skip
 
 
@@ -152,14 +154,20 @@ def _turns(c: Any, head_tiles: int, heads: int) -> tuple[int, int, int, int]:
 
 def _planned(c: Any, kernel: str, bias: Tensor | None) -> HopperTiles | None:
     spec, how = c.spec, c.how
-    plain = how.scale > 0 and spec.mask == NO_MASK and not spec.alibi
+    plain = how.scale > 0 and spec.mask == NO_MASK and (not spec.alibi or _reads_slopes(c))
     if c.device < 0 or not plain or not (c.n_queries and c.n_keys) or not (bias is None or _tiles_bias(c, bias)):
         return None
     window = None if how.left is None or how.right is None else how.left + how.right + 1
     return plan_hopper(
         c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device), kernel, spec.left, spec.bias,
-        window, spec.softcap,
+        window, spec.softcap, spec.alibi,
     )  # fmt: skip
+
+
+def _reads_slopes(c: Any) -> bool:
+    """Whether they lie as [heads] or [batches, heads]."""
+    _, of_batches, of_heads = c.strides["slopes"]
+    return of_heads == (c.n_heads > 1) and of_batches in (0, c.n_heads)
 
 
 def _tiles_bias(c: Any, bias: Tensor) -> bool:

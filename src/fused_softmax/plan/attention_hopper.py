@@ -29,8 +29,8 @@ BIASED: dict[str, dict[int, Rung]] = {
     "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
     "queries": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
 }
-# Where windows have a left bound, or keys' scores a softcap, larger tiles spill in the gradients; and those of windows
-# reach too far beyond what is visible.
+# Where windows have a left bound, keys' scores a softcap, or scores slopes, larger tiles spill in the gradients; and
+# those of windows reach too far beyond what is visible.
 SMALL, WINDOWED_FORWARD = (2, 64, 2, 240), (2, 128, 2, 240)
 NARROW = 512  # keys that each query sees; of fewer, at most 64 dims, the plain forward kernel is faster
 LEAST_BIASED = 64  # dims of a tile for which the forward kernel with a bias is faster than the plain one
@@ -65,11 +65,12 @@ class HopperTiles:
 def plan_hopper(
     head_dim: int, value_dim: int, itemsize: int, n_queries: int, device: Device, kernel: str = "forward",
     left: bool = False, bias: bool = False, window: int | None = None, softcap: bool = False,
+    alibi: bool = False,
 ) -> HopperTiles | None:  # fmt: skip
     """The tiles of a kernel, "forward", "keys" or "queries", or None where the plain one is to compute.
 
     left: whether the window has a bound there. window: keys that each query sees, where it has one on both sides.
-    bias, softcap: whether scores have one.
+    bias, softcap, alibi: whether scores have one, or slopes.
 
     >>> from fused_softmax.plan import H200
     >>> plan_hopper(128, 128, 2, 4096, H200)
@@ -80,13 +81,14 @@ def plan_hopper(
     if head_dim % VECTOR or value_dim % VECTOR:
         return None
     dims = max(LEAST, padded(head_dim)), max(LEAST, padded(value_dim))
-    if (max(dims) > 128 and dims[0] != dims[1]) or (bias and softcap):
+    if (max(dims) > 128 and dims[0] != dims[1]) or bias + softcap + alibi > 1:
         return None
     most = max(64, *dims)
     rung: Rung | None = None
     if kernel != "forward":
         rung = (BIASED if bias else GRADIENTS)[kernel].get(most)
-        if rung is not None and most <= 128 and (left or (softcap and kernel == "keys")):
+        spills = left or (kernel == "keys" and (softcap or alibi)) or (alibi and most == 128)
+        if rung is not None and most <= 128 and spills:
             rung = SMALL
     elif most == 64 and window is not None and window < NARROW:
         return None
