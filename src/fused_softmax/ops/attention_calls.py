@@ -19,14 +19,13 @@ from fused_softmax.ops import attention_hopper
 from fused_softmax.ops.attention_bias import blocks, prepare_bias
 from fused_softmax.ops.attention_decode import prepare_decode
 from fused_softmax.ops.attention_hopper_bias import prepare_by_sum
-from fused_softmax.ops.attention_layout import Groups, Pattern, maker, own_sizes
+from fused_softmax.ops.attention_layout import Groups, Pattern, maker, own_sizes, skipping
 from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
 from fused_softmax.options_attention import Attention
 from fused_softmax.plan.attention import Tiles, padded, plan_attention
 from fused_softmax.runner import TLDTYPES
 
 _MOST_STRIDE = 2**23  # of the rows of a tile, whose offsets have 32 bits
-_WORD = 8  # bytes of a mask that are looked at together
 
 Ready = Callable[[Tensor], Tensor]
 
@@ -133,7 +132,7 @@ class _Call:
         kind = NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK
         slopes, bias = given.alibi_slopes is not None, given.bias is not None
         mask_rows = mask is None or self.strides["mask"][3] != 0
-        skips, vector = self._skipping(mask, mask_rows)
+        skips, vector = skipping(mask, self.strides["mask"], mask_rows, self.n_keys, "mask" in self.ready)
         folds = kind != ADDED_MASK and not (bias or slopes) and how.softcap is None and how.scale > 0
         return AttentionSpec(
             block_m=0, block_n=0, head_dim=self.head_dim, value_dim=self.value_dim, block_d=padded(self.head_dim),
@@ -142,18 +141,6 @@ class _Call:
             bias_rows=not bias or self.strides["bias"][3] != 0, alibi=slopes, softcap=how.softcap is not None,
             sinks=given.sinks is not None, folds=folds,
         )  # fmt: skip
-
-    def _skipping(self, mask: Tensor | None, rows: bool) -> tuple[bool, int]:
-        """Whether tiles that the mask hides whole are found, and how many keys are looked at together.
-
-        rows: whether it differs between queries. It is then looked at 8 bytes at a time, since single ones take long.
-        """
-        strides = self.strides["mask"]
-        if mask is None or strides[4] != 1:
-            return False, 1
-        address = 0 if "mask" in self.ready else mask.data_ptr()
-        fits = mask.dtype == torch.bool and not any(each % _WORD for each in (*strides[:4], self.n_keys, address))
-        return fits or not rows, _WORD if fits else 1
 
     @property
     def _unaligned(self) -> bool:
@@ -190,7 +177,9 @@ class _Call:
     def prepare(self, kernel: Any, programs: int, tiles: Tiles, tensors: Sequence, scalars: tuple, **fields: Any):
         ragged = self.n_keys % tiles.block_n != 0
         spec = replace(self.spec, block_m=tiles.block_m, block_n=tiles.block_n, ragged=ragged, **fields)
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        if spec.skips and kernel in (_attention, _queries_gradient):  # no fewer programs are to be resident
+            options["registers_of"] = {"K": replace(spec, skips=False)}
         return launch.prepare(kernel, programs, tensors, scalars, {"K": spec}, device=self.device, **options)
 
     def of(self, name: str, tensor: Tensor | None) -> Tensor | None:

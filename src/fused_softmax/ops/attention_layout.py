@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fused_softmax.calls import allocator, contiguous_strides
 
+_WORD = 8  # bytes of a mask that are looked at together
+
 
 class Pattern(NamedTuple):
     """A mask or bias against [outer, inner, heads, queries, keys].
@@ -84,6 +86,21 @@ class Groups:
             of_own.append(own[d])
             strides.append(steps[d] if own[d] > 1 else 0)
         return Pattern(tuple(sizes), tuple(of_own), tuple(strides))
+
+
+def skipping(
+    mask: Tensor | None, strides: Sequence[int], rows: bool, n_keys: int, copied: bool
+) -> tuple[bool, int]:  # fmt: skip
+    """Whether tiles that a mask hides whole are found, and how many of its keys are looked at together.
+
+    strides: of (outer, inner, head, query, key). rows: whether it differs between queries. It is then looked at 8 bytes
+    at a time, since single ones take long. copied: whether it is made contiguous first.
+    """
+    if mask is None or strides[4] != 1:
+        return False, 1
+    places = *strides[:4], n_keys, 0 if copied else mask.data_ptr()
+    fits = mask.dtype == torch.bool and not any(each % _WORD for each in places)
+    return fits or not rows, _WORD if fits else 1
 
 
 def own_sizes(tensor: Tensor, n_dims: int) -> tuple[int, ...]:
