@@ -281,6 +281,8 @@ def test_which_calls_are_taken():
     assert plan_hopper(128, 128, 2, 4096, H200, softcap=True) is not None
     assert plan_hopper(128, 128, 2, 4096, H200, bias=True, softcap=True) is None
     assert plan_hopper(128, 128, 2, 4096, H200, alibi=True) is not None
+    assert plan_hopper(64, 64, 2, 4096, H200, alibi=True) is None
+    assert plan_hopper(64, 64, 2, 4096, H200, "keys", alibi=True) is not None
     assert plan_hopper(128, 128, 2, 4096, H200, bias=True, alibi=True) is None
     assert plan_hopper(128, 128, 2, 4096, H200, "queries", alibi=True).block == 64
     assert plan_hopper(64, 64, 2, 8192, H200, left=True, window=128) is None

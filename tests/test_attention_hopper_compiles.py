@@ -55,7 +55,7 @@ def test_forward(dim, length, dtype, kind):
     alibi = "alibi" in KINDS[kind]
     plan = plan_hopper(dim, dim, 2, length, H200, left="left" in KINDS[kind], bias=bias, softcap=softcap, alibi=alibi)
     if plan is None:
-        assert (dim, bias) == (256, True)
+        assert (dim, bias) == (256, True) or (dim, alibi) == (64, True)
         return
     spec = HopperSpec(
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=dim,
