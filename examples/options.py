@@ -1,4 +1,4 @@
-"""The command lines of the examples: a wrong value is one line, with exit code 2, before any work begins."""
+"""The command lines of the examples: a wrong value gives a one-line error and exit code 2 before any work begins."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ BEST_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line. picture: the name of the file that -o names unless it is given."""
+    """A parser whose errors are one line. picture: the file that is written unless -o names another."""
 
     def __init__(self, about: str | None, picture: str | None = None):
         super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,7 +62,7 @@ def real(least: float, most: float) -> Callable[[str], float]:
 
 
 def device(text: str) -> str:
-    """cpu, cuda or cuda:N, where this machine has it."""
+    """cpu, cuda or cuda:N, if this machine has that device."""
     found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", text)
     if not found:
         raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text[:40]!r}")
@@ -72,7 +72,7 @@ def device(text: str) -> str:
 
 
 def file_of_picture(text: str) -> Path:
-    """A file that can be written, in a folder that exists, in a format that its suffix names."""
+    """A file that can be written, in a folder that exists. Its suffix names the format."""
     path = Path(text)
     if path.suffix not in FORMATS:
         raise argparse.ArgumentTypeError(f"must end in one of {', '.join(FORMATS)}, got {path.name}")

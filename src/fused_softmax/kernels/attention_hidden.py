@@ -1,8 +1,8 @@
-"""Which tiles of scores a mask hides whole: nothing of them is read but the mask.
+"""Which tiles of scores a mask hides whole: only the mask is read of them.
 
-A word has a bit for each of 64 tiles, or runs of tiles, set where some query sees some key. A loop goes over the bits
-that are set, so that it loads ahead as a loop over all tiles does; a branch in that loop would end the loading ahead.
-Traffic: of a tile of which the first ROWS queries see a key, their part of the mask; of another, the mask once more.
+A word has a bit for each of 64 tiles, or runs of tiles. The bit is set where some query sees some key. A loop goes over
+the bits that are set, so it loads ahead as a loop over all tiles does. A branch in it would end the loading ahead.
+Traffic: if one of the first ROWS queries of a tile sees a key, their part of the mask; if not, the mask once more.
 """
 
 import triton
@@ -19,7 +19,7 @@ BITS = _BITS
 
 @triton.jit
 def keys_to_visit(first, begin, end, place, A, S, K: tl.constexpr):
-    """(word, tiles of a bit, tiles of all bits that are set) of block_m queries from `first` on, and keys."""
+    """(word, tiles of a bit, tiles of all bits that are set) of keys, for the block_m queries from `first` on."""
     n, run, lanes = tiles_and_run(begin, end, K.block_n)
     word = tl.full([], 0, tl.int64)
     for i in tl.range(0, run):
@@ -31,7 +31,7 @@ def keys_to_visit(first, begin, end, place, A, S, K: tl.constexpr):
 
 @triton.jit
 def queries_to_visit(begin, end, first, place, A, S, K: tl.constexpr):
-    """The same of queries, and block_n keys from `first` on."""
+    """The same of queries, for the block_n keys from `first` on."""
     n, run, lanes = tiles_and_run(begin, end, K.block_m)
     word = tl.full([], 0, tl.int64)
     for i in tl.range(0, run):
@@ -66,8 +66,8 @@ def bits_of(word):
 def tiles_seen(rows, cols, inside, place, A, S, K: tl.constexpr):
     """The word of tiles whose first queries and keys are rows and cols, [64]. inside: which of them are looked at.
 
-    place: of all, or of each. With K.block_r queries are of several heads, between which the mask does not differ.
-    Keys of a mask lie side by side, and K.mask_vector of them are one element of 64 bits, or each is one.
+    place: of all, or of each. With K.block_r, queries are of several heads, between which the mask does not differ.
+    Keys of a mask lie side by side. Either K.mask_vector of them are one element of 64 bits, or each key is an element.
     """
     BLOCK_M: tl.constexpr = K.block_m
     EACH: tl.constexpr = K.mask_vector  # keys of an element that is loaded
@@ -108,7 +108,7 @@ def word_of(bits):
 def next_tile(word, i, run):
     """(number of the i-th tile to visit, the word for the next one).
 
-    It is of the run of the lowest bit that is set: a power of 2, whose exponent a double has.
+    The tile is of the run of the lowest bit that is set. This bit is a power of 2, and a double has its exponent.
     """
     lowest = word & -word
     bit = ((lowest.to(tl.float64).to(tl.int64, bitcast=True) >> 52) & 2047) - 1023

@@ -200,7 +200,7 @@ def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def is_far(top, D, F, K: tl.constexpr):
-    """Whether top-p alone judges, and the greatest lanes will hardly hold its mass: all maxima have too little."""
+    """Whether top-p alone judges, and all maxima have so little mass that the greatest lanes hardly hold top-p's."""
     if K.wide:
         alone = (F.k == 0) & (F.least == LOWEST) & (D.n_cols > K.capacity * LANES)
         return alone & (tl.sum(weight_at(top, F.m, D)) * UNIT < F.p * F.total.to(tl.float32) * FAR)
@@ -212,7 +212,7 @@ def is_far(top, D, F, K: tl.constexpr):
 def choose_among_more(known, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob, whether all that decides it is known), from twice as many lanes.
 
-    known: an order. All that is kept above it, and more, did not reach the filters' end.
+    known: an order. All that is kept from it on was looked at before, and the filters do not end there.
     """
     MORE: tl.constexpr = K.more
     top = lane_maxima(scratch_ptr, draw, D, K)
@@ -222,7 +222,7 @@ def choose_among_more(known, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr)
 
 @triton.jit
 def choose_among(top, cut, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
-    """(token, its logprob, whether all that decides it is known, or else is near, the order from which on it is).
+    """(token, its logprob, whether all that decides it is known; or else is near; the order from which on it is known).
 
     It looks at K.capacity lanes. cut: an order from which on all is known to be kept, or None.
     """
@@ -303,7 +303,7 @@ def weight_and_more(x, m, D):
 
 @triton.jit
 def amount_from(H, cut, F, D, K: tl.constexpr):
-    """(how many are held from the order `cut` on, their mass in units)."""
+    """(how many logits are held from the order `cut` on, their mass in units)."""
     if cut is None:
         return tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     else:
@@ -316,7 +316,7 @@ def amount_from(H, cut, F, D, K: tl.constexpr):
 
 @triton.jit
 def mass_from(x, least, F, D):
-    """Of each lane, in units: each logit's own, as `mass_of_code` has it."""
+    """The mass of each lane's logits of `least` or more, in units. Each logit has its mass by `mass_of_code`."""
     return tl.sum((tl.where(x >= least, weight_at(x, F.m, D), 0.0) * UNIT).to(tl.int64), axis=1)
 
 
@@ -324,8 +324,8 @@ def mass_from(x, least, F, D):
 def list_held(list_ptr, H, known, cut, F, K: tl.constexpr):
     """(how many candidates are listed, by their codes; the order from which on they are all there are).
 
-    Candidates are what is held from the order `known` on, or from a higher one on if there are more than K.candidates;
-    and below `cut`, unless it is None.
+    Candidates are what is held from the order `known` on, and below `cut` unless it is None. If these are more than
+    K.candidates, they begin at a higher order.
     """
     n = tl.sum(lanes_between(H, known, cut), axis=0)
     if n > K.candidates:
@@ -354,7 +354,7 @@ def list_held(list_ptr, H, known, cut, F, K: tl.constexpr):
 
 @triton.jit
 def is_between(x, known, cut):
-    """Whether logits are of the order `known` or above, and below `cut`, unless it is None."""
+    """Whether logits are of the order `known` or above, and below the order `cut` unless it is None."""
     order = order_of(x)
     between = (order >= known) & (x > NEG_INF)
     if cut is not None:
@@ -364,13 +364,13 @@ def is_between(x, known, cut):
 
 @triton.jit
 def count_lanes(x, known, cut):
-    """How many logits of each lane are between orders."""
+    """How many logits of each lane are between the two orders."""
     return tl.sum(is_between(x, known, cut), axis=1)
 
 
 @triton.jit
 def lanes_between(H, known, cut):
-    """How many of all four quarters of each lane are between orders."""
+    """How many logits of all four quarters of each lane are between the two orders."""
     return (
         count_lanes(H.x_0, known, cut) + count_lanes(H.x_1, known, cut)
         + count_lanes(H.x_2, known, cut) + count_lanes(H.x_3, known, cut)
@@ -379,7 +379,7 @@ def lanes_between(H, known, cut):
 
 @triton.jit
 def list_candidates(ranked_ptr, x, first, base, known, cut):
-    """The codes of logits [lanes, 8] between orders, each lane's from its base on."""
+    """Store the codes of logits [lanes, 8] between the two orders, each lane's from its base on."""
     cols = first[:, None] + tl.arange(0, 8)[None, :]
     chosen = is_between(x, known, cut)
     place = base[:, None] + tl.cumsum(chosen, axis=1) - chosen

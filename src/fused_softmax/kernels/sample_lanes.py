@@ -53,8 +53,8 @@ def greatest_lanes(top, D, F, K: tl.constexpr):
 def bound_of_lanes(order, high, D, F, K: tl.constexpr):
     """An order with at most K.capacity lanes from it on, and as many as top-k asks for, or about K.capacity.
 
-    The maxima of stretches, or of a few together, are tried first: if lanes are independent, the number of stretches
-    that have one says how many there are. From where that ends a bisection goes on.
+    The maxima of stretches, or of a few stretches together, are tried first. If lanes are independent, the number of
+    stretches that have such a lane says how many such lanes there are. A bisection goes on from where that ends.
     """
     wanted = tl.where((F.k > 0) & (F.k <= K.capacity), F.k, K.capacity - K.capacity // 8).to(tl.int32)
     goal = (wanted + K.capacity) >> 1
@@ -87,7 +87,7 @@ def bound_of_lanes(order, high, D, F, K: tl.constexpr):
 
 @triton.jit
 def nth_lanes(marks, K: tl.constexpr):
-    """The calls of the lanes that are marked of each stretch, at most K.capacity; -1 after the last."""
+    """The calls of the lanes that are marked in each stretch, at most K.capacity; -1 after the last."""
     n = ones_of(marks)
     end = tl.cumsum(n, axis=0)
     i = tl.arange(0, K.capacity)
@@ -111,7 +111,7 @@ def nth_lanes(marks, K: tl.constexpr):
 
 @triton.jit
 def ones_of(word):
-    """How many bits of 32 are 1."""
+    """How many of 32 bits are 1."""
     n = word - ((word >> 1) & 0x55555555)
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
     n = (n + (n >> 4)) & 0x0F0F0F0F

@@ -1,4 +1,4 @@
-"""Which of a short list of logits top-k and top-p keep: the list is sorted, and sums over it say where each ends."""
+"""Which of a short list of logits top-k and top-p keep: sums over the sorted list say where each filter ends."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ NOWHERE = tl.constexpr(9223372036854775807)
 def least_of_ranked(list_ptr, n, count, mass, D, F, K: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep, whether top-k ends in the list, whether top-p does).
 
-    The list has the codes of n logits, K.candidates at most, in any order. count, mass: of all that is above these.
+    The list has the codes of n logits, K.candidates at most, in any order. count, mass: of all logits above these.
     """
     i = tl.arange(0, K.candidates)
     on = i < n
@@ -37,7 +37,7 @@ def least_of_ranked(list_ptr, n, count, mass, D, F, K: tl.constexpr):
 
 @triton.jit
 def sort_listed(list_ptr, n, K: tl.constexpr):
-    """n listed codes, the greatest first. Each is compared with every other, and stored by how many are above it."""
+    """n listed codes, the greatest first. Each is compared with all others; its place is how many are above it."""
     N: tl.constexpr = K.candidates
     i = tl.arange(0, N)
     code = tl.load(list_ptr + i, mask=i < n, other=nothing_listed())
@@ -61,5 +61,5 @@ def nothing_listed():
 
 @triton.jit
 def mass_of_code(code, D, F):
-    """In units; 0 of what there is not."""
+    """The mass of a code's logit, in units; 0 where nothing is listed."""
     return (weight_at(value_of((code >> COLUMN_BITS).to(tl.int32)), F.m, D) * UNIT).to(tl.int64)

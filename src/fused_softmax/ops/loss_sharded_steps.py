@@ -1,6 +1,6 @@
 """The loss of a shard by kernels as one kept call: its launches, the exchange among them, its gradient for autograd.
 
-A call is kept for tensors, options and shards alike, and holds none of them, nor their group.
+A kept call serves all calls with like tensors, options and shards. It holds none of these, nor their group.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,20 +35,20 @@ Whole = Callable[[Tensor, Tensor, Loss, Shards], Tensor]
 
 
 class OfGradient(NamedTuple):
-    """kinds: what a kept gradient is found by, beside tensors. inplace: whether it is written over the logits."""
+    """kinds: what finds a kept gradient, beside tensors. inplace: whether the gradient is written over the logits."""
 
     kinds: tuple
     inplace: bool
 
 
 class Overwritten:
-    """Logits whose gradient takes their place, once."""
+    """Logits in whose memory their gradient is written, once."""
 
     def __init__(self, x: Tensor) -> None:
         self._alone, self._gone = x._base is None, False
 
     def memory(self, x: Tensor) -> Tensor:
-        """Theirs, as autograd has saved them; or RuntimeError where they are gone."""
+        """The memory of the logits x, as autograd has saved them. It raises RuntimeError if they are gone."""
         if self._gone:
             raise RuntimeError("cross_entropy: inplace_backward has one backward")
         self._gone = True
@@ -61,7 +61,7 @@ def losses_by_kernels(
     x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, over: Sequence[Any],
     whole: Whole | None,
 ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
-    """What `cross_entropy_sharded.sharded` gives, less an lse that is not wanted; None where kernels do not make it."""
+    """What `cross_entropy_sharded.sharded` gives, without an lse that is not wanted; None if kernels do not make it."""
     options = (
         *wanted, dtype, torch.is_grad_enabled(), loss.reduction, loss.ignore_index, loss.label_smoothing > 0,
         loss.softcap is None, kind_of_scale(loss.scale), loss.lse_square_scale == 0, loss.stats, *shards[1:4],
@@ -77,7 +77,7 @@ def losses_by_kernels(
 
 
 def _numbers(loss: Loss) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Those of the loss, and of the launches that read and write rows."""
+    """The numbers of the loss, and those of the launches that read and write rows."""
     numbers = loss.numbers()
     return numbers, rows_numbers(loss, numbers)
 
@@ -119,7 +119,7 @@ def _prepare_run(
 ) -> Callable[[Tensor, Tensor, tuple], tuple]:  # fmt: skip
     """run(x, target, of_call) -> ((loss, lse, z-loss, *statistics), the states of rows, a mean's totals)
 
-    of_call: the weight of the shard's classes, `_numbers`, and of a call its loss, shards, over and whole.
+    of_call: the weight of the shard's classes, `_numbers`, and the loss, shards, over and whole of a call.
     """
     held, n_rows, device, ranks, empty = shards.held, len(x), x.device, len(shards.sizes), allocator(x.device)
     padded, weighted, mean, by_row = held < x.shape[1], loss.weight is not None, loss.mean, loss.reduction == "none"
@@ -206,7 +206,7 @@ _differentiated = super(torch.autograd.Function, _Losses).apply
 
 
 def _dense(dy: Tensor | None) -> Tensor | None:
-    """A gradient of one value, or of one a row beside each other."""
+    """A gradient of one value; or of one value a row, which then lie side by side."""
     return dy if dy is None or not dy.ndim else dy.contiguous()
 
 
@@ -214,9 +214,9 @@ def _gradient(
     x: Tensor, dx: Tensor | None, target: Tensor, states: Tensor, totals: Tensor | None,
     beside: tuple[Tensor | None, ...], of_call: tuple, of_gradient: OfGradient,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a shard's logits; what autograd saves may have been moved since, so it is found by itself.
+    """The gradient of a shard's logits. Autograd may have moved what it saved, so this call is looked up by itself.
 
-    dx: where it goes, if that is the logits' memory.
+    dx: where the gradient goes, if that is the logits' memory.
     """
     weight, numbers, loss, shards = of_call
     tensors = target, weight, states, totals, *beside

@@ -1,4 +1,4 @@
-"""Memory for calls over ranks, whose processes mostly see the GPUs of all ranks of their host."""
+"""Memory for calls over ranks. Their processes mostly see the GPUs of all ranks of their host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """As `calls.allocator`, whose fast way is of a process that sees one GPU: here, of one whose GPU is current."""
+    """As `calls.allocator`. That one is fast if the process sees one GPU; this one, also while `device` is current."""
     general, fast = calls.allocator(device), _empty_strided_cuda
     if device.type != "cuda" or fast is None or general is fast:
         return general
