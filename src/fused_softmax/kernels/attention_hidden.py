@@ -66,8 +66,9 @@ def bits_of(word):
 def tiles_seen(rows, cols, inside, place, A, S, K: tl.constexpr):
     """The word of tiles whose first queries and keys are rows and cols, [64]. inside: which of them are looked at.
 
-    place: of all, or of each. With K.block_r, queries are of several heads, between which the mask does not differ.
-    Keys of a mask lie side by side. Either K.mask_vector of them are one element of 64 bits, or each key is an element.
+    place: the batch and head of all tiles, or of each. With K.block_r, queries are of several heads, between which the
+    mask does not differ. Keys of a mask lie side by side. Either K.mask_vector of them are one element of 64 bits, or
+    each key is an element.
     """
     BLOCK_M: tl.constexpr = K.block_m
     EACH: tl.constexpr = K.mask_vector  # keys of an element that is loaded

@@ -51,9 +51,9 @@ from fused_softmax.kernels.sample_spec import Held
 from fused_softmax.kernels.sample_wide import open_row
 from fused_softmax.kernels.state import NEG_INF
 
-# Of top-p's mass, what the maxima of all lanes together have: 0.5 in rows of N(0, 2^2), 1.1 in rows of N(0, 6^2).
+# Shares of the mass that top-p asks for. Wide rows have less in the maxima of all lanes: N(0, 2^2) 0.5, N(0, 6^2) 1.1.
 FAR = tl.constexpr(0.7)
-NEAR = tl.constexpr(0.93)  # of top-p's mass, where the same again of lanes mostly has the rest
+NEAR = tl.constexpr(0.93)  # where the lanes that are held have this share, twice as many mostly have all
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows"])
