@@ -4,8 +4,10 @@ import argparse
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -13,6 +15,26 @@ import torch
 FORMATS = (".png", ".svg", ".pdf")
 MOST = 2**31 - 1  # what sizes of 32 bits hold
 BEST_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """The hook for errors that end an example. Python's own shows those that are a fault of the example."""
+    if issubclass(kind, KeyboardInterrupt):
+        said = "interrupted"
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        said = (
+            f"{error.name.partition('.')[0]} is missing; `pip install 'fused-softmax[dev]'` installs what examples need"
+        )
+    elif isinstance(error, OSError) and error.strerror:
+        said = f"{error.strerror}: {Path(error.filename).name}" if error.filename else error.strerror
+    elif issubclass(kind, torch.OutOfMemoryError | MemoryError):
+        said = f"too little memory: {str(error).partition('. ')[0]}"
+    else:
+        return sys.__excepthook__(kind, error, traceback)
+    print(f"{Path(sys.argv[0]).name}: error: {said}", file=sys.stderr)
+
+
+sys.excepthook = in_one_line  # at once, for what an example imports next may be missing
 
 
 class Parser(argparse.ArgumentParser):

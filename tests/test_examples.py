@@ -1,7 +1,10 @@
 """The examples run: tiny trainings, alone, over two ranks and of a bias, generate() by our sampler, a server's step."""
 
+import errno
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -269,3 +272,37 @@ def test_a_gpu_that_is_not_there_is_said(request, name, capsys):
     with pytest.raises(SystemExit, match="2"):
         request.getfixturevalue(name).main(["--device", "cuda"])
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "package", "arguments"), [
+    ("generate", "transformers", []),
+    ("attention_bias", "matplotlib", ["--steps", "1", "--vocab", "5", "--batch", "1", "--length", "8"]),
+])  # fmt: skip
+def test_a_package_that_is_missing_is_named_in_one_line(name, package, arguments, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name={package!r})")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    (line,) = (each for each in ended.stderr.splitlines() if "error" in each)
+    assert f"{package} is missing" in line
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (KeyboardInterrupt(), "interrupted"),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some/curves.png"), "No space left on device: curves.png"),
+    (OSError(errno.EPIPE, os.strerror(errno.EPIPE)), "Broken pipe"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "too little memory: CUDA out of memory"),
+])  # fmt: skip
+def test_what_stops_an_example_later_is_one_line(error, said, attention_bias, capsys):
+    attention_bias.options.in_one_line(type(error), error, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f": error: {said}")
+
+
+def test_a_fault_of_an_example_keeps_its_traceback(attention_bias, capsys):
+    attention_bias.options.in_one_line(ZeroDivisionError, ZeroDivisionError("division by zero"), None)
+    assert "ZeroDivisionError: division by zero" in capsys.readouterr().err

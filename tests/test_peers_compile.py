@@ -54,7 +54,7 @@ def test_losses(target, dtype, kind, columns, way):
     n_rows = 8192 if way == "of many rows" else 64
     x, dx = (torch.empty(n_rows, columns, dtype=dtype) for _ in range(2))
     loss, of_row = Loss(**kind), torch.empty(n_rows)
-    of_kind = loss_peers.Kind(loss, dtype, False, way != "states", facts(columns))
+    of_kind = loss_peers.Kind(loss, dtype, False, way != "states", facts(columns), columns, torch.empty_strided)
     given = {
         "whole": {"totals": None, "loss": of_row, "result": of_row[0], "finishes": True, "counted": 256},
         "of many rows": {"totals": torch.ones(2, 16), "loss": of_row},
