@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from launches import GPUS, launched
 from products import pairwise
 
@@ -82,6 +83,8 @@ def binaries(
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention(target, dtype, dim, kind):
+    if target == "gfx942" and dtype == BF16 and kind in ("mask", "all") and triton.__version__.startswith("3.9."):
+        pytest.xfail("Triton's compiler ends at the gradient of keys with a mask of queries")
     sizes, given = KINDS[kind]
     found = binaries(target, sizes, (dim, dim), dtype, **given)
     expected = {"_attention", "_delta", "_keys_gradient", "_queries_gradient"}
