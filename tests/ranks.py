@@ -65,9 +65,9 @@ class Ranks:
             found.append(pipe.recv())
         return found
 
-    def values(self, n: int, function: Callable, *args: Any) -> list[Any]:
+    def values(self, n: int, function: Callable, *args: Any, limit: float = LIMIT) -> list[Any]:
         """The same, where no rank may raise."""
-        found = self(n, function, *args)
+        found = self(n, function, *args, limit=limit)
         for rank, each in enumerate(found):
             if isinstance(each, Raised):
                 pytest.fail(f"rank {rank}: {each.args[0]}: {each.args[1]}\n{each.args[2]}")

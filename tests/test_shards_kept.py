@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sharded import close, differentiated, logits, same_on_all
 
 from fused_softmax import calls, cross_entropy, distributed, route
+from fused_softmax.distributed import CHANGING
 from fused_softmax.ops import loss_sharded_calls, shard_memory
 from fused_softmax.runner import launch
 
@@ -301,7 +302,7 @@ def test_a_difference_is_told_whatever_was_said_and_for_graphs_too(ranks, said):
     for first, second, third, fourth, last in ranks.values(N, told_after, said):
         assert str(first) == "nan"
         assert second.startswith(before + ("options" if said[0] == 12 else "columns: ["))
-        assert fourth == before + "columns: [13, 13] by rank. Shards whose sizes change need n_classes"
+        assert fourth == before + "columns: [13, 13] by rank. " + CHANGING
         assert (third, last) == (truth, truth)
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from sharded import INDICES, WAYS, by, close, logits
 
 import fused_softmax
-from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax import cross_entropy, linear_cross_entropy, sample, softmax
+from fused_softmax.distributed import CHANGING
 
 NAMES = ["softmax", "log_softmax", "logsumexp", "cross_entropy"]
 
@@ -152,7 +153,7 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd,
     said_of = {
         None: None,
         "options": "differed in their options",
-        "columns": "differed in their columns: [3, 4] by rank. Shards whose sizes change need n_classes",
+        "columns": "differed in their columns: [3, 4] by rank. " + CHANGING,
     }
     scales = (1.0, 2.0, math.nan if odd else 2.0, 1.0, 1.0, 1.0)
     for found, said in ranks.values(2, as_on_a_gpu, way, odd):
@@ -160,6 +161,46 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd,
             close(y, torch.nn.functional.cross_entropy(whole[:, :columns] * scale, target))
         before = "cross_entropy: an earlier call gave NaN, because the ranks of the group "
         assert said == (odd and before + said_of[odd])
+
+
+def turning(group, way):
+    """Calls without n_classes as on a GPU: evenly cut rows of 6, 14 and 6 columns, then tokens of 6 and of 14."""
+    from fused_softmax import distributed
+
+    by(way)
+    waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
+    distributed._known.pop(group, None)
+    rank, target, found = dist.get_rank(group), torch.tensor([1, 4]), []
+    try:
+        for n in (6, 14, 6):
+            x = torch.arange(2.0 * n).reshape(2, n).sin().chunk(2, 1)[rank].clone().requires_grad_()
+            y = cross_entropy(x, target, group=group)
+            found.append([each.detach() for each in (y, torch.autograd.grad(y, x)[0], softmax(x, group=group))])
+        tokens = [sample(torch.zeros(2, n // 2), seed=1, group=group) for n in (6, 14)]
+        said = None
+        try:
+            sample(torch.zeros(2, 3), seed=1, group=group)
+        except RuntimeError as error:
+            said = str(error)
+        return rank, found, tokens[0].valid, tokens[1].valid, said
+    finally:
+        distributed._waits_for_nobody = waits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_evenly_cut_rows_may_change_their_length_without_a_word(ranks, way):
+    target = torch.tensor([1, 4])
+    for rank, found, valid, invalid, said in ranks.values(2, turning, way):
+        for n, (y, dx, probs) in zip((6, 14, 6), found, strict=True):
+            x = torch.arange(2.0 * n).reshape(2, n).sin().requires_grad_()
+            wanted = torch.nn.functional.cross_entropy(x, target)
+            close(y, wanted)
+            close(dx, torch.autograd.grad(wanted, x)[0].chunk(2, 1)[rank])
+            close(probs, x.softmax(1).chunk(2, 1)[rank])
+        assert valid.all()
+        assert not invalid.any()
+        before = "sample: an earlier call gave NaN, because the ranks of the group differed in their columns"
+        assert said == f"{before}: [7, 7] by rank. {CHANGING}"
 
 
 def launches_of_gather(group):

@@ -20,6 +20,7 @@ CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["peer", "collective"]
 TRANSPORTS = get_args(Transport)
 BY_PEERS = ("softmax", "log_softmax", "logsumexp", "cross_entropy", "linear_cross_entropy")
+CHANGING = "Shards whose sizes change need n_classes, unless all have as many columns as each other"
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
 _HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
@@ -102,7 +103,7 @@ _written_to: list[Tensor] = []  # of all notices: launches on their way and capt
 
 def shards_of(
     name: str, columns: int, rows: int, group: Any, n_classes: Any, transport: Any, device: torch.device,
-    asked: Mapping[str, Any], target: Tensor | None = None,
+    asked: Mapping[str, Any], target: Tensor | None = None, change_alike: bool = True,
 ) -> Shards:  # fmt: skip
     """The shards of a call, or an error that says what is wrong, on every rank that can tell.
 
@@ -130,7 +131,8 @@ def shards_of(
             notice_of(group, len(sizes), device)  # before a graph is captured, in which none can be made
     rank, sizes = known[key]
     if sizes[rank] != columns:
-        sizes = (*sizes[:rank], columns, *sizes[rank + 1 :])
+        equal = change_alike and n_classes is None and len(set(sizes)) == 1
+        sizes = (columns,) * len(sizes) if equal else (*sizes[:rank], columns, *sizes[rank + 1 :])
     n = sum(sizes) if n_classes is None else n_classes
     return Shards(group, rank, sizes, n, None if compares else _digest_of(asked))
 
@@ -314,6 +316,6 @@ def _raise_difference(name: str, group: Any, headers: Tensor, expected: Tensor) 
     kind = differing[0] if differing else "options"
     told = ""
     if kind == "columns":
-        told = f": {headers[:, 0].long().tolist()} by rank. Shards whose sizes change need n_classes"
+        told = f": {headers[:, 0].long().tolist()} by rank. {CHANGING}"
     differed = f"the ranks of the group differed in their {kind}{told}"
     raise RuntimeError(f"{name}: an earlier call gave NaN, because {differed}")

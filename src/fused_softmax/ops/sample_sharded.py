@@ -79,7 +79,9 @@ def sample_of_shards(
     if out is not None:
         check_tensor(_NAME, "out", out, logits, (torch.int64,), "int64")
         check_shape(_NAME, "out", out, (n_draws,))
-    shards = shards_of(_NAME, columns, n_draws, *over, logits.device, _alike(logits, numbers, tensors, asked, random))
+    alike = _alike(logits, numbers, tensors, asked, random)
+    # Rows are exchanged by sizes that all ranks are sure of, for a rank that errs would wait for ever.
+    shards = shards_of(_NAME, columns, n_draws, *over, logits.device, alike, change_alike=False)
     whole = _shaped(logits, logits.shape[0], shards.n_classes)
     options = sampling_of(_NAME, whole, **numbers, bitmask=tensors["bitmask"], row_indices=rows, **asked)
     with torch.no_grad():
