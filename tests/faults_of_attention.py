@@ -6,7 +6,8 @@ FORWARD, SCORES = "kernels/attention.py", "kernels/attention_scores.py"
 DECODE, SHORT, GRADIENT = "kernels/attention_decode.py", "kernels/attention_short.py", "kernels/attention_grad.py"
 CALLS, OF_SHORT, CUDNN = "ops/attention_calls.py", "ops/attention_short.py", "ops/attention_sdpa.py"
 HIDDEN = "kernels/attention_hidden.py"
-BY_SUM = "ops/attention_hopper_bias.py"
+BY_SUM, DS = "ops/attention_hopper_bias.py", "kernels/attention_ds.py"
+ONE_READ = "test_attention_hopper_bias.py::test_few_keys_and_many_batches_take_one_read_of_ds"
 PLAIN, OPTIONS = "test_attention.py::test_plain", "test_attention.py::test_options"
 TOGETHER, EDGES = "test_attention.py::test_everything_together", "test_attention.py::test_windows_that_end_with_a_tile"
 PATTERNS = "test_attention.py::test_every_pattern_of_a_bias_has_its_gradient"
@@ -95,8 +96,7 @@ ATTENTION = (
         "begin = tl.maximum(last - S.offset - S.right", OPTIONS,
     ),
     of(
-        "attention", "bias-not-in-log-2", SCORES, "z += bias.to(tl.float32) * LOG2E", "z += bias.to(tl.float32)",
-        PATTERNS,
+        "attention", "bias-not-in-log-2", SCORES, "return z * LOG2E", "return z", PATTERNS,
     ),
     of("attention", "farther-keys-are-nearer", SCORES, "z -= slope *", "z += slope *", "test_attention.py::test_alibi"),
     of(
@@ -376,4 +376,16 @@ ATTENTION = (
         "slice(which.start * c.group, which.stop * c.group)", "which",
         "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
     ),
+    of("attention", "ds-of-no-key-counts", DS, "tl.where(cols < n_keys, ", "tl.where(cols < width, ", ONE_READ),
+    of(
+        "attention", "ds-of-other-heads", DS, "((number * n_heads + head) * n_queries + first) * width",
+        "((number * all_heads + head) * n_queries + first) * width", ONE_READ,
+    ),
+    of("attention", "dq-of-the-first-heads", DS, "whole_head = first_head + head", "whole_head = head", ONE_READ),
+    of("attention", "keys-of-the-first-tile", DS, "load_tile(k_head, start, ", "load_tile(k_head, 0, ", ONE_READ),
+    of(
+        "attention", "batches-after-the-last-part", BY_SUM, "= (blocks(c.n_batches, steps), heads,",
+        "= (c.n_batches // steps, heads,", ONE_READ,
+    ),
+    of("attention", "dq-without-its-scale", DS, "dq * scale", "dq", ONE_READ),
 )  # fmt: skip

@@ -10,7 +10,8 @@ AGAIN = "test_sample_kernels.py::test_a_boundary_among_twice_as_many_lanes_takes
 PARTS = "test_sample_kernels.py::test_what_a_rows_maximum_decides_is_drawn_in_parts"
 FILTERS, BELOW = "test_sample_kernels.py::test_filters", "test_sample_kernels.py::test_boundaries_below_what_is_held"
 CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
-SHARDED = "ops/sample_sharded.py"
+SHARDED, TURNS = "ops/sample_sharded.py", "ops/sample_turns.py"
+TURN = "test_sampling_turns.py::test_draws_are_those_of_one_turn"
 REPORT, REPORTS = "kernels/sample_report.py", "ops/sample_reports.py"
 REPORTED = "test_sample_kernels.py::test_log_probabilities_of_tokens_and_of_the_greatest"
 HIDDEN = "test_sample_kernels.py::test_the_logits_as_given_have_what_a_bitmask_hides"
@@ -137,6 +138,23 @@ SAMPLING = (
         "ops", "columns-that-others-do-not-know", SHARDED, "known = as_others_know(shards, n_classes, x.device)",
         "known = shards",
         "test_shards_sampling.py::test_what_is_not_compared_beforehand_gives_no_token_and_then_an_error",
+    ),
+    of(
+        "ops", "sizes-of-which-not-all-ranks-are-sure", SHARDED, ", change_alike=False)", ")",
+        "test_shards_misuse.py::test_evenly_cut_rows_may_change_their_length_without_a_word",
+    ),
+    of(
+        "ops", "positions-that-begin-anew-each-turn", TURNS, "torch.arange(here.start, here.stop,",
+        "torch.arange(0, here.stop - here.start,",
+        "test_sampling_turns.py::test_a_generators_draws_are_those_of_one_turn",
+    ),
+    of(
+        "ops", "numbers-of-the-first-turn", TURNS, "own = [each[here] if",
+        "own = [each[: here.stop - here.start] if", TURN,
+    ),
+    of(
+        "ops", "bitmask-of-the-first-turn", TURNS, "bitmask[here], None if",
+        "bitmask[: here.stop - here.start], None if", TURN,
     ),
     of(
         "ops", "header-of-other-rows", "distributed.py", "key = shards.sizes, rows, shards.digest,",

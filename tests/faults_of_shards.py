@@ -158,8 +158,12 @@ SHARDS = (
         COMPARED,
     ),
     of(
-        "shards", "own-columns-as-they-were", RANKS, "sizes = (*sizes[:rank], columns, *sizes[rank + 1 :])",
-        "sizes = tuple(sizes)", COMPARED,
+        "shards", "own-columns-as-they-were", RANKS, "else (*sizes[:rank], columns, *sizes[rank + 1 :])", "else sizes",
+        COMPARED,
+    ),
+    of(
+        "shards", "sizes-that-never-change-alike", RANKS, "equal = change_alike and", "equal = False and",
+        "test_shards_misuse.py::test_evenly_cut_rows_may_change_their_length_without_a_word",
     ),
     of("shards", "columns-of-other-classes", RANKS, "key = n_classes, device.type", "key = 0, device.type", COMPARED),
     of(

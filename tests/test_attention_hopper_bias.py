@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from attention_cases import assert_attention, qkv
+from hopper_cases import on_hopper
 
 from fused_softmax.ops import attention_hopper, attention_hopper_bias
 from fused_softmax.route import INTERPRET
@@ -55,6 +56,49 @@ def test_gradients_by_the_sum_of_ds(monkeypatch, room, shape, options):
     assert_attention(*qkv(20, 35, heads=6, key_heads=3), enable_gqa=True, bias=bias, **options)
     assert len(turns) == -(-3 // room)
     assert sum(ds.shape[1] for ds, _ in turns) == 6
+
+
+@pytest.mark.skipif(not INTERPRET, reason="torch stands in for a kernel beside interpreted ones")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", [(6,), (1,), (1, 6)], ids=str)
+@pytest.mark.parametrize(("n_keys", "room"), [(35, 1), (128, 3), (130, 2), (384, 3)])
+def test_few_keys_and_many_batches_take_one_read_of_ds(monkeypatch, n_keys, room, shape, options):
+    """Keys in one tile, in whole ones, in tiles of which the last has 2, and more than a program goes through."""
+    found, batches = [], 9
+
+    def watched(*given):
+        found.append(prepare_both(*given))
+        return found[-1]
+
+    prepare_both = attention_hopper_bias._prepare_both
+    monkeypatch.setattr(attention_hopper_bias, "_prepare_both", watched)
+    monkeypatch.setattr(attention_hopper, "prepare_keys", keys_by_torch)
+    monkeypatch.setattr(attention_hopper, "takes", lambda *_: True)
+    width = -(-n_keys // 8) * 8
+    monkeypatch.setattr(attention_hopper_bias, "_DS_BYTES", room * batches * 2 * 70 * width * 4)
+    bias = torch.randn(*shape, 70, n_keys, generator=torch.Generator().manual_seed(3))
+    q, k, v = qkv(70, n_keys, lead=(batches,), heads=6, key_heads=3)
+    assert_attention(q, k, v, enable_gqa=True, bias=bias, **options)
+    assert len(found) == -(-3 // room)
+    assert None not in found
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", [(4,), (1,)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("n_keys", "dim"), [(384, 32), (300, 32), (131, 16), (256, 64), (200, 40)])
+def test_one_read_of_ds_on_sm_90(monkeypatch, n_keys, dim, is_causal, shape):
+    found = []
+    prepare_both = attention_hopper_bias._prepare_both
+    monkeypatch.setattr(
+        attention_hopper_bias, "_prepare_both", lambda *of: found.append(prepare_both(*of)) or found[-1]
+    )
+    q, k, v = qkv(200, n_keys, lead=(9,), heads=4, dim=dim, dtype=torch.bfloat16, device="cuda")
+    bias = torch.randn(*shape, 200, 384, device="cuda").bfloat16()[..., :n_keys]
+    assert_attention(q, k, v, bias=bias, is_causal=is_causal)
+    assert found
+    assert None not in found
 
 
 @pytest.mark.skipif(not INTERPRET, reason="without the interpreter a call on a CPU prepares no kernel")

@@ -2,15 +2,19 @@
 
 import pytest
 import triton
-from compile_only import TARGETS, Compiled
+import triton.language as tl
+from compile_only import TARGETS, Compiled, compile_for
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from fused_softmax.kernels.attention_ds import _product_and_sum
 from fused_softmax.kernels.attention_hopper import SIZES, _attention_hopper
 from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper, _queries_gradient_hopper
 from fused_softmax.kernels.attention_hopper_spec import ROWS, HopperSpec
 from fused_softmax.kernels.attention_hopper_wide import _keys_gradient_wide, _queries_gradient_wide
+from fused_softmax.kernels.attention_spec import AttentionSpec
 from fused_softmax.kernels.gluon_names import gl
 from fused_softmax.plan import H200
+from fused_softmax.plan.attention import plan_ds
 from fused_softmax.plan.attention_hopper import plan_hopper
 
 pytestmark = pytest.mark.compiles
@@ -120,3 +124,33 @@ def test_gradients(dim, dtype, kind, kernel):
     assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else large)
     assert binary.ptx.count("wgmma.mma_async") >= 3 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize(("keys", "dim"), [(384, 32), (300, 32), (256, 64), (200, 64)])
+def test_dq_and_the_sum_of_ds(keys, dim):
+    """Loads run ahead, as vectors, and sums stay in registers: where the last tile has fewer keys, all but 80 bytes."""
+    plan = plan_ds(dim, keys)
+    ragged = keys % plan.block_n != 0
+    spec = AttentionSpec(
+        block_m=plan.block_m, block_n=plan.block_n, head_dim=dim, value_dim=dim, block_d=dim, block_v=dim,
+        dtype=tl.bfloat16, ragged=ragged, pieces=-(-keys // plan.block_n),
+    )  # fmt: skip
+    pointers = {"ds_ptr": "*bf16", "k_ptr": "*bf16", "dq_ptr": "*bf16", "sums_ptr": "*fp32"}
+    types = dict.fromkeys(_product_and_sum.arg_names[:-1], "i32") | pointers
+    types |= {"k_strides": ("i32", "i32", "i32"), "scale": "fp32"}
+    binary = compile_for(
+        _product_and_sum, signature=types, constexprs={"K": spec}, target="sm_90",
+        divisible_by_16=[*pointers, *(("k_strides", i) for i in range(3))],
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
+    assert binary.stack_bytes <= (80 if ragged else 0)
+    assert binary.shared_bytes <= 227 * 1024
+    assert "cp.async.cg" in binary.ptx
+    assert "ld.global" not in binary.ptx
+    assert "wgmma.mma_async" in binary.ptx
+
+
+def test_many_keys_are_left_to_torch():
+    assert plan_ds(32, 385) is None
+    assert plan_ds(64, 257) is None
+    assert plan_ds(65, 64) is None

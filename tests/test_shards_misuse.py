@@ -115,7 +115,7 @@ def test_targets_are_compared_where_the_environment_asks_for_it(ranks):
         assert each.args[1].startswith("cross_entropy: the ranks of the group differ in target: ")
 
 
-def as_on_a_gpu(group, way, odd):
+def as_on_a_gpu(group, way, odd, first):
     """Calls that compare nothing but the first, as where it would cost a wait for the device; the third ones differ."""
     from fused_softmax import distributed
 
@@ -123,10 +123,10 @@ def as_on_a_gpu(group, way, odd):
     waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
     distributed._known.pop(group, None)
     rank, target = dist.get_rank(group), torch.tensor([1, 4])
-    whole = torch.arange(14.0).reshape(2, 7)
+    whole = torch.arange(14.0).reshape(2, 7)[:, : first + 4]
 
-    def columns(n):  # of the second rank; the first has 3
-        return whole[:, 3 * rank : 3 + n * rank]
+    def columns(n):  # of the second rank
+        return whole[:, first * rank : first + n * rank]
 
     try:
         found = [cross_entropy(columns(3), target, group=group, scale=scale) for scale in (None, 2.0)]
@@ -140,25 +140,26 @@ def as_on_a_gpu(group, way, odd):
         if said:  # from then on the ranks know each other's columns anew
             close(cross_entropy(columns(4), target, group=group), torch.nn.functional.cross_entropy(whole, target))
         sizes = (4, 3, 4)  # that take turns, and are told apart
-        found += [cross_entropy(columns(n), target, group=group, n_classes=3 + n) for n in sizes]
+        found += [cross_entropy(columns(n), target, group=group, n_classes=first + n) for n in sizes]
         return found, said
     finally:
         distributed._waits_for_nobody = waits
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("odd", [None, "options", "columns"])
-def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd, way):
+@pytest.mark.parametrize(("odd", "first"), [(None, 3), ("options", 3), ("columns", 3), ("columns", 2)])
+def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd, first, way):
+    """first: columns of the first rank; the second has 3, so the two are equally long or not, and then 4."""
     whole, target = torch.arange(14.0).reshape(2, 7), torch.tensor([1, 4])
     said_of = {
         None: None,
         "options": "differed in their options",
-        "columns": "differed in their columns: [3, 4] by rank. " + CHANGING,
+        "columns": f"differed in their columns: [{first}, 4] by rank. {CHANGING}",
     }
     scales = (1.0, 2.0, math.nan if odd else 2.0, 1.0, 1.0, 1.0)
-    for found, said in ranks.values(2, as_on_a_gpu, way, odd):
-        for y, scale, columns in zip(found, scales, (6, 6, 6, 7, 6, 7), strict=True):
-            close(y, torch.nn.functional.cross_entropy(whole[:, :columns] * scale, target))
+    for found, said in ranks.values(2, as_on_a_gpu, way, odd, first):
+        for y, scale, columns in zip(found, scales, (3, 3, 3, 4, 3, 4), strict=True):
+            close(y, torch.nn.functional.cross_entropy(whole[:, : first + columns] * scale, target))
         before = "cross_entropy: an earlier call gave NaN, because the ranks of the group "
         assert said == (odd and before + said_of[odd])
 

@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.distributed import CHANGING
-
 _MISSING = 1  # of the words that kernels leave
 _DEFAULT_SECONDS = 600.0
 _POLLS_A_SECOND = 2000  # under the interpreter, whose kernels have no clock
@@ -107,7 +105,8 @@ class Peers:
         said = _heard(group, set_size)
         if len(set(said)) > 1:
             raise RuntimeError(
-                f"the ranks of the group differ in rows or columns: they need {said} slots by rank. {CHANGING}"
+                f"the ranks of the group differ in rows or columns: they need {said} slots by rank. Shards whose sizes "
+                "change need n_classes, unless all have as many columns as each other"
             )
         slots, addresses, kept = _mapped(group, self.device, 2 * set_size)
         bases = torch.tensor([*addresses, self._word.data_ptr(), self.limit], dtype=torch.int64, device=self.device)

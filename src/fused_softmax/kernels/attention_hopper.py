@@ -52,7 +52,7 @@ def _attention_hopper(
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, cap,
     K: gl.constexpr,
 ):  # fmt: skip
-    """scale: in units of log 2, or as `capped` takes it where scores are capped, at cap."""
+    """scale: in units of log 2, natural ones with a bias, or as `capped` takes it where scores are capped, at cap."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all of them
     k = ring(K.stages, K.consumers, k_map)
@@ -134,7 +134,9 @@ def _attend(
     OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     dtype: gl.constexpr = o_map.dtype
     unit = scale
-    if K.bias or K.softcap or K.alibi:
+    if K.bias:
+        unit = LOG2E
+    elif K.softcap or K.alibi:
         unit = 1.0  # of scores that are scaled already
     no_scores = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
     if K.in_turn and K.consumers == ME + 1:

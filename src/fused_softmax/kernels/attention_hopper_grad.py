@@ -8,6 +8,7 @@ Traffic: that of `kernels/attention_grad.py`.
 
 from fused_softmax.kernels.attention_hopper import SIZES
 from fused_softmax.kernels.attention_hopper_parts import (
+    LOG2E,
     await_empty,
     biases,
     emptied,
@@ -57,7 +58,7 @@ def _keys_gradient_hopper(
 ):  # fmt: skip
     """dK and dV, of `heads` heads of keys from first_head on. rows_map: of what `_delta` stores.
 
-    rate, cap: as `weights_of` takes them.
+    rate, cap: as `weights_of` takes them; with a bias the rate is the scale.
     ds_map: of dS where it is kept, of these heads alone. What no query of a tile sees is not stored.
     """
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads)
@@ -185,7 +186,7 @@ def _add_queries(
         s = warpgroup_mma_wait(1, (s,))
         of_rows = lse.index(stage).load(OF_QUERIES)[None, :]
         if K.bias:
-            p = gl.exp2(with_bias(s, b, stage, rate, K, ME) - of_rows)
+            p = gl.exp2(with_bias(s, b, stage, rate, K, ME) * LOG2E - of_rows)
             of_scores = p
         elif K.alibi:
             p = gl.exp2(with_alibi(s, rate, kept.slope, kept.first, i * BLOCK + S.offset) - of_rows)
@@ -219,7 +220,7 @@ def _queries_gradient_hopper(
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
-    """dQ. rate, cap: as `weights_of` takes them."""
+    """dQ. rate, cap: as `_keys_gradient_hopper`'s."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
     do = tiles_of(K.consumers, do_map)
@@ -292,7 +293,7 @@ def _sum_for_queries(
             next_turn(ME, K.consumers)
             s = warpgroup_mma_wait(1, (s,))
             if K.bias:
-                p = gl.exp2(with_bias(s, b, stage, rate, K, ME) - lse[:, None])
+                p = gl.exp2(with_bias(s, b, stage, rate, K, ME) * LOG2E - lse[:, None])
             elif K.alibi:
                 p = gl.exp2(with_alibi(s, rate, slope, first + S.offset, i * BLOCK) - lse[:, None])
             else:

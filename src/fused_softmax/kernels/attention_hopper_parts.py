@@ -232,11 +232,11 @@ def load_bias(b, bias_map, full, stage, batch, head, row, col, K: gl.constexpr):
 
 @jit
 def with_bias(s, b, stage, scale, K: gl.constexpr, ME: gl.constexpr):
-    """Scaled scores and the bias, in units of log 2."""
+    """Scaled scores and the bias."""
     tile = b.index(stage * K.consumers + ME)
     if K.of_keys:
         tile = tile.permute((1, 0))
-    return s * scale + tile.load(s.type.layout).to(gl.float32) * LOG2E
+    return s * scale + tile.load(s.type.layout).to(gl.float32)
 
 
 @jit

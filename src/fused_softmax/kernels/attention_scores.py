@@ -1,7 +1,8 @@
 """What attention's kernels share: where a head lies, which tiles are visible, and the scores of one tile.
 
-scores = softcap(scale q k) + bias + mask - slope |i + offset - j|, in units of log 2, so that exp is exp2; -inf where
-hidden. Tiles come as [queries, keys] or as [keys, queries]: rows and cols broadcast against each other.
+scores = softcap(scale q k) + bias + mask - slope |i + offset - j|; -inf where hidden. exp is exp2 of scores in units of
+log 2, to which one multiplication turns them that is a part of the subtraction after it.
+Tiles come as [queries, keys] or as [keys, queries]: rows and cols broadcast against each other.
 """
 
 import triton
@@ -70,7 +71,7 @@ def load_added(ptr, strides, place, T, S, ROWS: tl.constexpr, GUARD: tl.constexp
 
 @triton.jit
 def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl.constexpr):
-    """(scores in units of log 2, capped scores) of the rows of a and b, which are queries and keys or keys and queries.
+    """(scores, capped scores) of the rows of a and b, which are queries and keys or keys and queries.
 
     With K.folds the first are not scaled yet. The second are of use with K.softcap alone. EDGE: whether something may
     be hidden. GUARD: whether keys may end.
@@ -89,17 +90,17 @@ def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: 
             c = capped(c, A.cap)
         else:
             c = A.cap - 2.0 * A.cap / (tl.exp2(c * (2.0 * LOG2E / A.cap)) + 1.0)
-        z = c * LOG2E
+        z = c
     elif K.folds:
         z = qk
     else:
-        z = qk * (A.scale * LOG2E)
+        z = qk * A.scale
     if K.bias:
-        z += bias.to(tl.float32) * LOG2E
+        z += bias.to(tl.float32)
     if K.mask == _ADDED:
-        z += mask.to(tl.float32) * LOG2E
+        z += mask.to(tl.float32)
     if K.alibi:
-        slope = tl.load(head_at(A.slopes_ptr, A.slopes_strides, place, place.head)).to(tl.float32) * LOG2E
+        slope = tl.load(head_at(A.slopes_ptr, A.slopes_strides, place, place.head)).to(tl.float32)
         z -= slope * tl.abs(rows + S.offset - cols).to(tl.float32)
     if K.mask == _BOOL:
         z = tl.where(mask != 0, z, NEG_INF)
@@ -116,11 +117,11 @@ def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: 
 
 @triton.jit
 def in_log2(z, A, K: tl.constexpr):
-    """Scores as `scores_of` gives them, scaled where they are not."""
+    """Scores as `scores_of` gives them in units of log 2, scaled where they are not."""
     if K.folds:
         return z * (A.scale * LOG2E)
     else:
-        return z
+        return z * LOG2E
 
 
 @triton.jit

@@ -18,7 +18,8 @@ class AttentionSpec:
     mask_vector: keys of a mask that are then read as one number, 1 or 8.
     folds: whether scores are query times key times a positive scale, so that the scale is taken in the exponent.
     dtype: of the inputs.
-    entropy, row_max: what the forward kernel stores beside lse. stores_ds: whether the kernel of dQ stores dS.
+    entropy, row_max: what the forward kernel stores beside lse. stores_ds: whether the kernel of dQ stores dS. pieces:
+    tiles of stored dS that a program has side by side.
     held: whether the bias is the same for all batches, and kept; `bias` is then False.
     Where keys are cut into parts: lanes and block_r, powers of two that hold the parts and the rows of a head of keys;
     chunk: parts whose o are merged at a time.
@@ -53,6 +54,7 @@ class AttentionSpec:
     lanes: int = 1
     block_r: int = 0
     chunk: int = 0
+    pieces: int = 1
 
     @property
     def edge(self):

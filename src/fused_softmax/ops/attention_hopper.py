@@ -113,7 +113,12 @@ def rows_shape(c: Any) -> tuple[int, int, int]:
 
 
 def _rate(c: Any) -> tuple[float, float]:
-    """(rate, cap) of scores in units of log 2, as `capped` takes them; without a softcap the rate alone is of use."""
+    """(rate, cap) of scores in units of log 2, as `capped` takes them; without a softcap the rate alone is of use.
+
+    With a bias the rate is the scale, for the bias is added in natural units.
+    """
+    if c.spec.bias:
+        return float(c.how.scale), 1.0
     scale, cap = c.how.scale * _LOG2E, c.how.softcap
     return (scale, 1.0) if cap is None else (2.0 * scale / cap, cap * _LOG2E)
 

@@ -24,8 +24,8 @@ from fused_softmax.ops.sample_calls import (
     raw_lse,
     rows_of,
 )
-from fused_softmax.ops.sample_reports import prepare_sample
 from fused_softmax.ops.sample_sharded import sample_of_shards
+from fused_softmax.ops.sample_turns import prepare_sample
 from fused_softmax.options_sampling import (
     Logprobs,
     Order,

@@ -53,6 +53,8 @@ FULL: dict[str, dict[int, Rungs]] = {
 # Of short heads whose dims are few, and of narrow windows: tiles that reach less far beyond what is visible.
 SHORT, SHORT_KEYS = (64, 64, 4, 3), 512
 LEAST = 16  # of a side of a product
+# Of the kernel that reads stored dS once: a tile, and how many of them a program has at most, by the dims of a head.
+OF_DS, MOST_OF_DS = (64, 128, 8, 3), {32: 3, 64: 2}
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,17 @@ def plan_attention(
             rung = SHORT
         found[kernel] = _fitted(kernel, rung, dims, itemsize, n_queries, n_keys, device)
     return AttentionPlan(**found)
+
+
+def plan_ds(head_dim: int, n_keys: int) -> Tiles | None:
+    """The tiles of the kernel that makes dQ and a sum of stored dS of 16 bits; a program takes some tiles side by side.
+
+    None where keys are too many for the registers of one program.
+    """
+    dim = padded(head_dim)
+    if -(-n_keys // OF_DS[1]) > MOST_OF_DS.get(max(32, dim), 0):
+        return None
+    return Tiles(*OF_DS)
 
 
 def padded(dim: int) -> int:

@@ -1,0 +1,80 @@
+"""Calls of very many draws, some at a time: what their kernels note of each row then takes bounded memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.device import device_of
+from fused_softmax.ops import sample_reports
+from fused_softmax.ops.sample_calls import Numbers, spec_of
+from fused_softmax.options_sampling import Sampling
+from fused_softmax.plan import plan_draws
+from fused_softmax.reference_sampling import SampleOutput
+
+_MOST_BYTES = 2**29  # of notes; 7000 rows and more, which keep every chip busy
+_ALIGNED = 16  # draws, after which rows of any dtype and length begin on 16 bytes as the first one does
+
+
+def prepare_sample(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
+) -> Callable[[Tensor, Numbers, Tensor | None, Tensor | None, Tensor | None, Tensor | None], SampleOutput]:
+    """As `sample_reports.prepare_sample`."""
+    n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
+    most = _draws_at_a_time(logits, options, n_draws)
+    if n_draws <= most:
+        return sample_reports.prepare_sample(logits, options, seed, position, out)
+    given = (
+        logits, Numbers.of(options, seed, position), options.logit_bias, options.bitmask, options.row_indices,
+        torch.empty(n_draws, dtype=torch.int64, device=logits.device) if out is None else out,
+    )  # fmt: skip
+    turns = [slice(begin, min(begin + most, n_draws)) for begin in range(0, n_draws, most)]
+    calls = {here.stop - here.start: _prepare_turn(here, options, *given) for here in (turns[0], turns[-1])}
+
+    def call(logits, numbers, bias, bitmask, rows, out):
+        tokens = torch.empty(n_draws, dtype=torch.int64, device=logits.device) if out is None else out
+        found = [
+            calls[here.stop - here.start](*_of_turn(here, logits, numbers, bias, bitmask, rows, tokens))
+            for here in turns
+        ]  # fmt: skip
+        rest: Any = zip(*(each[1:] for each in found), strict=True)
+        valid, *others = (None if each[0] is None else torch.cat(each) for each in rest)
+        return SampleOutput(tokens, valid, *others)  # type: ignore[arg-type]
+
+    return call
+
+
+def _draws_at_a_time(logits: Tensor, options: Sampling, n_draws: int) -> int:
+    of_filters = options.top_k, options.top_p, options.min_p, options.return_logprobs
+    if not options.return_kept and all(each is None for each in of_filters):
+        return n_draws  # of which nothing is noted
+    index = logits.get_device()
+    plan = plan_draws(n_draws, logits.shape[1], logits.element_size(), device_of(index))
+    spec = spec_of(plan, options, index, True, logits.dtype)
+    return max(1, _MOST_BYTES // (8 * spec.scratch * _ALIGNED)) * _ALIGNED
+
+
+def _prepare_turn(here: slice, options: Sampling, *given) -> Callable[..., SampleOutput]:
+    logits, numbers, bias, bitmask, rows, out = _of_turn(here, *given)
+    temperature, top_k, top_p, min_p, seed, position = numbers
+    own = replace(
+        options, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=bias, bitmask=bitmask,
+        row_indices=rows,
+    )  # fmt: skip
+    return sample_reports.prepare_sample(logits, own, seed, position, out)
+
+
+def _of_turn(
+    here: slice, logits: Tensor, numbers: Numbers, bias: Tensor | None, bitmask: Tensor | None, rows: Tensor | None,
+    out: Tensor,
+) -> tuple:  # fmt: skip
+    """What a call is given, of these draws alone."""
+    own = [each[here] if isinstance(each, Tensor) and each.ndim else each for each in numbers]
+    if numbers.position is None:
+        own[-1] = torch.arange(here.start, here.stop, device=out.device)
+    return (
+        logits[here] if rows is None else logits, Numbers(*own), bias if bias is None or bias.ndim == 1 else bias[here],
+        None if bitmask is None else bitmask[here], None if rows is None else rows[here], out[here],
+    )  # fmt: skip
