@@ -122,7 +122,7 @@ def test_what_has_no_operator_is_traced_whole(call, device):
     given = rows(3, device)
     function, graphs = compiled(OTHERS[call])
     assert_same(function(*given), OTHERS[call](*given))
-    assert not operators(graphs[0])
+    assert set(operators(graphs[0])) == ({"fused_softmax.philox"} if call == "speculative" else set())
 
 
 def test_an_exported_program_draws_any_number_of_rows(device):
@@ -200,3 +200,29 @@ def test_a_captured_graph_draws_anew_at_every_replay(filters):
     generator.manual_seed(2)
     assert all(torch.equal(a, b) for ours in replayed for a, b in zip(ours, step(), strict=True))
     assert not torch.equal(replayed[0][1], replayed[1][1])
+
+
+def drawn(x, drafts, seed, position):
+    return speculative_sample(x, drafts, temperature=0.8, top_k=9, seed=seed, position=position)
+
+
+def drafts_of(n, device):
+    x, seed, position = rows(3 * n, device)
+    return x.view(n, 3, 40), torch.zeros(n, 2, dtype=torch.int64, device=device), seed[:n], position[:n]
+
+
+@pytest.mark.timeout(200)
+def test_noise_is_compiled_by_inductor(device):
+    """What it inlines would double with each of ten rounds: it used to take minutes, and all memory."""
+    given = drafts_of(2, device)
+    assert_same(torch.compile(drawn)(*given), drawn(*given))
+
+
+def test_noise_under_vmap_of_compiled_code(device):
+    x, drafts, seed, position = drafts_of(6, device)
+    words = x.view(2, 3, 3, 40), drafts.view(2, 3, 2), seed.view(2, 3), position[:3]
+
+    def function(*words):
+        return torch.vmap(drawn, in_dims=(0, 0, 0, None))(*words)
+
+    assert_same(compiled(function)[0](*words), function(*words))

@@ -59,6 +59,25 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
     return c0, c1, c2, c3
 
 
+# One node for a compiler: every round uses each word twice, so what TorchInductor inlines would double ten times.
+_library = torch.library.Library("fused_softmax", "FRAGMENT")
+_library.define("philox(Tensor seed, Tensor c0, Tensor c1, Tensor c2, Tensor c3) -> Tensor[]")
+_library.impl("philox", lambda *words: list(philox(*words)), "CompositeExplicitAutograd")
+
+
+def _philox_of_many(info, in_dims, *words):
+    """Under vmap: the dim that is mapped over comes first, before as many dims as any of the words has."""
+    ndim = max(word.ndim - (d is not None) for word, d in zip(words, in_dims, strict=True))
+    moved = []
+    for word, d in zip(words, in_dims, strict=True):
+        own = word if d is None else word.movedim(d, 0)
+        moved.append(own if d is None else own.reshape(len(own), *(1,) * (ndim + 1 - own.ndim), *own.shape[1:]))
+    return torch.ops.fused_softmax.philox(*moved), [0] * WORDS
+
+
+torch.library.register_vmap("fused_softmax::philox", _philox_of_many, lib=_library)
+
+
 def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     """The high and the low word of a product of two."""
     less = word * (factor - 2**32)  # above -2**62, where factor * word may pass int64
@@ -68,7 +87,8 @@ def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
 def words_at(seed: Tensor, position: Tensor, call: Tensor, stream: int) -> tuple[Tensor, ...]:
     """The words of calls [n, calls] or [calls] for seeds and positions [n]: four of [n, calls]."""
     seed, position = seed[:, None], position[:, None]
-    return philox(seed, call, torch.full_like(call, stream), position & _MASK, (position >> 32) & _MASK)
+    words = seed, call, torch.full_like(call, stream), position & _MASK, (position >> 32) & _MASK
+    return tuple(torch.ops.fused_softmax.philox(*words)) if torch.compiler.is_compiling() else philox(*words)
 
 
 def uniform(words: tuple[Tensor, ...], which: int) -> Tensor:
