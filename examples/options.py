@@ -27,7 +27,7 @@ def in_one_line(kind: type[BaseException], error: BaseException, traceback: Trac
         )
     elif isinstance(error, OSError) and error.strerror:
         said = f"{error.strerror}: {Path(error.filename).name}" if error.filename else error.strerror
-    elif issubclass(kind, torch.OutOfMemoryError | MemoryError):
+    elif issubclass(kind, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         said = f"too little memory: {str(error).partition('. ')[0]}"
     else:
         return sys.__excepthook__(kind, error, traceback)
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: list[str] | None) -> argparse.Namespace:
         given = self.parse_args(arguments)
-        if "out" in given and given.out.exists() and not given.force:
+        if "out" in given and (given.out.exists() or given.out.is_symlink()) and not given.force:
             self.error(f"{given.out.name} exists; --force overwrites it")
         return given
 

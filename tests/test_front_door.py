@@ -1,12 +1,16 @@
 """Every command with every kind of bad argument: one line, exit code 2, and nothing lost."""
 
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax
 
 from fused_softmax.bench import measure, record, run
+from fused_softmax.bench.cases import parse_dtype
 from fused_softmax.cli import main
 
 
@@ -88,6 +92,9 @@ BAD = [
     ("bench", "shards", "--shape", "8x8:0"),
     ("bench", "--reps", "0"),
     ("bench", "--seed", "x"),
+    ("bench", "--seed", str(2**64)),
+    ("bench", "--out", "a" * 248 + ".json"),  # beside which no name is left for what Ctrl-C keeps
+    ("bench", "host", "--out", "a" * 248 + ".json"),
     ("bench", "--shape", "8"),
     ("bench", "--cols", "8:4"),
     ("bench", "--cols", "1:99999999999"),
@@ -109,7 +116,7 @@ BAD = [
     ("bench", "all", "--out", "."),
     ("bench", "tune", "--out", "kept.json"),  # which is no table of plans
     ("bench", "tune", "--cols", "0"),
-    ("bench", "compare", "results.json", "results.json", "--tolerance", "-1"),
+    *(("bench", "compare", "results.json", "results.json", "--tolerance", each) for each in ("-1", "nan", "inf")),
     ("bench", "compare", "results.json", "results.json", "--clock", "wall"),
     ("report", "-o", "x.html"),
     ("report", "results.json", "full/../results.json", "-o", "x.html"),
@@ -122,6 +129,8 @@ BAD = [
     ("trace",),
     ("trace", "--kernel", "fast", "-o", "x.json"),
     ("trace", "--second", "fast", "-o", "x.json"),
+    ("trace", "--second", "", "-o", "x.json"),
+    ("trace", "--matrix", "", "-o", "x.json"),
     ("trace", "--block", "3", "-o", "x.json"),
     ("trace", "--block", "0", "-o", "x.json"),
     ("trace", "--block", "x", "-o", "x.json"),
@@ -176,7 +185,10 @@ def test_a_wrong_value_is_one_line_and_exit_code_2_and_nothing_is_written(here, 
         (("points", 0, "dtype"), "int8"),
         (("points", 0, "status"), "fine"),
         (("points", 0, "ratio"), [1]),
-        (("points", 0, "kernel", "p50_us"), 0),
+        *((("points", 0, "kernel", "p50_us"), each) for each in (0, 1e-320, 10**400, math.inf)),
+        (("environment", "triton"), "\ud800"),
+        (("points", 0, "n_rows"), 10**400),
+        (("points", 0, "parameters"), {"shape": [], "dim": -1}),
         (("points", 0, "clocks"), -1),
         (("points", 0, "parameters"), {"shape": None}),
         (("points", 0, "parameters"), {"dim": 5}),
@@ -236,3 +248,30 @@ def test_charts_never_take_the_place_of_results(here, monkeypatch):
     result = fused_softmax("report", *given)
     assert (result.exit_code, files()) == (2, before)
     assert result.stderr.endswith("is an input, which nothing overwrites: give another name\n")
+
+
+def run_by(shell):
+    """A command line with $F in it, as a shell runs it."""
+    program = f"{sys.executable} -m fused_softmax.cli"
+    return subprocess.run(["sh", "-c", shell.replace("$F", program)], capture_output=True, text=True, timeout=120)
+
+
+def test_an_input_that_comes_by_a_redirect_is_not_overwritten(here):
+    before = Path("rows.json").read_text()
+    done = run_by("$F trace --kernel online --matrix - -o rows.json --force < rows.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Error: rows.json is an input, which nothing overwrites: give another name\n"
+    assert Path("rows.json").read_text() == before
+
+
+def test_commands_run_with_stderr_closed_and_say_so_of_stdin(here):
+    done = run_by("$F plan 4 4 2>&-")
+    assert done.returncode == 0
+    assert "tile" in done.stdout
+    done = run_by("$F trace --kernel online --matrix - -o x.json <&-")
+    assert (done.returncode, done.stderr) == (2, "Error: standard input is closed\n")
+
+
+@pytest.mark.parametrize("spelled", ["float-32", "FLOAT_32", "torch.float32", "fp-32", " Float32 "])
+def test_dtypes_are_spelled_as_freely_as_other_names(spelled):
+    assert parse_dtype(spelled) == "float32"

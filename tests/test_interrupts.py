@@ -50,6 +50,19 @@ def test_ctrl_c_ends_in_one_line(here, monkeypatch, where, arguments):
     assert not Path("new.html").exists()
 
 
+def test_rows_of_host_are_not_lost_while_the_environment_is_read(here, monkeypatch):
+    """It takes seconds, so it is read before there are rows; no file is left of a run that has none."""
+    told, of_environment = [], record.environment
+    monkeypatch.setattr(record, "environment", lambda *of: told.append("environment") or of_environment(*of))
+    rows = iter([host.Row("one", 1.0, 2.0, 0.5)])
+    monkeypatch.setattr(host, "measure", lambda pair: told.append("row") or next(rows, None) or interrupt())
+    assert fused_softmax("bench", "host", "--out", "new.json").exit_code == 130
+    assert told == ["environment", "row", "row"]
+    monkeypatch.setattr(record, "environment", lambda *of: interrupt())
+    assert fused_softmax("bench", "host", "--out", "other.json").exit_code == 130
+    assert not list(Path().glob("other*"))
+
+
 def test_what_was_measured_before_ctrl_c_is_kept(here, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(here)

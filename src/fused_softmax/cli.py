@@ -204,7 +204,9 @@ def trace(
 
     The page also contains its built-in recordings. Without --kernel and --matrix, only these are written.
     """
-    wanted = [*names, *([second] if second else [])]
+    wanted = [*names, *([] if second is None else [second])]
+    if matrix == "":
+        raise click.UsageError("--matrix is empty: give rows as text, a file, or - for standard input")
     out = Path("-") if listed else _required_out(out, matrix, force)
     try:
         with importing():
@@ -265,7 +267,7 @@ def _required_out(out: Path | None, matrix: str | None, force: bool) -> Path:
     if out.suffix not in (".html", ".json"):
         raise click.UsageError(f"{out.name} must end in .html (a page) or .json (only the recordings)")
     paths.require_writable(out)
-    inputs = [Path(matrix)] if matrix and matrix != "-" else []
+    inputs = [Path("/dev/stdin" if matrix == "-" else matrix)] if matrix else []
     paths.require_outputs([out], inputs, replace=force, how="--force overwrites it")
     return out
 

@@ -112,7 +112,7 @@ def parse_shapes(text: str) -> list[Case]:
 
 
 def parse_dtype(text: str) -> str:
-    name = text.strip().lower().removeprefix("torch.")
+    name = re.sub("[-_ ]", "", text.lower()).removeprefix("torch.")
     name = ALIASES.get(name, name)
     if name not in ITEMSIZE:
         raise ValueError(f"unknown dtype {text!r}; known: {', '.join(ITEMSIZE)}")

@@ -1,5 +1,6 @@
 """The commands of `fused-softmax bench`. They wire the parts together and compute nothing themselves."""
 
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,22 +132,24 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
         console.print("No GPU: these are times of calls on the CPU, where this package takes torch's path.")
     arguments = record.command_line(["bench", "host", *(["--out", str(out)] if out else [])])
     rows: list[hosts.Row] = []
-    stopped = False
+    environment, stopped = {}, False
     try:
+        if out:  # before the rows, for whoever stops it then has none to lose
+            with busy("reading the environment"):
+                environment = record.environment(*run.gpu_facts())
         with busy("timing calls"):
             for row in hosts.measure_all("cuda" if gpu else "cpu"):
                 rows.append(row)
     except KeyboardInterrupt:
         stopped = True
     where = record.partial_path(out) if out and stopped else out
+    saves = where is not None and bool(rows or not stopped)
     try:
-        if where:
-            with busy("reading the environment"):
-                environment = record.environment(*run.gpu_facts())
+        if where and saves:
             saving.save_content(hosts.text(rows, environment, arguments).encode(), where)
     finally:  # printed last: standard output may be full too
         hosts.print_rows(rows, console)
-    if where:
+    if saves:
         click.echo(f"wrote {where}")
     if out and not stopped:
         record.partial_path(out).unlink(missing_ok=True)
@@ -215,6 +218,12 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
 
 
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter("must be a finite number", ctx, param)
+    return value
+
+
 @bench.command(cls=Listing)
 @click.argument("before", type=paths.FILE)
 @click.argument("after", type=paths.FILE)
@@ -231,6 +240,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     type=click.FloatRange(0),
     default=2,
     show_default=True,
+    callback=_finite,
     help="Percent by which a median must change to count.",
 )
 @providers_option("Only these.")

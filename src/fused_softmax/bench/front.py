@@ -42,6 +42,9 @@ class Front(click.Group):
         except click.Abort:
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
+        except UnicodeEncodeError as error:
+            click.echo(f"Error: {ascii(error.object)[:80]} is no text", err=True)
+            sys.exit(2)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -75,10 +78,15 @@ class Option(click.Option):
             self.opts = names
 
 
+def _on_terminal() -> bool:
+    """Whether stderr is one; it is None where it is closed."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextmanager
 def busy(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr, where that is a terminal, until the block ends. Yields what prints a line beside it."""
-    if not sys.stderr.isatty():
+    if not _on_terminal():
         yield click.echo
         return
     from rich.console import Console
@@ -102,7 +110,7 @@ def importing(what: str = "PyTorch") -> Iterator[None]:
     """The spinner of an import, during which Ctrl-C ends the process at once: what is imported may swallow it."""
 
     def leave(*_: object) -> None:
-        clear = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the spinner's line and the hidden cursor
+        clear = "\r\x1b[2K\x1b[?25h" if _on_terminal() else ""  # the spinner's line and the hidden cursor
         os.write(2, f"{clear}interrupted\n".encode())
         os._exit(INTERRUPTED)
 

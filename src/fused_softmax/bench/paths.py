@@ -62,7 +62,11 @@ def require_outputs(outputs: Sequence[Path], inputs: Iterable[Path] = (), *, rep
             raise click.UsageError(f"{path} is an input, which nothing overwrites: give another name")
         if any(same(path, each) for each in outputs[:at]):
             raise click.UsageError(f"{path} is the file of two outputs: give one of them another name")
-    if not replace and (there := [path for path in outputs if path.exists() or path.is_symlink()]):
+    try:
+        there = [path for path in outputs if path.exists() or path.is_symlink()]
+    except OSError as error:  # of a name that is too long with the suffix of what is kept on Ctrl-C
+        raise click.UsageError(f"cannot write {outputs[0].name[:40]}...: {error.strerror}") from None
+    if there and not replace:
         raise click.UsageError(f"{there[0]} exists; {how}")
 
 

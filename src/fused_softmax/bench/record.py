@@ -169,8 +169,17 @@ def read(path: Path) -> Run:
     try:
         run = load(path)
         _require_kinds(run)
+        json.dumps(dataclasses.asdict(run), ensure_ascii=False).encode()  # half of a surrogate pair is no text
         return run
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError, RecursionError) as error:
+    except (
+        json.JSONDecodeError,
+        UnicodeError,
+        OverflowError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"{path.name} is not what `fused-softmax bench --out` writes") from error
 
 
@@ -190,12 +199,14 @@ def _require_kinds(run: Run) -> None:
         raise TypeError("facts of a GPU of another kind")
     for point in run.points:
         shape, dim = point.parameters.get("shape", [1]), point.parameters.get("dim", -1)
-        if not isinstance(shape, list) or not isinstance(dim, int) or not -1 <= dim < len(shape):
+        if not isinstance(shape, list) or not shape or not isinstance(dim, int) or not -1 <= dim < len(shape):
             raise TypeError("a shape of another kind")
         sizes = (point.n_rows, point.n_cols, *shape)
         times = [value for figure in (point.kernel, point.call) if figure for value in dataclasses.astuple(figure)]
-        if not all(isinstance(size, int) and size > 0 for size in sizes) or not all(time > 0 for time in times):
-            raise TypeError("a size or a time that is not positive")
+        if not all(isinstance(size, int) and 0 < size < 2**63 for size in sizes):
+            raise TypeError("a size that no tensor has")
+        if not all(1e-9 < time < 1e15 for time in times):
+            raise TypeError("a time or a speed that nothing has")
         if point.dtype not in ITEMSIZE:
             raise TypeError(f"{point.dtype} is no dtype")
 

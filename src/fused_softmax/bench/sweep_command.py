@@ -83,7 +83,7 @@ class _Keeping(Listing):
 @click.option("--quick", is_flag=True, help="Measure a short, representative set.")
 @click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
 @click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the inputs.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs.")
 @out_option(".json", "the results")
 @click.option(
     "--resume",

@@ -26,6 +26,8 @@ def read_matrix(path: str) -> Any:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{Path(path).name} is not an array of numbers: {error}") from None
+    if path == "-" and sys.stdin is None:
+        raise ValueError("standard input is closed")
     with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
     name = "standard input" if path == "-" else Path(path).name
