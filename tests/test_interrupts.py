@@ -52,6 +52,8 @@ def test_ctrl_c_ends_in_one_line(here, monkeypatch, where, arguments):
 
 def test_rows_of_host_are_not_lost_while_the_environment_is_read(here, monkeypatch):
     """It takes seconds, so it is read before there are rows; no file is left of a run that has none."""
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
     told, of_environment = [], record.environment
     monkeypatch.setattr(record, "environment", lambda *of: told.append("environment") or of_environment(*of))
     rows = iter([host.Row("one", 1.0, 2.0, 0.5)])
