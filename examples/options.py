@@ -28,7 +28,7 @@ def in_one_line(kind: type[BaseException], error: BaseException, traceback: Trac
     elif isinstance(error, OSError) and error.strerror:
         said = f"{error.strerror}: {Path(error.filename).name}" if error.filename else error.strerror
     elif issubclass(kind, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
-        said = f"too little memory: {str(error).partition('. ')[0]}"
+        said = f"too little memory: {str(error).rpartition('DefaultCPUAllocator: ')[2].partition('. ')[0]}"
     else:
         return sys.__excepthook__(kind, error, traceback)
     print(f"{Path(sys.argv[0]).name}: error: {said}", file=sys.stderr)

@@ -215,6 +215,11 @@ def test_a_picture_that_exists_is_kept(request, name, tmp_path, capsys):
         request.getfixturevalue(name).main(["-o", str(out)])
     assert "curves.png exists; --force overwrites it" in capsys.readouterr().err
     assert out.read_text() == "mine"
+    link = tmp_path / "link.png"
+    link.symlink_to("nowhere.png")
+    with pytest.raises(SystemExit):
+        request.getfixturevalue(name).main(["-o", str(link)])
+    assert "link.png exists; --force overwrites it" in capsys.readouterr().err
 
 
 WHOLE = ("0", "-1", "x", "1.5", "", "nan", "9" * 30)
@@ -296,6 +301,13 @@ def test_a_package_that_is_missing_is_named_in_one_line(name, package, arguments
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some/curves.png"), "No space left on device: curves.png"),
     (OSError(errno.EPIPE, os.strerror(errno.EPIPE)), "Broken pipe"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "too little memory: CUDA out of memory"),
+    (
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 549755813632 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        "too little memory: can't allocate memory: you tried to allocate 549755813632 bytes",
+    ),
 ])  # fmt: skip
 def test_what_stops_an_example_later_is_one_line(error, said, attention_bias, capsys):
     attention_bias.options.in_one_line(type(error), error, None)
