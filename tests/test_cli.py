@@ -162,8 +162,8 @@ def test_an_interrupted_run_keeps_its_points_and_the_earlier_file(monkeypatch, t
     partial = record.load(tmp_path / "results.partial.json")
     assert [p.n_rows for p in partial.points] == [8]
     assert not partial.complete
-    assert "interrupted" in result.output
-    assert "--resume continues from here" in result.output
+    assert result.stderr.endswith("interrupted\n")
+    assert "--resume continues from here" in result.stdout
     assert not image.exists()
 
 

@@ -20,7 +20,7 @@ from fused_softmax.bench.arguments import (
     value_of,
     values_of,
 )
-from fused_softmax.bench.front import Option, importing
+from fused_softmax.bench.front import INTERRUPTED, Option, importing
 
 if TYPE_CHECKING:
     from fused_softmax.bench.run import Asked
@@ -127,6 +127,8 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
         code = run.bench(_asked(ctx.meta["typed"], measured), new_console(), Console(stderr=True), **files)
     except CannotResume as error:
         raise click.UsageError(str(error)) from None
+    if code == INTERRUPTED:  # the tables, which say what was kept, are on standard output
+        click.echo("interrupted", err=True)
     ctx.exit(code)
 
 
