@@ -218,7 +218,7 @@ ACROSS = "| bf16 8192 x 128256 | 561 | 519 |"
 
 SOURCES: dict[str, dict[str, list[Source]]] = {
     "README.md": {
-        "With a vocabulary over two H200s": measured(ACROSS),
+        "Two H200s shared": measured(ACROSS),
         "Rows longer than the chip can hold": [computed("src/fused_softmax/plan", once(2))],
     },
     "attention.md": {
@@ -323,11 +323,11 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "With `peer`, one launch reads": [computed("src/fused_softmax/plan/peers.py", peered)],
         "loss and gradient, 8192 x 128256 | bf16": measured(ACROSS),
         "loss and gradient, 8192 x 128256 | fp32": measured("| fp32 8192 x 128256 | 1055 | 1002 |"),
-        "4096 x 152064": measured("| bf16 4096 x 152064 | 348 | 310 |"),
+        "gradient, 4096 x 152064": measured("| bf16 4096 x 152064 | 348 | 310 |"),
         "gradient, 64 x 128256": measured("| fp32 64 x 128256 | 16.6 | 14.4 |"),
         "gradient, 1 x 128256": measured("| fp32 1 x 128256 | 7.1 | 6.4 |"),
         "softmax, 1024 x 262144": measured("| softmax bf16 1024 x 262144 | 144.7 | 133.6 |"),
-        "Since that run, these kernels": measured("took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
+        "The kernels changed after": measured("took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
         "| loss and gradient | 714": measured("| loss and gradient | 714 | 2759 |"),
         "with label smoothing | 3": measured("with label smoothing | 3496 | 3206 |"),
         "with class weights |": measured("with class weights | 2956 | 2876 |"),
@@ -335,11 +335,18 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "| logsumexp | 1518": measured("| logsumexp | 1518 | 1731 |"),
         "| softmax and its gradient |": measured("| softmax and its gradient | 9109 | 10939 |"),
         "to 128256 classes, with gradients |": measured("128256 classes, with gradients | 20477 | 20978 |"),
-        "They ran on two H100s": measured(
-            "bf16, graph replay | 1463 | 759 | 1099 | 12344 |", "| 769 | 1903 |", "1110, 1088 | 1903 |",
-        ),
+        "a bf16 loss of 8192": measured("8192 x 128256 bf16 | 704 | 747 | 1094 | 1438 | 12333 |"),
+        "an fp32 loss of 8192": measured("the same, fp32 | 1410 | 1475 | 2116 | 2845 | 12134 |"),
+        "a bf16 loss of 4096": measured("4096 x 152064 bf16 | 418 | 449 | 666 | 852 | 7390 |"),
+        "an fp32 loss of 64": measured("64 x 128256 fp32 | | 17.8 | 37.9 | 28.6 | 215 |"),
+        "an fp32 loss of 1 x": measured("1 x 128256 fp32 | | 8.3 | 22.2 | 7.6 | 136 |"),
+        "a bf16 softmax of": measured("1024 x 262144 bf16 | 182 | 186 | | 364 | 2494 (DTensor) |"),
+        "a bf16 `linear_cross_entropy`": measured("to 128256 bf16 | | 21209 | 21563 | 39211 | 31019 |"),
+        "On two H100s, eager calls": measured("| 769 | 1903 |", "1110, 1088 | 1903 |"),
         "For comparison, half of": measured("layer take 18408 us", "input's gradient 278.", "takes 1527."),
-        "In another test a rank was killed": measured("at a timeout of 30 s", "within 35 s"),
+        "In another test a rank was killed": measured(
+            "at a timeout of 30 s", "within 35 s", "on another stream, in 46 s;"
+        ),
         "a copy on an H200 |": [computed(MODEL, lambda: simulated.MEMORY / 1e12)],
         "a round of messages": [source("bench/simulated.py", "MESSAGE_US = 0.66")],
         "an all_gather of 3 numbers": [*measured("| 31 to 38 |"), source("bench/simulated.py", "GATHER_US = 38.0")],

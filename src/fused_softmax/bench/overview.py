@@ -153,16 +153,17 @@ def _about(runs: Mapping[str, Run], enqueued: Collection[int]) -> str:
     counts = " to ".join(map(str, sorted({min(enqueued), max(enqueued)}))) if enqueued else "all"
     names = sorted({(run.environment["gpu"] or {}).get("name", "no GPU") for run in runs.values()})
     return (
-        f"Speed-up over each peer: its kernel time over ours, as the geometric mean of a file's shapes and dtypes, "
-        f"with the least in brackets. Memory: the most that a call allocates, where torch allocates most. Host: the "
-        f"time that the CPU takes to enqueue a small call, as the median of {counts} shapes. A dash: not measured. "
+        f"A peer's column has its kernel time divided by ours: the geometric mean over all measured shapes and dtypes, "
+        f"and in brackets the worst case. Memory: the peak that one call allocates, at the shape where torch needs "
+        f"most. Host: the CPU's time to enqueue a small call, as the median of {counts} shapes. A dash: not measured. "
         f"{', '.join(names)}."
     )
 
 
 def _kernels(runs: Mapping[str, Run]) -> str:
     """What says whose kernels were measured: a file of one operation stays current while others' kernels change."""
-    ask = "`fused-softmax bench all --dry-run --out benchmarks/results` says which files are of the present kernels."
+    command = "fused-softmax bench all --dry-run --out benchmarks/results"
+    ask = f"`{command}` says which result files this source's kernels made."
     old = any(run.environment.get("kernels") is None for run in runs.values())
     return f"These figures are of earlier kernels than the source's: {ask}" if old else ask
 
