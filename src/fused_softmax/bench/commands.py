@@ -238,9 +238,9 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),
+    callback=_finite,
     default=2,
     show_default=True,
-    callback=_finite,
     help="Percent by which a median must change to count.",
 )
 @providers_option("Only these.")
