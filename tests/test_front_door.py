@@ -119,6 +119,7 @@ BAD = [
     *(("bench", "compare", "results.json", "results.json", "--tolerance", each) for each in ("-1", "nan", "inf")),
     ("bench", "compare", "results.json", "results.json", "--clock", "wall"),
     ("report", "-o", "x.html"),
+    pytest.param(("report", "results.json", "-o", "x.html", "--title", "\udcff"), id="report: a title that is no text"),
     ("report", "results.json", "full/../results.json", "-o", "x.html"),
     ("report", "results.json", "-o", "x.html", "--charts", "kept.json"),
     ("report", "results.json", "-o", "x.html", "--charts", "full"),

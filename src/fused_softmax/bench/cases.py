@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fused_softmax.bench import catalog
+
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ALIASES = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "bf16": "bfloat16",
@@ -112,11 +114,7 @@ def parse_shapes(text: str) -> list[Case]:
 
 
 def parse_dtype(text: str) -> str:
-    name = re.sub("[-_ ]", "", text.lower()).removeprefix("torch.")
-    name = ALIASES.get(name, name)
-    if name not in ITEMSIZE:
-        raise ValueError(f"unknown dtype {text!r}; known: {', '.join(ITEMSIZE)}")
-    return name
+    return catalog.find("dtype", text.strip().lower().removeprefix("torch."), ITEMSIZE, ALIASES)
 
 
 def unique(cases: Iterable[Case]) -> list[Case]:
