@@ -38,6 +38,7 @@ def work_at(turn, S, K: gl.constexpr):
     """The tile of this program's turn. Tiles of a head lie side by side, for they read the same from L2.
 
     Where tiles differ in what they see, every second head goes backwards, and the plan's shift makes shares equal.
+    Batches that share a bias come one after another: it is then in L2.
     """
     tile = turn * gl.num_programs(0) + _place(turn, S)
     number, place = tile // S.head_tiles, tile % S.head_tiles
@@ -48,6 +49,10 @@ def work_at(turn, S, K: gl.constexpr):
         backwards = (S.n_tiles // S.head_tiles - 1 - number) % 2 == (1 if K.of_keys else 0)
         place = gl.where(backwards, S.head_tiles - 1 - place, place)
     batch, head = number // heads, number % heads
+    if K.bias and not K.bias_batches:
+        n_batches = S.n_tiles // S.head_tiles // heads
+        batch, head = number % n_batches, number // n_batches
+        number = batch * heads + head
     if K.of_keys:
         head += S.first_head
         number = batch * (S.n_heads // S.group) + head
@@ -262,7 +267,7 @@ def capped(s, rate, cap):
 
     tanh(x) = 1 - 2 r, and its derivative is 4 (r - r ** 2), where r = 1 / (exp(2 x) + 1).
     """
-    r = _reciprocal(gl.exp2(s * rate) + 1.0)
+    r = reciprocal(gl.exp2(s * rate) + 1.0)
     return cap - (2.0 * cap) * r, 4.0 * (r - r * r)
 
 
@@ -279,9 +284,15 @@ def weights_of(s, lse, rate, cap, K: gl.constexpr):
 
 
 @jit
-def _reciprocal(x):
+def reciprocal(x):
     """To 1 unit in the last place; a division takes five instructions more."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def log2(x):
+    """To an error of 2 ** -22, absolute near 1; that to 1 unit in the last place takes twenty instructions more."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit

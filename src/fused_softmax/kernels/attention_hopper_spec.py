@@ -50,6 +50,59 @@ class HopperSpec:
         return self.left or self.right or self.ragged
 
 
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec:
+    """`consumers` warpgroups of ROWS queries each, which see `pieces` tiles of ROWS keys each.
+
+    width: keys of a window, of which `right` are after the query. Its left bound cuts the first cut_left tiles, and its
+    right bound the last. stages: tiles of queries of each consumer in shared memory. key_stages: how many times all
+    keys of a program's tile have room there. registers, block_d, block_v: as HopperSpec has them.
+    """
+
+    consumers: int
+    width: int
+    right: int
+    pieces: int
+    cut_left: int
+    stages: int
+    key_stages: int
+    registers: int
+    block_d: int
+    block_v: int
+    sinks: bool = False
+
+    @property
+    def block_m(self):
+        return self.consumers * ROWS
+
+    @property
+    def all_pieces(self):
+        """Those that some consumer sees."""
+        return self.pieces + self.consumers - 1
+
+
+class WindowSizes(NamedTuple):
+    """span: heads that a program goes through; n_tiles: of head_tiles tiles of queries of each so many heads."""
+
+    n_heads: Any
+    group: Any
+    n_queries: Any
+    n_keys: Any
+    offset: Any
+    head_tiles: Any
+    n_tiles: Any
+    span: Any
+
+
+class Window(NamedTuple):
+    """What a consumer has of a tile: the first head's number among all, that head, and its first query and key."""
+
+    number: Any
+    head: Any
+    first: Any
+    start: Any
+
+
 class Sizes(NamedTuple):
     """head_tiles: tiles that a head has, of those that programs take one after another; n_tiles: of all heads.
 

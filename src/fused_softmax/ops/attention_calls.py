@@ -21,6 +21,7 @@ from fused_softmax.ops.attention_decode import prepare_decode
 from fused_softmax.ops.attention_hopper_bias import prepare_by_sum
 from fused_softmax.ops.attention_layout import Groups, Pattern, maker, own_sizes, skipping
 from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
+from fused_softmax.ops.attention_window import prepare_window
 from fused_softmax.options_attention import Attention
 from fused_softmax.plan.attention import Tiles, padded, plan_attention
 from fused_softmax.runner import TLDTYPES
@@ -226,6 +227,7 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     run = (
         prepare_decode(c, tensors, scalars)
         or prepare_short(c, tensors, scalars)
+        or prepare_window(c, tensors)
         or attention_hopper.prepare_forward(c, q, k, v, bias, sinks, slopes, like.output, like.lse)
     )
     if run is None:

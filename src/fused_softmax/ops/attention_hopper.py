@@ -11,7 +11,7 @@ from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Hopper
 from fused_softmax.kernels.attention_spec import NO_MASK
 from fused_softmax.plan.attention_hopper import VECTOR, HopperTiles, plan_hopper, shift_of
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 def prepare_forward(
@@ -23,7 +23,7 @@ def prepare_forward(
     None where the plain kernel is to compute them.
     """
     plan = _planned(c, "forward", bias)
-    if plan is None or {"entropy", "row_max"} & set(c.how.stats) or not _tiled(c, {"q": q, "k": k, "v": v}):
+    if plan is None or {"entropy", "row_max"} & set(c.how.stats) or not tiled(c, {"q": q, "k": k, "v": v}):
         return None
     from fused_softmax.kernels.attention_hopper import _attention_hopper
 
@@ -31,11 +31,11 @@ def prepare_forward(
     spec = _spec(c, plan, sinks=sinks is not None, reuses=reuses)
     key_heads = c.n_heads // c.group
     maps = (
-        _of_heads(c, "q", q, (c.n_heads, c.n_queries, c.head_dim), ROWS, plan.block_d),
-        _of_heads(c, "k", k, (key_heads, c.n_keys, c.head_dim), plan.block, plan.block_d),
-        _of_heads(c, "v", v, (key_heads, c.n_keys, c.value_dim), plan.block, plan.block_v),
+        of_heads(c, "q", q, (c.n_heads, c.n_queries, c.head_dim), ROWS, plan.block_d),
+        of_heads(c, "k", k, (key_heads, c.n_keys, c.head_dim), plan.block, plan.block_d),
+        of_heads(c, "v", v, (key_heads, c.n_keys, c.value_dim), plan.block, plan.block_v),
     )
-    into = _of_rows(o, (c.n_batches * c.n_heads, c.n_queries, c.value_dim), ROWS, plan.block_v)
+    into = of_rows(o, (c.n_batches * c.n_heads, c.n_queries, c.value_dim), ROWS, plan.block_v)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), c.n_batches * c.n_heads)
     return launch.prepare(
         _attention_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), sinks, slopes, into, lse),
@@ -59,7 +59,7 @@ def prepare_keys(
     heads = c.n_heads // c.group if ds is None else ds.shape[1] // c.group
     of_ds = None if ds is None else _descriptor(ds, list(ds.shape), list(ds.stride()), [1, 1, plan.block, ROWS])
     into = [
-        _of_rows(each, (c.n_batches * (c.n_heads // c.group), c.n_keys, dim), ROWS, block)
+        of_rows(each, (c.n_batches * (c.n_heads // c.group), c.n_keys, dim), ROWS, block)
         for each, dim, block in ((dk, c.head_dim, plan.block_d), (dv, c.value_dim, plan.block_v))
     ]
     programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), c.n_batches * heads)
@@ -82,7 +82,7 @@ def prepare_keys(
 def takes(c: Any, kernel: str, read: Sequence[Any], bias: Tensor | None, do: Tensor) -> bool:
     """Whether a kernel of the gradients, "keys" or "queries", is to compute. read: query, key, value and slopes."""
     planned = _planned(c, kernel, bias) is not None
-    return planned and _tiled(c, dict(zip(("q", "k", "v", "do"), (*read[:3], do), strict=True)))
+    return planned and tiled(c, dict(zip(("q", "k", "v", "do"), (*read[:3], do), strict=True)))
 
 
 def prepare_queries(c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:
@@ -92,7 +92,7 @@ def prepare_queries(c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor
     plan: Any = _planned(c, "queries", bias)
     spec = _spec(c, plan)
     heads = c.n_batches * c.n_heads
-    into = _of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
+    into = of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), heads)
     *maps, of_do = _maps(c, plan, (*read[:3], do), ROWS, plan.block)
     numbers = (*c.numbers()[1:8], *turns, float(c.how.scale), *_rate(c))
@@ -119,8 +119,8 @@ def _rate(c: Any) -> tuple[float, float]:
     """
     if c.spec.bias:
         return float(c.how.scale), 1.0
-    scale, cap = c.how.scale * _LOG2E, c.how.softcap
-    return (scale, 1.0) if cap is None else (2.0 * scale / cap, cap * _LOG2E)
+    scale, cap = c.how.scale * LOG2E, c.how.softcap
+    return (scale, 1.0) if cap is None else (2.0 * scale / cap, cap * LOG2E)
 
 
 def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
@@ -139,7 +139,7 @@ def _maps(c: Any, plan: HopperTiles, read: Sequence[Tensor], of_queries: int, of
     """Of query, key, value and dO, in tiles of so many rows."""
     key_heads = c.n_heads // c.group
     return [
-        _of_heads(c, name, tensor, (heads, n, dim), rows, block)
+        of_heads(c, name, tensor, (heads, n, dim), rows, block)
         for name, tensor, heads, n, dim, rows, block in (
             ("q", read[0], c.n_heads, c.n_queries, c.head_dim, of_queries, plan.block_d),
             ("k", read[1], key_heads, c.n_keys, c.head_dim, of_keys, plan.block_d),
@@ -184,7 +184,7 @@ def _tiles_bias(c: Any, bias: Tensor) -> bool:
     return strides[4] == 1 and not any(step == 0 or step % VECTOR for step in steps)
 
 
-def _tiled(c: Any, tensors: dict[str, Tensor]) -> bool:
+def tiled(c: Any, tensors: dict[str, Tensor]) -> bool:
     """Whether TMA reads these: batches in one dim, and steps of 16 bytes."""
     if c.inner != c.n_batches:
         return False
@@ -197,7 +197,7 @@ def _tiled(c: Any, tensors: dict[str, Tensor]) -> bool:
     return True
 
 
-def _of_heads(c: Any, name: str, tensor: Tensor, sizes: tuple[int, int, int], rows: int, dims: int) -> Any:
+def of_heads(c: Any, name: str, tensor: Tensor, sizes: tuple[int, int, int], rows: int, dims: int) -> Any:
     """[batch, head, row, dim] in tiles of rows x dims."""
     shape = [c.inner, *sizes]
     strides = [step if n > 1 else shape[-1] for n, step in zip(shape, c.strides[name][1:4], strict=False)]
@@ -216,7 +216,7 @@ def _of_bias(c: Any, bias: Tensor | None, rows: int, cols: int) -> Any:
     return _descriptor(bias, shape, [*strides, 1], [1, 1, rows, cols])
 
 
-def _of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -> Any:
+def of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -> Any:
     """[head of all, row, dim] of a contiguous tensor."""
     return _descriptor(tensor, list(shape), [shape[1] * shape[2], shape[2], 1], [1, rows, dims])
 

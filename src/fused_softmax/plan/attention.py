@@ -96,7 +96,7 @@ def plan_attention(
     for kernel, ladder in (FULL if itemsize > 2 else HALF).items():
         rung = ladder[max(64, *dims)][min(extras, 2)]
         seen = n_keys if window is None else min(n_keys, window)
-        if kernel == "forward" and itemsize == 2 and 64 < seen <= SHORT_KEYS and max(dims) <= 64:
+        if kernel == "forward" and itemsize == 2 and seen <= SHORT_KEYS and n_keys > 64 and max(dims) <= 64:
             rung = SHORT
         found[kernel] = _fitted(kernel, rung, dims, itemsize, n_queries, n_keys, device)
     return AttentionPlan(**found)

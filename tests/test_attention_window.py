@@ -1,0 +1,171 @@
+"""attention of narrow windows: which calls their kernel for sm_90 takes, and its results held to float64 on one."""
+
+import pytest
+import torch
+from attention_cases import BF16, FP16, FP64, assert_attention
+from hopper_cases import given, on_hopper
+
+import fused_softmax
+from fused_softmax import reference_attention
+from fused_softmax.kernels.attention_hopper_spec import ROWS
+from fused_softmax.ops import attention_calls
+from fused_softmax.plan import H200, Device, attention_window
+from fused_softmax.plan.attention_window import plan_window
+
+WINDOWS = [(127, 0), (128, 0), (0, 0), (63, 0), (64, 0), (30, 33), (0, 64), (3, 100)]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What each call that was prepared got of `prepare_window`, however few its tiles: None where it went elsewhere."""
+    monkeypatch.setattr(attention_window, "LEAST_TILES", {64: 0, 128: 0})
+    found, prepare = [], attention_calls.prepare_window
+
+    def spy(*given):
+        found.append(prepare(*given))
+        return found[-1]
+
+    monkeypatch.setattr(attention_calls, "prepare_window", spy)
+    return found
+
+
+def assert_near(q, k, v, **options):
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    found = fused_softmax.attention(q, k, v, **options, return_lse=True)
+    exact = reference_attention.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
+    rounded = reference_attention.attention(q, k, v, **options, arithmetic=FP64)
+    error = (found.output.double() - exact.output).norm()
+    assert error <= 2 * (rounded.double() - exact.output).norm() + 1e-6 * exact.output.norm()
+    torch.testing.assert_close(found.lse.double(), exact.lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 72, 128])
+@pytest.mark.parametrize("lengths", [(200, 200), (257, 130), (70, 500), (1000, 1000), (384, 3)], ids=str)
+def test_forward(taken, lengths, dim, window, align):
+    """Some queries see no key, and heads of queries share keys."""
+    options = {"window": window, "causal_align": align}
+    assert_near(*given(*lengths, dim, BF16, heads=6, key_heads=2), **options)
+    sinks = torch.randn(4, device="cuda")
+    assert_near(*given(*lengths, dim, FP16, heads=4), **options, sinks=sinks)
+    assert len(taken) == 2
+    assert None not in taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("heads", [(16, 8), (16, 2), (15, 5), (7, 1)], ids=str)
+def test_more_tiles_than_programs(taken, heads, sinks):
+    """Programs go on to other queries and other heads of keys; by the plan each has one head, or several."""
+    q, k, v = given(2500, 2500, 64, BF16, *heads)
+    assert_near(q, k, v, window=(127, 0), **({"sinks": torch.randn(heads[0], device="cuda")} if sinks else {}))
+    assert None not in taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("scale", [4.0, 1e-3])
+def test_peaked_and_equal_scores(taken, scale):
+    assert_near(*given(600, 600, 64, BF16, 4, 2), window=(100, 20), scale=scale)
+    assert None not in taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_sink_alone_and_an_infinite_one(taken):
+    """Rows that see no key have a lse of their sink; a sink of inf takes all, one of -inf nothing."""
+    q, k, v = given(300, 60, 64, BF16, 4, 2)
+    sinks = torch.tensor([1.5, -float("inf"), 200.0, 0.0], device="cuda")
+    assert_near(q, k, v, window=(127, 0), sinks=sinks)
+    assert None not in taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_dims_of_values_that_differ(taken):
+    q, k, _ = given(300, 300, 64, BF16, 4, 2)
+    for value_dim in (32, 40, 128):
+        assert_near(q, k, given(300, 300, value_dim, BF16, 4, 2)[2], window=(63, 0))
+    assert None not in taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gradients_of_what_it_computed(taken):
+    q, k, v = given(500, 500, 64, BF16, 4, 2)
+    sinks = torch.randn(4, device="cuda")
+    assert_attention(q, k, v, enable_gqa=True, window=(127, 0), sinks=sinks)
+    assert None not in taken
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    "beside", ["softcap", "bias", "mask", "alibi", "entropy", "fp32", "wide", "one side", "own keys"]
+)  # fmt: skip
+def test_what_goes_elsewhere(taken, beside):
+    dtype = torch.float32 if beside == "fp32" else BF16
+    q, k, v = given(300, 300, 64, dtype, 4, 1 if beside != "own keys" else 4)
+    window = {"wide": (140, 0), "one side": (10, None)}.get(beside, (127, 0))
+    more = {
+        "softcap": {"softcap": 5.0},
+        "bias": {"bias": torch.zeros(300, 300, device="cuda", dtype=dtype)},
+        "mask": {"attn_mask": torch.ones(300, 300, device="cuda", dtype=torch.bool)},
+        "alibi": {"alibi_slopes": torch.ones(4, device="cuda")},
+        "entropy": {"return_stats": "entropy"},
+    }
+    fused_softmax.attention(q, k, v, window=window, enable_gqa=True, **more.get(beside, {}))
+    assert set(taken) == {None}
+
+
+def plan(left=127, right=0, dim=64, value_dim=64, itemsize=2, n_queries=8192, n_heads=128, group=8, device=H200):
+    return plan_window(dim, value_dim, itemsize, n_queries, n_heads, group, left, right, device)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "cuts"),
+    [(127, 0, (3, 1)), (128, 0, (3, 1)), (126, 0, (3, 2)), (0, 0, (1, 1)), (64, 0, (2, 1)), (0, 63, (2, 1)),
+     (63, 66, (4, 2))],
+)  # fmt: skip
+def test_tiles_that_the_window_cuts(left, right, cuts, monkeypatch):
+    """Of 64 queries and the tiles of keys that they see, by looking at each pair."""
+    monkeypatch.setattr(attention_window, "MOST_PIECES", 4)
+    found = plan(left, right)
+    seen = torch.zeros(64, found.pieces * 64, dtype=torch.bool)
+    for query in range(64):
+        own = query + found.pieces * 64 - 64 - right  # the last query sees the last key
+        seen[query, max(0, own - left) : own + right + 1] = True
+    tiles = seen.split(64, dim=1)
+    assert all(tile.any() for tile in tiles)
+    assert all(tile.all() for tile in tiles[found.cut_left : -1])
+    assert (found.pieces, found.cut_left) == cuts
+
+
+def test_plan_and_kernel_mean_the_same_tiles():
+    assert attention_window.ROWS == ROWS
+
+
+def test_heads_that_a_program_goes_through():
+    assert plan().span == 8
+    assert plan(n_queries=1536).span == 4  # 384 tiles are more equal shares of 132 programs than 192
+    assert plan(group=1, left=60).span == 1
+
+
+def test_what_the_plan_leaves_to_other_kernels():
+    assert plan() is not None
+    assert plan(n_queries=256) is None
+    assert plan(n_queries=256, dim=128) is None
+    assert plan(n_queries=512, dim=128) is not None
+    assert plan(group=1) is None
+    assert plan(group=1, dim=128) is not None
+    assert plan(left=None) is None
+    assert plan(right=None) is None
+    assert plan(left=200) is None
+    assert plan(dim=256) is None
+    assert plan(dim=60) is None
+    assert plan(itemsize=4) is None
+    assert plan(device=Device("NVIDIA B200", "cuda", (10, 0), 148)) is None
