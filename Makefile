@@ -22,7 +22,7 @@ env: $(ENV)
 	@touch $@
 
 demo: $(ENV)
-	PYTHONPATH=src $(PY) -m fused_softmax.cli bench --quick --force --out demo/results.json --plot demo/plot.png
+	PYTHONPATH=src $(PY) -m fused_softmax bench --quick --force --out demo/results.json --plot demo/plot.png
 
 # The recordings that the page comes with, made anew; a test fails where they differ from what the kernels do.
 presets: $(ENV)
@@ -77,7 +77,7 @@ page:
 
 # The page of all committed results. It is released and not committed.
 report: $(ENV)
-	PYTHONPATH=src $(PY) -m fused_softmax.cli report benchmarks/results/*.json -o benchmarks/report.html --force
+	PYTHONPATH=src $(PY) -m fused_softmax report benchmarks/results/*.json -o benchmarks/report.html --force
 
 # The site, in build/site. A link without a target, or a page that loads from the network, is an error.
 docs: $(ENV)

@@ -51,7 +51,7 @@ def check_files(version):
 
 def check_command(version):
     """The command says its version, or which extra it needs."""
-    command = [sys.executable, "-m", "fused_softmax.cli", "--version"]
+    command = [sys.executable, "-m", "fused_softmax", "--version"]
     done = subprocess.run(command, capture_output=True, text=True)
     if not (has("click") and has("rich")):
         assert "pip install 'fused-softmax[cli]'" in done.stderr, done.stderr

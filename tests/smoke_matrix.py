@@ -108,8 +108,8 @@ def command_alone(place, python, version, wheel, timeout):
     (package,) = place.glob("venv/lib/*/site-packages/fused_softmax")
     run(python, "-W", "error", "-m", "compileall", "-q", "-f", package, timeout=timeout)
     for arguments in (["--help"], ["bench", "--list"]):
-        run(python, "-W", "error", "-m", "fused_softmax.cli", *arguments, cwd=place, timeout=timeout)
-    said = run(python, "-m", "fused_softmax.cli", "--version", cwd=place, timeout=timeout)
+        run(python, "-W", "error", "-m", "fused_softmax", *arguments, cwd=place, timeout=timeout)
+    said = run(python, "-m", "fused_softmax", "--version", cwd=place, timeout=timeout)
     if version not in said:
         raise Failed(f"--version prints {said!r}, and the wheel is {version}")
     return "the command alone"

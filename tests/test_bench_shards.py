@@ -141,7 +141,7 @@ def test_torchrun_starts_the_ranks_and_one_of_them_writes(tmp_path):
     asked = ["--shape", "4x24", "--op", "cross-entropy-gradient", "--dtype", "fp32", "--reps", "1", "--out", out]
     environment = {name: value for name, value in os.environ.items() if name != "FUSED_SOFTMAX_INTERPRET"}
     done = subprocess.run(
-        [*torchrun, "-m", "fused_softmax.cli", "bench", "shards", *asked], capture_output=True, text=True, timeout=240,
+        [*torchrun, "-m", "fused_softmax", "bench", "shards", *asked], capture_output=True, text=True, timeout=240,
         env=environment | {"PYTHONPATH": str(SRC), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -253,7 +253,7 @@ def test_charts_never_take_the_place_of_results(here, monkeypatch):
 
 def run_by(shell):
     """A command line with $F in it, as a shell runs it."""
-    program = f"{sys.executable} -m fused_softmax.cli"
+    program = f"{sys.executable} -m fused_softmax"
     return subprocess.run(["sh", "-c", shell.replace("$F", program)], capture_output=True, text=True, timeout=120)
 
 

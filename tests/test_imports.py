@@ -60,11 +60,13 @@ MAY_IMPORT = {
     "hf": {"ops", "register"},
     "classic": set(),
     "bench": {
-        PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device",
+        PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device", "interrupt",
     },
     "profile": {"bench", "ops", "launch", "workspace", "plan"},
     "trace": {PUBLIC, "ops", "kernels", "classic", "options", "options_attention", "options_sampling", "plan"},
-    "cli": {PUBLIC, "bench", "profile", "trace", "plan", "device"},
+    "cli": {PUBLIC, "bench", "profile", "trace", "plan", "device", "interrupt"},
+    "interrupt": set(),
+    "__main__": {"interrupt", "cli"},
 }  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import pytest
 from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax, started
 
 from fused_softmax import cli
-from fused_softmax.bench import commands, front, host, measure, one, record, run, tune
+from fused_softmax.bench import commands, host, measure, one, record, run, tune
+from fused_softmax.interrupt import INTERRUPTED
 from fused_softmax.plan import H200, tuned
 
 
@@ -44,7 +45,7 @@ def interrupt(*_, **__):
 def test_ctrl_c_ends_in_one_line(here, monkeypatch, where, arguments):
     monkeypatch.setattr(*(where if not isinstance(where[0], str) else (".".join(where),)), interrupt)
     result = fused_softmax(*arguments)
-    assert result.exit_code == front.INTERRUPTED
+    assert result.exit_code == INTERRUPTED
     assert len(result.stderr.splitlines()) <= 1
     assert "interrupted" in result.output
     assert not Path("new.html").exists()
@@ -98,8 +99,37 @@ def test_ladders_measured_before_ctrl_c_are_kept(here, monkeypatch):
 
 @pytest.mark.parametrize("seconds", [0.7, 1.5])
 def test_ctrl_c_while_starting_is_one_line(seconds):
-    process = started("-m", "fused_softmax.cli", "bench", "custom", "--shape", "64x64", "--reps", "100")
+    process = started("-m", "fused_softmax", "bench", "custom", "--shape", "64x64", "--reps", "100")
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=20)[1]
     assert (process.returncode, said) == (130, "interrupted\n")
+
+
+AT_AN_IMPORT = """
+import os, signal, sys
+name = sys.argv.pop()
+
+class Interrupting:
+    def find_spec(wanted, *_):
+        if wanted == name:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting)
+from fused_softmax.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["fused_softmax.cli", "pathlib", "click", "fused_softmax.bench.front", "torch"])
+def test_ctrl_c_at_any_import_of_the_start_is_one_line(name):
+    process = started("-c", AT_AN_IMPORT, "env", name)
+    said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (130, "interrupted\n")
+
+
+def test_nothing_is_imported_before_ctrl_c_can_be_answered():
+    """Python answers it until then, by a traceback."""
+    script = "import sys; old = {*sys.modules}; import fused_softmax.__main__; print(*sorted({*sys.modules} - old))"
+    said = started("-c", script).communicate(timeout=60)[0]
+    assert said.split() == ["fused_softmax", "fused_softmax.__main__", "fused_softmax.interrupt"]

@@ -175,7 +175,7 @@ def test_a_process_with_a_full_standard_output_says_nothing_else(monkeypatch, un
 
 
 def test_a_closed_pipe_is_silent():
-    process = started("-m", "fused_softmax.cli", "bench", "--list")
+    process = started("-m", "fused_softmax", "bench", "--list")
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(60) == 1

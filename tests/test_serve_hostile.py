@@ -143,7 +143,7 @@ def swallow(call, *arguments):
     ],
 )
 def test_an_open_address_needs_names(arguments, said):
-    command = [sys.executable, "-m", "fused_softmax.cli", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "fused_softmax", "serve", "--port", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert said in done.stderr

@@ -4,14 +4,24 @@ The import is quick: PyTorch is imported, and the operators are registered, with
 """
 
 import os
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+import sys
+
+# Each of `typing` and `importlib.util` takes longer than all of this file.
+TYPE_CHECKING = False
 
 # Triton reads its flag when a kernel is decorated, so this stands before the first import that reaches one.
 if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if find_spec("triton") is None:
+
+def _found(name: str) -> bool:
+    """Whether a package can be imported, as `importlib.util.find_spec` says it."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return any(finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+
+
+if not _found("triton"):
     from fused_softmax.without_triton import install
 
     install()

@@ -3,40 +3,36 @@
 import errno
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 
 if missing := [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]:
     sys.exit(f"{missing[0]} is missing: pip install 'fused-softmax[cli]'")
 
-try:
-    import click
+import click
 
-    from fused_softmax import __version__
-    from fused_softmax.bench import cases, catalog, paths
-    from fused_softmax.bench.arguments import (
-        Listing,
-        case_of,
-        dtype_option,
-        each_value_of,
-        find_device,
-        force_option,
-        json_option,
-        list_option,
-        new_console,
-        operation_option,
-        print_facts,
-        providers_option,
-        read_results,
-        require_known,
-        shape_options,
-    )
-    from fused_softmax.bench.commands import bench
-    from fused_softmax.bench.front import INTERRUPTED, NO_ROOM, Front, busy, importing
-except KeyboardInterrupt:  # until here `Front` is not there to say it
-    print("interrupted", file=sys.stderr, flush=True)
-    os._exit(130)  # sys.exit would end by the signal if that came while dataclasses ran code of theirs
+from fused_softmax import __version__
+from fused_softmax.bench import cases, catalog, paths
+from fused_softmax.bench.arguments import (
+    Listing,
+    case_of,
+    dtype_option,
+    each_value_of,
+    find_device,
+    force_option,
+    json_option,
+    list_option,
+    new_console,
+    operation_option,
+    print_facts,
+    providers_option,
+    read_results,
+    require_known,
+    shape_options,
+)
+from fused_softmax.bench.commands import bench
+from fused_softmax.bench.front import NO_ROOM, Front, busy, importing
+from fused_softmax.interrupt import INTERRUPTED
 
 
 @click.group(cls=Front, context_settings={"help_option_names": ["-h", "--help"]})

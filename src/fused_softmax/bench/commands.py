@@ -32,9 +32,10 @@ from fused_softmax.bench.arguments import (
     value_of,
     values_of,
 )
-from fused_softmax.bench.front import INTERRUPTED, busy, importing
+from fused_softmax.bench.front import busy, importing
 from fused_softmax.bench.shards_command import shards
 from fused_softmax.bench.sweep_command import asked, sweep_command
+from fused_softmax.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from fused_softmax.bench.record import Point

@@ -2,10 +2,7 @@
 
 import contextlib
 import errno
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +10,8 @@ from typing import Any
 
 import click
 
-INTERRUPTED = 130  # the exit code, as of shells
+from fused_softmax.interrupt import INTERRUPTED, Leaving
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -108,19 +106,6 @@ def busy(what: str) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def importing(what: str = "PyTorch") -> Iterator[None]:
     """The spinner of an import, during which Ctrl-C ends the process at once: what is imported may swallow it."""
-
-    def leave(*_: object) -> None:
-        clear = "\r\x1b[2K\x1b[?25h" if _on_terminal() else ""  # the spinner's line and the hidden cursor
-        os.write(2, f"{clear}interrupted\n".encode())
-        os._exit(INTERRUPTED)
-
-    before = signal.getsignal(signal.SIGINT)
-    caught = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
-    try:
-        with busy(f"importing {what}"):
-            if caught:
-                signal.signal(signal.SIGINT, leave)
-            yield
-    finally:
-        if caught:
-            signal.signal(signal.SIGINT, before)
+    end_of_spinner = "\r\x1b[2K\x1b[?25h" if _on_terminal() else ""  # its line is cleared, and the cursor shown
+    with busy(f"importing {what}"), Leaving(end_of_spinner):
+        yield

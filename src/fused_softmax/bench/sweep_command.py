@@ -20,7 +20,8 @@ from fused_softmax.bench.arguments import (
     value_of,
     values_of,
 )
-from fused_softmax.bench.front import INTERRUPTED, Option, importing
+from fused_softmax.bench.front import Option, importing
+from fused_softmax.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from fused_softmax.bench.run import Asked

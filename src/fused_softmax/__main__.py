@@ -1,0 +1,17 @@
+"""The command's entry. It imports almost nothing before it can answer Ctrl-C, which then is one line.
+
+Until then Python itself answers, by a traceback: no code of ours runs while the interpreter starts. So this file, what
+it imports and the package's `__init__.py` stay as quick as they are.
+"""
+
+from fused_softmax.interrupt import Leaving
+
+
+def main() -> None:
+    with Leaving():
+        from fused_softmax.cli import main as command
+    command(prog_name="fused-softmax")
+
+
+if __name__ == "__main__":
+    main()
