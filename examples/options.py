@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -103,8 +104,9 @@ def file_of_picture(text: str) -> Path:
     try:
         if path.exists() and not path.is_file():
             raise argparse.ArgumentTypeError(f"{path.name} is no file")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if path.exists() and not os.access(path, os.W_OK):
             raise argparse.ArgumentTypeError(f"{path.name} may not be written")
+        tempfile.TemporaryFile(dir=path.parent).close()  # /proc has folders whose modes allow a file, and takes none
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {path.name[:40]}: {error.strerror}") from None
     return path

@@ -223,7 +223,7 @@ def test_a_picture_that_exists_is_kept(request, name, tmp_path, capsys):
 
 
 WHOLE = ("0", "-1", "x", "1.5", "", "nan", "9" * 30)
-PICTURES = ("x.txt", "x", "no_such_folder/x.png", "folder.png", "a" * 300 + ".png")
+PICTURES = ("x.txt", "x", "no_such_folder/x.png", "folder.png", "a" * 300 + ".png", "/proc/x.png", "/sys/x.png")
 WRONG = {
     "train_tiny": {
         **dict.fromkeys(("steps", "vocab", "hidden", "layers", "tokens", "length"), WHOLE),

@@ -31,7 +31,17 @@ OUTPUTS = {  # of commands that take -o or --out: the arguments, and the suffixe
     "report": (("report", "results.json"), ".html"),
     "trace": (("trace", "--kernel", "naive"), ".html"),
 }
-BAD_OUTPUTS = ["x.txt", "x", "", "folder{}", "results.json/under{}", "kept{}", "a" * 300 + "{}"]
+BAD_OUTPUTS = [
+    "x.txt",
+    "x",
+    "",
+    "folder{}",
+    "results.json/under{}",
+    "kept{}",
+    "a" * 300 + "{}",
+    "/proc/x{}",
+    "/sys/under/x{}",
+]
 SHAPED = ("bench one", "profile")  # commands of one shape
 BAD_SIZES = ["0", "-4", "x", "1e3", "", "4.5", "9" * 40, "4Ti", "٣"]
 BAD = [
@@ -114,6 +124,8 @@ BAD = [
     ("bench", "all", "--out", "x", "--only", "nothing"),
     ("bench", "all", "--out", "x", "--resume", "--force"),
     ("bench", "all", "--out", "."),
+    ("bench", "all", "--out", "/proc"),
+    ("report", "results.json", "-o", "x.html", "--charts", "/proc/x"),
     ("bench", "tune", "--out", "kept.json"),  # which is no table of plans
     ("bench", "tune", "--cols", "0"),
     *(("bench", "compare", "results.json", "results.json", "--tolerance", each) for each in ("-1", "nan", "inf")),
@@ -249,6 +261,16 @@ def test_charts_never_take_the_place_of_results(here, monkeypatch):
     result = fused_softmax("report", *given)
     assert (result.exit_code, files()) == (2, before)
     assert result.stderr.endswith("is an input, which nothing overwrites: give another name\n")
+
+
+@pytest.mark.parametrize("path", ["new.json", "rows.json", "full/new.json", "none/under/new.json", "link.json"])
+def test_a_look_whether_a_file_can_be_made_makes_none_and_touches_none(here, path):
+    def state():
+        return {str(each): (each.lstat().st_mtime_ns, each.lstat().st_ino) for each in Path().rglob("*")}
+
+    before = state() | {"full": None}
+    record.require_writable(Path(path))
+    assert state() | {"full": None} == before
 
 
 def run_by(shell):

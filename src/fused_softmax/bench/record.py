@@ -267,7 +267,7 @@ def partial_path(path: Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Raise OSError now rather than after the measurement. Makes nothing: folders are made when the file is."""
+    """Raise OSError now rather than after the measurement. Leaves nothing: folders are made when the file is."""
     if path.is_dir():
         raise IsADirectoryError("it is a directory")
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
@@ -275,8 +275,10 @@ def require_writable(path: Path) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} may not be written into")
+    try:  # by making a file, for /proc and a mount that is only read have folders whose modes allow it
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"no file can be made in {folder}: {error.strerror}") from None
 
 
 def one_line(error: BaseException | str) -> str:
