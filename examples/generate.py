@@ -23,6 +23,7 @@ from typing import Any
 
 import options
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from options import real, whole
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -158,6 +159,16 @@ def draw(figures: Figures, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def require_model(name: str) -> None:
+    """OSError if the model is nowhere. One question, where transformers asks the hub for a minute and prints each."""
+    if Path(name).is_dir() or try_to_load_from_cache(name, "config.json"):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of whichever HTTP library the hub's package uses
+        raise OSError(f"no folder, not in the cache, and not got from the hub: {type(error).__name__}") from None
+
+
 def main(arguments: list[str] | None = None) -> list[list[int]]:
     parser = options.Parser(__doc__, "generate.png")
     parser.add_argument("--model", help="a causal model that transformers finds; default: random weights")
@@ -179,6 +190,8 @@ def main(arguments: list[str] | None = None) -> list[list[int]]:
         parser.error("--prompt must have text")
     filters = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     try:
+        if given.model:
+            require_model(given.model)
         tokenizer = AutoTokenizer.from_pretrained(given.model) if given.model else None
         model = AutoModelForCausalLM.from_pretrained(given.model) if given.model else tiny_model()
     except (OSError, ValueError) as error:

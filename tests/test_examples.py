@@ -24,6 +24,15 @@ def module_of(name):
     return module
 
 
+def run_example(name, *arguments, cwd, path=()):
+    """One in a process of its own, as its users run it. path: folders before all others of the import path."""
+    path = os.pathsep.join([*map(str, path), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", *arguments], cwd=cwd, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def train_tiny():
     pytest.importorskip("transformers", reason="the example trains a model of the transformers package")
@@ -232,7 +241,8 @@ WRONG = {
     "generate": {
         **dict.fromkeys(("new-tokens", "top-k", "draws"), WHOLE), "seed": WHOLE[1:],
         "temperature": ("0", "-1", "inf", "nan", "x"), "top-p": ("0", "1.1", "-1", "nan", "x"),
-        "min-p": ("-0.1", "1.1", "x"), "prompt": ("The sea",), "model": ("no/such/model", ""), "out": PICTURES,
+        "min-p": ("-0.1", "1.1", "x"), "prompt": ("The sea",), "model": ("no/such/model", "nope/nope", ""),
+        "out": PICTURES,
     },
     "attention_bias": {
         **dict.fromkeys(("steps", "vocab", "batch", "length", "heads", "dim", "layers", "furthest"), WHOLE),
@@ -271,6 +281,14 @@ def test_every_option_of_an_example_is_tried(request, name, capsys):
     assert options - {"help", "force"} == {option.strip() for option in WRONG[name] | ABSENT}
 
 
+def test_a_model_that_is_nowhere_is_said_at_once(tmp_path):
+    """transformers asked the hub six times for each of two files, and printed each of them."""
+    ended = run_example("generate", "--model", "nope/nope", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("generate.py: error: --model nope/nope: ")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_gpu_that_is_not_there_is_said(request, name, capsys):
@@ -285,11 +303,7 @@ def test_a_gpu_that_is_not_there_is_said(request, name, capsys):
 ])  # fmt: skip
 def test_a_package_that_is_missing_is_named_in_one_line(name, package, arguments, tmp_path):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name={package!r})")
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    ended = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py", *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ended = run_example(name, *arguments, cwd=tmp_path, path=[tmp_path])
     assert ended.returncode == 1
     (line,) = (each for each in ended.stderr.splitlines() if "error" in each)
     assert f"{package} is missing" in line
