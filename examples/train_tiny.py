@@ -11,7 +11,9 @@ Needs transformers and matplotlib, which the extra `dev` installs. Without a GPU
 linear_cross_entropy makes all logits. The curves then show that the results agree; the memory shows nothing.
 """
 
+import gc
 import itertools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,6 +125,8 @@ def train(
 
 def peak_on_cpu(step: Callable[[], None]) -> int:
     """The most bytes that a call of `step` allocates at once, from PyTorch's profiler."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler logs its start and end, which no lower level hides
+    gc.collect()  # or it warns of memory from before, which is freed within the step
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

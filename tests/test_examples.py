@@ -289,6 +289,15 @@ def test_a_model_that_is_nowhere_is_said_at_once(tmp_path):
     assert line.startswith("generate.py: error: --model nope/nope: ")
 
 
+@pytest.mark.parametrize("name", ["train_tiny", "two_ranks"])
+def test_a_training_prints_its_figures_and_nothing_else(request, name, tmp_path):
+    """The profiler, by which memory is measured on a CPU, logs its start and end, and warns."""
+    request.getfixturevalue(name)  # or it is skipped
+    ended = run_example(name, "--steps", "2", "--device", "cpu", "--vocab", "31", "--tokens", "32", cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == f"wrote {name}.png"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_gpu_that_is_not_there_is_said(request, name, capsys):
