@@ -27,6 +27,8 @@ def test_the_readme_leads_nowhere_that_an_index_has_not():
     shown = for_an_index(text)
     assert RELATIVE.search(shown) is None
     assert shown.count("\n#") == text.count("\n#")
+    # A picture that is left out is above no more.
+    assert re.findall(r"(?i)\b(?:above|below)\b.*", shown) == []
     paragraphs = re.sub(r"^(```.*?^)(?=```)", "```\n", shown, flags=re.M | re.S).split("\n\n")
     for before, after in pairwise(paragraphs):
         shows = after.startswith(("```", "- ", "|", "<!--"))
