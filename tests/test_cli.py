@@ -337,16 +337,19 @@ def test_compare_says_what_moved_and_exits_for_ci(tmp_path):
     assert "64 x 256" not in same.output
     assert "64 x 256" in fused_softmax("bench", "compare", slow, slow, "--all").output
     assert fused_softmax("bench", "compare", fast, slow, "--tolerance", "60").exit_code == 0
-    assert fused_softmax("bench", "compare", fast, slow, "--provider", "torch").exit_code == 2
+    nothing = fused_softmax("bench", "compare", fast, slow, "--provider", "torch,liger")
+    assert (nothing.exit_code, nothing.stdout) == (2, "")
+    assert nothing.stderr == "Error: nothing of torch, liger could be compared\n"
 
 
 def test_compare_says_that_gpus_and_dtypes_differ(tmp_path):
     one, other = saved(tmp_path / "a.json", 2000), saved(tmp_path / "b.json", 2000, "NVIDIA H100", "bfloat16")
     result = fused_softmax("bench", "compare", one, other)
-    assert result.exit_code == 2
-    assert "different GPUs: NVIDIA H200, then NVIDIA H100" in result.output
-    assert "different dtypes: float32, then bfloat16" in result.output
-    assert "nothing could be compared; 1 only before; 1 only after" in result.output
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: nothing could be compared; 1 only before; 1 only after; ")
+    assert "different GPUs: NVIDIA H200, then NVIDIA H100" in line
+    assert "different dtypes: float32, then bfloat16" in line
 
 
 def test_compare_refuses_what_is_no_result(tmp_path):

@@ -266,6 +266,10 @@ def compare(
 
     with busy("comparing"):
         found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
+    if found.exit_code == 2:
+        of = f" of {', '.join(names)}" if names else ""
+        why = [*report.only_in_one(found), *found.differences]
+        raise click.UsageError("; ".join([f"nothing{of} could be compared", *why]))
     report.print_comparison(found, new_console(), everything)
     ctx.exit(found.exit_code)
 

@@ -182,10 +182,12 @@ def print_comparison(found: Comparison, console: Console, everything: bool) -> N
         for key, (mean, count, faster, slower) in found.means().items():
             table.add_row(*key, str(count), str(faster), str(slower), f"{mean:.3f}")
         console.print(table)
-    alone = [f"{n} only {when}" for n, when in ((found.only_before, "before"), (found.only_after, "after")) if n]
-    count = len(found.changes) + len(found.lost)
-    what = f"{count} points compared" if count else "nothing could be compared"
-    say(console, "; ".join([what, *alone]))
+    say(console, "; ".join([f"{len(found.changes) + len(found.lost)} points compared", *only_in_one(found)]))
+
+
+def only_in_one(found: Comparison) -> list[str]:
+    """How many points one of the runs has alone, in words."""
+    return [f"{n} only {when}" for n, when in ((found.only_before, "before"), (found.only_after, "after")) if n]
 
 
 def new_table(console: Console, *heads: str) -> Table:
