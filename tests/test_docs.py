@@ -63,7 +63,9 @@ def test_the_readme_can_be_read_in_a_minute():
     first = text.split("\n\n")[1]
     assert len(re.findall(r"\.(?=\s|$)", first)) == 3, "what it is and for whom, in three sentences"
     example = re.search(r"^## Use\n+```python\n(.*?)^```$", text, re.M | re.S)[1]
-    assert len([line for line in example.splitlines() if line]) <= 10
+    without = re.search(r"^## What it does not do\n(.*?)^## ", text, re.M | re.S)[1]
+    for ten in (example, without):
+        assert len([line for line in ten.splitlines() if line]) <= 10
     assert (DOCS / "images/page.png").stat().st_size < 200_000
 
 
