@@ -40,6 +40,8 @@ from fused_softmax.interrupt import INTERRUPTED
 if TYPE_CHECKING:
     from fused_softmax.bench.record import Point
 
+MOST_CALLS = 100_000  # of `bench one`: more take minutes, and their average says no more
+
 
 class _Bench(click.Group):
     """A group whose first word need not name a command. If it does not, all words belong to the measurement."""
@@ -66,8 +68,12 @@ bench.add_command(shards)
 @dtype_option()
 @operation_option
 @provider_option("fused")
-@click.option("--warmup", type=click.IntRange(0), default=10, show_default=True, help="Calls before the timed ones.")
-@click.option("--iters", type=click.IntRange(1), default=100, show_default=True, help="Timed calls, each timed alone.")
+@click.option(
+    "--warmup", type=click.IntRange(0, MOST_CALLS), default=10, show_default=True, help="Calls before the timed ones."
+)
+@click.option(
+    "--iters", type=click.IntRange(1, MOST_CALLS), default=100, show_default=True, help="Timed calls, each timed alone."
+)
 @click.option("--profile-only", is_flag=True, help="Make one call and print no figure, for a profiler.")
 @json_option
 @list_option
