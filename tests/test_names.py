@@ -1,6 +1,7 @@
 """What help and lists name, how each name may be spelled, and how soon help is there."""
 
 import json
+import re
 import time
 
 import pytest
@@ -59,6 +60,25 @@ def test_every_spelling_is_taken_by_every_command(here, monkeypatch, command, op
     if "compare" not in command:
         ((case, names),) = seen
         assert (case.shape, case.dtype, names) == ((2, 8), DTYPE, ["fused_softmax"])
+
+
+@pytest.mark.parametrize("option", ["--provider", "--backend"])
+@pytest.mark.parametrize("name", ["fused", "triton", "Fused-Softmax"])
+def test_over_ranks_our_spellings_are_both_transports(monkeypatch, option, name):
+    seen = []
+    monkeypatch.setattr("fused_softmax.bench.shards.run", lambda asked, standing, names, *_: seen.append(names) or 0)
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "1")
+    assert fused_softmax("bench", "shards", option, f"{name},one-gpu").exit_code == 0
+    assert seen == [["fused_softmax collective", "fused_softmax peer", "one GPU"]]
+
+
+def test_help_has_one_spelling_of_a_name():
+    for command in ("bench", "bench one", "bench shards", "profile"):
+        said = fused_softmax(*command.split(), "--list").output + fused_softmax(*command.split(), "--help").output
+        for alias in (*catalog.PROVIDER_ALIASES, *ALIASES):
+            elsewhere = [line for line in said.splitlines() if re.search(rf"\b{alias}\b", line) and "also" not in line]
+            assert not [line for line in elsewhere if "default" in line or line.split()[0] == alias]
 
 
 def test_names_are_found_however_they_are_spelled():

@@ -48,7 +48,7 @@ main.add_command(bench)
 @shape_options()
 @dtype_option()
 @operation_option
-@providers_option("Repeat, or separate by commas; --list names them.  [default: fused,torch]")
+@providers_option("Repeat, or separate by commas; --list names them.  [default: fused_softmax,torch]")
 @json_option
 @list_option
 @click.pass_context
@@ -285,7 +285,7 @@ def _missing(error: ImportError) -> click.ClickException:
     help="A name or address, without a port, by which others reach this server. Needed where it is not on loopback.",
 )
 def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
-    """Serve the page, and record the matrices that its reader types. Ctrl+C ends it."""
+    """Serve the page, and record the matrices that its reader types. Ctrl-C ends it."""
     import socket
 
     try:

@@ -91,15 +91,16 @@ def parse_committed(text: str) -> list[str]:
     return names
 
 
-def facts_of_names(*, sweeps: bool = False) -> dict[str, dict[str, str]]:
-    """The names that the options take, each with a word on it, by kind."""
+def also(names: Iterable[str]) -> dict[str, str]:
+    """Each of the names with its other spellings, in words."""
     spelled: dict[str, list[str]] = {}
     for alias, name in (*cases.ALIASES.items(), *catalog.PROVIDER_ALIASES.items()):
         spelled.setdefault(name, []).append(alias)
+    return {name: f"also {', '.join(spelled[name])}" if name in spelled else "" for name in names}
 
-    def also(names: Iterable[str]) -> dict[str, str]:
-        return {name: f"also {', '.join(spelled[name])}" if name in spelled else "" for name in names}
 
+def facts_of_names(*, sweeps: bool = False) -> dict[str, dict[str, str]]:
+    """The names that the options take, each with a word on it, by kind."""
     always = ", ".join(catalog.provider_names(["softmax_dim"]))
     found = {
         "Operations, and their providers beside " + always: {
@@ -170,11 +171,11 @@ def dtypes_option(default: str) -> Decorator:
     )  # fmt: skip
 
 
-def providers_option(help: str) -> Decorator:
+def providers_option(help: str, parse: Callable[[str], list[str]] = parse_providers) -> Decorator:
     """--provider, repeated or with commas; --backend is its other spelling."""
     return click.option(
         "--provider", "--backend", "names", cls=Option, metavar="NAME", multiple=True,
-        callback=values_of(parse_providers), help=help,
+        callback=values_of(parse), help=help,
     )  # fmt: skip
 
 

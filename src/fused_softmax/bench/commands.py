@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fused_softmax.bench import cases, paths
+from fused_softmax.bench import cases, catalog, paths
 from fused_softmax.bench.arguments import (
     Listing,
     case_of,
@@ -67,7 +67,7 @@ bench.add_command(shards)
 @shape_options()
 @dtype_option()
 @operation_option
-@provider_option("fused")
+@provider_option(catalog.OWN)
 @click.option(
     "--warmup", type=click.IntRange(0, MOST_CALLS), default=10, show_default=True, help="Calls before the timed ones."
 )

@@ -11,11 +11,13 @@ import click
 from fused_softmax.bench import cases, catalog, paths
 from fused_softmax.bench.arguments import (
     Listing,
+    also,
     dtypes_option,
     force_option,
     list_option,
     new_console,
     out_option,
+    providers_option,
     values_of,
 )
 from fused_softmax.bench.front import importing
@@ -39,7 +41,8 @@ class _Keeping(Listing):
 
     def facts(self) -> dict[str, dict[str, str]]:
         of = {name: ", ".join(providers) for name, providers in catalog.PEERS_OF_SHARDS.items()}
-        return {"Operations, and their providers": of, "Dtypes": dict.fromkeys(cases.ITEMSIZE, "")}
+        own = f"{' and '.join(catalog.BY_TRANSPORT)}; {also([catalog.OWN])[catalog.OWN]}"
+        return {"Operations, and their providers": of, "Providers": {catalog.OWN: own}, "Dtypes": also(cases.ITEMSIZE)}
 
 
 def _operations(text: str) -> list[str]:
@@ -47,8 +50,9 @@ def _operations(text: str) -> list[str]:
 
 
 def _providers(text: str) -> list[str]:
-    known = dict.fromkeys(name for names in catalog.PEERS_OF_SHARDS.values() for name in names)
-    return [catalog.find("provider", part, known) for part in text.split(",")]
+    known = dict.fromkeys((catalog.OWN, *(name for names in catalog.PEERS_OF_SHARDS.values() for name in names)))
+    found = [catalog.find("provider", part, known, catalog.PROVIDER_ALIASES) for part in text.split(",")]
+    return [each for name in found for each in (catalog.BY_TRANSPORT if name == catalog.OWN else (name,))]
 
 
 def chosen(
@@ -78,10 +82,7 @@ def chosen(
     help="A shape of whole rows; of a linear layer, tokens x hidden x classes.",
 )  # fmt: skip
 @dtypes_option("each shape's")
-@click.option(
-    "--provider", "names", metavar="NAME", multiple=True, callback=values_of(_providers),
-    help="Providers; --list names them.  [default: all]",
-)  # fmt: skip
+@providers_option("Providers; --list names them.  [default: all]", _providers)
 @click.option("--quick", is_flag=True, help="Measure the first and the last shape.")
 @click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
 @click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
