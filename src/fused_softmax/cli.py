@@ -289,8 +289,9 @@ def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
     import socket
 
     try:
-        from fused_softmax.trace import hosts, page, presets
-        from fused_softmax.trace import serve as server
+        with importing():
+            from fused_softmax.trace import hosts, page, presets
+            from fused_softmax.trace import serve as server
     except ImportError as error:
         raise _missing(error) from None
     try:

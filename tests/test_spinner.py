@@ -1,0 +1,41 @@
+"""On a terminal a command shows within a second that it works, whatever it imports first."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT, SHAPE, folder_without_work
+
+SLOW = [
+    ("env",),
+    ("plan", "8", "8"),
+    ("serve", "--port", "0"),
+    ("trace", "--list"),
+    ("profile", *SHAPE),
+    ("bench", "--shape", "8x8"),
+    ("bench", "one", *SHAPE),
+    ("bench", "host"),
+    ("bench", "tune", "--print-only"),
+    ("bench", "all", "--out", ".", "--dry-run"),
+    ("bench", "compare", "results.json", "results.json"),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("arguments", SLOW, ids=" ".join)
+def test_an_import_of_pytorch_is_shown_on_a_terminal(monkeypatch, tmp_path, arguments):
+    folder_without_work(monkeypatch, tmp_path)
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-m", "fused_softmax", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal, env=environment) as process:
+        os.close(terminal)
+        said = b""
+        try:
+            while b"importing PyTorch" not in said:
+                said += os.read(screen, 4096)  # raises at the end of the process
+        finally:
+            process.kill()
+            os.close(screen)
