@@ -1,17 +1,39 @@
-"""The command lines of the examples: a wrong value gives a one-line error and exit code 2 before any work begins."""
+"""The command lines of the examples: a wrong value gives a one-line error and exit code 2 before any work begins.
+
+On a terminal a sign turns for as long as an example runs, because the import of PyTorch alone takes seconds.
+"""
 
 import argparse
+import atexit
+import itertools
 import math
 import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-import torch
+
+def _turn(ended: threading.Event) -> None:
+    """The sign stands where the next line begins, which covers it."""
+    signs = itertools.cycle("|/-\\")
+    while not ended.is_set():
+        print(f"{next(signs)}\r", end="", file=sys.stderr, flush=True)
+        ended.wait(0.2)
+    print(" \r", end="", file=sys.stderr, flush=True)
+
+
+if sys.stderr is not None and sys.stderr.isatty():
+    _ended = threading.Event()
+    _turning = threading.Thread(target=_turn, args=(_ended,), daemon=True)
+    _turning.start()
+    atexit.register(lambda: (_ended.set(), _turning.join()))
+
+import torch  # noqa: E402  (the sign turns already)
 
 FORMATS = (".png", ".svg", ".pdf")
 MOST = 2**31 - 1  # what sizes of 32 bits hold

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -241,7 +242,7 @@ WRONG = {
     "generate": {
         **dict.fromkeys(("new-tokens", "top-k", "draws"), WHOLE), "seed": WHOLE[1:],
         "temperature": ("0", "-1", "inf", "nan", "x"), "top-p": ("0", "1.1", "-1", "nan", "x"),
-        "min-p": ("-0.1", "1.1", "x"), "prompt": ("The sea",), "model": ("no/such/model", "nope/nope", ""),
+        "min-p": ("-0.1", "1.1", "x"), "prompt": ("The sea",), "model": ("no/such/model", "nope/nope", ".", ""),
         "out": PICTURES,
     },
     "attention_bias": {
@@ -279,6 +280,21 @@ def test_every_option_of_an_example_is_tried(request, name, capsys):
         request.getfixturevalue(name).main(["--help"])
     options = set(re.findall(r"^  (?:-o OUT, |-h, )?--([a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     assert options - {"help", "force"} == {option.strip() for option in WRONG[name] | ABSENT}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_terminal_shows_at_once_that_an_example_works(name, tmp_path):
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / f"{name}.py", "--help"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=terminal
+    )
+    os.close(terminal)
+    said = os.read(screen, 1)  # raises if nothing is written
+    assert (said, process.poll()) == (b"|", None)
+    assert process.communicate()[0].startswith(b"usage: ")
+    assert os.read(screen, 2**16).endswith(b" \r")
+    os.close(screen)
 
 
 def test_a_model_that_is_nowhere_is_said_at_once(tmp_path):
