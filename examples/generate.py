@@ -161,7 +161,11 @@ def draw(figures: Figures, path: Path) -> None:
 
 def require_model(name: str) -> None:
     """OSError if the model is nowhere. One question, where transformers asks the hub for a minute and prints each."""
-    if Path(name).is_dir() or try_to_load_from_cache(name, "config.json"):
+    if Path(name).is_dir():
+        if not Path(name, "config.json").is_file():
+            raise OSError("the folder has no config.json")
+        return
+    if try_to_load_from_cache(name, "config.json"):
         return
     try:
         HfApi().model_info(name, timeout=10)
