@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax
 
-from fused_softmax.bench import measure, record, run
+from fused_softmax.bench import commands, measure, record, run
 from fused_softmax.bench.cases import parse_dtype
 from fused_softmax.cli import main
+from fused_softmax.plan import H200
 
 
 def files():
@@ -271,6 +272,14 @@ def test_a_look_whether_a_file_can_be_made_makes_none_and_touches_none(here, pat
     before = state() | {"full": None}
     record.require_writable(Path(path))
     assert state() | {"full": None} == before
+
+
+def test_what_tune_only_prints_needs_no_file(here, monkeypatch):
+    monkeypatch.setenv("FUSED_SOFTMAX_PLANS", "/proc/x.json")
+    monkeypatch.setattr(commands, "find_device", lambda: (H200, False))
+    assert fused_softmax("bench", "tune").stderr.startswith("Error: cannot write /proc/x.json: ")
+    result = fused_softmax("bench", "tune", "--print-only")
+    assert (result.exit_code, result.stderr.split(":")[1]) == (1, " no GPU")
 
 
 def run_by(shell):

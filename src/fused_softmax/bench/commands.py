@@ -321,7 +321,8 @@ def tune(
     chosen, dtypes = chosen or ["softmax"], dtypes or ["float32", "bfloat16"]
     where = out or tuned.path()
     try:
-        record.require_writable(where)
+        if not print_only:
+            record.require_writable(where)
         kept = tuned.load(where) if where.exists() and not print_only else {}  # a bad file fails before the work
     except OSError as error:
         raise click.UsageError(f"cannot write {where}: {error.strerror or error}") from None
