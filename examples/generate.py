@@ -160,17 +160,19 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def require_model(name: str) -> None:
-    """OSError if the model is nowhere. One question, where transformers asks the hub for a minute and prints each."""
+    """Raise OSError if there is no such model. The hub is asked once; transformers asks for a minute, and prints it."""
     if Path(name).is_dir():
         if not Path(name, "config.json").is_file():
             raise OSError("the folder has no config.json")
         return
-    if try_to_load_from_cache(name, "config.json"):
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):  # another value says that it is nowhere
         return
     try:
         HfApi().model_info(name, timeout=10)
     except Exception as error:  # of whichever HTTP library the hub's package uses
-        raise OSError(f"no folder, not in the cache, and not got from the hub: {type(error).__name__}") from None
+        raise OSError(
+            f"it is no folder, not in the cache, and the hub did not give it: {type(error).__name__}"
+        ) from None
 
 
 def main(arguments: list[str] | None = None) -> list[list[int]]:

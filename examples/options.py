@@ -19,7 +19,7 @@ from typing import NoReturn
 
 
 def _turn(ended: threading.Event) -> None:
-    """The sign stands where the next line begins, which covers it."""
+    """The next line of output overwrites the sign."""
     signs = itertools.cycle("|/-\\")
     while not ended.is_set():
         print(f"{next(signs)}\r", end="", file=sys.stderr, flush=True)

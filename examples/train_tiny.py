@@ -126,7 +126,7 @@ def train(
 def peak_on_cpu(step: Callable[[], None]) -> int:
     """The most bytes that a call of `step` allocates at once, from PyTorch's profiler."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler logs its start and end, which no lower level hides
-    gc.collect()  # or it warns of memory from before, which is freed within the step
+    gc.collect()  # otherwise it warns that the step frees memory from before it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

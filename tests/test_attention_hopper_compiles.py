@@ -17,14 +17,14 @@ from fused_softmax.kernels.gluon_names import gl
 from fused_softmax.plan import H200
 from fused_softmax.plan.attention import plan_ds
 from fused_softmax.plan.attention_hopper import plan_hopper
-from fused_softmax.plan.attention_window import CONSUMERS, REGISTERS, STAGES, plan_window
+from fused_softmax.plan.attention_window import REGISTERS, STAGES, plan_window
 
 pytestmark = pytest.mark.compiles
 # Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries, and one of large
 # queries with a window or, by Triton 3.9, with slopes.
 STACK_OF_KEYS, STACK_OF_LARGE, STACK_OF_SLOPES = 104, 64, 112
 # Of 128 dims and three tiles of keys.
-STACK_OF_WINDOWS = 264 if triton.__version__ >= "3.9" else 32
+STACK_OF_WINDOWS = 264 if triton.__version__ >= "3.9" else 64
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 KINDS = {
     "full": {"ragged": False},
@@ -137,14 +137,14 @@ def test_narrow_windows(dim, dtype, window, sinks):
     """All products with keys are under way together, and all with values."""
     plan = plan_window(dim, dim, 2, 8192, 128, 8, *window, H200)
     spec = WindowSpec(
-        consumers=CONSUMERS, width=sum(window) + 1, right=window[1], pieces=plan.pieces, cut_left=plan.cut_left,
-        stages=STAGES, key_stages=plan.key_stages, registers=REGISTERS, block_d=dim, block_v=dim, sinks=sinks,
+        width=sum(window) + 1, after=window[1], pieces=plan.pieces, cut_left=plan.cut_left, stages=STAGES,
+        key_stages=plan.key_stages, registers=REGISTERS, block_d=dim, block_v=dim, sinks=sinks,
     )  # fmt: skip
     mine = tiled(dtype, 1, 1, ROWS, dim)
     types = {"q_map": mine, "k_map": mine, "v_map": mine, "o_map": tiled(dtype, 1, ROWS, dim), "lse_ptr": "*fp32"}
     binary = compiled(_window_hopper, spec, types | {"sinks_ptr": "*fp32" if sinks else None})
     assert binary.stack_bytes <= (STACK_OF_WINDOWS if dim == 128 else 0)
-    copies = 2 * CONSUMERS  # with keys that are all there, and where some are not
+    copies = 2 * spec.consumers  # with keys that are all there, and where some are not
     assert binary.ptx.count("wgmma.mma_async") == copies * plan.pieces * (dim // 16 + ROWS // 16)
     assert binary.ptx.count("wgmma.wait_group") <= 3 * copies
     assert binary.shared_bytes <= 227 * 1024

@@ -93,6 +93,7 @@ def test_launches_of_varying_shapes_on_two_streams(taken, monkeypatch):
     A barrier in the wrong phase, or a tile that is filled while it is read, would show in some of them.
     """
     monkeypatch.setattr(attention_window, "LEAST_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(attention_window, "LEAST_QUERIES", 0)
     generator = torch.Generator().manual_seed(0)
 
     def some(most):

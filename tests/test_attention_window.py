@@ -7,7 +7,7 @@ from hopper_cases import given, on_hopper
 
 import fused_softmax
 from fused_softmax import reference_attention
-from fused_softmax.kernels.attention_hopper_spec import ROWS
+from fused_softmax.kernels.attention_hopper_spec import ROWS, WindowSpec
 from fused_softmax.ops import attention_calls
 from fused_softmax.plan import H200, Device, attention_window
 from fused_softmax.plan.attention_window import plan_window
@@ -19,10 +19,11 @@ WINDOWS = [(127, 0), (128, 0), (0, 0), (63, 0), (64, 0), (30, 33), (0, 64), (3, 
 def taken(monkeypatch):
     """What each call that was prepared got of `prepare_window`, however few its tiles: None where it went elsewhere."""
     monkeypatch.setattr(attention_window, "LEAST_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(attention_window, "LEAST_QUERIES", 0)
     found, prepare = [], attention_calls.prepare_window
 
-    def spy(*given):
-        found.append(prepare(*given))
+    def spy(*call):
+        found.append(prepare(*call))
         return found[-1]
 
     monkeypatch.setattr(attention_calls, "prepare_window", spy)
@@ -76,8 +77,8 @@ def test_peaked_and_equal_scores(taken, scale):
 
 @pytest.mark.gpu
 @on_hopper
-def test_a_sink_alone_and_an_infinite_one(taken):
-    """Rows that see no key have a lse of their sink; a sink of inf takes all, one of -inf nothing."""
+def test_high_and_low_sinks(taken):
+    """Rows that see no key have a lse of their sink; a high sink takes nearly all, one of -inf nothing."""
     q, k, v = given(300, 60, 64, BF16, 4, 2)
     sinks = torch.tensor([1.5, -float("inf"), 200.0, 0.0], device="cuda")
     assert_near(q, k, v, window=(127, 0), sinks=sinks)
@@ -146,7 +147,7 @@ def test_tiles_that_the_window_cuts(left, right, cuts, monkeypatch):
 
 
 def test_plan_and_kernel_mean_the_same_tiles():
-    assert attention_window.ROWS == ROWS
+    assert (WindowSpec.consumers, ROWS) == (attention_window.CONSUMERS, attention_window.ROWS)
 
 
 def test_heads_that_a_program_goes_through():
@@ -155,11 +156,18 @@ def test_heads_that_a_program_goes_through():
     assert plan(group=1, left=60).span == 1
 
 
+@pytest.mark.parametrize("n_queries", [1, 4, 129])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_queries_of_many_heads_go_elsewhere(dim, n_queries):
+    """A step of decoding 128 sequences: each tile would hold one query of a head."""
+    assert plan(n_queries=n_queries, n_heads=128 * 64, dim=dim) is None
+
+
 def test_what_the_plan_leaves_to_other_kernels():
     assert plan() is not None
-    assert plan(n_queries=256) is None
-    assert plan(n_queries=256, dim=128) is None
-    assert plan(n_queries=512, dim=128) is not None
+    assert plan(n_queries=1024, n_heads=64) is None
+    assert plan(n_queries=1024, n_heads=64, dim=128) is not None
+    assert plan(n_queries=1024, n_heads=16, dim=128) is None
     assert plan(group=1) is None
     assert plan(group=1, dim=128) is not None
     assert plan(left=None) is None

@@ -1,4 +1,4 @@
-"""The command's entry. It imports almost nothing before it can answer Ctrl-C, which then is one line.
+"""The command's entry. Before it can answer Ctrl-C, in one line, it imports almost nothing.
 
 Until then Python itself answers, by a traceback: no code of ours runs while the interpreter starts. So this file, what
 it imports and the package's `__init__.py` stay as quick as they are.

@@ -69,10 +69,20 @@ bench.add_command(shards)
 @operation_option
 @provider_option(catalog.OWN)
 @click.option(
-    "--warmup", type=click.IntRange(0, MOST_CALLS), default=10, show_default=True, help="Calls before the timed ones."
+    "--warmup",
+    metavar="N",
+    type=click.IntRange(0, MOST_CALLS),
+    default=10,
+    show_default=True,
+    help="Calls before the timed ones.",
 )
 @click.option(
-    "--iters", type=click.IntRange(1, MOST_CALLS), default=100, show_default=True, help="Timed calls, each timed alone."
+    "--iters",
+    metavar="N",
+    type=click.IntRange(1, MOST_CALLS),
+    default=100,
+    show_default=True,
+    help="Timed calls, each timed alone.",
 )
 @click.option("--profile-only", is_flag=True, help="Make one call and print no figure, for a profiler.")
 @json_option

@@ -275,7 +275,7 @@ def require_writable(path: Path) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a folder")
-    try:  # by making a file, for /proc and a mount that is only read have folders whose modes allow it
+    try:  # by making a file, for /proc and read-only mounts have folders whose modes allow it
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(f"no file can be made in {folder}: {error.strerror}") from None

@@ -82,7 +82,7 @@ def chosen(
     help="A shape of whole rows; of a linear layer, tokens x hidden x classes.",
 )  # fmt: skip
 @dtypes_option("each shape's")
-@providers_option("Providers; --list names them.  [default: all]", _providers)
+@providers_option("Repeat, or separate by commas; --list names them.  [default: all]", _providers)
 @click.option("--quick", is_flag=True, help="Measure the first and the last shape.")
 @click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
 @click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")

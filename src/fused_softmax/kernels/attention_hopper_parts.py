@@ -38,7 +38,7 @@ def work_at(turn, S, K: gl.constexpr):
     """The tile of this program's turn. Tiles of a head lie side by side, for they read the same from L2.
 
     Where tiles differ in what they see, every second head goes backwards, and the plan's shift makes shares equal.
-    Batches that share a bias come one after another: it is then in L2.
+    Batches that share a bias come one after another, so that L2 has it.
     """
     tile = turn * gl.num_programs(0) + _place(turn, S)
     number, place = tile // S.head_tiles, tile % S.head_tiles
@@ -291,7 +291,7 @@ def reciprocal(x):
 
 @jit
 def log2(x):
-    """To an error of 2 ** -22, absolute near 1; that to 1 unit in the last place takes twenty instructions more."""
+    """To an error of 2 ** -22, absolute near 1; one to 1 unit in the last place takes twenty instructions more."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 

@@ -1,7 +1,7 @@
 """What attention's kernels for sm_90 are compiled for, and the bundles of values that they pass down."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 ROWS = 64  # of a tile that one consumer has, a warpgroup's
 ROW_VECTOR = 4  # floats of 16 bytes, that TMA wants rows to be multiples of
@@ -52,16 +52,16 @@ class HopperSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec:
-    """`consumers` warpgroups of ROWS queries each, which see `pieces` tiles of ROWS keys each.
+    """Two consumers, warpgroups of ROWS queries each, which see `pieces` tiles of ROWS keys each.
 
-    width: keys of a window, of which `right` are after the query. Its left bound cuts the first cut_left tiles, and its
-    right bound the last. stages: tiles of queries of each consumer in shared memory. key_stages: how many times all
-    keys of a program's tile have room there. registers, block_d, block_v: as HopperSpec has them.
+    width: keys of a window, of which `after` come after the query. Its left bound cuts the first cut_left tiles, and
+    its right bound the last. stages: tiles of queries of each consumer in shared memory. key_stages: of how many turns
+    the keys have room there. registers, block_d, block_v: as HopperSpec has them.
     """
 
-    consumers: int
+    consumers: ClassVar[int] = 2
     width: int
-    right: int
+    after: int
     pieces: int
     cut_left: int
     stages: int
@@ -82,7 +82,7 @@ class WindowSpec:
 
 
 class WindowSizes(NamedTuple):
-    """span: heads that a program goes through; n_tiles: of head_tiles tiles of queries of each so many heads."""
+    """span: heads that a program goes through. head_tiles: tiles of queries of a head; n_tiles: of all spans."""
 
     n_heads: Any
     group: Any
@@ -94,8 +94,8 @@ class WindowSizes(NamedTuple):
     span: Any
 
 
-class Window(NamedTuple):
-    """What a consumer has of a tile: the first head's number among all, that head, and its first query and key."""
+class WindowWork(NamedTuple):
+    """Of a consumer: the first head's number among all, that head, the first query, and the first key."""
 
     number: Any
     head: Any

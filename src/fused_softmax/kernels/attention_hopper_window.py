@@ -7,7 +7,8 @@ the heads that share them. All scores of a row are there together, so no row nee
 
 Keys lie in tiles of _ROWS, of which the last ends where the window of the last query ends. So each consumer sees
 `pieces` of them, one further for the next consumer, and it is known which of these the window cuts.
-Traffic: query, output and lse once; key and value once for all heads that a program goes through.
+Traffic: query, output and lse once; for all heads that a program goes through, the keys and values that some of its
+queries may see, in whole tiles.
 """
 
 from fused_softmax.kernels.attention_hopper_parts import (
@@ -22,7 +23,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     ring,
     tiles_of,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROWS, Window, WindowSizes
+from fused_softmax.kernels.attention_hopper_spec import ROWS, WindowSizes, WindowWork
 from fused_softmax.kernels.gluon_names import (
     fence_async_shared,
     gl,
@@ -47,7 +48,7 @@ def _window_hopper(
     """scale: in units of log 2. span: heads that a program goes through; n_tiles: of all of these."""
     S = WindowSizes(n_heads, group, n_queries, n_keys, offset, head_tiles, n_tiles, span)
     q = ring(K.consumers * K.stages, 1, q_map)
-    k = ring(K.key_stages * K.all_pieces, K.consumers, k_map)  # of its barriers the first key_stages are those of all
+    k = ring(K.key_stages * K.all_pieces, K.consumers, k_map)  # of its barriers the first key_stages serve
     v = tiles_of(K.key_stages * K.all_pieces, v_map)
     OF_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, K.block_v], o_map.dtype)
     o = gl.allocate_shared_memory(o_map.dtype, [K.consumers, _ROWS, K.block_v], OF_TILES)
@@ -73,7 +74,7 @@ def _work_at(turn, S, K: gl.constexpr):
     number, place = tile // S.head_tiles, tile % S.head_tiles
     spans = S.n_heads // S.span
     first = place * K.block_m
-    end = first + K.block_m + S.offset + K.right
+    end = first + K.block_m + S.offset + K.after
     return number // spans, number % spans * S.span, first, end - K.all_pieces * _ROWS
 
 
@@ -106,7 +107,7 @@ def _attend(sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, S, K: gl.constexpr, ME
     count = ME
     for turn in range(_turns(S)):
         batch, head, first, start = _work_at(turn, S, K)
-        own = Window(batch * S.n_heads + head, head, first + ME * _ROWS, start + ME * _ROWS)
+        own = WindowWork(batch * S.n_heads + head, head, first + ME * _ROWS, start + ME * _ROWS)
         keys = turn % K.key_stages * K.all_pieces + ME
         full(k, turn, K.key_stages)
         if (own.start >= 0) & (own.start + K.pieces * _ROWS <= S.n_keys):
@@ -179,7 +180,9 @@ def _go_through(
 @jit
 def _hidden(s, first, S, PIECE: gl.constexpr, K: gl.constexpr, EDGE: gl.constexpr):
     """Scores, -inf where a key is hidden. PIECE: which of a consumer's tiles of keys it is; first: its first key."""
-    BELOW: gl.constexpr = (K.pieces - PIECE - 1) * _ROWS  # keys from its first to the first that the first query hides
+    BELOW: gl.constexpr = (
+        K.pieces - PIECE - 1
+    ) * _ROWS  # keys from this tile's first to the last that the first query sees
     rows = gl.arange(0, _ROWS, gl.SliceLayout(1, s.type.layout))
     cols = gl.arange(0, _ROWS, gl.SliceLayout(0, s.type.layout))
     if K.cut_left > PIECE:

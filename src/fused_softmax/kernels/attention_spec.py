@@ -68,7 +68,7 @@ class AttentionSpec:
 
     @property
     def exact(self):
-        """Whether a tanh is as exact as fp32 holds it."""
+        """Whether tanh and division are as exact as fp32 holds them."""
         return self.dtype == tl.float32
 
 

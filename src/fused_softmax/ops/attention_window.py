@@ -9,7 +9,7 @@ from fused_softmax.kernels.attention_spec import NO_MASK
 from fused_softmax.ops.attention_hopper import LOG2E, of_heads, of_rows, tiled
 from fused_softmax.plan.attention import padded
 from fused_softmax.plan.attention_hopper import LEAST
-from fused_softmax.plan.attention_window import CONSUMERS, REGISTERS, STAGES, plan_window
+from fused_softmax.plan.attention_window import REGISTERS, STAGES, plan_window
 
 
 def prepare_window(c: Any, tensors: Sequence[Any]) -> Callable[..., None] | None:
@@ -30,9 +30,9 @@ def prepare_window(c: Any, tensors: Sequence[Any]) -> Callable[..., None] | None
 
     block_d, block_v = max(LEAST, padded(c.head_dim)), max(LEAST, padded(c.value_dim))
     spec = WindowSpec(
-        consumers=CONSUMERS, width=c.how.left + c.how.right + 1, right=c.how.right, pieces=plan.pieces,
-        cut_left=plan.cut_left, stages=STAGES, key_stages=plan.key_stages, registers=REGISTERS, block_d=block_d,
-        block_v=block_v, sinks=sinks is not None,
+        width=c.how.left + c.how.right + 1, after=c.how.right, pieces=plan.pieces, cut_left=plan.cut_left,
+        stages=STAGES, key_stages=plan.key_stages, registers=REGISTERS, block_d=block_d, block_v=block_v,
+        sinks=sinks is not None,
     )  # fmt: skip
     maps = (
         of_heads(c, "q", q, (c.n_heads, c.n_queries, c.head_dim), ROWS, block_d),

@@ -7,13 +7,15 @@ from fused_softmax.plan.attention_hopper import CAPABILITY, VECTOR
 from fused_softmax.plan.device import Device
 
 ROWS = 64  # of a tile, of queries or keys
-# Three consumers spill, as do scores of four tiles of keys (MEASURED.md, "Narrow windows").
+# Three consumers spill, and four tiles of keys are no faster than other kernels (MEASURED.md, "Narrow windows").
 CONSUMERS, STAGES, REGISTERS, MOST_PIECES = 2, 2, 240, 3
 # How many times the keys have room in shared memory, by the power of two that holds a head's dims.
 KEY_STAGES = {64: 2, 128: 1}
-# Of CONSUMERS * ROWS queries, for each multiprocessor, by dims: with fewer, other kernels are faster. At 64 dims they
-# are so too where three tiles of keys serve one head: 64 heads of 4096 queries take 66 us, and 62 by the plain kernel.
-LEAST_TILES = {64: 4, 128: 2}
+# Tiles of CONSUMERS * ROWS queries for each multiprocessor, by dims: 32 heads of 2048 x 64 with 8 of keys take 17.9 us,
+# and 17.5 by the plain kernel; 16 of 2048 x 128 with 4 of keys 15.6, and 18.6 by the other Gluon kernel.
+LEAST_TILES = {64: 4, 128: 1}
+# Fewer were not timed. Where one query is new, as in decoding, nearly all of a tile would be empty.
+LEAST_QUERIES = 1024
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def plan_window(
 ) -> WindowPlan | None:  # fmt: skip
     """The plan for windows from `left` keys before a query to `right` keys after it.
 
-    n_heads: of all batches; group: those that share keys. None where windows are wide or unbounded, and tiles few.
+    n_heads: of all batches; group: those that share keys. None where windows are wide or unbounded, or queries few.
 
     >>> from fused_softmax.plan import H200
     >>> plan_window(64, 64, 2, 8192, 128, 8, 127, 0, H200)
@@ -50,8 +52,11 @@ def plan_window(
     width = left + right + 1
     pieces = -(-(width + ROWS - 1) // ROWS)
     tiles = -(-n_queries // (CONSUMERS * ROWS)) * n_heads
-    if key_stages is None or pieces > MOST_PIECES or tiles < LEAST_TILES[most] * device.sm_count:
+    if key_stages is None or pieces > MOST_PIECES:
         return None
+    if n_queries < LEAST_QUERIES or tiles < LEAST_TILES[most] * device.sm_count:
+        return None
+    # 64 heads of 4096 x 64 take 66 us, and 62 by the plain kernel; of 2 x 64 x 8192 x 64, 210 and 231.
     if most == 64 and pieces == MOST_PIECES and group == 1:
         return None
 
