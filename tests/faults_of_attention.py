@@ -6,6 +6,7 @@ FORWARD, SCORES = "kernels/attention.py", "kernels/attention_scores.py"
 DECODE, SHORT, GRADIENT = "kernels/attention_decode.py", "kernels/attention_short.py", "kernels/attention_grad.py"
 CALLS, OF_SHORT, CUDNN = "ops/attention_calls.py", "ops/attention_short.py", "ops/attention_sdpa.py"
 HIDDEN = "kernels/attention_hidden.py"
+WINDOW = "plan/attention_window.py"
 BY_SUM, DS = "ops/attention_hopper_bias.py", "kernels/attention_ds.py"
 ONE_READ = "test_attention_hopper_bias.py::test_few_keys_and_many_batches_take_one_read_of_ds"
 PLAIN, OPTIONS = "test_attention.py::test_plain", "test_attention.py::test_options"
@@ -388,4 +389,21 @@ ATTENTION = (
         "= (c.n_batches // steps, heads,", ONE_READ,
     ),
     of("attention", "dq-without-its-scale", DS, "dq * scale", "dq", ONE_READ),
+    of(
+        "attention", "tile-that-a-window-cuts-taken-as-whole", WINDOW, "pieces - width // ROWS,",
+        "pieces - 1 - width // ROWS,", "test_attention_window.py::test_tiles_that_the_window_cuts",
+    ),
+    of(
+        "attention", "tiles-of-one-query", WINDOW, "n_queries < LEAST_QUERIES or ", "",
+        "test_attention_window.py::test_few_queries_of_many_heads_go_elsewhere",
+    ),
+    of(
+        "attention", "heads-that-a-span-cuts", WINDOW, "if group % span == 0", "if True",
+        "test_attention_window.py::test_heads_that_a_program_goes_through",
+    ),
+    of(
+        "attention", "long-tiles-for-the-narrowest-windows", "plan/attention.py", "and n_keys > 64 and",
+        "and seen > 64 and",
+        "test_attention_window.py::test_windows_that_other_kernels_take_have_tiles_of_short_reach",
+    ),
 )  # fmt: skip

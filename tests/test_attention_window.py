@@ -10,6 +10,7 @@ from fused_softmax import reference_attention
 from fused_softmax.kernels.attention_hopper_spec import ROWS, WindowSpec
 from fused_softmax.ops import attention_calls
 from fused_softmax.plan import H200, Device, attention_window
+from fused_softmax.plan.attention import plan_attention
 from fused_softmax.plan.attention_window import plan_window
 
 WINDOWS = [(127, 0), (128, 0), (0, 0), (63, 0), (64, 0), (30, 33), (0, 64), (3, 100)]
@@ -150,10 +151,18 @@ def test_plan_and_kernel_mean_the_same_tiles():
     assert (WindowSpec.consumers, ROWS) == (attention_window.CONSUMERS, attention_window.ROWS)
 
 
+@pytest.mark.parametrize("window", [1, 64, 65, 500])
+def test_windows_that_other_kernels_take_have_tiles_of_short_reach(window):
+    """Those of 64 keys and fewer once had the tiles of long sequences."""
+    wide = plan_attention(64, 64, 2, 8192, 8192, H200, 1, window=513).forward
+    assert plan_attention(64, 64, 2, 8192, 8192, H200, 1, window=window).forward.block_n < wide.block_n
+
+
 def test_heads_that_a_program_goes_through():
     assert plan().span == 8
     assert plan(n_queries=1536).span == 4  # 384 tiles are more equal shares of 132 programs than 192
     assert plan(group=1, left=60).span == 1
+    assert plan(n_heads=2 * 63, group=63, n_queries=1024).span == 9  # 8 would be less, but 63 heads have no such parts
 
 
 @pytest.mark.parametrize("n_queries", [1, 4, 129])
