@@ -57,7 +57,8 @@ def profile(
 ) -> None:
     """Run one call of each provider under ncu and print one table: bytes moved, occupancy, registers, widths, stalls.
 
-    Where counters cannot be read, it says why and prints facts of the compiled kernel, and Proton's times.
+    If the counters cannot be read, it says why. It then prints facts of the compiled kernel and, with a GPU, times by
+    Triton's profiler Proton.
     """
     case = case_of(n_rows, n_cols, dtype, operation)
     require_known(operation, names)
@@ -130,9 +131,10 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
 @dtype_option()
 @json_option
 def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, as_json: bool) -> None:
-    """Print the plan for contiguous ROWS x COLS on this GPU: why, its traffic and others', the least possible time.
+    """Print how softmax of contiguous ROWS x COLS runs on this GPU, and why.
 
-    Four sizes are attention's: who computes each pass of what is plain, and why, and the tiles of the kernels.
+    It also prints how many bytes this plan, torch and a naive softmax move, and the least possible time. For the four
+    sizes of attention, it prints who computes each pass of plain attention, and why, and the kernels' tiles.
     """
     given = [size for size in (n_rows, n_cols) if size is not None]
     of_attention = len(shape) == 4 and not given
@@ -179,7 +181,7 @@ def env(as_json: bool) -> None:
     metavar="FILE",
     help="Rows of numbers: .npy, or text such as CSV or a printed tensor; - is stdin.  [default: a small example]",
 )
-@click.option("--block", type=int, help="Columns of a tile, a power of two.  [default: 4]")
+@click.option("--block", type=int, help="Columns of a tile, or rows of attention's: a power of two.  [default: 4]")
 @dtype_option(None, f"{', '.join(cases.ITEMSIZE)}.  [default: the matrix's, or {cases.DTYPE}]")
 @click.option(
     "-o", "--out", type=paths.FILE, help="A page (.html) or only the recordings (.json; - is standard output)."
@@ -282,7 +284,7 @@ def _missing(error: ImportError) -> click.ClickException:
     "allowed",
     metavar="NAME",
     multiple=True,
-    help="A name or address, without a port, by which others reach this server. Needed where it is not on loopback.",
+    help="A name or address, without a port, by which others reach this server. Needed unless it listens on loopback.",
 )
 def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
     """Serve the page, and record the matrices that its reader types. Ctrl-C ends it."""

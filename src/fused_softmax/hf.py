@@ -42,15 +42,15 @@ class _Hidden(NamedTuple):
 
 
 def register() -> None:
-    """Register attention with transformers, under the name "fused_softmax", for every model that asks its interface.
+    """Register attention with transformers, under the name "fused_softmax", for every model that uses its interface.
 
     Softcaps, sinks and sliding windows are read from the model, and relative position biases keep their gradients.
-    Windows and padding are told to the kernels without a mask of all queries and keys, and tiles outside a window are
-    not read. Every later call does the same again.
+    The kernels get windows and padding without a mask of all queries and keys, and do not read tiles outside a window.
+    Every later call registers it again.
 
     A call raises ValueError for dropout in training, for heads of more than 256 dims, and for keys chosen by indices or
-    by a paged cache. Weights are in no memory, so there is no output_attentions: take "eager" for these. A query that
-    sees no key, as padding has it, gets 0, where "eager" gives the mean of all values.
+    by a paged cache. Weights are never in memory, so output_attentions gives none: use "eager" for them. A query that
+    sees no key, as one of padding may, gets 0. With "eager" it gets the mean of all values.
 
     >>> fused_softmax.hf.register()
     >>> AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", attn_implementation="fused_softmax")
@@ -86,7 +86,7 @@ def attention_forward(
             raise ValueError(f'attn_implementation="{NAME}" does not take {name}, {what}; take "eager" or "sdpa"')
     if dropout:
         raise ValueError(
-            f'attn_implementation="{NAME}" has no dropout, for no weights are in memory, and got dropout={dropout}: '
+            f'attn_implementation="{NAME}" has no dropout, because weights are never in memory; got dropout={dropout}: '
             "set it to 0 in the model's config, or call model.eval()"
         )
     hidden = getattr(attention_mask, NAME, None)

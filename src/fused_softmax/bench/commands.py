@@ -102,7 +102,8 @@ def one(
 ) -> None:
     """Time one provider at one shape: the average of the middle 80 % of its calls.
 
-    Says which path is timed: without a GPU, this package takes torch's. Ctrl-C averages the calls until then.
+    It says what is timed: without a GPU, this package calls torch's operations. Ctrl-C ends the calls, and prints the
+    average of those that were made.
     """
     case = case_of(n_rows, n_cols, dtype, operation)
     require_known(operation, [provider])
@@ -126,14 +127,15 @@ def one(
         ctx.exit(INTERRUPTED)
 
 
-@bench.command(short_help="Time what one small eager call costs the host, beside torch's own.")
+@bench.command(short_help="Time what one small eager call costs the CPU, beside torch's own.")
 @out_option(".json", "the rows")
 @force_option
 @click.pass_context
 def host(ctx: click.Context, out: Path | None, force: bool) -> None:
-    """Time what one small eager call costs the host, ours beside torch's own for the same result, in under a minute.
+    """Time what one small eager call costs the CPU, ours beside torch's own for the same result, in under a minute.
 
-    Exits with 1 if a result differs from torch's: it then has no figure. Ctrl-C keeps the rows until then.
+    A result that differs from torch's has no figure, and the exit status is then 1. Ctrl-C keeps the rows that were
+    measured.
     """
     from fused_softmax.bench import record, saving
 
@@ -175,7 +177,7 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     ctx.exit(INTERRUPTED if stopped else int(any(row.wrong for row in rows)))
 
 
-@bench.command("all", short_help="Make every committed results file anew with the kernels of this source.")
+@bench.command("all", short_help="Measure all committed results files again, or say which are current.")
 @click.option(
     "-o", "--out", "folder", type=paths.FILE, required=True, callback=paths.folder,
     help="Folder of the files: benchmarks/results in this project.",
@@ -188,10 +190,10 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Say which files are current, and measure nothing. Needs no GPU.")
 @click.pass_context
 def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool, force: bool, dry_run: bool) -> None:
-    """Make every committed results file anew, one after another, with the kernels of this source.
+    """Measure all committed results files again, one after another, with the kernels of this source.
 
-    A file is current if it has all its points from these kernels, on this GPU, with this torch and Triton. Ctrl-C keeps
-    what was measured. Exits with 1 if a file could not be measured, or has a wrong result.
+    A file is current if these kernels made all its points, on this GPU, with this torch and Triton. Ctrl-C keeps what
+    was measured. Exits with 1 if a file could not be measured, or has a wrong result.
     """
     if resume and force:
         raise click.UsageError("--resume keeps what is current and --force keeps nothing: give only one of them")

@@ -89,13 +89,13 @@ class _Keeping(Listing):
 @click.option(
     "--resume",
     is_flag=True,
-    help="Measure what --out does not contain yet. Refused if GPU, version, commit or effort differ.",
+    help="Measure what --out does not contain yet. Refused if GPU, versions, source, --reps, --quick or --seed differ.",
 )
 @click.option(
     "--plot",
     type=paths.FILE,
     callback=paths.drawable,
-    help="Draw GB/s over the columns, or over what varies instead, as .png, .svg or .pdf.",
+    help="Draw GB/s over the columns, or over whatever else varies, as .png, .svg or .pdf.",
 )
 @force_option
 @list_option
@@ -103,8 +103,8 @@ class _Keeping(Listing):
 def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel that moves as much.
 
-    A sweep names the operations to measure, and their shapes and dtypes unless options give others. Without one, the
-    tutorial's sweep runs. Repeat an option or separate its values by commas. Ctrl-C keeps what was measured.
+    A sweep names the operations to measure, and their shapes and dtypes unless options give others. Without a name, the
+    sweep `tutorial` runs. Repeat an option or separate its values by commas. Ctrl-C keeps what was measured.
     """
     files = {name: options.pop(name) for name in ("out", "plot", "resume")}
     out, resume, force = files["out"], files["resume"], options.pop("force")
