@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from attention_cases import FP64
 
+import fused_softmax
+from fused_softmax import reference_attention
 from fused_softmax.ops import attention_hopper
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90")
 
 
-def watched(monkeypatch, *names):
-    """A list that gets what these functions of `attention_hopper` return: None where they leave a call to others."""
+def watched(monkeypatch, *names, module=attention_hopper):
+    """A list that gets what these functions of a module return: None where they leave a call to others."""
     found = []
 
     def watch(name, prepare):
@@ -18,10 +21,10 @@ def watched(monkeypatch, *names):
             found.append(prepare(*given))
             return found[-1]
 
-        monkeypatch.setattr(attention_hopper, name, spy)
+        monkeypatch.setattr(module, name, spy)
 
     for name in names:
-        watch(name, getattr(attention_hopper, name))
+        watch(name, getattr(module, name))
     return found
 
 
@@ -33,3 +36,14 @@ def given(n_queries, n_keys, dim, dtype, heads=2, key_heads=2):
         memory[:, :n] = 1.5 * torch.randn(2, n, each, dim, device="cuda")
         found.append(memory[:, :n].transpose(1, 2))
     return found
+
+
+def assert_near(q, k, v, **options):
+    """The output is off float64's by at most twice what its rounding alone makes; lse by little."""
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    found = fused_softmax.attention(q, k, v, **options, deterministic=True, return_lse=True)  # by no other's kernel
+    exact = reference_attention.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
+    rounded = reference_attention.attention(q, k, v, **options, arithmetic=FP64)
+    error = (found.output.double() - exact.output).norm()
+    assert error <= 2 * (rounded.double() - exact.output).norm() + 1e-6 * exact.output.norm()
+    torch.testing.assert_close(found.lse.double(), exact.lse, atol=1e-4, rtol=1e-5)

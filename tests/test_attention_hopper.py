@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import BF16, FP16, FP64, assert_attention
-from hopper_cases import given, on_hopper, watched
+from attention_cases import BF16, FP16, assert_attention
+from hopper_cases import assert_near, given, on_hopper, watched
 
 import fused_softmax
-from fused_softmax import reference_attention
 from fused_softmax.ops import attention_hopper_bias
 from fused_softmax.plan import H200
 from fused_softmax.plan.attention_hopper import most_work, plan_hopper, shift_of
@@ -36,16 +35,6 @@ def taken(monkeypatch):
 def gradients_taken(monkeypatch):
     """As `taken`, of the two kernels of the gradients."""
     return watched(monkeypatch, "prepare_keys", "prepare_queries")
-
-
-def assert_near(q, k, v, **options):
-    options["enable_gqa"] = q.shape[1] != k.shape[1]
-    found = fused_softmax.attention(q, k, v, **options, deterministic=True, return_lse=True)  # by no other's kernel
-    exact = reference_attention.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
-    rounded = reference_attention.attention(q, k, v, **options, arithmetic=FP64)
-    error = (found.output.double() - exact.output).norm()
-    assert error <= 2 * (rounded.double() - exact.output).norm() + 1e-6 * exact.output.norm()
-    torch.testing.assert_close(found.lse.double(), exact.lse, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.gpu

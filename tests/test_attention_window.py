@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from attention_cases import BF16, FP16, FP64, assert_attention
-from hopper_cases import given, on_hopper
+from attention_cases import BF16, FP16, assert_attention
+from hopper_cases import assert_near, given, on_hopper, watched
 
 import fused_softmax
-from fused_softmax import reference_attention
 from fused_softmax.kernels.attention_hopper_spec import ROWS, WindowSpec
 from fused_softmax.ops import attention_calls
 from fused_softmax.plan import H200, Device, attention_window
@@ -21,24 +20,7 @@ def taken(monkeypatch):
     """What each call that was prepared got of `prepare_window`, however few its tiles: None where it went elsewhere."""
     monkeypatch.setattr(attention_window, "LEAST_TILES", {64: 0, 128: 0})
     monkeypatch.setattr(attention_window, "LEAST_QUERIES", 0)
-    found, prepare = [], attention_calls.prepare_window
-
-    def spy(*call):
-        found.append(prepare(*call))
-        return found[-1]
-
-    monkeypatch.setattr(attention_calls, "prepare_window", spy)
-    return found
-
-
-def assert_near(q, k, v, **options):
-    options["enable_gqa"] = q.shape[1] != k.shape[1]
-    found = fused_softmax.attention(q, k, v, **options, return_lse=True)
-    exact = reference_attention.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
-    rounded = reference_attention.attention(q, k, v, **options, arithmetic=FP64)
-    error = (found.output.double() - exact.output).norm()
-    assert error <= 2 * (rounded.double() - exact.output).norm() + 1e-6 * exact.output.norm()
-    torch.testing.assert_close(found.lse.double(), exact.lse, atol=1e-4, rtol=1e-5)
+    return watched(monkeypatch, "prepare_window", module=attention_calls)
 
 
 @pytest.mark.gpu

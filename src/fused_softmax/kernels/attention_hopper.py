@@ -10,6 +10,7 @@ Traffic: that of `kernels/attention.py`.
 from fused_softmax.kernels.attention_hopper_parts import (
     LN2,
     LOG2E,
+    LOWEST,
     await_empty,
     biases,
     capped,
@@ -42,7 +43,6 @@ from fused_softmax.kernels.gluon_names import (
 )
 
 _ROWS = gl.constexpr(ROWS)
-_LOWEST = gl.constexpr(-3.4028234663852886e38)  # where a maximum begins: finite, so that nothing is -inf - -inf
 SIZES = ["n_heads", "group", "n_queries", "n_keys", "left", "right", "offset", "head_tiles", "n_tiles", "shift"]
 
 
@@ -170,7 +170,7 @@ def _attend(
             at_edge = (end * BLOCK > cut) | ((end - 1) * BLOCK < low)
             if at_edge:
                 s = _hide(s, end - 1, rows, S, K)
-        m = gl.maximum(gl.max(s, 1) * unit, _LOWEST)
+        m = gl.maximum(gl.max(s, 1) * unit, LOWEST)
         p = gl.exp2(s * unit - m[:, None])
         sums = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)

@@ -14,6 +14,7 @@ from fused_softmax.kernels.gluon_names import (
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # where a maximum begins: finite, so that nothing is -inf - -inf
 _ROWS = gl.constexpr(ROWS)
 _VECTOR = gl.constexpr(ROW_VECTOR)
 _FIRST_NAMED = gl.constexpr(9)  # of the barriers of a program; Triton takes 0, 1, and 2 + a partition's number

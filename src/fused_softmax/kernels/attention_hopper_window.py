@@ -14,6 +14,7 @@ queries may see, in whole tiles.
 from fused_softmax.kernels.attention_hopper_parts import (
     LN2,
     LOG2E,
+    LOWEST,
     await_empty,
     emptied,
     fill,
@@ -36,7 +37,6 @@ from fused_softmax.kernels.gluon_names import (
 )
 
 _ROWS = gl.constexpr(ROWS)
-_LOWEST = gl.constexpr(-3.4028234663852886e38)  # where a maximum begins: finite, so that nothing is -inf - -inf
 SIZES = ["n_heads", "group", "n_queries", "n_keys", "offset", "head_tiles", "n_tiles", "span"]
 
 
@@ -148,7 +148,7 @@ def _go_through(
         if PIECES == 1:
             products = (products,)
         emptied(q, at, TILES)
-        m = gl.full([_ROWS], _LOWEST, gl.float32, OF_ROWS)
+        m = gl.full([_ROWS], LOWEST, gl.float32, OF_ROWS)
         if K.sinks:
             sink = gl.load(sinks_ptr + own.head + i).to(gl.float32) * LOG2E
             m = gl.maximum(m, sink)
