@@ -124,6 +124,21 @@ CALLS = (
         "calls", "another-device-not-noticed", "launcher.c", "self->device, Py_NE);", "self->device, Py_LT);",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
+    of(
+        "calls", "an-out-that-overlaps-in-a-kept-call", "ops/softmax_calls.py",
+        "if overlaps(out, input, scale, mask, sink):", "if False:",
+        "test_scores.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
+    ),
+    of(
+        "calls", "an-out-that-overlaps-a-kept-logsumexp", "ops/logsumexp_calls.py",
+        "if overlaps(out, input, scale, mask, sink):", "if False:",
+        "test_scores.py::test_a_kept_call_sees_that_out_overlaps_a_scale_a_mask_or_a_sink",
+    ),
+    of(
+        "calls", "an-out-after-what-is-read", "layout.py",
+        "< place - read[i].data_ptr() < of_read:", "< place - read[i].data_ptr() < 1:",
+        "test_scores.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
+    ),
 )  # fmt: skip
 
 OPS = (
@@ -279,6 +294,62 @@ OPS = (
         "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return scores",
         "or True:\n            return scores",
         "test_scores.py::test_a_number_in_fp64_has_64_bits",
+    ),
+    of(
+        "ops", "lse-rounded-in-the-gradient", "kernels/logsumexp.py",
+        "tl.load(lse_ptr + r.row).to(K.state_dtype), tl",
+        "tl.load(lse_ptr + r.row).to(K.cast_dtype).to(K.state_dtype), tl",
+        "test_logsumexp_gradients.py::test_gradients_along_any_dims",
+    ),
+    of(
+        "ops", "lse-rounded-by-the-operator", "ops/logsumexp.py",
+        "if lse.dtype.itemsize < arithmetic.itemsize:", "if False:",
+        "test_logsumexp_gradients.py::test_gradients_take_an_lse_of_32_bits",
+    ),
+    of(
+        "ops", "torchs-own-lse-of-16-bits", "ops/logsumexp.py",
+        "elif plain and (out is not None or input.dtype not in (torch.float16, torch.bfloat16)):", "elif plain:",
+        "test_logsumexp_gradients.py::test_transforms_and_batched_gradients",
+    ),
+    of(
+        "ops", "a-maximum-that-moves-with-a-scale-of-0", "ops/logsumexp.py",
+        "dscale.masked_fill(scale.to(dscale.device) == 0, 0.0).to(scale.dtype)", "dscale.to(scale.dtype)",
+        "test_logsumexp_gradients.py::test_gradients_take_an_lse_of_32_bits",
+    ),
+    of(
+        "ops", "a-number-that-no-compiler-traces", "options.py",
+        "not -math.inf < value < math.inf:", "not math.isfinite(value):",
+        "test_compiled_options.py::test_a_number_that_changes_breaks_no_graph",
+    ),
+    of(
+        "ops", "an-out-resized-in-vain", "ops/arguments.py",
+        "return out if out.shape == shape else out.resize_(shape)", "return out.resize_(shape)",
+        "test_compiled_options.py::test_out_breaks_no_graph",
+    ),
+    of(
+        "ops", "a-causal-bias-read-as-floats", "ops/attention.py",
+        "if is_causal_bias(attn_mask) or is_causal_bias(bias):", "if False:",
+        "test_compiled_options.py::test_a_causal_bias_gives_torchs_result",
+    ),
+    of(
+        "ops", "a-causal-bias-of-the-other-corner", "options_attention.py",
+        'align = "bottom_right" if mask.variant.name == "LOWER_RIGHT" else "top_left"', 'align = "top_left"',
+        "test_compiled_options.py::test_a_causal_bias_gives_torchs_result",
+    ),
+    of(
+        "ops", "a-causal-bias-that-aligns-a-window", "options_attention.py",
+        "if aligned or (window is None and beside.alibi_slopes is None):", "if True:",
+        "test_compiled_options.py::test_a_causal_bias_beside_what_is_aligned_as_causality_is",
+    ),
+    of(
+        "ops", "a-dense-causal-bias-of-the-other-corner", "options.py",
+        'mask.seq_len_kv - mask.seq_len_q if mask.variant.name == "LOWER_RIGHT" else 0', "0",
+        "test_compiled_options.py::test_a_causal_bias_masks_a_softmax",
+    ),
+    of(
+        "ops", "a-mask-made-on-demand", "options.py",
+        'if isinstance(mask, Tensor) and (hasattr(mask, "materialize") or hasattr(mask, "_materialize")):', "if False:",
+        "test_compiled_options.py::test_masks_that_are_made_on_demand_are_refused",
     ),
 )  # fmt: skip
 

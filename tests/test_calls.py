@@ -330,7 +330,7 @@ def functions_called():
 def decides(called, name):
     """What of the planner, of the layout and of the preparation of a launch was called."""
     copies = "a copy" in name or "dim 0" in name or "dim 1" in name
-    allowed = {"layout.py:overlap", *(["layout.py:last"] if copies else [])}
+    allowed = {"layout.py:overlaps", *(["layout.py:last"] if copies else [])}
     prepares = {"runner.py:prepare", "runner.py:spec_of", "launch.py:prepare", "launch.py:again"}
     return {
         each for each in called if each.startswith(("plan/", "layout.py:")) or each in prepares

@@ -6,7 +6,7 @@ describe that in each of them, up to three dims do: tensors that are permuted, s
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,32 @@ def rows_to_write(x: Tensor) -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether the memory from a's first element to its last meets b's, whatever storages they say that they have."""
+    return overlap_like(a, b)(a, b)
+
+
+def overlap_like(out: Tensor, *read: Any) -> Callable[..., bool]:
+    """What tells of a kept call's tensors, which lie like these, whether `out` overlaps one that is read.
+
+    read: what is no tensor does not count. Addresses differ from call to call, so this is asked at every call.
+    """
+    of_out, sizes = bytes_of(out), [(i, bytes_of(each)) for i, each in enumerate(read) if isinstance(each, Tensor)]
+
+    def overlaps(out, *read):
+        place = out.data_ptr()
+        for i, of_read in sizes:  # noqa: SIM110  a generator takes longer
+            if -of_out < place - read[i].data_ptr() < of_read:
+                return True
+        return False
+
+    return overlaps
+
+
+def bytes_of(x: Tensor) -> int:
+    """How many bytes from a tensor's first element to its last; 0 of none."""
+    if not x.numel():
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
 def alignment_of(x: Tensor, *others: Tensor) -> Alignment:

@@ -176,6 +176,29 @@ def scores_of(
     return Scores(scale, mask, is_causal, masked_rows, moved=moved, sink=sink)
 
 
+def is_causal_bias(mask: Any) -> bool:
+    """Whether a mask is torch.nn.attention.bias.CausalBias, told by its module: importing that takes seconds."""
+    return isinstance(mask, Tensor) and type(mask).__module__ == "torch.nn.attention.bias"
+
+
+def dense_mask(name: str, argument: str, mask: Any, device: torch.device) -> Any:
+    """A mask whose elements lie in its memory: of CausalBias, whose memory holds nothing, the bool one it stands for.
+
+    Other tensors that are made when they are asked for are refused.
+    """
+    if mask is None or type(mask) is Tensor:
+        return mask
+    if is_causal_bias(mask):
+        diagonal = mask.seq_len_kv - mask.seq_len_q if mask.variant.name == "LOWER_RIGHT" else 0
+        return torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool, device=device).tril(diagonal)
+    if isinstance(mask, Tensor) and (hasattr(mask, "materialize") or hasattr(mask, "_materialize")):
+        raise TypeError(
+            f"{name}: {argument} is a {type(mask).__name__}, whose elements are not in memory before it is "
+            f"materialized; give the dense tensor that it stands for"
+        )
+    return mask
+
+
 def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> float | Tensor | None:
     """A number for all rows, or a tensor of one a row on the input's device, or an error that names the argument."""
     if given is None:
@@ -349,7 +372,7 @@ def loss_of(
     for argument, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
             raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
-        if value is not None and not math.isfinite(value):
+        if value is not None and not -math.inf < value < math.inf:  # isfinite takes no number that a compiler traces
             raise ValueError(f"{name}: {argument} must be finite, got {value}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"{name}: softcap must be more than 0, got {softcap}")

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_softmax.options import dense_mask, is_causal_bias
+
 NAME = "attention"
 STATS = ("entropy", "row_max", "column_sums")
 MOST_DIM = 256  # of a head
@@ -134,6 +136,32 @@ def attention_of(
     )  # fmt: skip
 
 
+def without_causal_bias(
+    query: Tensor, key: Tensor, beside: Beside, is_causal: Any, causal_align: Any, window: Any
+) -> tuple[Beside, Any, Any]:  # fmt: skip
+    """(the tensors beside, is_causal, causal_align) of a call whose attn_mask or bias is a CausalBias of torch's.
+
+    It becomes causality, or a bool mask where what else is aligned as causality is lies otherwise.
+    """
+    for argument, tensor in (("query", query), ("key", key)):
+        _check_tensor(argument, tensor, query)
+    mask, bias = beside.attn_mask, beside.bias
+    if is_causal_bias(bias):
+        if mask is not None:
+            raise TypeError(f"{NAME}: bias is a CausalBias beside an attn_mask; combine both in attn_mask")
+        mask, bias = bias, None
+    if is_causal:
+        raise RuntimeError(f"{NAME}: is_causal=True takes no CausalBias, which is causal itself")
+    given, sizes = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if given != sizes:
+        raise RuntimeError(f"{NAME}: a CausalBias must be made of (queries, keys), {sizes}, got {given}")
+    align = "bottom_right" if mask.variant.name == "LOWER_RIGHT" else "top_left"
+    aligned = align == causal_align or given[0] == given[1]
+    if aligned or (window is None and beside.alibi_slopes is None):
+        return beside._replace(attn_mask=None, bias=bias), True, causal_align if aligned else align
+    return beside._replace(attn_mask=dense_mask(NAME, "attn_mask", mask, query.device), bias=bias), False, causal_align
+
+
 def broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """The leading shape of the output: [..., heads]."""
     if not enable_gqa:
@@ -200,6 +228,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 def _check_beside(argument: str, tensor: Any, query: Tensor, shape: Any, bool_too: bool = False) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
+    tensor = dense_mask(NAME, argument, tensor, query.device)
     if tensor.is_nested or tensor.layout != torch.strided:
         raise RuntimeError(f"{NAME}: {argument} must be a dense strided tensor, got {tensor.layout}")
     if tensor.dtype not in _FLOATS and not (bool_too and tensor.dtype == torch.bool):

@@ -43,7 +43,6 @@ from fused_softmax.kernels.state import (
     scores_of,
     sum_exp_of,
     weight_of,
-    widen,
 )
 
 
@@ -192,8 +191,7 @@ def _logsumexp_backward(
     r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)
     q = scores_of_row(r.row, n_cols, S, K)
     mask_ptr = mask_of_row(r.row, S, K)
-    lse = widen(tl.load(lse_ptr + r.row), K.cast_dtype)
-    dlse = widen(tl.load(dlse_ptr + r.row), K.cast_dtype)
+    lse, dlse = tl.load(lse_ptr + r.row).to(K.state_dtype), tl.load(dlse_ptr + r.row).to(K.state_dtype)
     x_body = body_of(x, r.row, K)
     dx_body = body_of(dx_rows, r.row, K)
     for at in range(r.start, tl.minimum(r.start + part_cols, n_cols), PIECES * K.block_cols):

@@ -42,5 +42,10 @@ def _check_out(name: str, input: Tensor, result_dtype: torch.dtype, out: Tensor)
         raise RuntimeError(f"{name}: out must have the input's shape {_shape(input)}, got {_shape(out)}")
 
 
+def sized(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """out in the shape of the result, as torch resizes it. A compiler traces no resizing, so none is asked in vain."""
+    return out if out.shape == shape else out.resize_(shape)
+
+
 def _shape(x: Tensor) -> str:
     return "(nested)" if x.is_nested else str(tuple(x.shape))

@@ -14,8 +14,16 @@ from fused_softmax import reference_attention
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops import attention_sdpa
 from fused_softmax.ops.attention_calls import Gradients, Inputs, Results, prepare_backward, prepare_forward
-from fused_softmax.options import arithmetic_of
-from fused_softmax.options_attention import KERNEL_DTYPES, NAME, Attention, Beside, attention_of, broadcast
+from fused_softmax.options import arithmetic_of, is_causal_bias
+from fused_softmax.options_attention import (
+    KERNEL_DTYPES,
+    NAME,
+    Attention,
+    Beside,
+    attention_of,
+    broadcast,
+    without_causal_bias,
+)
 from fused_softmax.reference_attention import AttentionOutput
 from fused_softmax.route import Route, batched, needs_grad, route_of
 
@@ -49,7 +57,8 @@ def attention(
     query: [..., heads, queries, dim]; key: [..., heads, keys, dim]; value: [..., heads, keys, value_dim]. float16,
         bfloat16, float32 or float64, all alike; dim and value_dim up to 256; leading sizes broadcast. Their last dim is
         read as it lies if it is contiguous, and copied first otherwise.
-    attn_mask: broadcasts to [..., heads, queries, keys]; bool, where True keeps a key, or a float that is added.
+    attn_mask: broadcasts to [..., heads, queries, keys]; bool, where True keeps a key, or a float that is added. Or
+        torch.nn.attention.bias's causal_upper_left or causal_lower_right of (queries, keys), which becomes causality.
     bias: a float that is added, which broadcasts alike; it may stand beside a mask or causality. A mask or bias is
         never expanded in memory, and its gradient is summed without atomics.
     is_causal: hides keys after the query; takes no attn_mask. causal_align: whether the diagonal begins at the first
@@ -104,6 +113,13 @@ def attention(
         if call is not None:
             return call(query, key, value, attn_mask, bias, sinks, alibi_slopes)
     beside = Beside(attn_mask, bias, sinks, alibi_slopes)
+    if is_causal_bias(attn_mask) or is_causal_bias(bias):
+        beside, is_causal, causal_align = without_causal_bias(query, key, beside, is_causal, causal_align, window)
+        return attention(
+            query, key, value, beside.attn_mask, bias=beside.bias, is_causal=is_causal, causal_align=causal_align,
+            scale=scale, enable_gqa=enable_gqa, window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse, return_stats=return_stats,
+        )  # fmt: skip
     how = attention_of(
         query, key, value, beside, is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats,
         deterministic,

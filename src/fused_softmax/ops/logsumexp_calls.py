@@ -17,10 +17,12 @@ from fused_softmax.layout import (
     columns_of,
     held_bytes,
     overlap,
+    overlap_like,
     rows_to_write,
     scores_against,
     sizes_of,
 )
+from fused_softmax.ops.arguments import sized
 from fused_softmax.ops.scored import supplied, supplier
 from fused_softmax.ops.softmax_calls import bump_version, leading_of
 from fused_softmax.ops.softmax_rows import run_columns
@@ -70,12 +72,13 @@ def prepare_call(
     ):
         inner = prepare_call(input, dims, keepdim, None, scores, dtype).call
         return Prepared(
-            lambda input, out, scale, mask, sink=None: _resized(out, shape).copy_(inner(input, None, scale, mask, sink))
+            lambda input, out, scale, mask, sink=None: sized(out, shape).copy_(inner(input, None, scale, mask, sink))
         )
     empty, strides = allocator(input.device), contiguous_strides(shape)
     result = empty(shape, strides, dtype) if out is None else out
+    overlaps = None if out is None else overlap_like(out, input, scores.scale, scores.mask, scores.sink)
     if scores.plain and (run := _over_columns(input, result, dims)) is not None:
-        return _made(run.__call__, dtype, shape, input.device)
+        return _made(run.__call__, dtype, shape, input.device, None, overlaps)
 
     against = scores.along(dims[-1], tuple(input.shape)).exact(dtype, input.device)
     source = rows_last(input, dims)
@@ -91,8 +94,8 @@ def prepare_call(
         def launch_on_copy(x, lse, *scored):
             launch(rows_last(x, dims).contiguous(), lse, *scored)
 
-        return _made(launch_on_copy, dtype, shape, input.device, supply)
-    made = _made(run.__call__, dtype, shape, input.device, supply)
+        return _made(launch_on_copy, dtype, shape, input.device, supply, overlaps)
+    made = _made(run.__call__, dtype, shape, input.device, supply, overlaps)
     leads = input.ndim > 1 and 0 not in dims and out is None and not layout.copied
     by_query = scores.is_causal and input.ndim == 2
     if not leads or by_query:
@@ -110,12 +113,11 @@ def prepare_call(
     return made._replace(again=again)
 
 
-def _made(launch, dtype, shape, device, supply=None) -> Prepared:
+def _made(launch, dtype, shape, device, supply=None, overlaps=None) -> Prepared:
+    """Into a new tensor; or with `overlaps`, which tells of an out whether it overlaps what is read, into that."""
     strides, empty = contiguous_strides(shape), allocator(device)
 
     def call(input, out, scale, mask, sink=None):
-        if out is not None:
-            return _into(input, out, scale, mask, sink)
         result = empty(shape, strides, dtype)
         if supply is None:
             launch(input, result)
@@ -123,19 +125,18 @@ def _made(launch, dtype, shape, device, supply=None) -> Prepared:
             launch(input, result, *supplied(supply, scale, mask, sink))
         return result
 
-    def _into(input, out, scale, mask, sink):
-        if any(overlap(each, out) for each in (input, scale, mask, sink) if isinstance(each, Tensor)):
+    if overlaps is None:
+        return Prepared(call)
+
+    def into(input, out, scale, mask, sink=None):
+        if overlaps(out, input, scale, mask, sink):
             return out.copy_(call(input, None, scale, mask, sink))
         launch(input, out, *supplied(supply, scale, mask, sink))
         if not out.is_inference():
             bump_version((out,))  # autograd sees no write of a kernel's
         return out
 
-    return Prepared(call)
-
-
-def _resized(out: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return out if tuple(out.shape) == shape else out.resize_(shape)
+    return Prepared(into)
 
 
 def _over_columns(x: Tensor, lse: Tensor, dims: tuple[int, ...]) -> Run | None:

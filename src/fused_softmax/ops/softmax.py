@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function_unary
 from fused_softmax import reference
 from fused_softmax.calls import find, keep
 from fused_softmax.distributed import Transport, check_group
-from fused_softmax.ops.arguments import check
+from fused_softmax.ops.arguments import check, sized
 from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.shards import on_shards
 from fused_softmax.ops.softmax_calls import prepare_call
@@ -25,6 +25,7 @@ from fused_softmax.options import (
     DTYPES,
     MaskedRows,
     arithmetic_in,
+    dense_mask,
     is_plain,
     kind_of_scale,
     kind_of_sink,
@@ -64,14 +65,16 @@ def softmax(
     out: where to write; of the input's shape, the result's dtype, the input's device.
     scale: a number, or a tensor that broadcasts to the input with size 1 in `dim` (a temperature's inverse for every
         row). Scale 0 stands for temperature 0: 1 at the first maximum of the row, 0 elsewhere.
-    mask: broadcasts to the input and is never expanded in memory. bool: True keeps. Of a float dtype: added.
+    mask: broadcasts to the input and is never expanded in memory. bool: True keeps. Of a float dtype: added. torch's
+        CausalBias counts as the bool mask that it stands for.
     is_causal: of scores [..., queries, keys] each query keeps the keys up to its own, and the last query sees all
         (bottom-right aligned); nothing above that diagonal is read.
     masked_rows: what a row gets if none of its elements is kept: "nan" as in torch, or "zero".
     sink: one more logit in the sum of every row, without a column: softmax(cat([scores, sink], dim)) without the last
         column. A number, or a tensor of 16 to 64 bit floats that broadcasts as a scale does, such as [heads, 1, 1]. It
-        is neither scaled nor masked; a row of which nothing else is kept gives 0, with any masked_rows. If its gradient
-        is wanted, the forward pass reads the input once more, for the sum.
+        is neither scaled nor masked; a row of which nothing else is kept gives 0, with any masked_rows. A sink of -inf
+        counts nothing: such a row gives what masked_rows says. If its gradient is wanted, the forward pass reads the
+        input once more, for the sum.
 
     group: of torch.distributed, over whose ranks the columns of `dim` lie in shards. Each rank gives its own columns of
         the input and of mask, in rank order, as many as it has, and gets the same columns of the result. Every rank of
@@ -128,7 +131,7 @@ def log_softmax(
     """The logarithm of softmax along `dim`, as torch.log_softmax: z - m - log s. Arguments and errors are softmax's.
 
     Here z are the row's scores, m is their maximum, and s is sum exp(z - m). A row of which nothing is kept is -inf
-    everywhere with masked_rows="zero", or with a sink.
+    everywhere with masked_rows="zero", or with a sink above -inf.
 
     >>> log_softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[-2.4076, -1.4076, -0.4076]], device='cuda:0')
@@ -169,6 +172,8 @@ def _over_group(name, input, dim, dtype, out, scored, over):
 
 
 def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink):
+    if mask is not None and isinstance(input, Tensor):
+        mask = dense_mask(name, "mask", mask, input.device)
     plain = is_plain(scale, mask, is_causal, masked_rows, sink)
     if not isinstance(input, Tensor) and has_torch_function_unary(input) and plain:  # a proxy of torch.fx, for one
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
@@ -183,12 +188,11 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         raise NotImplementedError(f"{name}: not implemented for {result_dtype}; give a dtype of 16 to 64 bit floats")
     route = route_of(*tensors, takes=result_dtype in DTYPES, shards=out is None)
     differentiates = needs_grad(*tensors)
-    if out is not None and differentiates and (route is Route.KERNEL or not plain):
+    if out is not None and differentiates and (route is not Route.COMPOSED or not plain):
         raise RuntimeError(f"{name}: out= takes no part in autograd, but an argument requires grad")
 
     if route is Route.KERNEL:
-        if out is not None and out.numel() == 0 and out.shape != input.shape:
-            out.resize_(input.shape)  # as torch: an empty out takes the shape of the result
+        out = None if out is None else sized(out, input.shape)
         prepared = prepare_call(name == "log_softmax", input, dim, result_dtype, out, scores)
         if differentiates:
             prepared = with_gradient(prepared, name == "log_softmax", input, dim, result_dtype, scores)
@@ -200,12 +204,12 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         function = softmax if name == "softmax" else log_softmax
         on_shard = partial(function, dim=dim, dtype=dtype, **scores.arguments())
         return on_shards(on_shard, input, (dim, -2) if is_causal else (dim,))
-    if route is Route.OPERATOR and out is None:
+    if route is Route.OPERATOR:
         operator = getattr(torch.ops.fused_softmax, name)
-        return operator.default(input, dim, result_dtype, *scores.operator_arguments())
-    if plain:
+        result = operator.default(input, dim, result_dtype, *scores.operator_arguments())
+    elif plain:
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
-    arithmetic = arithmetic_in(result_dtype)
-    composed = getattr(reference, name)
-    result = composed(input, dim, dtype=result_dtype, **scores.arguments(), arithmetic=arithmetic)
-    return result if out is None else out.resize_(result.shape).copy_(result)
+    else:
+        arithmetic, composed = arithmetic_in(result_dtype), getattr(reference, name)
+        result = composed(input, dim, dtype=result_dtype, **scores.arguments(), arithmetic=arithmetic)
+    return result if out is None else sized(out, result.shape).copy_(result)

@@ -18,6 +18,7 @@ from fused_softmax.layout import (
     is_rows,
     last,
     overlap,
+    overlap_like,
     rows_of,
     rows_to_write,
     scores_against,
@@ -161,15 +162,15 @@ def _over_columns(log, input, dim, dtype, out, scores) -> Prepared | None:
         return None
     supply = supplier(scores, layout, dim, dtype, input)
     if out is not None:
-        return _written(run, log, dim, dtype, scores, input, out, supply)
+        return _written(run.__call__, log, dim, dtype, scores, input, out, supply)
     return _direct(run, input, dtype, strides, supply)
 
 
 def _over_rows(log, input, dim, dtype, out, scores) -> Prepared:
     source = last(input, dim)
     (rows,), (copies,) = as_rows(source)
-    strides, empty = contiguous_strides(input.shape), allocator(input.device)
-    result = empty(tuple(input.shape), strides, dtype) if out is None else out
+    whole, strides, empty = tuple(input.shape), contiguous_strides(input.shape), allocator(input.device)
+    result = empty(whole, strides, dtype) if out is None else out
     in_place = is_rows(last(result, dim))
     if out is not None and (copies or not in_place):
         return _copied_into(_over_rows(log, input, dim, dtype, None, scores))
@@ -183,9 +184,12 @@ def _over_rows(log, input, dim, dtype, out, scores) -> Prepared:
     layout = scores_against(against, shape)
     supply = supplier(scores, layout, dim, dtype, input)
     if plan.strategy == "stream" and against.greedy:
-        return _first_max_after(run, supply, log, input, dim, dtype, scores, out)
+        write = _first_max_after(run.__call__, supply, log, dim, dtype, scores)
+        if out is None:
+            return Prepared(lambda input, out, *given: write(input, empty(whole, strides, dtype), *given))
+        return _written(write, log, dim, dtype, scores, input, out, lambda *given: given)
     if out is not None:
-        return _written(run, log, dim, dtype, scores, input, out, supply)
+        return _written(run.__call__, log, dim, dtype, scores, input, out, supply)
     if copies or not in_place:
         return _through_copies(run, supply, dim, dtype, copies, in_place, shape)
     leads = input.ndim > 1 and dim % input.ndim != 0 and not layout.copied
@@ -243,14 +247,13 @@ def leading_of(layout: ScoreLayout, size: int) -> Callable[[int], dict[str, int]
     return lambda n: {name: inner * n}
 
 
-def _written(run, log, dim, dtype, scores, input, out, supply=None) -> Prepared:
-    """Into the caller's tensor, where it lies."""
-    launch, rules = run.__call__, (scores.is_causal, scores.masked_rows)
-    before, after = bytes_of(input), bytes_of(out)
+def _written(launch, log, dim, dtype, scores, input, out, supply=None) -> Prepared:
+    """Into the caller's tensor, where it lies. It may overlap an argument in one call and not in the next."""
+    rules = scores.is_causal, scores.masked_rows
+    overlaps = overlap_like(out, input, scores.scale, scores.mask, scores.sink)
 
     def call(input, out, scale, mask, sink=None):
-        apart, others = out.data_ptr() - input.data_ptr(), (scale, mask, sink)
-        if -after < apart < before or any(isinstance(each, Tensor) and overlap(each, out) for each in others):
+        if overlaps(out, input, scale, mask, sink):
             of_this = Scores(scale, mask, *rules, sink=sink)
             return prepare_call(log, input, dim, dtype, out, of_this).call(input, out, scale, mask, sink)
         if supply is None:
@@ -262,11 +265,6 @@ def _written(run, log, dim, dtype, scores, input, out, supply=None) -> Prepared:
         return out
 
     return Prepared(call)
-
-
-def bytes_of(x: Tensor) -> int:
-    """How many bytes from a tensor's first element to its last."""
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
 def _copied_into(prepared) -> Prepared:
@@ -289,12 +287,11 @@ def _through_copies(run, supply, dim, dtype, copies, in_place, moved_shape) -> P
     return Prepared(call)
 
 
-def _first_max_after(run, supply, log, input, dim, dtype, scores, out) -> Prepared:
-    """Rows that stream and may have scale 0, which torch's operations give their first maximum."""
-    launch, rules = run.__call__, (scores.is_causal, scores.masked_rows)
+def _first_max_after(launch, supply, log, dim, dtype, scores):
+    """What writes rows that stream and may have scale 0, which torch's operations give their first maximum."""
+    rules = scores.is_causal, scores.masked_rows
 
-    def call(input, out, scale, mask, sink=None):
-        result = torch.empty(input.shape, dtype=dtype, device=input.device) if out is None else out
+    def write(input, result, scale, mask, sink=None):
         source, target = last(input, dim), last(result, dim)
         (rows,), _ = as_rows(source)
         moved = target if is_rows(target) else torch.empty(source.shape, dtype=dtype, device=input.device)
@@ -305,7 +302,7 @@ def _first_max_after(run, supply, log, input, dim, dtype, scores, out) -> Prepar
             target.copy_(moved)
         return result
 
-    return Prepared(call)
+    return write
 
 
 def prepare_backward_call(

@@ -20,7 +20,7 @@ from fused_softmax.layout import flatten
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import logsumexp_calls, softmax_gradient_sharded
 from fused_softmax.ops.once import once
-from fused_softmax.options import DTYPES, PLAIN, Loss, Scores, arithmetic_in, kind_of_scale, scores_of
+from fused_softmax.options import DTYPES, PLAIN, Loss, Scores, arithmetic_in, dense_mask, kind_of_scale, scores_of
 from fused_softmax.route import needs_grad, runs_here
 
 _NOWHERE = -100  # a target that no row has
@@ -28,6 +28,7 @@ _NOWHERE = -100  # a target that no row has
 
 def scores_of_shard(name: str, x: Tensor, dim: int, scale, mask, is_causal, masked_rows, sink) -> Scores:
     """The Scores of one rank's columns, or an error that names the argument."""
+    mask = dense_mask(name, "mask", mask, x.device)
     scores = scores_of(name, x, dim, scale, mask, is_causal, masked_rows, sink)
     if x.ndim == 0:
         raise ValueError(f"{name}: group= needs an input with a dim to lie in shards, got shape ()")
