@@ -127,17 +127,17 @@ CALLS = (
     of(
         "calls", "an-out-that-overlaps-in-a-kept-call", "ops/softmax_calls.py",
         "if overlaps(out, input, scale, mask, sink):", "if False:",
-        "test_scores.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
+        "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
     ),
     of(
         "calls", "an-out-that-overlaps-a-kept-logsumexp", "ops/logsumexp_calls.py",
         "if overlaps(out, input, scale, mask, sink):", "if False:",
-        "test_scores.py::test_a_kept_call_sees_that_out_overlaps_a_scale_a_mask_or_a_sink",
+        "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_a_scale_a_mask_or_a_sink",
     ),
     of(
         "calls", "an-out-after-what-is-read", "layout.py",
         "< place - read[i].data_ptr() < of_read:", "< place - read[i].data_ptr() < 1:",
-        "test_scores.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
+        "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
     ),
 )  # fmt: skip
 

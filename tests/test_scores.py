@@ -14,7 +14,7 @@ from contract import assert_scores, composed, public
 from products import pairwise
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 
-from fused_softmax import calls, launch, reference
+from fused_softmax import launch, reference
 from fused_softmax.layout import alignment_of, scores_against
 from fused_softmax.ops.softmax_calls import forward_by_plan
 from fused_softmax.ops.softmax_rows import prepare_forward
@@ -741,67 +741,6 @@ def test_out_that_is_or_overlaps_an_argument(function, n_cols, device):
     torch.testing.assert_close(scale.view(4, n_cols), theirs, rtol=1e-5, atol=1e-6)
 
 
-# What a launch depends on: rows in one piece, rows that stream, of which a scale tensor may pick the first maximum, and
-# a strided dim. Of each an argument that out may lie over.
-WRITTEN = {
-    "rows": (700, FP32, -1, {}), "a number": (700, FP32, -1, {"scale": 0.5}),
-    "rows of their own scale": (700, FP32, -1, {"scale": torch.tensor([[0.5], [0.0], [2.0]])}),
-    "streamed": (20000, FP64, -1, {}),
-    "streamed, of their own scale": (20000, FP64, -1, {"scale": torch.tensor([[0.5], [0.0], [2.0]])}),
-    "columns": (40, FP32, 0, {"scale": 0.5}),
-    "mask": (700, FP32, -1, {"mask": kept(3, 700, seed=3)}), "sink": (700, FP32, -1, {"sink": 3.0}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does(function, name, device):
-    n_cols, dtype, dim, options = WRITTEN[name]
-    options = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in options.items()}
-    values = peaked(4, n_cols, dtype, seed=4).to(device)
-    calls.forget()
-    public(function, values[:3].clone(), dim, out=torch.empty_like(values[:3]), **options)
-    for first, last in ((0, 1), (1, 0), (0, 0)):
-        memory = values.clone()
-        x, out = memory[first : first + 3], memory[last : last + 3]
-        truth = composed(function, x.clone(), dim, **options)
-        written = out._version
-        assert public(function, x, dim, out=out, **options) is out
-        torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-6)
-        assert out._version > written
-
-
-@pytest.mark.parametrize("n_cols", [700, 20000])
-@reducing_too
-def test_a_kept_call_sees_that_out_overlaps_a_scale_a_mask_or_a_sink(function, n_cols, device):
-    dtype, shape = (FP64 if n_cols > 2000 else FP32), (3, n_cols)
-    x = peaked(*shape, dtype).to(device)
-    reduced = function == "logsumexp"
-    size = 3 if reduced else x.numel()
-    for name, like in (("scale", (3, 1)), ("mask", shape), ("sink", (3, 1))):
-        calls.forget()
-        for apart in (True, False, False):
-            memory = torch.linspace(0.5, 2, 2 * x.numel(), dtype=dtype, device=device)
-            given = memory[: 3 * like[1]].view(like)
-            out = memory[-size:] if apart else memory[1 : size + 1]
-            out = out.view(3) if reduced else out.view(shape)
-            truth = composed(function, x, **{name: given.clone()})
-            public(function, x, **{name: given}, out=out)
-            torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="NumPy's memory is a CPU's")
-@reducing_too
-def test_out_may_overlap_by_a_storage_of_its_own(function, device):
-    """NumPy's slices, like those of other libraries, come as storages that begin anywhere."""
-    rows = np.linspace(-3, 3, 4 * 700, dtype=np.float32).reshape(4, 700)
-    x = torch.from_numpy(rows[:3])
-    out = torch.from_numpy(rows[1:].reshape(-1)[:3]) if function == "logsumexp" else torch.from_numpy(rows[1:])
-    truth = composed(function, x.clone())
-    public(function, x, out=out)
-    torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-6)
-
-
 def test_out_counts_as_written_for_autograd(device):
     out = torch.randn(3, 70, device=device)
     weight = torch.ones(3, 70, device=device, requires_grad=True)
@@ -927,7 +866,7 @@ def test_autocast_gives_fp32_as_torchs_softmax_does(function, device):
 def test_cpu_tensors_take_the_same_of_torchs_operations_without_the_interpreter():
     script = """
 import torch, fused_softmax
-from fused_softmax import calls, launch, reference
+from fused_softmax import launch, reference
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
 x = torch.randn(2, 3, 40)

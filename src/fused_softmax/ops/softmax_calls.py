@@ -36,6 +36,7 @@ from fused_softmax.ops.softmax_rows import (
 )
 from fused_softmax.options import PLAIN, Scores
 from fused_softmax.plan import RowPlan, plan_for
+from fused_softmax.route import INTERPRET
 from fused_softmax.runner import READ
 
 bump_version = torch._C._increment_version
@@ -130,7 +131,7 @@ def prepare_call(
     log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None, scores: Scores
 ) -> Prepared:
     """The forward for tensors like these: call(input, out, scale, mask, sink) -> result."""
-    if input.dtype not in READ:
+    if input.dtype not in READ or _by_torch(input.dtype, dtype):
         inner = prepare_call(log, input.to(dtype), dim, dtype, out, scores).call
         return Prepared(
             lambda input, out, scale, mask, sink=None: inner(input.to(dtype), out, scale, mask, sink)
@@ -147,6 +148,11 @@ def prepare_call(
         if prepared is not None:
             return prepared
     return _over_rows(log, input, dim, dtype, out, scores)
+
+
+def _by_torch(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether torch rounds a tensor: Triton's interpreter takes fp64 to bf16 as if that were an integer."""
+    return INTERPRET and given == torch.float64 and wanted == torch.bfloat16
 
 
 def _over_columns(log, input, dim, dtype, out, scores) -> Prepared | None:
@@ -314,6 +320,9 @@ def prepare_backward_call(
     dx = empty(shape, strides, dtype)
     if not y.numel():
         return Prepared(lambda dy, y, factor: torch.empty_like(y, dtype=dtype))
+    if _by_torch(y.dtype, dtype):
+        wide = prepare_backward_call(log, dy, y, dim, y.dtype, hides, scaled).call
+        return Prepared(lambda dy, y, factor: wide(dy, y, factor).to(dtype))
     if y.ndim:
         columns = columns_of(dim, dy, y, dx)
         run = None
