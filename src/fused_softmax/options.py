@@ -372,7 +372,8 @@ def loss_of(
     for argument, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
             raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
-        if value is not None and not -math.inf < value < math.inf:  # isfinite takes no number that a compiler traces
+        # isfinite takes no number that a compiler traces
+        if value is not None and not -math.inf < value < math.inf:  # type: ignore[operator]
             raise ValueError(f"{name}: {argument} must be finite, got {value}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"{name}: softcap must be more than 0, got {softcap}")

@@ -145,7 +145,8 @@ def without_causal_bias(
     """
     for argument, tensor in (("query", query), ("key", key)):
         _check_tensor(argument, tensor, query)
-    mask, bias = beside.attn_mask, beside.bias
+    mask: Any = beside.attn_mask
+    bias = beside.bias
     if is_causal_bias(bias):
         if mask is not None:
             raise TypeError(f"{NAME}: bias is a CausalBias beside an attn_mask; combine both in attn_mask")
