@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "peers": set(),
     "route": set(),
     "options": set(),
-    "options_attention": set(),
+    "options_attention": {"options"},
     "options_sampling": set(),
     "device": {"plan"},
     "layout": {"options", "kernels", "plan"},
