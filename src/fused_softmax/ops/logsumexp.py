@@ -149,7 +149,7 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
             return logsumexp_of_shards(x, dims[0], bool(keepdim), scores, shards)
 
         return on_shards(on_shard, input, whole, dims, keepdim, None if scores.greedy else in_parts)
-    if route is Route.OPERATOR:
+    if route is Route.OPERATOR and (out is None or not plain):
         operator, dtype = torch.ops.fused_softmax.logsumexp.default, arithmetic_of(input) if differentiates else None
         result = operator(input, dims, keepdim, *scores.operator_arguments(), dtype=dtype).to(input.dtype)
     # torch's own gradient of 16 bits takes an lse that was rounded to them.

@@ -188,7 +188,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         raise NotImplementedError(f"{name}: not implemented for {result_dtype}; give a dtype of 16 to 64 bit floats")
     route = route_of(*tensors, takes=result_dtype in DTYPES, shards=out is None)
     differentiates = needs_grad(*tensors)
-    if out is not None and differentiates and (route is not Route.COMPOSED or not plain):
+    if out is not None and differentiates and (route is Route.KERNEL or not plain):
         raise RuntimeError(f"{name}: out= takes no part in autograd, but an argument requires grad")
 
     if route is Route.KERNEL:
@@ -204,7 +204,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         function = softmax if name == "softmax" else log_softmax
         on_shard = partial(function, dim=dim, dtype=dtype, **scores.arguments())
         return on_shards(on_shard, input, (dim, -2) if is_causal else (dim,))
-    if route is Route.OPERATOR:
+    if route is Route.OPERATOR and (out is None or not plain):  # torch's own writes out without a copy
         operator = getattr(torch.ops.fused_softmax, name)
         result = operator.default(input, dim, result_dtype, *scores.operator_arguments())
     elif plain:
