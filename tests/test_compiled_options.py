@@ -8,8 +8,9 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import fused_softmax
 from fused_softmax import reference
 
-X, WEIGHT, TARGET = torch.randn(4, 6), torch.randn(9, 6), torch.arange(4)
-Q = torch.randn(1, 2, 6, 8)
+SEEDED = torch.Generator().manual_seed(3)
+X, WEIGHT, Q = (torch.randn(shape, generator=SEEDED) for shape in ((4, 6), (9, 6), (1, 2, 6, 8)))
+TARGET = torch.arange(4)
 
 # Each with a number that a compiler makes a symbol of from its second value on, or at once.
 NUMBERS = {
