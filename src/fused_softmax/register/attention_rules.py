@@ -84,6 +84,27 @@ def fake_attention_backward(do, dlse, output, lse, *arguments):
     )
 
 
+# What is counted: two operations for each multiplication and addition, of all queries with all keys. As in torch's own
+# formulas, causality, windows and masks take nothing off, and heads that share keys count like those that do not.
+
+
+def flops_of_attention(query, key, value, *_, **__) -> int:
+    """Scores, and the products of the weights with the value."""
+    return _products(query, key) * (query.shape[-1] + value.shape[-1])
+
+
+def flops_of_attention_backward(do, dlse, output, lse, query, key, value, *_, out_val, **__) -> int:
+    """Scores, which are made again, the weights' gradient, and the gradients of query, key and value."""
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    of_query, of_key, of_value, *of_others = (each.numel() > 0 for each in out_val)
+    of_weights = of_query or of_key or any(of_others)
+    return _products(query, key) * (dim * (1 + of_query + of_key) + value_dim * (of_weights + of_value))
+
+
+def _products(query, key) -> int:
+    return 2 * query.shape[:-1].numel() * key.shape[-2]
+
+
 def save_attention(ctx, inputs, output):
     ctx.given = inputs[_N_INPUTS:]
     ctx.set_materialize_grads(False)

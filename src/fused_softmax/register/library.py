@@ -6,7 +6,10 @@ torch's operations. torch.library has no place for rules of functorch's grad and
 torch.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -23,7 +26,7 @@ def _register() -> torch.library.Library:
 def _add(library: torch.library.Library, each: Operator) -> None:
     # Results are contiguous however the input lies, so a compiler may lay that out as it likes.
     library.define(each.name + each.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    library.impl(each.name, each.run, "CompositeExplicitAutograd")
+    library.impl(each.name, _as_given(each.run), "CompositeExplicitAutograd")
     qualified = f"fused_softmax::{each.name}"
     torch.library.register_fake(qualified, each.fake, lib=library)
     if each.gradient is not None:
@@ -33,4 +36,34 @@ def _add(library: torch.library.Library, each: Operator) -> None:
         torch.library.register_vmap(qualified, partial(each.batched, operator), lib=library)
 
 
+def _count_flops() -> None:
+    """Tell torch.utils.flop_counter what the operators multiply.
+
+    Without Triton torch's operations compute, which it counts, and its import would warn that Triton is missing.
+    """
+    if find_spec("triton") is None:
+        return
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils.flop_counter import register_flop_formula
+
+    flops = {getattr(torch.ops.fused_softmax, each.name): each.flops for each in OPERATORS if each.flops is not None}
+    for operator, formula in flops.items():
+        register_flop_formula(operator, get_raw=True)(formula)
+    # A counter has copied the formulas that there were when it was made.
+    for mode in _get_current_dispatch_mode_stack():
+        getattr(getattr(mode, "counter", None), "flop_registry", {}).update(flops)
+
+
+def _as_given(run: Callable[..., Any]) -> Callable[..., Any]:
+    """With autocast off: who called the operator has cast its arguments, and its own operations are not to be."""
+
+    @wraps(run)
+    def as_given(*arguments: Any, **options: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return run(*arguments, **options)
+
+    return as_given
+
+
 _library = _register()  # what it defines lives as long as it does
+_count_flops()

@@ -259,6 +259,24 @@ def fake_linear_backward(dy, x, w, target, bias, *given):
     return _fake_gradients(x, w, bias, _split(given, (None, "fp32", []))[1][2])
 
 
+# What is counted: two operations for each element of a factor that is multiplied and added, as torch counts products.
+
+
+def flops_of_linear(x, w, *_, out_val, **__) -> int:
+    """The logits, and the gradients that are made beside the loss; a bias and the loss itself count nothing."""
+    return _products(x, w, out_val[1:3])
+
+
+def flops_of_linear_backward(dy, x, w, *_, out_val, **__) -> int:
+    """The logits, which are made again, and the gradients."""
+    return _products(x, w, out_val[:2])
+
+
+def _products(x, w, gradients) -> int:
+    made = sum(each.numel() > 0 for each in gradients)
+    return 2 * x.shape[0] * w.shape[0] * w.shape[1] * (1 + made)
+
+
 def _fake_stats(like, n, wanted):
     return [like.new_empty([n] if wanted else [0], dtype=each) for each in _stats_dtypes(like)]
 

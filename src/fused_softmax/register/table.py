@@ -26,6 +26,8 @@ class Operator:
     name, schema: as torch.library defines it. run: what computes it, on any device. fake: shapes and dtypes alone.
     save, gradient: autograd's setup_context and backward; None for an operator that nobody differentiates.
     batched: the rule for vmap, called with the operator first; None leaves vmap to torch's operations.
+    flops: what torch.utils.flop_counter counts of a call, of its arguments and, as `out_val`, its results; None for an
+        operator that makes no matrix product.
     public: the function that users call; None for a gradient. reference: the same in float64.
     bench: its entries of bench.operations.OPERATIONS. recordings: the kernels of it that the visualizer has.
     """
@@ -37,6 +39,7 @@ class Operator:
     save: Callable[..., Any] | None = None
     gradient: Callable[..., Any] | None = None
     batched: Callable[..., Any] | None = None
+    flops: Callable[..., int] | None = None
     public: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
     bench: tuple[str, ...] = ()
@@ -136,6 +139,7 @@ OPERATORS = (
         fake=loss_rules.fake_linear,
         save=loss_rules.save_linear,
         gradient=loss_rules.linear_gradient,
+        flops=loss_rules.flops_of_linear,
         public=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         bench=("linear_cross_entropy",),
@@ -145,6 +149,7 @@ OPERATORS = (
         schema=loss_rules.LINEAR_BACKWARD,
         run=loss_rules.linear_backward,
         fake=loss_rules.fake_linear_backward,
+        flops=loss_rules.flops_of_linear_backward,
     ),
     Operator(
         name="sample",
@@ -172,6 +177,7 @@ OPERATORS = (
         save=attention_rules.save_attention,
         gradient=attention_rules.attention_gradient,
         batched=attention_rules.batched_attention,
+        flops=attention_rules.flops_of_attention,
         public=attention,
         reference=reference_attention.attention,
         bench=(
@@ -195,5 +201,6 @@ OPERATORS = (
         run=attention_rules.attention_backward,
         fake=attention_rules.fake_attention_backward,
         batched=attention_rules.batched_attention_backward,
+        flops=attention_rules.flops_of_attention_backward,
     ),
 )
