@@ -435,4 +435,100 @@ REGISTER = (
         "test_library_losses.py::test_linear_makes_the_gradients_that_are_asked_for",
         "test_library_losses.py::test_linear_compiled",
     ),
+    of(
+        "register", "flops-of-the-logits-left-out", "register/loss_rules.py", "* (1 + made)", "* made",
+        "test_flops.py::test_a_linear_loss_counts_what_its_layer_does",
+    ),
+    of(
+        "register", "flops-of-scores-that-are-made-again-left-out", "register/attention_rules.py",
+        "dim * (1 + of_query + of_key)", "dim * (of_query + of_key)",
+        "test_flops.py::test_attention_counts_what_torchs_formulas_do",
+    ),
+    of(
+        "register", "flops-of-gradients-that-nobody-asks-for", "register/attention_rules.py",
+        "value_dim * (of_weights + of_value)", "value_dim * 2",
+        "test_flops.py::test_attention_counts_the_gradients_that_are_asked_for",
+    ),
+    of(
+        "register", "counter-that-was-there-first-counts-nothing", "register/library.py",
+        "for mode in _get_current_dispatch_mode_stack():", "for mode in _get_current_dispatch_mode_stack()[:0]:",
+        "test_flops.py::test_a_counter_that_was_there_first_counts_too",
+    ),
+    of(
+        "register", "operator-that-autocast-casts", "register/library.py",
+        "with torch._C._DisableAutocast():", "with torch.no_grad():",
+        "test_autocast.py::test_an_operator_computes_in_the_dtypes_that_it_is_given",
+    ),
+)  # fmt: skip
+
+AUTOCAST = (
+    of(
+        "ops", "softmax-cast-on-a-cpu", "autocast.py",
+        '"softmax": Rule(("cuda",),', '"softmax": Rule(_EVERYWHERE,',
+        "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
+    ),
+    of(
+        "ops", "losses-not-cast-on-a-cpu", "autocast.py",
+        '"cross_entropy": Rule(_EVERYWHERE, result', '"cross_entropy": Rule(("cuda",), result',
+        "test_autocast.py::test_options_that_torch_lacks_change_no_dtype",
+    ),
+    of(
+        "ops", "attention-not-cast-on-a-cpu", "autocast.py",
+        '"attention": Rule(_EVERYWHERE', '"attention": Rule(("cuda",)',
+        "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
+    ),
+    of(
+        "ops", "float64-is-cast", "autocast.py", "and each.dtype != torch.float64 for", "for",
+        "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
+    ),
+    of(
+        "ops", "composed-operations-are-cast", "autocast.py",
+        "return torch.autocast(device, enabled=False)", "return nullcontext()",
+        "test_autocast.py::test_a_second_derivative_within_autocast_keeps_its_arithmetic",
+    ),
+    of(
+        "ops", "products-of-a-backward-pass-are-cast", "ops/linear_by_classes.py",
+        "return torch.mm(a, b, out=torch.empty(len(a), b.shape[1], dtype=dtype, device=a.device), **wide)",
+        "return torch.mm(a, b, **wide)",
+        "test_autocast.py::test_a_backward_pass_within_autocast_keeps_its_arithmetic",
+    ),
+    of(
+        "ops", "kept-attention-of-another-autocast", "ops/attention.py",
+        "attention_sdpa.switch(), cast,", "attention_sdpa.switch(),",
+        "test_autocast.py::test_kept_calls_of_other_autocasts_are_kept_apart",
+    ),
+    of(
+        "ops", "plain-guard-without-cpu-autocast", "calls.py", 'torch.is_autocast_enabled("cpu"), ', "",
+        "test_autocast.py::test_kept_calls_of_other_autocasts_are_kept_apart",
+    ),
+    of(
+        "ops", "attention-refuses-what-autocast-makes-alike", "options_attention.py",
+        "and (cast is None or tensor.dtype == torch.float64)", "",
+        "test_autocast.py::test_a_mix_of_dtypes_that_autocast_makes_one_is_taken",
+    ),
+    of(
+        "ops", "enabled-loss-in-half", "ops/cross_entropy.py",
+        'Wanted(), autocast.result_dtype("cross_entropy", input), False', "Wanted(), input.dtype, False",
+        "test_autocast.py::test_torchs_cross_entropy_under_enable_where_autocast_has_not_cast_it",
+    ),
+    of(
+        "ops", "enabled-loss-of-a-dtensor-in-half", "ops/loss_on_shards.py",
+        'Wanted(), result_dtype("cross_entropy", x))', "Wanted(), x.dtype)",
+        "test_autocast.py::test_over_ranks_results_have_the_same_dtypes",
+    ),
+    of(
+        "ops", "loss-of-probabilities-rounded", "ops/cross_entropy.py",
+        "if dtype is None and target.is_floating_point() else found", "if False else found",
+        "test_autocast.py::test_a_loss_of_probabilities_is_as_wide_as_they_are",
+    ),
+    of(
+        "ops", "logsumexp-in-half", "ops/logsumexp.py",
+        'dtype = input.dtype if out is not None else autocast.result_dtype("logsumexp", input)', "dtype = input.dtype",
+        "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
+    ),
+    of(
+        "ops", "logsumexp-over-a-group-in-half", "ops/logsumexp.py",
+        "    dtype = autocast.result_dtype(name, input)", "    dtype = input.dtype",
+        "test_autocast.py::test_over_ranks_results_have_the_same_dtypes",
+    ),
 )  # fmt: skip

@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "distributed": set(),
     "peers": set(),
     "route": set(),
+    "autocast": set(),
     "options": set(),
     "options_attention": {"options"},
     "options_sampling": set(),
@@ -48,9 +49,9 @@ MAY_IMPORT = {
     "layout": {"options", "kernels", "plan"},
     "runner": {"plan", "kernels", "device", "launch", "workspace"},
     "ops": {
-        "calls", "distributed", "options", "layout", "route", "runner", "peers", "plan", "kernels", "device", "launch",
-        "workspace", "reference", "reference_attention", "reference_sampling", "options_attention",
-        "options_sampling",
+        "autocast", "calls", "distributed", "options", "layout", "route", "runner", "peers", "plan", "kernels",
+        "device", "launch", "workspace", "reference", "reference_attention", "reference_sampling",
+        "options_attention", "options_sampling",
     },
     "register": {
         "ops", "calls", "layout", "options", "options_attention", "options_sampling", "route", "reference",

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy
-from fused_softmax.ops import linear_by_rows
 from fused_softmax.ops import linear_cross_entropy as linear_ops
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -161,19 +160,8 @@ def test_transforms_of_torch_func(transform, function, device):
     torch.testing.assert_close(call(ours), call(theirs))
 
 
-# Autocast: of CPU tensors torch casts neither loss, so what the CPU shows is the logic alone.
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Autocast for "cuda" to bf16, asked about by tensors that say they are there."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device == "cuda")
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="of CPU tensors")
-def test_under_autocast_the_loss_is_fp32_and_the_layer_bf16(as_on_a_gpu, monkeypatch):
+def test_under_autocast_the_loss_is_fp32_and_the_layer_bf16(monkeypatch):
     seen = []
     forward = linear_ops.forward
 
@@ -182,28 +170,26 @@ def test_under_autocast_the_loss_is_fp32_and_the_layer_bf16(as_on_a_gpu, monkeyp
         return forward(x, w, bias, *rest)
 
     monkeypatch.setattr(linear_ops, "forward", watched)
-    monkeypatch.setattr(
-        linear_by_rows, "add_product", lambda total, a, b, dtype: (a.to(dtype) @ b.to(dtype)) + (total or 0)
-    )
     x, w, bias, target = tensors("cpu")
-    loss = linear_cross_entropy(x, w, target, linear_bias=bias)
-    gradients = torch.autograd.grad(loss, (x, w, bias))
-    assert seen == [(torch.bfloat16,) * 3]
-    assert loss.dtype == torch.float32
-    assert [each.dtype for each in gradients] == [torch.float32] * 3
-    logits = F.linear(*(each.bfloat16() for each in (x, w, bias)))
-    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target), rtol=1e-5, atol=1e-5)
-    lse = linear_cross_entropy(x, w, target, linear_bias=bias, return_lse=True).lse
-    assert lse.dtype == torch.float32
-    half = logits.detach().requires_grad_()
-    of_logits = cross_entropy(half, target)
-    assert of_logits.dtype == torch.float32
-    assert torch.autograd.grad(of_logits, half)[0].dtype == torch.bfloat16
-    assert cross_entropy(half, target, dtype=torch.bfloat16).dtype == torch.bfloat16
-    given = cross_entropy(half, target, lse=lse)
-    torch.testing.assert_close(given, loss)
-    assert torch.autograd.grad(given, half)[0].dtype == torch.bfloat16
-    assert cross_entropy(half.double(), target).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, w, target, linear_bias=bias)
+        gradients = torch.autograd.grad(loss, (x, w, bias))
+        assert seen == [(torch.bfloat16,) * 3]
+        assert loss.dtype == torch.float32
+        assert [each.dtype for each in gradients] == [torch.float32] * 3
+        logits = F.linear(*(each.bfloat16() for each in (x, w, bias)))
+        torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target), rtol=1e-5, atol=1e-5)
+        lse = linear_cross_entropy(x, w, target, linear_bias=bias, return_lse=True).lse
+        assert lse.dtype == torch.float32
+        half = logits.detach().requires_grad_()
+        of_logits = cross_entropy(half, target)
+        assert of_logits.dtype == torch.float32
+        assert torch.autograd.grad(of_logits, half)[0].dtype == torch.bfloat16
+        assert cross_entropy(half, target, dtype=torch.bfloat16).dtype == torch.bfloat16
+        given = cross_entropy(half, target, lse=lse)
+        torch.testing.assert_close(given, loss)
+        assert torch.autograd.grad(given, half)[0].dtype == torch.bfloat16
+        assert cross_entropy(half.double(), target).dtype == torch.float64
 
 
 @pytest.mark.gpu

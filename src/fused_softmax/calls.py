@@ -215,8 +215,8 @@ def _facts(tensor: Tensor) -> tuple:
 
 def _modes() -> tuple:
     return (
-        torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch._C._are_functorch_transforms_active(),
-        torch._C._len_torch_dispatch_stack(),
+        torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(),
+        torch._C._are_functorch_transforms_active(), torch._C._len_torch_dispatch_stack(),
     )  # fmt: skip
 
 

@@ -82,12 +82,16 @@ class Beside(NamedTuple):
 def attention_of(
     query: Any, key: Any, value: Any, beside: Beside, is_causal: Any, causal_align: Any, scale: Any, enable_gqa: Any,
     window: Any, softcap: Any, dropout_p: Any, return_stats: Any, deterministic: Any = False,
+    cast: torch.dtype | None = None,
 ) -> Attention:  # fmt: skip
-    """The Attention of a call, or an error that names the argument."""
+    """The Attention of a call, or an error that names the argument.
+
+    cast: autocast's dtype, where it casts the query; key and value are then cast too.
+    """
     if dropout_p != 0:
         raise ValueError(f"{NAME}: dropout_p must be 0.0, for no weights are in memory; got {dropout_p}")
     for argument, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(argument, tensor, query)
+        _check_tensor(argument, tensor, query, cast)
     _check_shapes(query, key, value, enable_gqa)
     if causal_align not in ("top_left", "bottom_right"):
         raise ValueError(f'{NAME}: causal_align must be "top_left" or "bottom_right", got {causal_align!r}')
@@ -137,14 +141,16 @@ def attention_of(
 
 
 def without_causal_bias(
-    query: Tensor, key: Tensor, beside: Beside, is_causal: Any, causal_align: Any, window: Any
+    query: Tensor, key: Tensor, beside: Beside, is_causal: Any, causal_align: Any, window: Any,
+    cast: torch.dtype | None = None,
 ) -> tuple[Beside, Any, Any]:  # fmt: skip
     """(the tensors beside, is_causal, causal_align) of a call whose attn_mask or bias is a CausalBias of torch's.
 
-    It becomes causality, or a bool mask where what else is aligned as causality is lies otherwise.
+    It becomes causality, or a bool mask where what else is aligned as causality is lies otherwise. cast: as in
+    `attention_of`.
     """
     for argument, tensor in (("query", query), ("key", key)):
-        _check_tensor(argument, tensor, query)
+        _check_tensor(argument, tensor, query, cast)
     mask: Any = beside.attn_mask
     bias = beside.bias
     if is_causal_bias(bias):
@@ -185,7 +191,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     return window[0], window[1]
 
 
-def _check_tensor(argument: str, tensor: Any, query: Any) -> None:
+def _check_tensor(argument: str, tensor: Any, query: Any, cast: torch.dtype | None) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -193,7 +199,7 @@ def _check_tensor(argument: str, tensor: Any, query: Any) -> None:
         raise RuntimeError(f"{NAME}: {argument} must be a dense strided tensor, got a {kind} one")
     if tensor.dtype not in _FLOATS:
         raise RuntimeError(f"{NAME}: {argument} must be of float16, bfloat16, float32 or float64, got {tensor.dtype}")
-    if tensor.dtype != query.dtype:
+    if tensor.dtype != query.dtype and (cast is None or tensor.dtype == torch.float64):
         raise RuntimeError(f"{NAME}: {argument} must have the query's dtype {query.dtype}, got {tensor.dtype}")
     if tensor.device != query.device:
         raise RuntimeError(f"{NAME}: {argument} must be on the query's device {query.device}, got {tensor.device}")

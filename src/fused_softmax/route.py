@@ -36,15 +36,6 @@ def route_of(*tensors: Tensor, takes: bool = True, batches: bool = True, shards:
     return Route.COMPOSED
 
 
-def dtype_under_autocast(input: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The result's dtype: where autocast is on, torch's softmax and losses give fp32."""
-    if dtype is not None:
-        return dtype
-    if input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
-        return torch.float32 if input.dtype.is_floating_point else input.dtype
-    return input.dtype
-
-
 def runs_here(input: Tensor, *others: Tensor) -> bool:
     """Whether these kernels take a call on these tensors as it stands."""
     return (

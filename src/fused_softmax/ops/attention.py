@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax import reference_attention
+from fused_softmax import autocast, reference_attention
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops import attention_sdpa
 from fused_softmax.ops.attention_calls import Gradients, Inputs, Results, prepare_backward, prepare_forward
@@ -55,8 +55,8 @@ def attention(
     Layout and meaning are those of torch.nn.functional.scaled_dot_product_attention.
 
     query: [..., heads, queries, dim]; key: [..., heads, keys, dim]; value: [..., heads, keys, value_dim]. float16,
-        bfloat16, float32 or float64, all alike; dim and value_dim up to 256; leading sizes broadcast. Their last dim is
-        read as it lies if it is contiguous, and copied first otherwise.
+        bfloat16, float32 or float64, all alike, unless autocast makes them so; dim and value_dim up to 256; leading
+        sizes broadcast. Their last dim is read as it lies if it is contiguous, and copied first otherwise.
     attn_mask: broadcasts to [..., heads, queries, keys]; bool, where True keeps a key, or a float that is added. Or
         torch.nn.attention.bias's causal_upper_left or causal_lower_right of (queries, keys), which becomes causality.
     bias: a float that is added, which broadcasts alike; it may stand beside a mask or causality. A mask or bias is
@@ -97,7 +97,9 @@ def attention(
     >>> attention(q, k, v, is_causal=True, window=(127, 0), sinks=sinks, enable_gqa=True)  # a layer of gpt-oss
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    # Whether it is on is asked before what it does: a kept call looks no further.
+    is_cast = torch.is_autocast_enabled("cuda" if getattr(query, "is_cuda", False) else "cpu")
+    cast = autocast.lowered_dtype(NAME, query) if is_cast and isinstance(query, Tensor) else None
     if type(window) is list:
         window = tuple(window)
     if type(return_stats) is list:
@@ -114,7 +116,7 @@ def attention(
             return call(query, key, value, attn_mask, bias, sinks, alibi_slopes)
     beside = Beside(attn_mask, bias, sinks, alibi_slopes)
     if is_causal_bias(attn_mask) or is_causal_bias(bias):
-        beside, is_causal, causal_align = without_causal_bias(query, key, beside, is_causal, causal_align, window)
+        beside, is_causal, causal_align = without_causal_bias(query, key, beside, is_causal, causal_align, window, cast)
         return attention(
             query, key, value, beside.attn_mask, bias=beside.bias, is_causal=is_causal, causal_align=causal_align,
             scale=scale, enable_gqa=enable_gqa, window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
@@ -122,7 +124,7 @@ def attention(
         )  # fmt: skip
     how = attention_of(
         query, key, value, beside, is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats,
-        deterministic,
+        deterministic, cast,
     )  # fmt: skip
     as_given = Inputs(query, key, value, *beside)
     lead = broadcast(query, key, value, enable_gqa)
@@ -151,7 +153,8 @@ def attention(
 
 def composed(given: Inputs, how: Attention, arithmetic: torch.dtype, **more: Any) -> Tensor | AttentionOutput:
     """By torch's operations."""
-    return reference_attention.attention(**given._asdict(), **how.arguments(), **more, arithmetic=arithmetic)
+    with autocast.off(given.query):
+        return reference_attention.attention(**given._asdict(), **how.arguments(), **more, arithmetic=arithmetic)
 
 
 def _readied(
@@ -160,9 +163,7 @@ def _readied(
     """What makes tensors like these of autocast's dtype, and query, key and value of the same leading shape, by views,
     with a dim of heads; None if they are so.
     """
-    dtype = cast if given.query.is_cuda and given.query.dtype != torch.float64 else None
-    if dtype is not None and all(each.dtype == dtype for each in given[:3]):
-        dtype = None
+    dtype = None if all(each.dtype == cast for each in given[:3]) else cast
     led = lead or (1,)
     of_keys = (*led[:-1], given.key.shape[-3]) if enable_gqa else led
     shapes = [(*own, *each.shape[-2:]) for own, each in zip((led, of_keys, of_keys), given[:3], strict=True)]
@@ -299,7 +300,7 @@ def differentiable_gradients(
     given: Inputs, how: Attention, do: Tensor | None, dlse: Tensor | None, asked: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """The same composed of torch's operations, for a second derivative."""
-    with torch.enable_grad():
+    with torch.enable_grad(), autocast.off(given.query):
         output, lse, _ = composed(given, how, arithmetic_of(given.query), return_lse=True)
         results: list[Any] = [
             (result, dresult) for result, dresult in ((output, do), (lse, dlse)) if dresult is not None

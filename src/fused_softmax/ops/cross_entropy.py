@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax import reference
+from fused_softmax import autocast, reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
@@ -34,7 +34,7 @@ from fused_softmax.ops.loss_on_shards import loss_on_shards
 from fused_softmax.ops.loss_peers import in_one_launch, prepare_loss, states_by, written_at_once
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
 from fused_softmax.peers import Peers, known
-from fused_softmax.route import Route, dtype_under_autocast, is_sharded, needs_grad, on_device, readable, route_of
+from fused_softmax.route import Route, is_sharded, needs_grad, on_device, readable, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -167,10 +167,10 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
             check_targets(name, target, n_classes, ignore_index)
         if wanted.inplace and reduction != "none" and needs_grad(input):
             check_overwritten(input)
-        return loss_on_shards(input, target, loss, wanted, dtype_under_autocast(input, wanted.dtype))
+        return loss_on_shards(input, target, loss, wanted, autocast.result_dtype(name, input, wanted.dtype))
     if lse is not None:
         check_lse(name, lse, target, loss)
-    result_dtype = dtype_under_autocast(input, wanted.dtype)
+    result_dtype = dtype_of_loss(name, input, target, wanted.dtype)
     tensors = [each for each in (input, target, weight, lse) if each is not None]
     takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
     takes = takes and input.numel() > 0 and target.numel() > 0
@@ -205,6 +205,12 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
     if options is not None:
         keep(prepared, name, options, input, target, weight, *(() if lse is None else (lse,)))
     return prepared.call(input, target, weight, *numbers, lse)
+
+
+def dtype_of_loss(name: str, input: Tensor, target: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a loss: of probabilities as wide as they are, as torch's."""
+    found = autocast.result_dtype(name, input, dtype)
+    return torch.promote_types(found, target.dtype) if dtype is None and target.is_floating_point() else found
 
 
 def _checked(input, target, weight, ignore_index, reduction, numbers, wanted) -> tuple[Loss, int]:
@@ -251,7 +257,7 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
     shards = shards_of(name, columns, target.numel(), group, n_classes, transport, input.device, asked, target)
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(name, target, shards.n_classes, ignore_index)
-    result_dtype = dtype_under_autocast(input, wanted.dtype)
+    result_dtype = autocast.result_dtype(name, input, wanted.dtype)
     peers = peers_of(name, transport, group, input, target)
     merging = peers if peers is not None and in_one_launch(input, target, loss, shards) else None
     if merging is not None and written_at_once(input, loss, wanted):
@@ -271,7 +277,8 @@ def prepare_plain(
     """torch's own cross_entropy, for arguments that were checked: call(input, target, weight, label_smoothing, ...)."""
     loss = Loss(None, ignore_index, reduction, label_smoothing)
     at_once = needs_grad(input) and reduction != "none" and input.dtype != torch.float16
-    kind = Kind(loss, Wanted(), input.dtype, False, at_once)
+    # Below autograd autocast has cast nothing yet: on a GPU torch casts the operations that it composes of this one.
+    kind = Kind(loss, Wanted(), autocast.result_dtype("cross_entropy", input), False, at_once)
     return _prepare_call(kind, input, target, weight, (label_smoothing, None, None, 0.0))
 
 

@@ -312,10 +312,10 @@ class Tokens:
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """total + a @ b in `dtype`, which may be wider than theirs; in place where there is a total."""
-    if dtype == a.dtype:
-        return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    if not a.is_cuda:
-        return torch.mm(a.to(dtype), b.to(dtype)) if total is None else total.addmm_(a.to(dtype), b.to(dtype))
-    if total is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    wide: dict[str, Any] = {"out_dtype": dtype} if dtype != a.dtype and a.is_cuda else {}
+    if not wide:
+        a, b = a.to(dtype), b.to(dtype)
+    if total is not None:
+        return torch.addmm(total, a, b, out=total, **wide)
+    # Autocast, under which a backward pass may run, casts no operation that is told where to write.
+    return torch.mm(a, b, out=torch.empty(len(a), b.shape[1], dtype=dtype, device=a.device), **wide)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fused_softmax import autocast
 from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed
+from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed, dtype_of_loss
 from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
 from fused_softmax.ops.gather_peers import peers_of, told_by
@@ -61,7 +62,8 @@ def linear_cross_entropy(
     """cross_entropy(linear(input, linear_weight, linear_bias), target, ...), without all logits in memory at once.
 
     input: [in_features] or [..., in_features]; float32, float16, bfloat16 or float64.
-    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]; both of the input's dtype.
+    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]; both of the input's dtype. Autocast casts these
+        three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
         for which all logits exist at once.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
@@ -95,9 +97,8 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
     """
     _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate)
-    if input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64:
-        cast = torch.get_autocast_dtype("cuda")
-        dtype = dtype or torch.float32
+    cast = autocast.lowered_dtype(_NAME, input)
+    if cast is not None:
         input, linear_weight = input.to(cast), linear_weight.to(cast)
         linear_bias = None if linear_bias is None else linear_bias.to(cast)
     columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
@@ -135,7 +136,7 @@ def linear_cross_entropy(
     wanted = Wanted(bool(return_lse), bool(return_z_loss), loss.stats)
     left_out = skip_ignored and wanted.lse and not target.is_floating_point()
     ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
-    result_dtype = dtype or input.dtype
+    result_dtype = dtype_of_loss(_NAME, input, target, dtype)
     if is_sharded(linear_weight):
         return linear_loss_on_shards(
             input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate, skip_ignored
@@ -335,8 +336,9 @@ def differentiable_gradient(
 ) -> list[Tensor | None]:  # fmt: skip
     """The same composed of torch's operations, for a second derivative."""
     inputs = [each for each, wanted in zip((x, w, bias), asked, strict=True) if wanted]
-    logits = torch.nn.functional.linear(x, w, bias)
-    found = iter(differentiable_gradients(inputs, logits, target, loss, dy, dlse, dz))
+    with autocast.off(x):
+        logits = torch.nn.functional.linear(x, w, bias)
+        found = iter(differentiable_gradients(inputs, logits, target, loss, dy, dlse, dz))
     return [next(found) if wanted else None for wanted in asked]
 
 
@@ -375,4 +377,4 @@ def _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate):
 
 def _both_cast(input: Tensor, other: Tensor) -> bool:
     """Whether autocast gives both one dtype; it leaves float64 alone."""
-    return torch.is_autocast_enabled(input.device.type) and torch.float64 not in (input.dtype, other.dtype)
+    return autocast.lowered_dtype(_NAME, input) is not None and autocast.lowers(other)

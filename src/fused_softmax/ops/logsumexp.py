@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax import reference
+from fused_softmax import autocast, reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Transport, check_group
 from fused_softmax.ops.arguments import check, sized
@@ -105,9 +105,10 @@ def _over_group(input, dim, keepdim, out, scored, over):
         (dim,) = dim
     check(name, input, dim, None, None)
     scores = scores_of_shard(name, input, dim, *scored)
-    shards = shards_of_dim(name, input, dim, input.dtype, scores, over)
+    dtype = autocast.result_dtype(name, input)
+    shards = shards_of_dim(name, input, dim, dtype, scores, over)
     shards = told_by(peers_of(name, over[2], over[0], input), name, shards)
-    return logsumexp_of_shards(input, dim, keepdim, scores, shards)
+    return logsumexp_of_shards(input, dim, keepdim, scores, shards, dtype)
 
 
 def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink):
@@ -130,13 +131,14 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         _check_out(input, out)
         if differentiates:
             raise RuntimeError("logsumexp: out= takes no part in autograd, but an argument requires grad")
+    dtype = input.dtype if out is not None else autocast.result_dtype("logsumexp", input)
+    of_kernel = arithmetic_of(input) if differentiates else dtype
     several = input.ndim > 0 and len(dims) > 0
     route = route_of(*tensors, takes=input.dtype in DTYPES and several, shards=out is None and several)
     if route is Route.KERNEL and input.numel():
-        dtype = arithmetic_of(input) if differentiates else input.dtype
-        prepared = prepare_call(input, dims, bool(keepdim), out, scores, dtype)
+        prepared = prepare_call(input, dims, bool(keepdim), out, scores, of_kernel)
         if differentiates:
-            prepared = _with_gradient(prepared, input, dims, scores)
+            prepared = _with_gradient(prepared, input, dims, scores, dtype)
         bare = scale is None and mask is None and out is None and sink is None
         others = () if bare else (out, kind_of_scale(scale), mask, kind_of_sink(sink))
         call = keep(prepared, "logsumexp", (dim, keepdim, is_causal, masked_rows), input, *others)
@@ -146,17 +148,18 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         whole = (*dims, -2) if is_causal else dims
 
         def in_parts(x, shards):
-            return logsumexp_of_shards(x, dims[0], bool(keepdim), scores, shards)
+            return logsumexp_of_shards(x, dims[0], bool(keepdim), scores, shards, dtype)
 
         return on_shards(on_shard, input, whole, dims, keepdim, None if scores.greedy else in_parts)
     if route is Route.OPERATOR and (out is None or not plain):
-        operator, dtype = torch.ops.fused_softmax.logsumexp.default, arithmetic_of(input) if differentiates else None
-        result = operator(input, dims, keepdim, *scores.operator_arguments(), dtype=dtype).to(input.dtype)
+        operator, arguments = torch.ops.fused_softmax.logsumexp.default, scores.operator_arguments()
+        result = operator(input, dims, keepdim, *arguments, dtype=of_kernel).to(dtype)
     # torch's own gradient of 16 bits takes an lse that was rounded to them.
     elif plain and (out is not None or input.dtype not in (torch.float16, torch.bfloat16)):
         return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))
     else:
-        result = reference.logsumexp(input, dim, keepdim, **scores.arguments(), arithmetic=arithmetic_of(input))
+        compute = partial(reference.logsumexp, dtype=dtype, arithmetic=arithmetic_of(input))
+        result = compute(input, dim, keepdim, **scores.arguments())
     return result if out is None else sized(out, result.shape).copy_(result)
 
 
@@ -177,10 +180,11 @@ class Differentiated(NamedTuple):
     masked_rows: MaskedRows
 
 
-def _with_gradient(prepared: Prepared, input: Tensor, dims: tuple[int, ...], scores: Scores) -> Prepared:
-    """A prepared call as one that autograd differentiates."""
+def _with_gradient(
+    prepared: Prepared, input: Tensor, dims: tuple[int, ...], scores: Scores, dtype: torch.dtype
+) -> Prepared:
+    """A prepared call as one that autograd differentiates. dtype: of its result."""
     kind = Differentiated(tuple(d % input.ndim for d in dims), scores.is_causal, scores.masked_rows)
-    dtype = input.dtype
     rounds = dtype != arithmetic_of(input)
 
     def wrapped(forward):

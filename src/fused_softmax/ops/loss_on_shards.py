@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_softmax.autocast import result_dtype
 from fused_softmax.distributed import Shards
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted
 from fused_softmax.ops.cross_entropy_sharded import sharded
@@ -165,7 +166,7 @@ def loss_as_aten(
     if not fits:
         return None
     loss = Loss(weight, ignore_index, ("none", "mean", "sum")[reduction], label_smoothing)
-    return loss_on_shards(x, target, loss, Wanted(), x.dtype)
+    return loss_on_shards(x, target, loss, Wanted(), result_dtype("cross_entropy", x))
 
 
 def _local(tensor: Any, mesh: Any, placements: list) -> Tensor:

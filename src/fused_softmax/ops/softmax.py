@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from fused_softmax import reference
+from fused_softmax import autocast, reference
 from fused_softmax.calls import find, keep
 from fused_softmax.distributed import Transport, check_group
 from fused_softmax.ops.arguments import check, sized
@@ -31,7 +31,7 @@ from fused_softmax.options import (
     kind_of_sink,
     scores_of,
 )
-from fused_softmax.route import Route, dtype_under_autocast, needs_grad, route_of
+from fused_softmax.route import Route, needs_grad, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -163,7 +163,7 @@ def _over_group(name, input, dim, dtype, out, scored, over):
         raise ValueError(f"{name}: out= is not for group=")
     scores = scores_of_shard(name, input, dim, *scored)
     if dtype is None:
-        result_dtype = dtype_under_autocast(input, dtype)
+        result_dtype = autocast.result_dtype(name, input)
     shards = shards_of_dim(name, input, dim, result_dtype, scores, over)
     peers = peers_of(name, transport, group, input, *scores.tensors)
     if peers is not None and in_one_launch(input, dim, result_dtype, scores, shards):
@@ -181,8 +181,8 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         dim = int(dim)
     result_dtype = check(name, input, dim, dtype, out)
     scores = scores_of(name, input, dim, scale, mask, is_causal, masked_rows, sink)
-    if dtype is None:
-        result_dtype = dtype_under_autocast(input, dtype)
+    if dtype is None and out is None:
+        result_dtype = autocast.result_dtype(name, input)
     tensors = [*(each for each in (input, out) if each is not None), *scores.tensors]
     if not plain and result_dtype not in DTYPES:
         raise NotImplementedError(f"{name}: not implemented for {result_dtype}; give a dtype of 16 to 64 bit floats")

@@ -57,8 +57,10 @@ def shards_of_dim(
     return shards_of(name, x.shape[dim], math.prod(shape), *over, x.device, asked)
 
 
-def logsumexp_of_shards(x: Tensor, dim: int, keepdim: bool, scores: Scores, shards: Shards) -> Tensor:
-    """lse of whole rows, in x's dtype."""
+def logsumexp_of_shards(
+    x: Tensor, dim: int, keepdim: bool, scores: Scores, shards: Shards, dtype: torch.dtype
+) -> Tensor:
+    """lse of whole rows, in `dtype`."""
     held, own_scores = _held(x, dim, scores, shards)
     if (
         scores.plain
@@ -72,7 +74,7 @@ def logsumexp_of_shards(x: Tensor, dim: int, keepdim: bool, scores: Scores, shar
         lse = _Merged.apply(_lse_of(held, dim, x.dtype, own_scores), shards)
     if scores.sink is not None:
         lse = torch.logaddexp(lse, _sink_of(scores, lse))
-    return (lse if keepdim else lse.squeeze(dim)).to(x.dtype)
+    return (lse if keepdim else lse.squeeze(dim)).to(dtype)
 
 
 def softmax_of_shards(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, shards: Shards) -> Tensor:
