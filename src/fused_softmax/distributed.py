@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_softmax.described import described, typed
+
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["peer", "collective"]
 TRANSPORTS = get_args(Transport)
@@ -158,11 +160,11 @@ def as_others_know(shards: Shards, n_classes: int | None, device: torch.device) 
 def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors: Any) -> None:
     """Raise what a single rank can tell of the arguments that a sharded call has more, and of the kind of tensors."""
     if transport is not None and transport not in TRANSPORTS:
-        raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {transport!r}")
+        raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {described(transport)}")
     if transport == "peer" and name not in BY_PEERS:
         raise ValueError(f"{name}: transport='peer' is for {', '.join(BY_PEERS)}")
     if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
-        raise TypeError(f"{name}: n_classes must be an int, not {type(n_classes).__name__} ({n_classes!r})")
+        raise TypeError(f"{name}: n_classes must be an int, not {typed(n_classes)}")
     if n_classes is not None and n_classes < 1:
         raise ValueError(f"{name}: n_classes must be at least 1, got {n_classes}")
     if group is None:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fused_softmax.described import described, typed
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of results
 MaskedRows = Literal["nan", "zero"]
 _LEAST = 2.0**-149  # of fp32, above 0
@@ -151,9 +153,9 @@ def scores_of(
         return PLAIN
     shape, given = tuple(input.shape), (scale, mask, sink)
     if masked_rows not in ("nan", "zero"):
-        raise ValueError(f'{name}: masked_rows must be "nan" or "zero", got {masked_rows!r}')
+        raise ValueError(f'{name}: masked_rows must be "nan" or "zero", got {described(masked_rows)}')
     if not isinstance(is_causal, bool):
-        raise TypeError(f"{name}: is_causal must be a bool, not {type(is_causal).__name__} ({is_causal!r})")
+        raise TypeError(f"{name}: is_causal must be a bool, not {typed(is_causal)}")
     last = input.ndim > 0 and dim % input.ndim == input.ndim - 1
     if is_causal and input.ndim < 2:
         raise ValueError(f"{name}: is_causal needs at least 2 dims [..., queries, keys], got input of shape {shape}")
@@ -205,7 +207,7 @@ def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> f
         return None
     if not isinstance(given, Tensor):
         if isinstance(given, bool) or not isinstance(given, Real):
-            raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {type(given).__name__} ({given!r})")
+            raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {typed(given)}")
         return float(given)
     if given.dtype not in DTYPES:
         raise TypeError(f"{name}: {argument} must be of 16 to 64 bit floats, got {given.dtype}")
@@ -350,7 +352,7 @@ def loss_of(
     if target.device != input.device:
         raise RuntimeError(f"{name}: target must be on the input's device {input.device}, got {target.device}")
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'{name}: reduction must be "mean", "sum" or "none", got {reduction!r}')
+        raise ValueError(f'{name}: reduction must be "mean", "sum" or "none", got {described(reduction)}')
     if weight is not None:
         if not isinstance(weight, Tensor):
             raise TypeError(f"{name}: weight must be a Tensor, not {type(weight).__name__}")
@@ -363,22 +365,22 @@ def loss_of(
         if not weight.is_floating_point():
             raise RuntimeError(f"{name}: weight must be of a float dtype, got {weight.dtype}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"{name}: ignore_index must be an int, not {type(ignore_index).__name__} ({ignore_index!r})")
+        raise TypeError(f"{name}: ignore_index must be an int, not {typed(ignore_index)}")
     for argument, value in (("label_smoothing", label_smoothing), ("lse_square_scale", lse_square_scale)):
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
+            raise TypeError(f"{name}: {argument} must be a number, not {typed(value)}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
     for argument, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__} ({value!r})")
+            raise TypeError(f"{name}: {argument} must be a number, not {typed(value)}")
         # isfinite takes no number that a compiler traces
         if value is not None and not -math.inf < value < math.inf:  # type: ignore[operator]
             raise ValueError(f"{name}: {argument} must be finite, got {value}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"{name}: softcap must be more than 0, got {softcap}")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"{name}: dtype must be a float torch.dtype, got {dtype!r}")
+        raise TypeError(f"{name}: dtype must be a float torch.dtype, got {described(dtype)}")
     return Loss(
         weight, ignore_index, reduction, label_smoothing, softcap, 1.0 if scale is None else float(scale),
         lse_square_scale, stats,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_softmax.described import described
 from fused_softmax.options import dense_mask, is_causal_bias
 
 NAME = "attention"
@@ -89,12 +90,12 @@ def attention_of(
     cast: autocast's dtype, where it casts the query; key and value are then cast too.
     """
     if dropout_p != 0:
-        raise ValueError(f"{NAME}: dropout_p must be 0.0, for no weights are in memory; got {dropout_p}")
+        raise ValueError(f"{NAME}: dropout_p must be 0.0, for no weights are in memory; got {described(dropout_p)}")
     for argument, tensor in (("query", query), ("key", key), ("value", value)):
         _check_tensor(argument, tensor, query, cast)
     _check_shapes(query, key, value, enable_gqa)
     if causal_align not in ("top_left", "bottom_right"):
-        raise ValueError(f'{NAME}: causal_align must be "top_left" or "bottom_right", got {causal_align!r}')
+        raise ValueError(f'{NAME}: causal_align must be "top_left" or "bottom_right", got {described(causal_align)}')
     if is_causal and beside.attn_mask is not None:
         raise RuntimeError(f"{NAME}: is_causal=True takes no attn_mask; give an additive one as bias")
     n_heads = query.shape[-3] if query.ndim > 2 else 1
@@ -133,7 +134,7 @@ def attention_of(
     stats = (return_stats,) if isinstance(return_stats, str) else tuple(return_stats)
     for each in stats:
         if each not in STATS:
-            raise ValueError(f"{NAME}: return_stats takes names among {STATS}, got {each!r}")
+            raise ValueError(f"{NAME}: return_stats takes names among {STATS}, got {described(each)}")
     return Attention(
         scale, softcap, left, right, causal_align == "bottom_right", bool(enable_gqa), tuple(dict.fromkeys(stats)),
         bool(deterministic),
@@ -180,14 +181,14 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(f"{NAME}: window must be (left, right), each an int or None, got {window!r}")
+        raise ValueError(f"{NAME}: window must be (left, right), each an int or None, got {described(window)}")
     for side in window:
         if side is None:
             continue
         if isinstance(side, bool) or not isinstance(side, Integral | torch.SymInt):
-            raise TypeError(f"{NAME}: window must be (left, right), each an int or None, got {window!r}")
+            raise TypeError(f"{NAME}: window must be (left, right), each an int or None, got {described(window)}")
         if side < 0:
-            raise ValueError(f"{NAME}: window must have no negative size, got {window!r}; None is unbounded")
+            raise ValueError(f"{NAME}: window must have no negative size, got {described(window)}; None is unbounded")
     return window[0], window[1]
 
 

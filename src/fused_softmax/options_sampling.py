@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fused_softmax.described import described, typed
+
 Order = Literal["sequential", "joint"]
 Logprobs = Literal["raw", "processed"]
 LOGITS = (torch.float32, torch.float16, torch.bfloat16)
@@ -105,7 +107,7 @@ def sampling_of(
             raise ValueError(f"{name}: row_indices must have shape [n_draws], got {tuple(row_indices.shape)}")
         n_draws = row_indices.shape[0]
     if order not in ("sequential", "joint"):
-        raise ValueError(f'{name}: order must be "sequential" or "joint", got {order!r}')
+        raise ValueError(f'{name}: order must be "sequential" or "joint", got {described(order)}')
     if logit_bias is not None:
         check_tensor(name, "logit_bias", logit_bias, logits, _FLOATS, "16 to 64 bit floats")
         check_shape(name, "logit_bias", logit_bias, (n_cols,), (n_draws, n_cols))
@@ -118,17 +120,18 @@ def sampling_of(
                 f"got {tuple(bitmask.shape)}"
             )
     if return_logprobs not in (None, "raw", "processed"):
-        raise ValueError(f'{name}: return_logprobs must be None, "raw" or "processed", got {return_logprobs!r}')
+        raise ValueError(
+            f'{name}: return_logprobs must be None, "raw" or "processed", got {described(return_logprobs)}'
+        )
     if isinstance(top_logprobs, bool) or not isinstance(top_logprobs, Integral):
-        kind = type(top_logprobs).__name__
-        raise TypeError(f"{name}: top_logprobs must be an int, not {kind} ({top_logprobs!r})")
+        raise TypeError(f"{name}: top_logprobs must be an int, not {typed(top_logprobs)}")
     top_logprobs = int(top_logprobs)
     if not 0 <= top_logprobs <= n_cols:
         raise ValueError(f"{name}: top_logprobs must be in [0, {n_cols}], got {top_logprobs}")
     if top_logprobs and return_logprobs is None:
         raise ValueError(f'{name}: top_logprobs={top_logprobs} takes return_logprobs="raw" or "processed", got None')
     if not isinstance(return_kept, bool):
-        raise TypeError(f"{name}: return_kept must be a bool, not {type(return_kept).__name__} ({return_kept!r})")
+        raise TypeError(f"{name}: return_kept must be a bool, not {typed(return_kept)}")
     return Sampling(
         temperature_of(name, temperature, logits, n_draws),
         None if top_k is None else top_k_of(name, top_k, logits, n_draws),
@@ -151,7 +154,7 @@ def top_k_of(name: str, value: Any, logits: Tensor, n_rows: int) -> int | Tensor
         check_shape(name, "top_k", value, (), (n_rows,))
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: top_k must be an int or a Tensor, not {type(value).__name__} ({value!r})")
+        raise TypeError(f"{name}: top_k must be an int or a Tensor, not {typed(value)}")
     k = int(value)
     return k if 0 < k < logits.shape[-1] else None
 
@@ -200,7 +203,7 @@ def check_logits(name: str, argument: str, logits: Any, dims: str) -> None:
 def check_tensor(name: str, argument: str, tensor: Any, logits: Tensor, dtypes: tuple, words: str) -> None:
     """Raise an error that names the argument unless it is a dense tensor of one of the dtypes beside the logits."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: {argument} must be a Tensor, not {type(tensor).__name__} ({tensor!r})")
+        raise TypeError(f"{name}: {argument} must be a Tensor, not {typed(tensor)}")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {tensor.layout}")
     if tensor.dtype not in dtypes:
@@ -223,8 +226,7 @@ def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Te
             check_shape(name, argument, value, (), (n_draws,))
         elif value is not None:
             if isinstance(value, bool) or not isinstance(value, Integral):
-                kind = type(value).__name__
-                raise TypeError(f"{name}: {argument} must be an int or a Tensor, not {kind} ({value!r})")
+                raise TypeError(f"{name}: {argument} must be an int or a Tensor, not {typed(value)}")
             if not -(2**63) <= int(value) < 2**64:
                 raise ValueError(f"{name}: {argument} must fit in 64 bits, got {value}")
     if position is not None and seed is None:
@@ -234,7 +236,7 @@ def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Te
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"{name}: generator must be a torch.Generator, not {type(generator).__name__}")
     if seed is not None:
-        raise ValueError(f"{name}: give seed={seed!r} or a generator, not both")
+        raise ValueError(f"{name}: give seed={described(seed)} or a generator, not both")
     if generator.device.type != logits.device.type:
         raise RuntimeError(
             f"{name}: generator must be of the logits' device {logits.device}, got one of {generator.device}"
@@ -248,7 +250,7 @@ def _number(name: str, argument: str, value: Any, logits: Tensor, n_rows: int) -
         check_shape(name, argument, value, (), (n_rows,))
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {type(value).__name__} ({value!r})")
+        raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {typed(value)}")
     number = float(value)
     # Comparisons alone, for a number that a compiler makes dynamic is a symbol.
     if 0 < number < _LEAST:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fused_softmax.described import typed
+
 
 def check(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
     """The dtype of the result, or an error for a call that torch refuses too."""
@@ -14,14 +16,14 @@ def check(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, out: Te
         error = RuntimeError if input.is_nested else NotImplementedError
         raise error(f"{name}: input must be a dense strided tensor, got a {kind} one of shape {_shape(input)}")
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"{name}: dim must be an int, not {type(dim).__name__} ({dim!r})")
+        raise TypeError(f"{name}: dim must be an int, not {typed(dim)}")
     bound = max(1, input.ndim)
     if not -bound <= dim < bound:
         raise IndexError(
             f"{name}: dim {dim} is out of range [{-bound}, {bound - 1}] for input of shape {_shape(input)}"
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name}: dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
+        raise TypeError(f"{name}: dtype must be a torch.dtype, not {typed(dtype)}")
     result_dtype = dtype or input.dtype
     if not result_dtype.is_floating_point and not result_dtype.is_complex:
         what = f"dtype={dtype}" if dtype is not None else f"input of dtype {input.dtype} without dtype="

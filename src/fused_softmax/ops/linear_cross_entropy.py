@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax import autocast
+from fused_softmax.described import described
 from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed, dtype_of_loss
@@ -372,7 +373,7 @@ def _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate):
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{_NAME}: chunk_size must be at least 1, got {chunk_size}")
     if accumulate not in ("fp32", "input"):
-        raise ValueError(f'{_NAME}: accumulate must be "fp32" or "input", got {accumulate!r}')
+        raise ValueError(f'{_NAME}: accumulate must be "fp32" or "input", got {described(accumulate)}')
 
 
 def _both_cast(input: Tensor, other: Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_softmax.described import described
 from fused_softmax.distributed import Shards, as_others_know, check_group, gather, shards_of
 from fused_softmax.options_sampling import Sampling, check_logits, check_random, check_shape, check_tensor, sampling_of
 from fused_softmax.reference_sampling import SampleOutput
@@ -63,7 +64,9 @@ def sample_of_shards(
     (group, n_classes, transport), bias, rows = over, tensors["logit_bias"], tensors["row_indices"]
     check_group(_NAME, group, n_classes, transport, logits)
     if transport not in (None, "collective"):
-        raise ValueError(f'{_NAME}: transport must be None or "collective": rows are exchanged, got {transport!r}')
+        raise ValueError(
+            f'{_NAME}: transport must be None or "collective": rows are exchanged, got {described(transport)}'
+        )
     if asked["return_kept"]:
         raise ValueError(f"{_NAME}: return_kept is of whole rows, and group= gives a part of their columns")
     no_columns = isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] == 0

@@ -1,0 +1,43 @@
+"""How an error names the value of an argument: a tensor by its shape, dtype and device, for its values may be many."""
+
+import reprlib
+from typing import Any
+
+_MOST = 120  # characters of a string, or of what has a repr of its own
+
+
+class _Repr(reprlib.Repr):
+    """repr, with few elements of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _MOST
+
+    def repr1(self, x: Any, level: int) -> str:
+        if not isinstance(x, type) and hasattr(x, "shape") and hasattr(x, "dtype"):  # of torch, NumPy and others
+            shape = "(nested)" if getattr(x, "is_nested", False) else tuple(x.shape)
+            on = f" on {x.device}" if hasattr(x, "device") else ""
+            return f"{type(x).__name__} of shape {shape}, {x.dtype}{on}"
+        return super().repr1(x, level)
+
+
+_repr = _Repr().repr
+
+
+def described(value: Any) -> str:
+    """What an error says of an argument, without a tensor's values.
+
+    >>> described(0.5), described(torch.ones(2, 3))
+    ('0.5', 'Tensor of shape (2, 3), torch.float32 on cpu')
+    """
+    return _repr(value)
+
+
+def typed(value: Any) -> str:
+    """The same after "must be a ..., not": its type too.
+
+    >>> typed(0.5), typed(torch.ones(2, 3))
+    ('float (0.5)', 'Tensor of shape (2, 3), torch.float32 on cpu')
+    """
+    said, kind = described(value), type(value).__name__
+    return said if said.startswith(f"{kind} of shape") else f"{kind} ({said})"
