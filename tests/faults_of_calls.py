@@ -227,13 +227,89 @@ OPS = (
         "test_scores.py::test_special_values", "test_backward.py::test_scores",
     ),
     of(
-        "ops", "write-in-place-unseen", "ops/cross_entropy_steps.py", "    bump_version((input,))\n", "",
+        "ops", "write-in-place-unseen", "ops/overwritten.py", "    claim.bump()\n    if", "    if",
         "test_loss_defects.py::test_what_kept_the_logits_says_that_they_were_overwritten",
     ),
     of(
-        "ops", "view-of-a-leaf-overwritten", "ops/cross_entropy_steps.py",
+        "ops", "view-of-a-leaf-overwritten", "ops/overwritten.py",
         "base.is_leaf and base.requires_grad", "base.is_leaf and not base.requires_grad",
         "test_cross_entropy.py::test_inplace_backward_takes_the_logits_memory",
+    ),
+    of(
+        "ops", "one-memory-for-two-losses", "ops/overwritten.py", "version == now and place.meets(given)", "False",
+        "test_losses_seams.py::test_a_second_loss_over_the_same_logits_raises",
+    ),
+    of(
+        "ops", "one-memory-for-no-two-columns", "ops/overwritten.py", "if self.step != other.step:", "if True:",
+        "test_losses_seams.py::test_losses_over_other_parts_of_one_memory_do_not_disturb_each_other",
+    ),
+    of(
+        "ops", "gradient-of-a-view-unchecked", "ops/overwritten.py",
+        "if self._base._version - self._memory.ours != self._others:", "if False:",
+        "test_losses_seams.py::test_a_view_whose_memory_was_written_to_since_raises",
+    ),
+    of(
+        "ops", "ignored-nan-by-torchs-loss", "ops/cross_entropy.py", "_spared(input, target, ignore_index), target,",
+        "input, target,",
+        "test_losses_seams.py::test_ignored_rows_have_a_gradient_of_0_whatever_they_contain",
+    ),
+    of(
+        "ops", "ignored-nan-by-operations", "reference.py", "(counts | known.isfinite()).unsqueeze(-1), z, 0.0",
+        "(counts | True).unsqueeze(-1), z, 0.0",
+        "test_losses_seams.py::test_ignored_rows_have_a_gradient_of_0_whatever_they_contain",
+    ),
+    of(
+        "ops", "ignored-nan-of-a-given-lse", "reference.py", "(counts.unsqueeze(-1), z), (counts, lse)",
+        "(counts.unsqueeze(-1) | True, z), (counts, lse)",
+        "test_losses_seams.py::test_ignored_rows_of_a_given_lse",
+    ),
+    of(
+        "ops", "ignored-nan-in-the-layers-weight", "ops/linear_by_rows.py",
+        "rows if self.left_out is None else", "rows if self.left_out is not None else",
+        "test_losses_seams.py::test_ignored_rows_of_a_linear_layer_have_no_part_in_any_gradient",
+    ),
+    of(
+        "ops", "ignored-nan-by-classes", "ops/linear_by_classes.py", "rows = without(x, left_out_of(target, loss))",
+        "rows = x",
+        "test_losses_seams.py::test_ignored_tokens_of_blocks_of_classes_have_no_part_in_any_gradient",
+    ),
+    of(
+        "ops", "ignored-nan-in-whole-logits", "ops/linear_by_rows.py", "linear(without(x, spoilt), w, bias)",
+        "linear(x, w, bias)",
+        "test_losses_seams.py::test_ignored_rows_of_a_linear_layer_have_no_part_in_any_gradient",
+    ),
+    of(
+        "ops", "learnt-class-weights", "options.py", "weight.requires_grad and torch.is_grad_enabled()", "False",
+        "test_losses_seams.py::test_class_weights_that_require_a_gradient_raise",
+    ),
+    of(
+        "ops", "a-z-loss-of-0-times-infinity", "reference.py",
+        "loss, loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)", "loss, z_loss",
+        "test_losses_seams.py::test_a_z_loss_of_scale_0_is_0_and_of_nan_is_nan",
+    ),
+    of(
+        "ops", "changed-logits-unnamed", "ops/no_gradient.py", '"modified by an inplace operation" not in str(error)',
+        "True",
+        "test_losses_seams.py::test_logits_changed_in_place_give_torchs_gradient_or_an_error_that_names_the_loss",
+    ),
+    of(
+        "ops", "neg-bit-of-a-gradient", "route.py", "each is not None and each.is_neg()", "each is None",
+        "test_neg_bit.py::test_a_gradient_with_the_bit",
+    ),
+    of(
+        "ops", "neg-bit-of-a-saved-tensor", "ops/no_gradient.py", "return resolved(*saved)", "return saved",
+        "test_neg_bit.py::test_saved_tensors_with_the_bit",
+    ),
+    of(
+        "ops", "statistics-without-a-word", "ops/no_gradient.py",
+        "        if gradient is not None:\n            raise RuntimeError(says",
+        "        if gradient is None and False:\n            raise RuntimeError(says",
+        "test_no_gradient.py::test_a_backward_pass_through_token_stats_raises_and_names_what_has_a_gradient",
+    ),
+    of(
+        "ops", "chunks-of-probabilities", "ops/linear_cross_entropy.py",
+        "if chunk_size is not None and target.is_floating_point():", "if False:",
+        "test_losses_seams.py::test_chunks_of_probabilities_are_refused",
     ),
     of(
         "ops", "upstream-gradient-left-out", "ops/cross_entropy_steps.py", "ctx.multiply(dx, dy)", "ctx.multiply",
@@ -287,7 +363,7 @@ OPS = (
     ),
     of(
         "ops", "given-lse-made-anew", "reference.py",
-        "(lse + (p - p.detach()).sum(-1))", "(lse + p.sum(-1))",
+        "(of_rows + (p - p.detach()).sum(-1))", "(of_rows + p.sum(-1))",
         "test_loss_given_lse.py::test_the_reference_is_the_formula",
     ),
     of(
@@ -419,6 +495,16 @@ REGISTER = (
         "register", "gradients-of-scale-and-mask-swapped", "register/softmax_rules.py",
         "_PLACES = 5, 4, 9", "_PLACES = 4, 5, 9",
         "test_library.py::test_gradients_of_scale_and_mask_in_compiled_code",
+    ),
+    of(
+        "register", "learnt-class-weights-under-enable", "register/patch.py",
+        "and not (weight is not None and needs_grad(weight))", "and True",
+        "test_losses_seams.py::test_class_weights_that_require_a_gradient_raise",
+    ),
+    of(
+        "register", "statistics-without-a-word-in-compiled-code", "register/no_gradient_rules.py",
+        "            raise RuntimeError(message)", "            pass",
+        "test_no_gradient.py::test_a_backward_pass_through_token_stats_raises_and_names_what_has_a_gradient",
     ),
     of(
         "register", "composed-gradient-at-the-target", "register/loss_rules.py", "-b.unsqueeze(-1)", "b.unsqueeze(-1)",

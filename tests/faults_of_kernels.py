@@ -4,6 +4,11 @@ from fault import of
 
 KERNELS = (
     of(
+        "kernels", "nothing-asked-of-a-mean-of-weight-0", "kernels/loss_grad.py",
+        "g = tl.where(dy == 0.0, 0.0, g * dy)", "g = g * dy",
+        "test_losses_seams.py::test_what_stands_beside_a_mean_of_weight_0_has_a_finite_gradient",
+    ),
+    of(
         "kernels", "lanes-without-a-part-at-0", "kernels/columns.py",
         "tl.maximum(m_parts, -GREATEST), s_parts", "tl.maximum(m_parts, 0.0), s_parts",
         "test_columns.py::test_logsumexp_of_low_numbers_in_parts",

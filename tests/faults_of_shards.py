@@ -179,8 +179,31 @@ SHARDS = (
         "shards", "totals-of-other-lengths", STEPS, "if weighted or spread:", "if weighted:",
         "test_shards_dtensor.py::test_a_mean_of_rows_that_lie_unevenly",
     ),
-    of("shards", "gone-and-not-told", STEPS, "self._gone = True", "self._gone = False", GONE),
-    of("shards", "version-of-before", STEPS, "if self._alone:", "if False:", GONE),
+    of("shards", "gone-and-not-told", "ops/overwritten.py", "self._x = self._claim = None", "pass", GONE),
+    of(
+        "shards", "version-of-before", "ops/overwritten.py",
+        "        claim.bump()  # autograd then refuses whoever reads them\n", "",
+        "test_shards_seams.py::test_a_loss_whose_logits_another_one_has_written_over_raises",
+    ),
+    of(
+        "shards", "nothing-asked-of-a-mean-of-weight-0-by-kernels", NUMBERS,
+        "g += tl.where(dy == 0.0, 0.0, dy / of_loss)", "g += dy / of_loss",
+        "test_shards_seams.py::test_what_stands_beside_a_mean_of_weight_0_has_a_finite_gradient",
+    ),
+    of(
+        "shards", "a-z-loss-of-0-of-nothing", "ops/cross_entropy_sharded.py",
+        "counts.of_z is None or not loss.lse_square_scale", "counts.of_z is None",
+        "test_shards_seams.py::test_a_z_loss_of_scale_0_is_0",
+    ),
+    of(
+        "shards", "neg-bit-of-own-weights", STEPS, "[:held].contiguous().resolve_neg()", "[:held].contiguous()",
+        "test_shards_seams.py::test_the_neg_bit_of_gradients_inputs_and_weights",
+    ),
+    of(
+        "shards", "ignored-nan-over-ranks", "ops/linear_sharded.py", "asked, late, ~counts.on)",
+        "asked, late, ~counts.on & False)",
+        "test_shards_seams.py::test_ignored_rows_have_no_part_in_any_gradient",
+    ),
     of("shards", "sum-kept-for-a-mean", STEPS, "loss.reduction, loss.ignore_index, loss.label", "loss.label", KEPT),
     of(
         "shards", "kept-for-another-place", STEPS, "loss.stats, *shards[1:4],", "loss.stats, *shards[2:4],",

@@ -83,7 +83,7 @@ def wanted(
         z = softcap * torch.tanh(z / softcap)
     truth = run(z, None if weight is None else weight.double())
     gradient_of_z = truth["dx"]
-    truth["dx"] = gradient_of_z * slope
+    truth["dx"] = torch.where(gradient_of_z == 0, 0.0, gradient_of_z * slope)  # an ignored row's slope may be NaN
 
     counts = target != ignore_index
     wrong = counts & ((target < 0) | (target >= n_classes))

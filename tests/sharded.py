@@ -53,10 +53,16 @@ def flat(output):
     return [each for each in (*output[:3], *(output.token_stats or ())) if each is not None]
 
 
+def graded_of(output):
+    """The tensors that a loss gave and that have a gradient: statistics only say that they have none."""
+    of_loss = [output] if isinstance(output, torch.Tensor) else output[:3]
+    return [each for each in of_loss if each is not None and each.requires_grad]
+
+
 def differentiated(output, x, of):
     """What a loss gave, and the gradient of x by numbers that tell its parts apart."""
     tensors = flat(output)
-    graded = [each for each in tensors if each.requires_grad]
+    graded = graded_of(output)
     parts = [of * torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each) for each in graded]
     (dx,) = torch.autograd.grad(graded, [x], parts)
     return *[each.detach() for each in tensors], dx

@@ -136,7 +136,15 @@ def attention_samples():
     }  # fmt: skip
 
 
-SAMPLES = softmax_samples() | loss_samples() | sampling_samples() | attention_samples()
+def no_gradient_samples():
+    statistic, beside = logits(3, 8).detach(), torch.linspace(0.1, 1.0, 3)
+    return {
+        "no_gradient": [(statistic, beside, "it has no gradient")],
+        "no_gradient_backward": [(torch.zeros(3, 8), beside, "it has no gradient")],
+    }
+
+
+SAMPLES = softmax_samples() | loss_samples() | sampling_samples() | attention_samples() | no_gradient_samples()
 
 
 def samples(name, device):

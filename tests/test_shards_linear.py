@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import pairwise
-from sharded import INDICES, N_CLASSES, SIZES, WAYS, by, close, flat, logits, same_on_all, shard
+from sharded import INDICES, N_CLASSES, SIZES, WAYS, by, close, flat, graded_of, logits, same_on_all, shard
 
 from fused_softmax import linear_cross_entropy
 from fused_softmax.distributed import Shards
@@ -21,7 +21,7 @@ def linear_losses(group, way, x, w, bias, target, weight, options, of=1.0):
     weight = None if weight is None else shard(weight, group, 0)
     output = linear_cross_entropy(x, w, target, linear_bias=bias, weight=weight, **options, group=group)
     tensors = flat(output)
-    graded = [each for each in tensors if each.requires_grad]
+    graded = graded_of(output)
     parts = [of * torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each.dtype) for each in graded]
     inputs = [each for each in (x, w, bias) if each is not None]
     again = torch.autograd.grad(graded, inputs, parts, retain_graph=True)
@@ -65,7 +65,7 @@ def test_linear_losses_are_those_of_one_process(ranks, options, way, n):
         weight=None if weight is None else weight.double(), **options,
     )  # fmt: skip
     wanted = flat(output)
-    graded = [each for each in wanted if each.requires_grad]
+    graded = graded_of(output)
     parts = [torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each.dtype) for each in graded]
     dx, *others = torch.autograd.grad(graded, inputs, parts)
     for ours, truth in zip(same_on_all([each[0] for each in found]), wanted, strict=True):

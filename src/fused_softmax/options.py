@@ -364,6 +364,8 @@ def loss_of(
             raise RuntimeError(f"{name}: weight must be on the input's device {input.device}, got {weight.device}")
         if not weight.is_floating_point():
             raise RuntimeError(f"{name}: weight must be of a float dtype, got {weight.dtype}")
+        if not target.is_floating_point():
+            check_constant(name, weight)
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"{name}: ignore_index must be an int, not {typed(ignore_index)}")
     for argument, value in (("label_smoothing", label_smoothing), ("lse_square_scale", lse_square_scale)):
@@ -385,6 +387,15 @@ def loss_of(
         weight, ignore_index, reduction, label_smoothing, softcap, 1.0 if scale is None else float(scale),
         lse_square_scale, stats,
     )  # fmt: skip
+
+
+def check_constant(name: str, weight: Tensor | None) -> None:
+    """RuntimeError, as torch's, where class weights beside class indices want a gradient: there is none by them."""
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: weight requires grad, and a loss of class indices has no gradient by its class weights; give "
+            "weight.detach(), or probabilities as targets"
+        )
 
 
 def check_lse(name: str, lse: Any, target: Tensor, loss: Loss) -> None:

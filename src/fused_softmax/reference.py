@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,28 +103,31 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, z-loss) of fused_softmax.cross_entropy of torch's operations; a target that is no class gives NaN."""
     result = input.dtype if dtype is None else dtype
-    z = input.to(arithmetic) * scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    class_dim = 0 if z.ndim == 1 else 1
-    z = z.movedim(class_dim, -1)
+    class_dim = 0 if input.ndim == 1 else 1
+    z = (input.to(arithmetic) * scale).movedim(class_dim, -1)
     n_classes = z.shape[-1]
+    t: Any = None
+    counts: Any = None
+    if not target.is_floating_point():
+        t = target.long()
+        counts = t != ignore_index
     if lse is None:
-        lse = torch.logsumexp(z, -1)
-        log_p = torch.log_softmax(z, -1)
+        z, known = _spared(z, counts, softcap)
+        lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
+        lse = lse if known is None else torch.where(counts | known.isfinite(), lse, known)
     else:  # that of longer rows: its value stays as it is given, and its derivative by z is p
         lse = lse.detach().to(arithmetic)
-        p = torch.exp(z - lse.unsqueeze(-1))
-        log_p = z - (lse + (p - p.detach()).sum(-1)).unsqueeze(-1)
+        z, of_rows = (torch.where(on, each, 0.0) for on, each in ((counts.unsqueeze(-1), z), (counts, lse)))
+        z = _capped(z, softcap)
+        p = torch.exp(z - of_rows.unsqueeze(-1))
+        log_p = z - (of_rows + (p - p.detach()).sum(-1)).unsqueeze(-1)
     weights = torch.ones(n_classes, dtype=arithmetic, device=z.device) if weight is None else weight.to(arithmetic)
     z_loss = lse_square_scale * lse.square()
-    if target.is_floating_point():
+    if counts is None:
         q = target.to(arithmetic).movedim(class_dim, -1) * (1.0 - label_smoothing) + label_smoothing / n_classes
         loss = -(weights * q * log_p).sum(-1)
         of_loss = of_z = torch.tensor(float(lse.numel()), dtype=arithmetic, device=z.device)
     else:
-        t = target.long()
-        counts = t != ignore_index
         wrong = counts & ((t < 0) | (t >= n_classes))
         kept = counts & ~wrong
         t = torch.where(kept, t, 0)
@@ -138,8 +142,26 @@ def cross_entropy(
         loss, z_loss = loss.sum(), z_loss.sum()
     if reduction == "mean":
         loss, z_loss = loss / of_loss, z_loss / of_z
-    total = loss + z_loss if lse_square_scale else loss
+    if lse_square_scale:
+        total = loss + z_loss
+    else:  # 0 and no product with 0, for an lse may be infinite, and a mean of nothing
+        total, z_loss = loss, loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
     return total.to(result), lse, z_loss.to(result)
+
+
+def _spared(z: Tensor, counts: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(z capped, and 0 in rows that do not count and whose lse is not finite; the lse of all rows as they were).
+
+    Of such a row's gradient of 0, torch's operations would make NaN.
+    """
+    if counts is None:
+        return _capped(z, softcap), None
+    known = torch.logsumexp(_capped(z.detach(), softcap), -1)
+    return _capped(torch.where((counts | known.isfinite()).unsqueeze(-1), z, 0.0), softcap), known
+
+
+def _capped(z: Tensor, softcap: float | None) -> Tensor:
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def linear_cross_entropy(

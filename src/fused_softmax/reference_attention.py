@@ -17,8 +17,8 @@ class AttentionOutput(NamedTuple):
 
     output: [..., heads, queries, value_dim], of the query's dtype.
     lse: [..., heads, queries], float32 (float64 of float64), with a gradient; None unless return_lse.
-    stats: by name, of lse's dtype, without gradients. "entropy" and "row_max" [..., heads, queries], "column_sums"
-        [..., heads, keys].
+    stats: by name, of lse's dtype. "entropy" and "row_max" [..., heads, queries], "column_sums" [..., heads, keys]. A
+        backward pass through one raises RuntimeError.
 
     >>> out = attention(q, k, v, return_lse=True, return_stats="column_sums")
     >>> out.output, out.lse, out.stats["column_sums"]  # [2, 4, 64, 32], [2, 4, 64], [2, 4, 64]

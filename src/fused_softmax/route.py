@@ -2,6 +2,7 @@
 
 import os
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def route_of(*tensors: Tensor, takes: bool = True, batches: bool = True, shards:
         return Route.KERNEL
     if shards and len(tensors) == 1 and is_sharded(tensors[0]):
         return Route.SHARDS
-    if takes and (batches or not _within_functorch()) and _traced(*tensors):
+    if takes and (batches or not within_functorch()) and _traced(*tensors):
         return Route.OPERATOR
     return Route.COMPOSED
 
@@ -73,6 +74,11 @@ def needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def resolved(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Without torch's neg bit, which a kernel does not see: the imaginary part of a conjugate is a view that has it."""
+    return tuple([each.resolve_neg() if each is not None and each.is_neg() else each for each in tensors])
+
+
 def batched(*tensors: Tensor | None) -> bool:
     """Whether one stands for many: a gradient of torch.autograd.grad(is_grads_batched=True), or in torch.func.vmap."""
     of_torch = torch._C._functorch
@@ -107,7 +113,7 @@ def _transformed() -> bool:
     return forward_ad._current_level >= 0 or any(level.key() != TransformType.Vmap for level in levels)
 
 
-def _within_functorch() -> bool:
+def within_functorch() -> bool:
     """Whether a transform of functorch's runs; its own functionalization, by which AOTAutograd traces, is none."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() != TransformType.Functionalize for level in levels)
@@ -115,4 +121,4 @@ def _within_functorch() -> bool:
 
 # As torch.compiler.assume_constant_result, which imports dynamo: it asks while it traces, and guards on the answer.
 _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_within_functorch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+within_functorch._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -43,13 +43,14 @@ def _gradient(
     N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
     T = target_of(r.row, target_ptr, weight_ptr, n_cols, ignore_index, K)
     g, g_z = per_row(totals_ptr, K)
-    if dy_ptr is not None:
+    if dy_ptr is not None:  # a mean's g is infinite where its weights are 0, and that times 0 no number
         dy = tl.load(dy_ptr + r.row * dy_step)
-        g *= dy
+        g = tl.where(dy == 0.0, 0.0, g * dy)
         if dz_ptr is None:
-            g_z *= dy
+            g_z = tl.where(dy == 0.0, 0.0, g_z * dy)
     if dz_ptr is not None:
-        g_z *= tl.load(dz_ptr + r.row * dz_step)
+        dz = tl.load(dz_ptr + r.row * dz_step)
+        g_z = tl.where(dz == 0.0, 0.0, g_z * dz)
     w_total = weight_total(w_total_ptr, n_cols, K)
     m = tl.load(m_ptr + r.row)
     ls = tl.load(ls_ptr + r.row)

@@ -211,10 +211,11 @@ def _share(
         of_z = tl.sum(tl.load(totals_ptr + PARTS + j), axis=0)
     if dy_ptr is not None:
         dy = tl.load(dy_ptr + row * dy_step, mask=live, other=0.0).to(K.state_dtype)
-        g += dy / of_loss
-        g_z += dy / of_z
+        g += tl.where(dy == 0.0, 0.0, dy / of_loss)
+        g_z += tl.where(dy == 0.0, 0.0, dy / of_z)
     if dz_ptr is not None:
-        g_z += tl.load(dz_ptr + row * dz_step, mask=live, other=0.0).to(K.state_dtype) / of_z
+        dz = tl.load(dz_ptr + row * dz_step, mask=live, other=0.0).to(K.state_dtype)
+        g_z += tl.where(dz == 0.0, 0.0, dz / of_z)
     g = tl.where(on, tl.where(wrong, float("nan"), g), 0.0)
     b = g
     if K.smooth:

@@ -14,10 +14,12 @@ from fused_softmax import autocast, reference_attention
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops import attention_sdpa
 from fused_softmax.ops.attention_calls import Gradients, Inputs, Results, prepare_backward, prepare_forward
+from fused_softmax.ops.no_gradient import ATTENTION, refuse, refusing
 from fused_softmax.options import arithmetic_of, is_causal_bias
 from fused_softmax.options_attention import (
     KERNEL_DTYPES,
     NAME,
+    STATS,
     Attention,
     Beside,
     attention_of,
@@ -28,6 +30,8 @@ from fused_softmax.reference_attention import AttentionOutput
 from fused_softmax.route import Route, batched, needs_grad, route_of
 
 __all__ = ["AttentionOutput", "attention"]
+
+STATISTICS = tuple(f'stats["{name}"]' for name in STATS)
 
 
 def attention(
@@ -79,7 +83,8 @@ def attention(
         gradient. The results of parts of the keys can be merged by it.
     return_stats: names among "entropy" (of a row's weights, its sink's among them, in nats), "row_max" (the greatest
         score, sinks aside), both [..., heads, queries], and "column_sums" (how much each key is looked at)
-        [..., heads, keys]; no gradients.
+        [..., heads, keys]. They have no gradient: a backward pass through one raises RuntimeError; to keep one, or for
+        NumPy, take its detach().
 
     The output of a query that sees no key is 0, its lse is -inf, and it has no part in any gradient. Products of
     float32 are exact to float32. On a CPU, in float64 and for a second derivative, torch's operations compute, with all
@@ -141,13 +146,16 @@ def attention(
             made = _after(readied, made)
         return (made if look is None else keep(Prepared(made), *look))(*as_given)
     if route is Route.OPERATOR:
-        found = torch.ops.fused_softmax.attention.default(*given, *how.operator_arguments())
-        return _output(found[0], found[1], found[2:], how, bool(return_lse), bool(lead))
+        output, lse, *stats = torch.ops.fused_softmax.attention.default(*given, *how.operator_arguments())
+        by_name = _refusing({name: each for name, each in zip(STATS, stats, strict=True) if name in how.stats}, lse)
+        stats = [by_name.get(name) for name in STATS]
+        return _output(output, lse, stats, how, bool(return_lse), bool(lead))
     arithmetic = arithmetic_of(given.query)
     more = {"return_lse": return_lse, "return_stats": how.stats}
     found = composed(given, how, arithmetic, **more)
     if isinstance(found, Tensor):
         return found if lead else found.squeeze(0)
+    found = found._replace(stats=_refusing(found.stats, found.output))
     return found if lead else _without_heads(found)
 
 
@@ -155,6 +163,11 @@ def composed(given: Inputs, how: Attention, arithmetic: torch.dtype, **more: Any
     """By torch's operations."""
     with autocast.off(given.query):
         return reference_attention.attention(**given._asdict(), **how.arguments(), **more, arithmetic=arithmetic)
+
+
+def _refusing(stats: dict[str, Tensor], beside: Tensor) -> dict[str, Tensor]:
+    names = [f'stats["{name}"]' for name in stats]
+    return dict(zip(stats, refusing(NAME, names, list(stats.values()), beside, ATTENTION), strict=True))
 
 
 def _readied(
@@ -234,11 +247,11 @@ class _Attention(torch.autograd.Function):
         given = query, key, value, attn_mask, bias, sinks, alibi_slopes
         found = forward(*given)
         ctx.save_for_backward(*given, *found[:2])
-        ctx.mark_non_differentiable(*[each for each in found[2:] if each is not None])
         return tuple(found)
 
     @staticmethod
-    def backward(ctx, do, dlse, *_):
+    def backward(ctx, do, dlse, *of_stats):
+        refuse(NAME, STATISTICS, of_stats, ATTENTION)
         *given, output, lse = ctx.saved_tensors
         return *gradients(Inputs(*given), ctx.how, do, dlse, output, lse, ctx.needs_input_grad[:6]), None, None
 

@@ -16,14 +16,12 @@ from fused_softmax import autocast, reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
-from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted, output_of
+from fused_softmax.ops.cross_entropy_output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.cross_entropy_sharded import sharded
 from fused_softmax.ops.cross_entropy_steps import (
     Kind,
     Steps,
     as_rows,
-    begin_overwriting,
-    check_overwritten,
     differentiated,
     prepare_steps,
     rows_of,
@@ -32,9 +30,11 @@ from fused_softmax.ops.cross_entropy_steps import (
 from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.loss_on_shards import loss_on_shards
 from fused_softmax.ops.loss_peers import in_one_launch, prepare_loss, states_by, written_at_once
+from fused_softmax.ops.no_gradient import LOSS, refusing
+from fused_softmax.ops.overwritten import begin_overwriting, check_overwritten
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
 from fused_softmax.peers import Peers, known
-from fused_softmax.route import Route, is_sharded, needs_grad, on_device, readable, route_of
+from fused_softmax.route import Route, is_sharded, needs_grad, on_device, readable, resolved, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -71,6 +71,7 @@ def cross_entropy(
         the gradient NaN, and so a sum or mean. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises
         IndexError.
     weight: [n_classes] of any float dtype, the weight of each class; a mean divides by the sum of the targets' weights.
+        A constant beside class indices: one that requires a gradient raises RuntimeError, as in torch.
     ignore_index: targets of this value do not count; for class indices only.
     reduction: "mean", "sum" or "none". If a gradient is wanted, mean and sum write it in the forward pass. That of
         float16 logits is made in the backward pass, because what scales the loss is known only there.
@@ -79,11 +80,13 @@ def cross_entropy(
     lse_square_scale: adds lse_square_scale * lse ** 2 of every target to its loss (z-loss); a mean divides it by the
         number of targets that count.
     return_lse: adds lse, float32 or the input's float64, in the targets' shape, with its gradient.
-    return_z_loss: adds the z-loss that is in the loss, reduced alike, with its gradient.
-    return_token_stats: adds TokenStats, from the same pass over the logits; the gradient then takes a second pass.
+    return_z_loss: adds the z-loss that is in the loss, reduced alike, with its gradient; 0 if lse_square_scale is.
+    return_token_stats: adds TokenStats, from the same pass over the logits; the gradient then takes a second pass. A
+        backward pass through them raises RuntimeError.
     inplace_backward: with mean or sum, writes the gradient over the logits and allocates nothing. The logits are then
         lost, and there is one backward pass and no second derivative. Compiled code allocates it all the same. As with
-        torch's operations in place, a leaf and one of several views of an operation (chunk, unbind) raise.
+        torch's operations in place, a leaf and one of several views of an operation (chunk, unbind) raise. So does a
+        second such loss of the same logits.
     dtype: of the loss; the input's if None, as in torch. float32 keeps the loss of half precision logits exact.
     lse: the log-sum-exp of longer rows, of which the input is a part (sampled classes, or a shard of them), in the
         targets' shape and a float dtype. The loss is lse - z of the target, and its gradient exp(z - lse), less 1 at
@@ -184,7 +187,7 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
             weight = None if weight is None else weight.to(input.dtype)  # which torch alone asks to be one
             return torch.nn.functional.cross_entropy(
-                input, target, weight, ignore_index=ignore_index, reduction=reduction,
+                _spared(input, target, ignore_index), target, weight, ignore_index=ignore_index, reduction=reduction,
                 label_smoothing=loss.label_smoothing,
             )  # fmt: skip
         arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
@@ -247,6 +250,7 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
             return call(peers, group, input, target, numbers[1], numbers[2])
     check_group(name, group, n_classes, transport, input)
     loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
+    (input,) = resolved(input)
     if lse is not None:
         raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")
     if target.is_floating_point():
@@ -294,8 +298,7 @@ def _prepare_call(
 
     def made(steps, target_shape):
         def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
-            if kind.inplace:
-                begin_overwriting(input)
+            claim = begin_overwriting(input) if kind.inplace else None
             rows, flat = (input, target) if simple else as_rows(input, target)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
             if plain_numbers is not None and weight is None:
@@ -304,7 +307,7 @@ def _prepare_call(
                 loss = _loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
                 of_call = loss, loss.numbers(), of_rows
             if differentiates:
-                results = differentiated(rows, flat, of_call, (kind, steps))
+                results = differentiated(rows, flat, of_call, (kind, steps, claim))
                 if not kind.wanted.beside:
                     return results if given.reduction != "none" else results.view(target_shape)
                 y, lse, z, *stats = results
@@ -338,7 +341,7 @@ def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) 
 
 def composed(
     input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, arithmetic: torch.dtype,
-    given_lse: Tensor | None = None,
+    given_lse: Tensor | None = None, name: str = "cross_entropy",
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """By torch's operations: on devices without kernels, for probabilities, and under functorch's transforms."""
     arguments = {"reduction": loss.reduction, **loss.reference_arguments(), "dtype": dtype, "arithmetic": arithmetic}
@@ -346,7 +349,10 @@ def composed(
     if not wanted.beside:
         return y
     lse = lse if given_lse is None else given_lse.detach()
-    stats = TokenStats(*reference.token_stats(input, target, **arguments)) if wanted.stats else None
+    stats = None
+    if wanted.stats:
+        of_tokens = reference.token_stats(input, target, **arguments)
+        stats = TokenStats(*refusing(name, STATISTICS, of_tokens, y, LOSS))
     return CrossEntropyOutput(y, lse if wanted.lse else None, z if wanted.z_loss else None, stats)
 
 
@@ -363,7 +369,24 @@ def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given
     y, z, m, ls, *stats = torch.ops.fused_softmax.cross_entropy.default(
         rows_of(input), target.reshape(-1), *loss.operator_arguments(), dtype, wanted.stats
     )
+    stats = refusing("cross_entropy", STATISTICS, stats, y, LOSS) if wanted.stats else stats
     return output_of(y, m + ls if wanted.lse else None, z, stats, wanted, loss.reduction, target.shape)
+
+
+def _spared(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Logits with 0 in ignored rows: of their gradient of 0 torch makes NaN where they hold NaN or an infinity.
+
+    Where a call may look at values, they are copied only if such a row is among them.
+    """
+    if target.is_floating_point():
+        return input
+    ignored, class_dim = target.long() == ignore_index, 0 if input.ndim == 1 else 1
+    if readable(target):
+        if not needs_grad(input) or not ignored.any():
+            return input
+        if input.detach().movedim(class_dim, -1)[ignored].isfinite().all():
+            return input
+    return torch.where(ignored.unsqueeze(class_dim), 0.0, input)
 
 
 def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:

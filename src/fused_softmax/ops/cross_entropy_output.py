@@ -10,7 +10,10 @@ from fused_softmax.options import Loss
 
 
 class TokenStats(NamedTuple):
-    """Facts of every target, each in the targets' shape and without a gradient; 0 and False where a target is ignored.
+    """Facts of every target, each in the targets' shape; 0 and False where a target is ignored.
+
+    They have no gradient: a backward pass through the loss or the entropy raises RuntimeError. To keep them, or for
+    NumPy, take their detach().
 
     loss: of the target alone. entropy: of its row's softmax, in nats. predicted: the likeliest class, int64.
     correct: bool, whether that is the target.
@@ -24,6 +27,9 @@ class TokenStats(NamedTuple):
     entropy: Tensor
     predicted: Tensor
     correct: Tensor
+
+
+STATISTICS = tuple(f"token_stats.{name}" for name in TokenStats._fields)
 
 
 class CrossEntropyOutput(NamedTuple):

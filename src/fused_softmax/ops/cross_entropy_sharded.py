@@ -16,10 +16,12 @@ from torch import Tensor
 
 from fused_softmax.distributed import Shards, gather
 from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.ops.cross_entropy_output import STATISTICS, Wanted
 from fused_softmax.ops.loss_sharded_calls import ELSEWHERE, own_loss
-from fused_softmax.ops.loss_sharded_steps import Overwritten, losses_by_kernels
+from fused_softmax.ops.loss_sharded_steps import losses_by_kernels
+from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.ops.once import once
+from fused_softmax.ops.overwritten import Overwritten
 from fused_softmax.options import Loss, arithmetic_of
 from fused_softmax.route import runs_here
 
@@ -88,7 +90,7 @@ def shard_of(x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> Shard:
 def _with_own_weight(loss: Loss, x: Tensor, shards: Shards) -> Loss:
     if loss.weight is None:
         return loss
-    return replace(loss, weight=loss.weight.detach().to(arithmetic_of(x))[: shards.held].contiguous())
+    return replace(loss, weight=loss.weight.detach().to(arithmetic_of(x))[: shards.held].contiguous().resolve_neg())
 
 
 def states_of(shard: Shard) -> States:
@@ -224,10 +226,11 @@ def losses_of(shard: Shard, states: States, counts: Counts) -> tuple[Tensor, Ten
     y = a * (of_target if states.weight is None else states.weight * of_target)
     if loss.smooth:
         y = y + b * (states.total * states.lse - states.weighted)  # type: ignore[operator]
-    z = loss.lse_square_scale * states.lse.square() if loss.lse_square_scale else torch.zeros_like(y)
     spoilt = torch.where(counts.wrong, torch.nan, 1.0).to(y.dtype)
-    y, z = (each.masked_fill(~counts.on, 0.0) * spoilt for each in (y, z))
-    return y, z
+    y = y.masked_fill(~counts.on, 0.0) * spoilt
+    if not loss.lse_square_scale:
+        return y, torch.zeros_like(y)
+    return y, (loss.lse_square_scale * states.lse.square()).masked_fill(~counts.on, 0.0) * spoilt
 
 
 def _shares(shard: Shard) -> tuple[float, float]:
@@ -241,7 +244,7 @@ def coefficients_of(
 ) -> Coefficients:
     """By the gradients of loss, lse and z-loss: one number, or one a row."""
     (of_target, of_class), zero = _shares(shard), torch.zeros_like(states.lse)
-    g = zero if dy is None else zero + (dy if counts.of_loss is None else dy / counts.of_loss)
+    g = zero + _over(dy, counts.of_loss)
     g = torch.where(counts.on, torch.where(counts.wrong, torch.nan, g), 0.0)
     b, u = of_target * g, None
     a = b if states.weight is None else b * states.weight
@@ -249,10 +252,16 @@ def coefficients_of(
         u = of_class * g
         a = a + u * states.total  # type: ignore[operator]
     if shard.loss.lse_square_scale:
-        parts = [each for each in (dy, dz) if each is not None]
-        g_z = zero + sum(each if counts.of_z is None else each / counts.of_z for each in parts)
+        g_z = zero + _over(dy, counts.of_z) + _over(dz, counts.of_z)
         a = a + torch.where(counts.on, 2.0 * shard.loss.lse_square_scale * states.lse * g_z, 0.0)
     return Coefficients(a if dlse is None else a + dlse, b, u)
+
+
+def _over(gradient: Tensor | None, total: Tensor | None) -> Tensor | float:
+    """A gradient by what a mean divides; 0 where nothing is asked, though the total may be 0 too."""
+    if gradient is None or total is None:
+        return 0.0 if gradient is None else gradient
+    return torch.where(gradient == 0, 0.0, gradient / total)
 
 
 def gradient_of(shard: Shard, states: States, given: Coefficients, dx: Tensor) -> Tensor:
@@ -321,12 +330,13 @@ def _slope(z: Tensor, loss: Loss) -> Tensor | float:
     return scale if softcap is None else scale * (1.0 - (z / softcap).square())
 
 
-def reduced(values: Tensor, total: Tensor | None, loss: Loss, dtype: torch.dtype) -> Tensor:
-    """Losses of rows as the caller asks for them."""
+def reduced(values: tuple[Tensor, Tensor], counts: Counts, loss: Loss) -> list[Tensor]:
+    """Losses of rows, and their z-losses, as the caller asks for them."""
     if loss.reduction == "none":
-        return values.to(dtype)
-    values = values.sum()
-    return (values if total is None else values / total).to(dtype)
+        return [*values]
+    y, z = (each.sum() for each in values)
+    y = y if counts.of_loss is None else y / counts.of_loss
+    return [y, z if counts.of_z is None or not loss.lse_square_scale else z / counts.of_z]
 
 
 class _Sharded(torch.autograd.Function):
@@ -339,26 +349,26 @@ class _Sharded(torch.autograd.Function):
         states = states_of(shard) if whole is None else States(*whole(x, target, loss, shards).unbind())
         counts = counts_of(shard, states, over)
         y, z = losses_of(shard, states, counts)
-        of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
+        of_loss, of_z = reduced((y, z), counts, loss)
         results = (of_loss + of_z).to(dtype), states.lse, of_z.to(dtype), *stats_of(shard, states, counts, y)
         ctx.of_call = loss, shards
         ctx.overwritten = Overwritten(x) if wanted.inplace and loss.reduction != "none" else None
-        ctx.save_for_backward(x, target, *states[:6], counts.of_loss, counts.of_z)
-        ctx.mark_non_differentiable(*results[3:])
+        kept = x if ctx.overwritten is None else None
+        ctx.save_for_backward(kept, target, *states[:6], counts.of_loss, counts.of_z)
+        ctx.mark_non_differentiable(*results[5:])
         return results
 
     @staticmethod
     @once("cross_entropy")
-    def backward(ctx, dy, dlse, dz, *_):
-        x, target, *states, of_loss, of_z = ctx.saved_tensors
-        shard, states = shard_of(x, target, *ctx.of_call), States(*states)
+    def backward(ctx, dy, dlse, dz, *of_stats):
+        refuse("cross_entropy", STATISTICS, of_stats, LOSS)
+        x, target, *of_rows, of_loss, of_z = saved_of(ctx, "cross_entropy")
+        x = x if ctx.overwritten is None else ctx.overwritten.memory()
+        shard, states = shard_of(x, target, *ctx.of_call), States(*of_rows)
         counts = counts_of(shard, states, totals=() if of_loss is None else (of_loss, of_z))
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         given = coefficients_of(shard, states, counts, *wide)
-        if ctx.overwritten is not None:
-            dx = ctx.overwritten.memory(x)
-        else:
-            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.overwritten is None else x
         return gradient_of(shard, states, given, dx), *(None,) * 7
 
 

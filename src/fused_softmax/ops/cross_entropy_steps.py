@@ -15,7 +15,7 @@ from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops.cross_entropy_calls import LossRows, backward, forward, given_of, is_whole, prepare_losses
 from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse, prepare_given_lse
-from fused_softmax.ops.cross_entropy_output import Wanted, stats_of
+from fused_softmax.ops.cross_entropy_output import STATISTICS, Wanted, stats_of
 from fused_softmax.ops.loss_sums import (
     counts_targets,
     finish,
@@ -24,9 +24,10 @@ from fused_softmax.ops.loss_sums import (
     prepare_totals,
     totals_of,
 )
-from fused_softmax.ops.softmax_calls import bump_version
+from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.ops.overwritten import check_claim
 from fused_softmax.options import Loss, arithmetic_of
-from fused_softmax.route import batched, needs_grad
+from fused_softmax.route import batched, needs_grad, resolved
 
 
 class Kind(NamedTuple):
@@ -64,52 +65,6 @@ def rows_of(input: Tensor) -> Tensor:
     if input.ndim == 2:
         return input
     return input.unsqueeze(0) if input.ndim == 1 else input.movedim(1, -1).flatten(0, -2)
-
-
-def check_overwritten(input: Tensor) -> None:
-    """RuntimeError where autograd would refuse a write in place: a leaf that requires grad, or a view of one."""
-    base = input._base
-    if input.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
-        raise RuntimeError(
-            "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
-        )
-
-
-def begin_overwriting(input: Tensor) -> None:
-    """Tell autograd of the write that a call is about to do, or RuntimeError where it would refuse one.
-
-    Marked as dirty, logits would have to be returned, which autograd refuses of a view. A view gets another node when
-    its version changes. Changed before the call, that node is the one that the loss leads to: its gradient can be asked
-    for, and hooks may follow. Those it has already are taken along, and so is retain_grad.
-    """
-    check_overwritten(input)
-    hooks = input._backward_hooks
-    bump_version((input,))
-    if input._base is not None:
-        node = input.grad_fn  # made here; autograd refuses a view that is one of several results
-        if hooks and node is not None:
-            input.register_hook(partial(_by_hooks, hooks))
-
-
-def _by_hooks(hooks: dict, gradient: Tensor) -> Tensor:
-    for hook in list(hooks.values()):
-        found = hook(gradient)
-        gradient = gradient if found is None else found
-    return gradient
-
-
-def version_of(x: Tensor) -> int | None:
-    """Of overwritten logits, for `check_kept`; None of a view, whose version counts writes beside it too."""
-    return x._version if x._base is None else None
-
-
-def check_kept(dx: Tensor, version: int | None) -> None:
-    """RuntimeError where something has written over a gradient that lies in the logits' memory."""
-    if version is not None and dx._version != version:
-        raise RuntimeError(
-            "cross_entropy: inplace_backward left the gradient in the logits' memory, and that was written to since, "
-            "by an operation in place or by another loss of the same logits"
-        )
 
 
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
@@ -205,23 +160,24 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, x, target, of_call, how):
         ctx.set_materialize_grads(False)
         loss, numbers, lse = of_call
-        kind, steps = how
+        kind, steps, ctx.claim = how
         dx = None
         if kind.at_once:
             dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
         ctx.kind, ctx.numbers = kind, numbers
-        ctx.version = version_of(x) if kind.inplace else None
         ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls, loss.weight)
         if len(results) > 3:
-            ctx.mark_non_differentiable(*results[3:])
+            ctx.mark_non_differentiable(*results[5:])
         return results if kind.wanted.beside else results[0]
 
     @staticmethod
-    def backward(ctx, dy, dlse=None, dz=None, *_):
+    def backward(ctx, dy, dlse=None, dz=None, *of_stats):
+        refuse("cross_entropy", STATISTICS, of_stats, LOSS)
         if dy is None and dlse is None and dz is None:
             return None, None, None, None
+        dy, dlse, dz = resolved(dy, dlse, dz)
         alone = dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy)
         if ctx.kind.at_once and alone and not (ctx.kind.inplace and ctx.dx is None):
             # Given away: whoever has it may change it, and a second backward writes it again.
@@ -230,7 +186,7 @@ class _CrossEntropy(torch.autograd.Function):
                 x, target, _, _, _, loss = _saved(ctx)
                 dx = _written_again(x, target, loss, ctx.numbers, ctx.kind)
             else:
-                check_kept(dx, ctx.version)
+                check_claim(ctx)
             ctx.multiply(dx, dy)
             return dx, None, None, None
         x, target, totals, m, ls, loss = _saved(ctx)
@@ -258,7 +214,7 @@ differentiated = super(torch.autograd.Function, _CrossEntropy).apply
 
 def _saved(ctx) -> tuple:
     """(x, target, totals, m, ls, loss) as kernels read them: hooks of saved tensors may return other strides."""
-    x, *beside = ctx.saved_tensors
+    x, *beside = saved_of(ctx, "cross_entropy")
     if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     target, totals, m, ls, weight = (None if each is None else each.contiguous() for each in beside)

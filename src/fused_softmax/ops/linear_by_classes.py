@@ -5,9 +5,10 @@ all logits are made once, each block over the one before it. The last block is k
 gradient. Each row of linear_weight's gradient is then one product over all tokens, to which nothing is added.
 A linear_bias of 16 bits is one more column of linear_weight, by a feature of 1. So logits are rounded once, as torch's
 linear rounds them; by addmm cuBLAS adds the bias to the rounded product. The kernels add a wider bias as they read.
-Traffic: all logits are read once, and once more read and written. Extra memory: at most a chunk's elements; with a bias
-of 16 bits a copy of the input, and of _WIDENED rows of linear_weight; where several products are added up in a wider
-dtype, also the input's gradient in that dtype, and before that the states of tokens.
+Traffic: all logits are read once, and once more read and written. Extra memory: at most a chunk's elements; a copy of
+the input, with 0 for ignored tokens; with a bias of 16 bits another, and one of _WIDENED rows of linear_weight; where
+several products are added up in a wider dtype, also the input's gradient in that dtype, and before that the states of
+tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,7 @@ def by_classes(
     most: elements of scratch. asked: which gradients are wanted, that of w among them.
     """
     x, w, bias = x.detach(), w.detach(), None if bias is None else bias.detach()
+    rows = without(x, left_out_of(target, loss))
     n_classes, features = w.shape
     product = _Biased(x, w, bias) if bias is not None and x.element_size() == 2 else None
     tokens = Tokens(x, target, loss, totals, n_classes, None if product else bias)
@@ -157,15 +159,15 @@ def by_classes(
     kept = steps.states[-1]
     make_gradient(logits, kept)
     for block in steps.kept:
-        dlogits, rows = logits[block.first - kept.first : block.stop - kept.first], dw[block.first : block.stop]
+        dlogits, of_w = logits[block.first - kept.first : block.stop - kept.first], dw[block.first : block.stop]
         if block.apart:
-            rows.copy_(torch.mm(dlogits, x, out=scratch[: rows.numel()].view(rows.shape)))
+            of_w.copy_(torch.mm(dlogits, rows, out=scratch[: of_w.numel()].view(of_w.shape)))
         else:
-            torch.mm(dlogits, x, out=rows)
+            torch.mm(dlogits, rows, out=of_w)
     for block in steps.again:
         logits = logits_of_block(block, scratch if block.apart else flat)
         make_gradient(logits, block)
-        torch.mm(logits, x, out=dw[block.first : block.stop])
+        torch.mm(logits, rows, out=dw[block.first : block.stop])
     return results, lse, (dx, dw, db)
 
 
@@ -308,6 +310,17 @@ class Tokens:
             kernel, None, spec, tensors, values, device=self.device, programs=lambda _: programs, num_warps=_WARPS
         )
         run(*[each for each in tensors.values() if each is not None])
+
+
+def left_out_of(target: Tensor, loss: Loss, dlse: Tensor | None = None) -> Tensor:
+    """Which rows [n] have no part in a gradient: ignored ones, to whose lse nothing came back."""
+    ignored = target.long() == loss.ignore_index
+    return ignored if dlse is None else ignored & (dlse == 0)
+
+
+def without(x: Tensor, rows: Tensor) -> Tensor:
+    """x [n, features] with 0 in these rows: their logits' gradient is 0, which times NaN or infinity would be NaN."""
+    return torch.where(rows.unsqueeze(-1), 0.0, x)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

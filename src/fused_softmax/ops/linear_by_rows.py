@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy_calls import LossRows
-from fused_softmax.ops.linear_by_classes import add_product
+from fused_softmax.ops.linear_by_classes import add_product, without
 from fused_softmax.ops.loss_sums import multiply
 from fused_softmax.options import Loss, arithmetic_of
-from fused_softmax.route import on_device
+from fused_softmax.route import on_device, readable
 
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
 _CHUNK_ROWS = 128  # a multiple that matrix products like
@@ -82,6 +82,20 @@ def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterato
         yield start, logits
 
 
+def whole_logits(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
+    """linear(x, w, bias) by torch's operations; NaN in ignored rows that hold NaN or infinity, which have no part in a
+    gradient.
+    """
+    linear = torch.nn.functional.linear
+    if target.is_floating_point():
+        return linear(x, w, bias)
+    ignored = target.long() == ignore_index
+    if readable(target) and not (ignored.any() and not x.detach()[ignored].isfinite().all()):
+        return linear(x, w, bias)
+    spoilt = ignored & ~x.detach().isfinite().all(-1)
+    return linear(without(x, spoilt), w, bias).masked_fill(spoilt.unsqueeze(-1), torch.nan)
+
+
 def divides_late(x: Tensor, loss: Loss) -> bool:
     """Whether gradients are divided by a mean's total only when what scales the loss is known."""
     return x.dtype == torch.float16 and loss.mean
@@ -92,12 +106,13 @@ class Gradients:
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: Sequence[bool], wide: bool = False,
-        made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+        left_out: Tensor | None = None, made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ):  # fmt: skip
         """wide: sums over rows take the dtype of the arithmetic, for the input's may not hold them.
 
-        made: the gradients that are there already.
+        left_out: `left_out_of`, for chunks that are added. made: the gradients that are there already.
         """
+        self.left_out = left_out
         self.x, self.w, self.bias = x.detach(), w.detach(), bias
         self.asked, self.linear = asked, linear
         several = len(x) > linear.chunk_size
@@ -111,7 +126,9 @@ class Gradients:
                 self.dx = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
             torch.mm(dlogits, self.w, out=self.dx[start:stop])
         if self.asked[1]:
-            self.dw = add_product(self.dw, dlogits.t(), self.x[start:stop], self.dtype)
+            rows = self.x[start:stop]
+            rows = rows if self.left_out is None else without(rows, self.left_out[start:stop])
+            self.dw = add_product(self.dw, dlogits.t(), rows, self.dtype)
         if self.asked[2]:
             db = dlogits.sum(0, dtype=arithmetic_of(dlogits))
             self.db = db if self.db is None else self.db.add_(db)

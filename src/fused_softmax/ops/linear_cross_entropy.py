@@ -18,16 +18,32 @@ from fused_softmax.described import described
 from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed, dtype_of_loss
-from fused_softmax.ops.cross_entropy_output import NOTHING_MORE, CrossEntropyOutput, Wanted, output_of, stats_of
+from fused_softmax.ops.cross_entropy_output import (
+    NOTHING_MORE,
+    STATISTICS,
+    CrossEntropyOutput,
+    Wanted,
+    output_of,
+    stats_of,
+)
 from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
 from fused_softmax.ops.gather_peers import peers_of, told_by
-from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes
-from fused_softmax.ops.linear_by_rows import Gradients, Linear, by_rows, chunks, divides_late, linear_of
+from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes, left_out_of
+from fused_softmax.ops.linear_by_rows import (
+    Gradients,
+    Linear,
+    by_rows,
+    chunks,
+    divides_late,
+    linear_of,
+    whole_logits,
+)
 from fused_softmax.ops.linear_on_shards import linear_loss_on_shards
 from fused_softmax.ops.linear_sharded import GatheredRows, LinearSharded, OfCall
 from fused_softmax.ops.loss_sums import finish, totals_of
+from fused_softmax.ops.no_gradient import LOSS, refuse, refusing, saved_of
 from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
-from fused_softmax.route import Route, batched, is_sharded, needs_grad, on_device, readable, route_of
+from fused_softmax.route import Route, batched, is_sharded, needs_grad, on_device, readable, resolved, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -66,7 +82,7 @@ def linear_cross_entropy(
     linear_weight: [n_classes, in_features]; linear_bias: [n_classes]; both of the input's dtype. Autocast casts these
         three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
-        for which all logits exist at once.
+        for which all logits exist at once; they take no chunk_size.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
         z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is
@@ -115,6 +131,11 @@ def linear_cross_entropy(
         _NAME, input, target, columns, weight, ignore_index, reduction, label_smoothing, softcap, scale,
         lse_square_scale, dtype, bool(return_token_stats),
     )  # fmt: skip
+    if chunk_size is not None and target.is_floating_point():
+        raise ValueError(
+            f"{_NAME}: chunk_size takes targets of class indices, got chunk_size={chunk_size} and probabilities, for "
+            "which all logits exist at once"
+        )
     shards = None
     if over_group:
         if target.is_floating_point():
@@ -158,18 +179,20 @@ def linear_cross_entropy(
             input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), linear_bias,
             *loss.operator_arguments(), chunk_size, accumulate, asked, *(wanted[:3] if wanted.beside else ()),
         )  # fmt: skip
+        stats = refusing(_NAME, STATISTICS, stats, y, LOSS) if wanted.stats else stats
         return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
     if route is Route.COMPOSED:
         if not target.is_floating_point() and readable(target):
             check_targets(_NAME, target, n_classes, ignore_index)
-        logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+        logits = whole_logits(input, linear_weight, linear_bias, target, ignore_index)
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
-        found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input))
+        found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input), name=_NAME)
         return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
     if CHECK:
         check_targets(_NAME, target, n_classes, ignore_index)
     if loss.weight is not None:
-        loss = replace(loss, weight=loss.weight.detach().to(arithmetic_of(input)).contiguous())
+        of_classes = loss.weight.detach().to(arithmetic_of(input)).contiguous().resolve_neg()
+        loss = replace(loss, weight=of_classes)
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
     kept = None
     if skip_ignored:
@@ -240,13 +263,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(x, w, bias, target, totals, loss.weight)
         if not wanted.beside:
             return results[0]
-        ctx.mark_non_differentiable(*results[3:])
+        ctx.mark_non_differentiable(*results[5:])
         return results
 
     @staticmethod
-    def backward(ctx, dy, dlse=None, dz=None, *_):
+    def backward(ctx, dy, dlse=None, dz=None, *of_stats):
+        refuse(_NAME, STATISTICS, of_stats, LOSS)
         linear = ctx.linear
-        x, w, bias, target, totals, weight = ctx.saved_tensors
+        dy, dlse, dz = resolved(dy, dlse, dz)
+        x, w, bias, target, totals, weight = saved_of(ctx, _NAME)
         target = target.contiguous()  # hooks of saved tensors may return other strides
         loss = ctx.loss if weight is None else replace(ctx.loss, weight=weight.contiguous())
         asked = list(ctx.needs_input_grad[:3])
@@ -298,7 +323,10 @@ def forward(
         gradients = Gradients(x, w, bias, linear, asked, made=made)
     else:
         of_chunk, totals_of_chunk = (replace(loss, reduction="sum"), None) if late else (loss, totals)
-        gradients = Gradients(x, w, bias, linear, asked, wide=late) if any(asked) else None
+        gradients = None
+        if any(asked):
+            left_out = left_out_of(target, loss) if asked[1] else None
+            gradients = Gradients(x, w, bias, linear, asked, wide=late, left_out=left_out)
         rows = by_rows(x, w, bias, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
         lse = rows.m + rows.ls if wanted.lse else None  # type: ignore[operator]
     if loss.reduction == "none":
@@ -316,7 +344,8 @@ def backward(
     asked: Sequence[bool], dy: Tensor, dlse: Tensor | None = None, dz: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients that are asked for, by logits that are made again; dy, dlse and dz are of loss, lse and z-loss."""
-    gradients = Gradients(x, w, bias, linear, asked)
+    left_out = left_out_of(target, loss, dlse) if asked[1] else None
+    gradients = Gradients(x, w, bias, linear, asked, left_out=left_out)
     loss = replace(loss, stats=False)
     dz = None if dz is None else dy + dz
     for start, logits in chunks(x, w, bias, linear):
@@ -338,7 +367,7 @@ def differentiable_gradient(
     """The same composed of torch's operations, for a second derivative."""
     inputs = [each for each, wanted in zip((x, w, bias), asked, strict=True) if wanted]
     with autocast.off(x):
-        logits = torch.nn.functional.linear(x, w, bias)
+        logits = whole_logits(x, w, bias, target, loss.ignore_index)
         found = iter(differentiable_gradients(inputs, logits, target, loss, dy, dlse, dz))
     return [next(found) if wanted else None for wanted in asked]
 

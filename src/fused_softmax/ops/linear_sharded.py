@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.distributed import Shards, gather
+from fused_softmax.ops.cross_entropy_output import STATISTICS
 from fused_softmax.ops.cross_entropy_sharded import (
     Counts,
     Shard,
@@ -28,10 +29,12 @@ from fused_softmax.ops.cross_entropy_sharded import (
     stats_of,
     weights_of,
 )
-from fused_softmax.ops.linear_by_classes import add_product
+from fused_softmax.ops.linear_by_classes import add_product, left_out_of
 from fused_softmax.ops.linear_by_rows import Gradients, Linear, chunks, divides_late
+from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.ops.once import once
 from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.route import resolved
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
@@ -76,7 +79,7 @@ class LinearSharded(torch.autograd.Function):
         counts = _counts_of_all(x, target, of_call)
         at_once = any(asked) and loss.reduction != "none"
         at_once = at_once and not (late and loss.lse_square_scale and loss.weight is not None)
-        summing = _Summing(x, w, bias, of_call, asked, wide=late) if at_once else None
+        summing = _Summing(x, w, bias, of_call, asked, late, ~counts.on) if at_once else None
         found = []
         for here, shard in _shards_of(x, w, bias, target, of_call):
             states = states_of(shard)
@@ -92,22 +95,26 @@ class LinearSharded(torch.autograd.Function):
             ctx.late = 1.0 / torch.where(counts.of_z == 0, 1.0, counts.of_loss)  # type: ignore[arg-type]
         ctx.gradients, ctx.of_call, ctx.asked = summing and summing.finish(), of_call, asked
         ctx.save_for_backward(x, w, bias, target, *states[:6], counts.of_loss, counts.of_z)
-        of_loss, of_z = (reduced(*each, loss, y.dtype) for each in ((y, counts.of_loss), (z, counts.of_z)))
+        of_loss, of_z = reduced((y, z), counts, loss)
         stats = stats_of(whole, states, counts, y)
-        ctx.mark_non_differentiable(*stats)
+        ctx.mark_non_differentiable(*stats[2:])
         return (of_loss + of_z).to(of_call.dtype), states.lse, of_z.to(of_call.dtype), *stats
 
     @staticmethod
     @once("linear_cross_entropy")
-    def backward(ctx, dy, dlse, dz, *_):
-        x, w, bias, target, *states, of_loss, of_z = ctx.saved_tensors
-        of_call, states = ctx.of_call, States(*states)
+    def backward(ctx, dy, dlse, dz, *of_stats):
+        refuse("linear_cross_entropy", STATISTICS, of_stats, LOSS)
+        x, w, bias, target, *of_all, of_loss, of_z = saved_of(ctx, "linear_cross_entropy")
+        dy, dlse, dz = resolved(dy, dlse, dz)
+        of_call, states = ctx.of_call, States(*of_all)
         if ctx.gradients is not None and dlse is None and dz is None and dy is not None:
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
             return *gradients.times(dy if ctx.late is None else dy * ctx.late), *(None,) * 3
         counts = _counts_of_all(x, target, of_call, () if of_loss is None else (of_loss, of_z))
-        summing = _Summing(x, w, bias, of_call, ctx.asked, wide=divides_late(x, of_call.loss))
+        of_lse = None if dlse is None else dlse.reshape(-1)
+        left_out = left_out_of(target, of_call.loss, of_lse)
+        summing = _Summing(x, w, bias, of_call, ctx.asked, divides_late(x, of_call.loss), left_out)
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         for here, shard in _shards_of(x, w, bias, target, of_call):
             of_rows = [each if each is None or each.ndim == 0 else each[here] for each in wide]
@@ -119,10 +126,11 @@ class LinearSharded(torch.autograd.Function):
 class _Summing:
     """The gradients of a call, of which the input's is summed over ranks chunk by chunk, as wide as chunks add up."""
 
-    def __init__(self, x, w, bias, of_call: OfCall, asked: Sequence[bool], wide: bool) -> None:
+    def __init__(self, x, w, bias, of_call: OfCall, asked: Sequence[bool], wide: bool, left_out: Tensor) -> None:
         over_ranks = of_call.summed and len(of_call.shards.sizes) > 1
         self.group = of_call.shards.group if over_ranks and asked[0] else None
-        self.gradients = Gradients(x, w, bias, of_call.linear, (asked[0] and not over_ranks, *asked[1:]), wide=wide)
+        own = asked[0] and not over_ranks, *asked[1:]
+        self.gradients = Gradients(x, w, bias, of_call.linear, own, wide=wide, left_out=left_out)
         self.wide = arithmetic_of(x) if of_call.linear.accumulate or wide else x.dtype
         self.dx = None if self.group is None else torch.empty_like(x)
         self.on_its_way: tuple[int, Tensor, Any] | None = None

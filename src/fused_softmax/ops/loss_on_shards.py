@@ -16,7 +16,7 @@ from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.loss_peers import in_one_launch, loss_by_peers, states_by, written_at_once
 from fused_softmax.ops.shards import shards_of_mesh
 from fused_softmax.options import DTYPES, Loss
-from fused_softmax.route import is_sharded
+from fused_softmax.route import is_sharded, needs_grad, resolved
 
 
 class Placed(NamedTuple):
@@ -116,7 +116,7 @@ def loss_on_shards(
         for i, each in enumerate(input.placements)
     ]
     placed = Placed("cross_entropy", input.device_mesh, of_rows, kept, target.shape)
-    local, targets = input.to_local(), placed.targets(target)
+    (local,), targets = resolved(input.to_local()), placed.targets(target)
     loss, shards = replace(loss, weight=placed.weight(loss.weight)), placed.shards(input.shape[class_dim])
     peers = None if kept is None else peers_of(placed.name, None, shards.group, local, targets)
     merging = peers if peers is not None and in_one_launch(local, targets, loss, shards) else None
@@ -161,6 +161,7 @@ def loss_as_aten(
         and reduction in (0, 1, 2)
         and 0.0 <= label_smoothing <= 1.0
         and (weight is None or (tuple(weight.shape), weight.device) == ((x.shape[class_dim],), x.device))
+        and not (weight is not None and needs_grad(weight))  # torch raises its own error
         and (is_sharded(target) or not by_rows)
     )
     if not fits:

@@ -26,14 +26,16 @@ from fused_softmax.ops.cross_entropy_sharded import (
     gradient_of,
     shard_of,
 )
-from fused_softmax.ops.cross_entropy_steps import as_rows, begin_overwriting, check_kept, version_of
+from fused_softmax.ops.cross_entropy_steps import as_rows
 from fused_softmax.ops.loss_sums import prepare_finish, prepare_multiply, prepare_totals
+from fused_softmax.ops.no_gradient import saved_of
 from fused_softmax.ops.once import once
+from fused_softmax.ops.overwritten import begin_overwriting, check_claim
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
 from fused_softmax.ops.shard_memory import allocator
 from fused_softmax.options import Loss
 from fused_softmax.peers import Peers
-from fused_softmax.route import batched, needs_grad
+from fused_softmax.route import batched, needs_grad, resolved
 from fused_softmax.runner import spec_of
 
 _NUMBERS = ("factor", "hidden", "cap")
@@ -98,13 +100,12 @@ def prepare_loss(
         def call(peers, group, input, target, softcap, scale):
             peers.ready("cross_entropy")
             peers.in_turn()
-            if kind.inplace:
-                begin_overwriting(input)
+            claim = begin_overwriting(input) if kind.inplace else None
             x, flat = (input, target) if simple else as_rows(input, target)
             numbers = plain
             if numbers is None:
                 numbers = replace(loss, softcap=softcap, scale=1.0 if scale is None else scale).numbers()[:3]
-            how = kind, steps, numbers, peers, group
+            how = kind, steps, numbers, peers, group, claim
             if not gradient:
                 return _run(x, flat, how)[0]
             return _differentiated(x, flat, how)
@@ -240,7 +241,7 @@ def _prepare_launch(
 
 def _run(x: Tensor, target: Tensor, how: tuple) -> tuple[Tensor, Tensor | None, Tensor]:
     """(the loss, dx, m and ls of rows [2, n])"""
-    kind, steps, numbers, peers, group = how
+    kind, steps, numbers, peers, group, _ = how
     totals = None if steps.totals is None else steps.totals(target, None)
     dx, (n_rows, columns) = None, x.shape
     if kind.at_once:
@@ -259,21 +260,21 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, target, how):
         ctx.set_materialize_grads(False)
-        kind, steps, _, _, group = how
+        kind, steps, _, _, group, ctx.claim = how
         y, ctx.dx, states = _run(x, target, how)
         ctx.multiply, ctx.of_call = steps.multiply, (kind, group)
         ctx.save_for_backward(None if kind.inplace else x, target, states)
-        ctx.version = version_of(x) if kind.inplace else None
         return y
 
     @staticmethod
     def backward(ctx, dy, *_):
         if dy is None:
             return None, None, None
+        (dy,) = resolved(dy)
         if ctx.dx is not None and not torch.is_grad_enabled() and not batched(dy):
             # Given away: whoever has it may change it, and a second backward computes it again.
             dx, ctx.dx = ctx.dx, None
-            check_kept(dx, ctx.version)
+            check_claim(ctx)
             if ctx.multiply is not None:
                 ctx.multiply(dx, dy)
             return dx, None, None
@@ -287,7 +288,7 @@ _differentiated = super(torch.autograd.Function, _Loss).apply
 @once("cross_entropy")
 def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient from the logits and the states of rows."""
-    (x, target, (m, ls)), (kind, group) = ctx.saved_tensors, ctx.of_call
+    (x, target, (m, ls)), (kind, group) = saved_of(ctx, "cross_entropy"), ctx.of_call
     if x is None:
         raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
     shard = shard_of(x, target, kind.loss, kind.facts.of(group))

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_softmax.calls import Prepared, contiguous_strides, find, keep
 from fused_softmax.distributed import Shards, notice_of
 from fused_softmax.ops.cross_entropy_calls import LossRows
-from fused_softmax.ops.cross_entropy_output import Wanted
+from fused_softmax.ops.cross_entropy_output import STATISTICS, Wanted
 from fused_softmax.ops.loss_sharded_calls import (
     HEADER,
     OfShard,
@@ -25,11 +25,12 @@ from fused_softmax.ops.loss_sharded_calls import (
     takes,
 )
 from fused_softmax.ops.loss_sums import prepare_finish, prepare_totals, totals_parts
+from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.ops.once import once
+from fused_softmax.ops.overwritten import Overwritten
 from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.ops.softmax_calls import bump_version
 from fused_softmax.options import Loss, arithmetic_of, kind_of_scale
-from fused_softmax.route import needs_grad
+from fused_softmax.route import needs_grad, resolved
 
 Whole = Callable[[Tensor, Tensor, Loss, Shards], Tensor]
 
@@ -39,22 +40,6 @@ class OfGradient(NamedTuple):
 
     kinds: tuple
     inplace: bool
-
-
-class Overwritten:
-    """Logits in whose memory their gradient is written, once."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._alone, self._gone = x._base is None, False
-
-    def memory(self, x: Tensor) -> Tensor:
-        """The memory of the logits x, as autograd has saved them. It raises RuntimeError if they are gone."""
-        if self._gone:
-            raise RuntimeError("cross_entropy: inplace_backward has one backward")
-        self._gone = True
-        if self._alone:  # autograd then refuses whoever reads them; the version of a view counts writes beside it too
-            bump_version((x,))
-        return x.data
 
 
 def losses_by_kernels(
@@ -83,7 +68,7 @@ def _numbers(loss: Loss) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _own_weight(loss: Loss, x: Tensor, held: int) -> Tensor | None:
-    return None if loss.weight is None else loss.weight.detach().to(arithmetic_of(x))[:held].contiguous()
+    return None if loss.weight is None else loss.weight.detach().to(arithmetic_of(x))[:held].contiguous().resolve_neg()
 
 
 def _prepare(
@@ -183,20 +168,24 @@ class _Losses(torch.autograd.Function):
         results, states, totals = run(x, target, of_call)
         ctx.of_call, ctx.of_gradient = of_call[:4], of_gradient
         ctx.overwritten = Overwritten(x) if of_gradient.inplace else None
-        ctx.save_for_backward(x, target, states, totals)
+        ctx.save_for_backward(x if ctx.overwritten is None else None, target, states, totals)
         if not beside:
             return results[0]
-        ctx.mark_non_differentiable(*results[3:])
+        ctx.mark_non_differentiable(*results[5:])
         return results
 
     @staticmethod
     @once("cross_entropy")
-    def backward(ctx, dy, dlse=None, dz=None, *_):
-        x, target, states, totals = ctx.saved_tensors
+    def backward(ctx, dy, dlse=None, dz=None, *of_stats):
+        refuse("cross_entropy", STATISTICS, of_stats, LOSS)
+        x, target, states, totals = saved_of(ctx, "cross_entropy")
+        dy, dlse, dz = resolved(dy, dlse, dz)
         # Results that are added have one gradient, and a guard takes no tensor twice.
         dz, dlse = (None if each is None else each.detach() for each in (dz, dlse))
         beside = _dense(dy), _dense(dz), _dense(dlse)
-        dx = None if ctx.overwritten is None else ctx.overwritten.memory(x)
+        dx = None
+        if ctx.overwritten is not None:
+            x = dx = ctx.overwritten.memory()
         dx = _gradient(x, dx, target, states, totals, beside, ctx.of_call, ctx.of_gradient)
         return dx, None, None, None, None, None
 

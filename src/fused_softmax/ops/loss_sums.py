@@ -158,4 +158,6 @@ def prepare_multiply(dx: Tensor, factor: Tensor) -> Prepared:
 
 
 def _multiply_apart(dx: Tensor, factor: Tensor) -> None:
-    dx.mul_(factor.view(1))  # of one dim, for the dtype of a number would be dx's, which may not hold it
+    # By data, for the version of logits counts others' writes. A number of one dim, for without dims its dtype would be
+    # dx's, which may not hold it.
+    dx.data.mul_(factor.view(1))

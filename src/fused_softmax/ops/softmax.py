@@ -31,7 +31,7 @@ from fused_softmax.options import (
     kind_of_sink,
     scores_of,
 )
-from fused_softmax.route import Route, needs_grad, route_of
+from fused_softmax.route import Route, needs_grad, resolved, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -159,6 +159,7 @@ def _over_group(name, input, dim, dtype, out, scored, over):
             return y
     check_group(name, group, n_classes, transport, input)
     result_dtype = check(name, input, dim, dtype, out)
+    (input,) = resolved(input)
     if out is not None:
         raise ValueError(f"{name}: out= is not for group=")
     scores = scores_of_shard(name, input, dim, *scored)

@@ -21,7 +21,7 @@ from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import logsumexp_calls, softmax_gradient_sharded
 from fused_softmax.ops.once import once
 from fused_softmax.options import DTYPES, PLAIN, Loss, Scores, arithmetic_in, dense_mask, kind_of_scale, scores_of
-from fused_softmax.route import needs_grad, runs_here
+from fused_softmax.route import needs_grad, resolved, runs_here
 
 _NOWHERE = -100  # a target that no row has
 
@@ -191,6 +191,7 @@ class _LseOfRows(torch.autograd.Function):
         x, lse = ctx.saved_tensors
         rows: Any = flatten(x)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        (dlse,) = resolved(dlse)
         lse, dlse = lse.reshape(-1), dlse.reshape(-1)
         nowhere = torch.full_like(lse, _NOWHERE, dtype=torch.int64)
         loss = Loss(None, _NOWHERE, "none")

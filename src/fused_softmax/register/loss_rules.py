@@ -16,6 +16,7 @@ from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import linear_cross_entropy as linear_ops
 from fused_softmax.ops.cross_entropy_output import Wanted
 from fused_softmax.ops.cross_entropy_steps import Kind, differentiable_gradient, losses_of
+from fused_softmax.ops.linear_by_classes import left_out_of, without
 from fused_softmax.ops.linear_by_rows import linear_of
 from fused_softmax.ops.loss_sums import totals_of
 from fused_softmax.options import Loss, arithmetic_of
@@ -120,7 +121,7 @@ def linear_cross_entropy(x, w, target, bias, *given):
             y, z, lse, _, *stats = _composed(logits, target, loss, arithmetic_of(x))
             one = torch.ones((), dtype=y.dtype, device=y.device)
             dlogits = _gradient(logits, target, lse, one, None, None, loss) if any(asked) else logits
-            found = _of_layer(x, w, bias, dlogits, asked)
+            found = _of_layer(without(x, left_out_of(target, loss)), w, bias, dlogits, asked)
         else:
             given = x.contiguous(), w, bias, target.contiguous(), loss, linear, asked, wanted
             (y, lse, z, *stats), _, gradients = linear_ops.forward(*given)
@@ -138,7 +139,8 @@ def linear_backward(dy, x, w, target, bias, *given):
         if not _on_kernels(x):
             logits = torch.nn.functional.linear(x, w, bias)
             _, _, lse, *_ = _composed(logits, target, loss, arithmetic_of(x))
-            return _of_layer(x, w, bias, _gradient(logits, target, lse, dy, dz, dlse, loss), asked)
+            dlogits = _gradient(logits, target, lse, dy, dz, dlse, loss)
+            return _of_layer(without(x, left_out_of(target, loss, dlse)), w, bias, dlogits, asked)
         x, target = x.contiguous(), target.contiguous()
         totals = totals_of(target, loss, w.shape[0], arithmetic_of(x)) if loss.mean else None
         found = linear_ops.backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz)
@@ -202,14 +204,15 @@ def _gradient(x, target, lse, dy, dz, dls, loss):
     g = torch.zeros((), dtype=z.dtype, device=z.device) if dy is None else dy.to(z.dtype)
     g_z = g if dz is None else g + dz.to(z.dtype)
     if loss.mean:
-        g_z = g_z / counts.sum()
-        g = g / (counts.sum() if loss.weight is None else torch.where(kept, w, 0.0).sum())
+        of_loss = counts.sum() if loss.weight is None else torch.where(kept, w, 0.0).sum()
+        # What nothing came back to asks nothing, though a total may be 0 too.
+        g_z, g = (torch.where(of == 0, 0.0, of / total) for of, total in ((g_z, counts.sum()), (g, of_loss)))
     hard, even = 1.0 - loss.label_smoothing, loss.label_smoothing / n_classes
     a = g * (hard * w + even * weights.sum()) + g_z * 2.0 * loss.lse_square_scale * lse
     a, b, u = (torch.where(kept, each, 0.0) for each in (a, g * hard * w, g * even + torch.zeros_like(w)))
     a = a if dls is None else a + dls
     a = a.masked_fill(wrong, float("nan"))
-    reads = counts if dls is None else torch.ones_like(counts)
+    reads = counts if dls is None else counts | (a != 0)
     dx = (z - lse.unsqueeze(-1)).exp() * a.unsqueeze(-1) - weights * u.unsqueeze(-1)
     dx = dx.scatter_add(-1, t.unsqueeze(-1), -b.unsqueeze(-1)) * dz_dx
     return dx.masked_fill(~reads.unsqueeze(-1), 0.0).to(x.dtype)

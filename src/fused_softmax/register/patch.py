@@ -26,7 +26,7 @@ from fused_softmax.ops.attention import attention
 from fused_softmax.ops.cross_entropy import prepare_plain
 from fused_softmax.ops.loss_on_shards import loss_as_aten
 from fused_softmax.options import DTYPES
-from fused_softmax.route import INTERPRET, is_sharded, runs_here
+from fused_softmax.route import INTERPRET, is_sharded, needs_grad, runs_here
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
 # Where a thread waits that is within no call of anybody's: by module and function.
@@ -230,6 +230,7 @@ def _cross_entropy(atens: Callable) -> Callable:
             and reduction in (0, 1, 2)
             and 0.0 <= label_smoothing <= 1.0
             and (weight is None or (weight.shape, weight.dtype, weight.device) == (x.shape[-1:], x.dtype, x.device))
+            and not (weight is not None and needs_grad(weight))  # torch raises its own error
         )
         if not taken:
             return atens(x, target, weight, reduction, ignore_index, label_smoothing)

@@ -16,7 +16,14 @@ from fused_softmax.ops.attention import attention
 from fused_softmax.ops.cross_entropy import cross_entropy
 from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.sampling import sample
-from fused_softmax.register import attention_rules, loss_rules, one_dim, sampling_rules, softmax_rules
+from fused_softmax.register import (
+    attention_rules,
+    loss_rules,
+    no_gradient_rules,
+    one_dim,
+    sampling_rules,
+    softmax_rules,
+)
 
 
 @dataclass(frozen=True)
@@ -202,5 +209,21 @@ OPERATORS = (
         fake=attention_rules.fake_attention_backward,
         batched=attention_rules.batched_attention_backward,
         flops=attention_rules.flops_of_attention_backward,
+    ),
+    Operator(
+        name="no_gradient",
+        schema=no_gradient_rules.NO_GRADIENT,
+        run=no_gradient_rules.no_gradient,
+        fake=no_gradient_rules.fake_no_gradient,
+        save=no_gradient_rules.save,
+        gradient=no_gradient_rules.gradient,
+        batched=no_gradient_rules.batched_no_gradient,
+    ),
+    Operator(
+        name="no_gradient_backward",
+        schema=no_gradient_rules.REFUSED,
+        run=no_gradient_rules.refused,
+        fake=no_gradient_rules.fake_refused,
+        batched=no_gradient_rules.batched_refused,
     ),
 )

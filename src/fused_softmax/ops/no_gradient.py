@@ -1,0 +1,84 @@
+"""What a backward pass cannot have is an error that says so: of statistics, and of tensors that were changed since.
+
+A statistic takes part in autograd, so that a backward pass that comes to it raises; it is read as any tensor.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.route import resolved, within_functorch
+
+LOSS = "loss, lse and z_loss have one"
+ATTENTION = "output and lse have one"
+
+
+def says(name: str, statistic: str, have: str) -> str:
+    """The error of a backward pass through a statistic. have: what has a gradient."""
+    return f"{name}: {statistic} has no gradient, and a backward pass came to it; {have}. Use {statistic}.detach()"
+
+
+def refuse(name: str, statistics: Sequence[str], gradients: Sequence[Tensor | None], have: str) -> None:
+    """RuntimeError where a gradient came back to one of these statistics."""
+    for statistic, gradient in zip(statistics, gradients, strict=False):
+        if gradient is not None:
+            raise RuntimeError(says(name, statistic, have))
+
+
+def refusing(name: str, statistics: Sequence[str], values: Sequence[Tensor], beside: Tensor, have: str) -> list[Tensor]:
+    """Statistics by torch's operations or an operator, through which no backward pass comes: those of float dtypes.
+
+    beside: a result with a gradient, by which autograd finds its way from a statistic to the inputs.
+    """
+    if not torch.is_grad_enabled() or not (beside.requires_grad or within_functorch()):
+        return list(values)
+    through: Any = torch.ops.fused_softmax.no_gradient.default if torch.compiler.is_compiling() else _NoGradient.apply
+    return [
+        through(each, beside, says(name, statistic, have)) if each.is_floating_point() else each
+        for statistic, each in zip(statistics, values, strict=True)
+    ]
+
+
+class _NoGradient(torch.autograd.Function):
+    """A statistic whose backward pass raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(statistic, beside, message):
+        return statistic.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.message = inputs[2]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient is not None:
+            raise RuntimeError(ctx.message)
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return None
+
+
+def saved_of(ctx: Any, name: str) -> tuple[Any, ...]:
+    """ctx.saved_tensors as kernels read them, or RuntimeError that names the loss where one was changed since.
+
+    torch's own losses keep the logarithm of a softmax, so there the logits may be changed.
+    """
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{name}: the logits, or what else the loss was made of, were modified by an inplace operation before its "
+            "backward pass, which reads them. Write logits = logits / t in the place of logits.div_(t), or change "
+            f"them after the backward pass, or give the loss a copy. ({error})"
+        ) from error
+    return resolved(*saved)
