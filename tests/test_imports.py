@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "native": set(),
     "launch": {"native"},
     "workspace": set(),
-    "calls": {"native"},
+    "calls": {"native", "route"},
     "described": set(),
     "distributed": {"described"},
     "peers": set(),

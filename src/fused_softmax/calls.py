@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_softmax.native import build
+from fused_softmax.route import function_mode
 
 MOST_CALLS = 4096  # shapes of which calls are kept
 _MOST_ALIKE = 8  # calls of one shape: other strides, dtypes, alignments
@@ -30,7 +31,8 @@ _kept: dict[tuple, list[tuple]] = {}
 _lock = Lock()
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_function_modes = torch._C._len_torch_function_stack
+_function_modes = torch._C._is_torch_function_mode_enabled
+_no_torch_functions = torch._C.DisableTorchFunction
 # Dynamo's guards compare shape, strides, dtype, device, gradient and dispatch keys by one call of 0.13 us.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 # Inductor's allocator, at half of empty_like's cost; it allocates on the current device, so one device alone uses it.
@@ -57,7 +59,28 @@ def find(name: str, options: Any, input: Tensor, *others: Any) -> Call | None:
     if _is_compiling():
         return None
     call = _look(name, options, input, others)
-    return _of_other_size(name, options, input, others) if call is None else call
+    return _look_further(name, options, input, others) if call is None else call
+
+
+def _look_further(name, options, input, others):
+    """The call that `_look` does not see: under a default device, or one to be made of another's."""
+    if forward_ad._current_level >= 0:
+        return None
+    if not _function_modes():
+        return _of_other_size(name, options, input, others)
+    if function_mode() is not None:
+        return None
+    with _no_torch_functions():  # each attribute of a tensor would go through the mode
+        call = find(name, options, input, *others)
+    return call and _unseen(call)
+
+
+def _unseen(call: Call) -> Call:
+    def without_modes(*arguments):
+        with _no_torch_functions():
+            return call(*arguments)
+
+    return without_modes
 
 
 def _look_in_python(name, options, input, others):
@@ -78,7 +101,7 @@ _look: Callable[..., Call | None] = _look_in_python
 
 
 def _is_watched() -> bool:
-    return forward_ad._current_level >= 0 or _function_modes() > 0
+    return forward_ad._current_level >= 0 or _function_modes()
 
 
 @cache
@@ -105,7 +128,7 @@ def _of_other_size(name, options, input, others):
     """The call made from one that differs in the leading size alone, and kept; None where there is no such call."""
     try:
         shape = input.shape
-        if _is_watched() or len(shape) < 2:
+        if len(shape) < 2:
             return None
         tensors, kinds = _sorted(input, others)
         for check, places, again, led in _kept.get((name, options, "rows", shape[1:], *kinds), ()):
@@ -124,7 +147,7 @@ def _of_other_size(name, options, input, others):
 def keep(prepared: Prepared, name: str, options: Any, input: Tensor, *others: Any) -> Call:
     """Keep a call for others like it, and return it."""
     global _look
-    if _is_compiling() or _is_watched():
+    if _is_compiling() or forward_ad._current_level >= 0 or function_mode() is not None:
         return prepared.call
     if input.is_cuda:  # where a launch takes a few microseconds, and its look-up should not
         _look = _look_in_c()

@@ -239,14 +239,16 @@ def _made_headers(shards: Shards, rows: int, dtype: torch.dtype, device: torch.d
     counts = [[count % _EXACT for count in (size, *of_all)] for size in shards.sizes]
     numbers = [torch.full((), count, dtype=dtype, device=device) for each in counts for count in each]
     there = torch.stack(numbers).view(-1, _HEADER)
-    return Headers(there, torch.tensor(counts, dtype=dtype), there.unbind())
+    return Headers(there, torch.tensor(counts, dtype=dtype, device="cpu"), there.unbind())
 
 
 def notice_of(group: Any, ranks: int, device: torch.device) -> Tensor:
     """Where a kernel leaves the headers of a group's messages that differ."""
     found = _notices.get(group)
     if found is None:
-        there = torch.full((2, ranks, _HEADER), _NOTHING, dtype=torch.float32, pin_memory=device.type == "cuda")
+        there = torch.full(
+            (2, ranks, _HEADER), _NOTHING, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda"
+        )
         _written_to.append(there)
         found = _notices[group] = Notice(there, ctypes.c_float.from_address(there.data_ptr()), device)
     return found.there
@@ -265,7 +267,7 @@ def _captures(device: torch.device) -> bool:
 def _compare(name: str, group: Any, device: torch.device, said: Mapping[str, Any]) -> tuple[int, ...]:
     """The columns of every rank, once all are found to say the same of all else."""
     text = "\n".join(f"{key}={value}" for key, value in said.items()).encode()[:_SAID]
-    own = torch.zeros(_SAID, dtype=torch.uint8)
+    own = torch.zeros(_SAID, dtype=torch.uint8, device="cpu")
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     size = dist.get_world_size(group)
     heard = torch.empty(size * _SAID, dtype=torch.uint8, device=device)
@@ -287,7 +289,9 @@ def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
         return
     event = None
     if headers.is_cuda:
-        headers = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True).copy_(headers, non_blocking=True)
+        headers = torch.empty(headers.shape, dtype=headers.dtype, device="cpu", pin_memory=True).copy_(
+            headers, non_blocking=True
+        )
         event = torch.cuda.Event()
         event.record()
     _doubts.setdefault(group, []).append(_Doubt(headers, expected, event))

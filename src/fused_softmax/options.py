@@ -389,6 +389,18 @@ def loss_of(
     )  # fmt: skip
 
 
+def refused_loss(input: Tensor, result_dtype: torch.dtype, target: Tensor, loss: Loss) -> str:
+    """Why the kernels do not take a loss; "" if they do."""
+    for dtype in (input.dtype, result_dtype):
+        if dtype not in DTYPES:
+            return f"no kernel has {dtype}"
+    if target.is_floating_point():
+        return "targets are probabilities"
+    if loss.scale == 0:
+        return "scale is 0"
+    return ""
+
+
 def check_constant(name: str, weight: Tensor | None) -> None:
     """RuntimeError, as torch's, where class weights beside class indices want a gradient: there is none by them."""
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():

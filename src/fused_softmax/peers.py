@@ -59,7 +59,7 @@ class Peers:
         self.limit = max(1, int(self.seconds * (1e9 if device.type == "cuda" else _POLLS_A_SECOND)))
         self._regions: dict[int, Region] = {}
         self._outgrown: list[Region] = []  # captured graphs go on using what they were captured with
-        self._word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._seen = ctypes.c_int64.from_address(self._word.data_ptr())
         self._spoilt: str | None = None
 

@@ -1,8 +1,10 @@
 """Who computes a call: this package's kernels, a registered operator, a DTensor's shards, or torch's operations."""
 
 import os
+import warnings
 from enum import Enum, auto
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +12,13 @@ from torch._C._functorch import TransformType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 _TRACED_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+_is_seen = torch._C._is_torch_function_mode_enabled  # False where torch's functions are switched off
+_said: set[tuple[str, str]] = set()
 
 
 class Route(Enum):
@@ -22,36 +28,120 @@ class Route(Enum):
     COMPOSED = auto()  # of torch's operations
 
 
-def route_of(*tensors: Tensor, takes: bool = True, batches: bool = True, shards: bool = False) -> Route:
-    """The route of a call on these tensors, the input first.
+class Decision(NamedTuple):
+    """A call's route, why it goes there, and what would keep it on the kernels, if anything does."""
 
-    takes: whether the kernels have these dtypes and sizes. batches: whether the operator has a rule for vmap. shards:
-    whether a DTensor's shards can be worked on one by one.
+    route: Route
+    reason: str
+    remedy: str = ""
+
+
+def route_of(
+    name: str, *tensors: Tensor, refused: str = "", batches: bool = True, shards: bool = False, holds: str = ""
+) -> Route:
+    """The route of a call of the function `name` on these tensors, the input first.
+
+    refused: why the kernels do not take these dtypes, sizes or options, if they do not. batches: whether the operator
+    has a rule for vmap. shards: whether a DTensor's shards can be worked on one by one. holds: what torch's operations
+    would have in memory, of which a call on a device with kernels warns, once for each reason.
     """
-    if takes and runs_here(*tensors):
-        return Route.KERNEL
+    route, reason, remedy = decide(*tensors, refused=refused, batches=batches, shards=shards)
+    if route is Route.COMPOSED and holds and on_device(tensors[0]):
+        _say_once(name, holds, reason, remedy)
+    return route
+
+
+def decide(*tensors: Tensor, refused: str = "", batches: bool = True, shards: bool = False) -> Decision:
+    """As route_of, with the reason."""
+    watcher = None if refused else watcher_of(*tensors)
+    if not refused and watcher is None:
+        return Decision(Route.KERNEL, "plain tensors, with nothing watching")
     if shards and len(tensors) == 1 and is_sharded(tensors[0]):
-        return Route.SHARDS
-    if takes and (batches or not within_functorch()) and _traced(*tensors):
-        return Route.OPERATOR
-    return Route.COMPOSED
+        return Decision(Route.SHARDS, "the input is a DTensor")
+    if watcher is None:
+        return Decision(Route.COMPOSED, refused)
+    if not batches and within_functorch():
+        return Decision(Route.COMPOSED, "torch.func transforms the call, and the operator has no rule for it")
+    untraced = _untraced(*tensors)
+    if untraced is None:
+        return Decision(Route.OPERATOR, watcher.reason)
+    return Decision(Route.COMPOSED, *(untraced or watcher))
 
 
 def runs_here(input: Tensor, *others: Tensor) -> bool:
     """Whether these kernels take a call on these tensors as it stands."""
-    return (
-        not torch.compiler.is_compiling()  # first, for dynamo follows none of the others
-        and type(input) is Tensor
-        and all(type(other) in (Tensor, torch.nn.Parameter) and not other.is_neg() for other in others)
-        and on_device(input)
-        and not input.is_neg()
-        and not torch._C._functorch.is_legacy_batchedtensor(input)  # batched gradients, in torch.autograd.grad
-        and forward_ad._current_level < 0
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-    )
+    return watcher_of(input, *others) is None
+
+
+class Watcher(NamedTuple):
+    """What keeps a call from the kernels, and what to do about it."""
+
+    reason: str
+    remedy: str = ""
+
+
+_COMPILER = Watcher("torch.compile or torch.export traces the call")
+_NEGATED = Watcher("a tensor has torch's neg bit", "call resolve_neg() on it first")
+_BATCHED = Watcher("torch.autograd.grad(is_grads_batched=True) batches it")
+_FORWARD_AD = Watcher("forward-mode AD is on, for which there are no rules")
+_JIT = Watcher("torch.jit traces the call")
+_TRANSFORM = Watcher("torch.func transforms the call")
+_OUTSIDE = "call it outside of the mode"
+
+
+def watcher_of(input: Tensor, *others: Tensor) -> Watcher | None:
+    """What watches or transforms a call on these tensors, or is none of the kernels'; None if they run as it stands."""
+    if torch.compiler.is_compiling():  # first, for dynamo follows none of the others
+        return _COMPILER
+    for each in (input, *others):
+        if not is_plain(type(each)):
+            return Watcher(f"an argument is a {type(each).__name__}, not a plain tensor", "give plain tensors")
+        if each.is_neg():
+            return _NEGATED
+    if not on_device(input):
+        return Watcher(f"there are no kernels for tensors on {input.device.type}")
+    if torch._C._functorch.is_legacy_batchedtensor(input):  # batched gradients, in torch.autograd.grad
+        return _BATCHED
+    if forward_ad._current_level >= 0:
+        return _FORWARD_AD
+    if torch.jit.is_tracing():
+        return _JIT
+    if torch._C._are_functorch_transforms_active():
+        return _TRANSFORM
+    if torch._C._len_torch_dispatch_stack():
+        return Watcher(f"{_dispatch_mode()} watches the call", _OUTSIDE)
+    mode = function_mode()
+    if mode is not None:
+        return Watcher(f"{type(mode).__name__}, a TorchFunctionMode, watches the call", _OUTSIDE)
+    return None
+
+
+def is_plain(kind: type) -> bool:
+    """Whether tensors of a type are to torch's functions what a Tensor is: a Parameter is, and what adds no rule."""
+    return kind is Tensor or kind is torch.nn.Parameter or _adds_no_rule(kind)
+
+
+@cache
+def _adds_no_rule(kind: type) -> bool:
+    of_functions = getattr(kind, "__torch_function__", None) is torch._C._disabled_torch_function_impl
+    return of_functions and getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
+
+
+def function_mode() -> Any:
+    """The mode of functions that watches a call, or None.
+
+    A default device (torch.set_default_device, `with torch.device(...)`) is a mode too, which only says where factory
+    functions without a device allocate. It watches nothing: every factory function of this package has a device.
+    """
+    if not _is_seen():
+        return None
+    stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return next((mode for mode in stack if type(mode) is not DeviceContext), None)
+
+
+def _dispatch_mode() -> str:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return f"{type(modes[-1]).__name__}, a TorchDispatchMode," if modes else "a TorchDispatchMode"
 
 
 def readable(target: Tensor) -> bool:
@@ -93,18 +183,32 @@ def is_sharded(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(type(x), "to_local")
 
 
-def _traced(*tensors: Tensor) -> bool:
-    """Whether a call becomes a registered operator, for a compiler, export, vmap or a mode watches it."""
-    if not all(type(tensor) in _TRACED_TYPES and on_device(tensor) for tensor in tensors):
-        return False
+def _untraced(*tensors: Tensor) -> Watcher | tuple[()] | None:
+    """Why a call becomes no registered operator; None if it does, for a compiler, export, vmap or a mode watches.
+
+    () where nothing but what `watcher_of` found keeps it from that.
+    """
     if torch.compiler.is_compiling():
-        return not _transformed()
+        if not all(type(tensor) in _TRACED_TYPES for tensor in tensors):
+            return _NOT_TRACED
+        if not all(on_device(tensor) for tensor in tensors):
+            return _NO_KERNELS
+        return _DIFFERENTIATED if _transformed() else None
+    if not all(type(tensor) in _TRACED_TYPES and on_device(tensor) for tensor in tensors):
+        return ()
     watched = (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
         or any(type(tensor) is FakeTensor for tensor in tensors)
     )
-    return bool(watched) and not torch.jit.is_tracing() and not _transformed()
+    if not watched or torch.jit.is_tracing():
+        return ()
+    return _DIFFERENTIATED if _transformed() else None
+
+
+_NOT_TRACED = Watcher("an argument is no plain tensor where a compiler traces the call", "give plain tensors")
+_NO_KERNELS = Watcher("there are no kernels for the device of these tensors")
+_DIFFERENTIATED = Watcher("torch.func.grad, jvp or forward-mode AD differentiates it, for which there are no rules")
 
 
 def _transformed() -> bool:
@@ -122,3 +226,19 @@ def within_functorch() -> bool:
 # As torch.compiler.assume_constant_result, which imports dynamo: it asks while it traces, and guards on the answer.
 _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 within_functorch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _say_once(name: str, holds: str, reason: str, remedy: str) -> None:
+    """Warn that torch's operations compute a call: once for each function and reason."""
+    if (name, reason) not in _said:
+        _said.add((name, reason))
+        warnings.warn(
+            f"fused_softmax.{name}: torch's operations compute this call, with {holds} in memory, since {reason}"
+            f"{'; ' if remedy else ''}{remedy}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+# A compiler that traces a call runs it once, with what the call says.
+_say_once._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -141,7 +141,7 @@ def prepare(
     if not exchanges:
         return _alone(launcher(spec, None), names.scalars, count)
     if device < 0:
-        slots = torch.zeros(groups * slots_per_group, dtype=torch.int64)
+        slots = torch.zeros(groups * slots_per_group, dtype=torch.int64, device="cpu")
         parts = [launcher(replace(spec, **only), slots) for only in IN_TURN]
         return _in_turn(parts, names.scalars, groups * slots_per_group)
     both = launcher(spec, workspace.slots(device, groups, slots_per_group))
@@ -175,7 +175,7 @@ def _exchanging(launched, scalars, device, groups, slots_per_group):
 
 def _in_turn(launches, scalars, n_slots):
     def call(*arguments):
-        slots = torch.zeros(n_slots, dtype=torch.int64)
+        slots = torch.zeros(n_slots, dtype=torch.int64, device="cpu")
         for each in launches:
             each(slots, *arguments)
 

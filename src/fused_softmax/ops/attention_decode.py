@@ -37,7 +37,9 @@ def prepare_decode(c: Any, tensors: Sequence[Tensor | None], scalars: tuple) -> 
     def beside() -> tuple[Tensor, Tensor]:
         """What the parts leave for each other."""
         tickets = (
-            workspace.slots(device, groups, 1, _TICKETS) if device >= 0 else torch.zeros(groups, dtype=torch.int64)
+            workspace.slots(device, groups, 1, _TICKETS)
+            if device >= 0
+            else torch.zeros(groups, dtype=torch.int64, device="cpu")
         )
         return of_parts(), tickets
 

@@ -32,7 +32,15 @@ from fused_softmax.ops.loss_on_shards import loss_on_shards
 from fused_softmax.ops.loss_peers import in_one_launch, prepare_loss, states_by, written_at_once
 from fused_softmax.ops.no_gradient import LOSS, refusing
 from fused_softmax.ops.overwritten import begin_overwriting, check_overwritten
-from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, check_lse, kind_of_scale, loss_of
+from fused_softmax.options import (
+    Loss,
+    arithmetic_of,
+    check_logits,
+    check_lse,
+    kind_of_scale,
+    loss_of,
+    refused_loss,
+)
 from fused_softmax.peers import Peers, known
 from fused_softmax.route import Route, is_sharded, needs_grad, on_device, readable, resolved, route_of
 
@@ -175,9 +183,10 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
         check_lse(name, lse, target, loss)
     result_dtype = dtype_of_loss(name, input, target, wanted.dtype)
     tensors = [each for each in (input, target, weight, lse) if each is not None]
-    takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
-    takes = takes and input.numel() > 0 and target.numel() > 0
-    route = route_of(*tensors, takes=takes, batches=False)
+    refused = refused_loss(input, result_dtype, target, loss)
+    if input.numel() == 0 or target.numel() == 0:
+        refused = "there are no logits"
+    route = route_of(name, *tensors, refused=refused, batches=False)
     if route is Route.OPERATOR:
         return _traced(input, target, loss, wanted, result_dtype, lse)
     if route is Route.COMPOSED:

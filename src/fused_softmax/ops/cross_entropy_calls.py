@@ -167,7 +167,7 @@ def counted_by_each(n_rows: int) -> int:
 
 
 def ticket_of(device: int) -> Tensor:
-    return workspace.ticket(device) if device >= 0 else torch.zeros(1, dtype=torch.int64)
+    return workspace.ticket(device) if device >= 0 else torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def _rows_maker(

@@ -42,7 +42,7 @@ from fused_softmax.ops.linear_on_shards import linear_loss_on_shards
 from fused_softmax.ops.linear_sharded import GatheredRows, LinearSharded, OfCall
 from fused_softmax.ops.loss_sums import finish, totals_of
 from fused_softmax.ops.no_gradient import LOSS, refuse, refusing, saved_of
-from fused_softmax.options import DTYPES, Loss, arithmetic_of, check_logits, loss_of
+from fused_softmax.options import Loss, arithmetic_of, check_logits, loss_of, refused_loss
 from fused_softmax.route import Route, batched, is_sharded, needs_grad, on_device, readable, resolved, route_of
 
 if TYPE_CHECKING:
@@ -113,6 +113,20 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens)  # [8192, 4096], [128256, 4096], [8192]
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
     """
+    wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats))
+    options = ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype
+    return _linear_cross_entropy(
+        input, linear_weight, target, linear_bias, weight, options, wanted, chunk_size, accumulate, skip_ignored,
+        (group, n_classes, transport), input_sharded,
+    )  # fmt: skip
+
+
+def _linear_cross_entropy(
+    input, linear_weight, target, linear_bias, weight, options, wanted, chunk_size, accumulate, skip_ignored, over,
+    input_sharded,
+):  # fmt: skip
+    ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype = options
+    group, n_classes, transport = over
     _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate)
     cast = autocast.lowered_dtype(_NAME, input)
     if cast is not None:
@@ -129,7 +143,7 @@ def linear_cross_entropy(
     check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
     loss = loss_of(
         _NAME, input, target, columns, weight, ignore_index, reduction, label_smoothing, softcap, scale,
-        lse_square_scale, dtype, bool(return_token_stats),
+        lse_square_scale, dtype, wanted.stats,
     )  # fmt: skip
     if chunk_size is not None and target.is_floating_point():
         raise ValueError(
@@ -146,8 +160,8 @@ def linear_cross_entropy(
             "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
             "weight_requires_grad": needs_grad(linear_weight),
         }  # fmt: skip
-        n_rows, over = input.shape[:-1].numel(), (group, n_classes, transport)
-        shards = shards_of(_NAME, columns, n_rows, *over, input.device, alike, target)
+        n_rows = input.shape[:-1].numel()
+        shards = shards_of(_NAME, columns, n_rows, group, n_classes, transport, input.device, alike, target)
         shards = told_by(peers_of(_NAME, transport, group, input, linear_weight, target), _NAME, shards)
         if input_sharded:
             input = GatheredRows.apply(input, shards)
@@ -155,7 +169,6 @@ def linear_cross_entropy(
             linear_weight = linear_weight[: shards.held]
             linear_bias = None if linear_bias is None else linear_bias[: shards.held]
     n_classes = columns if shards is None else shards.n_classes
-    wanted = Wanted(bool(return_lse), bool(return_z_loss), loss.stats)
     left_out = skip_ignored and wanted.lse and not target.is_floating_point()
     ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
     result_dtype = dtype_of_loss(_NAME, input, target, dtype)
@@ -163,10 +176,12 @@ def linear_cross_entropy(
         return linear_loss_on_shards(
             input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate, skip_ignored
         )
-    takes = input.dtype in DTYPES and result_dtype in DTYPES and not target.is_floating_point() and loss.scale != 0
-    takes = takes and target.numel() > 0 and linear_weight.numel() > 0
+    refused, empty = refused_loss(input, result_dtype, target, loss), target.numel() == 0 or linear_weight.numel() == 0
     tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
-    route = route_of(*tensors, takes=takes, batches=False)
+    route = route_of(
+        _NAME, *tensors, refused="there are no logits" if empty else refused, batches=False,
+        holds="" if empty or shards is not None else "all logits",
+    )  # fmt: skip
     if shards is not None:
         if readable(target) and not on_device(input):
             check_targets(_NAME, target, n_classes, ignore_index)

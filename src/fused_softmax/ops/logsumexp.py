@@ -134,7 +134,10 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
     dtype = input.dtype if out is not None else autocast.result_dtype("logsumexp", input)
     of_kernel = arithmetic_of(input) if differentiates else dtype
     several = input.ndim > 0 and len(dims) > 0
-    route = route_of(*tensors, takes=input.dtype in DTYPES and several, shards=out is None and several)
+    refused = "" if several else "there is no dim to sum over"
+    if input.dtype not in DTYPES:
+        refused = f"no kernel reads {input.dtype}"
+    route = route_of("logsumexp", *tensors, refused=refused, shards=out is None and several)
     if route is Route.KERNEL and input.numel():
         prepared = prepare_call(input, dims, bool(keepdim), out, scores, of_kernel)
         if differentiates:

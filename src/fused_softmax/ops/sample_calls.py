@@ -184,7 +184,7 @@ def prepare_draws(
 
 def _slots(index: int, n_draws: int) -> Tensor:
     if index < 0:
-        return torch.zeros(2 * n_draws, dtype=torch.int64)
+        return torch.zeros(2 * n_draws, dtype=torch.int64, device="cpu")
     return workspace.slots(index, n_draws, 2, _DRAWS)
 
 

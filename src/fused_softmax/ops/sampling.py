@@ -173,7 +173,8 @@ def sample(
         check_tensor(name, "out", out, logits, (torch.int64,), "int64")
         check_shape(name, "out", out, (n_draws,))
     given = [each for each in (seed, position, out) if isinstance(each, Tensor)]
-    route = route_of(logits, *options.tensors, *given, takes=logits.shape[1] <= MOST_COLUMNS, batches=False)
+    refused = "" if logits.shape[1] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
+    route = route_of(name, logits, *options.tensors, *given, refused=refused, batches=False)
     with torch.no_grad():
         if seed is None:
             seed, position = seed_of(generator, logits.device), None

@@ -187,7 +187,8 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
     tensors = [*(each for each in (input, out) if each is not None), *scores.tensors]
     if not plain and result_dtype not in DTYPES:
         raise NotImplementedError(f"{name}: not implemented for {result_dtype}; give a dtype of 16 to 64 bit floats")
-    route = route_of(*tensors, takes=result_dtype in DTYPES, shards=out is None)
+    refused = "" if result_dtype in DTYPES else f"no kernel writes {result_dtype}"
+    route = route_of(name, *tensors, refused=refused, shards=out is None)
     differentiates = needs_grad(*tensors)
     if out is not None and differentiates and (route is Route.KERNEL or not plain):
         raise RuntimeError(f"{name}: out= takes no part in autograd, but an argument requires grad")

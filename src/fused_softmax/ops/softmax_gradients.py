@@ -174,7 +174,7 @@ def gradients(
         return backward(dy, y, kind.dim, kind.input_dtype, kind.log, kind.hides, factor), None, None, dsink
     arithmetic = torch.promote_types(y.dtype, torch.float32)
     dz_dtype, dz_factor = (kind.input_dtype, factor) if in_kernel else (arithmetic, 1.0)
-    route = Route.COMPOSED if torch.is_grad_enabled() else route_of(dy, y)
+    route = Route.COMPOSED if torch.is_grad_enabled() else route_of("softmax_backward", dy, y)
     if route is Route.KERNEL:
         dz = backward(dy, y, kind.dim, dz_dtype, kind.log, kind.hides, dz_factor)
     elif route is Route.OPERATOR:
