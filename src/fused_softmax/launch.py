@@ -36,8 +36,9 @@ _loading = Lock()
 
 
 def prepare(
-    kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), most_registers=None, registers_of=None, **options
-) -> "Launch":
+    kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), most_registers=None, registers_of=None,
+    plan=None, **options,
+) -> "Launch":  # fmt: skip
     """Compile `kernel` for these arguments and return the `Launch` that runs it; nothing runs yet.
 
     The kernel's parameters are, in order: the `tensors`, the `scalars` (ints, floats or tuples of ints), the
@@ -50,7 +51,8 @@ def prepare(
     `device` is `tensor.get_device()`: an index, or -1 for CPU tensors under the interpreter. `options` are Triton's:
     `num_warps`, `num_ctas`, `maxnreg` and the like; `most_registers` is a `maxnreg` that is dropped where values spill
     by it. `registers_of` are other constexprs: the kernel may take as many registers as it takes with those, even if
-    values then spill in what they leave out.
+    values then spill in what they leave out. `plan` is the record that all this follows from, for `explain()`, which
+    listens here.
 
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
         launch(x, y)

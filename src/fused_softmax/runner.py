@@ -134,7 +134,7 @@ def prepare(
 
     def launcher(spec, slots):
         given = [tensors.get(name, slots) if name == "slots" else tensors[name] for name in names.pointers]
-        return launch.prepare(kernel, count(plan), given, scalars, {"K": spec}, **options)
+        return launch.prepare(kernel, count(plan), given, scalars, {"K": spec}, plan=plan, **options)
 
     if spec.peers and device < 0:
         return _one_by_one([launcher(replace(spec, **only), None) for only in IN_TURN], names.scalars)

@@ -175,13 +175,19 @@ class _Call:
             offset, float(self.how.scale), float(self.how.softcap or 1.0),
         )  # fmt: skip
 
-    def prepare(self, kernel: Any, programs: int, tiles: Tiles, tensors: Sequence, scalars: tuple, **fields: Any):
+    def prepare(
+        self, kernel: Any, programs: int, tiles: Tiles, tensors: Sequence, scalars: tuple, plan: Any = None,
+        **fields: Any,
+    ):  # fmt: skip
+        """What launches a kernel. plan: whose the tiles are; themselves if None. fields: of the spec."""
         ragged = self.n_keys % tiles.block_n != 0
         spec = replace(self.spec, block_m=tiles.block_m, block_n=tiles.block_n, ragged=ragged, **fields)
         options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         if spec.skips and kernel in (_attention, _queries_gradient):  # no fewer programs are to be resident
             options["registers_of"] = {"K": replace(spec, skips=False)}
-        return launch.prepare(kernel, programs, tensors, scalars, {"K": spec}, device=self.device, **options)
+        return launch.prepare(
+            kernel, programs, tensors, scalars, {"K": spec}, device=self.device, plan=plan or tiles, **options
+        )
 
     def of(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """A tensor as the launches take it."""

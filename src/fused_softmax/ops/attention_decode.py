@@ -30,7 +30,7 @@ def prepare_decode(c: Any, tensors: Sequence[Tensor | None], scalars: tuple) -> 
     fields = {"lanes": plan.lanes, "block_r": plan.block_r, "chunk": plan.chunk, "skips": skips}
     tensors = tensors[:-2]
     if plan.parts == 1:
-        return c.prepare(_decode, programs, plan.tiles, (*tensors, None, None), (*scalars, plan.parts), **fields)
+        return c.prepare(_decode, programs, plan.tiles, (*tensors, None, None), (*scalars, plan.parts), plan, **fields)
     size = programs * plan.block_r * (c.spec.block_v + 2)
     device, of_parts = c.device, maker((size,), torch.float32, tensors[0].device)  # type: ignore[union-attr]
 
@@ -43,5 +43,5 @@ def prepare_decode(c: Any, tensors: Sequence[Tensor | None], scalars: tuple) -> 
         )
         return of_parts(), tickets
 
-    run = c.prepare(_decode, programs, plan.tiles, (*tensors, *beside()), (*scalars, plan.parts), **fields)
+    run = c.prepare(_decode, programs, plan.tiles, (*tensors, *beside()), (*scalars, plan.parts), plan, **fields)
     return lambda *tensors: run(*tensors, *beside())

@@ -39,7 +39,7 @@ def prepare_forward(
     programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), c.n_batches * c.n_heads)
     return launch.prepare(
         _attention_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), sinks, slopes, into, lse),
-        (*c.numbers()[1:8], *turns, *_rate(c)), {"K": spec}, device=c.device, num_warps=4,
+        (*c.numbers()[1:8], *turns, *_rate(c)), {"K": spec}, device=c.device, num_warps=4, plan=plan,
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def prepare_keys(
         numbers += [first_head, heads]
     return launch.prepare(
         kernel, programs, (*maps, read[3], of_do, _of_floats(rows, plan.block), *into),
-        (*numbers, float(c.how.scale), *_rate(c)), {"K": spec}, device=c.device, num_warps=4,
+        (*numbers, float(c.how.scale), *_rate(c)), {"K": spec}, device=c.device, num_warps=4, plan=plan,
     )  # fmt: skip
 
 
@@ -103,7 +103,8 @@ def prepare_queries(c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor
 
         maps.append(_of_bias(c, bias, ROWS, plan.block))
     return launch.prepare(
-        kernel, programs, (*maps, read[3], of_do, rows, into), numbers, {"K": spec}, device=c.device, num_warps=4
+        kernel, programs, (*maps, read[3], of_do, rows, into), numbers, {"K": spec}, device=c.device, num_warps=4,
+        plan=plan,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def prepare_short(c: Any, tensors: Sequence[Tensor | None], scalars: tuple) -> C
     if plan is None or tensors[-2] is not None or tensors[-1] is not None:
         return None
     return c.prepare(
-        _short, c.n_heads * plan.parts, plan.tiles, tensors[:-2], (*scalars, c.n_batches, plan.steps), **_held(c)
+        _short, c.n_heads * plan.parts, plan.tiles, tensors[:-2], (*scalars, c.n_batches, plan.steps), plan, **_held(c)
     )
 
 
@@ -50,7 +50,7 @@ def prepare_short_backward(
 
     like = (*made(), None)[:4]
     run = c.prepare(
-        _short_gradient, c.n_heads * parts, plan.tiles, (*read, dlse, *like), (*scalars, c.n_batches, plan.steps),
+        _short_gradient, c.n_heads * parts, plan.tiles, (*read, dlse, *like), (*scalars, c.n_batches, plan.steps), plan,
         stores_ds=bool(wanted), **_held(c),
     )  # fmt: skip
 

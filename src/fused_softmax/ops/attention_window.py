@@ -45,5 +45,5 @@ def prepare_window(c: Any, tensors: Sequence[Any]) -> Callable[..., None] | None
     numbers = (*c.numbers()[1:5], c.numbers()[7], head_tiles, n_tiles, plan.span)
     return launch.prepare(
         _window_hopper, min(n_tiles, c.gpu.sm_count), (*maps, sinks, into, lse), (*numbers, c.how.scale * LOG2E),
-        {"K": spec}, device=c.device, num_warps=4,
+        {"K": spec}, device=c.device, num_warps=4, plan=plan,
     )  # fmt: skip

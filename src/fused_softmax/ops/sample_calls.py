@@ -84,10 +84,11 @@ def of_a_call(read: tuple, written: tuple, numbers: Numbers) -> tuple:
 class Arguments:
     """A kernel's arguments by name, of a call's tensors and numbers; and which of them every call gives anew."""
 
-    def __init__(self, read: tuple, written: tuple, numbers: Numbers, n_rows: int, n_cols: int):
+    def __init__(self, read: tuple, written: tuple, numbers: Numbers, n_rows: int, n_cols: int, plan: DrawPlan):
         given = dict(zip(_OF_A_CALL, of_a_call(read, written, numbers), strict=True))
         self._tensors = {name: value if isinstance(value, Tensor) else None for name, value in given.items()}
         self._anew: set[str] = set()  # of the numbers
+        self._plan = plan
         self._by_draw = numbers.position is None
         self._scalars: dict[str, Any] = {
             "n_rows": n_rows,
@@ -121,7 +122,7 @@ class Arguments:
         launched = launch.prepare(
             kernel, programs, [self._tensors[name] for name in tensors], [known[name] for name in scalars],
             {"K": replace(spec, follows=True) if follows else spec}, device=device, num_warps=num_warps,
-            numbers=tuple(map(scalars.index, numbers)), **overlapping(follows), **options,
+            numbers=tuple(map(scalars.index, numbers)), plan=self._plan, **overlapping(follows), **options,
         )  # fmt: skip
         given = [name for name in tensors if self._tensors[name] is not None] + numbers
         return launched.__call__, itemgetter(*map(_OF_A_CALL.index, given))
@@ -164,7 +165,7 @@ def prepare_draws(
             torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None, None, None,
         )  # fmt: skip
 
-    arguments = Arguments(read, written(out), numbers, n_rows, n_cols)
+    arguments = Arguments(read, written(out), numbers, n_rows, n_cols, plan)
     launches = _launches_of_kept(plan, spec, arguments, index) if filtered else [
         arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
     ]  # fmt: skip
@@ -259,7 +260,7 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     written = scratch, None, None, None, None, None, None
     if n_draws:
         programs = n_draws * -(-n_stretches // plan.stretches)
-        arguments = Arguments(read, written, numbers, logits.shape[0], n_cols)
+        arguments = Arguments(read, written, numbers, logits.shape[0], n_cols, plan)
         launched, wanted = arguments.prepare(_stretches, programs, spec, index, plan.num_warps)
         launched(*wanted(of_a_call(read, written, numbers)))
     s = scratch[:, spec.sums_at :][:, :n_stretches]

@@ -87,7 +87,7 @@ def _prepare_report(
     )  # fmt: skip
     read = read_of(logits, options.logit_bias, options.bitmask, options.row_indices)
     numbers = numbers_of(Numbers.of(options, seed, position))
-    arguments = Arguments(read, like, numbers, n_rows, n_cols)
+    arguments = Arguments(read, like, numbers, n_rows, n_cols, plan)
     n_parts = -(-n_cols // (STRETCH * plan.stretches))
     of_report = replace(spec, stretches=plan.kept_warps)
     launches = [

@@ -149,24 +149,30 @@ def sample(
         }  # fmt: skip
         over = group, n_classes, transport
         return sample_of_shards(logits, filters, tensors, asked, (seed, position, generator), out, over)
-    plain = None
+    look = plain = None
     bare = top_logprobs.__class__ is int and top_logprobs <= FEW
     if bare and return_kept.__class__ is bool and not _is_compiling():
         plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position, generator)
     if plain is not None:
         (t, k, p, least_p, of_seed, of_position), kinds = plain
         kind = order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW
+        look = kind, *kinds
         call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
         if call is not None:
             if of_seed is None:
                 of_seed = seed_of(generator, logits.device)
             numbers = Numbers(t, k, p, least_p, of_seed, of_position)
             return call(logits, numbers, logit_bias, bitmask, row_indices, out)
+    read, random = (logit_bias, bitmask, row_indices), (seed, position, generator)
+    options = temperature, top_k, top_p, min_p, order, *read, return_logprobs, top_logprobs, return_kept
+    return _sample(logits, options, read, random, out, look)
+
+
+def _sample(logits, options, read, random, out, look):
+    """look: what tells a call that is kept from others, if it may be kept."""
+    name, (_, _, row_indices), (seed, position, generator) = "sample", read, random
     check_logits(name, "logits", logits, "[n_rows, vocab]")
-    options = sampling_of(
-        name, logits, temperature, top_k, top_p, min_p, order, logit_bias, bitmask, row_indices, return_logprobs,
-        top_logprobs, return_kept,
-    )  # fmt: skip
+    options = sampling_of(name, logits, *options)
     n_draws = logits.shape[0] if row_indices is None else row_indices.shape[0]
     check_random(name, seed, position, generator, logits, n_draws)
     if out is not None:
@@ -181,11 +187,12 @@ def sample(
         else:
             seed, position = _signed(seed), _signed(0 if position is None else position)
         if route is Route.KERNEL:
-            if plain is None or not n_draws or not logits.shape[0]:
+            if look is None or not n_draws or not logits.shape[0]:
                 return draws_of(logits, options, seed, position, out)
             prepared = Prepared(prepare_sample(logits, options, seed, position, out))
-            call = keep(prepared, name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
-            return call(logits, Numbers.of(options, seed, position), logit_bias, bitmask, row_indices, out)
+            kind, *kinds = look
+            call = keep(prepared, name, kind, logits, *kinds, *read, out)
+            return call(logits, Numbers.of(options, seed, position), *read, out)
         seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
         if route is Route.OPERATOR:
             drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.operator_arguments())
@@ -271,7 +278,12 @@ def speculative_sample(
     >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]
     (tensor([[ 1,  0, -1]], device='cuda:0'), tensor([1], device='cuda:0'))
     """
-    name = "speculative_sample"
+    options, random = (temperature, top_k, top_p, min_p, order), (seed, position, generator)
+    return _speculative(target_logits, draft_tokens, draft_logits, options, random)
+
+
+def _speculative(target_logits, draft_tokens, draft_logits, options, random):
+    name, (seed, position, generator) = "speculative_sample", random
     check_logits(name, "target_logits", target_logits, "[n, k + 1, vocab]")
     n, k_and_1, n_cols = target_logits.shape
     if not k_and_1:
@@ -284,7 +296,7 @@ def speculative_sample(
             "float32, float16 or bfloat16",
         )  # fmt: skip
         check_shape(name, "draft_logits", draft_logits, (n, k_and_1 - 1, n_cols))
-    options = sampling_of(name, target_logits, temperature, top_k, top_p, min_p, order)
+    options = sampling_of(name, target_logits, *options)
     check_random(name, seed, position, generator, target_logits, n)
     with torch.no_grad():
         device = target_logits.device

@@ -138,6 +138,10 @@ def penalize(
     >>> penalize(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0, 1, 1, -1]]), repetition=2.0, frequency=0.5)
     tensor([[ 0.5000, -5.0000,  1.0000]])
     """
+    return _penalize(logits, token_ids, repetition, presence, frequency, out)
+
+
+def _penalize(logits, token_ids, repetition, presence, frequency, out):
     name = "penalize"
     check_logits(name, "logits", logits, "[n_rows, vocab]")
     n_rows = logits.shape[0]

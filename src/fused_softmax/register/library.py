@@ -6,8 +6,7 @@ torch's operations. torch.library has no place for rules of functorch's grad and
 torch.
 """
 
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,10 +22,20 @@ def _register() -> torch.library.Library:
     return library
 
 
+def _run(each: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return each.run(*args, **kwargs)
+
+
 def _add(library: torch.library.Library, each: Operator) -> None:
     # Results are contiguous however the input lies, so a compiler may lay that out as it likes.
     library.define(each.name + each.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    library.impl(each.name, _as_given(each.run), "CompositeExplicitAutograd")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Who called the operator has cast its arguments, and its own operations are not to be.
+        with torch._C._DisableAutocast():
+            return _run(each, args, kwargs)
+
+    library.impl(each.name, run, "CompositeExplicitAutograd")
     qualified = f"fused_softmax::{each.name}"
     torch.library.register_fake(qualified, each.fake, lib=library)
     if each.gradient is not None:
@@ -52,17 +61,6 @@ def _count_flops() -> None:
     # A counter has copied the formulas that there were when it was made.
     for mode in _get_current_dispatch_mode_stack():
         getattr(getattr(mode, "counter", None), "flop_registry", {}).update(flops)
-
-
-def _as_given(run: Callable[..., Any]) -> Callable[..., Any]:
-    """With autocast off: who called the operator has cast its arguments, and its own operations are not to be."""
-
-    @wraps(run)
-    def as_given(*arguments: Any, **options: Any) -> Any:
-        with torch._C._DisableAutocast():
-            return run(*arguments, **options)
-
-    return as_given
 
 
 _library = _register()  # what it defines lives as long as it does
