@@ -26,7 +26,7 @@ PUBLIC = "fused_softmax"  # the package's own names, which its __init__ takes fr
 
 # Each part, and the parts of ours that it may import. What is not here yet gets a line: dependencies point one way.
 MAY_IMPORT = {
-    PUBLIC: {"ops", "nn", "register", "without_triton"},
+    PUBLIC: {"ops", "nn", "register", "explanation", "without_triton"},
     "without_triton": set(),
     "plan": set(),
     "kernels": set(),
@@ -60,6 +60,7 @@ MAY_IMPORT = {
     },
     "nn": {"ops", "options", "options_attention", "register"},
     "hf": {"ops", "register"},
+    "explanation": {"ops", "register", "calls", "launch", "route", "device", "plan"},
     "classic": set(),
     "bench": {
         PUBLIC, "ops", "classic", "reference", "reference_sampling", "register", "plan", "device", "interrupt",

@@ -37,6 +37,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "explain",
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fused_softmax import nn
+    from fused_softmax.explanation import explain
     from fused_softmax.ops.attention import AttentionOutput, attention
     from fused_softmax.ops.cross_entropy import cross_entropy
     from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats
@@ -76,6 +78,7 @@ else:
 
     _HOMES = {
         "nn": ("nn",),
+        "explanation": ("explain",),
         "ops.attention": ("AttentionOutput", "attention"),
         "ops.cross_entropy": ("cross_entropy",),
         "ops.cross_entropy_output": ("CrossEntropyOutput", "TokenStats"),

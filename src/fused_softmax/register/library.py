@@ -6,6 +6,7 @@ torch's operations. torch.library has no place for rules of functorch's grad and
 torch.
 """
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -22,8 +23,7 @@ def _register() -> torch.library.Library:
     return library
 
 
-def _run(each: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return each.run(*args, **kwargs)
+listener: Callable[..., Any] | None = None  # hears of what runs: listener(name, run, args, kwargs)
 
 
 def _add(library: torch.library.Library, each: Operator) -> None:
@@ -33,7 +33,7 @@ def _add(library: torch.library.Library, each: Operator) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         # Who called the operator has cast its arguments, and its own operations are not to be.
         with torch._C._DisableAutocast():
-            return _run(each, args, kwargs)
+            return each.run(*args, **kwargs) if listener is None else listener(each.name, each.run, args, kwargs)
 
     library.impl(each.name, run, "CompositeExplicitAutograd")
     qualified = f"fused_softmax::{each.name}"

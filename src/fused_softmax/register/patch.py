@@ -26,7 +26,7 @@ from fused_softmax.ops.attention import attention
 from fused_softmax.ops.cross_entropy import prepare_plain
 from fused_softmax.ops.loss_on_shards import loss_as_aten
 from fused_softmax.options import DTYPES
-from fused_softmax.route import INTERPRET, is_sharded, needs_grad, runs_here
+from fused_softmax.route import INTERPRET, is_sharded, needs_grad, watcher_of
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
 # Where a thread waits that is within no call of anybody's: by module and function.
@@ -39,6 +39,7 @@ _depth = 0  # how many enable() have had no disable() yet
 _asked: list[bool] = []  # of each of them, whether with attention
 _library: torch.library.Library | None = None  # its registrations live as long as it does
 _of_attention: torch.library.Library | None = None
+listener: Callable[..., Any] | None = None  # hears of calls that are not kept: listener(name, kernel, args, kwargs)
 
 
 def enable(*, attention: bool = False) -> None:
@@ -133,14 +134,19 @@ def _register_attention() -> torch.library.Library:
     return library
 
 
-def _passing_on(atens: Callable, kernel: Callable) -> Callable:
+def _passing_on(name: str, atens: Callable, kernel: Callable) -> Callable:
     def passing_on(*args, **kwargs):
         if not _depth:
             return atens(*args, **kwargs)
         with _no_torch_functions():  # modes and subclasses have had their say
-            return kernel(*args, **kwargs)
+            return kernel(*args, **kwargs) if listener is None else listener(name, kernel, args, kwargs)
 
     return passing_on
+
+
+def _left(atens: Callable, refused: str) -> Callable:
+    """ATen's own, for a call that the kernels do not take. refused: why, for `explain()`, which listens here."""
+    return atens
 
 
 # What stands in for ATen's kernel `atens`, and has its arguments.
@@ -151,12 +157,15 @@ def _softmax(log: bool, atens: Callable) -> Callable:
 
     def kernel(x: Tensor, dim: int, half_to_float: bool, **out: Tensor) -> Tensor:
         dtype = torch.float32 if half_to_float else x.dtype
-        taken = _takes(x, dim) and (not half_to_float or x.dtype == torch.float16)
-        if not taken or (out and not _fits(out["out"], x.shape, dtype, x)):
-            return atens(x, dim, half_to_float, **out)
+        refused = _refused(x, dim)
+        if half_to_float and x.dtype != torch.float16:
+            refused = f"half_to_float of {x.dtype}"
+        refused = refused or _refused_outs(out, x.shape, dtype, x)
+        if refused:
+            return _left(atens, refused)(x, dim, half_to_float, **out)
         return softmax_calls.forward(log, x, dim, dtype, out.get("out"))
 
-    kernel = _passing_on(atens, kernel)
+    kernel = _passing_on("log_softmax" if log else "softmax", atens, kernel)
 
     def seen_first(x: Tensor, dim: int, half_to_float: bool, out: Tensor | None = None) -> Tensor:
         if out is not None:
@@ -175,15 +184,18 @@ def _gradient(log: bool, atens: Callable) -> Callable:
 
     def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype, **out: Tensor) -> Tensor:
         rounded = (y.dtype, input_dtype) == (torch.float32, torch.float16)  # of a forward with half_to_float
-        like = dy.shape == y.shape and dy.dtype == y.dtype
-        fit = all(_fits(each, y.shape, input_dtype, y) and not overlap(each, dy) for each in out.values())
-        if not (_takes(y, dim) and like and fit and (rounded or input_dtype == y.dtype)):
-            return atens(dy, y, dim, input_dtype, **out)
+        refused = _refused(y, dim) or _refused_outs(out, y.shape, input_dtype, y, dy)
+        if dy.shape != y.shape or dy.dtype != y.dtype:
+            refused = "the incoming gradient is not of the output's shape and dtype"
+        elif not (rounded or input_dtype == y.dtype):
+            refused = f"a gradient of {input_dtype} from an output of {y.dtype}"
+        if refused:
+            return _left(atens, refused)(dy, y, dim, input_dtype, **out)
         for each in out.values():
             return softmax_calls.backward_into(dy, y, each, dim, log)
         return softmax_calls.backward(dy, y, dim, input_dtype, log, False, 1.0)
 
-    kernel = _passing_on(atens, kernel)
+    kernel = _passing_on(name, atens, kernel)
 
     def seen_first(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype, **out: Tensor) -> Tensor:
         if _depth and not out:
@@ -197,14 +209,28 @@ def _gradient(log: bool, atens: Callable) -> Callable:
 
 def _logsumexp(atens: Callable) -> Callable:
     def kernel(x: Tensor, dim: list[int], keepdim: bool = False, **out: Tensor) -> Tensor:
-        taken = dim and all(_takes(x, d) for d in dim) and x.ndim and x.numel()
-        dims = {d % x.ndim for d in dim} if taken else set()
-        shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
-        if len(dims) < len(dim) or not taken or (out and not _fits(out["out"], torch.Size(shape), x.dtype, x)):
-            return atens(x, dim, keepdim, **out)
+        refused = next(filter(None, (_refused(x, d) for d in dim)), "")
+        if not dim or not x.ndim or not x.numel():
+            refused = "there is nothing to sum over"
+        if not refused:
+            dims = {d % x.ndim for d in dim}
+            shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
+            twice = "a dim is given twice" if len(dims) < len(dim) else ""
+            refused = twice or _refused_outs(out, torch.Size(shape), x.dtype, x)
+        if refused:
+            return _left(atens, refused)(x, dim, keepdim, **out)
         return logsumexp_calls.forward(x, tuple(dim), keepdim, out.get("out"))
 
-    return _passing_on(atens, kernel)
+    kernel = _passing_on("logsumexp", atens, kernel)
+
+    def seen_first(x: Tensor, dim: list[int], keepdim: bool = False, **out: Tensor) -> Tensor:
+        if _depth and not out:
+            call = find("logsumexp_forward", (tuple(dim), keepdim), x, None)
+            if call is not None:
+                return call(x, None, None, None)
+        return kernel(x, dim, keepdim, **out)
+
+    return seen_first
 
 
 def _cross_entropy(atens: Callable) -> Callable:
@@ -216,31 +242,19 @@ def _cross_entropy(atens: Callable) -> Callable:
             found = loss_as_aten(x, target, weight, reduction, ignore_index, label_smoothing)
             if found is not None:
                 return found
-            return atens(x, target, weight, reduction, ignore_index, label_smoothing)
-        tensors = [each for each in (x, target, weight) if each is not None]
-        # Where the class dim is strided, log_softmax is taken as it lies.
-        taken = (
-            runs_here(*tensors)
-            and x.dtype in DTYPES
-            and x.ndim in (1, 2)
-            and target.dtype in (torch.int64, torch.uint8)
-            and target.shape == x.shape[:-1]
-            and target.device == x.device
-            and x.numel() > 0
-            and reduction in (0, 1, 2)
-            and 0.0 <= label_smoothing <= 1.0
-            and (weight is None or (weight.shape, weight.dtype, weight.device) == (x.shape[-1:], x.dtype, x.device))
-            and not (weight is not None and needs_grad(weight))  # torch raises its own error
-        )
-        if not taken:
-            return atens(x, target, weight, reduction, ignore_index, label_smoothing)
+            return _left(atens, "this DTensor's shards are not worked on one by one")(
+                x, target, weight, reduction, ignore_index, label_smoothing
+            )
+        refused = _refused_loss(x, target, weight, reduction, label_smoothing)
+        if refused:
+            return _left(atens, refused)(x, target, weight, reduction, ignore_index, label_smoothing)
         name = ("none", "mean", "sum")[reduction]
         prepared = prepare_plain(x, target, weight, ignore_index, name, label_smoothing)
         options = reduction, ignore_index, label_smoothing > 0, True, torch.is_grad_enabled()
         call = keep(prepared, "aten::cross_entropy", options, x, target, weight)
         return call(x, target, weight, label_smoothing, None, None, 0.0)
 
-    kernel = _passing_on(atens, kernel)
+    kernel = _passing_on("cross_entropy", atens, kernel)
 
     def seen_first(
         x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100,
@@ -271,32 +285,76 @@ def _attention(atens: Callable) -> Callable:
             look = "aten::attention", options, query, key, value, attn_mask
             call = find(*look)
             if call is None:
-                tensors = [each for each in (query, key, value, attn_mask) if each is not None]
-                if not runs_here(*tensors):  # nothing is kept of a tensor without data
-                    return atens(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-                taken = (
-                    dropout_p == 0
-                    and not (is_causal and attn_mask is not None)
-                    and query.dtype in (torch.float16, torch.bfloat16)
-                    and all((each.dtype, each.device) == (query.dtype, query.device) for each in (key, value))
-                    and min(each.ndim for each in tensors[:3]) > 2
-                    and attention_sdpa.takes_over(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-                )
-                given: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-                ours = partial(attention, **given) if taken else partial(atens, dropout_p=dropout_p, **given)
-                call = keep(Prepared(ours), *look)
+                args = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                if listener is None:
+                    return kernel(look, *args)
+                return listener("scaled_dot_product_attention", kernel, (look, *args), {})
             return call(query, key, value, attn_mask)
+
+    def kernel(look, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+        given: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+        watcher = watcher_of(*tensors)
+        if watcher is not None:  # nothing is kept of a tensor without data
+            return _left(atens, watcher.reason)(query, key, value, attn_mask, dropout_p, **given)
+        refused = ""
+        if dropout_p != 0:
+            refused = "dropout_p is not 0"
+        elif is_causal and attn_mask is not None:
+            refused = "is_causal with attn_mask"
+        elif query.dtype not in (torch.float16, torch.bfloat16):
+            refused = f"no kernel was measured for {query.dtype}"
+        elif any((each.dtype, each.device) != (query.dtype, query.device) for each in (key, value)):
+            refused = "query, key and value differ in dtype or device"
+        elif min(each.ndim for each in tensors[:3]) <= 2:
+            refused = "there is no dim of heads"
+        elif not attention_sdpa.takes_over(query, key, value, attn_mask, is_causal, scale, enable_gqa):
+            refused = "torch's own ways take it, and the kernels were not measured to be faster"
+        ours = partial(_left(atens, refused), dropout_p=dropout_p, **given) if refused else partial(attention, **given)
+        return keep(Prepared(ours), *look)(query, key, value, attn_mask)
 
     return seen_first
 
 
-def _takes(x: Tensor, dim: int) -> bool:
+# Why the kernels do not take a call; "" if they do.
+
+
+def _refused(x: Tensor, dim: int) -> str:
     bound = max(1, x.ndim)
-    return x.dtype in DTYPES and -bound <= dim < bound
+    if x.dtype not in DTYPES:
+        return f"no kernel has {x.dtype}"
+    return "" if -bound <= dim < bound else f"dim {dim} is out of range"
 
 
-def _fits(out: Tensor, shape: torch.Size, dtype: torch.dtype, x: Tensor) -> bool:
-    return out.shape == shape and out.dtype == dtype and out.device == x.device and not overlap(out, x)
+def _refused_outs(out: dict[str, Tensor], shape: torch.Size, dtype: torch.dtype, *read: Tensor) -> str:
+    for each in out.values():
+        like = (each.shape, each.dtype, each.device) == (shape, dtype, read[0].device)
+        if not like or any(overlap(each, x) for x in read):
+            return "out= is not like the result, or lies over an input"
+    return ""
+
+
+def _refused_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float
+) -> str:  # fmt: skip
+    watcher = watcher_of(*[each for each in (x, target, weight) if each is not None])
+    if watcher is not None:
+        return watcher.reason
+    if x.dtype not in DTYPES:
+        return f"no kernel has {x.dtype}"
+    if x.ndim not in (1, 2):  # where the class dim is strided, log_softmax is taken as it lies
+        return f"logits of {x.ndim} dims: log_softmax is taken as they lie"
+    if target.dtype not in (torch.int64, torch.uint8):
+        return f"targets are {target.dtype}"
+    if target.shape != x.shape[:-1] or target.device != x.device or x.numel() == 0:
+        return "targets do not fit, or there are no logits"
+    if reduction not in (0, 1, 2) or not 0.0 <= label_smoothing <= 1.0:
+        return "reduction or label_smoothing is out of range"
+    if weight is not None and (weight.shape, weight.dtype, weight.device) != (x.shape[-1:], x.dtype, x.device):
+        return "weight is not of the logits' classes, dtype and device"
+    if weight is not None and needs_grad(weight):
+        return "weight requires grad, of which torch raises its own error"
+    return ""
 
 
 _STAND_INS: dict[str, Callable[[Callable], Callable]] = {
