@@ -135,7 +135,8 @@ def explain() -> Explanation:
     that `enable()` took, and the operators that compiled code runs. A call within another follows it, with a depth.
 
     Within the block no call is found among earlier ones, and each takes the host as long as a first one. A function of
-    torch.compile may be traced once more there, which lists how its calls were traced. Outside of the block nothing is slower.
+    torch.compile may be traced once more there, which lists how its calls were traced. Outside of
+    the block nothing is slower.
 
     >>> with explain() as calls:
     ...     softmax(torch.randn(64, 1000, device="cuda"))
