@@ -12,11 +12,13 @@ from triton import knobs
 
 import fused_softmax
 from fused_softmax import calls, explain, explanation, launch, route
+from fused_softmax.ops import attention as attention_ops
 from fused_softmax.ops import attention_sdpa
+from fused_softmax.ops.attention_calls import Gradients, Inputs, Results
 from fused_softmax.plan import ColumnPlan, DrawPlan, RowPlan
 from fused_softmax.plan.attention import Tiles
 from fused_softmax.plan.attention_decode import DecodePlan
-from fused_softmax.plan.attention_sdpa import Entry
+from fused_softmax.plan.attention_sdpa import LEAST_LENGTH, Entry
 from fused_softmax.register import library, patch
 
 F = torch.nn.functional
@@ -105,7 +107,7 @@ def test_every_function_is_listed_whether_it_was_kept_or_not(name, kept, x, targ
 
 def test_plans_of_decoding_and_of_streams(device, q):
     with explain() as explained:
-        fused_softmax.attention(q[:, :, -1:], q, q)
+        fused_softmax.attention(q[:, :, -1:], q.repeat(1, 1, 100, 1), q.repeat(1, 1, 100, 1))
     assert type(explained[0].plan[0]) is DecodePlan
     assert explained[0].kernels == ["_decode"]
 
@@ -172,12 +174,12 @@ OTHERS = {
         lambda x: torch.func.grad(lambda x: fused_softmax.softmax(x)[0, 0])(x), "composed",
     ),
     "torch.jit traces the call": (lambda x: torch.jit.trace(fused_softmax.softmax, x, check_trace=False), "composed"),
-    "FlopCounterMode, a TorchDispatchMode, watches the call": (within_a_dispatch_mode, "operator"),
+    "_FlopCounterMode, a TorchDispatchMode, watches the call": (within_a_dispatch_mode, "operator"),
     "torch.func transforms the call": (lambda x: torch.func.vmap(fused_softmax.softmax)(x), "operator"),
     "torch.func transforms the call, and the operator has no rule for it": (
         lambda x: torch.func.vmap(lambda x: fused_softmax.sample(x[None], seed=1).tokens)(x), "composed",
     ),
-    "there is no dim to sum over": (lambda x: fused_softmax.logsumexp(x, ()), "composed"),
+    "there is no dim to sum over": (lambda x: fused_softmax.logsumexp(x[0, 0], 0), "composed"),
     "there are no logits": (
         lambda x: fused_softmax.cross_entropy(x[:0], torch.zeros(0, dtype=torch.int64, device=x.device)), "composed",
     ),
@@ -236,10 +238,12 @@ def test_backward_passes_are_records_of_their_own(name, forward_within, x, targe
             y.backward()
         (record,) = explained
         assert record.function.endswith("backward")
+        assert record.function == f"{name} backward"
         backward = [record]
     for record in backward:
         assert record.route == "kernel"
-        assert record.kernels
+        # What the forward pass had prepared is not heard.
+        assert record.kernels or record.reason == "its forward pass, which came before the block, has prepared it"
         assert record.depth == 0
 
 
@@ -278,7 +282,7 @@ def test_what_enable_leaves_to_aten_says_why(x, target, q):
         F.cross_entropy(x[:, :, None], target[:, None])
         F.scaled_dot_product_attention(q, q, q)
         F.scaled_dot_product_attention(q.half(), q.half(), q.half(), dropout_p=0.5)
-    left = [(each.function, each.reason) for each in explained if each.route == "ATen"]
+    left = [(each.function, each.reason) for each in explained if each.route == "ATen" and not each.depth]
     assert left == [
         ("aten::logsumexp", "there is nothing to sum over"),
         ("aten::cross_entropy", "logits of 3 dims: log_softmax is taken as they lie"),
@@ -297,30 +301,31 @@ def test_a_call_of_torchs_that_attention_takes_over(q, monkeypatch):
     assert [each.depth for each in explained] == [0, 1]
 
 
-@pytest.mark.parametrize("which", ["forward", "backward", "both"])
-def test_a_pass_that_is_handed_to_cudnn(which, q, monkeypatch):
-    given = [torch.zeros(2, 4, 2048, 64 if which == "forward" else 128, dtype=torch.bfloat16, device="meta")] * 3
-    for each in ("forward", "backward"):
-        if which in (each, "both"):
-            monkeypatch.setattr(attention_sdpa, f"prepare_{each}", lambda given, how, *_: lambda *_: tuple(given))
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_a_pass_that_is_handed_to_cudnn(which, device, monkeypatch):
+    def prepare_forward(given, how, with_lse):
+        def call(*given):
+            found = attention_ops.composed(Inputs(*given), how, torch.float32, return_lse=True)
+            return Results(found.output.half(), found.lse, None, None, None)
+
+        return call
+
+    def prepare_backward(given, how, dlse, asked):
+        return lambda do, dlse, output, lse, *given: Gradients(*given[:3], None, None, None)
+
+    fakes = {"forward": prepare_forward, "backward": prepare_backward}
+    monkeypatch.setattr(attention_sdpa, f"prepare_{which}", fakes[which])
+    dim = {"forward": 64, "backward": 128}[which]
+    leaves = [torch.randn(1, 1, LEAST_LENGTH, dim, device=device).half().requires_grad_() for _ in range(3)]
     with explain() as explained:
-        for each in ("forward", "backward"):
-            with explanation._opened(f"attention {each}", given):
-                getattr(attention_sdpa, f"prepare_{each}")(SimpleNamespaceLike(given), None, None)
-    for record in explained:
-        name = record.function.split()[1]
-        if which in (name, "both"):
-            assert record.route == "cuDNN"
-            assert record.reason == f"cuDNN was measured to be faster at this {name} pass"
-        else:
-            assert record.route == "composed"
-    taken = [each for record in explained for each in record.plan]
-    assert all(type(each) is Entry for each in taken)
-    assert taken
-
-
-class SimpleNamespaceLike(tuple):
-    """Inputs of which only query, key and value are read."""
+        fused_softmax.attention(*leaves).sum().backward()
+    forward, backward = explained
+    handed, other = (forward, backward) if which == "forward" else (backward, forward)
+    assert (handed.route, handed.reason) == ("cuDNN", f"cuDNN was measured to be faster at this {which} pass")
+    assert [type(each) for each in handed.plan] == [Entry]
+    assert handed.plan[0].which == which
+    assert handed.kernels == []
+    assert other.route == "kernel"
 
 
 @pytest.mark.gpu

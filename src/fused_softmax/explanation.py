@@ -151,8 +151,8 @@ def explain() -> Explanation:
 class _Open:
     """A record that is not over, with what may settle its route in the end."""
 
-    def __init__(self, record: Record, standing_in: bool):
-        self.record, self.standing_in = record, standing_in
+    def __init__(self, record: Record, standing_in: bool, forward: Record | None):
+        self.record, self.standing_in, self.forward = record, standing_in, forward
         self.watcher: Any = None
         self.first_within: Record | None = None
 
@@ -163,7 +163,9 @@ class _Open:
         record = self.record
         if record.route:
             return
-        if record.kernels:
+        if self.forward is not None and self.forward.route == SHARDED:
+            self.settle((SHARDED, self.forward.reason))
+        elif record.kernels:
             of_enable = "enable() has the kernels in the place of ATen's"
             self.settle((KERNEL, of_enable if self.standing_in else "plain tensors, with nothing watching"))
         elif self.first_within is not None:
@@ -172,8 +174,13 @@ class _Open:
             self.settle((COMPOSED, self.watcher.reason))
         elif record.function.endswith("backward") and torch.is_grad_enabled():
             self.settle((COMPOSED, "a gradient of the gradient is asked for"))
+        elif self.forward is _UNHEARD:
+            self.settle((KERNEL, "its forward pass, which came before the block, has prepared it"))
         else:
             self.settle((COMPOSED, "no kernel has a part in it"))
+
+
+_UNHEARD = Record("")  # of a forward pass before the block, of which no launch that it prepared is heard
 
 
 class _Of(threading.local):
@@ -201,11 +208,12 @@ def _add(record: Record) -> None:
 
 @contextmanager
 def _opened(
-    function: str, args: Any, settled: tuple[str, str] | None = None, standing_in: bool = False
-) -> Iterator[_Open]:
+    function: str, args: Any, settled: tuple[str, str] | None = None, standing_in: bool = False,
+    forward: Record | None = None,
+) -> Iterator[_Open]:  # fmt: skip
     around = _here.open[-1] if _here.open else None
     record = Record(function, _shapes(args), depth=len(_here.open))
-    this = _Open(record, standing_in)
+    this = _Open(record, standing_in, forward)
     if settled is not None:
         this.settle(settled)
     if around is not None and around.first_within is None:
@@ -366,7 +374,7 @@ def _going_forward(real: Callable) -> Callable:
     def listened(ctx, *args):
         now = _now()
         if now is not None:
-            ctx.function_of_call = now.record.function
+            ctx.forward_record = now.record
         return real(ctx, *args)
 
     return listened
@@ -374,7 +382,8 @@ def _going_forward(real: Callable) -> Callable:
 
 def _going_back(real: Callable, home: str) -> Callable:
     def listened(ctx, *gradients):
-        with _opened(f"{getattr(ctx, 'function_of_call', home)} backward", gradients):
+        forward = getattr(ctx, "forward_record", _UNHEARD)
+        with _opened(f"{forward.function or home} backward", gradients, forward=forward):
             return real(ctx, *gradients)
 
     return listened
@@ -393,7 +402,10 @@ def _compiling(real: Callable | None) -> Callable:
 
 def _running(name: str, run: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator of torch.ops.fused_softmax."""
-    if _now() is not None:  # that of a call, which says why
+    now = _now()
+    if now is not None:  # that of a call, which says why
+        if not now.record.route:
+            now.settle((OPERATOR, f"torch.ops.fused_softmax.{name} runs in it"))
         return run(*args, **kwargs)
     with _opened(name, args, (OPERATOR, f"torch.ops.fused_softmax.{name} runs in what was compiled or transformed")):
         return run(*args, **kwargs)
@@ -434,7 +446,7 @@ def _replace_all() -> None:
     for where, name, way in _SETTLING:
         _replace(where, name, _settling(getattr(where, name), way))
     for each in _functions():
-        home = each.__module__.rpartition(".")[2]
+        home = each.__module__.rpartition(".")[2].removesuffix("_gradients").removesuffix("_steps")
         _replace(each, "forward", staticmethod(_going_forward(each.forward)))
         _replace(each, "backward", staticmethod(_going_back(each.backward, home)))
     _replace(attention_sdpa, "prepare_forward", _handing_over(attention_sdpa.prepare_forward, "forward"))
