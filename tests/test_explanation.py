@@ -473,7 +473,7 @@ def places():
     """All that stands in a place of its own while somebody listens."""
     named = [(where, name) for where, name, *_ in (*explanation._CALLS, *explanation._SETTLING)]
     named += [
-        (route, "decide"), (route, "watcher_of"), (patch, "watcher_of"), (patch, "_left"), (patch, "listener"),
+        (route, "decide"), (route, "watcher_of"), (patch, "watcher_of"), (patch, "left_to_aten"), (patch, "listener"),
         (library, "listener"), (launch, "prepare"), (knobs.compilation, "listener"), (calls, "_is_compiling"),
         (attention_sdpa, "prepare_forward"), (attention_sdpa, "prepare_backward"), (calls, "_look"),
     ]  # fmt: skip

@@ -454,7 +454,7 @@ def _replace_all() -> None:
     _replace(route, "decide", _deciding(route.decide))
     _replace(route, "watcher_of", _watching(route.watcher_of))
     _replace(patch, "watcher_of", route.watcher_of)
-    _replace(patch, "_left", _leaving(patch._left))
+    _replace(patch, "left_to_aten", _leaving(patch.left_to_aten))
     _replace(patch, "listener", _standing_in)
     _replace(library, "listener", _running)
     _replace(launch, "prepare", _preparing(launch.prepare))

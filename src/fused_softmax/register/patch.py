@@ -144,7 +144,7 @@ def _passing_on(name: str, atens: Callable, kernel: Callable) -> Callable:
     return passing_on
 
 
-def _left(atens: Callable, refused: str) -> Callable:
+def left_to_aten(atens: Callable, refused: str) -> Callable:
     """ATen's own, for a call that the kernels do not take. refused: why, for `explain()`, which listens here."""
     return atens
 
@@ -162,7 +162,7 @@ def _softmax(log: bool, atens: Callable) -> Callable:
             refused = f"half_to_float of {x.dtype}"
         refused = refused or _refused_outs(out, x.shape, dtype, x)
         if refused:
-            return _left(atens, refused)(x, dim, half_to_float, **out)
+            return left_to_aten(atens, refused)(x, dim, half_to_float, **out)
         return softmax_calls.forward(log, x, dim, dtype, out.get("out"))
 
     kernel = _passing_on("log_softmax" if log else "softmax", atens, kernel)
@@ -190,7 +190,7 @@ def _gradient(log: bool, atens: Callable) -> Callable:
         elif not (rounded or input_dtype == y.dtype):
             refused = f"a gradient of {input_dtype} from an output of {y.dtype}"
         if refused:
-            return _left(atens, refused)(dy, y, dim, input_dtype, **out)
+            return left_to_aten(atens, refused)(dy, y, dim, input_dtype, **out)
         for each in out.values():
             return softmax_calls.backward_into(dy, y, each, dim, log)
         return softmax_calls.backward(dy, y, dim, input_dtype, log, False, 1.0)
@@ -218,7 +218,7 @@ def _logsumexp(atens: Callable) -> Callable:
             twice = "a dim is given twice" if len(dims) < len(dim) else ""
             refused = twice or _refused_outs(out, torch.Size(shape), x.dtype, x)
         if refused:
-            return _left(atens, refused)(x, dim, keepdim, **out)
+            return left_to_aten(atens, refused)(x, dim, keepdim, **out)
         return logsumexp_calls.forward(x, tuple(dim), keepdim, out.get("out"))
 
     kernel = _passing_on("logsumexp", atens, kernel)
@@ -242,12 +242,12 @@ def _cross_entropy(atens: Callable) -> Callable:
             found = loss_as_aten(x, target, weight, reduction, ignore_index, label_smoothing)
             if found is not None:
                 return found
-            return _left(atens, "this DTensor's shards are not worked on one by one")(
+            return left_to_aten(atens, "this DTensor's shards are not worked on one by one")(
                 x, target, weight, reduction, ignore_index, label_smoothing
             )
         refused = _refused_loss(x, target, weight, reduction, label_smoothing)
         if refused:
-            return _left(atens, refused)(x, target, weight, reduction, ignore_index, label_smoothing)
+            return left_to_aten(atens, refused)(x, target, weight, reduction, ignore_index, label_smoothing)
         name = ("none", "mean", "sum")[reduction]
         prepared = prepare_plain(x, target, weight, ignore_index, name, label_smoothing)
         options = reduction, ignore_index, label_smoothing > 0, True, torch.is_grad_enabled()
@@ -296,7 +296,7 @@ def _attention(atens: Callable) -> Callable:
         tensors = [each for each in (query, key, value, attn_mask) if each is not None]
         watcher = watcher_of(*tensors)
         if watcher is not None:  # nothing is kept of a tensor without data
-            return _left(atens, watcher.reason)(query, key, value, attn_mask, dropout_p, **given)
+            return left_to_aten(atens, watcher.reason)(query, key, value, attn_mask, dropout_p, **given)
         refused = ""
         if dropout_p != 0:
             refused = "dropout_p is not 0"
@@ -310,7 +310,11 @@ def _attention(atens: Callable) -> Callable:
             refused = "there is no dim of heads"
         elif not attention_sdpa.takes_over(query, key, value, attn_mask, is_causal, scale, enable_gqa):
             refused = "torch's own ways take it, and the kernels were not measured to be faster"
-        ours = partial(_left(atens, refused), dropout_p=dropout_p, **given) if refused else partial(attention, **given)
+        ours = (
+            partial(left_to_aten(atens, refused), dropout_p=dropout_p, **given)
+            if refused
+            else partial(attention, **given)
+        )
         return keep(Prepared(ours), *look)(query, key, value, attn_mask)
 
     return seen_first
