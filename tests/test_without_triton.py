@@ -33,6 +33,20 @@ def run(script, **environment):
     return done.stdout
 
 
+def test_explain_lists_calls():
+    shown = run("""
+with fused_softmax.explain() as explained:
+    for call in CALLS.values():
+        call(x)
+print({each.route for each in explained}, {each.reason for each in explained}, len(explained))
+with fused_softmax.explain() as explained:
+    pass
+print(explained)
+""")
+    said = "{'composed'} {'there are no kernels for tensors on cpu'} 6\nno call of fused_softmax\n"
+    assert shown == said
+
+
 def test_torchs_path_works():
     run("""
 for name, call in CALLS.items():

@@ -18,7 +18,7 @@ MESSAGE = (
     "Tensors on the CPU need none: torch computes them"
 )
 PACKAGE = "fused_softmax"
-STANDS_IN = ("kernels", "ops", "runner", "launch")  # parts that are imported on torch's path too
+STANDS_IN = ("kernels", "ops", "runner", "launch", "explanation")  # parts that are imported on torch's path too
 _TAKEN = frozenset({"jit", "constexpr", "constexpr_function"})  # what a module calls while it is imported
 
 
