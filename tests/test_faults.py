@@ -27,5 +27,17 @@ def test_its_nearest_tests_are_there(fault):
 def test_every_layer_has_faults_of_its_own():
     assert max(Counter(each.name for each in FAULTS).values()) == 1
     layers = Counter(each.layer for each in FAULTS)
-    assert set(layers) == {"kernels", "help", "plan", "runner", "calls", "ops", "register", "attention", "shards"}
+    assert set(layers) == {
+        "kernels",
+        "help",
+        "plan",
+        "runner",
+        "calls",
+        "ops",
+        "register",
+        "attention",
+        "shards",
+        "route",
+        "explanation",
+    }
     assert min(layers.values()) >= 6
