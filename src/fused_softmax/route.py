@@ -60,6 +60,8 @@ def decide(*tensors: Tensor, refused: str = "", batches: bool = True, shards: bo
         return Decision(Route.SHARDS, "the input is a DTensor")
     if watcher is None:
         return Decision(Route.COMPOSED, refused)
+    if watcher is _ON_CPU:
+        return _COMPOSED_ON_CPU
     if not batches and within_functorch():
         return Decision(Route.COMPOSED, "torch.func transforms the call, and the operator has no rule for it")
     untraced = _untraced(*tensors)
@@ -93,13 +95,14 @@ def watcher_of(input: Tensor, *others: Tensor) -> Watcher | None:
     """What watches or transforms a call on these tensors, or is none of the kernels'; None if they run as it stands."""
     if torch.compiler.is_compiling():  # first, for dynamo follows none of the others
         return _COMPILER
+    kind = type(input)
+    if (kind is Tensor or is_plain(kind)) and not on_device(input):  # soon, for torch's way has a host of its own
+        return _ON_CPU if input.is_cpu else _without_kernels(input.device.type)
     for each in (input, *others):
         if not is_plain(type(each)):
             return Watcher(f"an argument is a {type(each).__name__}, not a plain tensor", "give plain tensors")
         if each.is_neg():
             return _NEGATED
-    if not on_device(input):
-        return Watcher(f"there are no kernels for tensors on {input.device.type}")
     if torch._C._functorch.is_legacy_batchedtensor(input):  # batched gradients, in torch.autograd.grad
         return _BATCHED
     if forward_ad._current_level >= 0:
@@ -114,6 +117,15 @@ def watcher_of(input: Tensor, *others: Tensor) -> Watcher | None:
     if mode is not None:
         return Watcher(f"{type(mode).__name__}, a TorchFunctionMode, watches the call", _OUTSIDE)
     return None
+
+
+@cache
+def _without_kernels(device: str) -> Watcher:
+    return Watcher(f"there are no kernels for tensors on {device}")
+
+
+_ON_CPU = _without_kernels("cpu")
+_COMPOSED_ON_CPU = Decision(Route.COMPOSED, _ON_CPU.reason)
 
 
 def is_plain(kind: type) -> bool:
@@ -236,7 +248,7 @@ def _say_once(name: str, holds: str, reason: str, remedy: str) -> None:
             f"fused_softmax.{name}: torch's operations compute this call, with {holds} in memory, since {reason}"
             f"{'; ' if remedy else ''}{remedy}",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,  # whoever calls the public function
         )
 
 
