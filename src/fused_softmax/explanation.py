@@ -24,6 +24,7 @@ from fused_softmax.ops import (
     cross_entropy,
     linear_cross_entropy,
     logsumexp,
+    no_gradient,
     sampling,
     sampling_filters,
     softmax,
@@ -463,7 +464,9 @@ def _replace_all() -> None:
 
 
 def _functions() -> list[type[torch.autograd.Function]]:
-    """The autograd functions of this package's operators."""
+    """The autograd functions of this package's operators, but for those that only refuse a gradient."""
     return [
-        each for each in torch.autograd.Function.__subclasses__() if each.__module__.startswith("fused_softmax.ops.")
+        each
+        for each in torch.autograd.Function.__subclasses__()
+        if each.__module__.startswith("fused_softmax.ops.") and each is not no_gradient._NoGradient
     ]
