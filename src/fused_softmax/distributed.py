@@ -124,7 +124,7 @@ def shards_of(
     if compares or CHECK or key not in known:
         described = {"rows": rows, **asked}
         if CHECK and target is not None:
-            described["target"] = zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
+            described["target"] = _checksum(target)
         sizes = _compare(name, group, device, {"columns": columns, "n_classes": n_classes, **described})
         if n_classes is not None and sum(sizes) < n_classes:
             raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}")
@@ -137,6 +137,15 @@ def shards_of(
         sizes = (columns,) * len(sizes) if equal else (*sizes[:rank], columns, *sizes[rank + 1 :])
     n = sum(sizes) if n_classes is None else n_classes
     return Shards(group, rank, sizes, n, None if compares else _digest_of(asked))
+
+
+def check_targets_alike(name: str, group: Any, target: Tensor) -> None:
+    """RuntimeError on every rank of a group whose ranks have different targets."""
+    _compare(name, group, target.device, {"columns": 0, "rows": target.numel(), "target": _checksum(target)})
+
+
+def _checksum(target: Tensor) -> int:
+    return zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
 
 
 def _digest_of(asked: Mapping[str, Any]) -> int:

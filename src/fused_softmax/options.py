@@ -81,7 +81,13 @@ class Scores:
     @property
     def tensors(self) -> list[Tensor]:
         """Those among mask, scale and sink."""
-        return [each for each in (self.mask, self.scale, self.sink) if isinstance(each, Tensor)]
+        return list(self.by_name.values())
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The same by the names of the arguments."""
+        given = {"mask": self.mask, "scale": self.scale, "sink": self.sink}
+        return {argument: each for argument, each in given.items() if isinstance(each, Tensor)}
 
     def operator_arguments(self) -> tuple:
         """The last arguments of a registered operator; left out where all are defaults."""
@@ -213,7 +219,9 @@ def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> f
         raise TypeError(f"{name}: {argument} must be of 16 to 64 bit floats, got {given.dtype}")
     shape = tuple(input.shape)
     given = _broadcast(name, argument, given, input, shape)
-    if given.ndim and input.ndim and (given.expand(shape).stride(dim) != 0 and shape[dim] != 1):
+    from_end = dim % max(1, input.ndim) - input.ndim
+    single = given.ndim < -from_end or given.shape[from_end] == 1 or given.stride(from_end) == 0
+    if given.ndim and input.ndim and not single and shape[dim] != 1:
         along = tuple(1 if i == dim % input.ndim else size for i, size in enumerate(shape))
         got = tuple(given.shape)
         raise ValueError(

@@ -56,7 +56,7 @@ def decide(*tensors: Tensor, refused: str = "", batches: bool = True, shards: bo
     watcher = None if refused else watcher_of(*tensors)
     if not refused and watcher is None:
         return Decision(Route.KERNEL, "plain tensors, with nothing watching")
-    if shards and len(tensors) == 1 and is_sharded(tensors[0]):
+    if shards and is_sharded(tensors[0]):
         return Decision(Route.SHARDS, "the input is a DTensor")
     if watcher is None:
         return Decision(Route.COMPOSED, refused)
@@ -190,7 +190,7 @@ def batched(*tensors: Tensor | None) -> bool:
     )
 
 
-def is_sharded(x: Tensor) -> bool:
+def is_sharded(x: Any) -> bool:
     """Whether x is a DTensor, told by its attributes: its module takes a second to import."""
     return type(x) is not Tensor and hasattr(type(x), "to_local")
 

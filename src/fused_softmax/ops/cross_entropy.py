@@ -28,10 +28,11 @@ from fused_softmax.ops.cross_entropy_steps import (
     run_steps,
 )
 from fused_softmax.ops.gather_peers import peers_of, told_by
-from fused_softmax.ops.loss_on_shards import loss_on_shards
+from fused_softmax.ops.loss_on_shards import loss_of_whole_rows, loss_on_shards, mesh_of_loss
 from fused_softmax.ops.loss_peers import in_one_launch, prepare_loss, states_by, written_at_once
 from fused_softmax.ops.no_gradient import LOSS, refusing
 from fused_softmax.ops.overwritten import begin_overwriting, check_overwritten
+from fused_softmax.ops.shards import as_dtensor
 from fused_softmax.options import (
     Loss,
     arithmetic_of,
@@ -42,7 +43,7 @@ from fused_softmax.options import (
     refused_loss,
 )
 from fused_softmax.peers import Peers, known
-from fused_softmax.route import Route, is_sharded, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.route import Route, needs_grad, on_device, readable, resolved, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -173,15 +174,19 @@ def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_sq
 def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options):
     name = "cross_entropy"
     loss, n_classes = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
-    if is_sharded(input) and lse is None and not target.is_floating_point():
+    if lse is not None:
+        check_lse(name, lse, target, loss)
+    result_dtype = dtype_of_loss(name, input, target, wanted.dtype)
+    mesh = mesh_of_loss(name, {"input": input, "lse": lse}, target, weight)
+    if mesh is not None:
+        input = as_dtensor(input, mesh)
         if readable(target) and not on_device(input):
             check_targets(name, target, n_classes, ignore_index)
         if wanted.inplace and reduction != "none" and needs_grad(input):
             check_overwritten(input)
-        return loss_on_shards(input, target, loss, wanted, autocast.result_dtype(name, input, wanted.dtype))
-    if lse is not None:
-        check_lse(name, lse, target, loss)
-    result_dtype = dtype_of_loss(name, input, target, wanted.dtype)
+        if lse is None and not target.is_floating_point():
+            return loss_on_shards(input, target, loss, wanted, result_dtype)
+        return loss_of_whole_rows(cross_entropy, input, target, lse, loss, wanted, result_dtype)
     tensors = [each for each in (input, target, weight, lse) if each is not None]
     refused = refused_loss(input, result_dtype, target, loss)
     if input.numel() == 0 or target.numel() == 0:
@@ -257,7 +262,7 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
         call = find("cross_entropy by peers", (peers.number, options), input, target)
         if call is not None:
             return call(peers, group, input, target, numbers[1], numbers[2])
-    check_group(name, group, n_classes, transport, input)
+    check_group(name, group, n_classes, transport, input, target, weight)
     loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
     (input,) = resolved(input)
     if lse is not None:

@@ -17,7 +17,7 @@ from fused_softmax import autocast
 from fused_softmax.described import described
 from fused_softmax.distributed import Transport, check_group, shards_of
 from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed, dtype_of_loss
+from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed, cross_entropy, dtype_of_loss
 from fused_softmax.ops.cross_entropy_output import (
     NOTHING_MORE,
     STATISTICS,
@@ -38,12 +38,14 @@ from fused_softmax.ops.linear_by_rows import (
     linear_of,
     whole_logits,
 )
-from fused_softmax.ops.linear_on_shards import linear_loss_on_shards
+from fused_softmax.ops.linear_on_shards import linear_loss_on_shards, logits_on_shards, own_classes
 from fused_softmax.ops.linear_sharded import GatheredRows, LinearSharded, OfCall
+from fused_softmax.ops.loss_on_shards import loss_of_whole_rows, mesh_of_loss
 from fused_softmax.ops.loss_sums import finish, totals_of
 from fused_softmax.ops.no_gradient import LOSS, refuse, refusing, saved_of
+from fused_softmax.ops.shards import as_dtensor
 from fused_softmax.options import Loss, arithmetic_of, check_logits, loss_of, refused_loss
-from fused_softmax.route import Route, batched, is_sharded, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -101,6 +103,8 @@ def linear_cross_entropy(
     group, n_classes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of linear_bias
         and weight. The input is the same on all ranks, and so is its gradient, which is summed over them as
         `accumulate` says, each chunk while the next one's products are made.
+        linear_weight and linear_bias may be DTensors in [Shard(0)] over the group. Without group=, a DTensor takes an
+        input that is one too, on the same mesh.
     input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets
         their gradient; targets [ranks * rows] are those of all.
 
@@ -108,7 +112,8 @@ def linear_cross_entropy(
     A second backward pass makes the logits again, as "none" does.
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises as cross_entropy; also ValueError for shapes that do not fit, chunk_size < 1 or an unknown accumulate, and
-    RuntimeError for a linear_weight or linear_bias of another dtype or device than the input's.
+    RuntimeError for a linear_weight or linear_bias of another dtype or device than the input's, or for a plain tensor
+    beside a DTensor.
 
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens)  # [8192, 4096], [128256, 4096], [8192]
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
@@ -135,7 +140,10 @@ def _linear_cross_entropy(
     columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
     over_group = group is not None or n_classes is not None or transport is not None or input_sharded
     if over_group:
-        check_group(_NAME, group, n_classes, transport, input, linear_weight)
+        check_group(_NAME, group, n_classes, transport, input, target, weight)
+        linear_weight = own_classes(_NAME, "linear_weight", linear_weight, group)
+        linear_bias = own_classes(_NAME, "linear_bias", linear_bias, group)
+        columns = linear_weight.shape[0]
         leading = _rows_of_all(input, target, group) if input_sharded else leading
     of_target = target  # as cross_entropy takes it: the class dim at 1
     if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
@@ -172,7 +180,14 @@ def _linear_cross_entropy(
     left_out = skip_ignored and wanted.lse and not target.is_floating_point()
     ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
     result_dtype = dtype_of_loss(_NAME, input, target, dtype)
-    if is_sharded(linear_weight):
+    given = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    mesh = mesh_of_loss(_NAME, given, target, weight)
+    if mesh is not None:
+        input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
+        if target.is_floating_point():
+            logits = logits_on_shards(input, linear_weight, linear_bias)
+            logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
+            return loss_of_whole_rows(cross_entropy, logits, of_target, None, loss, wanted, result_dtype)
         return linear_loss_on_shards(
             input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate, skip_ignored
         )

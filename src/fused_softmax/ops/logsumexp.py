@@ -20,7 +20,7 @@ from fused_softmax.distributed import Transport, check_group
 from fused_softmax.ops.arguments import check, sized
 from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.logsumexp_calls import backward, prepare_call
-from fused_softmax.ops.shards import on_shards
+from fused_softmax.ops.shards import mesh_of, on_shards
 from fused_softmax.ops.softmax_sharded import logsumexp_of_shards, scores_of_shard, shards_of_dim
 from fused_softmax.options import (
     DTYPES,
@@ -96,7 +96,7 @@ def logsumexp(
 def _over_group(input, dim, keepdim, out, scored, over):
     """A call whose columns lie over the ranks of a group."""
     name = "logsumexp"
-    check_group(name, *over, input)
+    check_group(name, *over, input, *scored)
     if out is not None:
         raise ValueError(f"{name}: out= is not for group=")
     if isinstance(dim, Sequence):
@@ -133,6 +133,7 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
             raise RuntimeError("logsumexp: out= takes no part in autograd, but an argument requires grad")
     dtype = input.dtype if out is not None else autocast.result_dtype("logsumexp", input)
     of_kernel = arithmetic_of(input) if differentiates else dtype
+    mesh_of("logsumexp", {"input": input, "out": out, **scores.by_name})
     several = input.ndim > 0 and len(dims) > 0
     refused = "" if several else "there is no dim to sum over"
     if input.dtype not in DTYPES:
@@ -150,10 +151,12 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scores.arguments())
         whole = (*dims, -2) if is_causal else dims
 
-        def in_parts(x, shards):
-            return logsumexp_of_shards(x, dims[0], bool(keepdim), scores, shards, dtype)
+        def in_parts(x, shards, **beside):
+            return logsumexp_of_shards(x, dims[0], bool(keepdim), replace(scores, **beside), shards, dtype)
 
-        return on_shards(on_shard, input, whole, dims, keepdim, None if scores.greedy else in_parts)
+        return on_shards(
+            on_shard, input, whole, dims, keepdim, None if scores.greedy else in_parts, scores.by_name, added=("sink",)
+        )
     if route is Route.OPERATOR and (out is None or not plain):
         operator, arguments = torch.ops.fused_softmax.logsumexp.default, scores.operator_arguments()
         result = operator(input, dims, keepdim, *arguments, dtype=of_kernel).to(dtype)

@@ -1,12 +1,15 @@
 """Cross-entropy of a DTensor: each rank works on its own shard, and only numbers of rows move."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fused_softmax import distributed
 from fused_softmax.autocast import result_dtype
 from fused_softmax.distributed import Shards
 from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats, Wanted
@@ -14,8 +17,8 @@ from fused_softmax.ops.cross_entropy_sharded import sharded
 from fused_softmax.ops.cross_entropy_steps import as_rows
 from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.loss_peers import in_one_launch, loss_by_peers, states_by, written_at_once
-from fused_softmax.ops.shards import shards_of_mesh
-from fused_softmax.options import DTYPES, Loss
+from fused_softmax.ops.shards import Cut, as_dtensor, mesh_of, replicates_plain, shards_of_mesh, tied
+from fused_softmax.options import DTYPES, Loss, arithmetic_in
 from fused_softmax.route import is_sharded, needs_grad, resolved
 
 
@@ -55,7 +58,12 @@ class Placed(NamedTuple):
                 f"{self.name}: target must be a DTensor where the rows of the input lie in shards: "
                 "a plain tensor may be of all rows, or of this rank's"
             )
-        return _local(target, self.mesh, self.of_rows)
+        mine = _local(target, self.mesh, self.of_rows)
+        if distributed.CHECK:
+            for i in range(self.mesh.ndim):
+                if i not in self.over:
+                    distributed.check_targets_alike(self.name, self.mesh.get_group(i), mine)
+        return mine
 
     def weight(self, weight: Any) -> Tensor | None:
         """This rank's classes' weights."""
@@ -107,15 +115,9 @@ def loss_on_shards(
     target, weight: DTensors, or whole tensors that are the same on all ranks. Where rows lie in shards, a mean is
     Partial("avg") and a sum Partial("sum"); elsewhere results are Replicate, and of rows they lie as the rows do.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
     class_dim = 0 if input.ndim == 1 else 1
     input, kept = cut_once(input, class_dim)
-    of_rows = [
-        Shard(each.dim - (each.dim > 1)) if isinstance(each, Shard) and i != kept else Replicate()
-        for i, each in enumerate(input.placements)
-    ]
-    placed = Placed("cross_entropy", input.device_mesh, of_rows, kept, target.shape)
+    placed = Placed("cross_entropy", input.device_mesh, _of_rows(input, kept), kept, target.shape)
     (local,), targets = resolved(input.to_local()), placed.targets(target)
     loss, shards = replace(loss, weight=placed.weight(loss.weight)), placed.shards(input.shape[class_dim])
     peers = None if kept is None else peers_of(placed.name, None, shards.group, local, targets)
@@ -129,7 +131,67 @@ def loss_on_shards(
     return placed.output(y, lse, z, stats, wanted, loss.reduction)
 
 
-def cut_once(x: Any, dim: int, *whole: int) -> tuple[Any, int | None]:
+def loss_of_whole_rows(
+    function: Callable[..., Any], input: Any, target: Any, lse: Any, loss: Loss, wanted: Wanted, dtype: torch.dtype
+) -> Tensor | CrossEntropyOutput:
+    """The loss of logits that are a DTensor by targets that are probabilities, or by an lse that is given.
+
+    function: cross_entropy. Each rank computes the losses of its own rows, of all classes; sums over ranks that hold
+    other rows are Partial("sum").
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    class_dim = 0 if input.ndim == 1 else 1
+    input, _ = cut_once(input, None, class_dim)
+    cut, axes = Cut(input.device_mesh, input.placements, input.shape), list(range(input.ndim))
+    rows = [d for d in axes if d != class_dim]
+    placed = Placed("cross_entropy", cut.mesh, _of_rows(input, None), None, torch.Size(input.shape[d] for d in rows))
+    by_class = not target.is_floating_point()
+    t = placed.targets(target) if by_class else cut.local(target, axes)
+    weight = None if loss.weight is None else cut.local(loss.weight, (None,))
+    arguments: dict[str, Any] = {"label_smoothing": loss.label_smoothing, "softcap": loss.softcap, "scale": loss.scale}
+    x, given_lse = cut.local(input, axes), {} if lse is None else {"lse": cut.local(lse, rows)}
+    found = function(
+        x, t, weight, ignore_index=loss.ignore_index, reduction="none", **arguments, **given_lse,
+        lse_square_scale=loss.lse_square_scale, return_lse=True, return_z_loss=True, return_token_stats=loss.stats,
+        dtype=arithmetic_in(dtype),
+    )  # fmt: skip
+    of_rows = tied(found.loss, x, t, weight), found.z_loss
+    if loss.reduction != "none":
+        total: Any = 1.0
+        if loss.mean:
+            on = (t != loss.ignore_index) if by_class else torch.ones_like(found.loss)
+            if by_class and weight is not None:
+                on = torch.where(on, weight.detach()[torch.where(on, t, 0).long()], 0.0)
+            total = on.sum(dtype=found.loss.dtype)
+            for group in placed.groups:
+                dist.all_reduce(total, group=group)
+        placements = [Partial() if i in placed.over else Replicate() for i in range(cut.mesh.ndim)]
+        sums = [
+            DTensor.from_local((each.sum() / total).to(dtype), cut.mesh, placements, run_check=False)
+            for each in of_rows
+        ]
+    else:
+        sums = [placed._of_targets(each.to(dtype)) for each in of_rows]
+    if not wanted.beside:
+        return sums[0]
+    stats = TokenStats(*map(placed._of_targets, found.token_stats)) if wanted.stats else None
+    return CrossEntropyOutput(
+        sums[0], placed._of_targets(found.lse) if wanted.lse else None, sums[1] if wanted.z_loss else None, stats
+    )
+
+
+def _of_rows(x: Any, kept: int | None) -> list[Any]:
+    """The placements of the rows of logits that `cut_once` has placed."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [
+        Shard(each.dim - (each.dim > 1)) if isinstance(each, Shard) and i != kept else Replicate()
+        for i, each in enumerate(x.placements)
+    ]
+
+
+def cut_once(x: Any, dim: int | None, *whole: int) -> tuple[Any, int | None]:
     """(x with `dim` in shards over at most one mesh dim, and dims `whole` over none, that mesh dim)."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -152,6 +214,8 @@ def loss_as_aten(
     class_dim = min(1, x.ndim - 1)
     rows = (x.shape[0], *x.shape[2:]) if x.ndim > 1 else ()
     by_rows = any(isinstance(each, Shard) and each.dim != class_dim for each in x.placements)
+    others = [each for each in (target, weight) if each is not None]
+    together = all(each.device_mesh == x.device_mesh if is_sharded(each) else replicates_plain() for each in others)
     fits = (
         x.ndim > 0
         and x.dtype in DTYPES
@@ -162,6 +226,7 @@ def loss_as_aten(
         and 0.0 <= label_smoothing <= 1.0
         and (weight is None or (tuple(weight.shape), weight.device) == ((x.shape[class_dim],), x.device))
         and not (weight is not None and needs_grad(weight))  # torch raises its own error
+        and together
         and (is_sharded(target) or not by_rows)
     )
     if not fits:
@@ -170,10 +235,16 @@ def loss_as_aten(
     return loss_on_shards(x, target, loss, Wanted(), result_dtype("cross_entropy", x))
 
 
+def mesh_of_loss(name: str, given: Mapping[str, Any], target: Tensor, weight: Tensor | None) -> Any:
+    """The mesh of a loss's DTensors, None where there are none; raises as `mesh_of` does.
+
+    As within torch's loss_parallel, class indices and weights of classes may be plain tensors, the same on all ranks.
+    """
+    by_class = not target.is_floating_point()
+    whole = {"target": target, "weight": weight} if by_class else {"weight": weight}
+    return mesh_of(name, given if by_class else {**given, "target": target}, whole)
+
+
 def _local(tensor: Any, mesh: Any, placements: list) -> Tensor:
     """This rank's part of a DTensor, or of a tensor that every rank has whole."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return tensor.redistribute(placements=placements).to_local()
+    return as_dtensor(tensor, mesh).redistribute(placements=placements).to_local()

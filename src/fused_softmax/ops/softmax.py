@@ -16,7 +16,7 @@ from fused_softmax.calls import find, keep
 from fused_softmax.distributed import Transport, check_group
 from fused_softmax.ops.arguments import check, sized
 from fused_softmax.ops.gather_peers import peers_of, told_by
-from fused_softmax.ops.shards import on_shards
+from fused_softmax.ops.shards import mesh_of, on_shards
 from fused_softmax.ops.softmax_calls import prepare_call
 from fused_softmax.ops.softmax_gradients import with_gradient
 from fused_softmax.ops.softmax_peers import in_one_launch, kept_softmax, softmax_by_peers
@@ -157,7 +157,7 @@ def _over_group(name, input, dim, dtype, out, scored, over):
         y = kept_softmax(name, input, dim, dtype, over)
         if y is not None:
             return y
-    check_group(name, group, n_classes, transport, input)
+    check_group(name, group, n_classes, transport, input, *scored)
     result_dtype = check(name, input, dim, dtype, out)
     (input,) = resolved(input)
     if out is not None:
@@ -187,6 +187,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
     tensors = [*(each for each in (input, out) if each is not None), *scores.tensors]
     if not plain and result_dtype not in DTYPES:
         raise NotImplementedError(f"{name}: not implemented for {result_dtype}; give a dtype of 16 to 64 bit floats")
+    mesh_of(name, {"input": input, "out": out, **scores.by_name})
     refused = "" if result_dtype in DTYPES else f"no kernel writes {result_dtype}"
     route = route_of(name, *tensors, refused=refused, shards=out is None)
     differentiates = needs_grad(*tensors)
@@ -205,7 +206,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
     if route is Route.SHARDS:
         function = softmax if name == "softmax" else log_softmax
         on_shard = partial(function, dim=dim, dtype=dtype, **scores.arguments())
-        return on_shards(on_shard, input, (dim, -2) if is_causal else (dim,))
+        return on_shards(on_shard, input, (dim, -2) if is_causal else (dim,), beside=scores.by_name)
     if route is Route.OPERATOR and (out is None or not plain):  # torch's own writes out without a copy
         operator = getattr(torch.ops.fused_softmax, name)
         result = operator.default(input, dim, result_dtype, *scores.operator_arguments())
