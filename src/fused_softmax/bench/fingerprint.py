@@ -26,10 +26,11 @@ PARTS = (
 )  # fmt: skip
 
 OVER_RANKS = (
-    "distributed.py", "peers.py", "ops/cross_entropy_sharded.py", "ops/gather_peers.py", "ops/linear_on_shards.py",
-    "ops/linear_sharded.py", "ops/loss_on_shards.py", "ops/loss_peers.py", "ops/loss_sharded_calls.py",
-    "ops/loss_sharded_steps.py", "ops/once.py", "ops/peer_launches.py", "ops/sample_sharded.py", "ops/shard_memory.py",
-    "ops/shards.py", "ops/softmax_gradient_sharded.py", "ops/softmax_peers.py", "ops/softmax_sharded.py",
+    "distributed.py", "peers.py", "ops/attention_on_shards.py", "ops/cross_entropy_sharded.py", "ops/gather_peers.py",
+    "ops/linear_on_shards.py", "ops/linear_sharded.py", "ops/loss_on_shards.py", "ops/loss_peers.py",
+    "ops/loss_sharded_calls.py", "ops/loss_sharded_steps.py", "ops/once.py", "ops/peer_launches.py",
+    "ops/sample_sharded.py", "ops/sampling_on_shards.py", "ops/shard_memory.py", "ops/shards.py",
+    "ops/softmax_gradient_sharded.py", "ops/softmax_peers.py", "ops/softmax_sharded.py",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ program adds to what another one writes, so every gradient of the kernels has th
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fused_softmax import autocast, reference_attention
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.ops import attention_sdpa
 from fused_softmax.ops.attention_calls import Gradients, Inputs, Results, prepare_backward, prepare_forward
+from fused_softmax.ops.attention_on_shards import attention_on_shards
 from fused_softmax.ops.no_gradient import ATTENTION, refuse, refusing
 from fused_softmax.options import arithmetic_of, is_causal_bias
 from fused_softmax.options_attention import (
@@ -27,7 +29,7 @@ from fused_softmax.options_attention import (
     without_causal_bias,
 )
 from fused_softmax.reference_attention import AttentionOutput
-from fused_softmax.route import Route, batched, needs_grad, route_of
+from fused_softmax.route import Route, batched, is_sharded, needs_grad, route_of
 
 __all__ = ["AttentionOutput", "attention"]
 
@@ -92,8 +94,10 @@ def attention(
     and lse) on GPUs of compute capability 9.0, in 16 bits, for heads of at most 128 dims.
     Returns the output [..., heads, queries, value_dim], contiguous, or laid out like the query where cuDNN computes; an
     AttentionOutput if more was asked for.
-    Raises RuntimeError for dtypes, devices and shapes that do not fit, and for is_causal with attn_mask; TypeError for
-    an argument of a wrong type; ValueError for a value that is not allowed, such as a dropout_p other than 0.
+    DTensors may lie in shards of batch and heads: each rank computes its own, and the results are DTensors.
+    Raises RuntimeError for dtypes, devices and shapes that do not fit, for is_causal with attn_mask, and for a plain
+    tensor beside a DTensor; TypeError for an argument of a wrong type; ValueError for a value that is not allowed, such
+    as a dropout_p other than 0, and for DTensors in other shards.
 
     Dao et al., "FlashAttention" (arXiv 2205.14135); Press et al., "Train Short, Test Long" (ALiBi, arXiv 2108.12409);
     Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
@@ -137,6 +141,9 @@ def _attention(query, key, value, beside, enable_gqa, options, cast, return_lse,
     how = attention_of(query, key, value, beside, *options)
     as_given = Inputs(query, key, value, *beside)
     lead = broadcast(query, key, value, enable_gqa)
+    if any(each is not None and is_sharded(each) for each in as_given):
+        more = {"deterministic": how.deterministic, "return_lse": return_lse, "return_stats": how.stats}
+        return attention_on_shards(partial(attention, **how.arguments(), **more), as_given._asdict(), lead)
     readied = _readied(as_given, lead, enable_gqa, cast)
     given = as_given if readied is None else readied(*as_given)
     slopes, refused = given.alibi_slopes, ""

@@ -62,7 +62,7 @@ def sample_of_shards(
     from fused_softmax.ops.sampling import seed_of
 
     (group, n_classes, transport), bias, rows = over, tensors["logit_bias"], tensors["row_indices"]
-    check_group(_NAME, group, n_classes, transport, logits)
+    check_group(_NAME, group, n_classes, transport, logits, *numbers.values(), *tensors.values())
     if transport not in (None, "collective"):
         raise ValueError(
             f'{_NAME}: transport must be None or "collective": rows are exchanged, got {described(transport)}'

@@ -5,6 +5,7 @@ token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `refe
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from fused_softmax.ops.sample_calls import (
 )
 from fused_softmax.ops.sample_sharded import sample_of_shards
 from fused_softmax.ops.sample_turns import prepare_sample
+from fused_softmax.ops.sampling_on_shards import draws_on_shards
+from fused_softmax.ops.shards import Axes, mesh_of
 from fused_softmax.options_sampling import (
     Logprobs,
     Order,
@@ -37,7 +40,7 @@ from fused_softmax.options_sampling import (
     sampling_of,
 )
 from fused_softmax.reference_sampling import SampleOutput, per_row
-from fused_softmax.route import Route, route_of
+from fused_softmax.route import Route, is_sharded, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,6 +123,9 @@ def sample(
     temperature, top_k, top_p, min_p, seed and position are numbers, or tensors [] or [n_draws] on the logits' device:
     float16 to float64, which count as float32, or int64 and int32.
 
+    DTensors may lie in shards of rows: each rank draws its own rows, as one device does, and the results are DTensors.
+    Without a seed, the mesh's first rank draws one for all.
+
     A row cannot be drawn from, and has token 0 and valid False, if a possible logit is NaN, two are inf or all are
     -inf, if its bitmask has no bit, if its index is out of range, or if a tensor gives it a parameter that is not
     allowed as a number. A single inf is drawn.
@@ -172,12 +178,16 @@ def _sample(logits, options, read, random, out, look):
     """look: what tells a call that is kept from others, if it may be kept."""
     name, (_, _, row_indices), (seed, position, generator) = "sample", read, random
     check_logits(name, "logits", logits, "[n_rows, vocab]")
-    options = sampling_of(name, logits, *options)
+    as_given, options = options, sampling_of(name, logits, *options)
     n_draws = logits.shape[0] if row_indices is None else row_indices.shape[0]
     check_random(name, seed, position, generator, logits, n_draws)
     if out is not None:
         check_tensor(name, "out", out, logits, (torch.int64,), "int64")
         check_shape(name, "out", out, (n_draws,))
+    if any(is_sharded(each) for each in (logits, *options.tensors, seed, position, out)):
+        mesh_of(name, {"logits": logits, "out": out})
+        drawn = _sample_on_shards(logits, as_given, n_draws, random)
+        return drawn if out is None else drawn._replace(tokens=out.copy_(drawn.tokens))
     given = [each for each in (seed, position, out) if isinstance(each, Tensor)]
     refused = "" if logits.shape[1] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
     route = route_of(name, logits, *options.tensors, *given, refused=refused, batches=False)
@@ -200,6 +210,21 @@ def _sample(logits, options, read, random, out, look):
         else:
             drawn = reference.sample(logits, seeds, positions, **options.arguments())
         return SampleOutput(drawn[0] if out is None else out.copy_(drawn[0]), *drawn[1:])
+
+
+def _sample_on_shards(logits, options, n_draws, random):
+    temperature, top_k, top_p, min_p, order, logit_bias, bitmask, row_indices, *asked = options
+    seed, position, generator = random
+    given = {"logits": logits, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given |= {"logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices}
+    names = "return_logprobs", "top_logprobs", "return_kept"
+    draw = partial(sample, order=order, **dict(zip(names, asked, strict=True)))
+    other: dict[str, Axes] = {} if logit_bias is None or logit_bias.ndim == 2 else {"logit_bias": (None,)}
+    if row_indices is not None:  # which count the rows of all ranks
+        other["logits"] = None, None
+    return draws_on_shards(
+        "sample", draw, given, n_draws, (seed, position, lambda: seed_of(generator, logits.device)), other
+    )
 
 
 def draws_of(
@@ -296,8 +321,17 @@ def _speculative(target_logits, draft_tokens, draft_logits, options, random):
             "float32, float16 or bfloat16",
         )  # fmt: skip
         check_shape(name, "draft_logits", draft_logits, (n, k_and_1 - 1, n_cols))
-    options = sampling_of(name, target_logits, *options)
+    as_given, options = options, sampling_of(name, target_logits, *options)
     check_random(name, seed, position, generator, target_logits, n)
+    tensors = {"target_logits": target_logits, "draft_tokens": draft_tokens, "draft_logits": draft_logits}
+    *of_rows, order = as_given
+    filters = dict(zip(("temperature", "top_k", "top_p", "min_p"), of_rows, strict=True))
+    found = draws_on_shards(
+        name, partial(speculative_sample, order=order), tensors | filters, n,
+        (seed, position, lambda: seed_of(generator, target_logits.device)), step=k_and_1,
+    )  # fmt: skip
+    if found is not None:
+        return found
     with torch.no_grad():
         device = target_logits.device
         if seed is None:

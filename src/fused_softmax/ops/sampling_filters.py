@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fused_softmax import reference_sampling as reference
+from fused_softmax.ops.sampling_on_shards import rows_on_shards
+from fused_softmax.ops.shards import mesh_of
 from fused_softmax.options_sampling import (
     check_logits,
     check_shape,
@@ -107,6 +109,10 @@ def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], *
     """What `keep` makes of rows by one filter, both checked."""
     check_logits(name, argument, rows, "[n_rows, vocab]")
     ((filter, value),) = filters.items()
+    again = lambda **local: _kept(name, argument, local[argument], keep, **{filter: local[filter]})  # noqa: E731
+    found = rows_on_shards(name, again, {argument: rows, filter: value}, rows.shape[0])
+    if found is not None:
+        return found
     checked = _CHECKS[filter](name, value, rows, rows.shape[0])
     with torch.no_grad():
         return keep(rows, **{filter: checked})
@@ -153,6 +159,10 @@ def _penalize(logits, token_ids, repetition, presence, frequency, out):
     if out is not None:
         check_tensor(name, "out", out, logits, (logits.dtype,), f"the logits' {logits.dtype}")
         check_shape(name, "out", out, tuple(logits.shape))
+    mesh_of(name, {"logits": logits, "token_ids": token_ids, **given, "out": out})
+    found = rows_on_shards(name, penalize, {"logits": logits, "token_ids": token_ids, **given}, n_rows)
+    if found is not None:
+        return found if out is None else out.copy_(found)
     with torch.no_grad():
         result = reference.penalize(logits, token_ids, **penalties)
         return result if out is None else out.copy_(result)
