@@ -19,6 +19,8 @@ AT_ODDS = "test_peers_waits.py::test_ranks_that_ask_for_other_options_get_nan_an
 HINDERED = "test_peers_waits.py::test_what_keeps_a_group_from_peers"
 COLLECTED = "test_shards_by_kernels.py::test_losses_of_uneven_shards_of_which_one_is_empty"
 IN_PARTS = "test_shards_by_kernels.py::test_gradients_of_softmax_in_one_part_and_in_several"
+DTENSORS, ATTENTION = "ops/shards.py", "test_shards_of_calls.py::test_attention_of_shards_is_that_of_whole_tensors"
+SCORED = "test_shards_fsdp.py::test_scales_masks_and_sinks_go_where_the_input_lies"
 COMPARED = "test_shards_misuse.py::test_what_is_not_compared_beforehand_gives_nan_and_then_an_error"
 
 SHARDS = (
@@ -224,4 +226,55 @@ SHARDS = (
     of("shards", "smoothed-targets-left-out", NUMBERS, "mask=here & asked)", "mask=here & (t < 0))", COLLECTED),
     of("shards", "sum-of-the-last-part", GRADIENT, "summed(d.sum(1))", "summed(d[:, -1].contiguous())", IN_PARTS),
     of("shards", "gradient-by-the-own-sum", GRADIENT, "d = summed(d.view(-1))", "summed(d.view(-1))", IN_PARTS),
+    of(
+        "shards", "plain-beside-a-dtensor", DTENSORS, "elif argument in tensors and each.numel() != 1 and",
+        "elif False and",
+        "test_shards_fsdp.py::test_the_weight_of_a_head_that_is_not_gathered_is_refused",
+    ),
+    of(
+        "shards", "meshes-mixed-up", DTENSORS, "if each.device_mesh != dtensor.device_mesh:", "if False:",
+        "test_shards_fsdp.py::test_a_plain_tensor_beside_a_dtensor_is_refused_by_name",
+    ),
+    of(
+        "shards", "gradient-of-one-rank-s-share", DTENSORS, "Partial() if dim is None", "Replicate() if dim is None",
+        ATTENTION,
+    ),
+    of(
+        "shards", "broadcast-cut-as-the-rest", DTENSORS, "            if axis is not None and dim is not None and",
+        "            if False and", ATTENTION,
+    ),
+    of(
+        "shards", "merged-sink-counted-by-every-rank", DTENSORS, "(merged if argument in added else cut)", "cut",
+        SCORED,
+    ),
+    of(
+        "shards", "who-has-nothing-leaves-its-gradients-out", DTENSORS, "    y = tied(y, local, *others.values())\n",
+        "", SCORED,
+    ),
+    of(
+        "shards", "any-heads-of-key", "ops/attention_on_shards.py", "and n_heads % ranks:", "and False:",
+        "test_shards_of_calls.py::test_attention_refuses_other_placements",
+    ),
+    of(
+        "shards", "each-rank-its-own-seed", "ops/sampling_on_shards.py",
+        "            dist.broadcast(seed, group=mesh.get_group(i), group_src=0)\n", "            pass\n",
+        "test_shards_of_calls.py::test_without_a_seed_ranks_with_the_same_rows_draw_the_same_tokens",
+    ),
+    of(
+        "shards", "targets-of-dtensors-not-compared", "ops/loss_on_shards.py", "if distributed.CHECK:", "if False:",
+        "test_shards_fsdp.py::test_targets_are_compared_where_the_environment_asks_for_it",
+    ),
+    of(
+        "shards", "a-group-of-other-ranks", "ops/linear_on_shards.py",
+        "if get_process_group_ranks(mesh.get_group()) != get_process_group_ranks(group):", "if False:",
+        "test_shards_fsdp.py::test_a_head_over_other_ranks_than_the_group_s_is_refused",
+    ),
+    of(
+        "shards", "plain-targets-under-enable", "ops/loss_on_shards.py", "        and together\n", "",
+        "test_shards_fsdp.py::test_under_enable_a_plain_target_is_torch_s_to_take_or_to_refuse",
+    ),
+    of(
+        "shards", "mean-of-own-rows", "ops/loss_on_shards.py", "                dist.all_reduce(total, group=group)\n",
+        "                pass\n", "test_shards_fsdp.py::test_losses_that_take_whole_rows",
+    ),
 )  # fmt: skip
