@@ -400,7 +400,7 @@ def test_what_triton_says_of_compiling_is_the_calls_that_compiles(cache_hit, x, 
 
 def sharded(group, x, target):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     part = x.chunk(2, 1)[torch.distributed.get_rank(group)]
@@ -412,6 +412,19 @@ def sharded(group, x, target):
         fused_softmax.sample(part, seed=1, group=group)
         fused_softmax.softmax(distribute_tensor(x, mesh, [Shard(0)]))
         fused_softmax.cross_entropy(distribute_tensor(x, mesh, [Shard(1)]), target)
+        rows = distribute_tensor(x, mesh, [Shard(0)])
+        likely, layer = rows.softmax(-1), distribute_tensor(x[:, :40].mT.contiguous(), mesh, [Shard(0)])
+        features, heads = distribute_tensor(x[:, :6].contiguous(), mesh, [Replicate()]), rows.view(6, 1, 5, 8)
+        fused_softmax.cross_entropy(rows, likely)
+        fused_softmax.linear_cross_entropy(features, layer, target)
+        fused_softmax.linear_cross_entropy(features, layer, likely)
+        fused_softmax.attention(heads, heads, heads)
+        fused_softmax.sample(rows, seed=1)
+        fused_softmax.speculative_sample(
+            rows.view(6, 1, 40), distribute_tensor(target[:, None][:, :0], mesh, [Shard(0)])
+        )
+        fused_softmax.top_k_mask_logits(rows, 3)
+        fused_softmax.penalize(rows, distribute_tensor(target[:, None], mesh, [Shard(0)]), 1.5)
     return [(each.function, each.route, each.reason, each.depth) for each in explained]
 
 
@@ -422,6 +435,14 @@ def test_sharded_calls(ranks):
         assert outer == [
             *[(name, "sharded", over) for name in ("softmax", "logsumexp", "cross_entropy", "linear_cross_entropy")],
             ("sample", "sharded", over), ("softmax", "sharded", of_shards), ("cross_entropy", "sharded", of_shards),
+            ("cross_entropy", "sharded", of_shards),
+            *[
+                (name, "sharded", "an argument is a DTensor")
+                for name in (
+                    "linear_cross_entropy", "linear_cross_entropy", "attention", "sample", "speculative_sample",
+                    "top_k_mask_logits", "penalize",
+                )
+            ],
         ]  # fmt: skip
         assert ("softmax", 1) in [(each[0], each[3]) for each in found]
 

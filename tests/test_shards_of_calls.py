@@ -59,7 +59,7 @@ def attended(tensors, options, of=None):
     leaves = [each.requires_grad_() for each in tensors.values() if each.is_floating_point()]
     found = attention(**tensors, **options)
     results = [found] if isinstance(found, torch.Tensor) else [found.output, found.lse, *found.stats.values()]
-    graded = [each for each in results if each.requires_grad]
+    graded = results[:2]  # the output and its lse; statistics have no gradient
     parts = [torch.linspace(0.5, 1.5, each.numel()).view(each.shape).to(each.dtype) for each in graded]
     if of is not None:
         parts = [distribute_tensor(each, of, [Replicate()] * of.ndim) for each in parts]

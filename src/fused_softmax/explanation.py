@@ -58,10 +58,16 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (sampling_filters, "_kept", None, _NO_KERNELS),
     (sampling_filters, "_penalize", "penalize", _NO_KERNELS),
 )
+_OF_DTENSORS = SHARDED, "an argument is a DTensor"
 # What settles the route of the call that it is in, unless it returns None.
 _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
+    (attention, "attention_on_shards", _OF_DTENSORS),
     (cross_entropy, "loss_on_shards", (SHARDED, "the input is a DTensor")),
-    (linear_cross_entropy, "linear_loss_on_shards", (SHARDED, "linear_weight is a DTensor")),
+    (cross_entropy, "loss_of_whole_rows", (SHARDED, "the input is a DTensor")),
+    (linear_cross_entropy, "loss_of_whole_rows", _OF_DTENSORS),
+    (linear_cross_entropy, "linear_loss_on_shards", _OF_DTENSORS),
+    (sampling, "draws_on_shards", _OF_DTENSORS),
+    (sampling_filters, "rows_on_shards", _OF_DTENSORS),
     (linear_cross_entropy, "shards_of", _OVER_A_GROUP),
     (patch, "loss_as_aten", (SHARDED, "the input is a DTensor")),
 )
@@ -468,5 +474,5 @@ def _functions() -> list[type[torch.autograd.Function]]:
     return [
         each
         for each in torch.autograd.Function.__subclasses__()
-        if each.__module__.startswith("fused_softmax.ops.") and each is not no_gradient._NoGradient
+        if each.__module__.startswith("fused_softmax.ops.") and each.__module__ != no_gradient.__name__
     ]
