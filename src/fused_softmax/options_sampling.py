@@ -218,6 +218,17 @@ def check_shape(name: str, argument: str, tensor: Tensor, *shapes: tuple[int, ..
         raise ValueError(f"{name}: {argument} must have shape {wanted}, got {tuple(tensor.shape)}")
 
 
+def check_out(name: str, out: Any, logits: Tensor, dtype: torch.dtype, words: str, shape: tuple[int, ...]) -> None:
+    """Raise an error that names `out` unless it can be written: each of its elements has a place of its own."""
+    check_tensor(name, "out", out, logits, (dtype,), words)
+    check_shape(name, "out", out, shape)
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise RuntimeError(
+            f"{name}: out must have a place for each element, got one expanded to {tuple(out.shape)}, of strides "
+            f"{out.stride()}; give out.contiguous() or a new tensor"
+        )
+
+
 def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Tensor, n_draws: int) -> None:
     """Raise an error that names the argument where a seed, its position or a generator does not fit."""
     for argument, value in (("seed", seed), ("position", position)):

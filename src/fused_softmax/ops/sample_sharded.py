@@ -16,7 +16,15 @@ from torch import Tensor
 
 from fused_softmax.described import described
 from fused_softmax.distributed import Shards, as_others_know, check_group, gather, shards_of
-from fused_softmax.options_sampling import Sampling, check_logits, check_random, check_shape, check_tensor, sampling_of
+from fused_softmax.options_sampling import (
+    Sampling,
+    check_logits,
+    check_out,
+    check_random,
+    check_shape,
+    check_tensor,
+    sampling_of,
+)
 from fused_softmax.reference_sampling import SampleOutput
 
 _NAME = "sample"
@@ -59,7 +67,7 @@ def sample_of_shards(
     numbers: temperature, top_k, top_p, min_p. tensors: logit_bias, bitmask, row_indices. asked: the rest but
     random = (seed, position, generator) and out. over: (group, n_classes, transport).
     """
-    from fused_softmax.ops.sampling import seed_of
+    from fused_softmax.ops.sampling import position_of, seed_of
 
     (group, n_classes, transport), bias, rows = over, tensors["logit_bias"], tensors["row_indices"]
     check_group(_NAME, group, n_classes, transport, logits, *numbers.values(), *tensors.values())
@@ -80,8 +88,7 @@ def sample_of_shards(
         check_shape(_NAME, "logit_bias", bias, (columns,), (n_draws, columns))
     check_random(_NAME, *random, logits, n_draws)
     if out is not None:
-        check_tensor(_NAME, "out", out, logits, (torch.int64,), "int64")
-        check_shape(_NAME, "out", out, (n_draws,))
+        check_out(_NAME, out, logits, torch.int64, "int64", (n_draws,))
     alike = _alike(logits, numbers, tensors, asked, random)
     # Rows are exchanged by sizes that all ranks are sure of, for a rank that errs would wait for ever.
     shards = shards_of(_NAME, columns, n_draws, *over, logits.device, alike, change_alike=False)
@@ -89,8 +96,12 @@ def sample_of_shards(
     options = sampling_of(_NAME, whole, **numbers, bitmask=tensors["bitmask"], row_indices=rows, **asked)
     with torch.no_grad():
         x, there = _rows_of_draws(logits, rows, n_draws)
-        if random[0] is None:  # of a generator, whose state then is as after a call on one device
-            random = seed_of(random[2], x.device), torch.arange(n_draws, device=x.device), None
+        seed, position, generator = random
+        if position_of(seed, position) is None:
+            position = torch.arange(n_draws, device=x.device)
+        if seed is None:  # of a generator, whose state then is as after a call on one device
+            seed = seed_of(generator, x.device)
+        random = seed, position, None
         if _greedy(options):
             drawn = _greatest(x, bias, there, shards)
         else:

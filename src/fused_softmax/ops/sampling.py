@@ -4,6 +4,7 @@ token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `refe
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,11 +30,13 @@ from fused_softmax.ops.sample_sharded import sample_of_shards
 from fused_softmax.ops.sample_turns import prepare_sample
 from fused_softmax.ops.sampling_on_shards import draws_on_shards
 from fused_softmax.ops.shards import Axes, mesh_of
+from fused_softmax.ops.softmax_calls import bump_version, bytes_of
 from fused_softmax.options_sampling import (
     Logprobs,
     Order,
     Sampling,
     check_logits,
+    check_out,
     check_random,
     check_shape,
     check_tensor,
@@ -101,9 +104,10 @@ def sample(
     order: "sequential" applies temperature, top_k, top_p and min_p in this order, each to what the one before left,
         renormalised, as Hugging Face does; "joint" judges all by the tempered distribution, as FlashInfer does. If
         equal logits lie on both sides of a boundary, the lowest columns are kept.
-    seed: 64 bits. Without a position the position is 0, so rows of one seed are drawn by the same noise.
+    seed: 64 bits. A number without a position: draw i has position i, so rows are drawn independently. A tensor
+        without a position: the position is 0, so draws of one seed have the same noise.
     position: 64 bits, such as the place of the token in its sequence. Each position has noise of its own.
-    generator: draws a seed, on the device; row i then has position i. Without a seed and a generator, the device's own
+    generator: draws a seed, on the device; draw i then has position i. Without a seed and a generator, the device's own
         generator does.
     logit_bias: [vocab] or [n_draws, vocab], any float dtype, added in float32 before all else.
     bitmask: int32 [n_draws, at least ceil(vocab / 32)]; a column is possible where bit c % 32 of word c // 32 is 1.
@@ -111,7 +115,8 @@ def sample(
     return_logprobs: "raw": of log_softmax(logits) as given; "processed": of the distribution that is drawn from.
     top_logprobs: how many of the greatest of these to return.
     return_kept: whether to return which columns were kept.
-    out: int64 [n_draws], any stride, where to write the tokens.
+    out: int64 [n_draws], any stride but of an expanded tensor, where to write the tokens; it may be one of the
+        arguments, or share its memory.
     group: of torch.distributed, over whose ranks the vocabulary lies in shards: each rank gives its own columns of the
         logits and of logit_bias, in rank order, as many as it has; bitmask is of the whole vocabulary. All ranks give
         the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the rows. Without
@@ -182,8 +187,7 @@ def _sample(logits, options, read, random, out, look):
     n_draws = logits.shape[0] if row_indices is None else row_indices.shape[0]
     check_random(name, seed, position, generator, logits, n_draws)
     if out is not None:
-        check_tensor(name, "out", out, logits, (torch.int64,), "int64")
-        check_shape(name, "out", out, (n_draws,))
+        check_out(name, out, logits, torch.int64, "int64", (n_draws,))
     if any(is_sharded(each) for each in (logits, *options.tensors, seed, position, out)):
         mesh_of(name, {"logits": logits, "out": out})
         drawn = _sample_on_shards(logits, as_given, n_draws, random)
@@ -195,11 +199,11 @@ def _sample(logits, options, read, random, out, look):
         if seed is None:
             seed, position = seed_of(generator, logits.device), None
         else:
-            seed, position = _signed(seed), _signed(0 if position is None else position)
+            seed, position = _signed(seed), position_of(seed, position)
         if route is Route.KERNEL:
             if look is None or not n_draws or not logits.shape[0]:
                 return draws_of(logits, options, seed, position, out)
-            prepared = Prepared(prepare_sample(logits, options, seed, position, out))
+            prepared = Prepared(_prepared(logits, options, seed, position, out))
             kind, *kinds = look
             call = keep(prepared, name, kind, logits, *kinds, *read, out)
             return call(logits, Numbers.of(options, seed, position), *read, out)
@@ -237,14 +241,14 @@ def draws_of(
         none = reference.sample(logits, seeds, positions, **options.arguments())
         return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
     if options.top_logprobs <= FEW:  # more are found by torch's operations
-        call = prepare_sample(logits, options, seed, position, out)
+        call = _prepared(logits, options, seed, position, out)
         numbers = Numbers.of(options, seed, position)
         return call(logits, numbers, options.logit_bias, options.bitmask, options.row_indices, out)
     processed, n_top = options.return_logprobs == "processed", options.top_logprobs
     wanted = replace(options, return_kept=options.return_kept or processed)
-    call = prepare_draws(logits, wanted, seed, position, out, logprobs=processed)
+    call = prepare_draws(logits, wanted, seed, position, None, logprobs=processed)
     read = wanted.logit_bias, wanted.bitmask, wanted.row_indices
-    drawn = call(logits, Numbers.of(wanted, seed, position), *read, out)
+    drawn = call(logits, Numbers.of(wanted, seed, position), *read, None)
     x, of_tokens = rows_of(logits, options), drawn.logprobs
     if processed:
         x = judged_rows(x, options)
@@ -263,7 +267,34 @@ def draws_of(
     top_tokens = torch.where(drawn.valid[:, None] & (top > -math.inf), top_tokens, -1)
     top = top.float().masked_fill(~drawn.valid[:, None], math.nan)
     kept = drawn.kept if options.return_kept else None
-    return SampleOutput(drawn.tokens, drawn.valid, of_tokens, top, top_tokens, kept)
+    tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)
+    return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, kept)
+
+
+def _prepared(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
+) -> Callable[..., SampleOutput]:
+    """As `prepare_sample`. Tokens in `out` spoil nothing that is still to be read, and autograd is told of them."""
+    call = prepare_sample(logits, options, seed, position, out)
+    if out is None:
+        return call
+    given = logits, *Numbers.of(options, seed, position), options.logit_bias, options.bitmask, options.row_indices
+    sizes = [bytes_of(each) if isinstance(each, Tensor) else 0 for each in given]
+    after, shape, strides = bytes_of(out), out.shape, out.stride()
+
+    def call_into(logits, numbers, bias, bitmask, rows, out):
+        start = out.data_ptr()
+        for each, size in zip((logits, *numbers, bias, bitmask, rows), sizes, strict=True):
+            if size and -after < start - each.data_ptr() < size:  # of a draw that is written, another may be unread
+                apart = torch.empty_strided(shape, strides, dtype=torch.int64, device=out.device)
+                drawn = call(logits, numbers, bias, bitmask, rows, apart)
+                return drawn._replace(tokens=out.copy_(apart))
+        drawn = call(logits, numbers, bias, bitmask, rows, out)
+        if not out.is_inference():
+            bump_version((out,))  # autograd sees no write of a kernel's
+        return drawn
+
+    return call_into
 
 
 def speculative_sample(
@@ -293,9 +324,10 @@ def speculative_sample(
         these rows, seeds and positions. A deterministic draft is accepted as often as it can be. One that `sample` drew
         with the same seed and position is accepted often, for both draws have the same noise.
     temperature, top_k, top_p, min_p, order: as sample's, numbers or tensors [] or [n]: of both target and draft.
-    seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Drafts may be
-        drawn by `sample` with the same seed and positions, because other noise accepts and replaces them.
-    generator: as sample's; sequence i has seed and positions of its own.
+    seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Without a
+        position, sequence i begins at position i * (k + 1) if the seed is a number, and at 0 if it is a tensor. Drafts
+        may be drawn by `sample` with the same seed and positions, because other noise accepts and replaces them.
+    generator: as sample's; sequence i begins at position i * (k + 1).
 
     Raises as sample does.
 
@@ -334,11 +366,11 @@ def _speculative(target_logits, draft_tokens, draft_logits, options, random):
         return found
     with torch.no_grad():
         device = target_logits.device
-        if seed is None:
-            seeds = _int64(seed_of(generator, device), n, device)
-            positions = _positions(None, n, device) * k_and_1  # sequences of one seed share no position
-        else:
-            seeds, positions = (_int64(each, n, device) for each in (seed, 0 if position is None else position))
+        position = position_of(seed, position)
+        seeds = _int64(seed_of(generator, device) if seed is None else seed, n, device)
+        positions = _positions(position, n, device)
+        if position is None:
+            positions = positions * k_and_1  # sequences of one seed share no position
         return SpeculativeOutput(
             *reference.speculative_sample(
                 target_logits, draft_tokens, draft_logits, seeds, positions, **options.filters()
@@ -350,6 +382,13 @@ def seed_of(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """A seed for all rows, int64."""
     # Drawn on the device: a captured graph advances the generator as it does for torch's own.
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+
+
+def position_of(seed: int | Tensor | None, position: int | Tensor | None) -> int | Tensor | None:
+    """The position of draws of a seed; None where draw i has position i, so that rows of one seed are independent."""
+    if position is None:
+        return 0 if isinstance(seed, Tensor) else None
+    return _signed(position)
 
 
 def _positions(position: int | Tensor | None, n: int, device: torch.device) -> Tensor:
@@ -394,7 +433,7 @@ def _plain(
     elif generator is not None:
         return None
     if position is None:
-        position, of_position = 0, "number"
+        position, of_position = (None, None) if seed.__class__ is int else (0, "number")
     elif position.__class__ is int:
         if not -(2**63) <= position < 2**64:
             return None

@@ -15,7 +15,7 @@ from fused_softmax.ops.sampling_on_shards import rows_on_shards
 from fused_softmax.ops.shards import mesh_of
 from fused_softmax.options_sampling import (
     check_logits,
-    check_shape,
+    check_out,
     check_tensor,
     min_p_of,
     penalty_of,
@@ -157,8 +157,7 @@ def _penalize(logits, token_ids, repetition, presence, frequency, out):
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}
     penalties = {argument: penalty_of(name, argument, value, logits, n_rows) for argument, value in given.items()}
     if out is not None:
-        check_tensor(name, "out", out, logits, (logits.dtype,), f"the logits' {logits.dtype}")
-        check_shape(name, "out", out, tuple(logits.shape))
+        check_out(name, out, logits, logits.dtype, f"the logits' {logits.dtype}", tuple(logits.shape))
     mesh_of(name, {"logits": logits, "token_ids": token_ids, **given, "out": out})
     found = rows_on_shards(name, penalize, {"logits": logits, "token_ids": token_ids, **given}, n_rows)
     if found is not None:
