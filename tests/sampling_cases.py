@@ -44,7 +44,7 @@ def kept_by_sort(row, temperature=1.0, top_k=None, top_p=None, min_p=None, order
     of_k = by_value[:top_k] if top_k is not None and top_k > 0 else by_value
     kept, nearest = list(of_k), math.inf
     if top_p is not None and top_p < 1:
-        asked = torch.tensor(top_p).item() * math.fsum(p[c] for c in (of_k if order == "sequential" else by_value))
+        asked = (1 - 2**-22) * top_p * math.fsum(p[c] for c in (of_k if order == "sequential" else by_value))
         kept, total = [], 0.0
         for c in by_value:
             nearest = min(nearest, abs(total / asked - 1))
@@ -52,7 +52,7 @@ def kept_by_sort(row, temperature=1.0, top_k=None, top_p=None, min_p=None, order
                 kept.append(c)
             total += p[c]
     if min_p is not None:
-        kept = [c for c in kept if p[c] >= torch.tensor(min_p).item()]
+        kept = [c for c in kept if p[c] >= (1 - 2**-22) * min_p]
     return set(kept), nearest
 
 

@@ -120,14 +120,15 @@ BAD_ROWS = {
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_rows_that_cannot_be_drawn_from(bad, filters, way, device):
     x = torch.tensor([[0.0, 1.0, 5.0], BAD_ROWS[bad], [5.0, 1.0, 0.0]], device=device)
-    drawn = sample(x, **filters, seed=1, return_logprobs="processed", top_logprobs=2, return_kept=True)
+    asked = {"return_logprobs": "processed", "top_logprobs": 2, "return_kept": True}
+    drawn = sample(x, **filters, seed=1, position=0, **asked)
     assert drawn.valid.tolist() == [True, False, True]
     assert drawn.tokens[1] == 0
     assert drawn.kept[1] == 0
     assert drawn.logprobs.isnan().tolist() == [False, True, False]
     assert drawn.top_logprobs[1].isnan().all()
     assert (drawn.top_tokens[1] == -1).all()
-    good = sample(x[::2].contiguous(), **filters, seed=1)
+    good = sample(x[::2].contiguous(), **filters, seed=1, position=0)
     assert torch.equal(drawn.tokens[::2], good.tokens)
 
 
@@ -162,10 +163,10 @@ def test_one_inf_is_drawn(filters, device):
 )
 def test_a_wrong_value_on_the_device_spoils_its_row_alone(argument, bad, good, device):
     x = torch.randn(5, 30, device=device)
-    drawn = sample(x, **{argument: torch.tensor([*bad, good], device=device)}, seed=1)
+    drawn = sample(x, **{argument: torch.tensor([*bad, good], device=device)}, seed=1, position=4)
     assert drawn.valid.tolist() == [False] * 4 + [True]
     assert drawn.tokens[:4].tolist() == [0] * 4
-    assert drawn.tokens[4] == sample(x[4:], **{argument: good}, seed=1).tokens
+    assert drawn.tokens[4] == sample(x[4:], **{argument: good}, seed=1, position=4).tokens
 
 
 EVERYTHING = {

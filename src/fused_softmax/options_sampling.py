@@ -26,7 +26,7 @@ _LEAST, _GREATEST = 2.0**-149, float(torch.finfo(torch.float32).max)
 class Sampling:
     """The filters of one call, what is done to its logits before, and what it returns.
 
-    temperature, top_k, top_p, min_p: a number for all rows, as 32 bits hold it, or a tensor [n_rows] or [].
+    temperature, top_k, top_p, min_p: a number for all rows, or a tensor [n_rows] or [].
     top_k, top_p, min_p: None where they are off for every row.
     """
 
@@ -255,7 +255,7 @@ def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Te
 
 
 def _number(name: str, argument: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:
-    """A number as 32 bits hold it, but 0 and infinite where it is alone; a tensor as it is."""
+    """A number, within what 32 bits hold unless it is 0 or infinite; a tensor as it is."""
     if isinstance(value, Tensor):
         check_tensor(name, argument, value, logits, _FLOATS, "16 to 64 bit floats")
         check_shape(name, argument, value, (), (n_rows,))

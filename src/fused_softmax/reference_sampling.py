@@ -6,11 +6,13 @@ A row is judged in this order:
     z   (x - max x) / temperature
     k   the first top_k columns in the order of x descending, column ascending
     p   the first columns in that order until their exp(z) sum up to top_p of the sum over k
-    min z >= log(min_p)
+    min exp(z) >= min_p
 
-`joint` takes the sum of p over all columns. Each of k, p and min is a prefix of one order, but for equal z. Numbers and
-tensors of parameters count as float32. Sums are exact in any order (`running_sum`), so a boundary does not depend on
-the batch or the device. Nothing here waits for a device, and no shape depends on data.
+`joint` takes the sum of p over all columns. Each of k, p and min is a prefix of one order, but for equal z. Tensors of
+parameters count as float32, and so does a temperature; a top_p or min_p that is a number keeps its double. What falls
+short of top_p or min_p by a share of 2^-22 has reached it: probabilities of .5, .3 and .2 are given by logits that are
+rounded to float32, and top_p=0.8 keeps two of them. Sums are exact in any order (`running_sum`), so a boundary does not
+depend on the batch or the device. Nothing here waits for a device, and no shape depends on data.
 """
 
 import math
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from fused_softmax import reference_noise as noise
 
+REACHED = 1 - 2.0**-22  # of top_p and of min_p, which logits rounded to float32 may miss by so little
 Number = float | Tensor  # a parameter: one for all rows, or [n_rows]
 
 
@@ -124,7 +127,7 @@ def judge(
     weights = z.exp()
     kept = keep(torch.where(greedy & ~first, -math.inf, x), weights, top_k, top_p, joint)
     if min_p is not None:
-        kept = kept & (z >= per_row(min_p, x).clamp(0, 1).log())
+        kept = kept & (z >= least_score(min_p, x))
     weights = torch.where(kept, weights, 0.0)
     return Judged(kept, z, weights, running_sum(weights)[:, -1], valid.squeeze(1))
 
@@ -141,11 +144,11 @@ def keep(x: Tensor, weights: Tensor, top_k: Number | None, top_p: Number | None,
         in_k = (torch.arange(x.shape[1], device=x.device) < k) | (k <= 0)
         kept = in_k
     if top_p is not None:
-        p = per_row(top_p, x)
+        p = double_of(top_p, x)
         weights = weights.gather(1, order)
         running = running_sum(weights if joint else torch.where(in_k, weights, 0.0))
         before = torch.nn.functional.pad(running, (1, -1))
-        kept = kept & ((before < p * running[:, -1:]) | (p >= 1))
+        kept = kept & ((before < p * REACHED * running[:, -1:]) | (p >= 1))
     return torch.zeros_like(possible).scatter(1, order, kept.expand_as(order)) & possible
 
 
@@ -179,6 +182,18 @@ def per_row(number: Number, x: Tensor, dtype: torch.dtype = torch.float32) -> Te
     return number if dtype == torch.int64 else number.double()
 
 
+def double_of(number: Number, x: Tensor) -> Tensor:
+    """A parameter as [n_rows, 1] or [1, 1], float64: a number as it is, a tensor as float32 has it."""
+    if isinstance(number, Tensor):
+        return per_row(number, x)
+    return torch.full((1, 1), number, dtype=torch.float64, device=x.device)
+
+
+def least_score(min_p: Number, x: Tensor) -> Tensor:
+    """The least z that min_p keeps, [n_rows, 1] or [1, 1]."""
+    return (double_of(min_p, x).clamp(0, 1) * REACHED).log()
+
+
 def unpacked(bitmask: Tensor, n_cols: int) -> Tensor:
     """An int32 bitmask [n, words] as bool [n, n_cols]: bit c % 32 of word c // 32 is column c."""
     bits = (bitmask[:, :, None] >> torch.arange(32, device=bitmask.device, dtype=torch.int32)) & 1
@@ -207,7 +222,7 @@ def mask_logits(
         bad = bad | ~(per_row(min_p, x) <= 1) | ((x == math.inf).sum(1, keepdim=True) > 1)
     kept = keep(x.masked_fill(bad, 0.0), z.masked_fill(bad, 0.0).exp(), top_k, top_p, joint=False)
     if min_p is not None:
-        kept = kept & (z >= per_row(min_p, x).clamp(0, 1).log())
+        kept = kept & (z >= least_score(min_p, x))
     return logits.masked_fill(~kept, -math.inf).masked_fill(bad, math.nan)
 
 

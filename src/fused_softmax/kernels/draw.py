@@ -20,6 +20,8 @@ NO_COLUMN = tl.constexpr(2147483647)
 UNIT = tl.constexpr(1099511627776.0)  # 2 ** 40: what a weight of 1 counts in a sum of integers
 COLUMN_BITS, LAST_COLUMN = tl.constexpr(24), tl.constexpr(16777215)
 LOWEST = tl.constexpr(-2139095041)  # the order of -inf
+# As reference_sampling.REACHED, and once more as far: fp32 numbers and weights have their own roundings.
+REACHED = tl.constexpr(1 - 2.0**-21)
 GROUPS, MEMBERS = tl.constexpr(0), tl.constexpr(1)  # streams of noise
 # A kernel's strides, of its tensors' first dims. Of a number in a tensor's place: how much more each draw has.
 LOGITS, BIAS, BITMASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, TOKENS, KEPT_BITS = (
@@ -97,34 +99,30 @@ def can_be(temperature):
 def filters_of(
     top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K: tl.constexpr
 ):  # fmt: skip
-    """The filters of a draw; k is 1 for temperature 0, and p is 0 where a filter has no meaning."""
+    """The filters of a draw; k is 1 for temperature 0, and p is 0 where a filter has no meaning.
+
+    p is so little less than top_p that a sum which misses it by rounding has reached it.
+    """
     p = number_at(top_p_ptr, strides[TOP_P], top_p, draw)
     least_p = number_at(min_p_ptr, strides[MIN_P], min_p, draw)
     k = integer_at(top_k_ptr, strides[TOP_K], top_k, 0, draw)
     k = tl.where(D.temperature > 0, tl.where((k > 0) & (k < D.n_cols), k, 0), 1)
+    p = tl.where(p < 1, p * REACHED, p)
     least = tl.zeros([], tl.int32) + LOWEST
     if least_p > 0:
-        least = order_at_score(log2_of(tl.maximum(least_p, 1e-37), K), m, D)
+        least = order_of_share(tl.maximum(least_p, 1e-37) * REACHED, m, D, K)
     return Filters(k, tl.where((p > 0) & (least_p <= 1), p, 0.0), least, m, total)
 
 
 @triton.jit
-def order_at_score(z, m, D):
-    """The order of the least logit of a score of z or more."""
-    high = order_of(m).to(tl.int64)
-    low = tl.zeros([], tl.int64) + LOWEST
-    near = order_of(m + z / D.factor).to(tl.int64)
-    if (near - 64 > low) & (near + 64 < high):
-        if score_at(value_of((near - 64).to(tl.int32)), D, m) < z:
-            low = near - 64
-        if score_at(value_of((near + 64).to(tl.int32)), D, m) >= z:
-            high = near + 64
-    while high - low > 1:
-        middle = (low + high) >> 1
-        reached = score_at(value_of(middle.to(tl.int32)), D, m) >= z
-        high = tl.where(reached, middle, high)
-        low = tl.where(reached, low, middle)
-    return high.to(tl.int32)
+def order_of_share(p, m, D, K: tl.constexpr):
+    """The order of the least logit that is at least p times as likely as m, the greatest."""
+    z = log2_of(p, K)
+    # What the approximate logarithm leaves of log2 p is as good as linear.
+    log_p = (z.to(tl.float64) + (p * tl.exp2(-z) - 1.0) * LOG2E) * LN2
+    least = m.to(tl.float64) + log_p * D.temperature
+    x = least.to(tl.float32)
+    return order_of(x) + (x.to(tl.float64) < least).to(tl.int32)
 
 
 @triton.jit

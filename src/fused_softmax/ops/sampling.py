@@ -99,8 +99,11 @@ def sample(
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     temperature: the logits are divided by it; 0 takes the greatest logit, of equals the lowest column.
     top_k: keeps this many columns; all if it is at most 0 or at least vocab.
-    top_p: keeps the fewest columns whose probabilities sum up to it; all if it is at least 1.
-    min_p: keeps columns at least this many times as likely as the likeliest; all if it is at most 0.
+    top_p: keeps the fewest columns whose probabilities sum up to it; all if it is at least 1. A sum that is less by
+        a share of 2^-22 has reached it, for logits carry float32's rounding: 0.8 keeps two of .5, .3 and .2. On a GPU
+        sums within 2^-20 of it may fall on either side.
+    min_p: keeps columns at least this many times as likely as the likeliest, with the same tolerance; all if it is at
+        most 0.
     order: "sequential" applies temperature, top_k, top_p and min_p in this order, each to what the one before left,
         renormalised, as Hugging Face does; "joint" judges all by the tempered distribution, as FlashInfer does. If
         equal logits lie on both sides of a boundary, the lowest columns are kept.
