@@ -76,14 +76,8 @@ def sample(
 ) -> SampleOutput:  # fmt: skip
     """fused_softmax.sample for seeds and positions [n_draws], int64."""
     n_rows, n_cols = logits.shape
-    in_range = None
-    if row_indices is not None:
-        in_range = (row_indices >= 0) & (row_indices < n_rows)
-        if n_rows:
-            logits = logits.index_select(0, row_indices.clamp(0, n_rows - 1))
-        else:
-            logits = logits.new_zeros(len(row_indices), n_cols)
-    raw = logits.float().contiguous() + 0.0  # -0.0 is 0.0 wherever columns are ordered
+    in_range = None if row_indices is None else (row_indices >= 0) & (row_indices < n_rows)
+    raw = rows_of_draws(logits, row_indices)
     x = raw if logit_bias is None else raw + logit_bias.float()
     if bitmask is not None:
         x = torch.where(unpacked(bitmask, n_cols), x, -math.inf)
@@ -102,6 +96,48 @@ def sample(
             top_tokens = torch.where(valid[:, None] & (top > -math.inf), top_tokens, -1)
             top = top.masked_fill(~valid[:, None], math.nan).float()
     kept = packed(judged.kept & valid[:, None]) if return_kept else None
+    return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept)
+
+
+def rows_of_draws(logits: Tensor, row_indices: Tensor | None) -> Tensor:
+    """float32 [n_draws, n_cols], the row of each draw; any row where its index is out of range."""
+    if row_indices is not None:
+        n_rows, n_cols = logits.shape
+        if n_rows:
+            logits = logits.index_select(0, row_indices.clamp(0, n_rows - 1))
+        else:
+            logits = logits.new_zeros(len(row_indices), n_cols)
+    return logits.float().contiguous() + 0.0  # -0.0 is 0.0 wherever columns are ordered
+
+
+def with_gradients(
+    drawn: SampleOutput, logits: Tensor, temperature: Number, logit_bias: Tensor | None, row_indices: Tensor | None,
+    processed: bool,
+) -> SampleOutput:  # fmt: skip
+    """The draws with log-probabilities that autograd differentiates; processed: of what `drawn.kept` says was kept.
+
+    A row that cannot be drawn from has gradient 0.
+    """
+    tokens, valid, _, top, top_tokens, kept = drawn
+    there = valid[:, None]
+    x = rows_of_draws(logits, row_indices)
+    if processed and kept is not None:
+        x = x if logit_bias is None else x + logit_bias.float()
+        x = torch.where(unpacked(kept, x.shape[1]), x, -math.inf)
+    x = torch.where(there, x, 0.0)
+    m = x.detach().amax(1, keepdim=True)
+    x = torch.where(m == math.inf, torch.where(x == m, 0.0, -math.inf), x)
+    if processed:
+        t = per_row(temperature, x).float()
+        gap = x - torch.where(m == math.inf, 0.0, m)
+        possible = gap > -math.inf  # of others t has no gradient, and -inf times 0 would be NaN
+        gap = torch.where(possible, gap, 0.0) / torch.where(there & (t > 0), t, 1.0)
+        x = torch.where(possible, gap, -math.inf)
+    logprobs = x.log_softmax(1)
+    of_tokens = logprobs.gather(1, tokens[:, None]).squeeze(1).masked_fill(~valid, math.nan)
+    if top_tokens is not None:
+        top = torch.where(top_tokens >= 0, logprobs.gather(1, top_tokens.clamp(min=0)), -math.inf)
+        top = top.masked_fill(~there, math.nan)
     return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept)
 
 
@@ -129,7 +165,7 @@ def judge(
     if min_p is not None:
         kept = kept & (z >= least_score(min_p, x))
     weights = torch.where(kept, weights, 0.0)
-    return Judged(kept, z, weights, running_sum(weights)[:, -1], valid.squeeze(1))
+    return Judged(kept, z, weights, exact_sum(weights).squeeze(1), valid.squeeze(1))
 
 
 def keep(x: Tensor, weights: Tensor, top_k: Number | None, top_p: Number | None, joint: bool) -> Tensor:
@@ -157,12 +193,24 @@ def running_sum(weights: Tensor) -> Tensor:
 
     Two integers hold each weight, one its first 62 - log2(n_cols) binary places, one as many more.
     """
+    high, low, scale = integers_of(weights)
+    return (high.cumsum(-1).double() + low.cumsum(-1).double() / scale) / scale
+
+
+def exact_sum(weights: Tensor) -> Tensor:
+    """The last of `running_sum`, [..., 1], with the gradient of a sum."""
+    high, low, scale = integers_of(weights.detach())
+    total = (high.sum(-1, keepdim=True).double() + low.sum(-1, keepdim=True).double() / scale) / scale
+    differentiable = weights.sum(-1, keepdim=True)
+    return total + (differentiable - differentiable.detach())
+
+
+def integers_of(weights: Tensor) -> tuple[Tensor, Tensor, float]:
+    """(high, low, scale) of weights: int64, which are high / scale + low / scale^2."""
     scale = 2.0 ** (62 - weights.shape[-1].bit_length())
     scaled = weights * scale
     high = scaled.floor()
-    low = ((scaled - high) * scale).floor()
-    high_sum, low_sum = high.long().cumsum(-1), low.long().cumsum(-1)
-    return (high_sum.double() + low_sum.double() / scale) / scale
+    return high.long(), ((scaled - high) * scale).floor().long(), scale
 
 
 def log_softmax(x: Tensor) -> Tensor:
@@ -170,7 +218,7 @@ def log_softmax(x: Tensor) -> Tensor:
     m = x.amax(-1, keepdim=True)
     z = torch.where((x == m) & (m > -math.inf), 0.0, x.double() - m.double())
     spoilt = z.isnan().any(-1, keepdim=True) | ((x == math.inf).sum(-1, keepdim=True) > 1)
-    total = running_sum(z.nan_to_num(0.0, 0.0, -math.inf).exp())[..., -1:]
+    total = exact_sum(z.nan_to_num(0.0, 0.0, -math.inf).exp())
     return (z - total.log()).masked_fill(spoilt, math.nan)
 
 
@@ -212,7 +260,7 @@ def mask_logits(
     logits: Tensor, top_k: Number | None = None, top_p: Number | None = None, min_p: Number | None = None
 ) -> Tensor:
     """The logits, -inf where a filter keeps nothing; NaN in a row that has one, or whose parameter is wrong."""
-    x = logits.float().contiguous() + 0.0
+    x = logits.detach().float().contiguous() + 0.0
     m = x.amax(1, keepdim=True)
     z = torch.where(x == m, 0.0, x.double() - m.double())
     bad = x.isnan().any(1, keepdim=True)
@@ -223,20 +271,26 @@ def mask_logits(
     kept = keep(x.masked_fill(bad, 0.0), z.masked_fill(bad, 0.0).exp(), top_k, top_p, joint=False)
     if min_p is not None:
         kept = kept & (z >= least_score(min_p, x))
-    return logits.masked_fill(~kept, -math.inf).masked_fill(bad, math.nan)
+    return logits.masked_fill(~(kept | bad), -math.inf) * nan_where(bad, logits.dtype)
 
 
 def renorm_probs(probs: Tensor, top_k: Number | None = None, top_p: Number | None = None) -> Tensor:
     """The probabilities that a filter keeps over their sum, 0 elsewhere; NaN in a row that has no such sum."""
-    p = probs.double().contiguous() + 0.0
+    given = probs.double().contiguous() + 0.0
+    p = given.detach()
     most = p.amax(1, keepdim=True)
     bad = ~(p >= 0).all(1, keepdim=True) | ~((most > 0) & (most < math.inf))
     if top_p is not None:
         bad = bad | ~(per_row(top_p, p) > 0)
-    weights = torch.where(bad, 1.0, p / torch.where(bad, 1.0, most))
-    kept = keep(torch.where(bad, 0.0, p), weights, top_k, top_p, joint=False)
-    weights = torch.where(kept, weights, 0.0)
-    return (weights / running_sum(weights)[:, -1:]).masked_fill(bad, math.nan).to(probs.dtype)
+    weights = given / torch.where(bad, 1.0, most)
+    kept = keep(torch.where(bad, 0.0, p), torch.where(bad, 1.0, weights.detach()), top_k, top_p, joint=False)
+    weights = torch.where(kept | bad, weights, 0.0)
+    return (weights / exact_sum(weights) * nan_where(bad, weights.dtype)).to(probs.dtype)
+
+
+def nan_where(bad: Tensor, dtype: torch.dtype) -> Tensor:
+    """A factor of rows, by which bad ones and their gradients are NaN."""
+    return torch.where(bad, math.nan, 1.0).to(dtype)
 
 
 def penalize(
@@ -252,9 +306,12 @@ def penalize(
     bad = ~((r > 0) & (r < math.inf)) | ~once.isfinite() | ~each.isfinite()
     x = logits.float()
     present = counts > 0
-    x = torch.where(present, torch.where(x < 0, x * r, x / r), x)
+    # An infinite logit stays what it is. What is not chosen is finite: infinity times a gradient of 0 would be NaN.
+    scaled = present & x.isfinite()
+    finite = torch.where(scaled, x, 0.0)
+    x = torch.where(scaled, torch.where(finite < 0, finite * r, finite / r), x)
     x = torch.where(present, x - each * counts - once, x)
-    return x.masked_fill(bad, math.nan).to(logits.dtype)
+    return (x * nan_where(bad, x.dtype)).to(logits.dtype)
 
 
 class Speculated(NamedTuple):

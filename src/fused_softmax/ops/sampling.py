@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fused_softmax import reference_sampling as reference
 from fused_softmax.calls import Prepared, find, keep
@@ -43,7 +44,7 @@ from fused_softmax.options_sampling import (
     sampling_of,
 )
 from fused_softmax.reference_sampling import SampleOutput, per_row
-from fused_softmax.route import Route, is_sharded, route_of
+from fused_softmax.route import Route, is_sharded, needs_grad, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,8 +94,12 @@ def sample(
     """A token of each row of logits.
 
     The token of a row depends on its logits, its parameters, its seed and its position. It depends neither on other
-    rows, their number and their order, nor on strides. Nothing waits for the device, and there is no gradient. The call
-    can be captured in a CUDA graph. In compiled and exported programs it is one operator, which takes no generator.
+    rows, their number and their order, nor on strides. Nothing waits for the device. The call can be captured in a CUDA
+    graph. In compiled and exported programs it is one operator, which takes no generator.
+
+    Tokens have no gradient. Log-probabilities have those of the logits, of a temperature tensor and of logit_bias, for
+    the columns that filters keep; torch's operations then compute them, which takes a float32 copy of the logits. With
+    a group they have none, and a backward pass raises.
 
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     temperature: the logits are divided by it; 0 takes the greatest logit, of equals the lowest column.
@@ -162,7 +167,19 @@ def sample(
             "return_kept": return_kept,
         }  # fmt: skip
         over = group, n_classes, transport
-        return sample_of_shards(logits, filters, tensors, asked, (seed, position, generator), out, over)
+        drawn = sample_of_shards(logits, filters, tensors, asked, (seed, position, generator), out, over)
+        return _refusing_gradients(drawn, logits, temperature, logit_bias)
+    if return_logprobs is not None and _differentiates(logits, temperature, logit_bias):
+        processed = return_logprobs == "processed"
+        with torch.no_grad():
+            drawn = sample(
+                _detached(logits), _detached(temperature), top_k, top_p, min_p, order=order, seed=seed,
+                position=position, generator=generator, logit_bias=_detached(logit_bias), bitmask=bitmask,
+                row_indices=row_indices, return_logprobs=return_logprobs, top_logprobs=top_logprobs,
+                return_kept=processed if return_kept is False else return_kept, out=out,
+            )  # fmt: skip
+        drawn = reference.with_gradients(drawn, logits, temperature, logit_bias, row_indices, processed)
+        return drawn if return_kept else drawn._replace(kept=None)
     look = plain = None
     bare = top_logprobs.__class__ is int and top_logprobs <= FEW
     if bare and return_kept.__class__ is bool and not _is_compiling():
@@ -232,6 +249,45 @@ def _sample_on_shards(logits, options, n_draws, random):
     return draws_on_shards(
         "sample", draw, given, n_draws, (seed, position, lambda: seed_of(generator, logits.device)), other
     )
+
+
+def _differentiates(*given: Any) -> bool:
+    """Whether log-probabilities of these arguments may be asked for their derivatives."""
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    if any(map(is_sharded, tensors)):  # each rank's own call is asked again
+        return False
+    if needs_grad(*tensors):
+        return True
+    if _is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
+
+
+def _detached(given: Any) -> Any:
+    return given.detach() if isinstance(given, Tensor) else given
+
+
+def _refusing_gradients(drawn: SampleOutput, *given: Any) -> SampleOutput:
+    """The draws of shards, whose log-probabilities can be read, and raise in a backward pass."""
+    if drawn.logprobs is None or not needs_grad(*(each for each in given if isinstance(each, Tensor))):
+        return drawn
+    like = next(each for each in given if isinstance(each, Tensor) and each.requires_grad)
+    of_tokens = _NoGradient.apply(drawn.logprobs, like)
+    top = None if drawn.top_logprobs is None else _NoGradient.apply(drawn.top_logprobs, like)
+    return drawn._replace(logprobs=of_tokens, top_logprobs=top)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprobs, like):
+        return logprobs.view_as(logprobs)
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError(
+            "sample: logprobs of logits that lie in shards (group=) have no gradient; "
+            "-cross_entropy(logits, tokens, reduction='none', group=group) is the raw log-probability with its gradient"
+        )
 
 
 def draws_of(

@@ -1,7 +1,7 @@
 """The filters of sampling on their own, which mask logits or renormalise probabilities, and penalties of repetition.
 
-The result for a row is the same in every batch. These functions take no part in autograd, and nothing waits for the
-device.
+The result for a row is the same in every batch, and nothing waits for the device. Autograd differentiates all of them,
+by what they keep: which columns these are has no gradient.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from fused_softmax.options_sampling import (
     top_k_of,
     top_p_of,
 )
+from fused_softmax.route import needs_grad
 
 _CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}
 
@@ -113,9 +114,7 @@ def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], *
     found = rows_on_shards(name, again, {argument: rows, filter: value}, rows.shape[0])
     if found is not None:
         return found
-    checked = _CHECKS[filter](name, value, rows, rows.shape[0])
-    with torch.no_grad():
-        return keep(rows, **{filter: checked})
+    return keep(rows, **{filter: _CHECKS[filter](name, value, rows, rows.shape[0])})
 
 
 def penalize(
@@ -158,10 +157,10 @@ def _penalize(logits, token_ids, repetition, presence, frequency, out):
     penalties = {argument: penalty_of(name, argument, value, logits, n_rows) for argument, value in given.items()}
     if out is not None:
         check_out(name, out, logits, logits.dtype, f"the logits' {logits.dtype}", tuple(logits.shape))
+        if needs_grad(logits, out, *(each for each in penalties.values() if isinstance(each, Tensor))):
+            raise RuntimeError(f"{name}: out= takes no part in autograd, but an argument requires grad")
     mesh_of(name, {"logits": logits, "token_ids": token_ids, **given, "out": out})
-    found = rows_on_shards(name, penalize, {"logits": logits, "token_ids": token_ids, **given}, n_rows)
-    if found is not None:
-        return found if out is None else out.copy_(found)
-    with torch.no_grad():
+    result = rows_on_shards(name, penalize, {"logits": logits, "token_ids": token_ids, **given}, n_rows)
+    if result is None:
         result = reference.penalize(logits, token_ids, **penalties)
-        return result if out is None else out.copy_(result)
+    return result if out is None else out.copy_(result)
