@@ -51,6 +51,8 @@ def rows(n, device):
 CALLS = {
     "plain": lambda x, s, p: sample(x, seed=s, position=p),
     "numbers": lambda x, s, p: sample(x, 0.7, 5, 0.9, 0.05, order="joint", seed=3, position=2**40),
+    "one seed": lambda x, s, p: sample(x, 0.7, seed=3),
+    "one seed in a tensor": lambda x, s, p: sample(x, 0.7, seed=s[0]),
     "tensors": lambda x, s, p: sample(
         x, x[:, 0].abs(), s, seed=s, position=p, logit_bias=x, row_indices=s.flip(0), return_logprobs="raw"
     ),
@@ -157,6 +159,12 @@ def test_vmap_is_composed_of_torchs_operations(device):
     )
 
 
+def test_rows_of_one_seed_under_vmap_are_numbered_as_a_call_sees_them(device):
+    x = rows(6, device)[0].view(2, 3, 40)
+    found = torch.vmap(lambda x: sample(x, seed=5).tokens)(x)
+    assert torch.equal(found, torch.stack([sample(each, seed=5).tokens for each in x]))
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 2, "return_logprobs": "processed", "top_logprobs": 2}], ids=str)
 def test_draws_of_no_row_and_rows_without_a_draw(options, device):
     """The kernels read the first logit before they know whether there is one."""
@@ -179,7 +187,8 @@ def test_a_captured_graph_draws_anew_at_every_replay(filters):
     def step():
         by_seed = sample(x, **filters, seed=seed, position=position).tokens
         position.add_(1)
-        return by_seed, sample(x, **filters, generator=generator).tokens
+        one_seed = sample(x, **filters, seed=9).tokens
+        return by_seed, sample(x, **filters, generator=generator).tokens, one_seed
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -200,6 +209,7 @@ def test_a_captured_graph_draws_anew_at_every_replay(filters):
     generator.manual_seed(2)
     assert all(torch.equal(a, b) for ours in replayed for a, b in zip(ours, step(), strict=True))
     assert not torch.equal(replayed[0][1], replayed[1][1])
+    assert all(torch.equal(ours[2], sample(x, **filters, seed=9).tokens) for ours in replayed)
 
 
 def drawn(x, drafts, seed, position):

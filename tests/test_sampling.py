@@ -244,6 +244,30 @@ def test_seeds_and_positions_are_64_bits(way, device):
 
 
 @pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2000}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
+def test_rows_of_one_seed_that_is_a_number_are_independent(filters, way, device):
+    """Draw i has position i: the first call, one that is kept, one by chosen rows, and what is asked beside tokens."""
+    n = few(64, way, 8)
+    x = one_row(n, torch.zeros(4096, device=device))
+    wanted = sample(x, **filters, seed=7, position=torch.arange(n, device=device)).tokens
+    assert len(set(wanted.tolist())) > 0.85 * n
+    for _ in range(2):
+        assert torch.equal(sample(x, **filters, seed=7).tokens, wanted)
+    rows = torch.zeros(n, dtype=torch.int64, device=device)
+    assert torch.equal(sample(x[:1], **filters, seed=7, row_indices=rows).tokens, wanted)
+    assert torch.equal(sample(x, **filters, seed=7, return_logprobs="raw", top_logprobs=2).tokens, wanted)
+    assert torch.equal(sample(x, **filters, seed=7, return_logprobs="raw", top_logprobs=70).tokens, wanted)
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
+def test_a_seed_in_a_tensor_has_position_0(way, device):
+    x = one_row(4, torch.zeros(4096, device=device))
+    for seed in (torch.tensor(7, device=device), torch.full((4,), 7, device=device)):
+        for _ in range(2):
+            assert torch.equal(sample(x, seed=seed).tokens, sample(x, seed=7, position=0).tokens)
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
 def test_a_generator_draws_rows_of_their_own_and_advances(way, device):
     row, n = torch.zeros(4096), few(64, way, 8)
     x = one_row(n, row.to(device))

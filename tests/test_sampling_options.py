@@ -91,6 +91,94 @@ def test_out_is_written_at_its_strides(device):
     assert (buffer[:, [0, 2]] == -7).all()
 
 
+OUT_WAYS = {
+    "no filter": {},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.9},
+    "min-p": {"min_p": 0.2},
+    "greedy": {"temperature": 0.0},
+    "raw": {"return_logprobs": "raw", "top_logprobs": 2},
+    "processed": {"return_logprobs": "processed", "top_logprobs": 2},
+    "many raw": {"return_logprobs": "raw", "top_logprobs": 90},
+    "many processed": {"return_logprobs": "processed", "top_logprobs": 90},
+}
+N_OUT = 5
+
+
+def sharing(argument, device):
+    """(a tensor for an argument, a tensor of tokens beside it in its memory)."""
+    if argument in ("position", "seed", "row_indices", "top_k"):
+        memory = torch.tensor([4, 3, 2, 1, 0, 0], device=device)
+        return memory[:-1], memory[1:]
+    if argument == "logits":
+        memory = torch.randn(N_OUT * 100 + 2 * N_OUT, generator=torch.Generator().manual_seed(3)).to(device)
+        return memory[: N_OUT * 100].view(N_OUT, 100), memory.view(torch.int64)[100 : 100 + N_OUT]
+    if argument == "bitmask":
+        memory = torch.full((N_OUT, 6), -1, dtype=torch.int32, device=device)
+        return memory, memory.view(torch.int64)[:, 1]
+    memory = torch.linspace(0.3, 0.9, 2 * N_OUT, dtype=torch.float32, device=device)
+    return memory[:N_OUT], memory.view(torch.int64)
+
+
+@pairwise()
+@pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("asked", OUT_WAYS)
+@pytest.mark.parametrize(
+    "argument", ["position", "seed", "row_indices", "top_k", "top_p", "min_p", "temperature", "logits", "bitmask"]
+)
+def test_out_may_share_memory_with_an_argument(argument, asked, kept, way, device):
+    """kept: by a call that was kept before, of tensors that lay apart."""
+
+    def call(given, **more):
+        x = torch.randn(N_OUT, 100, generator=torch.Generator().manual_seed(2)).to(device)
+        options = {"logits": x, "seed": 3, **OUT_WAYS[asked], argument: given}
+        options |= {} if "position" in options else {"position": torch.arange(N_OUT, device=device)}
+        return sample(**options, **more)
+
+    given, out = sharing(argument, device)
+    wanted = call(given.clone())
+    if kept:
+        # Of the strides and the place against 16 bytes that follow.
+        apart = torch.full((out.storage_offset() + N_OUT * out.stride(0) + 2,), -7, device=device)
+        call(given.clone(), out=apart.as_strided(out.shape, out.stride(), out.storage_offset()))
+    found = call(given, out=out)
+    assert found.tokens is out
+    for ours, each in zip(found, wanted, strict=True):
+        assert (ours is None) == (each is None)
+        if each is not None:
+            assert_close(ours, each, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
+@pytest.mark.parametrize("asked", OUT_WAYS)
+def test_autograd_is_told_of_tokens_written_to_out(asked, way, device):
+    x = torch.randn(3, 100, device=device)
+    embedding = torch.randn(100, 4, device=device, requires_grad=True)
+    for turn in range(2):  # the second call is kept
+        tokens = torch.tensor([1, 2, 3], device=device)
+        hidden = torch.nn.functional.embedding(tokens, embedding)
+        version = tokens._version
+        sample(x, **OUT_WAYS[asked], seed=1, out=tokens)
+        assert tokens._version == version + 1, turn
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            hidden.sum().backward()
+    with torch.inference_mode():  # whose tensors have no version
+        tokens = torch.zeros(3, dtype=torch.int64, device=device)
+        sample(x, **OUT_WAYS[asked], seed=1, out=tokens)
+    assert torch.equal(tokens, sample(x, **OUT_WAYS[asked], seed=1).tokens)
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
+@pytest.mark.parametrize("asked", OUT_WAYS)
+def test_an_expanded_out_is_refused(asked, way, device):
+    x, out = torch.randn(3, 100, device=device), torch.zeros(1, dtype=torch.int64, device=device).expand(3)
+    with pytest.raises(RuntimeError, match=r"sample: out must have a place for each element, got .* strides \(0,\)"):
+        sample(x, **OUT_WAYS[asked], seed=1, out=out)
+    one = torch.zeros(1, dtype=torch.int64, device=device).expand(1)
+    assert sample(x[:1], **OUT_WAYS[asked], seed=1, out=one).tokens is one
+
+
 @pytest.mark.parametrize(
     "asked",
     [

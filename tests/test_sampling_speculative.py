@@ -161,6 +161,21 @@ def test_a_generator_gives_sequences_noise_of_their_own(device):
     assert len(set(y.tokens[:, 0].tolist())) > 45
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_sequences_of_one_seed_that_is_a_number_share_no_noise(told, device):
+    target, draft = torch.zeros(50, K + 1, 4096, device=device), torch.zeros(50, K, 4096, device=device)
+    drafts = torch.zeros(50, K, dtype=torch.int64, device=device)
+    draft[..., 0] = 9.0  # which is seldom accepted
+    y = speculative_sample(target, drafts, draft if told else None, seed=1)
+    assert len(set(y.tokens[:, 0].tolist())) > 45
+    position = torch.arange(50, device=device) * (K + 1)
+    wanted = speculative_sample(target, drafts, draft if told else None, seed=1, position=position)
+    assert all(torch.equal(a, b) for a, b in zip(y, wanted, strict=True))
+    seed = torch.tensor(1, device=device)
+    y = speculative_sample(target, drafts, seed=seed)
+    assert len(set(y.tokens[:, 0].tolist())) == 1
+
+
 X, D = torch.zeros(3, K + 1, 40), torch.zeros(3, K, dtype=torch.int64)
 REFUSED = [
     ((X[0], D), {}, ValueError, r"target_logits must have shape \[n, k \+ 1, vocab\], got \(3, 40\)"),

@@ -26,6 +26,7 @@ def given(kind, device):
     }  # fmt: skip
     more = {
         "numbers": {"seed": 3, "position": 5, **filters},
+        "one seed": {"seed": 3, **filters},
         "tensors": {"position": torch.arange(N).flip(0), **tensors},
         "bias and bitmask": {
             "seed": 3, "position": torch.arange(N), "logit_bias": torch.randn(N, 40), **filters,
@@ -55,10 +56,10 @@ def turns(monkeypatch):
     return found
 
 
-KINDS = "numbers", "tensors", "bias and bitmask", "rows and a bias of all", "reports", "raw"
+KINDS = "numbers", "one seed", "tensors", "bias and bitmask", "rows and a bias of all", "reports", "raw"
 
 
-@pytest.mark.parametrize(("kind", "kept"), [*((kind, False) for kind in KINDS), ("numbers", True)])
+@pytest.mark.parametrize(("kind", "kept"), [*((kind, False) for kind in KINDS), ("numbers", True), ("one seed", True)])
 def test_draws_are_those_of_one_turn(monkeypatch, turns, device, kind, kept):
     logits, arguments = given(kind, device)
     wanted = sample(logits, **arguments)
