@@ -16,6 +16,10 @@ REPORT, REPORTS = "kernels/sample_report.py", "ops/sample_reports.py"
 REPORTED = "test_sample_kernels.py::test_log_probabilities_of_tokens_and_of_the_greatest"
 HIDDEN = "test_sample_kernels.py::test_the_logits_as_given_have_what_a_bitmask_hides"
 BESIDE = "test_sample_kernels.py::test_log_probabilities_with_bias_bitmask_and_rows"
+MET = "test_sampling_boundaries.py::test_a_sum_that_is_top_p_but_for_float32_has_reached_it"
+SHARE = "test_sampling_boundaries.py::test_a_share_that_is_min_p_but_for_float32_is_kept"
+MIN_P = "test_sampling_boundaries.py::test_min_p_of_kernels_is_exact_to_2_to_the_minus_20"
+ONE_SEED = "test_sampling.py::test_rows_of_one_seed_that_is_a_number_are_independent"
 GREEDY = "test_sampling.py::test_temperature_0_takes_the_first_of_the_greatest"
 SAMPLING = (
     of(
@@ -56,7 +60,8 @@ SAMPLING = (
         "test_sampling.py::test_top_k_of_one_is_argmax_at_ties",
     ),
     of(
-        "ops", "column-of-the-boundary-left-out", REFERENCE, "before < p * running", "running < p * running",
+        "ops", "column-of-the-boundary-left-out", REFERENCE, "before < p * REACHED * running",
+        "running < p * REACHED * running",
         "test_sampling.py::test_kept_columns_are_those_of_a_stable_sort",
     ),
     of(
@@ -64,8 +69,8 @@ SAMPLING = (
         "test_sampling.py::test_kept_columns_are_those_of_a_stable_sort",
     ),
     of(
-        "ops", "sums-rounded-to-32-bits", REFERENCE, "low_sum.double() / scale) / scale",
-        "low_sum.double() / scale).float().double() / scale",
+        "ops", "sums-rounded-to-32-bits", REFERENCE, "low.sum(-1, keepdim=True).double() / scale) / scale",
+        "low.sum(-1, keepdim=True).double() / scale).float().double() / scale",
         "test_sampling_filters.py::test_probabilities_are_renormalised",
     ),
     of(
@@ -99,8 +104,90 @@ SAMPLING = (
         "kernels", "last-column-of-equals-kept", DRAW, "tl.where(cols <= B.col, B.x, B.above)", "B.x", FILTERS,
     ),
     of(
-        "kernels", "least-of-min-p-one-step-off", DRAW, "    return high.to(tl.int32)\n\n\n@triton.jit\ndef calls_of",
-        "    return (high + (1 << 21)).to(tl.int32)\n\n\n@triton.jit\ndef calls_of", FILTERS,
+        "kernels", "min-p-by-half-its-logarithm", DRAW, "least = m.to(tl.float64) + log_p * D.temperature",
+        "least = m.to(tl.float64) + log_p / 2 * D.temperature", FILTERS,
+    ),
+    of("kernels", "min-p-by-a-rough-logarithm", DRAW, "(p * tl.exp2(-z) - 1.0) * LOG2E", "0.00001", MIN_P),
+    of("kernels", "temperature-of-1-for-min-p", DRAW, "+ log_p * D.temperature", "+ log_p", MIN_P),
+    of("kernels", "top-p-by-the-last-bit", DRAW, "p = tl.where(p < 1, p * REACHED, p)", "p = p", MET),
+    of(
+        "kernels", "min-p-by-the-last-bit", DRAW, "tl.maximum(least_p, 1e-37) * REACHED", "tl.maximum(least_p, 1e-37)",
+        SHARE,
+    ),
+    of(
+        "ops", "numbers-as-float32", REFERENCE,
+        "return torch.full((1, 1), number, dtype=torch.float64, device=x.device)", "return per_row(number, x)",
+        "test_sampling_boundaries.py::test_the_reference_is_exact_but_for_what_logits_lose",
+    ),
+    of(
+        "ops", "top-p-of-the-reference-by-the-last-bit", REFERENCE, "before < p * REACHED * running",
+        "before < p * running", MET,
+    ),
+    of(
+        "ops", "min-p-of-the-reference-by-the-last-bit", REFERENCE, "double_of(min_p, x).clamp(0, 1) * REACHED)",
+        "double_of(min_p, x).clamp(0, 1))", SHARE,
+    ),
+    of(
+        "ops", "rows-of-one-seed-at-position-0", CALL, "return 0 if isinstance(seed, Tensor) else None", "return 0",
+        ONE_SEED,
+    ),
+    of(
+        "ops", "rows-of-one-seed-at-position-0-once-kept", CALL,
+        '(None, None) if seed.__class__ is int else (0, "number")', '(0, "number")', ONE_SEED,
+    ),
+    of(
+        "ops", "rows-of-one-seed-numbered-by-each-rank", SHARDED, "position = torch.arange(n_draws, device=x.device)",
+        "position = None", "test_shards_sampling.py::test_tokens_are_those_of_one_process_to_the_bit",
+    ),
+    of(
+        "ops", "sequences-that-share-positions", CALL, "positions = positions * k_and_1", "positions = positions",
+        "test_sampling_speculative.py::test_sequences_of_one_seed_that_is_a_number_share_no_noise",
+    ),
+    of(
+        "ops", "tokens-over-what-is-still-read", CALL, "if size and -after < start - each.data_ptr() < size:",
+        "if False:", "test_sampling_options.py::test_out_may_share_memory_with_an_argument",
+    ),
+    of(
+        "ops", "tokens-that-autograd-does-not-see", CALL, "            bump_version((out,))", "            pass",
+        "test_sampling_options.py::test_autograd_is_told_of_tokens_written_to_out",
+    ),
+    of(
+        "ops", "tokens-that-share-one-place", "options_sampling.py", "if any(stride == 0 and size > 1 for",
+        "if any(stride < 0 and size > 1 for", "test_sampling_options.py::test_an_expanded_out_is_refused",
+    ),
+    of(
+        "ops", "masks-without-a-gradient", REFERENCE, "return logits.masked_fill(~(kept | bad), -math.inf)",
+        "return logits.detach().masked_fill(~(kept | bad), -math.inf)",
+        "test_sampling_gradients.py::test_masks_pass_the_gradient_of_what_they_keep",
+    ),
+    of(
+        "ops", "a-sum-without-a-gradient", REFERENCE, "return total + (differentiable - differentiable.detach())",
+        "return total",
+        "test_sampling_gradients.py::test_renormalised_probabilities_are_differentiated_through_their_sum",
+    ),
+    of(
+        "ops", "gradients-of-rows-that-are-nan", REFERENCE, "-math.inf) * nan_where(bad, logits.dtype)",
+        "-math.inf).masked_fill(bad, math.nan)",
+        "test_sampling_gradients.py::test_rows_that_are_nan_have_gradients_of_nan_and_no_other_row_has",
+    ),
+    of(
+        "ops", "infinity-times-a-gradient-of-0", REFERENCE, "scaled = present & x.isfinite()", "scaled = present",
+        "test_sampling_gradients.py::test_what_is_hidden_leaves_a_penalty_its_gradient",
+    ),
+    of(
+        "ops", "log-probabilities-without-a-gradient", CALL,
+        "if return_logprobs is not None and _differentiates(logits, temperature, logit_bias):", "if False:",
+        "test_sampling_gradients.py::test_log_probabilities_of_draws_have_gradients",
+    ),
+    of(
+        "ops", "gradients-without-a-temperature", REFERENCE, "/ torch.where(there & (t > 0), t, 1.0)",
+        "/ torch.where(there & (t > 0), t.detach(), 1.0)",
+        "test_sampling_gradients.py::test_log_probabilities_of_draws_have_gradients",
+    ),
+    of(
+        "ops", "gradients-of-shards-dropped", CALL,
+        "return _refusing_gradients(of_shards, logits, temperature, logit_bias)", "return of_shards",
+        "test_shards_sampling.py::test_log_probabilities_of_shards_are_read_and_raise_in_a_backward_pass",
     ),
     of(
         "kernels", "candidates-of-one-quarter-left-out", KEPT,

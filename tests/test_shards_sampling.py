@@ -113,6 +113,22 @@ def test_a_token_depends_on_no_other_row_and_not_on_the_rank_that_draws_it(ranks
         assert ranks.values(4, drawn, way, x[here], of_row)[0][0] == tokens[i]
 
 
+def read_and_refused(group, x, options):
+    """(log-probabilities of logits that require a gradient, what a backward pass through them says)."""
+    columns = shard(x, group, 1).requires_grad_()
+    drawn = sample(columns, **options, group=group)
+    with pytest.raises(RuntimeError) as said:
+        torch.autograd.backward([drawn.logprobs.sum(), drawn.top_logprobs.sum()])
+    return drawn.logprobs.detach(), str(said.value)
+
+
+def test_log_probabilities_of_shards_are_read_and_raise_in_a_backward_pass(ranks):
+    x, options = rows(), {"seed": 3, "return_logprobs": "raw", "top_logprobs": 2}
+    found, said = ranks.values(2, read_and_refused, x, options)[0]
+    torch.testing.assert_close(found, drawn(None, "torch", x, options)[2], equal_nan=True)
+    assert said.startswith("sample: logprobs of logits that lie in shards (group=) have no gradient")
+
+
 def odd_rows():
     """inf in one shard and in two, NaN, -inf everywhere and nearly, zeros of both signs, equals over all shards."""
     x = torch.zeros(8, N_COLS)

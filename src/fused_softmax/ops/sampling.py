@@ -167,19 +167,20 @@ def sample(
             "return_kept": return_kept,
         }  # fmt: skip
         over = group, n_classes, transport
-        drawn = sample_of_shards(logits, filters, tensors, asked, (seed, position, generator), out, over)
-        return _refusing_gradients(drawn, logits, temperature, logit_bias)
+        random = seed, position, generator
+        of_shards = sample_of_shards(logits, filters, tensors, asked, random, out, over)
+        return _refusing_gradients(of_shards, logits, temperature, logit_bias)
     if return_logprobs is not None and _differentiates(logits, temperature, logit_bias):
         processed = return_logprobs == "processed"
         with torch.no_grad():
-            drawn = sample(
+            given = sample(
                 _detached(logits), _detached(temperature), top_k, top_p, min_p, order=order, seed=seed,
                 position=position, generator=generator, logit_bias=_detached(logit_bias), bitmask=bitmask,
                 row_indices=row_indices, return_logprobs=return_logprobs, top_logprobs=top_logprobs,
                 return_kept=processed if return_kept is False else return_kept, out=out,
             )  # fmt: skip
-        drawn = reference.with_gradients(drawn, logits, temperature, logit_bias, row_indices, processed)
-        return drawn if return_kept else drawn._replace(kept=None)
+        given = reference.with_gradients(given, logits, temperature, logit_bias, row_indices, processed)
+        return given if return_kept else given._replace(kept=None)
     look = plain = None
     bare = top_logprobs.__class__ is int and top_logprobs <= FEW
     if bare and return_kept.__class__ is bool and not _is_compiling():
@@ -212,9 +213,9 @@ def _sample(logits, options, read, random, out, look):
         mesh_of(name, {"logits": logits, "out": out})
         drawn = _sample_on_shards(logits, as_given, n_draws, random)
         return drawn if out is None else drawn._replace(tokens=out.copy_(drawn.tokens))
-    given = [each for each in (seed, position, out) if isinstance(each, Tensor)]
+    others = [each for each in (seed, position, out) if isinstance(each, Tensor)]
     refused = "" if logits.shape[1] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
-    route = route_of(name, logits, *options.tensors, *given, refused=refused, batches=False)
+    route = route_of(name, logits, *options.tensors, *others, refused=refused, batches=False)
     with torch.no_grad():
         if seed is None:
             seed, position = seed_of(generator, logits.device), None
