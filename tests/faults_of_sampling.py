@@ -103,10 +103,6 @@ SAMPLING = (
     of(
         "kernels", "last-column-of-equals-kept", DRAW, "tl.where(cols <= B.col, B.x, B.above)", "B.x", FILTERS,
     ),
-    of(
-        "kernels", "min-p-by-half-its-logarithm", DRAW, "least = m.to(tl.float64) + log_p * D.temperature",
-        "least = m.to(tl.float64) + log_p / 2 * D.temperature", FILTERS,
-    ),
     of("kernels", "min-p-by-a-rough-logarithm", DRAW, "(p * tl.exp2(-z) - 1.0) * LOG2E", "0.00001", MIN_P),
     of("kernels", "temperature-of-1-for-min-p", DRAW, "+ log_p * D.temperature", "+ log_p", MIN_P),
     of("kernels", "top-p-by-the-last-bit", DRAW, "p = tl.where(p < 1, p * REACHED, p)", "p = p", MET),
@@ -148,7 +144,7 @@ SAMPLING = (
         "if False:", "test_sampling_options.py::test_out_may_share_memory_with_an_argument",
     ),
     of(
-        "ops", "tokens-that-autograd-does-not-see", CALL, "            bump_version((out,))", "            pass",
+        "ops", "tokens-that-autograd-does-not-see", CALL, "            _bump_version((out,))", "            pass",
         "test_sampling_options.py::test_autograd_is_told_of_tokens_written_to_out",
     ),
     of(

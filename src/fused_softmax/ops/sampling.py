@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from fused_softmax import reference_sampling as reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Transport
+from fused_softmax.layout import bytes_of
 from fused_softmax.ops.sample_calls import (
     FEW,
     MOST_COLUMNS,
@@ -31,7 +32,6 @@ from fused_softmax.ops.sample_sharded import sample_of_shards
 from fused_softmax.ops.sample_turns import prepare_sample
 from fused_softmax.ops.sampling_on_shards import draws_on_shards
 from fused_softmax.ops.shards import Axes, mesh_of
-from fused_softmax.ops.softmax_calls import bump_version, bytes_of
 from fused_softmax.options_sampling import (
     Logprobs,
     Order,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NUMBERS = (float, int)
+_bump_version = torch._C._increment_version
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -351,7 +352,7 @@ def _prepared(
                 return drawn._replace(tokens=out.copy_(apart))
         drawn = call(logits, numbers, bias, bitmask, rows, out)
         if not out.is_inference():
-            bump_version((out,))  # autograd sees no write of a kernel's
+            _bump_version((out,))  # autograd sees no write of a kernel's
         return drawn
 
     return call_into
