@@ -253,6 +253,7 @@ def test_rows_of_one_seed_that_is_a_number_are_independent(filters, way, device)
     assert len(set(wanted.tolist())) > 0.85 * n
     for _ in range(2):
         assert torch.equal(sample(x, **filters, seed=7).tokens, wanted)
+        assert len(set(sample(x, **filters, seed=7, position=0).tokens.tolist())) == 1
     rows = torch.zeros(n, dtype=torch.int64, device=device)
     assert torch.equal(sample(x[:1], **filters, seed=7, row_indices=rows).tokens, wanted)
     assert torch.equal(sample(x, **filters, seed=7, return_logprobs="raw", top_logprobs=2).tokens, wanted)
