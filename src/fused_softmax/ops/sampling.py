@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from fused_softmax import reference_sampling as reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Transport
-from fused_softmax.layout import bytes_of
+from fused_softmax.layout import overlap_like
+from fused_softmax.ops.no_gradient import refusing
 from fused_softmax.ops.sample_calls import (
     FEW,
     MOST_COLUMNS,
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NUMBERS = (float, int)
+_LOGPROBS = ("logprobs", "top_logprobs")
+_OVER = (
+    "with group=, -cross_entropy(logits, tokens, reduction='none', group=group) is the raw log-probability with its "
+    "gradient"
+)
 _bump_version = torch._C._increment_version
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -271,25 +277,11 @@ def _detached(given: Any) -> Any:
 
 def _refusing_gradients(drawn: SampleOutput, *given: Any) -> SampleOutput:
     """The draws of shards, whose log-probabilities can be read, and raise in a backward pass."""
-    if drawn.logprobs is None or not needs_grad(*(each for each in given if isinstance(each, Tensor))):
+    like = next((each for each in given if isinstance(each, Tensor) and needs_grad(each)), None)
+    found = {name: getattr(drawn, name) for name in _LOGPROBS if getattr(drawn, name) is not None}
+    if like is None or not found:
         return drawn
-    like = next(each for each in given if isinstance(each, Tensor) and each.requires_grad)
-    of_tokens = _NoGradient.apply(drawn.logprobs, like)
-    top = None if drawn.top_logprobs is None else _NoGradient.apply(drawn.top_logprobs, like)
-    return drawn._replace(logprobs=of_tokens, top_logprobs=top)
-
-
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logprobs, like):
-        return logprobs.view_as(logprobs)
-
-    @staticmethod
-    def backward(ctx, g):
-        raise RuntimeError(
-            "sample: logprobs of logits that lie in shards (group=) have no gradient; "
-            "-cross_entropy(logits, tokens, reduction='none', group=group) is the raw log-probability with its gradient"
-        )
+    return drawn._replace(**dict(zip(found, refusing("sample", [*found], [*found.values()], like, _OVER), strict=True)))
 
 
 def draws_of(
@@ -340,16 +332,13 @@ def _prepared(
     if out is None:
         return call
     given = logits, *Numbers.of(options, seed, position), options.logit_bias, options.bitmask, options.row_indices
-    sizes = [bytes_of(each) if isinstance(each, Tensor) else 0 for each in given]
-    after, shape, strides = bytes_of(out), out.shape, out.stride()
+    overlaps, shape, strides = overlap_like(out, *given), out.shape, out.stride()
 
     def call_into(logits, numbers, bias, bitmask, rows, out):
-        start = out.data_ptr()
-        for each, size in zip((logits, *numbers, bias, bitmask, rows), sizes, strict=True):
-            if size and -after < start - each.data_ptr() < size:  # of a draw that is written, another may be unread
-                apart = torch.empty_strided(shape, strides, dtype=torch.int64, device=out.device)
-                drawn = call(logits, numbers, bias, bitmask, rows, apart)
-                return drawn._replace(tokens=out.copy_(apart))
+        if overlaps(out, logits, *numbers, bias, bitmask, rows):  # of a draw that is written, another may be unread
+            apart = torch.empty_strided(shape, strides, dtype=torch.int64, device=out.device)
+            drawn = call(logits, numbers, bias, bitmask, rows, apart)
+            return drawn._replace(tokens=out.copy_(apart))
         drawn = call(logits, numbers, bias, bitmask, rows, out)
         if not out.is_inference():
             _bump_version((out,))  # autograd sees no write of a kernel's
