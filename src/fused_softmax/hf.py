@@ -3,6 +3,12 @@
 transformers is an extra: without it this module raises ImportError.
 """
 
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -26,6 +32,10 @@ _UNKNOWN = {
     "block_indices": "keys chosen by the indices of their blocks",
     "sinks": "sinks that are no parameter [heads], s_aux",
 }
+# Code that looks the name up among those that it knows, which are transformers' own alone.
+_BY_NAME = re.compile(r"ATTENTION_CLASSES\[|_attn_implementation in \(")
+# Types of the configs of models whose own code may add a mask to scores, as if it were that of "eager".
+_EAGERS_MASKS: set[type] = set()
 
 
 class _Hidden(NamedTuple):
@@ -55,10 +65,58 @@ def register() -> None:
     >>> fused_softmax.hf.register()
     >>> AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", attn_implementation="fused_softmax")
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    choose = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(choose, NAME):
+        PreTrainedModel.get_correct_attn_implementation = _choosing(choose, PreTrainedModel)
+
+
+def _choosing(choose: Callable[..., str], base: type) -> Callable[..., str]:
+    """The method by which a model checks the name that it was given, with "eager" for a model whose code is its own.
+
+    Of "sdpa" transformers itself makes "eager", if nobody asked for it. Any other registered name it takes unseen.
+    """
+
+    @wraps(choose)
+    def get_correct_attn_implementation(model: Any, *given: Any, **named: Any) -> str:
+        chosen = choose(model, *given, **named)
+        if chosen != NAME:
+            return chosen
+        parts = [each for each in model.modules() if isinstance(each, base) and each.config is model.config]
+        attentions = {_attention_of(type(each)) for each in parts}
+        if "own" in attentions:
+            warnings.warn(
+                f'attn_implementation="{NAME}": {type(model).__name__} computes attention by code of its own, without '
+                'transformers\' AttentionInterface, so that it gets "eager"',
+                stacklevel=2,
+            )
+            return "eager"
+        if "eager's masks" in attentions:
+            _EAGERS_MASKS.add(type(model.config))
+        return NAME
+
+    setattr(get_correct_attn_implementation, NAME, True)
+    return get_correct_attn_implementation
+
+
+@cache
+def _attention_of(model: Any) -> str:
+    """Whose code computes the attention of a class of models: its "own", or the interface's, and by which masks."""
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):
+        return "eager's masks"
+    if "ALL_ATTENTION_FUNCTIONS" not in source:
+        # Without an attention of its own, it has that of other models, and these are asked too.
+        return "own" if re.search(r"^class \w*Attention\w*\(nn\.Module\)", source, re.MULTILINE) else "sdpa's masks"
+    if _BY_NAME.search(source):
+        return "own"
+    # Code that supports "sdpa" or "flex_attention" adds no mask to scores: theirs are bools, or no tensors at all.
+    opaque = model._supports_sdpa or (model._supports_attention_backend and model._supports_flex_attn)
+    return "sdpa's masks" if opaque and '_attn_implementation == "sdpa"' not in source else "eager's masks"
 
 
 def attention_forward(
@@ -83,32 +141,63 @@ def attention_forward(
     """
     for name, what in _UNKNOWN.items():
         if others.get(name) is not None:
-            raise ValueError(f'attn_implementation="{NAME}" does not take {name}, {what}; take "eager" or "sdpa"')
+            raise ValueError(
+                f'attn_implementation="{NAME}" does not take {name}, {what}, of {_name(module)}; take "eager" or "sdpa"'
+            )
     if dropout:
         raise ValueError(
-            f'attn_implementation="{NAME}" has no dropout, because weights are never in memory; got dropout={dropout}: '
-            "set it to 0 in the model's config, or call model.eval()"
+            f'attn_implementation="{NAME}" has no dropout, because weights are never in memory; {_name(module)} has '
+            f"dropout={dropout}: set it to 0 in the model's config, or call model.eval()"
+        )
+    if others.get("output_attentions") or _weights_are_collected():
+        raise ValueError(
+            f'attn_implementation="{NAME}" has no weights for output_attentions=True of {_name(module)}, because they '
+            'are never in memory; take "eager"'
         )
     hidden = getattr(attention_mask, NAME, None)
     told: dict[str, Any] = {}
     if hidden is not None and attention_mask is not None and hidden.version == attention_mask._version:
         attention_mask = hidden.padding
         told = {"window": (hidden.left, hidden.right), "causal_align": "bottom_right"}
-    elif attention_mask is None and query.shape[2] > 1:
-        # Without a mask, one query sees all; more of them than keys before it, if a static cache is still empty.
+    elif attention_mask is None and query.shape[2] > 1 and not _has_eagers_masks(getattr(module, "config", None)):
+        # Without a mask, one query sees all; more of them than keys before it, if a static cache is still empty. "eager"
+        # asks nobody for is_causal, because its causal masks are always there.
         told = {"is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal}
-    output = attention(
-        query, key, value, attention_mask, bias=position_bias, scale=scaling, softcap=softcap, sinks=s_aux,
-        enable_gqa=query.shape[1] != key.shape[1], **told,
-    )  # fmt: skip
+    try:
+        output = attention(
+            query, key, value, attention_mask, bias=position_bias, scale=scaling, softcap=softcap, sinks=s_aux,
+            enable_gqa=query.shape[1] != key.shape[1], **told,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f'{error}, of {_name(module)}; take attn_implementation="eager" or "sdpa"') from error
     return output.transpose(1, 2).contiguous(), None  # type: ignore[union-attr]
 
 
-def attention_mask(**given: Any) -> Tensor | None:
-    """As transformers calls a mask function: that of "sdpa", which also tells `attention_forward` what it hides."""
-    from transformers.masking_utils import sdpa_mask
+def _has_eagers_masks(config: Any) -> bool:
+    return type(config) in _EAGERS_MASKS
 
-    mask = sdpa_mask(**given)
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _weights_are_collected() -> bool:
+    """Whether transformers collects what this call would return as its weights, as a model's forward pass asked."""
+    if is_compiling():
+        return False
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return collector is not None and any("attentions" in key for key in collector.get() or ())
+
+
+def attention_mask(**given: Any) -> Tensor | None:
+    """As transformers calls a mask function: that of "sdpa", which also tells `attention_forward` what it hides.
+
+    Of a model that has attention of its own code too, that of "eager".
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    mask = (eager_mask if _has_eagers_masks(given.get("config")) else sdpa_mask)(**given)
     if mask is not None and not is_compiling():
         hidden = _hidden(mask, **given)
         if hidden is not None:
