@@ -7,6 +7,7 @@ DECODE, SHORT, GRADIENT = "kernels/attention_decode.py", "kernels/attention_shor
 CALLS, OF_SHORT, CUDNN = "ops/attention_calls.py", "ops/attention_short.py", "ops/attention_sdpa.py"
 HIDDEN = "kernels/attention_hidden.py"
 WINDOW = "plan/attention_window.py"
+HF, MODELS = "hf.py", "test_hf_models.py"
 BY_SUM, DS = "ops/attention_hopper_bias.py", "kernels/attention_ds.py"
 ONE_READ = "test_attention_hopper_bias.py::test_few_keys_and_many_batches_take_one_read_of_ds"
 PLAIN, OPTIONS = "test_attention.py::test_plain", "test_attention.py::test_options"
@@ -405,5 +406,31 @@ ATTENTION = (
         "attention", "long-tiles-for-the-narrowest-windows", "plan/attention.py", "and n_keys > 64 and",
         "and seen > 64 and",
         "test_attention_window.py::test_windows_that_other_kernels_take_have_tiles_of_short_reach",
+    ),
+    of(
+        "attention", "own-code-of-a-model-gets-our-masks", HF, 'if "own" in attentions:', "if False:",
+        f"{MODELS}::test_outputs_gradients_and_tokens_are_eagers[bloom]",
+    ),
+    of(
+        "attention", "a-dict-of-attention-classes-is-not-seen", HF, "ATTENTION_CLASSES\\[|_attn_implementation",
+        "_attn_implementation", f"{MODELS}::test_own_code_keeps_eager_where_the_name_is_set_later",
+    ),
+    of(
+        "attention", "a-mask-that-code-looks-at-is-skipped", HF,
+        "if opaque and '_attn_implementation == \"sdpa\"' not in source else", "if opaque else",
+        f"{MODELS}::test_the_last_queries_alone_see_what_eagers_see",
+    ),
+    of(
+        "attention", "code-that-adds-masks-gets-bools", HF, "_EAGERS_MASKS.add(type(model.config))", "pass",
+        f"{MODELS}::test_outputs_gradients_and_tokens_are_eagers[deepseek_v4]",
+    ),
+    of(
+        "attention", "no-mask-of-eager-is-causal", HF,
+        'and not _has_eagers_masks(getattr(module, "config", None))', "",
+        f"{MODELS}::test_no_mask_hides_nothing_where_the_masks_are_eagers",
+    ),
+    of(
+        "attention", "collected-weights-are-none", HF, 'others.get("output_attentions") or _weights_are_collected()',
+        'others.get("output_attentions")', f"{MODELS}::test_outputs_gradients_and_tokens_are_eagers[clip]",
     ),
 )  # fmt: skip

@@ -6,7 +6,6 @@ import re
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -35,6 +34,8 @@ DROPPED = (
     "model_type", "transformers_version", "architectures", "_name_or_path", "torch_dtype", "dtype", "id2label",
     "label2id", "per_layer_config",
 )  # fmt: skip
+# A part that takes a mask from its model, and without one is causal by "sdpa" alone.
+PARTS = {"BltGlobalTransformer"}
 # Options without a default that a model can be built with.
 NEEDED = {"prediction_length": 4, "vocab_size": VOCABULARY, "n_routed_experts": 8, "n_shared_experts": 1}
 HEADS = re.compile(
@@ -57,7 +58,7 @@ def classes_of(folder: str) -> list[type]:
             each
             for name, each in vars(module).items()
             if isinstance(each, type) and issubclass(each, PreTrainedModel) and each.__module__ == module.__name__
-            if each.config_class is not None and not HEADS.search(name)
+            if each.config_class is not None and not HEADS.search(name) and name not in PARTS
         ]
     return found
 
@@ -74,14 +75,17 @@ class CannotBuildError(Exception):
 
 
 def check(of: type) -> bool:
-    """Outputs, gradients and generated tokens by attention, held to those of "eager". False: the class was not built."""
+    """Outputs, gradients and generated tokens by attention, held to those by "eager". False: nothing was built."""
+    why = None
     try:
         model, factor, given = tiny(of)
         expected = outcome(model, given)
-    except CannotBuildError as error:
-        assert of.__name__ in UNBUILT or transformers.__version__ != "5.23.0", f"{of.__name__}: {error}"
+    except (CannotBuildError, RuntimeError, ValueError) as error:  # some code has no gradients by "eager" either
+        why = error
+    if transformers.__version__ == "5.23.0":
+        assert (why is not None) == (of.__name__ in UNBUILT), f"not built: {of.__name__}: {why}"
+    if why is not None:
         return False
-    assert of.__name__ not in UNBUILT
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of models that get "eager"
         ours = made(of, factor, hf.NAME)
@@ -105,7 +109,7 @@ def tiny(of: type):
         try:
             with torch.device("meta"):
                 size = sum(each.numel() for each in made(of, factor, "eager").parameters())
-        except Exception as error:  # noqa: BLE001  # whatever a config of other sizes may run into
+        except Exception as error:  # whatever a config of other sizes may run into
             why = f"{type(error).__name__}: {error}"
             if "meta" not in why:
                 continue
@@ -116,7 +120,7 @@ def tiny(of: type):
             model = made(of, factor, None if of.__name__ in OBEYED else "eager")
             widen(model)
             return model, factor, _taken(model)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             if why == (why := f"{type(error).__name__}: {error}"):
                 break
     raise CannotBuildError(why or "too large")
@@ -129,7 +133,7 @@ def _taken(model) -> dict:
             given = inputs_of(model, mask, images)
             with torch.no_grad():
                 model(**given)
-        except Exception as error:  # noqa: BLE001, PERF203
+        except Exception as error:
             errors.append(error)
         else:
             return given
@@ -178,7 +182,8 @@ def _close(found: tuple[dict, dict], expected: tuple[dict, dict], of: str) -> No
             if each.numel():
                 scale = each[each.isfinite()].abs().max().item() if each.isfinite().any() else 0.0
                 difference = {"rtol": 0, "atol": 1e-3 * (scale + floor), "equal_nan": True}
-                torch.testing.assert_close(found[parts][at], each, **difference, msg=lambda text, at=at: f"{of}{at}: {text}")
+                said = f"{of}{at}: not close"
+                torch.testing.assert_close(found[parts][at], each, **difference, msg=said)
 
 
 def _check_weights(model, ours, given) -> None:
@@ -191,9 +196,9 @@ def _check_weights(model, ours, given) -> None:
             except TypeError:
                 return  # it takes no such argument
             except ValueError as error:
-                assert each is ours, error
-                assert "output_attentions=True" in str(error)
-                return
+                if each is ours and "output_attentions=True" in str(error):
+                    return
+                raise
             counts.append(sum("attention" in at for at in found))
     asked, unasked = counts[1] - counts[0], counts[3] - counts[2]
     assert asked == unasked, type(model).__name__
@@ -331,10 +336,11 @@ def inputs_of(model, mask: bool, images: bool) -> dict:
         given["bbox"] = torch.randint(0, 9, (2, LENGTH, 4)).cumsum(-1)
     if "grid_thw" in needed:  # patches of images, one after another
         grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
-        sizes = [_first(config, *names, default=1) for names in (("temporal_patch_size",), ("patch_size",), ("patch_size",))]
-        channels = _first(config, "in_channels", "num_channels", default=3)
-        given = {"grid_thw": grid, ("hidden_states" if "hidden_states" in parameters else main): torch.randn(
-            int(grid.prod(-1).sum()), channels * sizes[0] * sizes[1] ** 2)}
+        patch = _first(config, "temporal_patch_size", default=1) * _first(config, "patch_size", default=1) ** 2
+        patches = torch.randn(
+            int(grid.prod(-1).sum()), _first(config, "in_channels", "num_channels", default=3) * patch
+        )
+        given = {"grid_thw": grid, ("hidden_states" if "hidden_states" in parameters else main): patches}
     if "codebook_idx" in needed:
         given |= {"codebook_idx": 1, "input_ids": tokens[..., None].repeat(1, 1, 8)}
     if "pixel_values" in parameters and (main == "pixel_values" or images or not given):

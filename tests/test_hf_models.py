@@ -114,15 +114,42 @@ def test_a_model_whose_source_is_not_there_gets_eagers_masks(monkeypatch):
     assert hf.attention_mask(**given) is None
 
 
+def test_no_mask_hides_nothing_where_the_masks_are_eagers(monkeypatch):
+    """Eager's causal masks are always there; BridgeTower's images have none, and yet a module that says is_causal."""
+    monkeypatch.setattr(hf, "_EAGERS_MASKS", {transformers.BridgeTowerConfig})
+    module = torch.nn.Module()
+    module.is_causal = True
+    query, key, value = torch.randn(3, 1, 2, 4, 8)
+    for config, causal in ((transformers.BridgeTowerConfig(), False), (transformers.LlamaConfig(), True)):
+        module.config = config
+        found, _ = hf.attention_forward(module, query, key, value, None)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_vision_tower_that_says_it_is_causal_is_not():
+    """Phi-4's has no mask without padding, and a module with is_causal, which eager's attention does not read."""
+    of = transformers.models.phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalVisionModel
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    pictures, found = torch.randn(1, 3, 16, 16), []
+    for implementation in ("eager", hf.NAME):
+        config = of.config_class(**sizes, image_size=16, patch_size=4, attn_implementation=implementation)
+        model = of(config).eval()
+        hf_models.widen(model)
+        with torch.no_grad():
+            found.append(model(pictures).last_hidden_state)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_that_are_asked_for_raise():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, attn_implementation=hf.NAME))
-    with pytest.raises(ValueError, match="no weights for output_attentions=True of LlamaAttention.*eager"):
+    with pytest.raises(ValueError, match=r"no weights for output_attentions=True of LlamaAttention.*eager"):
         model(torch.ones(1, 3, dtype=torch.int64), output_attentions=True)
 
 
 def test_wide_heads_are_refused_by_an_error_that_names_the_model():
     config = transformers.LlamaConfig(**SMALL, head_dim=264, attn_implementation=hf.NAME)
-    with pytest.raises(ValueError, match='at most 256.*of LlamaAttention; take attn_implementation="eager" or "sdpa"'):
+    with pytest.raises(ValueError, match=r'at most 256.*of LlamaAttention; take attn_implementation="eager" or "sdpa"'):
         transformers.LlamaForCausalLM(config)(torch.ones(1, 3, dtype=torch.int64))
 
 

@@ -3,6 +3,10 @@
 test_hf_models.py has one of each kind.
 """
 
+import re
+from collections import defaultdict
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -21,3 +25,16 @@ def test_every_model_is_as_with_eager(folder, monkeypatch):
     built = [hf_models.check(each) for each in hf_models.classes_of(folder)]
     if not any(built):
         pytest.skip("no tiny model of this folder's classes can be built")
+
+
+def test_the_page_lists_whose_attention_is_their_own():
+    found = defaultdict(set)
+    for folder in hf_models.folders():
+        try:
+            for each in hf_models.classes_of(folder):
+                found[hf._attention_of(each)].add(folder)
+        except ImportError:  # of a package that is not here
+            continue
+    page = (Path(__file__).parents[1] / "docs" / "patch.md").read_text()
+    lists = re.findall(r"^(?:`\w+`,\s)+`\w+`\.$", page, re.MULTILINE)
+    assert [re.findall(r"`(\w+)`", each) for each in lists] == [sorted(found["own"]), sorted(found["eager's masks"])]

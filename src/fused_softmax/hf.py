@@ -12,6 +12,7 @@ from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -71,10 +72,10 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
     choose = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(choose, NAME):
-        PreTrainedModel.get_correct_attn_implementation = _choosing(choose, PreTrainedModel)
+        PreTrainedModel.get_correct_attn_implementation = _choosing(choose, PreTrainedModel)  # type: ignore[method-assign]
 
 
-def _choosing(choose: Callable[..., str], base: type) -> Callable[..., str]:
+def _choosing(choose: Callable[..., str], base: Any) -> Callable[..., str]:
     """The method by which a model checks the name that it was given, with "eager" for a model whose code is its own.
 
     Of "sdpa" transformers itself makes "eager", if nobody asked for it. Any other registered name it takes unseen.
@@ -86,7 +87,7 @@ def _choosing(choose: Callable[..., str], base: type) -> Callable[..., str]:
         if chosen != NAME:
             return chosen
         parts = [each for each in model.modules() if isinstance(each, base) and each.config is model.config]
-        attentions = {_attention_of(type(each)) for each in parts}
+        attentions = {_attention_of(type(each)) for each in parts}  # type: ignore[arg-type]
         if "own" in attentions:
             warnings.warn(
                 f'attn_implementation="{NAME}": {type(model).__name__} computes attention by code of its own, without '
@@ -158,10 +159,11 @@ def attention_forward(
     told: dict[str, Any] = {}
     if hidden is not None and attention_mask is not None and hidden.version == attention_mask._version:
         attention_mask = hidden.padding
-        told = {"window": (hidden.left, hidden.right), "causal_align": "bottom_right"}
+        if (hidden.left, hidden.right) != (None, None):
+            told = {"window": (hidden.left, hidden.right), "causal_align": "bottom_right"}
     elif attention_mask is None and query.shape[2] > 1 and not _has_eagers_masks(getattr(module, "config", None)):
-        # Without a mask, one query sees all; more of them than keys before it, if a static cache is still empty. "eager"
-        # asks nobody for is_causal, because its causal masks are always there.
+        # Without a mask, one query sees all; more of them than keys before it, if a static cache is still empty.
+        # "eager" asks nobody for is_causal, because its causal masks are always there.
         told = {"is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal}
     try:
         output = attention(
@@ -195,13 +197,23 @@ def attention_mask(**given: Any) -> Tensor | None:
 
     Of a model that has attention of its own code too, that of "eager".
     """
-    from transformers.masking_utils import eager_mask, sdpa_mask
+    from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
 
-    mask = (eager_mask if _has_eagers_masks(given.get("config")) else sdpa_mask)(**given)
-    if mask is not None and not is_compiling():
-        hidden = _hidden(mask, **given)
-        if hidden is not None:
-            setattr(mask, NAME, hidden)
+    eagers = _has_eagers_masks(given.get("config"))
+    mask = (eager_mask if eagers else sdpa_mask)(**given)
+    if is_compiling():
+        return mask
+    if mask is None:
+        if eagers or given.get("mask_function") is not bidirectional_mask_function:
+            return None
+        # Nothing is hidden. As None it would be causal in a module that says so, as Phi-4's vision tower does.
+        shape = given["batch_size"], 1, given["q_length"], given["kv_length"]
+        mask = torch.ones((), dtype=torch.bool, device=given.get("device")).expand(shape)
+        setattr(mask, NAME, _Hidden(None, None, None, mask._version))
+        return mask
+    hidden = _hidden(mask, **given)
+    if hidden is not None:
+        setattr(mask, NAME, hidden)
     return mask
 
 
