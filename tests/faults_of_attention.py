@@ -430,6 +430,10 @@ ATTENTION = (
         f"{MODELS}::test_no_mask_hides_nothing_where_the_masks_are_eagers",
     ),
     of(
+        "attention", "a-mask-left-out-is-causal", HF, "is not bidirectional_mask_function:", "is not None:",
+        f"{MODELS}::test_a_vision_tower_that_says_it_is_causal_is_not",
+    ),
+    of(
         "attention", "collected-weights-are-none", HF, 'others.get("output_attentions") or _weights_are_collected()',
         'others.get("output_attentions")', f"{MODELS}::test_outputs_gradients_and_tokens_are_eagers[clip]",
     ),

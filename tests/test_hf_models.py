@@ -41,7 +41,7 @@ def _registered(monkeypatch):
 
 def class_of(folder):
     """The folder's model that generates, or its first that can be built."""
-    found = [each for each in hf_models.classes_of(folder) if each.__name__ not in hf_models.UNBUILT]
+    found = [each for each in hf_models.classes_of(folder) if each.__name__ in hf_models.BUILT]
     return next((each for each in found if each.__name__.endswith("ForCausalLM")), found[0])
 
 
