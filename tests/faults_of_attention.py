@@ -435,6 +435,6 @@ ATTENTION = (
     ),
     of(
         "attention", "collected-weights-are-none", HF, 'others.get("output_attentions") or _weights_are_collected()',
-        'others.get("output_attentions")', f"{MODELS}::test_outputs_gradients_and_tokens_are_eagers[clip]",
+        'others.get("output_attentions")', f"{MODELS}::test_weights_that_are_asked_for_raise",
     ),
 )  # fmt: skip

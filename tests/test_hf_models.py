@@ -141,9 +141,11 @@ def test_a_vision_tower_that_says_it_is_causal_is_not():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_that_are_asked_for_raise():
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, attn_implementation=hf.NAME))
-    with pytest.raises(ValueError, match=r"no weights for output_attentions=True of LlamaAttention.*eager"):
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])  # GPT-2's attention is not told that they are asked for
+def test_weights_that_are_asked_for_raise(name):
+    config = getattr(transformers, f"{name}Config")(**SMALL, attn_implementation=hf.NAME)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match=rf"no weights for output_attentions=True of {name}Attention.*eager"):
         model(torch.ones(1, 3, dtype=torch.int64), output_attentions=True)
 
 

@@ -55,13 +55,15 @@ class _Hidden(NamedTuple):
 def register() -> None:
     """Register attention with transformers, under the name "fused_softmax", for every model that uses its interface.
 
+    A model whose attention is code of its own gets "eager", and a UserWarning names its class.
+
     Softcaps, sinks and sliding windows are read from the model, and relative position biases keep their gradients.
     The kernels get windows and padding without a mask of all queries and keys, and do not read tiles outside a window.
     Every later call registers it again.
 
     A call raises ValueError for dropout in training, for heads of more than 256 dims, and for keys chosen by indices or
-    by a paged cache. Weights are never in memory, so output_attentions gives none: use "eager" for them. A query that
-    sees no key, as one of padding may, gets 0. With "eager" it gets the mean of all values.
+    by a paged cache, and for output_attentions, because weights are never in memory. It names the module and what to
+    use. A query that sees no key, as one of padding may, gets 0. With "eager" it gets the mean of all values.
 
     >>> fused_softmax.hf.register()
     >>> AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", attn_implementation="fused_softmax")
