@@ -140,8 +140,8 @@ SAMPLING = (
         "test_sampling_speculative.py::test_sequences_of_one_seed_that_is_a_number_share_no_noise",
     ),
     of(
-        "ops", "tokens-over-what-is-still-read", CALL, "if size and -after < start - each.data_ptr() < size:",
-        "if False:", "test_sampling_options.py::test_out_may_share_memory_with_an_argument",
+        "ops", "tokens-over-what-is-still-read", "ops/sampling.py",
+        "if overlaps(out, logits, *numbers, bias, bitmask, rows):", "if False:", "test_sampling_options.py::test_out_may_share_memory_with_an_argument",
     ),
     of(
         "ops", "tokens-that-autograd-does-not-see", CALL, "            _bump_version((out,))", "            pass",
