@@ -2,12 +2,17 @@
 
 Each rank reduces its own columns to a few numbers a row. One all_gather carries all ranks' numbers to every rank, and
 every rank merges them in rank order. So all ranks get the same bits, in every run. Any backend that gathers will do.
+
+What a rank takes the others to hold follows from its arguments alone: as many columns as it has itself, or those that
+shard_sizes gives. Nothing is kept of earlier calls. Whether the others mean the same is found out in the call: on a CPU
+before it, elsewhere by the header of each message.
 """
 
 import ctypes
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
@@ -17,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.described import described, typed
+from fused_softmax.peers import UNEVEN, choose
 
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["peer", "collective"]
 TRANSPORTS = get_args(Transport)
 BY_PEERS = ("softmax", "log_softmax", "logsumexp", "cross_entropy", "linear_cross_entropy")
-CHANGING = "Shards whose sizes change need n_classes, unless all have as many columns as each other"
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
-_HEADER = 4  # numbers at the end of each message: a rank's columns, those of all as it knows them, rows, a digest
+_HEADER = 4  # numbers at the end of each message: a rank's columns, n_classes, rows, a digest of all that is asked
 _NOTHING = -1.0  # which no rank expects
 _EXACT = 2**20  # counts below this are exact in every dtype of messages
 _MOST_KINDS = 256  # of messages whose headers are kept, and of digests
@@ -97,87 +102,58 @@ class _Doubt(NamedTuple):
 _headers: dict[tuple, dict[Any, Headers]] = {}  # of messages of one kind, by the stream on which they were made
 _digests: dict[tuple, int] = {}  # of what calls ask
 _of_graphs: dict[tuple, Headers] = {}  # which captured graphs read as long as they live
-_known: WeakKeyDictionary[Any, dict[tuple, tuple]] = WeakKeyDictionary()  # Shards without their group, which ends
 _doubts: WeakKeyDictionary[Any, list[_Doubt]] = WeakKeyDictionary()
 _notices: WeakKeyDictionary[Any, Notice] = WeakKeyDictionary()
 _written_to: list[Tensor] = []  # of all notices: launches on their way and captured graphs may yet write there
 
 
-def shards_of(
-    name: str, columns: int, rows: int, group: Any, n_classes: Any, transport: Any, device: torch.device,
-    asked: Mapping[str, Any], target: Tensor | None = None, change_alike: bool = True,
-) -> Shards:  # fmt: skip
-    """The shards of a call, or an error that says what is wrong, on every rank that can tell.
+class Over(NamedTuple):
+    """The arguments that a call over a group has more, as they were given."""
 
-    asked: what all ranks have to ask alike. On a CPU, where nobody waits for a device, and with FUSED_SOFTMAX_CHECK=1
-    in the environment, the ranks compare it, and their targets under that flag, before each call. Elsewhere they do so
-    at the group's first call with this n_classes; later messages carry a digest. A rank whose columns have changed
-    since goes on as if the others' had not, for these cannot know that they should compare.
-    """
-    if not _captures(device):
-        raise_doubts(name, group)
-    known = _known.get(group)
-    if known is None:
-        known = _known.setdefault(group, {})
-    key = n_classes, device.type
-    compares = _waits_for_nobody(device)
-    if compares or CHECK or key not in known:
-        described = {"rows": rows, **asked}
-        if CHECK and target is not None:
-            described["target"] = _checksum(target)
-        sizes = _compare(name, group, device, {"columns": columns, "n_classes": n_classes, **described})
-        if n_classes is not None and sum(sizes) < n_classes:
-            raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}")
-        known[key] = dist.get_rank(group), sizes
-        if not compares:
-            notice_of(group, len(sizes), device)  # before a graph is captured, in which none can be made
-    rank, sizes = known[key]
-    if sizes[rank] != columns:
-        equal = change_alike and n_classes is None and len(set(sizes)) == 1
-        sizes = (columns,) * len(sizes) if equal else (*sizes[:rank], columns, *sizes[rank + 1 :])
-    n = sum(sizes) if n_classes is None else n_classes
-    return Shards(group, rank, sizes, n, None if compares else _digest_of(asked))
+    group: Any
+    n_classes: Any
+    shard_sizes: Any
+    transport: Any
 
 
-def check_targets_alike(name: str, group: Any, target: Tensor) -> None:
-    """RuntimeError on every rank of a group whose ranks have different targets."""
-    _compare(name, group, target.device, {"columns": 0, "rows": target.numel(), "target": _checksum(target)})
+def over_of(group: Any, n_classes: Any, shard_sizes: Any, transport: Any) -> Over:
+    """The same with shard_sizes as a tuple, by which calls are kept."""
+    return Over(group, n_classes, tuple(shard_sizes) if isinstance(shard_sizes, list) else shard_sizes, transport)
 
 
-def _checksum(target: Tensor) -> int:
-    return zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
+class Refusing:
+    """What a rank raises in here, before it has told the others anything, it tells them, and they raise too."""
+
+    def __init__(self, name: str, over: Over, *tensors: Any) -> None:
+        self._of = name, over, tensors
+
+    def __enter__(self) -> None:
+        check_group(*self._of[:2])
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, Exception):
+            _refuse(*self._of, error)
 
 
-def _digest_of(asked: Mapping[str, Any]) -> int:
-    """A number of what a call asks; the same one for equal values, such as 1 and 1.0."""
-    key = tuple(asked.values())
-    found = _digests.get(key)
-    if found is None:
-        alike = [int(each) if isinstance(each, bool | float) and each % 1 == 0 else each for each in key]
-        if len(_digests) >= _MOST_KINDS:
-            _digests.clear()
-        found = _digests[key] = zlib.crc32(repr((*asked, *alike)).encode()) % _EXACT
-    return found
+def _refuse(name: str, over: Over, tensors: Sequence[Any], error: Exception) -> None:
+    group, given = over.group, next((each for each in tensors if isinstance(each, Tensor)), None)
+    device = _device_of(group) if given is None else given.device
+    said = f"{type(error).__name__}: {error}".replace("\n", " ")
+    if _compares(device, over.transport):
+        _compare(name, group, device, {"refused": said})
+    elif over.transport != "collective" and name in BY_PEERS:
+        with suppress(ValueError):  # where nobody goes by peers
+            peers = choose(name, over.transport, group, device, None)  # sets memory up, if it is the first call
+            if peers is not None:
+                peers.refuse(name, said)
 
 
-def as_others_know(shards: Shards, n_classes: int | None, device: torch.device) -> Shards:
-    """The shards of a call as the other ranks have them, if this rank's columns have changed since they compared."""
-    _, sizes = _known[shards.group][n_classes, device.type]
-    return shards._replace(sizes=sizes, n_classes=sum(sizes) if n_classes is None else n_classes)
-
-
-def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors: Any) -> None:
-    """Raise what a single rank can tell of the arguments that a sharded call has more, and of the kind of tensors."""
-    if transport is not None and transport not in TRANSPORTS:
-        raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {described(transport)}")
-    if transport == "peer" and name not in BY_PEERS:
-        raise ValueError(f"{name}: transport='peer' is for {', '.join(BY_PEERS)}")
-    if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
-        raise TypeError(f"{name}: n_classes must be an int, not {typed(n_classes)}")
-    if n_classes is not None and n_classes < 1:
-        raise ValueError(f"{name}: n_classes must be at least 1, got {n_classes}")
+def check_group(name: str, over: Over) -> None:
+    """Raise where there is no group that this rank could say anything to."""
+    group = over.group
     if group is None:
-        raise ValueError(f"{name}: n_classes and transport are of shards, which need group=")
+        check_over(name, over)
+        raise ValueError(f"{name}: n_classes, shard_sizes and transport are of shards, which need group=")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{name}: group= needs torch.distributed.init_process_group() before the call")
     if not isinstance(group, dist.ProcessGroup):
@@ -186,8 +162,86 @@ def check_group(name: str, group: Any, n_classes: Any, transport: Any, *tensors:
         raise TypeError(f"{name}: group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: this rank is not in the group")
+
+
+def check_over(name: str, over: Over, *tensors: Any) -> None:
+    """Raise what is wrong with the other arguments that a call over a group has more, and with the kind of tensors."""
+    _, n_classes, sizes, transport = over
+    if transport is not None and transport not in TRANSPORTS:
+        raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {described(transport)}")
+    if transport == "peer" and name not in BY_PEERS:
+        raise ValueError(f"{name}: transport='peer' is for {', '.join(BY_PEERS)}")
+    if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
+        raise TypeError(f"{name}: n_classes must be an int, not {typed(n_classes)}")
+    if n_classes is not None and n_classes < 1:
+        raise ValueError(f"{name}: n_classes must be at least 1, got {n_classes}")
+    if sizes is not None and not (isinstance(sizes, Sequence) and all(type(each) is int for each in sizes)):
+        raise TypeError(f"{name}: shard_sizes must be a sequence of ints, one of each rank, got {type(sizes).__name__}")
     if any(hasattr(type(each), "to_local") for each in tensors):
         raise TypeError(f"{name}: group= takes this rank's columns as a plain tensor, got a DTensor, which has a mesh")
+
+
+def sizes_of(name: str, over: Over, columns: int) -> tuple[int, ...]:
+    """The columns of every rank: those given, or as many as this rank has."""
+    group, n_classes, given, _ = over
+    ranks, rank = group.size(), group.rank()
+    sizes = (columns,) * ranks if given is None else tuple(given)
+    if len(sizes) != ranks or min(sizes) < 0:
+        raise ValueError(f"{name}: shard_sizes must be the columns of each of {ranks} ranks, got {list(sizes)}")
+    if sizes[rank] != columns:
+        raise ValueError(f"{name}: shard_sizes={list(sizes)} gives rank {rank} {sizes[rank]} columns, it has {columns}")
+    if n_classes is not None and sum(sizes) < n_classes:
+        hint = "" if given is not None else f". {UNEVEN}"
+        raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}{hint}")
+    return sizes
+
+
+def shards_of(
+    name: str, sizes: tuple[int, ...], rows: int, over: Over, device: torch.device, asked: Mapping[str, Any],
+    target: Tensor | None = None,
+) -> Shards:  # fmt: skip
+    """The shards of a call of checked arguments, or an error on every rank where ranks are found to differ.
+
+    asked: what all ranks have to ask alike. On a CPU, where nobody waits for a device, and with FUSED_SOFTMAX_CHECK=1
+    in the environment, the ranks compare it before the call, and under that flag their targets too. Elsewhere each
+    message carries a digest of it.
+    """
+    group, n_classes, given, transport = over
+    if not _captures(device):
+        raise_doubts(name, group)
+    compares = _compares(device, transport)
+    if compares:
+        said = {"columns": sizes[group.rank()], "n_classes": n_classes, "rows": rows, **asked, "shard_sizes": given}
+        if CHECK and target is not None:
+            said["target"] = _checksum(target)
+        _compare(name, group, device, said)
+    elif not _captures(device):
+        notice_of(group, len(sizes), device)  # before a graph is captured, in which none can be made
+    n = sum(sizes) if n_classes is None else n_classes
+    digest = None if compares and _waits_for_nobody(device) else _digest_of(asked, sizes)
+    return Shards(group, group.rank(), sizes, n, digest)
+
+
+def check_targets_alike(name: str, group: Any, target: Tensor) -> None:
+    """RuntimeError on every rank of a group whose ranks have different targets."""
+    said = {"columns": 0, "rows": target.numel(), "target": _checksum(target), "shard_sizes": None}
+    _compare(name, group, target.device, said)
+
+
+def _checksum(target: Tensor) -> int:
+    return zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
+
+
+def _digest_of(asked: Mapping[str, Any], sizes: tuple[int, ...]) -> int:
+    """A number of what a call asks; the same one for equal values, such as 1 and 1.0."""
+    key = sizes, *asked.values()
+    found = _digests.get(key)
+    if found is None:
+        alike = [int(each) if isinstance(each, bool | float) and each % 1 == 0 else each for each in key]
+        if len(_digests) >= _MOST_KINDS:
+            _digests.clear()
+        found = _digests[key] = zlib.crc32(repr((*asked, *alike)).encode()) % _EXACT
+    return found
 
 
 def gather(message: Tensor, shards: Shards) -> Tensor:
@@ -225,7 +279,7 @@ def headers_of(shards: Shards, rows: int, dtype: torch.dtype, device: torch.devi
     """
     if shards.digest is None:
         return None
-    key = shards.sizes, rows, shards.digest, dtype, device
+    key = shards.sizes, shards.n_classes, rows, shards.digest, dtype, device
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
     captures = _captures(device)
     if not captures:
@@ -244,7 +298,7 @@ def headers_of(shards: Shards, rows: int, dtype: torch.dtype, device: torch.devi
 
 
 def _made_headers(shards: Shards, rows: int, dtype: torch.dtype, device: torch.device) -> Headers:
-    of_all = sum(shards.sizes), rows, shards.digest or 0
+    of_all = shards.n_classes, rows, shards.digest or 0
     counts = [[count % _EXACT for count in (size, *of_all)] for size in shards.sizes]
     numbers = [torch.full((), count, dtype=dtype, device=device) for each in counts for count in each]
     there = torch.stack(numbers).view(-1, _HEADER)
@@ -273,23 +327,45 @@ def _captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _compare(name: str, group: Any, device: torch.device, said: Mapping[str, Any]) -> tuple[int, ...]:
-    """The columns of every rank, once all are found to say the same of all else."""
-    text = "\n".join(f"{key}={value}" for key, value in said.items()).encode()[:_SAID]
+def _compares(device: torch.device, transport: Any) -> bool:
+    """Whether ranks compare a call before they make it."""
+    return CHECK or (_waits_for_nobody(device) and transport != "peer")
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where the ranks of a group gather, if a call has no tensor that says so."""
+    by_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if by_gpu else torch.device("cpu")
+
+
+def _compare(name: str, group: Any, device: torch.device, said: Mapping[str, Any]) -> None:
+    """Raise on every rank where ranks do not say the same; but on one that refuses its call, and raises why itself."""
+    text = "\n".join(f"{key}={value}" for key, value in said.items()).encode()
+    text = (b"%08x\n" % zlib.crc32(text.partition(b"\n")[2]) + text)[:_SAID]  # the digest is of all but the columns
     own = torch.zeros(_SAID, dtype=torch.uint8, device="cpu")
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     size = dist.get_world_size(group)
     heard = torch.empty(size * _SAID, dtype=torch.uint8, device=device)
     _all_gather(heard, own.to(device), group=group)
-    lines = [bytes(each.tolist()).rstrip(b"\0").decode().split("\n") for each in heard.cpu().view(size, -1)]
-    all_said = [dict(line.split("=", 1) for line in each) for each in lines]
+    texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in heard.cpu().view(size, -1)]
+    if "refused" in said:
+        return
+    lines = [each.split("\n") for each in texts]
+    all_said = [dict(line.partition("=")[::2] for line in each[1:]) for each in lines]
+    for rank, each in enumerate(all_said):
+        if "refused" in each:
+            raise RuntimeError(f"{name}: rank {rank} refused its call: {each['refused']}")
+    before = f"{name}: the ranks of the group"
     for key in all_said[0] | all_said[-1]:
         values = [each.get(key, "nothing") for each in all_said]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if key != "columns" and other is not None:
-            said_there = f"{values[0]} on rank 0, {values[other]} on rank {other}"
-            raise RuntimeError(f"{name}: the ranks of the group differ in {key}: {said_there}")
-    return tuple(int(each["columns"]) for each in all_said)
+            raise RuntimeError(f"{before} differ in {key}: {values[0]} on rank 0, {values[other]} on rank {other}")
+    columns = [int(each["columns"]) for each in all_said]
+    if said["shard_sizes"] is None and len(set(columns)) > 1:
+        raise RuntimeError(f"{before} hold {columns} columns by rank. {UNEVEN}")
+    if len({each[0] for each in lines}) > 1:
+        raise RuntimeError(f"{before} differ in what they ask, past the {_SAID} bytes that each tells of it")
 
 
 def _remember(group: Any, headers: Tensor, expected: Tensor) -> None:
@@ -324,13 +400,12 @@ def raise_doubts(name: str, group: Any) -> None:
 
 def _raise_difference(name: str, group: Any, headers: Tensor, expected: Tensor) -> None:
     _doubts.pop(group, None)
-    _known.pop(group, None)  # the next call compares
-    kinds = ("columns", "columns", "rows", "options")  # as the header has them
+    kinds = ("columns", "n_classes", "rows", "options")  # as the header has them
     differing = [kind for kind, *both in zip(kinds, headers.T, expected.T, strict=True) if not torch.equal(*both)]
     # Two calls that overlap on two streams may have left some numbers each.
     kind = differing[0] if differing else "options"
     told = ""
     if kind == "columns":
-        told = f": {headers[:, 0].long().tolist()} by rank. {CHANGING}"
+        told = f": {headers[:, 0].long().tolist()} by rank. {UNEVEN}"
     differed = f"the ranks of the group differed in their {kind}{told}"
     raise RuntimeError(f"{name}: an earlier call gave NaN, because {differed}")

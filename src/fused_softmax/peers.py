@@ -5,6 +5,16 @@ can map the others' memory. `collective`: all else, by `distributed.gather`.
 
 Memory is set up at a group's first call, and grows as rows do: both are collective, and so have to happen outside a
 captured graph. It is never multicast. On CPU ranks, whose kernels are interpreted, it is a file that all ranks map.
+
+Beside the slots of rows each rank has a word of every rank's: which launch that rank is in, by its number among the
+group's, and a digest of what it asks there. Who waits compares these words. So launches that differ end at once in NaN,
+whichever slots they wait on; and so do launches that wait for a rank that has refused its call, whose word is negative.
+
+A launch that has failed leaves a word for its host, whose next call then recovers. The ranks tell each other by this
+memory how many calls they have made. The group's backend takes no part, because other collectives may be on their way
+there, and not as many on each rank. A host that has come further than others has had NaN from calls that these are yet
+to make: they make them alone, and get NaN too. At the call of the one that has come furthest, all wait until all
+launches have ended, zero their slots, and raise. So every rank raises once, at the same call, and all begin anew.
 """
 
 import ctypes
@@ -12,6 +22,8 @@ import itertools
 import os
 import socket
 import tempfile
+import time
+import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+UNEVEN = "Give the columns of uneven shards to every rank as shard_sizes="
 _MISSING = 1  # of the words that kernels leave
+_REFUSED = -1  # of the words that ranks have of each other
+_PATIENCE = 2.0  # seconds, for a rank that a launch has waited for in vain
 _DEFAULT_SECONDS = 600.0
 _POLLS_A_SECOND = 2000  # under the interpreter, whose kernels have no clock
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -34,16 +49,17 @@ _last: dict[int, Any] = {}  # by device: the stream of the last launch that wait
 class Region(NamedTuple):
     """Slots of rows that have equally many.
 
-    slots: int64, two sets, this rank's. bases: int64 [ranks + 2], where each rank's begin, where kernels leave word of
-    what is missing, and how long they wait for it. set_size: slots of a set. rows: for how many there are slots. kept:
-    what holds the mappings.
+    slots: int64, two sets, this rank's. bases: int64 [2 * ranks + 2], where each rank's begin, where kernels leave word
+    of what is missing, how long they wait for it, and where each rank's words begin. asked: this rank's words, int64
+    [ranks]. set_size: slots of a set. rows: for how many there are slots. kept: what holds the mappings.
     """
 
     slots: Tensor
     bases: Tensor
+    asked: Tensor
     set_size: int
     rows: int
-    kept: Any
+    kept: Any = None
 
 
 class Peers:
@@ -61,38 +77,95 @@ class Peers:
         self._outgrown: list[Region] = []  # captured graphs go on using what they were captured with
         self._word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._seen = ctypes.c_int64.from_address(self._word.data_ptr())
+        # [2, ranks] on every rank: in which launch each rank is, and how far it has come in a recovery.
+        self._words, self._words_of, self._kept = _mapped(group, device, 2 * self.ranks)
+        self._calls = self._recoveries = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._seen.value = self._calls = 0
         self._spoilt: str | None = None
-
-    @property
-    def compares(self) -> bool:
-        """Whether ranks compare what they ask for whenever a call is not found: then all ranks have to find the same.
-
-        A call for another number of rows may be made from one that is kept on one rank, and not on another.
-        """
-        return self.device.type == "cpu" and self.ranks > 1
+        self._joined: int | None = None  # the call at which this rank has begun to recover
+        self._alone = False
+        self._patience = self.seconds
 
     def ready(self, name: str) -> None:
-        """Raise what earlier launches have left word of; from then on, at every call."""
+        """Begin a call, or raise what has spoilt an earlier one: see above."""
+        self._calls += 1
         if self._seen.value or self._spoilt:
-            self._raise(name)
+            self._recover(name)
 
-    def _raise(self, name: str) -> None:
-        if self._spoilt is None:
-            word = self._seen.value
-            row, rank, kind = word >> 16, (word >> 2) & 0x3FFF, word & 3
-            if kind == _MISSING:
-                self._spoilt = f"rank {rank} has told nothing of row {row} in {self.seconds:g} s"
-            else:
-                self._spoilt = f"rank {rank} differed in operation, dtype, columns, rows or options, as of row {row}"
-        raise RuntimeError(
-            f"{name}: an earlier call gave NaN, because {self._spoilt}; no rank can use this group's memory any more: "
-            "make a new group"
-        )
+    def refuse(self, name: str, why: str) -> None:
+        """Have a call that this rank does not make fail on the others."""
+        self.ready(name)
+        if not self._alone:
+            self.in_turn()
+            self._spoil(f"rank {self.rank} refused its call: {why}")
+
+    def _spoil(self, why: str) -> None:
+        self._spoilt = why
+        self._write(self.rank, _REFUSED)
+
+    def _recover(self, name: str) -> None:
+        if _captures(self.device):
+            raise RuntimeError(f"{name}: an earlier call gave NaN; make a call outside of the capture, which says why")
+        if self._joined is None:
+            self._spoil(self._spoilt or self._told())
+            self._joined = self._calls
+        self._alone = self._calls < max(self._met(name, 1))
+        if self._alone:
+            return
+        self._wait_for_launches()
+        self._met(name, 2)
+        for region in (*self._regions.values(), *self._outgrown):
+            region.slots.zero_()
+        self._words[: self.ranks] = 0
+        self._wait_for_launches()
+        self._met(name, 3)
+        spoilt, self._recoveries = self._spoilt, self._recoveries + 1
+        self._begin_anew()
+        raise RuntimeError(f"{name}: an earlier call gave NaN, because {spoilt}; made again, this call works")
+
+    def _told(self) -> str:
+        """What a launch has left word of."""
+        word = self._seen.value
+        row, rank, kind = word >> 16, (word >> 2) & 0x3FFF, word & 3
+        if kind == _MISSING:
+            self._patience = min(self.seconds, _PATIENCE)
+            return f"rank {rank} has told nothing of row {row} in {self.seconds:g} s"
+        differed = "refused its call, or differed in operation, dtype, columns, rows or options"
+        return f"rank {rank} {differed}, as of row {row}. {UNEVEN}"
+
+    def _met(self, name: str, step: int) -> list[int]:
+        """The calls at which ranks began to recover, once all have come to this step."""
+        step += 3 * self._recoveries
+        self._write(self.ranks + self.rank, step << 32 | (self._joined or 0))
+        end = time.monotonic() + self._patience
+        while True:
+            words = self._words[self.ranks :].tolist()
+            late = [rank for rank, word in enumerate(words) if word >> 32 < step]
+            if not late:
+                return [word & 0xFFFFFFFF for word in words]
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"{name}: an earlier call gave NaN, because {self._spoilt}; the group works again once ranks "
+                    f"{late} have made their next call"
+                )
+            time.sleep(1e-4)
+
+    def _write(self, at: int, word: int) -> None:
+        """Write one of this rank's words into every rank's memory, once its launches before have ended."""
+        for words in self._words_of:
+            words[at] = word
+
+    def _wait_for_launches(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def region(self, group: Any, slots_per_row: int, n_rows: int) -> Region:
         """The slots of n_rows; every rank of the group asks for the same, one after the other."""
         found = self._regions.get(slots_per_row)
-        if found is None or found.rows < n_rows:
+        if self._alone or found is None or found.rows < n_rows:
             found = self._grown(group, slots_per_row, n_rows)
         return found
 
@@ -102,18 +175,54 @@ class Peers:
         set_size = rows * slots_per_row
         if set_size >= 2**31:
             raise ValueError(f"{n_rows} rows of {slots_per_row} messages are too many for one call over peers")
-        said = _heard(group, set_size)
-        if len(set(said)) > 1:
-            raise RuntimeError(
-                f"the ranks of the group differ in rows or columns: they need {said} slots by rank. Shards whose sizes "
-                "change need n_classes, unless all have as many columns as each other"
-            )
-        slots, addresses, kept = _mapped(group, self.device, 2 * set_size)
-        bases = torch.tensor([*addresses, self._word.data_ptr(), self.limit], dtype=torch.int64, device=self.device)
+        if not self._all_grow(zlib.crc32(f"{slots_per_row} {rows}".encode()) & 0x7FFFFFFF):
+            return self._of_none(set_size, rows)
+        slots, views, kept = _mapped(group, self.device, 2 * set_size)
         if slots_per_row in self._regions:
             self._outgrown.append(self._regions[slots_per_row])
-        self._regions[slots_per_row] = Region(slots, bases, set_size, rows, kept)
+        of_words = self._words, self._words_of
+        self._regions[slots_per_row] = Region(slots, self._bases(views, *of_words), self._words, set_size, rows, (views, kept))
         return self._regions[slots_per_row]
+
+    def _bases(self, slots: list[Tensor], words: Tensor, words_of: list[Tensor]) -> Tensor:
+        limit = 0 if words is not self._words else self.limit
+        addresses = [each.data_ptr() for each in slots], [self._word.data_ptr(), limit], [w.data_ptr() for w in words_of]
+        return torch.tensor([each for some in addresses for each in some], dtype=torch.int64, device=self.device)
+
+    def _of_none(self, set_size: int, rows: int) -> Region:
+        """Slots that no other rank writes, by which a call gives NaN at once."""
+        slots = torch.zeros(2 * set_size, dtype=torch.int64, device=self.device)
+        words = torch.full((self.ranks,), _REFUSED, dtype=torch.int64, device=self.device)
+        bases = self._bases([slots] * self.ranks, words, [words] * self.ranks)
+        return Region(slots, bases, words, set_size, rows, (slots, words))
+
+    def _all_grow(self, digest: int) -> bool:
+        """Whether all ranks want memory of this digest; none is wanted while an earlier call's failure is on its way.
+
+        It counts as a launch, so that those of ranks that want none see that they differ.
+        """
+        if self.ranks == 1:
+            return True
+        self.in_turn()
+        before = self._words[self.rank].item()  # which waits for earlier launches
+        if self._alone or self._spoilt or self._seen.value:
+            return False
+        number = (before >> 32) + 1 & 0x7FFFFFFF
+        wanted = number << 32 | digest
+        self._write(self.rank, wanted)
+        end = time.monotonic() + self.seconds
+        while True:
+            words = self._words[: self.ranks].tolist()
+            if all(word == wanted for word in words):
+                return True
+            if any(word < 0 or (word >> 32 == number and word != wanted) for word in words):
+                self._spoil(f"the ranks differed in operation, dtype, columns, rows or options. {UNEVEN}")
+                return False
+            if time.monotonic() > end:
+                late = [rank for rank, word in enumerate(words) if word != wanted]
+                self._spoil(f"ranks {late} have not made it in {self.seconds:g} s")
+                return False
+            time.sleep(1e-4)
 
     def in_turn(self) -> None:
         """Have this launch follow the last one that waited for other GPUs, whichever stream and group it was of.
@@ -184,7 +293,6 @@ def _set_up(group: Any, device: torch.device) -> Peers | str:
         return "it needs NVIDIA GPUs"
     try:
         peers: Peers | str = Peers(group, device)
-        peers.region(group, 1, 1)  # type: ignore[union-attr]
     except Exception as error:
         peers = f"{type(error).__name__}: {error}"
     failed = [each for each in _heard(group, peers if isinstance(peers, str) else "") if each]
@@ -208,12 +316,12 @@ def _heard(group: Any, said: Any) -> list[Any]:
     return heard
 
 
-def _mapped(group: Any, device: torch.device, n: int) -> tuple[Tensor, list[int], Any]:
-    """(int64 [n] of this rank, all 0, where each rank's begins, what keeps them mapped)."""
+def _mapped(group: Any, device: torch.device, n: int) -> tuple[Tensor, list[Tensor], Any]:
+    """(int64 [n] of this rank, all 0, each rank's, what keeps them mapped)."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         own = torch.zeros(n, dtype=torch.int64, device=device)
-        return own, [own.data_ptr()], None
+        return own, [own], None
     if device.type != "cuda":
         return _mapped_files(group, ranks, rank, n)
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -225,10 +333,10 @@ def _mapped(group: Any, device: torch.device, n: int) -> tuple[Tensor, list[int]
         handle = symmetric_memory.rendezvous(own, group)
         views = [own if each == rank else handle.get_buffer(each, (n,), torch.int64) for each in range(ranks)]
         _heard(group, None)  # nobody writes before all have zeroed theirs
-    return own, [view.data_ptr() for view in views], (handle, views)
+    return own, views, handle
 
 
-def _mapped_files(group: Any, ranks: int, rank: int, n: int) -> tuple[Tensor, list[int], Any]:
+def _mapped_files(group: Any, ranks: int, rank: int, n: int) -> tuple[Tensor, list[Tensor], Any]:
     descriptor, path = tempfile.mkstemp(prefix="fused-softmax-")
     try:
         os.truncate(descriptor, 8 * n)
@@ -239,7 +347,7 @@ def _mapped_files(group: Any, ranks: int, rank: int, n: int) -> tuple[Tensor, li
         os.close(descriptor)
         with suppress(OSError):
             os.unlink(path)
-    return views[rank], [view.data_ptr() for view in views], views
+    return views[rank], views, None
 
 
 @contextmanager
@@ -256,8 +364,12 @@ def _without_multicast():
             os.environ[_NO_MULTICAST] = before
 
 
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _captures(device):
         raise RuntimeError(
             "the ranks' memory is set up at a group's first call, and at the first of so many rows: make this call "
             "once before it is captured"

@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.exchange import tag_of
-from fused_softmax.kernels.peers import DIFFERENT, DIGEST, MISSING, collect, store_far, turn_of, word_of
+from fused_softmax.kernels.peers import DIGEST, announce, collect, store_far, tell_host, turn_of
 
 
 @triton.jit(do_not_specialize=["n", "n_rows", "words", "rank", "ranks", "digest", "set_size"])
 def _peer_gather(
-    slots_ptr, bases_ptr, own_ptr, heard_ptr, n, n_rows, words, rank, ranks, digest, set_size, K: tl.constexpr
-):
+    slots_ptr, bases_ptr, asked_ptr, own_ptr, heard_ptr, n, n_rows, words, rank, ranks, digest, set_size,
+    K: tl.constexpr,
+):  # fmt: skip
     """heard [ranks, n] of every rank's own [n], of 32 bits each; K.lanes of them a program, and a slot for each.
 
     words: of a number. n_rows: numbers of one kind, which are those of rows. What is missing becomes NaN.
@@ -31,9 +32,11 @@ def _peer_gather(
         for other in range(ranks):
             base = tl.load(bases_ptr + other)
             store_far(base + (row_at + rank * LANES + j) * 8, (own << 32) | digest | (tag << 31), j < LANES, K)
+        if program == 0:
+            announce(bases_ptr, asked_ptr, rank, ranks, digest, K)
     if K.collect:
         for other in range(ranks):
-            message = collect(slots_ptr + row_at + other * LANES, bases_ptr, ranks, LANES, tag, K)
+            message = collect(slots_ptr + row_at + other * LANES, bases_ptr, asked_ptr, rank, ranks, LANES, tag, K)
             missing = tag_of(message) != tag
             wrong = (at < n) & (missing | ((message & DIGEST) != digest))
             tl.store(heard_ptr + at, tl.where(wrong, -1, message >> 32).to(tl.int32), mask=at < n)
@@ -42,4 +45,4 @@ def _peer_gather(
             if first < LANES:
                 lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
                 row = (program * LANES + first) // words % n_rows
-                tl.store(word_of(bases_ptr, ranks), (row << 16) | (other << 2) | tl.where(lost > 0, MISSING, DIFFERENT))
+                tell_host(bases_ptr, asked_ptr, row, other, lost, rank, ranks, K)

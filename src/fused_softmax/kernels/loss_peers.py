@@ -19,7 +19,7 @@ from fused_softmax.kernels.losses import (
     store_losses,
     target_of,
 )
-from fused_softmax.kernels.peers import bases_of, collect, state_of, tell, turn_of
+from fused_softmax.kernels.peers import announce, bases_of, collect, state_of, tell, turn_of
 from fused_softmax.kernels.row_scores import sum_of_row
 from fused_softmax.kernels.rows import part_of, prefetch_part, whole_vectors
 from fused_softmax.kernels.spec import Rows, RowScores
@@ -31,8 +31,8 @@ from fused_softmax.kernels.state import NEG_INF, hold_all, log_sum_of
     "digest", "n_classes", "first", "ignore_index", "set_size",
 ])  # fmt: skip
 def _peer_loss(
-    slots_ptr, bases_ptr, x_ptr, dx_ptr, target_ptr, totals_ptr, states_ptr, loss_ptr, result_ptr, ticket_ptr,
-    x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
+    slots_ptr, bases_ptr, asked_ptr, x_ptr, dx_ptr, target_ptr, totals_ptr, states_ptr, loss_ptr, result_ptr,
+    ticket_ptr, x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
     rank, ranks, digest, n_classes, first, ignore_index, set_size, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
     """A part of a row a program, and its gradient if K.gradient. first: this rank's first class among all n_classes.
@@ -73,6 +73,8 @@ def _peer_loss(
     s = sum_of_row(z, edge, m, RowScores(n_cols, N.factor, hidden, False), K)
     if K.publish:
         tell(m, s, z_t, heads, bases, row_at, part, n_parts, rank, ranks, digest, tag, K)
+        if program == 0:
+            announce(bases_ptr, asked_ptr, rank, ranks, digest, K)
     if K.prefetch:
         prefetch_part(L.x, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
     g = 1.0
@@ -80,8 +82,8 @@ def _peer_loss(
     if K.counted:
         g, g_z = per_row_counted(targets, None, n_rows, n_classes, ignore_index, K)
     if K.collect:
-        message = collect(slots_ptr + row_at, bases_ptr, ranks, n_slots, tag, K)
-        m, s, logit = state_of(message, bases_ptr, row, n_parts, ranks, digest, tag, K)
+        message = collect(slots_ptr + row_at, bases_ptr, asked_ptr, rank, ranks, n_slots, tag, K)
+        m, s, logit = state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K)
         ls = log_sum_of(m, s, K.ptx)
         if heads:
             tl.store(states_ptr + row, m)

@@ -14,6 +14,10 @@ equally many slots, a launch may have any number of rows.
 Programs start in the order of rows on every rank, and a row's parts are few. So the first row that is not finished has
 all its programs on all chips that have launched, and nothing waits in a circle. A rank that comes late is waited for,
 as long as the group's timeout. Then rows become NaN, and a word tells the host who was missing.
+
+The first program also tells every rank which launch this one is: its number, one more than of the launch before, and
+the digest. Who has waited long looks there. A launch of the same number and another digest will never send what this
+one waits for, and a rank whose word is negative has refused its call.
 """
 
 import triton
@@ -92,26 +96,52 @@ def nanoseconds(K: tl.constexpr):
 
 
 @triton.jit
-def wait_long(slot_ptrs, message, wanted, tag, limit, K: tl.constexpr):
-    """`wait_for`, for `limit` nanoseconds more; polls, where there is no clock."""
+def announce(bases_ptr, asked_ptr, rank, ranks, digest, K: tl.constexpr):
+    """Tell every rank which launch this is. asked_ptr: this rank's words, of each rank one."""
+    j = tl.arange(0, K.lanes)
+    words = tl.load(bases_ptr + ranks + 2 + j, mask=j < ranks, other=0)
+    last = tl.load(asked_ptr + rank, volatile=True)
+    tl.debug_barrier()  # all have read it before one writes it
+    word = ((((last >> 32) + 1) & DIGEST) << 32) | digest
+    word = tl.where(last < 0, last, word)
+    store_far(words + rank * 8, word + tl.zeros([K.lanes], tl.int64), j < ranks, K)
+
+
+@triton.jit
+def odd_one(asked_ptr, rank, ranks, K: tl.constexpr):
+    """The first rank that has refused its call, or whose launch of this number is another; K.lanes if there is none.
+
+    This rank's own word is compared as it stands there, so that one that is yet to be written does no harm.
+    """
+    j = tl.arange(0, K.lanes)
+    asked = tl.load(asked_ptr + j, mask=j < ranks, other=0, volatile=True)
+    own = tl.load(asked_ptr + rank, volatile=True)
+    odd = (asked < 0) | (((asked >> 32) == (own >> 32)) & (asked != own))
+    return tl.min(tl.where((j < ranks) & odd, j, K.lanes), axis=0)
+
+
+@triton.jit
+def wait_long(slot_ptrs, asked_ptr, rank, ranks, message, wanted, tag, limit, K: tl.constexpr):
+    """`wait_for`, for `limit` nanoseconds more; polls, where there is no clock. It ends where a rank is at odds."""
     waiting = 1
     polls = 0
     if K.ptx:
         begin = nanoseconds(K)
     while waiting > 0:
+        odd = odd_one(asked_ptr, rank, ranks, K)  # before the messages, which an earlier launch may have left
         message = tl.load(slot_ptrs, mask=wanted & (tag_of(message) != tag), other=message, volatile=True)
         missing = wanted & (tag_of(message) != tag)
         if K.ptx:
             missing = missing & (nanoseconds(K) - begin < limit)
         else:
             missing = missing & (polls < limit)
-        waiting = tl.max(missing.to(tl.int32), axis=0)
+        waiting = tl.where(odd < K.lanes, 0, tl.max(missing.to(tl.int32), axis=0))
         polls += 1
     return message
 
 
 @triton.jit
-def collect(slots_ptr, bases_ptr, ranks, n_slots, tag, K: tl.constexpr):
+def collect(slots_ptr, bases_ptr, asked_ptr, rank, ranks, n_slots, tag, K: tl.constexpr):
     """The messages of a row, a lane each; some may be missing when the wait is over."""
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -121,7 +151,7 @@ def collect(slots_ptr, bases_ptr, ranks, n_slots, tag, K: tl.constexpr):
         word = tl.load(word_of(bases_ptr, ranks), volatile=True)
         limit = tl.load(bases_ptr + ranks + 1)
         limit = tl.where(word == 0, limit, 0)  # who starts after another has given up does not wait as long again
-        message = wait_long(slots_ptr + j, message, j < n_slots, tag, limit, K)
+        message = wait_long(slots_ptr + j, asked_ptr, rank, ranks, message, j < n_slots, tag, limit, K)
     return message
 
 
@@ -132,7 +162,17 @@ def word_of(bases_ptr, ranks):
 
 
 @triton.jit
-def state_of(message, bases_ptr, row, n_parts, ranks, digest, tag, K: tl.constexpr):
+def tell_host(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K: tl.constexpr):
+    """Leave word of a row for which a rank has sent nothing (lost > 0), or a message of another launch."""
+    odd = odd_one(asked_ptr, rank, ranks, K)
+    lost = tl.where(odd < K.lanes, 0, lost)
+    who = tl.where(odd < K.lanes, odd, who)
+    word = (row << 16) | (who.to(tl.int64) << 2) | tl.where(lost > 0, MISSING, DIFFERENT)
+    tl.store(word_of(bases_ptr, ranks), word)
+
+
+@triton.jit
+def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K: tl.constexpr):
     """(m, s, value) of a whole row: the sum of its headers' values, of which all but one are 0.
 
     s is NaN, and the host is told, where a message is missing or a rank has asked for something else.
@@ -149,8 +189,7 @@ def state_of(message, bases_ptr, row, n_parts, ranks, digest, tag, K: tl.constex
     if first < K.lanes:
         lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
         who = tl.where(first < n_states, first // n_parts, first - n_states)
-        word = (row << 16) | (who.to(tl.int64) << 2) | tl.where(lost > 0, MISSING, DIFFERENT)
-        tl.store(word_of(bases_ptr, ranks), word)
+        tell_host(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K)
         s = s + float("nan")
     return m, s, value
 

@@ -6,7 +6,7 @@ Traffic of a shard of N columns: it is read once and written once (2MN); between
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.peers import bases_of, collect, state_of, tell, turn_of
+from fused_softmax.kernels.peers import announce, bases_of, collect, state_of, tell, turn_of
 from fused_softmax.kernels.row_scores import load_row, max_of_row, store_row, sum_of_row
 from fused_softmax.kernels.rows import part_of, prefetch_part
 from fused_softmax.kernels.spec import Rows, RowScores, Scored
@@ -18,8 +18,8 @@ from fused_softmax.kernels.state import NEG_INF, hold_all
     "digest", "set_size",
 ])  # fmt: skip
 def _peer_forward(
-    slots_ptr, bases_ptr, x_ptr, y_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
-    rank, ranks, digest, set_size, K: tl.constexpr,
+    slots_ptr, bases_ptr, asked_ptr, x_ptr, y_ptr, x_row_stride, y_row_stride, n_cols, n_parts, part_cols,
+    misalignment, ahead, rank, ranks, digest, set_size, K: tl.constexpr,
 ):  # fmt: skip
     x = Rows(x_ptr, x_row_stride, misalignment)
     y = Rows(y_ptr, y_row_stride, misalignment)
@@ -41,9 +41,11 @@ def _peer_forward(
     s = sum_of_row(z, edge, m, q, K)
     if K.publish:
         tell(m, s, s * 0, part == 0, bases, row_at, part, n_parts, rank, ranks, digest, tag, K)
+        if program == 0:
+            announce(bases_ptr, asked_ptr, rank, ranks, digest, K)
     if K.prefetch:
         prefetch_part(x, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
     if K.collect:
-        message = collect(slots_ptr + row_at, bases_ptr, ranks, n_slots, tag, K)
-        m, s, _ = state_of(message, bases_ptr, row, n_parts, ranks, digest, tag, K)
+        message = collect(slots_ptr + row_at, bases_ptr, asked_ptr, rank, ranks, n_slots, tag, K)
+        m, s, _ = state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K)
         store_row(y, n_cols, z, edge, m, s, r, q, K)

@@ -6,6 +6,7 @@ Traffic: with a gradient, reduction mean or sum reads the logits once and writes
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fused_softmax import autocast, reference
 from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Transport, check_group, shards_of
+from fused_softmax.distributed import Refusing, Transport, check_over, over_of, shards_of, sizes_of
 from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
 from fused_softmax.ops.cross_entropy_output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.cross_entropy_sharded import sharded
@@ -70,6 +71,7 @@ def cross_entropy(
     lse: Tensor | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
     transport: Transport | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """torch.nn.functional.cross_entropy, with the same results, and more that training asks for.
@@ -130,10 +132,10 @@ def cross_entropy(
     tensor(0.4076, device='cuda:0')
     >>> cross_entropy(logits, target, group=torch.distributed.group.WORLD)  # [8192, 64128] on each of two ranks, [8192]
     """
-    if group is not None or n_classes is not None or transport is not None:
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
         wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
         numbers = label_smoothing, softcap, scale, lse_square_scale
-        over = group, n_classes, transport
+        over = over_of(group, n_classes, shard_sizes, transport)
         return _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over)
     options = _options_of(
         ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
@@ -249,32 +251,35 @@ def _checked(input, target, weight, ignore_index, reduction, numbers, wanted) ->
 
 def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over):
     """A call whose classes lie over the ranks of a group."""
-    name, (group, n_classes, transport) = "cross_entropy", over
+    name, (group, n_classes, shard_sizes, transport) = "cross_entropy", over
     options = peers = None
     if weight is None and lse is None and transport != "collective" and not CHECK:
         peers = known(group, getattr(input, "device", None))
         label_smoothing, softcap, scale, lse_square_scale = numbers
         options = _options_of(
             ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
-            (*wanted, torch.is_grad_enabled(), n_classes, transport),
+            (*wanted, torch.is_grad_enabled(), n_classes, shard_sizes, transport),
         )  # fmt: skip
     if isinstance(peers, Peers) and options is not None:
         call = find("cross_entropy by peers", (peers.number, options), input, target)
         if call is not None:
+            peers.ready(name)
             return call(peers, group, input, target, numbers[1], numbers[2])
-    check_group(name, group, n_classes, transport, input, target, weight)
-    loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
-    (input,) = resolved(input)
-    if lse is not None:
-        raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")
-    if target.is_floating_point():
-        raise ValueError(f"{name}: group= takes targets of class indices, got probabilities")
-    if wanted.inplace and reduction != "none" and needs_grad(input):
-        _check_inplace(input, rows_of(input), wanted)
+    with Refusing(name, over, input, target):
+        check_over(name, over, input, target, weight)
+        loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
+        (input,) = resolved(input)
+        if lse is not None:
+            raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")
+        if target.is_floating_point():
+            raise ValueError(f"{name}: group= takes targets of class indices, got probabilities")
+        if wanted.inplace and reduction != "none" and needs_grad(input):
+            _check_inplace(input, rows_of(input), wanted)
+        sizes = sizes_of(name, over, columns)
+        if CHECK or (readable(target) and not on_device(input)):
+            check_targets(name, target, n_classes or sum(sizes), ignore_index)
     asked = {"operation": name, "dtype": input.dtype, **loss.asked(), "wanted": tuple(wanted)}
-    shards = shards_of(name, columns, target.numel(), group, n_classes, transport, input.device, asked, target)
-    if CHECK or (readable(target) and not on_device(input)):
-        check_targets(name, target, shards.n_classes, ignore_index)
+    shards = shards_of(name, sizes, target.numel(), over, input.device, asked, target)
     result_dtype = autocast.result_dtype(name, input, wanted.dtype)
     peers = peers_of(name, transport, group, input, target)
     merging = peers if peers is not None and in_one_launch(input, target, loss, shards) else None
@@ -283,7 +288,7 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
         if options is not None:
             keep(prepared, "cross_entropy by peers", (merging.number, options), input, target)
         return prepared.call(merging, group, input, target, numbers[1], numbers[2])
-    how = () if merging is None else ((), states_by(merging))
+    how = () if merging is None else ((), states_by(merging, wanted, result_dtype))
     shards = told_by(peers, name, shards)
     y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype, *how)
     return output_of(y, of_rows, z, stats, wanted, reduction, tuple(target.shape))

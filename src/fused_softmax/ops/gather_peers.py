@@ -24,11 +24,14 @@ _LANES = 512  # numbers of 32 bits a program
 
 
 def peers_of(name: str, transport: Any, group: Any, *tensors: Tensor) -> Peers | None:
-    """By which memory the ranks of a call tell each other of its tensors; None for a collective."""
+    """By which memory the ranks of a call tell each other of its tensors; None for a collective. A call asks it once."""
     if transport == "collective":
         return None
     hindrance = None if runs_here(*tensors) else "the kernels do not run here"
-    return choose(name, transport, group, tensors[0].device, hindrance)
+    peers = choose(name, transport, group, tensors[0].device, hindrance)
+    if peers is not None:
+        peers.ready(name)
+    return peers
 
 
 def told_by(peers: Peers | None, name: str, shards: Shards) -> Shards:
@@ -38,7 +41,6 @@ def told_by(peers: Peers | None, name: str, shards: Shards) -> Shards:
 
 def _gathered(peers: Peers, name: str, message: Tensor, shards: Shards) -> Tensor:
     """[ranks, *message.shape], as `distributed.gather`; NaN where a rank says nothing, or asks for something else."""
-    peers.ready(name)
     peers.in_turn()
     words = message.contiguous().view(-1).view(torch.int32)
     asked = name, shards.sizes, shards.n_classes, shards.digest, message.shape, message.dtype
@@ -62,7 +64,7 @@ def _prepare(words: Tensor, message: Tensor, asked: tuple, peers: Peers, group: 
         "ranks": peers.ranks, "digest": zlib.crc32(repr(asked).encode()) & 0x7FFFFFFF, "set_size": region.set_size,
     }  # fmt: skip
     heard = empty((peers.ranks, n), (n, 1), torch.int32)
-    tensors = {"slots": region.slots, "bases": region.bases, "own": words, "heard": heard}
+    tensors = {"slots": region.slots, "bases": region.bases, "asked": region.asked, "own": words, "heard": heard}
     run = prepare(
         _peer_gather, None, spec, tensors, values, device=device, numbers=("set_size",),
         programs=lambda plan: programs, num_warps=4,
@@ -71,7 +73,7 @@ def _prepare(words: Tensor, message: Tensor, asked: tuple, peers: Peers, group: 
     def call(peers, group, words):
         region = peers.region(group, slots_per_program, programs)
         heard = empty((peers.ranks, n), (n, 1), torch.int32)
-        run(region.slots, region.bases, words, heard, region.set_size)
+        run(region.slots, region.bases, region.asked, words, heard, region.set_size)
         return heard
 
     return Prepared(call)

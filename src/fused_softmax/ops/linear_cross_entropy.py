@@ -7,6 +7,7 @@ linear_weight's gradient. If chunks would be many and short, blocks of classes t
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fused_softmax import autocast
 from fused_softmax.described import described
-from fused_softmax.distributed import Transport, check_group, shards_of
+from fused_softmax.distributed import Refusing, Transport, check_over, over_of, shards_of, sizes_of
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed, cross_entropy, dtype_of_loss
 from fused_softmax.ops.cross_entropy_output import (
@@ -75,6 +76,7 @@ def linear_cross_entropy(
     dtype: torch.dtype | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
     transport: Transport | None = None,
     input_sharded: bool = False,
 ) -> Tensor | CrossEntropyOutput:
@@ -122,7 +124,7 @@ def linear_cross_entropy(
     options = ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype
     return _linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, options, wanted, chunk_size, accumulate, skip_ignored,
-        (group, n_classes, transport), input_sharded,
+        over_of(group, n_classes, shard_sizes, transport), input_sharded,
     )  # fmt: skip
 
 
@@ -131,45 +133,50 @@ def _linear_cross_entropy(
     input_sharded,
 ):  # fmt: skip
     ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype = options
-    group, n_classes, transport = over
-    _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate)
-    cast = autocast.lowered_dtype(_NAME, input)
-    if cast is not None:
-        input, linear_weight = input.to(cast), linear_weight.to(cast)
-        linear_bias = None if linear_bias is None else linear_bias.to(cast)
-    columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
-    over_group = group is not None or n_classes is not None or transport is not None or input_sharded
-    if over_group:
-        check_group(_NAME, group, n_classes, transport, input, target, weight)
-        linear_weight = own_classes(_NAME, "linear_weight", linear_weight, group)
-        linear_bias = own_classes(_NAME, "linear_bias", linear_bias, group)
-        columns = linear_weight.shape[0]
-        leading = _rows_of_all(input, target, group) if input_sharded else leading
-    of_target = target  # as cross_entropy takes it: the class dim at 1
-    if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
-        of_target = target.movedim(-1, 1)
-    check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
-    loss = loss_of(
-        _NAME, input, target, columns, weight, ignore_index, reduction, label_smoothing, softcap, scale,
-        lse_square_scale, dtype, wanted.stats,
-    )  # fmt: skip
-    if chunk_size is not None and target.is_floating_point():
-        raise ValueError(
-            f"{_NAME}: chunk_size takes targets of class indices, got chunk_size={chunk_size} and probabilities, for "
-            "which all logits exist at once"
-        )
+    group, n_classes, _, transport = over
+    over_group = input_sharded or any(each is not None for each in over)
+    with Refusing(_NAME, over, input, linear_weight, target) if over_group else nullcontext():
+        if over_group:
+            check_over(_NAME, over, input, target, weight)
+        _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate)
+        cast = autocast.lowered_dtype(_NAME, input)
+        if cast is not None:
+            input, linear_weight = input.to(cast), linear_weight.to(cast)
+            linear_bias = None if linear_bias is None else linear_bias.to(cast)
+        if over_group:
+            linear_weight = own_classes(_NAME, "linear_weight", linear_weight, group)
+            linear_bias = own_classes(_NAME, "linear_bias", linear_bias, group)
+        columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+        if input_sharded:
+            leading = _rows_of_all(input, target, group)
+        of_target = target  # as cross_entropy takes it: the class dim at 1
+        if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
+            of_target = target.movedim(-1, 1)
+        check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
+        loss = loss_of(
+            _NAME, input, target, columns, weight, ignore_index, reduction, label_smoothing, softcap, scale,
+            lse_square_scale, dtype, wanted.stats,
+        )  # fmt: skip
+        if chunk_size is not None and target.is_floating_point():
+            raise ValueError(
+                f"{_NAME}: chunk_size takes targets of class indices, got chunk_size={chunk_size} and probabilities, "
+                "for which all logits exist at once"
+            )
+        if over_group:
+            if target.is_floating_point():
+                raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
+            sizes = sizes_of(_NAME, over, columns)
+            if readable(target) and not on_device(input):
+                check_targets(_NAME, target, n_classes or sum(sizes), ignore_index)
     shards = None
     if over_group:
-        if target.is_floating_point():
-            raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
         alike = {
             "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **loss.asked(),
             "statistics": loss.stats, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored,
             "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
             "weight_requires_grad": needs_grad(linear_weight),
         }  # fmt: skip
-        n_rows = input.shape[:-1].numel()
-        shards = shards_of(_NAME, columns, n_rows, group, n_classes, transport, input.device, alike, target)
+        shards = shards_of(_NAME, sizes, input.shape[:-1].numel(), over, input.device, alike, target)
         shards = told_by(peers_of(_NAME, transport, group, input, linear_weight, target), _NAME, shards)
         if input_sharded:
             input = GatheredRows.apply(input, shards)
@@ -198,8 +205,6 @@ def _linear_cross_entropy(
         holds="" if empty or shards is not None else "all logits",
     )  # fmt: skip
     if shards is not None:
-        if readable(target) and not on_device(input):
-            check_targets(_NAME, target, n_classes, ignore_index)
         route = Route.KERNEL  # or what stands for kernels on a shard
     if route is Route.OPERATOR:
         # One operator, which gives the gradients beside the loss: a loop over chunks would be unrolled for one number
@@ -231,8 +236,8 @@ def _linear_cross_entropy(
             rows, flat = rows[kept], flat[kept]
         else:
             kept = None
-    sizes = () if shards is None else shards.sizes
-    linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight), sizes)
+    of_ranks = () if shards is None else shards.sizes
+    linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight), of_ranks)
     asked = _asked(rows, linear_weight, linear_bias)
     if shards is None:
         at_once = reduction != "none" and any(asked)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_softmax import autocast, reference
 from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Transport, check_group
+from fused_softmax.distributed import Refusing, Transport, check_over, over_of, sizes_of
 from fused_softmax.ops.arguments import check, sized
 from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.logsumexp_calls import backward, prepare_call
@@ -52,6 +52,7 @@ def logsumexp(
     sink: float | Tensor | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
     transport: Transport | None = None,
 ) -> Tensor:
     """log sum exp(input * scale + mask) over `dim`, as torch.logsumexp: same results, NaN and infinities included.
@@ -79,8 +80,8 @@ def logsumexp(
     >>> logsumexp(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), 1, sink=2.0)
     tensor([2.9176], device='cuda:0')
     """
-    if group is not None or n_classes is not None or transport is not None:
-        over = group, n_classes, transport
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
+        over = over_of(group, n_classes, shard_sizes, transport)
         return _over_group(input, dim, bool(keepdim), out, (scale, mask, is_causal, masked_rows, sink), over)
     if type(dim) is int and type(keepdim) is bool and type(is_causal) is bool:
         options = dim, keepdim, is_causal, masked_rows
@@ -96,18 +97,20 @@ def logsumexp(
 def _over_group(input, dim, keepdim, out, scored, over):
     """A call whose columns lie over the ranks of a group."""
     name = "logsumexp"
-    check_group(name, *over, input, *scored)
-    if out is not None:
-        raise ValueError(f"{name}: out= is not for group=")
-    if isinstance(dim, Sequence):
-        if len(dim) != 1:
-            raise ValueError(f"{name}: group= is for a single dim, got dim={tuple(dim)}")
-        (dim,) = dim
-    check(name, input, dim, None, None)
-    scores = scores_of_shard(name, input, dim, *scored)
+    with Refusing(name, over, input):
+        check_over(name, over, input, *scored)
+        if out is not None:
+            raise ValueError(f"{name}: out= is not for group=")
+        if isinstance(dim, Sequence):
+            if len(dim) != 1:
+                raise ValueError(f"{name}: group= is for a single dim, got dim={tuple(dim)}")
+            (dim,) = dim
+        check(name, input, dim, None, None)
+        scores = scores_of_shard(name, input, dim, *scored)
+        sizes = sizes_of(name, over, input.shape[dim])
     dtype = autocast.result_dtype(name, input)
-    shards = shards_of_dim(name, input, dim, dtype, scores, over)
-    shards = told_by(peers_of(name, over[2], over[0], input), name, shards)
+    shards = shards_of_dim(name, input, dim, dtype, scores, sizes, over)
+    shards = told_by(peers_of(name, over.transport, over.group, input), name, shards)
     return logsumexp_of_shards(input, dim, keepdim, scores, shards, dtype)
 
 

@@ -125,7 +125,7 @@ def loss_on_shards(
     if merging is not None and not placed.over and written_at_once(local, loss, wanted):
         y = loss_by_peers(local, targets, loss, wanted, dtype, shards, merging)
         return placed.output(y, None, None, (), wanted, loss.reduction)
-    how = () if merging is None else (states_by(merging),)
+    how = () if merging is None else (states_by(merging, wanted, dtype),)
     shards = told_by(peers, placed.name, shards)
     y, lse, z, *stats = sharded(*as_rows(local, targets), loss, shards, wanted, dtype, placed.groups, *how)
     return placed.output(y, lse, z, stats, wanted, loss.reduction)

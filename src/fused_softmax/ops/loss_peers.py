@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     """What a kept call does, beside its tensors and numbers.
 
     at_once: whether its gradient is written with the loss. held: this rank's columns that are no padding. empty: what
-    allocates.
+    allocates. said: `said_of`.
     """
 
     loss: Loss
@@ -63,6 +63,13 @@ class Kind(NamedTuple):
     facts: Facts
     held: int
     empty: Callable[..., Tensor]
+    said: str
+
+
+def said_of(loss: Loss, wanted: Wanted, dtype: torch.dtype) -> str:
+    """What ranks have to ask alike of a loss, but softcap and scale, which each launch is given."""
+    of_loss = loss.ignore_index, loss.reduction, loss.lse_square_scale, sorted(loss.kind().items())
+    return f"{of_loss} {tuple(wanted[:3])} {dtype}"
 
 
 def written_at_once(input: Tensor, loss: Loss, wanted: Wanted) -> bool:
@@ -90,7 +97,8 @@ def prepare_loss(
     """call(peers, group, input, target, softcap, scale) -> the loss, a sum or mean that is `written_at_once`."""
     gradient = needs_grad(input)
     inplace = wanted.inplace and gradient
-    kind = Kind(loss, dtype, inplace, gradient, facts_of(shards), shards.held, allocator(input.device))
+    said = said_of(loss, wanted, dtype)
+    kind = Kind(loss, dtype, inplace, gradient, facts_of(shards), shards.held, allocator(input.device), said)
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] <= 1) and target.is_contiguous()
     x, flat = as_rows(input.detach(), target)
     steps = _prepare_steps(kind, x, flat, peers, shards.group)
@@ -98,7 +106,6 @@ def prepare_loss(
 
     def made(steps):
         def call(peers, group, input, target, softcap, scale):
-            peers.ready("cross_entropy")
             peers.in_turn()
             claim = begin_overwriting(input) if kind.inplace else None
             x, flat = (input, target) if simple else as_rows(input, target)
@@ -118,7 +125,7 @@ def prepare_loss(
             return None
         return made(_called(_Steps(*others)))
 
-    return Prepared(made(_called(steps)), again if simple and target.ndim == 1 and not peers.compares else None)
+    return Prepared(made(_called(steps)), again if simple and target.ndim == 1 else None)
 
 
 class _Steps(NamedTuple):
@@ -232,8 +239,7 @@ def _prepare_launch(
         "n_classes": facts.n_classes, "first": facts.of(None).first, "ignore_index": asked.ignore_index,
         "factor": factor, "hidden": hidden, "cap": cap,
     } | ({} if dx is not None else {"dx_row_stride": 0})  # fmt: skip
-    kind_of = sorted(asked.kind().items())  # values of numbers may change from call to call
-    said = f"cross_entropy {x.dtype} {facts.sizes} {facts.n_classes} {asked.ignore_index} {asked.reduction} {kind_of}"
+    said = f"cross_entropy {x.dtype} {facts.sizes} {facts.n_classes} {kind.said}"
     return prepare_launch(
         _peer_loss, plan_for, len(x), spec, tensors, values, _NUMBERS, peers, group, said
     )  # fmt: skip
@@ -297,25 +303,31 @@ def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return gradient_of(shard, states, given, torch.empty(x.shape, dtype=x.dtype, device=x.device)), None, None
 
 
-def states_by(peers: Peers) -> Callable[[Tensor, Tensor, Loss, Shards], Tensor]:
+def states_by(
+    peers: Peers, wanted: Wanted, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Loss, Shards], Tensor]:
     """What makes m, ls and the targets' logits [3, n] of whole rows of a shard."""
-    return partial(_states_of, peers)
+    return partial(_states_of, peers, wanted, dtype)
 
 
-def _states_of(peers: Peers, x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> Tensor:
-    peers.ready("cross_entropy")
+def _states_of(
+    peers: Peers, wanted: Wanted, dtype: torch.dtype, x: Tensor, target: Tensor, loss: Loss, shards: Shards
+) -> Tensor:  # fmt: skip
     peers.in_turn()
     facts, group = facts_of(shards), shards.group
-    options = peers.number, *loss.asked().items(), facts
+    options = peers.number, *loss.asked().items(), facts, wanted, dtype
     call = find("states by peers", options, x, target)
     if call is None:
-        call = keep(_prepare_states(loss, facts, x, target, peers, group), "states by peers", options, x, target)
+        prepared = _prepare_states(loss, facts, x, target, peers, group, said_of(loss, wanted, dtype))
+        call = keep(prepared, "states by peers", options, x, target)
     return call(peers, group, x, target, loss.numbers()[:3])
 
 
-def _prepare_states(loss: Loss, facts: Facts, x: Tensor, target: Tensor, peers: Peers, group: Any) -> Prepared:
+def _prepare_states(
+    loss: Loss, facts: Facts, x: Tensor, target: Tensor, peers: Peers, group: Any, said: str
+) -> Prepared:
     n_rows, empty = len(x), allocator(x.device)
-    kind = Kind(loss, torch.float32, False, False, facts, facts.of(None).held, empty)
+    kind = Kind(loss, torch.float32, False, False, facts, facts.of(None).held, empty, said)
     run = _prepare_launch(kind, x.detach(), None, target, peers, group, totals=None, loss=None).run
 
     def call(peers, group, x, target, numbers):

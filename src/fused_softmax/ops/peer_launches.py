@@ -15,6 +15,7 @@ from fused_softmax.plan import RowPlan, plan_peers
 from fused_softmax.runner import Run, prepare
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # whose states are two numbers of 32 bits
+_DIGEST = 0x7FFFFFFF  # kernels/peers.py
 PARTS: dict[str, int] = {}  # "cols": columns of a part, for tests and sweeps, which set it alike on every rank
 
 
@@ -61,35 +62,36 @@ def prepare_launch(
     plan = plan_for(n_rows)
     slots_per_row = (plan.parts + 1) * peers.ranks
     region = peers.region(group, slots_per_row, n_rows)
-    values = {
-        "rank": peers.rank, "ranks": peers.ranks, "digest": _digest(asked, plan), "set_size": region.set_size, **values,
-    }  # fmt: skip
+    values = {"rank": peers.rank, "ranks": peers.ranks, "digest": 0, "set_size": region.set_size, **values}
     run = prepare(
-        kernel, plan, spec, {"slots": region.slots, "bases": region.bases, **tensors}, values,
-        device=peers.device.index if peers.device.type == "cuda" else -1, numbers=("set_size", *numbers), **options,
+        kernel, plan, spec, {"slots": region.slots, "bases": region.bases, "asked": region.asked, **tensors}, values,
+        device=peers.device.index if peers.device.type == "cuda" else -1, numbers=("set_size", "digest", *numbers),
+        **options,
     )  # fmt: skip
     n_tensors = sum(each is not None for each in tensors.values())
 
-    def made(run: Run, n_rows: int) -> PeerLaunch:
-        launched = run.__call__
+    def made(run: Run, plan: RowPlan) -> PeerLaunch:
+        launched, n_rows, digest = run.__call__, plan.n_rows, _digest(asked, plan)
 
         def call(peers, group, *arguments):
-            region = peers.region(group, slots_per_row, n_rows)
+            region, given = peers.region(group, slots_per_row, n_rows), arguments[n_tensors:]
+            # Numbers are no part of a kept call, and a hash of floats is the same in every process.
             launched(
-                region.slots, region.bases, *arguments[:n_tensors], region.set_size, *arguments[n_tensors:]
+                region.slots, region.bases, region.asked, *arguments[:n_tensors], region.set_size,
+                digest ^ hash(given) & _DIGEST, *given,
             )  # fmt: skip
 
         def again(n: int) -> PeerLaunch | None:
             other = plan_for(n)
             if replace(other, n_rows=plan.n_rows) != plan:
                 return None
-            found = run.again(other, {"digest": _digest(asked, other)})
-            return None if found is None else made(found, n)
+            found = run.again(other, {})
+            return None if found is None else made(found, other)
 
         return PeerLaunch(call, again)
 
-    return made(run, n_rows)
+    return made(run, plan)
 
 
 def _digest(asked: str, plan: RowPlan) -> int:
-    return zlib.crc32(f"{asked} {plan.n_rows} {plan.parts} {plan.part_cols}".encode()) & 0x7FFFFFFF
+    return zlib.crc32(f"{asked} {plan.n_rows} {plan.parts} {plan.part_cols}".encode()) & _DIGEST

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.described import described
-from fused_softmax.distributed import Shards, as_others_know, check_group, gather, shards_of
+from fused_softmax.distributed import Over, Refusing, Shards, check_over, gather, shards_of, sizes_of
 from fused_softmax.options_sampling import (
     Sampling,
     check_logits,
@@ -60,40 +59,37 @@ class Part(NamedTuple):
 
 def sample_of_shards(
     logits: Tensor, numbers: Mapping[str, Any], tensors: Mapping[str, Any], asked: Mapping[str, Any],
-    random: tuple[Any, Any, Any], out: Tensor | None, over: tuple[Any, Any, Any],
+    random: tuple[Any, Any, Any], out: Tensor | None, over: Over,
 ) -> SampleOutput:  # fmt: skip
     """A call over a group: logits [n_rows, this rank's columns], and what `sample` takes beside them, by name.
 
     numbers: temperature, top_k, top_p, min_p. tensors: logit_bias, bitmask, row_indices. asked: the rest but
-    random = (seed, position, generator) and out. over: (group, n_classes, transport).
+    random = (seed, position, generator) and out.
     """
     from fused_softmax.ops.sampling import position_of, seed_of
 
-    (group, n_classes, transport), bias, rows = over, tensors["logit_bias"], tensors["row_indices"]
-    check_group(_NAME, group, n_classes, transport, logits, *numbers.values(), *tensors.values())
-    if transport not in (None, "collective"):
-        raise ValueError(
-            f'{_NAME}: transport must be None or "collective": rows are exchanged, got {described(transport)}'
-        )
-    if asked["return_kept"]:
-        raise ValueError(f"{_NAME}: return_kept is of whole rows, and group= gives a part of their columns")
-    no_columns = isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] == 0
-    check_logits(_NAME, "logits", _shaped(logits, logits.shape[0], 1) if no_columns else logits, "[n_rows, vocab]")
-    columns = logits.shape[1]
-    if rows is not None:  # the rest of it is checked beside the whole rows
-        check_tensor(_NAME, "row_indices", rows, logits, (torch.int64, torch.int32), "int64 or int32")
-    n_draws = logits.shape[0] if rows is None or rows.ndim != 1 else rows.shape[0]
-    if bias is not None:
-        check_tensor(_NAME, "logit_bias", bias, logits, _FLOATS, "16 to 64 bit floats")
-        check_shape(_NAME, "logit_bias", bias, (columns,), (n_draws, columns))
-    check_random(_NAME, *random, logits, n_draws)
-    if out is not None:
-        check_out(_NAME, out, logits, torch.int64, "int64", (n_draws,))
-    alike = _alike(logits, numbers, tensors, asked, random)
-    # Rows are exchanged by sizes that all ranks are sure of, for a rank that errs would wait for ever.
-    shards = shards_of(_NAME, columns, n_draws, *over, logits.device, alike, change_alike=False)
-    whole = _shaped(logits, logits.shape[0], shards.n_classes)
-    options = sampling_of(_NAME, whole, **numbers, bitmask=tensors["bitmask"], row_indices=rows, **asked)
+    bias, rows = tensors["logit_bias"], tensors["row_indices"]
+    with Refusing(_NAME, over, logits):
+        check_over(_NAME, over, logits, *numbers.values(), *tensors.values())
+        if asked["return_kept"]:
+            raise ValueError(f"{_NAME}: return_kept is of whole rows, and group= gives a part of their columns")
+        no_columns = isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] == 0
+        check_logits(_NAME, "logits", _shaped(logits, logits.shape[0], 1) if no_columns else logits, "[n_rows, vocab]")
+        columns = logits.shape[1]
+        if rows is not None:  # the rest of it is checked beside the whole rows
+            check_tensor(_NAME, "row_indices", rows, logits, (torch.int64, torch.int32), "int64 or int32")
+        n_draws = logits.shape[0] if rows is None or rows.ndim != 1 else rows.shape[0]
+        if bias is not None:
+            check_tensor(_NAME, "logit_bias", bias, logits, _FLOATS, "16 to 64 bit floats")
+            check_shape(_NAME, "logit_bias", bias, (columns,), (n_draws, columns))
+        check_random(_NAME, *random, logits, n_draws)
+        if out is not None:
+            check_out(_NAME, out, logits, torch.int64, "int64", (n_draws,))
+        sizes = sizes_of(_NAME, over, columns)
+        whole = _shaped(logits, logits.shape[0], over.n_classes or sum(sizes))
+        options = sampling_of(_NAME, whole, **numbers, bitmask=tensors["bitmask"], row_indices=rows, **asked)
+        alike = _alike(logits, numbers, tensors, asked, random)
+    shards = shards_of(_NAME, sizes, n_draws, over, logits.device, alike)
     with torch.no_grad():
         x, there = _rows_of_draws(logits, rows, n_draws)
         seed, position, generator = random
@@ -105,8 +101,7 @@ def sample_of_shards(
         if _greedy(options):
             drawn = _greatest(x, bias, there, shards)
         else:
-            known = as_others_know(shards, n_classes, x.device)  # who otherwise wait for bytes that do not come
-            drawn = _told(_drawn(x, bias, there, options, random, known), options, n_draws, shards)
+            drawn = _told(_drawn(x, bias, there, options, random, shards), options, n_draws, shards)
         return drawn if out is None else drawn._replace(tokens=out.copy_(drawn.tokens))
 
 
@@ -188,10 +183,7 @@ def _drawn(
 def _whole_rows(x: Tensor, part: Part, shards: Shards) -> Tensor:
     """[this rank's rows, n_classes] of x [rows, this rank's columns]; padding is left out."""
     held = shards.held_by
-    x = x[:, : held[part.rank]]
-    if x.shape[1] < held[part.rank]:  # than others know; the message after it says so
-        x = torch.nn.functional.pad(x, (0, held[part.rank] - x.shape[1]))
-    x = x.contiguous()
+    x = x[:, : held[part.rank]].contiguous()
     if part.ranks == 1:
         return x
     mine = part.sizes[part.rank]

@@ -4,7 +4,7 @@ token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `refe
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from fused_softmax import reference_sampling as reference
 from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Transport
+from fused_softmax.distributed import Transport, over_of
 from fused_softmax.layout import overlap_like
 from fused_softmax.ops.no_gradient import refusing
 from fused_softmax.ops.sample_calls import (
@@ -96,6 +96,7 @@ def sample(
     out: Tensor | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
     transport: Transport | None = None,
 ) -> SampleOutput:
     """A token of each row of logits.
@@ -166,14 +167,14 @@ def sample(
     tensor([2, 0], device='cuda:0')
     """
     name = "sample"
-    if group is not None or n_classes is not None or transport is not None:
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
         filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         tensors = {"logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices}
         asked = {
             "order": order, "return_logprobs": return_logprobs, "top_logprobs": top_logprobs,
             "return_kept": return_kept,
         }  # fmt: skip
-        over = group, n_classes, transport
+        over = over_of(group, n_classes, shard_sizes, transport)
         random = seed, position, generator
         of_shards = sample_of_shards(logits, filters, tensors, asked, random, out, over)
         return _refusing_gradients(of_shards, logits, temperature, logit_bias)

@@ -3,6 +3,7 @@
 Each reads every element once and writes it once, and so does its gradient, except for rows that the chip cannot hold.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from torch.overrides import has_torch_function_unary
 
 from fused_softmax import autocast, reference
 from fused_softmax.calls import find, keep
-from fused_softmax.distributed import Transport, check_group
+from fused_softmax.distributed import Refusing, Transport, check_over, over_of, sizes_of
 from fused_softmax.ops.arguments import check, sized
 from fused_softmax.ops.gather_peers import peers_of, told_by
 from fused_softmax.ops.shards import mesh_of, on_shards
@@ -50,6 +51,7 @@ def softmax(
     sink: float | Tensor | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
     transport: Transport | None = None,
 ) -> Tensor:
     """softmax of `input * scale + mask` along `dim`, as torch.softmax: same results, NaN and infinities included.
@@ -99,8 +101,8 @@ def softmax(
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), sink=2.0)
     tensor([[0.0541, 0.1470, 0.3995]], device='cuda:0')
     """
-    if group is not None or n_classes is not None or transport is not None:
-        over = group, n_classes, transport
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
+        over = over_of(group, n_classes, shard_sizes, transport)
         return _over_group("softmax", input, dim, dtype, out, (scale, mask, is_causal, masked_rows, sink), over)
     if type(dim) is int and type(is_causal) is bool:  # True and 1.0 equal 1, and would find what was kept for it
         options = dim, dtype, is_causal, masked_rows
@@ -126,6 +128,7 @@ def log_softmax(
     sink: float | Tensor | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
     transport: Transport | None = None,
 ) -> Tensor:
     """The logarithm of softmax along `dim`, as torch.log_softmax: z - m - log s. Arguments and errors are softmax's.
@@ -136,8 +139,8 @@ def log_softmax(
     >>> log_softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[-2.4076, -1.4076, -0.4076]], device='cuda:0')
     """
-    if group is not None or n_classes is not None or transport is not None:
-        over = group, n_classes, transport
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
+        over = over_of(group, n_classes, shard_sizes, transport)
         return _over_group("log_softmax", input, dim, dtype, out, (scale, mask, is_causal, masked_rows, sink), over)
     if type(dim) is int and type(is_causal) is bool:
         options = dim, dtype, is_causal, masked_rows
@@ -152,23 +155,24 @@ def log_softmax(
 
 def _over_group(name, input, dim, dtype, out, scored, over):
     """A call whose columns lie over the ranks of a group."""
-    group, n_classes, transport = over
-    if transport != "collective" and out is None and is_plain(*scored):
+    if over.transport != "collective" and out is None and is_plain(*scored):
         y = kept_softmax(name, input, dim, dtype, over)
         if y is not None:
             return y
-    check_group(name, group, n_classes, transport, input, *scored)
-    result_dtype = check(name, input, dim, dtype, out)
-    (input,) = resolved(input)
-    if out is not None:
-        raise ValueError(f"{name}: out= is not for group=")
-    scores = scores_of_shard(name, input, dim, *scored)
+    with Refusing(name, over, input):
+        check_over(name, over, input, *scored)
+        result_dtype = check(name, input, dim, dtype, out)
+        (input,) = resolved(input)
+        if out is not None:
+            raise ValueError(f"{name}: out= is not for group=")
+        scores = scores_of_shard(name, input, dim, *scored)
+        sizes = sizes_of(name, over, input.shape[dim])
     if dtype is None:
         result_dtype = autocast.result_dtype(name, input)
-    shards = shards_of_dim(name, input, dim, result_dtype, scores, over)
-    peers = peers_of(name, transport, group, input, *scores.tensors)
+    shards = shards_of_dim(name, input, dim, result_dtype, scores, sizes, over)
+    peers = peers_of(name, over.transport, over.group, input, *scores.tensors)
     if peers is not None and in_one_launch(input, dim, result_dtype, scores, shards):
-        return softmax_by_peers(name, input, dim, dtype, result_dtype, shards, peers, n_classes, transport)
+        return softmax_by_peers(name, input, dim, dtype, result_dtype, shards, peers, over)
     return softmax_of_shards(name == "log_softmax", input, dim, result_dtype, scores, told_by(peers, name, shards))
 
 

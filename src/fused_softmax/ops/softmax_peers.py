@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.calls import Prepared, contiguous_strides, find, keep
-from fused_softmax.distributed import CHECK, Shards
+from fused_softmax.distributed import CHECK, Over, Shards
 from fused_softmax.kernels.softmax_peers import _peer_forward
 from fused_softmax.kernels.spec import ScoreSpec
 from fused_softmax.layout import alignment_of, flatten, held_bytes
@@ -25,16 +25,19 @@ from fused_softmax.route import needs_grad
 from fused_softmax.runner import spec_of
 
 
-def kept_softmax(name: str, input: Any, dim: Any, dtype: Any, over: tuple[Any, Any, Any]) -> Tensor | None:
-    """The result by a call that is kept; None where there is none. over: group, n_classes, transport."""
-    group, n_classes, transport = over
+def kept_softmax(name: str, input: Any, dim: Any, dtype: Any, over: Over) -> Tensor | None:
+    """The result by a call that is kept; None where there is none."""
+    group = over.group
     if CHECK or type(input) is not Tensor or type(dim) is not int:
         return None
     peers = known(group, input.device)
     if not isinstance(peers, Peers):
         return None
-    call = find(f"{name} by peers", (peers.number, dim, dtype, n_classes, transport), input)
-    return None if call is None else call(name, peers, group, input)
+    call = find(f"{name} by peers", (peers.number, dim, dtype, *over[1:]), input)
+    if call is None:
+        return None
+    peers.ready(name)
+    return call(name, peers, group, input)
 
 
 def in_one_launch(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, shards: Shards) -> bool:
@@ -46,12 +49,12 @@ def in_one_launch(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, shard
 
 
 def softmax_by_peers(
-    name: str, x: Tensor, dim: int, given_dtype: Any, dtype: torch.dtype, shards: Shards, peers: Peers, n_classes: Any,
-    transport: Any,
-) -> Tensor:  # fmt: skip
+    name: str, x: Tensor, dim: int, given_dtype: Any, dtype: torch.dtype, shards: Shards, peers: Peers, over: Over
+) -> Tensor:
     """This rank's columns of the softmax, in the dtype `dtype`."""
-    prepared = _prepare(name, x, dtype, facts_of(shards), peers, shards.group)
-    call = keep(prepared, f"{name} by peers", (peers.number, dim, given_dtype, n_classes, transport), x)
+    # The digest has the call's shape, and the call may be kept for others.
+    prepared = _prepare(name, x, dtype, facts_of(shards._replace(digest=None)), peers, shards.group)
+    call = keep(prepared, f"{name} by peers", (peers.number, dim, given_dtype, *over[1:]), x)
     return call(name, peers, shards.group, x)
 
 
@@ -79,7 +82,6 @@ def _prepare(name: str, input: Tensor, dtype: torch.dtype, facts: Facts, peers: 
             return y
 
         def call(name, peers, group, input):
-            peers.ready(name)
             peers.in_turn()
             x = input[..., :held] if padded else input
             if differentiates:
@@ -97,8 +99,7 @@ def _prepare(name: str, input: Tensor, dtype: torch.dtype, facts: Facts, peers: 
         return found and made(found, (n, *sizes, held))
 
     input_rows = input.shape[0] if input.ndim > 1 else 1
-    led = input.ndim > 1 and not peers.compares
-    return Prepared(made(launched, (*input.shape[:-1], held)), again if led else None)
+    return Prepared(made(launched, (*input.shape[:-1], held)), again if input.ndim > 1 else None)
 
 
 def _as_rows(x: Tensor) -> Tensor:

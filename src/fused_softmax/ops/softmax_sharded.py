@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.calls import find, keep
-from fused_softmax.distributed import Shards, gather, shards_of
+from fused_softmax.distributed import Over, Shards, gather, shards_of
 from fused_softmax.layout import flatten
 from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import logsumexp_calls, softmax_gradient_sharded
@@ -42,9 +42,9 @@ def scores_of_shard(name: str, x: Tensor, dim: int, scale, mask, is_causal, mask
 
 
 def shards_of_dim(
-    name: str, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, over: tuple[Any, Any, Any]
+    name: str, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, sizes: tuple[int, ...], over: Over
 ) -> Shards:
-    """The shards of `dim`, as the ranks of over = (group, n_classes, transport) tell each other."""
+    """The shards of `dim`, of so many columns by rank."""
     dim %= x.ndim
     shape = tuple(size for d, size in enumerate(x.shape) if d != dim)
     asked = {
@@ -54,7 +54,7 @@ def shards_of_dim(
     if name != "logsumexp":  # ranks exchange in the backward pass too, in one of two ways
         of_scores = needs_grad(*scores.tensors)
         asked |= {"requires_grad": of_scores or needs_grad(x), "scores_require_grad": of_scores}
-    return shards_of(name, x.shape[dim], math.prod(shape), *over, x.device, asked)
+    return shards_of(name, sizes, math.prod(shape), over, x.device, asked)
 
 
 def logsumexp_of_shards(
