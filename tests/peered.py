@@ -24,12 +24,19 @@ def in_parts(part_cols=PART_COLS):
         PARTS["cols"] = part_cols
 
 
+def over(group, columns):
+    """The arguments of a call by peers, whose columns `wide_shard` has cut if they are as many."""
+    sizes = WIDE[dist.get_world_size(group)]
+    given = {"shard_sizes": sizes} if sizes[dist.get_rank(group)] == columns else {}
+    return {"group": group, "transport": "peer", **given}
+
+
 def softmax(x, group, name="softmax", **options):
-    return getattr(fused_softmax, name)(x, -1, **options, group=group, transport="peer")
+    return getattr(fused_softmax, name)(x, -1, **over(group, x.shape[-1]) | options)
 
 
 def loss(x, target, group, **options):
-    return fused_softmax.cross_entropy(x, target, **options, group=group, transport="peer")
+    return fused_softmax.cross_entropy(x, target, **over(group, x.shape[-1]) | options)
 
 
 def finite(x):

@@ -24,6 +24,11 @@ def shard(whole, group, dim):
     return whole.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone()
 
 
+def over(group):
+    """The arguments of a call whose columns `shard` has cut."""
+    return {"group": group, "shard_sizes": SIZES[dist.get_world_size(group)]}
+
+
 def by(way):
     """Whether this process runs kernels, from here on."""
     route.INTERPRET = way == "kernels"

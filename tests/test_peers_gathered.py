@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from peered import PART_COLS, in_parts, loss, wide_shard
+from peered import PART_COLS, in_parts, loss, over, wide_shard
 from products import pairwise
 from sharded import close, differentiated, logits, same_on_all
 from test_peers import COLUMNS, TARGETS, losses, of_one, softmaxes, wide
@@ -58,7 +58,7 @@ def scored(group, name, x, mask, dy, options):
     in_parts()
     given = wide_shard(x, group).requires_grad_()
     mask = None if mask is None else wide_shard(mask, group)
-    y = getattr(fused_softmax, name)(given, 1, mask=mask, **options, group=group, transport="peer")
+    y = getattr(fused_softmax, name)(given, 1, mask=mask, **options, **over(group, given.shape[1]))
     dy = dy if name == "logsumexp" else wide_shard(dy, group)
     (dx,) = torch.autograd.grad(y, [given], dy.to(y.dtype))
     return y.detach(), dx
@@ -86,9 +86,8 @@ def test_softmaxes_of_scores_are_those_of_one_process(ranks, name, options, mask
 def over_dim_0(group, x):
     in_parts()
     given = wide_shard(x, group).t().contiguous()
-    return fused_softmax.softmax(given, 0, group=group, transport="peer"), logsumexp(
-        given, 0, group=group, transport="peer"
-    )
+    of = over(group, len(given))
+    return fused_softmax.softmax(given, 0, **of), logsumexp(given, 0, **of)
 
 
 def test_columns_of_another_dim_than_the_last(ranks):
@@ -101,7 +100,7 @@ def test_columns_of_another_dim_than_the_last(ranks):
 def of_a_linear_layer(group, x, w, target):
     in_parts()
     x, w = x.clone().requires_grad_(), wide_shard(w.t(), group).t().contiguous().requires_grad_()
-    y = linear_cross_entropy(x, w, target, chunk_size=5, group=group, transport="peer")
+    y = linear_cross_entropy(x, w, target, chunk_size=5, **over(group, len(w)))
     return y.detach(), *torch.autograd.grad(y, [x, w])
 
 
@@ -124,7 +123,7 @@ def backend_of(group, name):
     before, gather_peers._prepare = gather_peers._prepare, lambda *given: asked.append(given) or before(*given)
     try:
         given = wide_shard(wide(2).float(), group).requires_grad_()
-        y = getattr(fused_softmax, name)(given, 1, group=group, transport="peer")
+        y = getattr(fused_softmax, name)(given, 1, **over(group, given.shape[1]))
         y.sum().backward()
     finally:
         gather_peers._prepare = before
@@ -176,7 +175,8 @@ def over_shapes(group, seed):
         rows = int(torch.randint(1, 120, (), generator=generator))
         x, target = logits(rows, COLUMNS, i), torch.arange(rows) * 100 % COLUMNS
         if i % 3:
-            y = logsumexp(wide_shard(x.float(), group), 1, group=group, transport="peer")
+            given = wide_shard(x.float(), group)
+            y = logsumexp(given, 1, **over(group, given.shape[1]))
             worst = max(worst, float((y - torch.logsumexp(x, 1)).abs().amax()))
         else:
             given = wide_shard(x.float(), group).requires_grad_()

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from products import pairwise
-from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, logits, same_on_all, shard
+from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, logits, over, same_on_all, shard
 
 import fused_softmax
 from fused_softmax import reference
@@ -19,7 +19,7 @@ def softmaxes(group, way, name, x, dim, dtype, scored, dy):
     scored = {key: shard(each, group, dim) if key == "mask" else each for key, each in scored.items()}
     graded = [each.requires_grad_() for each in floats(scored).values()]
     mine = shard(x, group, dim).requires_grad_()
-    y = function(mine, dim, **({} if name == "logsumexp" else {"dtype": dtype}), **scored, group=group)
+    y = function(mine, dim, **({} if name == "logsumexp" else {"dtype": dtype}), **scored, **over(group))
     dy = dy if name == "logsumexp" else shard(dy, group, dim)
     gradients = torch.autograd.grad(y, [mine, *graded], dy.to(y.dtype), materialize_grads=True)
     return y.detach(), *gradients
@@ -107,7 +107,7 @@ def test_dtypes_of_softmax(ranks, way, input_dtype, dtype):
 
 def hollow(group, way, name, masked_rows, x):
     by(way)
-    y = getattr(fused_softmax, name)(shard(x, group, 1), 1, masked_rows=masked_rows, group=group)
+    y = getattr(fused_softmax, name)(shard(x, group, 1), 1, masked_rows=masked_rows, **over(group))
     return (y,)
 
 
@@ -137,7 +137,7 @@ def test_a_mask_is_not_kept_for_the_gradient(ranks, name):
 
 
 def cold(group, name, x, scale):
-    return (getattr(fused_softmax, name)(shard(x, group, 1), 1, scale=scale, group=group),)
+    return (getattr(fused_softmax, name)(shard(x, group, 1), 1, scale=scale, **over(group)),)
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])

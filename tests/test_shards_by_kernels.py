@@ -74,7 +74,6 @@ def launches(group, name):
             CALLS[name](x, target, group)
     fused_softmax.calls.forget()
     distributed._doubts.clear()
-    distributed._known.clear()
     return len(kernels), operations["small"], operations["large"]
 
 
@@ -95,7 +94,7 @@ def losses(group, x, target, options):
     rank, sizes = dist.get_rank(group), (5, 12, 0, 23)
     given = x.split(sizes, 1)[rank].clone().requires_grad_()
     options = {key: each.split(sizes)[rank] if key == "weight" else each for key, each in options.items()}
-    return differentiated(cross_entropy(given, target, **options, group=group), given, 1.0)
+    return differentiated(cross_entropy(given, target, **options, group=group, shard_sizes=sizes), given, 1.0)
 
 
 EVERYTHING = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from sharded import close, differentiated, logits, same_on_all
 
 from fused_softmax import calls, cross_entropy, distributed, route
-from fused_softmax.distributed import CHANGING
 from fused_softmax.ops import loss_sharded_calls, shard_memory
+from fused_softmax.peers import UNEVEN
 from fused_softmax.runner import launch
 
 N = 2
@@ -82,7 +82,6 @@ def in_turn(group, as_on_gpu):
         return first, [loss_of(group, *case) if first[i] else None for i, case in enumerate(cases())], prepared
     finally:
         launch.prepare, distributed._waits_for_nobody = prepare, waits
-        distributed._known.clear()
 
 
 @pytest.mark.parametrize("as_on_gpu", [False, True])
@@ -185,7 +184,6 @@ def differing_twice(group, target):
     route.INTERPRET = True
     waits, rank = distributed._waits_for_nobody, dist.get_rank(group)
     distributed._waits_for_nobody = lambda device: False
-    distributed._known.pop(group, None)
     x, found = torch.zeros(len(target), 12), []
     try:
         for scale in (1.0, 1.0 + rank, 1.0, 1.0, 2.0 - rank, 1.0, 1.0):
@@ -196,7 +194,6 @@ def differing_twice(group, target):
         return found
     finally:
         distributed._waits_for_nobody = waits
-        distributed._known.pop(group, None)
 
 
 def test_ranks_that_differ_are_told_of_it_every_time_and_once(ranks):
@@ -267,7 +264,6 @@ def told_after(group, said):
     route.INTERPRET = True
     waits, headers_of, found = distributed._waits_for_nobody, distributed.headers_of, []
     distributed._waits_for_nobody = lambda device: False
-    distributed._known.pop(group, None)
     x, target = torch.zeros(2, 12), torch.tensor([0, 1])
 
     def odd(*of):
@@ -292,7 +288,6 @@ def told_after(group, said):
         return found
     finally:
         distributed._waits_for_nobody = waits
-        distributed._known.pop(group, None)
 
 
 @pytest.mark.parametrize("said", [[-1.0] * 4, [math.nan] * 4, [12.0, 24.0, 2.0, -1.0]], ids=str)
@@ -302,7 +297,7 @@ def test_a_difference_is_told_whatever_was_said_and_for_graphs_too(ranks, said):
     for first, second, third, fourth, last in ranks.values(N, told_after, said):
         assert str(first) == "nan"
         assert second.startswith(before + ("options" if said[0] == 12 else "columns: ["))
-        assert fourth == before + "columns: [13, 13] by rank. " + CHANGING
+        assert fourth == before + "columns: [13, 13] by rank. " + UNEVEN
         assert (third, last) == (truth, truth)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from products import pairwise
-from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, differentiated, logits, same_on_all, shard
+from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, differentiated, logits, over, same_on_all, shard
 
 import fused_softmax
 from fused_softmax import cross_entropy
@@ -17,7 +17,7 @@ def losses(group, way, x, target, weight, options, of=1.0):
     mine = shard(x, group, 1).requires_grad_()
     given = mine * 1 if options.get("inplace_backward") else mine
     weight = None if weight is None else shard(weight, group, 0)
-    output = cross_entropy(given, target, weight, **options, group=group)
+    output = cross_entropy(given, target, weight, **options, **over(group))
     return differentiated(output, mine, of)
 
 
@@ -112,10 +112,10 @@ def padded(group, way, x, target, weight, n_classes, options):
     mine, own_weight = shard(x, group, 1).requires_grad_(), shard(weight, group, 0)
     given = mine * 1
     y, dx = differentiated(
-        cross_entropy(given, target, own_weight, group=group, n_classes=n_classes, **options), mine, 1.0
+        cross_entropy(given, target, own_weight, **over(group), n_classes=n_classes, **options), mine, 1.0
     )
-    p = fused_softmax.softmax(shard(x, group, 1), 1, group=group, n_classes=n_classes)
-    lse = fused_softmax.logsumexp(shard(x, group, 1), 1, group=group, n_classes=n_classes)
+    p = fused_softmax.softmax(shard(x, group, 1), 1, **over(group), n_classes=n_classes)
+    lse = fused_softmax.logsumexp(shard(x, group, 1), 1, **over(group), n_classes=n_classes)
     return y, lse, dx, p
 
 
@@ -155,14 +155,14 @@ def test_logits_of_any_shape(ranks, shape, way):
 def of_shape(group, way, x, target):
     by(way)
     mine = shard(x, group, 0 if x.ndim == 1 else 1).requires_grad_()
-    return differentiated(cross_entropy(mine, target, reduction="none", return_lse=True, group=group), mine, 1.0)
+    return differentiated(cross_entropy(mine, target, reduction="none", return_lse=True, **over(group)), mine, 1.0)
 
 
 def over_the_logits(group, way, x, target):
     by(way)
     leaf = shard(x, group, 1).requires_grad_()
     given = leaf * 1
-    cross_entropy(given, target, inplace_backward=True, group=group).backward()
+    cross_entropy(given, target, inplace_backward=True, **over(group)).backward()
     return leaf.grad, given.detach()
 
 
@@ -171,7 +171,7 @@ def twice_over_the_logits(group, way, x, target, whose):
     by(way)
     given = shard(x, group, 1).requires_grad_() * 1
     given = given[1:] if whose == "a view's" else given
-    loss = lambda: cross_entropy(given, target[-len(given) :], inplace_backward=True, group=group)  # noqa: E731
+    loss = lambda: cross_entropy(given, target[-len(given) :], inplace_backward=True, **over(group))  # noqa: E731
     first = loss()
     if whose == "its own":
         first.backward(retain_graph=True)
@@ -192,7 +192,7 @@ def test_logits_that_are_gone_make_no_second_gradient(ranks, way):
 def over_two_views(group, way, x, target, n_classes):
     by(way)
     leaf, views = shard(x, group, 1).requires_grad_(), (slice(0, 4), slice(4, None))
-    given, of = leaf * 1, {"reduction": "sum", "n_classes": n_classes, "group": group}
+    given, of = leaf * 1, {"reduction": "sum", "n_classes": n_classes, **over(group)}
     for y in [cross_entropy(given[rows], target[rows], inplace_backward=True, **of) for rows in views]:
         y.backward(retain_graph=True)
     return leaf.grad

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import pairwise
-from sharded import SIZES, WAYS, by, logits, same_on_all, shard
+from sharded import SIZES, WAYS, by, logits, over, same_on_all, shard
 
 from fused_softmax import route, sample
 
@@ -37,7 +37,7 @@ def drawn(group, way, x, options, padding=0):
         if options.get("logit_bias") is not None:
             bias = options["logit_bias"]
             options["logit_bias"] = torch.nn.functional.pad(shard(bias, group, bias.ndim - 1), (0, padding))
-        options["group"] = group
+        options |= over(group) | ({"shard_sizes": [N_COLS + padding]} if padding else {})
         options |= {"n_classes": N_COLS} if padding else {}
     if "generator" in options:
         options["generator"] = torch.Generator().manual_seed(options["generator"])
@@ -158,7 +158,7 @@ def exchanges(group, temperature):
         said.append((sent.nbytes, received.nbytes)), exchange(received, sent, *sizes, **more),
     )  # fmt: skip
     try:
-        sample(shard(logits(6, N_COLS).float(), group, 1), temperature, seed=1, group=group)
+        sample(shard(logits(6, N_COLS).float(), group, 1), temperature, seed=1, **over(group))
     finally:
         dist.all_to_all_single = exchange
     return said
@@ -202,7 +202,7 @@ def states_after(group, temperature):
     """Of a generator after a call over shards, and after one of whole rows."""
     ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
     x = logits(6, N_COLS).float()
-    sample(shard(x, group, 1), temperature, generator=ours, group=group)
+    sample(shard(x, group, 1), temperature, generator=ours, **over(group))
     sample(x, temperature, generator=theirs)
     return torch.equal(ours.get_state(), theirs.get_state())
 

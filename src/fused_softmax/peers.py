@@ -180,20 +180,20 @@ class Peers:
         slots, views, kept = _mapped(group, self.device, 2 * set_size)
         if slots_per_row in self._regions:
             self._outgrown.append(self._regions[slots_per_row])
-        of_words = self._words, self._words_of
-        self._regions[slots_per_row] = Region(slots, self._bases(views, *of_words), self._words, set_size, rows, (views, kept))
+        bases = self._bases(views, self._words_of, self.limit)
+        self._regions[slots_per_row] = Region(slots, bases, self._words, set_size, rows, (views, kept))
         return self._regions[slots_per_row]
 
-    def _bases(self, slots: list[Tensor], words: Tensor, words_of: list[Tensor]) -> Tensor:
-        limit = 0 if words is not self._words else self.limit
-        addresses = [each.data_ptr() for each in slots], [self._word.data_ptr(), limit], [w.data_ptr() for w in words_of]
-        return torch.tensor([each for some in addresses for each in some], dtype=torch.int64, device=self.device)
+    def _bases(self, slots: list[Tensor], words: list[Tensor], limit: int) -> Tensor:
+        of_slots, of_words = ([each.data_ptr() for each in some] for some in (slots, words))
+        numbers = *of_slots, self._word.data_ptr(), limit, *of_words
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def _of_none(self, set_size: int, rows: int) -> Region:
         """Slots that no other rank writes, by which a call gives NaN at once."""
         slots = torch.zeros(2 * set_size, dtype=torch.int64, device=self.device)
         words = torch.full((self.ranks,), _REFUSED, dtype=torch.int64, device=self.device)
-        bases = self._bases([slots] * self.ranks, words, [words] * self.ranks)
+        bases = self._bases([slots] * self.ranks, [words] * self.ranks, 0)
         return Region(slots, bases, words, set_size, rows, (slots, words))
 
     def _all_grow(self, digest: int) -> bool:

@@ -24,7 +24,7 @@ _LANES = 512  # numbers of 32 bits a program
 
 
 def peers_of(name: str, transport: Any, group: Any, *tensors: Tensor) -> Peers | None:
-    """By which memory the ranks of a call tell each other of its tensors; None for a collective. A call asks it once."""
+    """By which memory the ranks of a call, which begins here, tell each other of its tensors; None for a collective."""
     if transport == "collective":
         return None
     hindrance = None if runs_here(*tensors) else "the kernels do not run here"

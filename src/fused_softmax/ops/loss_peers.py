@@ -303,9 +303,7 @@ def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return gradient_of(shard, states, given, torch.empty(x.shape, dtype=x.dtype, device=x.device)), None, None
 
 
-def states_by(
-    peers: Peers, wanted: Wanted, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor, Loss, Shards], Tensor]:
+def states_by(peers: Peers, wanted: Wanted, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Loss, Shards], Tensor]:
     """What makes m, ls and the targets' logits [3, n] of whole rows of a shard."""
     return partial(_states_of, peers, wanted, dtype)
 
