@@ -47,13 +47,15 @@ def shards_of_dim(
     """The shards of `dim`, of so many columns by rank."""
     dim %= x.ndim
     shape = tuple(size for d, size in enumerate(x.shape) if d != dim)
+    of_scores = {"scale": scores.scale, "sink": scores.sink}
     asked = {
         "operation": name, "dtype": f"{x.dtype} to {dtype}", "dim": dim, "shape": shape,
-        "masked_rows": scores.masked_rows, "scaled": scores.scale is not None, "sink": scores.sink is not None,
+        "masked_rows": scores.masked_rows,
+        **{key: "a tensor" if isinstance(each, Tensor) else each for key, each in of_scores.items()},
     }  # fmt: skip
     if name != "logsumexp":  # ranks exchange in the backward pass too, in one of two ways
-        of_scores = needs_grad(*scores.tensors)
-        asked |= {"requires_grad": of_scores or needs_grad(x), "scores_require_grad": of_scores}
+        graded = needs_grad(*scores.tensors)
+        asked |= {"requires_grad": graded or needs_grad(x), "scores_require_grad": graded}
     return shards_of(name, sizes, math.prod(shape), over, x.device, asked)
 
 
