@@ -141,7 +141,7 @@ def _refuse(name: str, over: Over, tensors: Sequence[Any], error: Exception) -> 
     said = f"{type(error).__name__}: {error}".replace("\n", " ")
     if _compares(device, over.transport):
         _compare(name, group, device, {"refused": said})
-    elif over.transport != "collective" and name in BY_PEERS:
+    elif over.transport != "collective":
         with suppress(ValueError):  # where nobody goes by peers
             peers = choose(name, over.transport, group, device, None)  # sets memory up, if it is the first call
             if peers is not None:
@@ -151,8 +151,9 @@ def _refuse(name: str, over: Over, tensors: Sequence[Any], error: Exception) -> 
 def check_group(name: str, over: Over) -> None:
     """Raise where there is no group that this rank could say anything to."""
     group = over.group
-    if group is None:
+    if group is None or not dist.is_available() or not dist.is_initialized():
         check_over(name, over)
+    if group is None:
         raise ValueError(f"{name}: n_classes, shard_sizes and transport are of shards, which need group=")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{name}: group= needs torch.distributed.init_process_group() before the call")

@@ -10,11 +10,14 @@ Beside the slots of rows each rank has a word of every rank's: which launch that
 group's, and a digest of what it asks there. Who waits compares these words. So launches that differ end at once in NaN,
 whichever slots they wait on; and so do launches that wait for a rank that has refused its call, whose word is negative.
 
-A launch that has failed leaves a word for its host, whose next call then recovers. The ranks tell each other by this
-memory how many calls they have made. The group's backend takes no part, because other collectives may be on their way
-there, and not as many on each rank. A host that has come further than others has had NaN from calls that these are yet
-to make: they make them alone, and get NaN too. At the call of the one that has come furthest, all wait until all
-launches have ended, zero their slots, and raise. So every rank raises once, at the same call, and all begin anew.
+A launch that has failed leaves a word for its host, whose next call then recovers. Hosts talk by a file that all map.
+They tell each other how many calls they have made. The group's backend takes no part, because other collectives may be
+on their way there, and not as many on each rank. A host that has come further than others has had NaN from calls that
+these are yet to make: they make them alone, and get NaN too. At the call of the one that has come furthest, all wait
+until all launches have ended, zero their slots, and raise. So every rank raises once, at the same call, and all begin
+anew.
+
+Before the backend is asked for anything, be it to map memory, the hosts agree on it by the same file.
 """
 
 import ctypes
@@ -34,10 +37,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 UNEVEN = "Give the columns of uneven shards to every rank as shard_sizes="
+_DIFFERED = "refused its call, or differed in operation, dtype, columns, rows or options"
 _MISSING = 1  # of the words that kernels leave
 _REFUSED = -1  # of the words that ranks have of each other
 _PATIENCE = 2.0  # seconds, for a rank that a launch has waited for in vain
 _DEFAULT_SECONDS = 600.0
+_POLLS_AT_ONCE = 500  # of a host, which then sleeps in between
 _POLLS_A_SECOND = 2000  # under the interpreter, whose kernels have no clock
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -77,13 +82,20 @@ class Peers:
         self._outgrown: list[Region] = []  # captured graphs go on using what they were captured with
         self._word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._seen = ctypes.c_int64.from_address(self._word.data_ptr())
-        # [2, ranks] on every rank: in which launch each rank is, and how far it has come in a recovery.
-        self._words, self._words_of, self._kept = _mapped(group, device, 2 * self.ranks)
-        self._calls = self._recoveries = 0
+        self._recoveries = 0
         self._begin_anew()
 
+    def map_words(self, group: Any) -> None:
+        """What devices say to each other: of each rank, in which launch it is."""
+        self._words, self._words_of, self._kept = _mapped(group, self.device, self.ranks)
+
+    def map_hosts(self, group: Any) -> None:
+        """And hosts: of each rank its last step, its last two agreements, and how far it has come in a recovery."""
+        _, self._files, _ = _mapped(group, torch.device("cpu"), 4)
+        self._hosts = [(ctypes.c_int64 * 4).from_address(each.data_ptr()) for each in self._files]
+
     def _begin_anew(self) -> None:
-        self._seen.value = self._calls = 0
+        self._seen.value = self._calls = self._steps = self._agreements = 0
         self._spoilt: str | None = None
         self._joined: int | None = None  # the call at which this rank has begun to recover
         self._alone = False
@@ -104,7 +116,9 @@ class Peers:
 
     def _spoil(self, why: str) -> None:
         self._spoilt = why
-        self._write(self.rank, _REFUSED)
+        self._hosts[self.rank][0] = _REFUSED
+        for words in self._words_of:
+            words[self.rank] = _REFUSED
 
     def _recover(self, name: str) -> None:
         if _captures(self.device):
@@ -119,7 +133,8 @@ class Peers:
         self._met(name, 2)
         for region in (*self._regions.values(), *self._outgrown):
             region.slots.zero_()
-        self._words[: self.ranks] = 0
+        self._words.zero_()
+        self._hosts[self.rank][:3] = 0, 0, 0
         self._wait_for_launches()
         self._met(name, 3)
         spoilt, self._recoveries = self._spoilt, self._recoveries + 1
@@ -133,16 +148,15 @@ class Peers:
         if kind == _MISSING:
             self._patience = min(self.seconds, _PATIENCE)
             return f"rank {rank} has told nothing of row {row} in {self.seconds:g} s"
-        differed = "refused its call, or differed in operation, dtype, columns, rows or options"
-        return f"rank {rank} {differed}, as of row {row}. {UNEVEN}"
+        return f"rank {rank} {_DIFFERED}, as of row {row}. {UNEVEN}"
 
     def _met(self, name: str, step: int) -> list[int]:
         """The calls at which ranks began to recover, once all have come to this step."""
         step += 3 * self._recoveries
-        self._write(self.ranks + self.rank, step << 32 | (self._joined or 0))
+        self._hosts[self.rank][3] = step << 32 | (self._joined or 0)
         end = time.monotonic() + self._patience
         while True:
-            words = self._words[self.ranks :].tolist()
+            words = [host[3] for host in self._hosts]
             late = [rank for rank, word in enumerate(words) if word >> 32 < step]
             if not late:
                 return [word & 0xFFFFFFFF for word in words]
@@ -153,14 +167,15 @@ class Peers:
                 )
             time.sleep(1e-4)
 
-    def _write(self, at: int, word: int) -> None:
-        """Write one of this rank's words into every rank's memory, once its launches before have ended."""
-        for words in self._words_of:
-            words[at] = word
-
     def _wait_for_launches(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def of_launch(self, group: Any, slots_per_row: int, n_rows: int) -> Region:
+        """The slots of a launch, which follows at once."""
+        found = self.region(group, slots_per_row, n_rows)
+        self._step(0)
+        return found
 
     def region(self, group: Any, slots_per_row: int, n_rows: int) -> Region:
         """The slots of n_rows; every rank of the group asks for the same, one after the other."""
@@ -175,7 +190,7 @@ class Peers:
         set_size = rows * slots_per_row
         if set_size >= 2**31:
             raise ValueError(f"{n_rows} rows of {slots_per_row} messages are too many for one call over peers")
-        if not self._all_grow(zlib.crc32(f"{slots_per_row} {rows}".encode()) & 0x7FFFFFFF):
+        if self._differing(f"{slots_per_row} {rows}"):
             return self._of_none(set_size, rows)
         slots, views, kept = _mapped(group, self.device, 2 * set_size)
         if slots_per_row in self._regions:
@@ -196,33 +211,47 @@ class Peers:
         bases = self._bases([slots] * self.ranks, [words] * self.ranks, 0)
         return Region(slots, bases, words, set_size, rows, (slots, words))
 
-    def _all_grow(self, digest: int) -> bool:
-        """Whether all ranks want memory of this digest; none is wanted while an earlier call's failure is on its way.
+    def agree(self, name: str, asked: Any) -> None:
+        """Raise on every rank if they do not all ask for the same next: before the backend takes part in it."""
+        differing = None if _captures(self.device) else self._differing(repr(asked))
+        if differing:
+            raise RuntimeError(f"{name}: {differing}")
 
-        It counts as a launch, so that those of ranks that want none see that they differ.
-        """
+    def _differing(self, asked: str) -> str | None:
+        """What keeps the ranks from all asking for the same next, if anything does: then none of them gets it."""
         if self.ranks == 1:
-            return True
-        self.in_turn()
-        before = self._words[self.rank].item()  # which waits for earlier launches
+            return None
         if self._alone or self._spoilt or self._seen.value:
-            return False
-        number = (before >> 32) + 1 & 0x7FFFFFFF
-        wanted = number << 32 | digest
-        self._write(self.rank, wanted)
-        end = time.monotonic() + self.seconds
-        while True:
-            words = self._words[: self.ranks].tolist()
-            if all(word == wanted for word in words):
-                return True
-            if any(word < 0 or (word >> 32 == number and word != wanted) for word in words):
-                self._spoil(f"the ranks differed in operation, dtype, columns, rows or options. {UNEVEN}")
-                return False
-            if time.monotonic() > end:
-                late = [rank for rank, word in enumerate(words) if word != wanted]
-                self._spoil(f"ranks {late} have not made it in {self.seconds:g} s")
-                return False
-            time.sleep(1e-4)
+            return self._spoilt or self._told()
+        at = 1 + self._agreements % 2  # who comes next must not overwrite what another is yet to read
+        self._agreements += 1
+        word = self._step(zlib.crc32(asked.encode()) & 0x7FFFFFFF, at)
+        end, polls = time.monotonic() + self.seconds, 0
+        for rank, host in enumerate(self._hosts):
+            while host[at] != word:
+                polls += 1
+                step = host[0]
+                if (step < 0 or step >> 31 >= self._steps) and host[at] != word:
+                    return self._differ(f"rank {rank} {_DIFFERED}. {UNEVEN}")
+                if time.monotonic() > end:
+                    return self._differ(f"rank {rank} has not made it in {self.seconds:g} s")
+                if polls > _POLLS_AT_ONCE:
+                    time.sleep(1e-5)
+        return None
+
+    def _differ(self, why: str) -> str:
+        self.in_turn()
+        self._spoil(why)
+        return why
+
+    def _step(self, digest: int, at: int = 0) -> int:
+        """Say that this rank goes on to its next launch, or asks for what `digest` stands for."""
+        self._steps += 1
+        own = self._hosts[self.rank]
+        word = self._steps << 31 | digest
+        if self._spoilt is None:
+            own[at] = own[0] = word
+        return word
 
     def in_turn(self) -> None:
         """Have this launch follow the last one that waited for other GPUs, whichever stream and group it was of.
@@ -280,7 +309,7 @@ def _key(device: torch.device) -> int:
 
 
 def _set_up(group: Any, device: torch.device) -> Peers | str:
-    """The same on every rank: each says what it has, and then whether a first mapping went well."""
+    """The same on every rank: each says what it has, and then whether its mappings went well."""
     said = _heard(group, (*_facts(device), dist.get_world_size(group)))
     hosts, kinds, *_ = zip(*said, strict=True)
     if len(set(hosts)) > 1:
@@ -291,12 +320,17 @@ def _set_up(group: Any, device: torch.device) -> Peers | str:
         return "several ranks share a GPU"
     if device.type == "cuda" and torch.version.hip:
         return "it needs NVIDIA GPUs"
-    try:
-        peers: Peers | str = Peers(group, device)
-    except Exception as error:
-        peers = f"{type(error).__name__}: {error}"
-    failed = [each for each in _heard(group, peers if isinstance(peers, str) else "") if each]
-    return f"the ranks cannot map each other's memory: {failed[0]}" if failed else peers
+    peers = Peers(group, device)
+    for mapping in (peers.map_words, peers.map_hosts):
+        error = ""
+        try:
+            mapping(group)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        failed = [each for each in _heard(group, error) if each]
+        if failed:
+            return f"the ranks cannot map each other's memory: {failed[0]}"
+    return peers
 
 
 def _facts(device: torch.device) -> tuple[str, str, str]:

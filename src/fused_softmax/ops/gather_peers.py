@@ -71,7 +71,7 @@ def _prepare(words: Tensor, message: Tensor, asked: tuple, peers: Peers, group: 
     ).__call__  # fmt: skip
 
     def call(peers, group, words):
-        region = peers.region(group, slots_per_program, programs)
+        region = peers.of_launch(group, slots_per_program, programs)
         heard = empty((peers.ranks, n), (n, 1), torch.int32)
         run(region.slots, region.bases, region.asked, words, heard, region.set_size)
         return heard

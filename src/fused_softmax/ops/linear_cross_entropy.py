@@ -177,7 +177,10 @@ def _linear_cross_entropy(
             "weight_requires_grad": needs_grad(linear_weight),
         }  # fmt: skip
         shards = shards_of(_NAME, sizes, input.shape[:-1].numel(), over, input.device, alike, target)
-        shards = told_by(peers_of(_NAME, transport, group, input, linear_weight, target), _NAME, shards)
+        peers = peers_of(_NAME, transport, group, input, linear_weight, target)
+        if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
+            peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape, *alike.items()))
+        shards = told_by(peers, _NAME, shards)
         if input_sharded:
             input = GatheredRows.apply(input, shards)
         if shards.held < columns:  # no product has padding in it, which may be anything

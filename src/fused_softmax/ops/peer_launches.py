@@ -74,7 +74,7 @@ def prepare_launch(
         launched, n_rows, digest = run.__call__, plan.n_rows, _digest(asked, plan)
 
         def call(peers, group, *arguments):
-            region, given = peers.region(group, slots_per_row, n_rows), arguments[n_tensors:]
+            region, given = peers.of_launch(group, slots_per_row, n_rows), arguments[n_tensors:]
             # Numbers are no part of a kept call, and a hash of floats is the same in every process.
             launched(
                 region.slots, region.bases, region.asked, *arguments[:n_tensors], region.set_size,

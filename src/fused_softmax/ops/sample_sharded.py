@@ -24,6 +24,7 @@ from fused_softmax.options_sampling import (
     check_tensor,
     sampling_of,
 )
+from fused_softmax.peers import choose
 from fused_softmax.reference_sampling import SampleOutput
 
 _NAME = "sample"
@@ -90,6 +91,10 @@ def sample_of_shards(
         options = sampling_of(_NAME, whole, **numbers, bitmask=tensors["bitmask"], row_indices=rows, **asked)
         alike = _alike(logits, numbers, tensors, asked, random)
     shards = shards_of(_NAME, sizes, n_draws, over, logits.device, alike)
+    peers = choose(_NAME, over.transport, over.group, logits.device, None)
+    if peers is not None:  # whose hosts can tell that rows are exchanged by equal sizes
+        peers.ready(_NAME)
+        peers.agree(_NAME, (sizes, shards.n_classes, n_draws, *alike.items()))
     with torch.no_grad():
         x, there = _rows_of_draws(logits, rows, n_draws)
         seed, position, generator = random
