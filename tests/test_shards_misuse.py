@@ -10,9 +10,10 @@ import torch.distributed as dist
 from sharded import INDICES, WAYS, by, close, logits
 
 import fused_softmax
-from fused_softmax import cross_entropy, linear_cross_entropy, sample, softmax
-from fused_softmax.distributed import CHANGING
+from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax.peers import UNEVEN
 
+NEED_GROUP = "n_classes, shard_sizes and transport are of shards, which need group="
 NAMES = ["softmax", "log_softmax", "logsumexp", "cross_entropy"]
 
 
@@ -36,8 +37,15 @@ def test_a_group_that_this_rank_is_not_in(ranks, name):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"n_classes": 3}, ValueError, "n_classes and transport are of shards, which need group="),
-        ({"transport": "collective"}, ValueError, "n_classes and transport are of shards, which need group="),
+        ({"n_classes": 3}, ValueError, NEED_GROUP),
+        ({"transport": "collective"}, ValueError, NEED_GROUP),
+        ({"shard_sizes": [2, 1]}, ValueError, NEED_GROUP),
+        ({"shard_sizes": 3}, TypeError, "shard_sizes must be a sequence of ints, one of each rank, got int"),
+        (
+            {"shard_sizes": [2.0, 1]},
+            TypeError,
+            "shard_sizes must be a sequence of ints, one of each rank, got a float",
+        ),
         ({"transport": "pigeon"}, ValueError, "transport must be None or one of ('peer', 'collective'), got 'pigeon'"),
         ({"n_classes": 2.0}, TypeError, "n_classes must be an int, not float (2.0)"),
         ({"n_classes": 0}, ValueError, "n_classes must be at least 1, got 0"),
@@ -47,7 +55,7 @@ def test_a_group_that_this_rank_is_not_in(ranks, name):
 def test_bad_arguments_of_shards(name, arguments, error, said):
     with pytest.raises(error) as raised:
         getattr(fused_softmax, name)(torch.zeros(2, 3), *of(name), **arguments)
-    assert str(raised.value) == f"{name}: {said}"
+    assert str(raised.value).startswith(f"{name}: {said}")
 
 
 def refused(group, name, x, rest, arguments):
@@ -66,6 +74,14 @@ def refused(group, name, x, rest, arguments):
         ("cross_entropy", (torch.zeros(2, 3),), {}, "ValueError", "group= takes targets of class indices"),
         ("cross_entropy", (INDICES,), {"n_classes": 7}, "ValueError", "the shards hold (3, 3) columns, together fewer"),
         ("cross_entropy", (INDICES, torch.ones(4)), {}, "RuntimeError", "weight must have shape (3,)"),
+        (
+            "softmax",
+            (1,),
+            {"shard_sizes": [3]},
+            "ValueError",
+            "shard_sizes must be the columns of each of 2 ranks",
+        ),
+        ("softmax", (1,), {"shard_sizes": [3, -1]}, "ValueError", "shard_sizes must be the columns of each of 2 ranks"),
     ],
 )
 def test_bad_calls_over_a_group(ranks, name, rest, arguments, error, said):
@@ -91,11 +107,10 @@ def at_odds(group, name, odd):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("odd", ["rows", "dtype", "n_classes", "scale"])
 def test_ranks_that_disagree_are_told_in_what(ranks, name, odd):
-    key = {"scale": "scaled"}.get(odd, odd) if name != "cross_entropy" else odd
     for each in ranks(3, at_odds, name, odd):
         assert each.args[0] == "RuntimeError"
         assert each.args[1].startswith(f"{name}: the ranks of the group differ in ")
-        assert f" {key}: " in each.args[1] or (odd == "rows" and " shape: " in each.args[1])
+        assert f" {odd}: " in each.args[1] or (odd == "rows" and " shape: " in each.args[1])
         assert each.args[1].endswith("on rank 2")
 
 
@@ -115,33 +130,95 @@ def test_targets_are_compared_where_the_environment_asks_for_it(ranks):
         assert each.args[1].startswith("cross_entropy: the ranks of the group differ in target: ")
 
 
+def uneven(group, name, arguments):
+    """A call of shards of which the last is longer; with arguments for it alone."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    x = torch.zeros(2, 3 + (rank == ranks - 1))
+    given = arguments if rank == ranks - 1 else {}
+    if name == "linear_cross_entropy":
+        return linear_cross_entropy(torch.zeros(2, 5), torch.zeros(x.shape[1], 5), INDICES, **given, group=group)
+    rest = {"sample": (), "cross_entropy": (INDICES,)}.get(name, (1,))
+    return getattr(fused_softmax, name)(x, *rest, **given, group=group)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "linear_cross_entropy", "sample"])
+def test_uneven_shards_without_their_sizes(ranks, name):
+    for each in ranks(3, uneven, name, {}):
+        said = f"{name}: the ranks of the group hold [3, 3, 4] columns by rank. {UNEVEN}"
+        assert each.args[:2] == ("RuntimeError", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"n_classes": 0}, "ValueError", "n_classes must be at least 1, got 0"),
+        ({"n_classes": 13}, "ValueError", "the shards hold (4, 4, 4) columns, together fewer than n_classes=13. "),
+        ({"shard_sizes": [3, 3, 3]}, "ValueError", "shard_sizes=[3, 3, 3] gives rank 2 3 columns, it has 4"),
+        ({"shard_sizes": "334"}, "TypeError", "shard_sizes must be a sequence of ints, one of each rank, got str"),
+        ({"transport": "pigeon"}, "ValueError", "transport must be None or one of "),
+    ],
+)
+@pytest.mark.parametrize("name", [*NAMES, "linear_cross_entropy", "sample"])
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(ranks, name, arguments, error, said):
+    *others, last = ranks(3, uneven, name, arguments)
+    assert last.args[0] == error
+    assert last.args[1].startswith(f"{name}: {said}")
+    for each in others:
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1] == f"{name}: rank 2 refused its call: {error}: {last.args[1]}"
+
+
+def in_vain(group, name, said):
+    """An option whose values differ where no rank waits for the others' to be compared."""
+    x = torch.zeros(2, 3)
+    return getattr(fused_softmax, name)(x, *of(name), **{said: 2.0 + dist.get_rank(group)}, group=group)
+
+
+@pytest.mark.parametrize(("name", "said"), [(name, said) for name in NAMES[:3] for said in ("scale", "sink")])
+def test_values_of_scales_and_sinks_are_compared(ranks, name, said):
+    for each in ranks(2, in_vain, name, said):
+        assert each.args[:2] == (
+            "RuntimeError", f"{name}: the ranks of the group differ in {said}: 2.0 on rank 0, 3.0 on rank 1",
+        )  # fmt: skip
+
+
+def long_sizes(group):
+    """Sizes of more bytes than ranks send of a call, which differ at their end."""
+    from fused_softmax import distributed
+
+    said = {"columns": 3, "rows": 2, "shard_sizes": (10**6,) * 999 + (dist.get_rank(group),)}
+    distributed._compare("softmax", group, torch.device("cpu"), said)
+
+
+def test_what_is_not_sent_is_compared_too(ranks):
+    for each in ranks(2, long_sizes):
+        assert each.args[0] == "RuntimeError"
+        assert each.args[1].startswith("softmax: the ranks of the group differ in ")
+
+
 def as_on_a_gpu(group, way, odd, first):
-    """Calls that compare nothing but the first, as where it would cost a wait for the device; the third ones differ."""
+    """Calls that compare nothing beforehand, as where it would cost a wait for the device; the third ones differ."""
     from fused_softmax import distributed
 
     by(way)
     waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
-    distributed._known.pop(group, None)
-    rank, target = dist.get_rank(group), torch.tensor([1, 4])
+    rank, target = dist.get_rank(group), torch.tensor([1, 3])
     whole = torch.arange(14.0).reshape(2, 7)[:, : first + 4]
 
-    def columns(n):  # of the second rank
-        return whole[:, first * rank : first + n * rank]
+    def found(n, scale=None, **more):  # n: columns of the second rank
+        x, sizes = whole[:, first * rank : first + n * rank], [first, n]
+        return cross_entropy(x, target, group=group, scale=scale, **({"shard_sizes": sizes} | more))
 
     try:
-        found = [cross_entropy(columns(3), target, group=group, scale=scale) for scale in (None, 2.0)]
-        scale = 3.0 if odd == "options" and rank else 2.0
-        found.append(cross_entropy(columns(4 if odd == "columns" else 3), target, group=group, scale=scale))
+        of_each = [found(3), found(3, 2.0)]
+        scale, more = 3.0 if odd == "options" and rank else 2.0, {"shard_sizes": None} if odd == "columns" else {}
+        of_each.append(found(4 if odd == "columns" else 3, scale, **more))
         said = None
         try:
-            cross_entropy(columns(3), target, group=group)
+            found(3)
         except RuntimeError as error:
             said = str(error)
-        if said:  # from then on the ranks know each other's columns anew
-            close(cross_entropy(columns(4), target, group=group), torch.nn.functional.cross_entropy(whole, target))
-        sizes = (4, 3, 4)  # that take turns, and are told apart
-        found += [cross_entropy(columns(n), target, group=group, n_classes=first + n) for n in sizes]
-        return found, said
+        return of_each + [found(n) for n in (4, 3, 4)], said
     finally:
         distributed._waits_for_nobody = waits
 
@@ -149,12 +226,12 @@ def as_on_a_gpu(group, way, odd, first):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("odd", "first"), [(None, 3), ("options", 3), ("columns", 3), ("columns", 2)])
 def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd, first, way):
-    """first: columns of the first rank; the second has 3, so the two are equally long or not, and then 4."""
-    whole, target = torch.arange(14.0).reshape(2, 7), torch.tensor([1, 4])
+    """first: columns of the first rank; the second has 3 or 4."""
+    whole, target = torch.arange(14.0).reshape(2, 7), torch.tensor([1, 3])
     said_of = {
         None: None,
         "options": "differed in their options",
-        "columns": f"differed in their columns: [{first}, 4] by rank. {CHANGING}",
+        "columns": f"differed in their columns: [{first}, 4] by rank. {UNEVEN}",
     }
     scales = (1.0, 2.0, math.nan if odd else 2.0, 1.0, 1.0, 1.0)
     for found, said in ranks.values(2, as_on_a_gpu, way, odd, first):
@@ -162,46 +239,6 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd,
             close(y, torch.nn.functional.cross_entropy(whole[:, : first + columns] * scale, target))
         before = "cross_entropy: an earlier call gave NaN, because the ranks of the group "
         assert said == (odd and before + said_of[odd])
-
-
-def turning(group, way):
-    """Calls without n_classes as on a GPU: evenly cut rows of 6, 14 and 6 columns, then tokens of 6 and of 14."""
-    from fused_softmax import distributed
-
-    by(way)
-    waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
-    distributed._known.pop(group, None)
-    rank, target, found = dist.get_rank(group), torch.tensor([1, 4]), []
-    try:
-        for n in (6, 14, 6):
-            x = torch.arange(2.0 * n).reshape(2, n).sin().chunk(2, 1)[rank].clone().requires_grad_()
-            y = cross_entropy(x, target, group=group)
-            found.append([each.detach() for each in (y, torch.autograd.grad(y, x)[0], softmax(x, group=group))])
-        tokens = [sample(torch.zeros(2, n // 2), seed=1, group=group) for n in (6, 14)]
-        said = None
-        try:
-            sample(torch.zeros(2, 3), seed=1, group=group)
-        except RuntimeError as error:
-            said = str(error)
-        return rank, found, tokens[0].valid, tokens[1].valid, said
-    finally:
-        distributed._waits_for_nobody = waits
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_evenly_cut_rows_may_change_their_length_without_a_word(ranks, way):
-    target = torch.tensor([1, 4])
-    for rank, found, valid, invalid, said in ranks.values(2, turning, way):
-        for n, (y, dx, probs) in zip((6, 14, 6), found, strict=True):
-            x = torch.arange(2.0 * n).reshape(2, n).sin().requires_grad_()
-            wanted = torch.nn.functional.cross_entropy(x, target)
-            close(y, wanted)
-            close(dx, torch.autograd.grad(wanted, x)[0].chunk(2, 1)[rank])
-            close(probs, x.softmax(1).chunk(2, 1)[rank])
-        assert valid.all()
-        assert not invalid.any()
-        before = "sample: an earlier call gave NaN, because the ranks of the group differed in their columns"
-        assert said == f"{before}: [7, 7] by rank. {CHANGING}"
 
 
 def launches_of_gather(group):

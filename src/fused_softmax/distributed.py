@@ -118,7 +118,8 @@ class Over(NamedTuple):
 
 def over_of(group: Any, n_classes: Any, shard_sizes: Any, transport: Any) -> Over:
     """The same with shard_sizes as a tuple, by which calls are kept."""
-    return Over(group, n_classes, tuple(shard_sizes) if isinstance(shard_sizes, list) else shard_sizes, transport)
+    is_sequence = isinstance(shard_sizes, Sequence) and not isinstance(shard_sizes, str)
+    return Over(group, n_classes, tuple(shard_sizes) if is_sequence else shard_sizes, transport)
 
 
 class Refusing:
@@ -176,8 +177,11 @@ def check_over(name: str, over: Over, *tensors: Any) -> None:
         raise TypeError(f"{name}: n_classes must be an int, not {typed(n_classes)}")
     if n_classes is not None and n_classes < 1:
         raise ValueError(f"{name}: n_classes must be at least 1, got {n_classes}")
-    if sizes is not None and not (isinstance(sizes, Sequence) and all(type(each) is int for each in sizes)):
-        raise TypeError(f"{name}: shard_sizes must be a sequence of ints, one of each rank, got {type(sizes).__name__}")
+    if sizes is not None:
+        odd = next((each for each in sizes if type(each) is not int), None) if isinstance(sizes, tuple) else sizes
+        if odd is not None:
+            got = type(odd).__name__ if odd is sizes else f"a {type(odd).__name__} among them"
+            raise TypeError(f"{name}: shard_sizes must be a sequence of ints, one of each rank, got {got}")
     if any(hasattr(type(each), "to_local") for each in tensors):
         raise TypeError(f"{name}: group= takes this rank's columns as a plain tensor, got a DTensor, which has a mesh")
 
@@ -186,7 +190,7 @@ def sizes_of(name: str, over: Over, columns: int) -> tuple[int, ...]:
     """The columns of every rank: those given, or as many as this rank has."""
     group, n_classes, given, _ = over
     ranks, rank = group.size(), group.rank()
-    sizes = (columns,) * ranks if given is None else tuple(given)
+    sizes = (columns,) * ranks if given is None else given
     if len(sizes) != ranks or min(sizes) < 0:
         raise ValueError(f"{name}: shard_sizes must be the columns of each of {ranks} ranks, got {list(sizes)}")
     if sizes[rank] != columns:

@@ -163,12 +163,16 @@ def word_of(bases_ptr, ranks):
 
 @triton.jit
 def tell_host(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K: tl.constexpr):
-    """Leave word of a row for which a rank has sent nothing (lost > 0), or a message of another launch."""
+    """Leave word of a row for which a rank has sent nothing (lost > 0), or a message of another launch.
+
+    The first word stays: who waits no more, as launches after it do, knows less of why.
+    """
     odd = odd_one(asked_ptr, rank, ranks, K)
     lost = tl.where(odd < K.lanes, 0, lost)
     who = tl.where(odd < K.lanes, odd, who)
     word = (row << 16) | (who.to(tl.int64) << 2) | tl.where(lost > 0, MISSING, DIFFERENT)
-    tl.store(word_of(bases_ptr, ranks), word)
+    at = word_of(bases_ptr, ranks)
+    tl.store(at, word, mask=tl.load(at, volatile=True) == 0)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_softmax import autocast, reference
 from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Refusing, Transport, check_over, over_of, shards_of, sizes_of
+from fused_softmax.distributed import Over, Refusing, Transport, check_over, over_of, shards_of, sizes_of
 from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
 from fused_softmax.ops.cross_entropy_output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.cross_entropy_sharded import sharded
@@ -43,7 +43,7 @@ from fused_softmax.options import (
     loss_of,
     refused_loss,
 )
-from fused_softmax.peers import Peers, known
+from fused_softmax.peers import UNEVEN, Peers, known
 from fused_softmax.route import Route, needs_grad, on_device, readable, resolved, route_of
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
             _check_inplace(input, rows_of(input), wanted)
         sizes = sizes_of(name, over, columns)
         if CHECK or (readable(target) and not on_device(input)):
-            check_targets(name, target, n_classes or sum(sizes), ignore_index)
+            check_targets_of_all(name, target, sizes, over, ignore_index)
     asked = {"operation": name, "dtype": input.dtype, **loss.asked(), "wanted": tuple(wanted)}
     shards = shards_of(name, sizes, target.numel(), over, input.device, asked, target)
     result_dtype = autocast.result_dtype(name, input, wanted.dtype)
@@ -416,6 +416,16 @@ def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:
         raise RuntimeError(
             "cross_entropy: inplace_backward takes logits [n, n_classes] of contiguous rows, without token stats"
         )
+
+
+def check_targets_of_all(name: str, target: Tensor, sizes: tuple[int, ...], over: Over, ignore_index: int) -> None:
+    """`check_targets` among the classes of all ranks, of which each has so many columns."""
+    try:
+        check_targets(name, target, over.n_classes or sum(sizes), ignore_index)
+    except IndexError as error:
+        if over.shard_sizes is not None:
+            raise
+        raise IndexError(f"{error}, of the columns of equal shards {sizes}. {UNEVEN}") from None
 
 
 def check_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> None:

@@ -18,7 +18,14 @@ from fused_softmax import autocast
 from fused_softmax.described import described
 from fused_softmax.distributed import Refusing, Transport, check_over, over_of, shards_of, sizes_of
 from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy import CHECK, check_targets, composed, cross_entropy, dtype_of_loss
+from fused_softmax.ops.cross_entropy import (
+    CHECK,
+    check_targets,
+    check_targets_of_all,
+    composed,
+    cross_entropy,
+    dtype_of_loss,
+)
 from fused_softmax.ops.cross_entropy_output import (
     NOTHING_MORE,
     STATISTICS,
@@ -167,7 +174,7 @@ def _linear_cross_entropy(
                 raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
             sizes = sizes_of(_NAME, over, columns)
             if readable(target) and not on_device(input):
-                check_targets(_NAME, target, n_classes or sum(sizes), ignore_index)
+                check_targets_of_all(_NAME, target, sizes, over, ignore_index)
     shards = None
     if over_group:
         alike = {
