@@ -116,7 +116,7 @@ def made(case, group, device, transport):
             (own, (len(own), 1), 1), (own_weight, (1, FEATURES), 0),
         ))  # fmt: skip
         given = None
-    of |= {"shard_sizes": given} | ({} if name == "sample" else {"transport": transport})
+    of |= {"shard_sizes": given} | ({} if name == "sample" and transport == "peer" else {"transport": transport})
     if wrong == "argument":
         options = _bad_options(name, options, case.seed)
     function = getattr(fused_softmax, name)
@@ -130,14 +130,14 @@ def made(case, group, device, transport):
     return function(*inputs, target, **{**of, **options}), inputs
 
 
-def wanted(case, group):
-    """The same of whole rows in one process, of float64; and the gradients."""
-    rank, device = dist.get_rank(group), torch.device("cpu")
-    x, hidden, w, target = _numbers(case, device)
+def wanted(case, group, device):
+    """The same of whole rows in one process, of float64 on a CPU but for tokens; and the gradients."""
+    rank = dist.get_rank(group)
+    x, hidden, w, target = _numbers(case, device if case.name == "sample" else torch.device("cpu"))
     n = case.n_classes or x.shape[1]
     here = slice(sum(case.sizes[:rank]), sum(case.sizes[: rank + 1]))
     if case.name == "sample":
-        seeds = torch.arange(len(x)) + case.seed
+        seeds = torch.arange(len(x), device=device) + case.seed
         return fused_softmax.sample(x[:, :n], **{"seed": seeds, "position": 3, **case.options}), []
     inputs = [hidden.double(), w.double()] if case.name == "linear_cross_entropy" else [x.double()]
     inputs = [each.requires_grad_(case.graded) for each in inputs]
@@ -164,14 +164,14 @@ def outcome(case, group, device, transport):
         y, inputs = made(case, group, device, transport)
         if case.name == "sample":
             if case.wrong is None:
-                truth, _ = wanted(case, group)
-                same = y.tokens.cpu().equal(truth.tokens) and y.valid.cpu().equal(truth.valid)
+                truth, _ = wanted(case, group, device)
+                same = y.tokens.equal(truth.tokens) and y.valid.equal(truth.valid)
                 return "right" if same else "off", f"{y} {truth}"
             return ("nan", "") if not y.valid.any() else ("off", "tokens")
         gradients = list(torch.autograd.grad(y.sum(), inputs)) if case.graded and y.requires_grad else []
         if case.wrong is not None:
             return ("nan", "") if y.isnan().all() else ("off", f"{y}")
-        truth, of_inputs = wanted(case, group)
+        truth, of_inputs = wanted(case, group, device)
         for ours, true in zip((y.detach(), *gradients), (truth, *of_inputs), strict=True):
             tolerance = TOLERANCE[case.dtype]
             torch.testing.assert_close(ours.double().cpu(), true, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compiles
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 SLOTS = torch.zeros(2, dtype=torch.int64)
-REGION = SimpleNamespace(slots=SLOTS, bases=SLOTS, set_size=2**20)
+REGION = SimpleNamespace(slots=SLOTS, bases=SLOTS, asked=SLOTS, set_size=2**20)
 PEERS = SimpleNamespace(rank=1, ranks=2, device=torch.device("cuda", 0), region=lambda group, slots, rows: REGION)
 
 
@@ -54,7 +54,7 @@ def test_losses(target, dtype, kind, columns, way):
     n_rows = 8192 if way == "of many rows" else 64
     x, dx = (torch.empty(n_rows, columns, dtype=dtype) for _ in range(2))
     loss, of_row = Loss(**kind), torch.empty(n_rows)
-    of_kind = loss_peers.Kind(loss, dtype, False, way != "states", facts(columns), columns, torch.empty_strided)
+    of_kind = loss_peers.Kind(loss, dtype, False, way != "states", facts(columns), columns, torch.empty_strided, "")
     given = {
         "whole": {"totals": None, "loss": of_row, "result": of_row[0], "finishes": True, "counted": 256},
         "of many rows": {"totals": torch.ones(2, 16), "loss": of_row},

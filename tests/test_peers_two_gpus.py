@@ -12,15 +12,18 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from disorder import LOSSES as OF_LOSSES
+from disorder import SOFTMAXES, cases, check, outcomes
 from ranks import Raised, Ranks
 from sharded import close, differentiated, same_on_all
 
 import fused_softmax
-from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softmax
+from fused_softmax import cross_entropy, distributed, linear_cross_entropy, logsumexp, softmax
 from fused_softmax.distributed import TRANSPORTS
 
 pytestmark = [
@@ -75,6 +78,10 @@ def mine(whole, group, sizes=SIZES):
     return whole.narrow(-1, sum(sizes[:rank]), sizes[rank]).clone()
 
 
+def over(group, transport):
+    return {"group": group, "transport": transport, "shard_sizes": SIZES}
+
+
 def targets(rows, columns):
     target = torch.arange(rows, device="cuda") * 104729 % columns
     target[0], target[-1] = 0, columns - 1
@@ -106,7 +113,7 @@ def losses(group, name, transport, dtype):
     own_weight = None if weight is None else mine(weight, group)
     options |= {"dtype": torch.float32}
     for _ in range(2):  # the second is found
-        y = cross_entropy(given, target, own_weight, **options, group=group, transport=transport)
+        y = cross_entropy(given, target, own_weight, **options, **over(group, transport))
         *results, dx = differentiated(y, given, 1.0)
     whole = x.double().cpu().requires_grad_()
     del options["dtype"]
@@ -131,7 +138,7 @@ def softmaxes(group, name, transport, options):
     x, dy = logits(40, sum(SIZES)), logits(40, sum(SIZES), 1)
     dy = dy[:, 0] if name == "logsumexp" else dy
     given = mine(x, group).requires_grad_()
-    y = getattr(fused_softmax, name)(given, 1, **options, group=group, transport=transport)
+    y = getattr(fused_softmax, name)(given, 1, **options, **over(group, transport))
     (dx,) = torch.autograd.grad(y, [given], dy if name == "logsumexp" else mine(dy, group))
     whole = x.double().cpu().requires_grad_()
     wanted = getattr(fused_softmax, name)(whole, 1, **options)
@@ -153,7 +160,7 @@ def linear(group, transport):
     x, w = logits(512, 256, 1, torch.bfloat16) / 8, logits(sum(SIZES), 256, 2, torch.bfloat16) / 8
     target, rank = targets(512, sum(SIZES)), dist.get_rank(group)
     given = [x.clone().requires_grad_(), w.split(SIZES)[rank].clone().requires_grad_()]
-    y = linear_cross_entropy(*given, target, chunk_size=200, dtype=torch.float32, group=group, transport=transport)
+    y = linear_cross_entropy(*given, target, chunk_size=200, dtype=torch.float32, **over(group, transport))
     dx, dw = torch.autograd.grad(y, given)
     whole = [x.double().requires_grad_(), w.double().requires_grad_()]
     wanted = torch.nn.functional.cross_entropy(whole[0] @ whole[1].t(), target)
@@ -200,7 +207,7 @@ def test_dtensors_under_enable(gpus, parallel, options):
 def replayed(group, times):
     """Replays of a graph that has a loss of one launch and some that gather, over inputs that change."""
     x, target = mine(logits(33, sum(SIZES)), group), targets(33, sum(SIZES))
-    of = {"group": group, "transport": "peer"}
+    of = over(group, "peer")
 
     def call():
         smoothed = cross_entropy(x, target, label_smoothing=0.1, **of)
@@ -264,8 +271,9 @@ def many(group, launches, sample=50, pause=10):
     first_of_each = set(SHAPES)
     for i in range(launches):
         shape = draw.choice(SHAPES)
-        (x, target, wanted), kind, checks = inputs[shape], shape[3], i % sample == 0 or shape in first_of_each
-        of = {"group": group, "n_classes": shape[1], "transport": "peer"}  # by which shards of other sizes are known
+        (x, target, wanted), (_, columns, _, kind) = inputs[shape], shape
+        checks = i % sample == 0 or shape in first_of_each
+        of = {"group": group, "shard_sizes": (columns // 3, columns - columns // 3), "transport": "peer"}
         first_of_each.discard(shape)
         tolerance = 2 * torch.finfo(shape[2]).eps + 2e-5
         if i % pause == 0:
@@ -306,11 +314,73 @@ def test_launches_of_changing_shapes_beside_nccl(gpus):
     all_right(gpus.values(2, many, 4000))
 
 
+def in_disorder(group, transport, asked):
+    """By a collective, ranks compare calls beforehand, as with FUSED_SOFTMAX_CHECK=1."""
+    device = torch.device("cuda", dist.get_rank(group))
+    checks = transport == "collective"
+    with mock.patch.object(distributed, "CHECK", checks), mock.patch("fused_softmax.ops.cross_entropy.CHECK", checks):
+        return outcomes(group, device, transport, asked, torch.cuda.synchronize, recovers=not checks)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_200_calls_of_which_50_are_wrong_on_one_rank(gpus, transport):
+    asked = list(cases(200, 50, (*SOFTMAXES, *OF_LOSSES, "sample"), 3, widest=300))
+    check(gpus.values(2, in_disorder, transport, asked, limit=1500), 200, 50)
+
+
+def not_waited_for(group, times):
+    """Calls of which one fails, and whose hosts wait for no device: what each gave or raised."""
+    rank, whole, found = dist.get_rank(group), logits(512, 40000), []
+    x = mine(whole, group, (20000, 20000))
+    right, of = mine(torch.softmax(whole, 1), group, (20000, 20000)), {"group": group, "transport": "peer"}
+    for i in range(times):
+        torch.cuda._sleep(10**7 * rank)  # so that one host is told later than the other
+        try:
+            found.append(softmax(x, **of | ({"n_classes": 39000} if i == 2 and rank else {})))
+        except RuntimeError as error:
+            found.append(str(error))
+    torch.cuda.synchronize()
+    off = [y if isinstance(y, str) else float((y - right).abs().max()) for y in found]
+    return ["raised" if isinstance(each, str) else "nan" if each != each else each for each in off]
+
+
+def test_all_ranks_are_told_of_a_failure_at_the_same_call(gpus):
+    first, second = gpus.values(2, not_waited_for, 200)
+    kinds = [[each if isinstance(each, str) else "right" for each in found] for found in (first, second)]
+    assert kinds[0] == kinds[1]
+    told = kinds[0].index("raised")
+    assert kinds[0] == ["right"] * 2 + ["nan"] * (told - 2) + ["raised"] + ["right"] * (199 - told)
+    assert max(each for each in (*first, *second) if not isinstance(each, str)) < 1e-6
+
+
+def nan_and_then_an_error(group, name):
+    """By a collective without FUSED_SOFTMAX_CHECK=1: a call whose ranks differ, one that is told of it, and another."""
+    rank, x, found = dist.get_rank(group), mine(logits(9, 5000), group, (2500, 2500)), []
+    of = {"group": group, "transport": "collective"}
+    for scale in (1.0, 2.0 + rank, 1.0, 1.0):
+        try:
+            if name == "cross_entropy":
+                found.append(cross_entropy(x, targets(9, 5000), scale=scale, **of))
+            else:
+                found.append(getattr(fused_softmax, name)(x, 1, scale=scale, **of))
+        except RuntimeError as error:
+            found.append(str(error))
+        torch.cuda.synchronize()
+    return [each if isinstance(each, str) else bool(each.isnan().all()) for each in found]
+
+
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "cross_entropy"])
+def test_by_a_collective_ranks_that_differ_get_nan_and_then_an_error(gpus, name):
+    for first, second, told, last in gpus.values(2, nan_and_then_an_error, name):
+        assert (first, second, last) == (False, True, False)
+        assert told.startswith(f"{name}: an earlier call gave NaN, because the ranks of the group differed in their")
+
+
 def alone(group):
     """Rank 1 ends without a word; rank 0 calls on, and says when it was told and what."""
     x, target = mine(logits(64, sum(SIZES)), group), targets(64, sum(SIZES))
     for _ in range(3):
-        y = cross_entropy(x, target, group=group, transport="peer")
+        y = cross_entropy(x, target, **over(group, "peer"))
     torch.cuda.synchronize()
     if dist.get_rank(group):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -318,7 +388,7 @@ def alone(group):
     began, nan = time.monotonic(), None
     while time.monotonic() - began < 2 * SECONDS:
         try:
-            y = cross_entropy(x, target, group=group, transport="peer")
+            y = cross_entropy(x, target, **over(group, "peer"))
         except RuntimeError as error:
             return time.monotonic() - began, str(error), nan
         torch.cuda.synchronize()

@@ -1,5 +1,7 @@
 """Ranks that come late, or not, or ask for something else, and what cannot go by peers."""
 
+import contextlib
+import ctypes
 import gc
 import re
 import time
@@ -9,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from peered import in_parts, loss, softmax
+from ranks import SECONDS
 from sharded import close, logits
 
 import fused_softmax
-from fused_softmax import cross_entropy, distributed, peers
+from fused_softmax import cross_entropy, distributed, linear_cross_entropy, peers
 from fused_softmax.kernels import peers as kernels
+from fused_softmax.peers import UNEVEN
 
 X = logits(3, 10).float()
 TARGET = torch.tensor([1, 7, 3])
@@ -54,33 +58,47 @@ def test_a_late_rank_is_waited_for(ranks):
 
 
 def absent(group, name):
-    """Rank 1 makes the first call and no second one."""
+    """Rank 1 makes the first call, and its second one after rank 0 has waited in vain and been told so twice."""
     in_parts(None)
     be_impatient(group)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank(group)
     call = (lambda: softmax(mine(group), group)) if name == "softmax" else lambda: loss(mine(group), TARGET, group)
     call()
-    if dist.get_rank(group) == 1:
-        return None
+
+    def told():
+        try:
+            return call()
+        except RuntimeError as error:
+            return str(error)
+
+    if rank == 1:
+        store.wait([f"{name} was told"])
+        call()  # rank 0 has told all that it takes
+        memory = peers.known(group, torch.device("cpu"))
+        memory._patience = 30.0
+        found = told(), told()  # of which rank 0 makes none, so the first gives NaN
+        return [each for each in found if isinstance(each, str)], told()
     started = time.monotonic()
     y = call()
-    seconds, said = time.monotonic() - started, []
-    for _ in range(2):
-        try:
-            call()
-        except RuntimeError as error:
-            said.append(str(error))
-    return y, seconds, said
+    seconds, said = time.monotonic() - started, [told(), told()]
+    peers.known(group, torch.device("cpu"))._patience = 30.0
+    store.set(f"{name} was told", "")
+    return y, seconds, said, told(), told()
 
 
 @pytest.mark.parametrize("name", ["softmax", "cross_entropy"])
-def test_a_rank_that_never_comes_gives_nan_and_then_an_error(ranks, name):
-    (y, seconds, said), *_ = ranks.values(4, on_two, absent, name)
+def test_a_rank_that_never_comes_gives_nan_and_then_an_error_until_it_does(ranks, name):
+    (y, seconds, said, recovered, again), (told, last), *_ = ranks.values(4, on_two, absent, name)
     assert y.isnan().all()
     assert seconds < 30
-    assert len(said) == 2
     for each in said:
         assert each.startswith(f"{name}: an earlier call gave NaN, because rank 1 has told nothing of row ")
-        assert re.search(r" row [012] in 0\.3 s; ", each)
+        assert re.search(r" row [012] in 0\.3 s; the group works again once ranks \[1\] have made their next", each)
+    for each in (recovered, *told):
+        assert each.startswith(f"{name}: an earlier call gave NaN, because rank ")
+        assert each.endswith("; made again, this call works")
+    whole = torch.cat([again, last], 1) if name == "softmax" else again
+    close(whole, torch.softmax(X.double(), 1) if name == "softmax" else torch.nn.functional.cross_entropy(X, TARGET))
 
 
 def given_up(group):
@@ -92,9 +110,9 @@ def given_up(group):
     if dist.get_rank(group) == 1:
         return limits
 
-    def spied(slots, message, wanted, tag, limit, K):
+    def spied(slots, asked, rank, ranks, message, wanted, tag, limit, K):
         limits.append(int(limit.handle.data.item()))
-        return wait(slots, message, wanted, tag, limit, K)
+        return wait(slots, asked, rank, ranks, message, wanted, tag, limit, K)
 
     kernels.wait_long = spied
     try:
@@ -112,45 +130,95 @@ def test_who_has_given_up_once_waits_no_more(ranks):
 
 
 def at_odds(group, odd):
-    """Ranks that made both calls together, and then each another."""
+    """Ranks that made both calls together, then each another, and then the same again, twice."""
     in_parts(None)
-    be_impatient(group, 1.0)
     second = {"rows": (X[:2], TARGET[:2], {}), "options": (X, TARGET, {"ignore_index": 3})}[odd]
     rank = dist.get_rank(group)
-    calls = [(X, TARGET, {}), second]
-    for x, target, options in calls:
-        loss(x[:, 5 * rank : 5 * rank + 5].clone(), target, group, **options)
-    x, target, options = calls[rank]
-    y, said = loss(x[:, 5 * rank : 5 * rank + 5].clone(), target, group, **options), None
+    calls, said = [(X, TARGET, {}), second], []
+
+    def made(x, target, options):
+        return loss(x[:, 5 * rank : 5 * rank + 5].clone(), target, group, **options)
+
+    for each in calls:
+        made(*each)
+    started = time.monotonic()
+    y = made(*calls[rank])
+    seconds = time.monotonic() - started
     try:
         loss(mine(group), TARGET, group)
     except RuntimeError as error:
-        said = str(error)
-    return y, said
+        said.append(str(error))
+    return y, seconds, said, loss(mine(group), TARGET, group)
 
 
-def test_ranks_that_ask_for_other_options_get_nan_and_then_an_error(ranks):
-    for rank, (y, said) in enumerate(ranks.values(4, on_two, at_odds, "options")[:2]):
+@pytest.mark.parametrize("odd", ["options", "rows"])
+def test_ranks_that_differ_get_nan_at_once_then_an_error_and_then_what_they_ask_for(ranks, odd):
+    for rank, (y, seconds, said, again) in enumerate(ranks.values(4, on_two, at_odds, odd)[:2]):
         assert y.isnan()
-        assert f"rank {1 - rank} differed in operation, dtype, columns, rows or options, as of row " in said
+        assert seconds < SECONDS / 2
+        (each,) = said
+        differed = "refused its call, or differed in operation, dtype, columns, rows or options, as of row "
+        assert each.startswith(f"cross_entropy: an earlier call gave NaN, because rank {1 - rank} {differed}")
+        assert UNEVEN in each
+        close(again, torch.nn.functional.cross_entropy(X.double(), TARGET))
 
 
-def test_ranks_that_differ_in_rows_get_nan_and_then_an_error(ranks):
-    for y, said in ranks.values(4, on_two, at_odds, "rows")[:2]:
-        assert y.isnan()
-        assert said.startswith("cross_entropy: an earlier call gave NaN, because rank ")
-
-
-def first_at_odds(group):
+def ahead(group):
+    """Rank 0 makes two calls more than rank 1 before it is told of one that failed: all are told at the same one."""
     in_parts(None)
-    x = torch.zeros(2 + dist.get_rank(group), 3)
-    return softmax(x, group)
+    x, rank, found = mine(group), dist.get_rank(group), []
+    softmax(x, group)
+    memory = peers.known(group, torch.device("cpu"))
+    with contextlib.suppress(ValueError):
+        softmax(x, group, n_classes=0 if rank else None)
+    seen, memory._seen = memory._seen, ctypes.c_int64(0)  # a device that is late
+    for i in range(5):
+        if i == 2 * (1 - rank):
+            memory._seen = seen
+        try:
+            found.append(softmax(x, group))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
 
 
-def test_the_first_call_says_what_differs(ranks):
-    for each in ranks(2, first_at_odds):
-        assert each.args[0] == "RuntimeError"
-        assert each.args[1].startswith("softmax: the ranks of the group differ in ")
+def test_all_ranks_are_told_at_the_call_of_the_one_that_has_come_furthest(ranks):
+    found = ranks.values(4, on_two, ahead)[:2]
+    for nan, another, said, *right in found:
+        assert nan.isnan().all()
+        assert another.isnan().all()
+        assert said.startswith("softmax: an earlier call gave NaN, because rank ")
+        assert len(right) == 2
+    for i in (3, 4):
+        close(torch.cat([each[i] for each in found], 1), torch.softmax(X.double(), 1))
+
+
+def first_at_odds(group, name):
+    """The first call of a group, for which its memory is yet to be made; then another."""
+    in_parts(None)
+    rank, found = dist.get_rank(group), []
+    for rows in (2 + 9 * rank, 2, 2):
+        x, w = torch.ones(rows, 3), torch.ones(3, 3)
+        target = torch.zeros(rows, dtype=torch.long)
+        try:
+            if name == "linear_cross_entropy":
+                found.append(linear_cross_entropy(x, w, target, group=group, transport="peer"))
+            else:
+                found.append(loss(x, target, group))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_a_first_call_that_differs_loses_no_group(ranks, name):
+    for first, second, third in ranks.values(4, on_two, first_at_odds, name)[:2]:
+        if name == "linear_cross_entropy":
+            assert "refused its call, or differed in operation, dtype, columns, rows or options. " in first
+        else:
+            assert first.isnan()
+        assert second.startswith(f"{name}: an earlier call gave NaN, because ")
+        close(third, torch.tensor(6.0).log())
 
 
 def without_kernels(group):

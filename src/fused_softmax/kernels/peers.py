@@ -98,13 +98,14 @@ def nanoseconds(K: tl.constexpr):
 @triton.jit
 def announce(bases_ptr, asked_ptr, rank, ranks, digest, K: tl.constexpr):
     """Tell every rank which launch this is. asked_ptr: this rank's words, of each rank one."""
-    j = tl.arange(0, K.lanes)
+    LANES: tl.constexpr = K.lanes
+    j = tl.arange(0, LANES)
     words = tl.load(bases_ptr + ranks + 2 + j, mask=j < ranks, other=0)
     last = tl.load(asked_ptr + rank, volatile=True)
     tl.debug_barrier()  # all have read it before one writes it
     word = ((((last >> 32) + 1) & DIGEST) << 32) | digest
     word = tl.where(last < 0, last, word)
-    store_far(words + rank * 8, word + tl.zeros([K.lanes], tl.int64), j < ranks, K)
+    store_far(words + rank * 8, word + tl.zeros([LANES], tl.int64), j < ranks, K)
 
 
 @triton.jit
