@@ -218,15 +218,6 @@ SAMPLING = (
         "test_shards_sampling.py::test_rows_that_cannot_be_drawn_from_and_rows_of_one_column",
     ),
     of(
-        "ops", "columns-that-others-do-not-know", SHARDED, "known = as_others_know(shards, n_classes, x.device)",
-        "known = shards",
-        "test_shards_sampling.py::test_what_is_not_compared_beforehand_gives_no_token_and_then_an_error",
-    ),
-    of(
-        "ops", "sizes-of-which-not-all-ranks-are-sure", SHARDED, ", change_alike=False)", ")",
-        "test_shards_misuse.py::test_evenly_cut_rows_may_change_their_length_without_a_word",
-    ),
-    of(
         "ops", "positions-that-begin-anew-each-turn", TURNS, "torch.arange(here.start, here.stop,",
         "torch.arange(0, here.stop - here.start,",
         "test_sampling_turns.py::test_a_generators_draws_are_those_of_one_turn",
@@ -240,8 +231,8 @@ SAMPLING = (
         "bitmask[: here.stop - here.start], None if", TURN,
     ),
     of(
-        "ops", "header-of-other-rows", "distributed.py", "key = shards.sizes, rows, shards.digest,",
-        "key = shards.sizes, shards.digest,",
+        "ops", "header-of-other-rows", "distributed.py", "shards.n_classes, rows, shards.digest,",
+        "shards.n_classes, shards.digest,",
         "test_shards_misuse.py::test_what_a_message_says_of_its_rank_is_made_once_for_messages_of_one_kind",
     ),
     of(

@@ -14,8 +14,8 @@ GATHERED = "test_peers_gathered.py::test_losses_are_those_of_one_process"
 PADDING, LATE = (
     "test_peers.py::test_columns_past_n_classes_are_padding", "test_peers_waits.py::test_a_late_rank_is_waited_for",
 )  # fmt: skip
-ABSENT = "test_peers_waits.py::test_a_rank_that_never_comes_gives_nan_and_then_an_error"
-AT_ODDS = "test_peers_waits.py::test_ranks_that_ask_for_other_options_get_nan_and_then_an_error"
+ABSENT = "test_peers_waits.py::test_a_rank_that_never_comes_gives_nan_and_then_an_error_until_it_does"
+AT_ODDS = "test_peers_waits.py::test_ranks_that_differ_get_nan_at_once_then_an_error_and_then_what_they_ask_for"
 HINDERED = "test_peers_waits.py::test_what_keeps_a_group_from_peers"
 COLLECTED = "test_shards_by_kernels.py::test_losses_of_uneven_shards_of_which_one_is_empty"
 IN_PARTS = "test_shards_by_kernels.py::test_gradients_of_softmax_in_one_part_and_in_several"
@@ -55,8 +55,8 @@ SHARDS = (
         "first // n_parts", AT_ODDS,
     ),
     of(
-        "shards", "who-was-late-has-differed", MESSAGES, "tl.where(lost > 0, MISSING, DIFFERENT)\n        tl.store(",
-        "tl.where(lost > 0, DIFFERENT, MISSING)\n        tl.store(", ABSENT,
+        "shards", "who-was-late-has-differed", MESSAGES, "tl.where(lost > 0, MISSING, DIFFERENT)",
+        "tl.where(lost > 0, DIFFERENT, MISSING)", ABSENT,
     ),
     of("shards", "a-missing-part-counts-nothing", MESSAGES, '        s = s + float("nan")\n', "", ABSENT),
     of(
@@ -100,7 +100,7 @@ SHARDS = (
     ),
     of(
         "shards", "call-of-other-classes", "ops/cross_entropy.py",
-        "(*wanted, torch.is_grad_enabled(), n_classes, transport)", "(*wanted, torch.is_grad_enabled(), transport)",
+        "is_grad_enabled(), n_classes, shard_sizes, transport)", "is_grad_enabled(), shard_sizes, transport)",
         PADDING,
     ),
     of(
@@ -118,7 +118,7 @@ SHARDS = (
     ),
     of(
         "shards", "ignored-class-not-compared", LOSSES,
-        "{facts.n_classes} {asked.ignore_index} {asked", "{facts.n_classes} {asked",
+        "of_loss = loss.ignore_index, loss.reduction,", "of_loss = loss.reduction,",
         AT_ODDS,
     ),
     of(
@@ -129,7 +129,7 @@ SHARDS = (
         "shards", "row-of-a-word-with-its-rank", MEMORY, "word >> 16, (word >> 2)", "word >> 14, (word >> 2)", ABSENT,
     ),
     of(
-        "shards", "slots-of-the-first-rows", MEMORY, "if found is None or found.rows < n_rows:", "if found is None:",
+        "shards", "slots-of-the-first-rows", MEMORY, "found is None or found.rows < n_rows:", "found is None:",
         "test_peers.py::test_launches_over_changing_shapes",
     ),
     of(
@@ -137,7 +137,7 @@ SHARDS = (
         "test_peers_waits.py::test_cpu_ranks_talk_by_a_collective_unless_asked",
     ),
     of(
-        "shards", "memory-of-those-who-can", MEMORY, "if failed else peers", "if len(failed) > 1 else peers",
+        "shards", "memory-of-those-who-can", MEMORY, "        if failed:", "        if len(failed) > 1:",
         "test_peers_waits.py::test_memory_that_one_rank_cannot_map_is_nobodys",
     ),
     of("shards", "several-hosts", MEMORY, "if len(set(hosts)) > 1:", "if len(set(hosts)) > 2:", HINDERED),
@@ -160,18 +160,40 @@ SHARDS = (
         COMPARED,
     ),
     of(
-        "shards", "own-columns-as-they-were", RANKS, "else (*sizes[:rank], columns, *sizes[rank + 1 :])", "else sizes",
-        COMPARED,
+        "shards", "sizes-that-are-given", RANKS, "(columns,) * ranks if given is None else given", "(columns,) * ranks",
+        "test_shards.py::test_softmaxes_are_those_of_one_process",
     ),
     of(
-        "shards", "sizes-that-never-change-alike", RANKS, "equal = change_alike and", "equal = False and",
-        "test_shards_misuse.py::test_evenly_cut_rows_may_change_their_length_without_a_word",
+        "shards", "uneven-shards-pass", RANKS, 'if said["shard_sizes"] is None and len(set(columns)) > 1:', "if False:",
+        "test_shards_misuse.py::test_uneven_shards_without_their_sizes",
     ),
-    of("shards", "columns-of-other-classes", RANKS, "key = n_classes, device.type", "key = 0, device.type", COMPARED),
     of(
-        "shards", "columns-not-compared-again", RANKS,
-        "    _known.pop(group, None)  # the next call compares\n", "",
-        COMPARED,
+        "shards", "a-rank-refuses-alone", RANKS, "            _refuse(*self._of, error)\n", "            pass\n",
+        "test_shards_misuse.py::test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all",
+    ),
+    of(
+        "shards", "what-was-not-sent-is-the-same", RANKS, "zlib.crc32(text.partition", "0 * zlib.crc32(text.partition",
+        "test_shards_misuse.py::test_what_is_not_sent_is_compared_too",
+    ),
+    of(
+        "shards", "a-scale-is-a-scale", "ops/softmax_sharded.py",
+        '"a tensor" if isinstance(each, Tensor) else each for', "each is not None for",
+        "test_shards_misuse.py::test_values_of_scales_and_sinks_are_compared",
+    ),
+    of("shards", "numbers-not-compared", "ops/peer_launches.py", "digest ^ hash(given) & _DIGEST", "digest", AT_ODDS),
+    of("shards", "another-launch-is-waited-for", MESSAGES, "(asked >> 32) == (own >> 32)", "rank < 0", AT_ODDS),
+    of("shards", "who-refuses-is-waited-for", MESSAGES, "odd = (asked < 0) | ", "odd = ", AT_ODDS),
+    of(
+        "shards", "slots-as-they-were-left", MEMORY, "            region.slots.zero_()\n", "            pass\n", AT_ODDS,
+    ),
+    of(
+        "shards", "each-rank-told-at-its-own-call", MEMORY, "self._calls < max(self._met(name, 1))",
+        "self._calls < min(self._met(name, 1))",
+        "test_peers_waits.py::test_all_ranks_are_told_at_the_call_of_the_one_that_has_come_furthest",
+    ),
+    of(
+        "shards", "hosts-agree-on-anything", MEMORY, "while host[at] != word:", "while host[at] == 0:",
+        "test_peers_waits.py::test_a_first_call_that_differs_loses_no_group",
     ),
     of(
         "shards", "told-of-it-again", RANKS, "        notice.there.fill_(_NOTHING)\n", "",

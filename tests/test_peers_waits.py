@@ -17,7 +17,6 @@ from sharded import close, logits
 import fused_softmax
 from fused_softmax import cross_entropy, distributed, linear_cross_entropy, peers
 from fused_softmax.kernels import peers as kernels
-from fused_softmax.peers import UNEVEN
 
 X = logits(3, 10).float()
 TARGET = torch.tensor([1, 7, 3])
@@ -132,17 +131,24 @@ def test_who_has_given_up_once_waits_no_more(ranks):
 def at_odds(group, odd):
     """Ranks that made both calls together, then each another, and then the same again, twice."""
     in_parts(None)
-    second = {"rows": (X[:2], TARGET[:2], {}), "options": (X, TARGET, {"ignore_index": 3})}[odd]
+    first, second = {
+        "rows": ((X, TARGET, {}), (X[:2], TARGET[:2], {})),
+        "options": ((X, TARGET, {}), (X, TARGET, {"ignore_index": 3})),
+        "numbers": ((X, TARGET, {"softcap": 3.0}), (X, TARGET, {"softcap": 5.0})),
+        "launches": ((X, TARGET, {}), (X, TARGET, {"label_smoothing": 0.1})),
+        "arguments": ((X, TARGET, {}), (X, TARGET, {"reduction": "max"})),
+    }[odd]
     rank = dist.get_rank(group)
-    calls, said = [(X, TARGET, {}), second], []
+    calls, said = [first, second], []
 
     def made(x, target, options):
         return loss(x[:, 5 * rank : 5 * rank + 5].clone(), target, group, **options)
 
-    for each in calls:
+    for each in calls[: 1 if odd == "arguments" else 2]:
         made(*each)
-    started = time.monotonic()
-    y = made(*calls[rank])
+    started, y = time.monotonic(), torch.tensor(torch.nan)
+    with contextlib.suppress(ValueError):
+        y = made(*calls[rank])
     seconds = time.monotonic() - started
     try:
         loss(mine(group), TARGET, group)
@@ -151,15 +157,17 @@ def at_odds(group, odd):
     return y, seconds, said, loss(mine(group), TARGET, group)
 
 
-@pytest.mark.parametrize("odd", ["options", "rows"])
+@pytest.mark.parametrize("odd", ["options", "rows", "numbers", "launches", "arguments"])
 def test_ranks_that_differ_get_nan_at_once_then_an_error_and_then_what_they_ask_for(ranks, odd):
     for rank, (y, seconds, said, again) in enumerate(ranks.values(4, on_two, at_odds, odd)[:2]):
         assert y.isnan()
         assert seconds < SECONDS / 2
         (each,) = said
         differed = "refused its call, or differed in operation, dtype, columns, rows or options, as of row "
-        assert each.startswith(f"cross_entropy: an earlier call gave NaN, because rank {1 - rank} {differed}")
-        assert UNEVEN in each
+        if odd == "arguments":
+            differed = "refused its call" + (": ValueError: cross_entropy: reduction must be " if rank else ", or ")
+        odd_one = 1 if odd == "arguments" else 1 - rank
+        assert each.startswith(f"cross_entropy: an earlier call gave NaN, because rank {odd_one} {differed}")
         close(again, torch.nn.functional.cross_entropy(X.double(), TARGET))
 
 

@@ -241,6 +241,37 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd,
         assert said == (odd and before + said_of[odd])
 
 
+def turning(group, way):
+    """Calls as on a GPU: evenly cut rows of 6, 14 and 6 columns, and their tokens."""
+    from fused_softmax import distributed
+
+    by(way)
+    waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
+    rank, target, found = dist.get_rank(group), torch.tensor([1, 4]), []
+    try:
+        for n in (6, 14, 6):
+            x = torch.arange(2.0 * n).reshape(2, n).sin().chunk(2, 1)[rank].clone().requires_grad_()
+            y = cross_entropy(x, target, group=group)
+            p = fused_softmax.softmax(x, group=group)
+            drawn = fused_softmax.sample(x.detach(), 0.0, group=group).tokens
+            found.append([each.detach() for each in (y, torch.autograd.grad(y, x)[0], p, drawn)])
+        return found
+    finally:
+        distributed._waits_for_nobody = waits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_evenly_cut_rows_may_change_their_length_without_a_word(ranks, way):
+    for rank, found in enumerate(ranks.values(2, turning, way)):
+        for n, (y, dx, p, drawn) in zip((6, 14, 6), found, strict=True):
+            x = torch.arange(2.0 * n).reshape(2, n).sin().requires_grad_()
+            wanted = torch.nn.functional.cross_entropy(x, torch.tensor([1, 4]))
+            close(y, wanted)
+            close(dx, torch.autograd.grad(wanted, x)[0].chunk(2, 1)[rank])
+            close(p, x.softmax(1).chunk(2, 1)[rank])
+            assert drawn.equal(x.argmax(1))
+
+
 def launches_of_gather(group):
     """How many operations torch runs for each gather: of 5, 5 and 6 rows, and of 5, 5, 7 and 7 while it is captured."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -134,7 +134,7 @@ class Peers:
         for region in (*self._regions.values(), *self._outgrown):
             region.slots.zero_()
         self._words.zero_()
-        self._hosts[self.rank][:3] = 0, 0, 0
+        self._hosts[self.rank][:3] = [0, 0, 0]
         self._wait_for_launches()
         self._met(name, 3)
         spoilt, self._recoveries = self._spoilt, self._recoveries + 1

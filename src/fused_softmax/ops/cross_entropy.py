@@ -111,6 +111,8 @@ def cross_entropy(
         rank of the group makes the same call. There is no second derivative.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding without a gradient.
+    shard_sizes: with group: the classes of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
+        ranks have as many as each other.
     transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend; "peer"
         by memory that GPUs of one host write into each other's: in the launch that reads the logits, or in one of its
         own with class weights, label_smoothing or return_token_stats. None takes "peer" on GPUs where it can.
@@ -120,10 +122,9 @@ def cross_entropy(
 
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises TypeError, ValueError or RuntimeError as torch for arguments that do not fit, naming the argument; with
-    group, RuntimeError on every rank where they differ in anything but their columns: on CPUs, at a group's first call
-    with this n_classes, and at each call with FUSED_SOFTMAX_CHECK=1, which compares the targets too. A later call on
-    GPUs gives NaN where ranks differ in options, or in columns without another n_classes, and a call after it raises;
-    where they differ in rows, their messages differ in length, which the backend may not survive.
+    group, on CPUs and with FUSED_SOFTMAX_CHECK=1, which compares the targets too, RuntimeError on every rank where
+    ranks differ or one of them refuses its call. On GPUs such a call gives NaN, and the group's next call raises
+    RuntimeError once; by a collective, where messages then differ in length, the backend's timeout ends the job.
 
     Szegedy et al. (label smoothing, arXiv 1512.00567); Chowdhery et al., "PaLM" (z-loss, arXiv 2204.02311); "Gemma 2"
     (softcap, arXiv 2408.00118).

@@ -109,9 +109,9 @@ def linear_cross_entropy(
         rows are ignored. It waits for the device, to learn how many they are. Compiled code makes the logits all the
         same.
 
-    group, n_classes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of linear_bias
-        and weight. The input is the same on all ranks, and so is its gradient, which is summed over them as
-        `accumulate` says, each chunk while the next one's products are made.
+    group, n_classes, shard_sizes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of
+        linear_bias and weight. The input is the same on all ranks, and so is its gradient, which is summed over them
+        as `accumulate` says, each chunk while the next one's products are made.
         linear_weight and linear_bias may be DTensors in [Shard(0)] over the group. Without group=, a DTensor takes an
         input that is one too, on the same mesh.
     input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets

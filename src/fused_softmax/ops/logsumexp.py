@@ -68,8 +68,8 @@ def logsumexp(
     masked_rows: a row of which nothing is kept gives -inf. Its gradient is NaN with "nan" (0 if no loss uses the row),
         and 0 with "zero".
 
-    group, n_classes, transport: as softmax's, for a single dim. Every rank gets the same result. Each rank's incoming
-        gradient is that of this one result, which is never summed over ranks.
+    group, n_classes, shard_sizes, transport: as softmax's, for a single dim. Every rank gets the same result. Each
+        rank's incoming gradient is that of this one result, which is never summed over ranks.
 
     Returns the input's shape without `dim`, or with size 1 there.
 

@@ -139,6 +139,8 @@ def sample(
         a seed, a row is drawn by the generator of the rank that gathers it. return_kept is refused.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding, and are never drawn.
+    shard_sizes: with group: the columns of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
+        ranks have as many columns as each other.
     transport: with group: how ranks talk to each other: "collective", by the group's backend, which None takes.
 
     temperature, top_k, top_p, min_p, seed and position are numbers, or tensors [] or [n_draws] on the logits' device:
@@ -154,8 +156,8 @@ def sample(
     Raises TypeError for an argument of a wrong type or dtype, ValueError for one of a wrong shape or value, such as a
     negative temperature, a top_p of 0 or less, a min_p above 1, a seed with a generator, or a narrow bitmask, and
     RuntimeError for one on another device; each names the argument, before anything runs. With a group, RuntimeError on
-    every rank where they differ in anything but their columns, seeds and positions, on CPUs and at a group's first call
-    with this n_classes; otherwise every token is then invalid, and a later call raises RuntimeError.
+    every rank where ranks differ in anything but their columns, seeds and positions, or one refuses its call: on CPUs,
+    with FUSED_SOFTMAX_CHECK=1, and on GPUs of one host unless transport="collective".
 
     Fan et al. (top-k, arXiv 1805.04833); Holtzman et al. (top-p, arXiv 1904.09751); Nguyen et al. (min-p, arXiv
     2407.01082).

@@ -84,6 +84,8 @@ def softmax(
         derivative.
     n_classes: with group: how many columns of all shards count, if not all; the columns past it, at the end of the last
         shards, are padding and get 0.
+    shard_sizes: with group: the columns of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
+        ranks have as many columns as each other.
     transport: with group: how ranks talk to each other: "collective", by all_gather; or "peer", by memory that GPUs of
         one host write into each other's: over the last dim and without scale, mask, sink and masked_rows in one launch.
         None takes "peer" on GPUs where it can.
