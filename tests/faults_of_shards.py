@@ -184,7 +184,8 @@ SHARDS = (
     of("shards", "another-launch-is-waited-for", MESSAGES, "(asked >> 32) == (own >> 32)", "rank < 0", AT_ODDS),
     of("shards", "who-refuses-is-waited-for", MESSAGES, "odd = (asked < 0) | ", "odd = ", AT_ODDS),
     of(
-        "shards", "slots-as-they-were-left", MEMORY, "            region.slots.zero_()\n", "            pass\n", AT_ODDS,
+        "shards", "slots-as-they-were-left", MEMORY, "            region.slots.zero_()\n", "            pass\n",
+        AT_ODDS,
     ),
     of(
         "shards", "each-rank-told-at-its-own-call", MEMORY, "self._calls < max(self._met(name, 1))",

@@ -328,7 +328,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "gradient, 64 x 128256": measured("| fp32 64 x 128256 | 16.6 | 14.4 |"),
         "gradient, 1 x 128256": measured("| fp32 1 x 128256 | 7.1 | 6.4 |"),
         "softmax, 1024 x 262144": measured("| softmax bf16 1024 x 262144 | 144.7 | 133.6 |"),
-        "The kernels changed after": measured("took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
+        "In the run on two H200s": measured("took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
         "| loss and gradient | 714": measured("| loss and gradient | 714 | 2759 |"),
         "with label smoothing | 3": measured("with label smoothing | 3496 | 3206 |"),
         "with class weights |": measured("with class weights | 2956 | 2876 |"),

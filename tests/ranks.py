@@ -21,7 +21,7 @@ from fused_softmax import route
 
 MOST = 4
 SECONDS = 60  # after which a rank that hears nothing gives up
-LIMIT = 6 * SECONDS  # of a function's answer
+LIMIT = 2 * SECONDS  # of a function's answer
 
 
 class Raised(Exception):

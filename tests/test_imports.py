@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "workspace": set(),
     "calls": {"native", "route"},
     "described": set(),
-    "distributed": {"described"},
+    "distributed": {"described", "peers"},
     "peers": set(),
     "route": set(),
     "autocast": set(),
