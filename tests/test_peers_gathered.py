@@ -137,6 +137,7 @@ def test_a_softmax_of_one_launch_gathers_for_its_gradient_alone(ranks):
 
 def told(group, message, digest=None):
     memory = peers.known(group, torch.device("cpu"))
+    memory.ready("logsumexp")
     shards = Shards(group, dist.get_rank(group), (5, 5), 10, digest)
     return gather(message, told_by(memory, "logsumexp", shards))
 
@@ -163,7 +164,7 @@ def test_what_a_rank_does_not_say_is_nan_and_then_an_error(ranks, odd):
         assert together.equal(torch.stack([torch.arange(6.0), torch.arange(10.0, 16.0)]).view(2, 2, 3))
         assert heard[1 - rank].isnan().all()
         assert heard[rank].equal(together[rank])
-        what = {"absent": "has told nothing of row 0 in 1 s", "digest": "differed in operation, dtype, columns, "}[odd]
+        what = {"absent": "has told nothing of row 0 in 1 s", "digest": "refused its call, or differed in "}[odd]
         assert said.startswith(f"logsumexp: an earlier call gave NaN, because rank {1 - rank} {what}")
 
 
