@@ -29,4 +29,4 @@ def by_peers(group, asked):
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_no_group_is_lost_by_peers(ranks, seed):
-    check(ranks.values(2, by_peers, list(cases(30, 12, ALL[:-1], seed, widest=8)), limit=300), 30, 12)
+    check(ranks.values(2, by_peers, list(cases(60, 26, ALL[:-1], seed, widest=8)), limit=300), 60, 26)
