@@ -141,7 +141,8 @@ SAMPLING = (
     ),
     of(
         "ops", "tokens-over-what-is-still-read", "ops/sampling.py",
-        "if overlaps(out, logits, *numbers, bias, bitmask, rows):", "if False:", "test_sampling_options.py::test_out_may_share_memory_with_an_argument",
+        "if overlaps(out, logits, *numbers, bias, bitmask, rows):", "if False:",
+        "test_sampling_options.py::test_out_may_share_memory_with_an_argument",
     ),
     of(
         "ops", "tokens-that-autograd-does-not-see", CALL, "            _bump_version((out,))", "            pass",
