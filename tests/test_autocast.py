@@ -15,7 +15,7 @@ from autocasts import BF16, CALLS, CLASSES, FP16, FP32, FP64, OPTIONS, attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import fused_softmax
 from fused_softmax import autocast as rules
@@ -268,6 +268,7 @@ def over_ranks(group, given):
     mesh = init_device_mesh("cpu", (n_ranks,))
     placed = distribute_tensor(g["x"].detach(), mesh, [Shard(1)]).requires_grad_()
     layer = distribute_tensor(g["l"].detach(), mesh, [Shard(0)]).requires_grad_()
+    features = distribute_tensor(h, mesh, [Replicate()])
     calls_of = {
         "softmax": (lambda: fused_softmax.softmax(x, group=group), x),
         "log_softmax": (lambda: fused_softmax.log_softmax(x, group=group), x),
@@ -276,7 +277,7 @@ def over_ranks(group, given):
         "linear_cross_entropy": (lambda: fused_softmax.linear_cross_entropy(h, w, t, group=group), w),
         "logsumexp of a DTensor": (lambda: fused_softmax.logsumexp(placed, 1), placed),
         "cross_entropy of a DTensor": (lambda: fused_softmax.cross_entropy(placed, t), placed),
-        "linear_cross_entropy of a DTensor": (lambda: fused_softmax.linear_cross_entropy(h, layer, t), layer),
+        "linear_cross_entropy of a DTensor": (lambda: fused_softmax.linear_cross_entropy(features, layer, t), layer),
     }
     if INTERPRETED:
         calls_of["torch's cross_entropy of a DTensor"] = (lambda: F.cross_entropy(placed, t), placed)

@@ -116,7 +116,7 @@ def test_a_token_depends_on_no_other_row_and_not_on_the_rank_that_draws_it(ranks
 def read_and_refused(group, x, options):
     """(log-probabilities of logits that require a gradient, what a backward pass through them says)."""
     columns = shard(x, group, 1).requires_grad_()
-    drawn = sample(columns, **options, group=group)
+    drawn = sample(columns, **options, **over(group))
     with pytest.raises(RuntimeError) as said:
         torch.autograd.backward([drawn.logprobs.sum(), drawn.top_logprobs.sum()])
     return drawn.logprobs.detach(), str(said.value)

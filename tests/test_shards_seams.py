@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sharded import N_CLASSES, WAYS, by, close, graded_of, logits, shard
+from sharded import N_CLASSES, WAYS, by, close, graded_of, logits, over, shard
 
 from fused_softmax import cross_entropy, linear_cross_entropy, log_softmax, logsumexp, softmax
 
@@ -18,11 +18,11 @@ def call(kind, group, x, weight=None, target=TARGET, **options):
     weight = None if weight is None else shard(weight, group, 0)
     if kind == "rows":
         leaf = shard(x, group, 1).requires_grad_()
-        return cross_entropy(leaf, target, weight, group=group, **options), [leaf]
+        return cross_entropy(leaf, target, weight, **over(group), **options), [leaf]
     w = shard(logits(N_CLASSES, 6, seed=6).float() / 3, group, 0).requires_grad_()
     bias = shard(torch.linspace(-1, 1, N_CLASSES), group, 0).requires_grad_()
     leaf = x.clone().requires_grad_()
-    options = {"weight": weight, "linear_bias": bias, "chunk_size": 4, "group": group, **options}
+    options = {"weight": weight, "linear_bias": bias, "chunk_size": 4, **over(group), **options}
     return linear_cross_entropy(leaf, w, target, **options), [leaf, w, bias]
 
 
@@ -104,14 +104,15 @@ def objective(y):
 
 
 CALLS = {
-    "rows": lambda x, group: cross_entropy(x, TARGET, group=group),
-    "rows, none": lambda x, group: cross_entropy(x, TARGET, reduction="none", group=group),
-    "rows, lse": lambda x, group: cross_entropy(x, TARGET, return_lse=True, group=group).lse,
+    "rows": lambda x, group: cross_entropy(x, TARGET, **over(group)),
+    "rows, none": lambda x, group: cross_entropy(x, TARGET, reduction="none", **over(group)),
+    "rows, lse": lambda x, group: cross_entropy(x, TARGET, return_lse=True, **over(group)).lse,
     "rows, weights with the bit": lambda x, group: cross_entropy(
-        x, TARGET, torch._neg_view(-shard(torch.linspace(0.5, 1.5, N_CLASSES), group, 0)), group=group
+        x, TARGET, torch._neg_view(-shard(torch.linspace(0.5, 1.5, N_CLASSES), group, 0)), **over(group)
     ),
-    "softmax": lambda x, group: softmax(x, group=group), "log_softmax": lambda x, group: log_softmax(x, group=group),
-    "logsumexp": lambda x, group: logsumexp(x, -1, group=group),
+    "softmax": lambda x, group: softmax(x, **over(group)),
+    "log_softmax": lambda x, group: log_softmax(x, **over(group)),
+    "logsumexp": lambda x, group: logsumexp(x, -1, **over(group)),
 }  # fmt: skip
 
 
@@ -168,7 +169,9 @@ def read_after_the_write(group, way, view):
     by(way)
     z = shard(logits().float(), group, 1).requires_grad_() * 1
     z = z[1:] if view else z
-    first, second = (cross_entropy(z, TARGET[-len(z) :], group=group, inplace_backward=over) for over in (True, False))
+    first, second = (
+        cross_entropy(z, TARGET[-len(z) :], **over(group), inplace_backward=inplace) for inplace in (True, False)
+    )
     first.backward(retain_graph=True)
     second.backward()
 
