@@ -1,6 +1,7 @@
 """Plain attention that cuDNN computes: which calls go there, and that all else of attention holds for them."""
 
 import json
+import math
 from itertools import pairwise
 
 import pytest
@@ -257,3 +258,122 @@ def test_who_runs_on_an_h200():
     assert "cudnn" not in kernels(deterministic=True)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
     torch.testing.assert_close(fused_softmax.attention(q, k, v, is_causal=True).double(), exact, rtol=2e-2, atol=2e-2)
+
+
+def off_a_boundary(tensor, elements=1):
+    """The same values in memory that begins so many elements after 16 bytes."""
+    flat = tensor.new_empty(tensor.numel() + 8)
+    return flat[elements : elements + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def with_gaps(tensor, elements):
+    """The same values, with so many elements between rows."""
+    room = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + elements))
+    return room[..., : tensor.shape[-1]].copy_(tensor)
+
+
+@interpreted
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("spoil", [off_a_boundary, lambda each: with_gaps(each, 4)], ids=["base", "rows"])
+def test_what_cudnn_would_get_wrong_stays_with_the_kernels(cudnn, spoil, which):
+    given = qkv(20, 35, dtype=BF16)
+    assert attention_sdpa.wrong_for(*given) is None
+    given[which] = spoil(given[which])
+    assert "16 bytes" in attention_sdpa.wrong_for(*given)
+    assert_attention(*given, is_causal=True, with_lse=False)
+    assert cudnn == []
+    assert_attention(*[with_gaps(each, 8) for each in qkv(20, 35, dtype=BF16)], with_lse=False)
+    assert cudnn == ["forward", "backward"]
+
+
+def test_so_do_tensors_whose_offsets_need_more_than_31_bits():
+    def there(*shape):
+        return torch.empty(shape, dtype=BF16, device="meta")
+
+    assert attention_sdpa.wrong_for(there(400, 4, 10484, 128)) is None
+    assert "2 ** 31" in attention_sdpa.wrong_for(there(400, 4, 10486, 128))
+    assert "2 ** 31" in attention_sdpa.wrong_for(there(2, 2**31, 2, 128)[:, :: 2**23, :, :])
+    assert "16 bytes" in attention_sdpa.wrong_for(there(1, 4, 1, 128).expand(2, 4, 300, 128))
+    assert attention_sdpa.wrong_for(there(1, 4, 300, 128).as_strided((1, 4, 300, 128), (3, 38400, 128, 1))) is None
+
+
+@interpreted
+def test_gradients_of_one_kind_have_the_layouts_of_the_first(cudnn, monkeypatch):
+    """torch keeps a graph by the layouts of query, key and value alone; its own graphs are never met."""
+    backward, strides = attention_sdpa._backward, []
+
+    def spy(do, query, key, value, output, *rest, **named):
+        strides.append((do.stride(), output.stride()))
+        assert math.copysign(1, rest[8]) == -1  # the dropout
+        return backward(do, query, key, value, output, *rest, **named)
+
+    monkeypatch.setattr(attention_sdpa, "_backward", spy)
+    monkeypatch.setattr(attention_sdpa, "_layouts", {})
+    given = [each.requires_grad_() for each in qkv(20, 35, dtype=BF16)]
+    y = fused_softmax.attention(*given)
+    dy = torch.randn_like(y)
+    by_length = dy.transpose(1, 2).contiguous().transpose(1, 2)
+    found = [
+        torch.autograd.grad(y, given, each, retain_graph=True)
+        for each in (by_length, dy, off_a_boundary(dy), with_gaps(dy, 4), dy.mT.contiguous().mT)
+    ]
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+    assert set(strides) == {(by_length.stride(), y.stride())}
+
+
+def _gradients_of(dims, device):
+    """Gradients of the output in layouts that a model's code may leave."""
+    *lead, n, dim = dims
+    yield "contiguous", torch.randn(*lead, n, dim, device=device, dtype=BF16)
+    yield "by length", torch.randn(lead[0], n, lead[1], dim, device=device, dtype=BF16).transpose(1, 2)
+    yield "of a sum", torch.ones((), device=device, dtype=BF16).expand(*lead, n, dim)
+    yield "of row sums", torch.randn(*lead, n, 1, device=device, dtype=BF16).expand(*lead, n, dim)
+    yield "transposed", torch.randn(*lead, dim, n, device=device, dtype=BF16).mT
+    yield "off a boundary", off_a_boundary(torch.randn(*lead, n, dim, device=device, dtype=BF16), 3)
+    yield "gaps", with_gaps(torch.randn(*lead, n, dim, device=device, dtype=BF16), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("torchs_first", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_handed_over_or_not_every_layout_is_right_on_a_gpu(dim, torchs_first):
+    """Also where torch has met the same query, key and value before, with a gradient that lies another way."""
+    n = 2048 if dim == 96 else 333
+    spoils = {
+        "none": lambda each: each, "base": off_a_boundary, "rows of 4 more": lambda each: with_gaps(each, 4),
+        "rows of 8 more": lambda each: with_gaps(each, 8),
+        "by length": lambda each: each.transpose(1, 2).contiguous().transpose(1, 2),
+    }  # fmt: skip
+    for which in range(3):
+        for name, spoil in spoils.items():
+            given = [torch.randn(2, heads, n, dim, device="cuda", dtype=BF16) for heads in (4, 2, 2)]
+            given[which] = spoil(given[which])
+            given = [each.requires_grad_() for each in given]
+            exact = [each.detach().double().requires_grad_() for each in given]
+            options = {"is_causal": True, "enable_gqa": True}
+            if torchs_first and attention_sdpa.wrong_for(*given) is None:
+                y = F.scaled_dot_product_attention(*given, **options)
+                torch.autograd.grad(y, given, torch.randn_like(y.transpose(1, 2).contiguous()).transpose(1, 2))
+            y, truth = fused_softmax.attention(*given, **options), F.scaled_dot_product_attention(*exact, **options)
+            assert (y - truth).norm() < 6e-3 * truth.norm(), name
+            for layout, dy in _gradients_of(y.shape, "cuda"):
+                found = torch.autograd.grad(y, given, dy, retain_graph=True)
+                wanted = torch.autograd.grad(truth, exact, dy.double(), retain_graph=True)
+                for each, want in zip(found, wanted, strict=True):
+                    assert (each - want).norm() < 6e-3 * want.norm(), (name, layout)
+
+
+@pytest.mark.gpu
+def test_gradients_of_2_to_the_31_elements_are_right_on_a_gpu():
+    if torch.cuda.get_device_properties(0).total_memory < 70 * 2**30:
+        pytest.skip("needs 70 GiB")
+    q = torch.randn(400, 4, 10496, 128, device="cuda", dtype=BF16).requires_grad_()
+    k, v = (torch.randn(400, 4, 128, 128, device="cuda", dtype=BF16).requires_grad_() for _ in range(2))
+    y = fused_softmax.attention(q, k, v)
+    found = torch.autograd.grad(y, (q, k, v), torch.ones((), device="cuda", dtype=BF16).expand(y.shape))
+    for batch, head in ((0, 0), (399, 3)):
+        exact = [each[batch, head].detach().double().requires_grad_() for each in (q, k, v)]
+        wanted = torch.autograd.grad((torch.softmax(exact[0] @ exact[1].mT / 128**0.5, -1) @ exact[2]).sum(), exact)
+        for each, want in zip(found, wanted, strict=True):
+            assert (each[batch, head] - want).norm() < 1e-2 * want.norm()

@@ -307,7 +307,7 @@ def backward(
     look = _looked_up(given, how, do, dlse, output, lse, asked)
     call = find(*look)
     if call is None:
-        made = attention_sdpa.prepare_backward(given, how, dlse, asked)
+        made = attention_sdpa.prepare_backward(given, how, do, dlse, output, asked)
         if made is None:
             made = prepare_backward(given, how, do, dlse, output.contiguous(), lse, asked)
             if not output.is_contiguous():  # as cuDNN's need not be

@@ -3,6 +3,14 @@
 `plan/attention_sdpa.py` says which, with what was measured, and what `enable(attention=True)` takes from torch. Each
 pass is handed over by itself, because output and lse are all that goes from one to the other. cuDNN's gradients may
 differ in their last bits from run to run.
+
+`wrong_for` says which calls cuDNN gets wrong. Two more things are wrong where nothing can be asked of a call:
+
+- torch keeps cuDNN's graph of a gradient by the layouts of query, key and value, and uses it for outputs and gradients
+  of any layout: whoever came first has fixed them (aten/src/ATen/native/cudnn/MHA.cpp). So graphs here are apart from
+  torch's own, by a dropout of -0.0, and all gradients of one kind get the layouts of the first.
+- Weights in its gradient are computed from lse, which is rounded. They lose digits where scores are tens of thousands:
+  1 % at 2e5, half of them at 1e7. The kernels of this package lose none; `deterministic=True` asks for them.
 """
 
 from collections.abc import Callable
@@ -11,14 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from fused_softmax.calls import contiguous_strides
 from fused_softmax.device import device_of
 from fused_softmax.ops.attention_calls import Gradients, Inputs, Results
 from fused_softmax.options_attention import MOST_DIM, Attention
 from fused_softmax.plan.attention_sdpa import Entry, Pass, biased_of, entry_of
 from fused_softmax.route import needs_grad
 
+_APART = -0.0  # dropout, as torch tells its graphs: of equal numbers, but not of equal bits
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+MOST_ELEMENTS = 2**31
 switch = torch._C._get_cudnn_sdp_enabled  # whether the user lets cuDNN compute attention: part of what is kept
 
 
@@ -41,10 +52,31 @@ def is_plain(given: Inputs, how: Attention) -> bool:
 def taken(which: Pass, given: Inputs, how: Attention) -> Entry | None:
     """The entry of the plan by which cuDNN has this pass, or None if the kernels of this package compute it."""
     query, key, value = given[:3]
-    if how.deterministic or not is_plain(given, how) or not _has_cudnn(given, how):
+    if how.deterministic or not is_plain(given, how) or wrong_for(query, key, value) or not _has_cudnn(given, how):
         return None
     dims, lengths = (query.shape[-1], value.shape[-1]), (query.shape[-2], key.shape[-2])
     return entry_of(which, *dims, query.element_size(), *lengths, device_of(query.get_device()))
+
+
+def wrong_for(*tensors: Tensor) -> str | None:
+    """Why cuDNN would be wrong with query, key, value, an output or its gradient, without a word; None if it is right.
+
+    One H100, torch 2.11, cuDNN 9.19, bf16, against float64, 64 and 128 dims (MEASURED.md, "What cuDNN is given").
+    Wrong: outputs by their own size where query, key or value began 2 or 8 bytes off 16, or their rows lay so; such a
+    gradient of the output ended in an error or took the process with it. Gradients of the last heads of a query of
+    2 ** 31 elements. Right: gaps of whole vectors between heads and batches, heads beside each other, GQA of 1 to 8
+    queries a key, 128 to 4001 queries and keys, scales of 1e-3 to 10, values and gradients of 1e-4 to 3e4, all
+    multiples of 8 from 56 to 128 dims, fp16. It refuses other dims itself.
+    """
+    for each in tensors:
+        dims = [(size, step) for size, step in zip(each.shape, each.stride(), strict=True) if size > 1]
+        steps = [step * each.element_size() for _, step in dims[: -1 if each.shape[-1] > 1 else None]]
+        whole = each.stride(-1) == 1 or each.shape[-1] == 1
+        if each.data_ptr() % 16 or not whole or any(step == 0 or step % 16 for step in steps):
+            return "rows that do not begin on 16 bytes"
+        if sum((size - 1) * step for size, step in dims) >= MOST_ELEMENTS:
+            return "2 ** 31 elements or more"
+    return None
 
 
 def _has_cudnn(given: Inputs, how: Attention) -> bool:
@@ -87,17 +119,21 @@ def prepare_forward(given: Inputs, how: Attention, with_lse: bool) -> Callable[.
     rows, is_causal, scale = given.query.shape[:-1], how.right == 0, float(how.scale)
 
     def call(query: Tensor, key: Tensor, value: Tensor, *_: None) -> Results:
-        output, lse, *_ = _forward(query, key, value, None, with_lse, 0.0, is_causal, scale=scale)
+        output, lse, *_ = _forward(query, key, value, None, with_lse, _APART, is_causal, scale=scale)
         return Results(output, lse.view(rows) if with_lse else None, None, None, None)  # type: ignore[arg-type]
 
     return call
 
 
 def prepare_backward(
-    given: Inputs, how: Attention, dlse: Tensor | None, asked: tuple[bool, ...]
+    given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, asked: tuple[bool, ...]
 ) -> Callable[..., Gradients] | None:
     """As attention_calls.prepare_backward; None where cuDNN has no part in it, as in a gradient of lse."""
     if dlse is not None or not all(asked[:3]) or taken("backward", given, how) is None:
+        return None
+    layouts = _layouts_of(given, how, output, do)
+    of_output, of_do = (_laid_out(each, layout) for each, layout in zip((output, do), layouts, strict=True))
+    if output.numel() >= MOST_ELEMENTS:
         return None
     n_queries, n_keys = given.query.shape[-2], given.key.shape[-2]
     is_causal, scale = how.right == 0, float(how.scale)
@@ -105,9 +141,35 @@ def prepare_backward(
     def call(do, dlse, output, lse, query, key, value, *_) -> Gradients:
         unused = torch.empty(2, dtype=torch.int64, device=query.device).unbind()  # of dropout
         dq, dk, dv = _backward(
-            do if do.stride(-1) == 1 else do.contiguous(), query, key, value, output, lse.unsqueeze(-1), *unused, None,
-            None, None, n_queries, n_keys, 0.0, is_causal, scale=scale,
+            of_do(do), query, key, value, of_output(output), lse.unsqueeze(-1), *unused, None, None, None, n_queries,
+            n_keys, _APART, is_causal, scale=scale,
         )  # fmt: skip
         return Gradients(dq, dk, dv, None, None, None)
 
     return call
+
+
+_layouts: dict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+
+def _layouts_of(given: Inputs, how: Attention, output: Tensor, do: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The strides of output and its gradient that all gradients of this kind have: those of the first.
+
+    A kind is what torch keeps a graph by. These entries live as long as torch's graphs do, which is for ever.
+    """
+    query, key, value = given[:3]
+    kind = (
+        query.dtype, query.device, how.right == 0, query.shape, key.shape, value.shape, query.stride(), key.stride(),
+        value.stride(),
+    )  # fmt: skip
+    own = tuple(contiguous_strides(each.shape) if wrong_for(each) else each.stride() for each in (output, do))
+    return _layouts.setdefault(kind, own)  # type: ignore[arg-type]
+
+
+def _laid_out(like: Tensor, strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """What gives tensors like this one the strides; it copies those that have others, or do not begin on 16 bytes."""
+    if like.stride() == strides and not wrong_for(like):
+        return lambda tensor: tensor
+    return lambda tensor: torch.empty_strided(
+        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)  # fmt: skip
