@@ -19,6 +19,10 @@ UNWRITTEN = "test_attention.py::test_what_no_kernel_writes_is_0"
 FEW, FEW_TOGETHER = "test_attention_decode.py::test_parts", "test_attention_decode.py::test_everything_together"
 SHORT_BIAS = "test_attention_short.py::test_a_bias_that_batches_share_has_its_gradient"
 STAY = "test_attention_sdpa.py::test_other_calls_stay"
+WRONG = "test_attention_sdpa.py::test_what_cudnn_would_get_wrong_stays_with_the_kernels"
+LAYOUTS = "test_attention_sdpa.py::test_gradients_of_one_kind_have_the_layouts_of_the_first"
+LARGE = "test_attention_large_scores.py::test_large_scores"
+LARGE_SHORT = "test_attention_large_scores.py::test_large_scores_of_short_heads"
 
 ATTENTION = (
     of(
@@ -36,12 +40,15 @@ ATTENTION = (
     ),
     of(
         "attention", "nan-of-a-row-that-sees-nothing", FORWARD,
-        "base = tl.where(top == NEG_INF, 0.0, top)  # -inf - -inf is NaN", "base = top", NOTHING,
+        "base = tl.where(new == NEG_INF, 0.0, new)\n        z = z * unit", "base = new\n        z = z * unit", NOTHING,
     ),
-    of("attention", "lse-in-log-2", FORWARD, "(m + tl.log2(s)) * LN2)", "m + tl.log2(s))", PLAIN),
     of(
-        "attention", "sink-not-in-log-2", FORWARD, "sink = sink.to(tl.float32) * LOG2E", "sink = sink.to(tl.float32)",
-        "test_attention.py::test_sinks",
+        "attention", "lse-in-log-2", FORWARD, "(origin_in_log2(m, unit) + tl.log2(s)) * LN2)",
+        "origin_in_log2(m, unit) + tl.log2(s))", PLAIN,
+    ),
+    of(
+        "attention", "sink-not-in-log-2", FORWARD, "sink_as_origin(sink.to(tl.float32) * LOG2E,",
+        "sink_as_origin(sink.to(tl.float32),", "test_attention.py::test_sinks",
     ),
     of(
         "attention", "sink-that-takes-no-weight", FORWARD, "return top, s * weight + beside, t,",
@@ -61,8 +68,8 @@ ATTENTION = (
     ),
     of(
         "attention", "keys-of-the-next-group", FORWARD,
-        "k_head = Head(head_at(k_ptr, k_strides, place, place.head // group)",
-        "k_head = Head(head_at(k_ptr, k_strides, place, place.head % (n_heads // group))", SHARED,
+        "k_head = dense_head(k_ptr, k_strides, place, place.head // group,",
+        "k_head = dense_head(k_ptr, k_strides, place, place.head % (n_heads // group),", SHARED,
     ),
     of(
         "attention", "last-visible-key-hidden", SCORES, "tl.where(cols <= rows + (S.offset + S.right)",
@@ -98,7 +105,8 @@ ATTENTION = (
         "begin = tl.maximum(last - S.offset - S.right", OPTIONS,
     ),
     of(
-        "attention", "bias-not-in-log-2", SCORES, "return z * LOG2E", "return z", PATTERNS,
+        "attention", "bias-not-in-log-2", SCORES, "return unit * A.scale if K.folds else unit",
+        "return unit * A.scale if K.folds else unit / LOG2E", PATTERNS,
     ),
     of("attention", "farther-keys-are-nearer", SCORES, "z -= slope *", "z += slope *", "test_attention.py::test_alibi"),
     of(
@@ -161,8 +169,8 @@ ATTENTION = (
         "delta += tl.where(nothing, 0.0, dlse)", "test_attention_short.py::test_lengths",
     ),
     of(
-        "attention", "short-hidden-bias-looked-at", SHORT, "return tl.where(z == NEG_INF, z, z + held)",
-        "return z + held", "test_attention_short.py::test_a_shared_bias_of_what_is_hidden_is_not_looked_at",
+        "attention", "short-hidden-bias-looked-at", SHORT, "return tl.where(z == NEG_INF, z, z * unit + held),",
+        "return z * unit + held,", "test_attention_short.py::test_a_shared_bias_of_what_is_hidden_is_not_looked_at",
     ),
     of(
         "attention", "short-nan-that-comes-back-to-lse", SHORT, "delta -= tl.where(nothing, 0.0, dlse)",
@@ -189,11 +197,11 @@ ATTENTION = (
         "test_attention_short.py::test_gradients_that_are_other_kernels_work",
     ),
     of(
-        "attention", "two-gradients-from-one-sum", OF_SHORT, "or asked[5] or len(wanted) > 1:", "or asked[5]:",
+        "attention", "two-gradients-from-one-sum", OF_SHORT, "or c.spec.sinks or len(wanted) > 1:", "or c.spec.sinks:",
         "test_attention_short.py::test_gradients_that_are_other_kernels_work",
     ),
     of(
-        "attention", "short-gradients-without-the-sinks", OF_SHORT, "or asked[5] or len(wanted) > 1:",
+        "attention", "short-gradients-without-the-sinks", OF_SHORT, "or c.spec.sinks or len(wanted) > 1:",
         "or len(wanted) > 1:", "test_attention_short.py::test_gradients_that_are_other_kernels_work",
     ),
     of(
@@ -208,11 +216,35 @@ ATTENTION = (
     ),
     of(
         "attention", "nan-that-comes-back-to-lse", GRADIENT,
-        "delta = tl.where(lse == NEG_INF, 0.0, delta)", "delta = delta", NOTHING,
+        "delta = tl.where(nothing, 0.0, delta)", "delta = delta", NOTHING,
     ),
     of(
         "attention", "weights-of-rows-that-see-nothing", GRADIENT,
-        'return tl.where(lse == NEG_INF, float("inf"), lse * LOG2E), delta', "return lse * LOG2E, delta", NOTHING,
+        'log_sum = tl.where(nothing, float("inf"), lse * LOG2E + 0.0)', "log_sum = lse * LOG2E + 0.0", NOTHING,
+    ),
+    of(
+        "attention", "coarse-lse-untold", GRADIENT, "            tl.store(coarse_ptr, 1)",
+        "            tl.store(coarse_ptr, 0)", LARGE,
+    ),
+    of(
+        "attention", "recorded-sum-without-the-sink", GRADIENT, " + tl.exp2((sink - base) * unit)", "",
+        LARGE,
+    ),
+    of("attention", "coarse-lse-trusted", GRADIENT, "* LOG2E > K.most_lse", "* LOG2E > 2.0**126", LARGE),
+    of("attention", "recorded-maximum-ignored", SCORES, "        x = z - m\n", "        x = z\n", LARGE),
+    of(
+        "attention", "score-above-its-recorded-maximum", SCORES,
+        'return tl.where(x > tl.where(m == 0.0, float("inf"), tl.abs(m) * -(2.0**-22)), 0.0, x)', "return x",
+        "test_attention_large_scores.py::test_a_score_that_rounding_lifts_above_its_maximum_is_the_maximum",
+    ),
+    of("attention", "huge-maximum-rounded", SCORES, "huge_unit(unit), unit)", "unit, unit)", LARGE),
+    of(
+        "attention", "short-coarse-lse-trusted", SHORT, "axis=0) * LOG2E > K.most_lse", "axis=0) * LOG2E > 2.0**126",
+        LARGE_SHORT,
+    ),
+    of(
+        "attention", "short-weights-without-their-sum", SHORT,
+        "return z - tl.where(s == 0.0, 0.0, tl.log2(s) / unit)[:, None]", "return z", LARGE_SHORT,
     ),
     of(
         "attention", "queries-of-another-group", GRADIENT, "of_query = number * group + of_group",
@@ -268,7 +300,7 @@ ATTENTION = (
     ),
     of(
         "attention", "column-sums-of-the-last-tile", "kernels/attention_stats.py",
-        "sums += sums_of(k, q_head, rows_of, first, start,", "sums = sums_of(k, q_head, rows_of, first, start,",
+        "sums += sums_of(k, q_head, record, first, start,", "sums = sums_of(k, q_head, record, first, start,",
         "test_attention.py::test_stats",
     ),
     of(
@@ -341,8 +373,23 @@ ATTENTION = (
         "test_attention_sdpa.py::test_what_is_asked_beside_the_output",
     ),
     of(
-        "attention", "strided-gradient-for-cudnn", CUDNN, "do if do.stride(-1) == 1 else do.contiguous()", "do",
+        "attention", "strided-gradient-for-cudnn", CUDNN, "            of_do(do), query,", "            do, query,",
         "test_attention_sdpa.py::test_cudnn_gets_a_gradient_whose_last_dim_is_contiguous",
+    ),
+    of("attention", "base-off-16-bytes-by-cudnn", CUDNN, "if each.data_ptr() % 16 or not whole", "if not whole", WRONG),
+    of(
+        "attention", "rows-off-16-bytes-by-cudnn", CUDNN, "any(step == 0 or step % 16 for step in steps)",
+        "any(step == 0 for step in steps)", WRONG,
+    ),
+    of(
+        "attention", "more-than-31-bits-by-cudnn", CUDNN, "for size, step in dims) >= MOST_ELEMENTS:",
+        "for size, step in dims) < 0:",
+        "test_attention_sdpa.py::test_so_do_tensors_whose_offsets_need_more_than_31_bits",
+    ),
+    of("attention", "a-graph-of-cudnns-that-torch-has-made", CUDNN, "_APART = -0.0", "_APART = 0.0", LAYOUTS),
+    of(
+        "attention", "a-gradient-that-lies-otherwise-than-the-first", CUDNN, "return _layouts.setdefault(kind, own)",
+        "return own", LAYOUTS,
     ),
     of(
         "attention", "taken-where-a-way-is-switched-off", CUDNN,
@@ -401,6 +448,18 @@ ATTENTION = (
     of(
         "attention", "heads-that-a-span-cuts", WINDOW, "if group % span == 0", "if True",
         "test_attention_window.py::test_heads_that_a_program_goes_through",
+    ),
+    of(
+        "attention", "widened-output-uncut", CALLS, "found.output[..., :dim].contiguous()", "found.output",
+        "test_attention.py::test_heads_of_16_bits_that_no_vectors_fill",
+    ),
+    of(
+        "attention", "widened-gradients-uncut", CALLS, "each[..., : like.shape[-1]].contiguous()", "each",
+        "test_attention.py::test_heads_of_16_bits_that_no_vectors_fill",
+    ),
+    of(
+        "attention", "two-patterns-of-shared-memory", "plan/attention.py", "least = min(SWIZZLE, max(dims))",
+        "least = LEAST", "test_plan.py::test_heads_of_16_bits_have_one_pattern_in_shared_memory",
     ),
     of(
         "attention", "long-tiles-for-the-narrowest-windows", "plan/attention.py", "and n_keys > 64 and",

@@ -43,6 +43,12 @@ def test_plain(tiles, dtype, device):
     assert_attention(*qkv(20, 35, dim=20, value_dim=24, dtype=dtype, device=device))
 
 
+@pytest.mark.parametrize(("dim", "value_dim"), [(20, 12), (24, 20), (20, 24), (3, 1)])
+def test_heads_of_16_bits_that_no_vectors_fill(tiles, dim, value_dim, device):
+    """They are computed with zeros at their ends, of which neither results nor gradients have any."""
+    assert_attention(*qkv(20, 35, dim=dim, value_dim=value_dim, dtype=BF16, device=device))
+
+
 @pairwise(strength=1)
 @every_plan
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -14,14 +14,14 @@ from fused_softmax.ops import attention_hopper, attention_hopper_bias
 from fused_softmax.route import INTERPRET
 
 
-def keys_by_torch(c, read, bias, do, rows, dk, dv, ds=None, first_head=0):
+def keys_by_torch(c, read, bias, do, rows, record, coarse, dk, dv, ds=None, first_head=0):
     """In place of the kernel of dK and dV for sm_90: what it stores, and NaN where it stores nothing."""
     if ds is None:
         return None
     of_keys = slice(first_head, first_head + ds.shape[1] // c.group)
     of_queries = slice(of_keys.start * c.group, of_keys.stop * c.group)
 
-    def run(q, k, v, bias, do, rows, dk, dv, ds):
+    def run(q, k, v, bias, do, rows, record, coarse, dk, dv, ds):
         k, v = (each[:, of_keys].repeat_interleave(c.group, 1) for each in (k, v))
         q, do, added = q[:, of_queries], do[:, of_queries], bias.expand(c.shape)[:, of_queries]
         lse, delta = rows.view(len(q), c.n_heads, 2, -1)[:, of_queries, :, : c.n_queries, None].unbind(2)
@@ -46,7 +46,7 @@ def test_gradients_by_the_sum_of_ds(monkeypatch, room, shape, options):
     turns = []
 
     def prepare(*given):
-        turns.append(given[7:])
+        turns.append(given[9:])
         return keys_by_torch(*given)
 
     monkeypatch.setattr(attention_hopper, "prepare_keys", prepare)

@@ -110,7 +110,16 @@ def test_gradients(dim, dtype, kind, kernel):
     slopes = {"slopes_ptr": "*fp32" if spec.alibi else None}
     if of_keys:
         rows = f"tensordesc<fp32{[1, plan.block]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
-        types = {"q_map": by, "k_map": mine, "v_map": mine, "do_map": by, "rows_map": rows, "dk_map": into}
+        types = {
+            "q_map": by,
+            "k_map": mine,
+            "v_map": mine,
+            "do_map": by,
+            "rows_map": rows,
+            "record_ptr": "*fp32",
+            "coarse_ptr": "*i64",
+            "dk_map": into,
+        }
         types |= {"dv_map": into, **slopes}
         if plan.wide:
             binary = compiled(_keys_gradient_wide, spec, types)
@@ -118,7 +127,16 @@ def test_gradients(dim, dtype, kind, kernel):
             types |= bias_map | {"ds_map": bias_map["bias_map"] if stores_ds else None}
             binary = compiled(_keys_gradient_hopper, spec, types)
     else:
-        types = {"q_map": mine, "k_map": by, "v_map": by, "do_map": mine, "rows_ptr": "*fp32", "dq_map": into}
+        types = {
+            "q_map": mine,
+            "k_map": by,
+            "v_map": by,
+            "do_map": mine,
+            "rows_ptr": "*fp32",
+            "record_ptr": "*fp32",
+            "coarse_ptr": "*i64",
+            "dq_map": into,
+        }
         types |= slopes
         if plan.wide:
             binary = compiled(_queries_gradient_wide, spec, types)

@@ -23,6 +23,7 @@ from fused_softmax.plan import (
     plan_rows,
     row_rung_ends,
 )
+from fused_softmax.plan.attention import blocks_of
 
 SMALL_GPU = Device("small", "cuda", (8, 6), 16, shared_bytes=100 * 1024, l2_bytes=4 * 2**20)
 TINY_GPU = Device("tiny", "cuda", (7, 5), 1)
@@ -349,3 +350,11 @@ def test_columns_are_held_to_registers_where_that_was_measured():
     assert most_column_registers(held, MI300) is None
     assert most_column_registers(plan_columns(64, 4096, 512, 8, H200, holds=False), H200) is None
     assert most_column_registers(replace(held, num_warps=2), H200) is None
+
+
+def test_heads_of_16_bits_have_one_pattern_in_shared_memory():
+    """ptxas mixed up the addresses of two patterns: dims 200 and 8 gave wrong outputs."""
+    assert blocks_of(200, 8, 2) == (256, 64)
+    assert blocks_of(8, 40, 2) == (64, 64)
+    assert blocks_of(32, 8, 2) == (32, 32)
+    assert blocks_of(200, 8, 4) == (256, 16)

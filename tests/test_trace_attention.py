@@ -100,13 +100,13 @@ def test_keys_of_skipped_blocks_are_read_by_no_tile_that_does_not_see_them(recor
 
 
 def test_the_maximum_rises_with_each_block_but_of_query_10_with_the_last(recording):
-    tops = torch.stack([local(step, "top") for step in steps_of(recording, "top = ", 8)])
+    tops = torch.stack([local(step, "top") for step in steps_of(recording, "top = tl.maximum(", 8)])
     assert torch.equal(tops, torch.stack([Z[8:].tril(8)[:, :end].amax(1) for end in (4, 8, 12)]))
     rises = tops.diff(dim=0) > 0
     assert rises.tolist() == [[True] * 4, [True, True, False, True]]
     for tile in (4, 8):
         weights = torch.stack([local(step, "weight") for step in steps_of(recording, "weight = ", tile)])
-        tops = torch.stack([local(step, "top") for step in steps_of(recording, "top = ", tile)])
+        tops = torch.stack([local(step, "top") for step in steps_of(recording, "top = tl.maximum(", tile)])
         assert weights[0].tolist() == [0.0] * 4
         assert torch.equal(weights[1:], torch.exp2(-tops.diff(dim=0)))
 
@@ -155,7 +155,7 @@ def test_a_step_stands_at_the_keys_and_queries_that_it_is_of(recording):
         for step in steps_of(recording, opening):
             assert len(step["rows"]) == 4
             assert ("cols" in step) == cols
-    places = [(step["rows"][0], step["cols"][0]) for step in steps_of(recording, "top = ")]
+    places = [(step["rows"][0], step["cols"][0]) for step in steps_of(recording, "top = tl.maximum(")]
     assert places == [(8, 0), (8, 4), (8, 8), (4, 0), (4, 4), (0, 0)]
 
 

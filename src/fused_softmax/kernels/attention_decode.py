@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.attention import store_rows, visit, with_sink
-from fused_softmax.kernels.attention_scores import head_at, keys_seen, place_of
-from fused_softmax.kernels.attention_spec import Added, Head, Place, Sizes
+from fused_softmax.kernels.attention_scores import dense_head, head_at, keys_seen, place_of, unit_of
+from fused_softmax.kernels.attention_spec import Added, Place, Sizes
 from fused_softmax.kernels.state import NEG_INF
 
 
@@ -39,9 +39,10 @@ def _decode(
     q_rows = head_at(q_ptr, q_strides, place, heads) + queries.to(tl.int64) * q_strides[3]
     dims = tl.arange(0, K.block_d)
     q = tl.load(q_rows[:, None] + dims[None, :], mask=(dims < K.head_dim)[None, :], other=0.0)
-    k_head = Head(head_at(k_ptr, k_strides, place, place.head), k_strides[3])
-    v_head = Head(head_at(v_ptr, v_strides, place, place.head), v_strides[3])
-    m = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    k_head = dense_head(k_ptr, k_strides, place, place.head, K)
+    v_head = dense_head(v_ptr, v_strides, place, place.head, K)
+    top = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    m = top
     s = tl.zeros([BLOCK_M], tl.float32)
     o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     begin, _, end = keys_seen(0, S, K)
@@ -49,16 +50,21 @@ def _decode(
     begin += part * span
     end = tl.minimum(begin + span, end)
     of_query = Place(place.outer, place.inner, heads[:, None])
-    m, s, _, o = visit(m, s, s, o, q, k_head, v_head, 0, queries[:, None], begin, end, A, of_query, S, K, K.edge)
+    top, m, s, _, o = visit(
+        top, m, s, s, o, q, k_head, v_head, 0, queries[:, None], begin, end, A, of_query, S, K, K.edge
+    )
     if K.lanes == 1:
-        store_merged(m, s, o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, BLOCK_M, K)
+        store_merged(m, s, o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, unit_of(A, K), BLOCK_M, K)
     else:
         store_part(parts_ptr, program, m, s, o, n_rows, K)
         tl.debug_barrier()  # whoever draws the ticket releases what all threads have stored
         if tl.atomic_add(tickets_ptr + number, 1, sem="acq_rel") == n_parts - 1:
             tl.atomic_xchg(tickets_ptr + number, 0, sem="relaxed")
             all_m, all_s, all_o = merged_parts(parts_ptr, number.to(tl.int64) * n_parts, n_parts, K)
-            store_merged(all_m, all_s, all_o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, BLOCK_R, K)
+            unit = unit_of(A, K)
+            store_merged(
+                all_m, all_s, all_o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, unit, BLOCK_R, K
+            )
 
 
 @triton.jit
@@ -115,10 +121,10 @@ def merged_parts(parts_ptr, first, n_parts, K: tl.constexpr):
 
 @triton.jit
 def store_merged(
-    m, s, o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, ROWS: tl.constexpr, K: tl.constexpr
+    m, s, o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, unit, ROWS: tl.constexpr, K: tl.constexpr
 ):
     """Output and lse of all rows of a head of keys."""
     if K.sinks:
         heads, _ = rows_of(place, group, n_queries, ROWS)
-        m, s, _, o = with_sink(m, s, s, o, tl.load(sinks_ptr + heads), K)
-    store_rows(m, s, o, o_ptr, lse_ptr, number.to(tl.int64), 0, group * n_queries, ROWS, K)
+        m, s, _, o = with_sink(m, s, s, o, tl.load(sinks_ptr + heads), unit, K)
+    store_rows(m, s, o, o_ptr, lse_ptr, number.to(tl.int64), 0, group * n_queries, unit, ROWS, K)

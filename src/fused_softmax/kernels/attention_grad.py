@@ -5,6 +5,8 @@ dQ = scale dS' K,  dK = scale dS'^T Q,  dS' = dS (1 - (c / cap) ** 2) of capped 
 dsink = -sum_i exp(sink - lse_i) delta_i.  dS is the gradient of a bias, summed over what the bias is broadcast over.
 Weights are computed again from lse. dK and dV go by tiles of keys over all heads that share them, dQ by tiles of
 queries: seven products in place of five, and nothing is added up in memory.
+An lse of thousands has lost the digits of log s. `_delta` finds such rows, and computes their maximum and log s again,
+apart from each other: p = exp(z - m - log s), where z - m loses nothing.
 Traffic: query, key, value, dO once a tile of the other length; delta, lse once a tile of keys; each result once.
 """
 
@@ -20,69 +22,123 @@ from fused_softmax.kernels.attention_hidden import (
     tiles_seen,
 )
 from fused_softmax.kernels.attention_scores import (
-    head_at,
-    in_log2,
+    dense_head,
     keys_seen,
+    less_maximum,
     load_tile,
     place_of,
     queries_that_see,
+    record_at,
     scores_of,
+    state_of,
     store_tile,
+    unit_of,
 )
-from fused_softmax.kernels.attention_spec import Added, Head, OfRows, Read, Sizes, Tile
+from fused_softmax.kernels.attention_spec import GRANULE, Added, Head, Read, Sizes, Tile
 from fused_softmax.kernels.state import LOG2E, NEG_INF
 
+_GRANULE = tl.constexpr(GRANULE)
 
-@triton.jit(do_not_specialize=["n_inner", "n_heads", "n_queries", "n_padded"])
+
+@triton.jit(
+    do_not_specialize=[
+        "n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset", "n_padded",
+    ]
+)  # fmt: skip
 def _delta(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, do_strides, n_inner, n_heads, n_queries, n_padded,
-    K: tl.constexpr,
+    q_ptr, k_ptr, mask_ptr, bias_ptr, sinks_ptr, slopes_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, record_ptr, coarse_ptr,
+    rows_ptr,
+    q_strides, k_strides, mask_strides, bias_strides, slopes_strides, do_strides,
+    n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap, n_padded, K: tl.constexpr,
 ):  # fmt: skip
-    """delta of a tile of queries; 0 of those that see nothing.
+    """What the gradients have to know of GRANULE queries.
 
-    rows: [heads, 2, n_padded], where it is given: lse in units of log 2, inf where there is nothing to see, and delta.
+    record: of each head delta, 0 of a query that sees nothing; m, and log2 of the sum, as `state_of` takes them: 0 and
+    lse, unless that is too coarse for one of these queries. Without o there is no delta.
+    coarse: 1 from then on, and 0 again after the kernel of dQ.
+    rows: [heads, 2, n_padded], where it is given: lse in units of log 2, and delta. lse is inf where there is nothing
+    to see, and -0 where it is too coarse, so that what is recorded counts.
     """
-    BLOCK_M: tl.constexpr = K.block_m
-    n_tiles = tl.cdiv(n_queries, BLOCK_M)
+    n_tiles = tl.cdiv(n_queries, _GRANULE)
     program = tl.program_id(0)
-    number, first = program // n_tiles, program % n_tiles * BLOCK_M
+    number, first = program // n_tiles, program % n_tiles * _GRANULE
     place = place_of(number, n_inner, n_heads)
-    o_head = Head(o_ptr + number.to(tl.int64) * n_queries * K.value_dim, K.value_dim)
-    o = load_tile(o_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
-    do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
-    do = load_tile(do_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, _GRANULE)
     at, valid = number.to(tl.int64) * n_queries + first + rows, first + rows < n_queries
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + at, mask=valid, other=0.0)
+    record = record_at(record_ptr, number, n_queries) + first + rows
+    if o_ptr is not None:
+        o_head = Head(o_ptr + number.to(tl.int64) * n_queries * K.value_dim, K.value_dim)
+        o = load_tile(o_head, first, n_queries, _GRANULE, K.value_dim, K.block_v)
+        do_head = dense_head(do_ptr, do_strides, place, place.head, K)
+        do = load_tile(do_head, first, n_queries, _GRANULE, K.value_dim, K.block_v)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + at, mask=valid, other=0.0)
     lse = tl.load(lse_ptr + at, mask=valid, other=NEG_INF)
-    delta = tl.where(lse == NEG_INF, 0.0, delta)
-    tl.store(delta_ptr + at, delta, mask=valid)
-    if rows_ptr is not None:
-        rows_ptr += number.to(tl.int64) * 2 * n_padded + first + rows
-        inside = first + rows < n_padded
-        tl.store(rows_ptr, tl.where(lse == NEG_INF, float("inf"), lse * LOG2E), mask=inside)
-        tl.store(rows_ptr + n_padded, delta, mask=inside)
+    nothing = lse == NEG_INF
+    log_sum = tl.where(nothing, float("inf"), lse * LOG2E + 0.0)  # no -0
+    coarse = tl.max(tl.where(nothing, 0.0, tl.abs(lse)), axis=0) * LOG2E > K.most_lse
+    if o_ptr is not None:
+        delta = tl.where(nothing, 0.0, delta)
+        tl.store(record, delta, mask=valid)
+        if rows_ptr is not None:
+            rows_ptr += number.to(tl.int64) * 2 * n_padded + first + rows
+            inside = first + rows < n_padded
+            mark = tl.full([_GRANULE], -(2**31), tl.int32).to(tl.float32, bitcast=True)  # a literal would lose its sign
+            tl.store(rows_ptr, tl.where(nothing, log_sum, tl.where(coarse, mark, log_sum)), mask=inside)
+            tl.store(rows_ptr + n_padded, delta, mask=inside)
+    m = tl.zeros([_GRANULE], tl.float32)
+    if coarse:
+        A = Added(mask_ptr, mask_strides, bias_ptr, bias_strides, slopes_ptr, slopes_strides, scale, cap)
+        S = Sizes(n_queries, n_keys, left, right, offset)
+        q_head = dense_head(q_ptr, q_strides, place, place.head, K)
+        k_head = dense_head(k_ptr, k_strides, place, place.head // group, K)
+        m, log_sum = maximum_and_log_sum(q_head, k_head, sinks_ptr, first, place, A, S, K)
+        if coarse_ptr is not None:
+            tl.store(coarse_ptr, 1)
+    tl.store(record + n_queries, m, mask=valid)
+    tl.store(record + 2 * n_queries, log_sum, mask=valid)
 
 
 @triton.jit
-def state_of(rows_of, first, n_queries, BLOCK_M: tl.constexpr):
-    """(lse in units of log 2, delta) of queries from `first` on; inf where there is nothing to see, for p is then 0."""
-    rows = first + tl.arange(0, BLOCK_M)
-    at = rows_of.first + rows
-    lse = tl.load(rows_of.lse_ptr + at, mask=rows < n_queries, other=NEG_INF)
-    delta = tl.load(rows_of.delta_ptr + at, mask=rows < n_queries, other=0.0)
-    return tl.where(lse == NEG_INF, float("inf"), lse * LOG2E), delta
+def maximum_and_log_sum(q_head, k_head, sinks_ptr, first, place, A, S, K: tl.constexpr):
+    """The maximum of each query's scores, as `scores_of` gives them, and log2 of its sum; 0 and inf of none."""
+    BLOCK_N: tl.constexpr = K.block_n
+    unit = unit_of(A, K)
+    q = load_tile(q_head, first, S.n_queries, _GRANULE, K.head_dim, K.block_d)
+    m = tl.full([_GRANULE], NEG_INF, tl.float32)
+    s = tl.zeros([_GRANULE], tl.float32)
+    rows = tl.arange(0, _GRANULE)[:, None]
+    begin, _cut, end = keys_seen(first, S, K)
+    for start in tl.range(begin, end, BLOCK_N):
+        k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d)
+        T = Tile(first, rows, start, tl.arange(0, BLOCK_N)[None, :])
+        z, _ = scores_of(q, k, T, A, place, S, K, True, K.ragged)
+        top = tl.maximum(m, tl.max(z, axis=1))
+        base = tl.where(top == NEG_INF, 0.0, top)
+        s = s * tl.exp2((m - base) * unit) + tl.sum(tl.exp2((z - base[:, None]) * unit), axis=1)
+        m = top
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + place.head).to(tl.float32) * LOG2E / unit
+        top = tl.maximum(m, sink)
+        base = tl.where(top == NEG_INF, 0.0, top)
+        s = s * tl.exp2((m - base) * unit) + tl.exp2((sink - base) * unit)
+        m = top
+    return tl.where(m == NEG_INF, 0.0, m), tl.where(s == 0.0, float("inf"), tl.log2(s))
 
 
 @triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
 def _keys_gradient(
-    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, record_ptr, coarse_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides, do_strides,
     n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys."""
+    """dK and dV of a tile of keys.
+
+    coarse: which of two kernels computes, that whose weights take the recorded maxima, or the faster one without them.
+    """
+    if (tl.load(coarse_ptr) != 0) != K.recorded:  # another kernel's
+        return
     BLOCK_N: tl.constexpr = K.block_n
     BLOCK_D: tl.constexpr = K.block_d
     BLOCK_V: tl.constexpr = K.block_v
@@ -93,8 +149,8 @@ def _keys_gradient(
     number, first = program // n_tiles, program % n_tiles * BLOCK_N
     n_key_heads = n_heads // group
     place = place_of(number, n_inner, n_key_heads)
-    k_head = Head(head_at(k_ptr, k_strides, place, place.head), k_strides[3])
-    v_head = Head(head_at(v_ptr, v_strides, place, place.head), v_strides[3])
+    k_head = dense_head(k_ptr, k_strides, place, place.head, K)
+    v_head = dense_head(v_ptr, v_strides, place, place.head, K)
     k = load_tile(k_head, first, n_keys, BLOCK_N, K.head_dim, BLOCK_D)
     v = load_tile(v_head, first, n_keys, BLOCK_N, K.value_dim, BLOCK_V)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -103,10 +159,10 @@ def _keys_gradient(
     for of_group in tl.range(0, group):
         of_query = number * group + of_group  # heads of key and of query are numbered alike
         place = place_of(of_query, n_inner, n_heads)
-        q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
-        do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
-        rows_of = OfRows(lse_ptr, delta_ptr, of_query.to(tl.int64) * n_queries)
-        dk, dv = over_queries(dk, dv, k, v, q_head, do_head, rows_of, first, begin, end, A, place, S, K, K.edge)
+        q_head = dense_head(q_ptr, q_strides, place, place.head, K)
+        do_head = dense_head(do_ptr, do_strides, place, place.head, K)
+        record = record_at(record_ptr, of_query, n_queries)
+        dk, dv = over_queries(dk, dv, k, v, q_head, do_head, record, first, begin, end, A, place, S, K, K.edge)
     row = number.to(tl.int64) * n_keys
     store_tile(dk_ptr + row * K.head_dim, dk * scale, first, n_keys, BLOCK_N, K.head_dim, BLOCK_D)
     store_tile(dv_ptr + row * K.value_dim, dv, first, n_keys, BLOCK_N, K.value_dim, BLOCK_V)
@@ -114,7 +170,7 @@ def _keys_gradient(
 
 @triton.jit
 def over_queries(
-    dk, dv, k, v, q_head, do_head, rows_of, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
+    dk, dv, k, v, q_head, do_head, record, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV with what queries from begin to end add."""
     BLOCK_M: tl.constexpr = K.block_m
@@ -123,26 +179,26 @@ def over_queries(
         for i in tl.range(0, n):
             tile, word = next_tile(word, i, run)
             start = begin + tile * BLOCK_M
-            dk, dv = add_queries(dk, dv, k, v, q_head, do_head, rows_of, first, start, A, place, S, K, EDGE)
+            dk, dv = add_queries(dk, dv, k, v, q_head, do_head, record, first, start, A, place, S, K, EDGE)
     else:
         for start in tl.range(begin, end, BLOCK_M):
-            dk, dv = add_queries(dk, dv, k, v, q_head, do_head, rows_of, first, start, A, place, S, K, EDGE)
+            dk, dv = add_queries(dk, dv, k, v, q_head, do_head, record, first, start, A, place, S, K, EDGE)
     return dk, dv
 
 
 @triton.jit
 def add_queries(
-    dk, dv, k, v, q_head, do_head, rows_of, first, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr
+    dk, dv, k, v, q_head, do_head, record, first, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV with what the tile of queries from `start` on adds. Tiles of scores are [keys, queries]."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
     q = load_tile(q_head, start, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
-    lse, delta = state_of(rows_of, start, S.n_queries, BLOCK_M)
+    m, log_sum, delta = state_of(record, start, S.n_queries, BLOCK_M, K.recorded)
     T = Tile(start, tl.arange(0, BLOCK_M)[None, :], first, tl.arange(0, BLOCK_N)[:, None])
     z, c = scores_of(k, q, T, A, place, S, K, EDGE, GUARD)
-    p = tl.exp2(in_log2(z, A, K) - lse[None, :])
+    p = tl.exp2(less_maximum(z, m[None, :], K.recorded) * unit_of(A, K) - log_sum[None, :])
     do = load_tile(do_head, start, S.n_queries, BLOCK_M, K.value_dim, K.block_v)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
     ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
@@ -152,7 +208,7 @@ def add_queries(
 
 @triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
 def _queries_gradient(
-    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, ds_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, record_ptr, coarse_ptr, dq_ptr, ds_ptr,
     q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides, do_strides,
     n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap, K: tl.constexpr,
 ):  # fmt: skip
@@ -168,23 +224,25 @@ def _queries_gradient(
         tile = n_tiles - 1 - tile
     place = place_of(number, n_inner, n_heads)
     first = tile * BLOCK_M
-    q_head = Head(head_at(q_ptr, q_strides, place, place.head), q_strides[3])
-    do_head = Head(head_at(do_ptr, do_strides, place, place.head), do_strides[3])
-    k_head = Head(head_at(k_ptr, k_strides, place, place.head // group), k_strides[3])
-    v_head = Head(head_at(v_ptr, v_strides, place, place.head // group), v_strides[3])
+    q_head = dense_head(q_ptr, q_strides, place, place.head, K)
+    do_head = dense_head(do_ptr, do_strides, place, place.head, K)
+    k_head = dense_head(k_ptr, k_strides, place, place.head // group, K)
+    v_head = dense_head(v_ptr, v_strides, place, place.head // group, K)
     q = load_tile(q_head, first, n_queries, BLOCK_M, K.head_dim, BLOCK_D)
     do = load_tile(do_head, first, n_queries, BLOCK_M, K.value_dim, K.block_v)
     row = number.to(tl.int64) * n_queries
-    lse, delta = state_of(OfRows(lse_ptr, delta_ptr, row), first, n_queries, BLOCK_M)
+    m, log_sum, delta = state_of(record_at(record_ptr, number, n_queries), first, n_queries, BLOCK_M)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     begin, _, end = keys_seen(first, S, K)
-    dq = over_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S, K, K.edge)
+    dq = over_keys(dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S, K, K.edge)
     store_tile(dq_ptr + row * K.head_dim, dq * scale, first, n_queries, BLOCK_M, K.head_dim, BLOCK_D)
+    if program == 0:  # whoever reads it has ended
+        tl.store(coarse_ptr, 0)
 
 
 @triton.jit
 def over_keys(
-    dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S,
+    dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S,
     K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dQ with what keys from begin to end add."""
@@ -196,16 +254,17 @@ def over_keys(
         for i in tl.range(0, n):
             tile, word = next_tile(word, i, run)
             start = begin + tile * BLOCK_N
-            dq = add_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K, EDGE)
+            dq = add_keys(dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K, EDGE)
     else:
         for start in tl.range(begin, end, BLOCK_N):
-            dq = add_keys(dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K, EDGE)
+            dq = add_keys(dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K, EDGE)
     return dq
 
 
 @triton.jit
 def add_keys(
-    dq, q, do, lse, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr
+    dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S,
+    K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dQ with what the tile of keys from `start` on adds."""
     BLOCK_M: tl.constexpr = K.block_m
@@ -215,7 +274,7 @@ def add_keys(
     v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v, GUARD)
     T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
     z, c = scores_of(q, k, T, A, place, S, K, EDGE, GUARD)
-    p = tl.exp2(in_log2(z, A, K) - lse[:, None])
+    p = tl.exp2(less_maximum(z, m[:, None]) * unit_of(A, K) - log_sum[:, None])
     ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
     if K.stores_ds:
         store_ds(ds_ptr, ds, row, T, S)
@@ -254,7 +313,7 @@ def before_cap(ds, c, A, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
 def _bias_gradient(
-    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slopes_ptr, do_ptr, record_ptr, dbias_ptr,
     q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides, do_strides, dbias_strides,
     repeats, tiles, n_parts, n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap,
     K: tl.constexpr,
@@ -278,8 +337,10 @@ def _bias_gradient(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     steps = tl.cdiv(n_steps, n_parts)
     begin, end = steps * part, tl.minimum(steps * (part + 1), n_steps)
-    rows_of = OfRows(lse_ptr, delta_ptr, 0)
-    R = Read(Head(q_ptr, q_strides), Head(k_ptr, k_strides), Head(v_ptr, v_strides), Head(do_ptr, do_strides), rows_of)
+    R = Read(
+        Head(q_ptr, q_strides), Head(k_ptr, k_strides), Head(v_ptr, v_strides), Head(do_ptr, do_strides),
+        record_ptr,
+    )  # fmt: skip
     if K.skips:
         for some in tl.range(begin, end, BITS):
             every = some + tl.arange(0, BITS)
@@ -341,17 +402,16 @@ def add_tile(total, of_query, first, start, n_inner, n_heads, group, R, A, S, K:
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     place = place_of(of_query, n_inner, n_heads)
-    q_head = Head(head_at(R.q.ptr, R.q.stride, place, place.head), R.q.stride[3])
-    do_head = Head(head_at(R.do.ptr, R.do.stride, place, place.head), R.do.stride[3])
-    k_head = Head(head_at(R.k.ptr, R.k.stride, place, place.head // group), R.k.stride[3])
-    v_head = Head(head_at(R.v.ptr, R.v.stride, place, place.head // group), R.v.stride[3])
+    q_head = dense_head(R.q.ptr, R.q.stride, place, place.head, K)
+    do_head = dense_head(R.do.ptr, R.do.stride, place, place.head, K)
+    k_head = dense_head(R.k.ptr, R.k.stride, place, place.head // group, K)
+    v_head = dense_head(R.v.ptr, R.v.stride, place, place.head // group, K)
     q = load_tile(q_head, first, S.n_queries, BLOCK_M, K.head_dim, K.block_d)
     k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d)
     v = load_tile(v_head, start, S.n_keys, BLOCK_N, K.value_dim, K.block_v)
     do = load_tile(do_head, first, S.n_queries, BLOCK_M, K.value_dim, K.block_v)
     T = Tile(first, tl.arange(0, BLOCK_M)[:, None], start, tl.arange(0, BLOCK_N)[None, :])
     z, _ = scores_of(q, k, T, A, place, S, K, True, K.ragged)
-    rows_of = OfRows(R.rows.lse_ptr, R.rows.delta_ptr, of_query.to(tl.int64) * S.n_queries)
-    lse, delta = state_of(rows_of, first, S.n_queries, BLOCK_M)
-    p = tl.exp2(in_log2(z, A, K) - lse[:, None])
+    m, log_sum, delta = state_of(record_at(R.record_ptr, of_query, S.n_queries), first, S.n_queries, BLOCK_M)
+    p = tl.exp2(less_maximum(z, m[:, None]) * unit_of(A, K) - log_sum[:, None])
     return total + p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])

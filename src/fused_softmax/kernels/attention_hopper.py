@@ -8,6 +8,7 @@ Traffic: that of `kernels/attention.py`.
 """
 
 from fused_softmax.kernels.attention_hopper_parts import (
+    FLOOR,
     LN2,
     LOG2E,
     LOWEST,
@@ -17,14 +18,19 @@ from fused_softmax.kernels.attention_hopper_parts import (
     emptied,
     fill,
     full,
+    huge_from,
+    huge_unit,
     keys_seen,
     load_bias,
     my_turn,
     next_turn,
     ring,
     seen_by_all,
+    sink_as_origin,
     slope_of,
     turns,
+    unit_at,
+    unit_of,
     with_alibi,
     with_bias,
     work_at,
@@ -133,11 +139,8 @@ def _attend(
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OF_OUTPUT: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     dtype: gl.constexpr = o_map.dtype
-    unit = scale
-    if K.bias:
-        unit = LOG2E
-    elif K.softcap or K.alibi:
-        unit = 1.0  # of scores that are scaled already
+    unit = unit_of(scale, K)
+    of_huge, most = huge_unit(unit), huge_from(unit)
     no_scores = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
     if K.in_turn and K.consumers == ME + 1:
         next_turn(ME, K.consumers)
@@ -170,8 +173,10 @@ def _attend(
             at_edge = (end * BLOCK > cut) | ((end - 1) * BLOCK < low)
             if at_edge:
                 s = _hide(s, end - 1, rows, S, K)
-        m = gl.maximum(gl.max(s, 1) * unit, LOWEST)
-        p = gl.exp2(s * unit - m[:, None])
+        top = gl.maximum(gl.max(s, 1), LOWEST)
+        rate = unit_at(top, unit, most, of_huge)
+        m = gl.maximum(top * rate, FLOOR)
+        p = gl.exp2(s * rate[:, None] - m[:, None])
         sums = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
         output = gl.zeros([_ROWS, BLOCK_V], gl.float32, OUTPUT)
@@ -198,11 +203,13 @@ def _attend(
                 at_edge = ((end - i) * BLOCK > cut) | ((end - 1 - i) * BLOCK < low)
                 if at_edge:
                     s = _hide(s, end - 1 - i, rows, S, K)
-            top = gl.maximum(m, gl.max(s, 1) * unit)
-            p = gl.exp2(s * unit - top[:, None])
-            decay = gl.exp2(m - top)
+            top = gl.maximum(top, gl.max(s, 1))
+            rate = unit_at(top, unit, most, of_huge)
+            new = gl.maximum(top * rate, FLOOR)
+            decay = gl.exp2(m - new)
+            m = new
+            p = gl.exp2(s * rate[:, None] - m[:, None])
             sums = sums * decay + gl.sum(p, 1)
-            m = top
             output = warpgroup_mma_wait(0, (output,))
             emptied(v, count - 1, K.stages)
             output = output * gl.convert_layout(decay, OF_OUTPUT)[:, None]
@@ -213,13 +220,15 @@ def _attend(
         full(v, count - 1, K.stages)
         output = warpgroup_mma(weights, v.tiles.index((count - 1) % K.stages), output, is_async=True)
         share = gl.full([_ROWS], 1.0, gl.float32, OF_ROWS)
+        greatest = top * unit
         if K.sinks:
             sink = gl.load(sinks_ptr + work.head).to(gl.float32) * LOG2E
-            top = gl.maximum(m, sink)
-            share = gl.exp2(m - top)
-            sums = sums * share + gl.exp2(sink - top)
-            m = top
-        lse = gl.where(sums == 0.0, float("-inf"), (m + gl.log2(sums)) * LN2)
+            of_sink = sink_as_origin(sink, unit, of_huge)
+            base = gl.maximum(m, of_sink)
+            share = gl.exp2(m - base)
+            sums = sums * share + gl.exp2(of_sink - base)
+            greatest = gl.where(of_sink > m, sink, greatest)
+        lse = gl.where(sums == 0.0, float("-inf"), (greatest + gl.log2(sums)) * LN2)
         share = share / gl.where(sums == 0.0, 1.0, sums)
         gl.store(lse_ptr + work.number.to(gl.int64) * S.n_queries + rows, lse, mask=rows < S.n_queries)
         output = warpgroup_mma_wait(0, (output,))

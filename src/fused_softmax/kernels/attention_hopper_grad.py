@@ -8,31 +8,34 @@ Traffic: that of `kernels/attention_grad.py`.
 
 from fused_softmax.kernels.attention_hopper import SIZES
 from fused_softmax.kernels.attention_hopper_parts import (
-    LOG2E,
     await_empty,
     biases,
     emptied,
+    exponents_of,
+    factor_of,
     full,
     hidden_queries,
     keys_seen,
+    less_lse,
     load_bias,
     load_queries,
     my_turn,
     next_turn,
+    own_tiles,
     queries_that_see,
+    record_of,
     ring,
     rows_of_head,
+    scores_of,
     seen_by_all,
     send,
     slope_of,
     state_at,
     tiles_of,
     turns,
+    unit_of,
     visible_by_keys,
     visible_by_queries,
-    weights_of,
-    with_alibi,
-    with_bias,
     work_at,
 )
 from fused_softmax.kernels.attention_hopper_spec import ROWS, Kept, Sizes
@@ -52,22 +55,23 @@ _ROWS = gl.constexpr(ROWS)
 
 @jit(do_not_specialize=[*SIZES, "first_head", "heads"])
 def _keys_gradient_hopper(
-    q_map, k_map, v_map, bias_map, slopes_ptr, do_map, rows_map, dk_map, dv_map, ds_map,
+    q_map, k_map, v_map, bias_map, slopes_ptr, do_map, rows_map, record_ptr, coarse_ptr, dk_map, dv_map, ds_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads, scale,
     rate, cap, K: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, of `heads` heads of keys from first_head on. rows_map: of what `_delta` stores.
+    """dK and dV, of `heads` heads of keys from first_head on. rows_map, record_ptr: of what `_delta` stores.
 
-    rate, cap: as `weights_of` takes them; with a bias the rate is the scale.
+    coarse: as `own_tiles` takes it. rate, cap: as `scores_of` takes them; with a bias the rate is the scale.
     ds_map: of dS where it is kept, of these heads alone. What no query of a tile sees is not stored.
     """
+    n_tiles = own_tiles(n_tiles, coarse_ptr, K)
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads)
     k = ring(K.consumers, K.consumers, k_map)  # of its barriers the first is that of all keys and values
     v = tiles_of(K.consumers, v_map)
     q = ring(K.stages, K.consumers, q_map)
     do = tiles_of(K.stages, do_map)  # that are full when queries are
     b = biases(q, bias_map, K)
-    kept = Kept(ds_map, tiles_of(K.consumers, ds_map) if K.stores_ds else q.tiles)
+    kept = Kept(ds_map, tiles_of(K.consumers, ds_map) if K.stores_ds else q.tiles, record_ptr)
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     lse = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
     delta = gl.allocate_shared_memory(gl.float32, [K.stages, K.block], OF_ROWS)
@@ -123,6 +127,7 @@ def _sum_for_keys(
     BLOCK_V: gl.constexpr = K.block_v
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    EDGE: gl.constexpr = K.recorded and (K.left or K.right)
     dtype: gl.constexpr = dk_map.dtype
     if K.consumers == ME + 1:
         next_turn(ME, K.consumers)
@@ -131,7 +136,9 @@ def _sum_for_keys(
         work = work_at(turn, S, K)
         first = work.first + ME * _ROWS
         begin, end = queries_that_see(work.first, S, K)
-        high, low = hidden_queries(first, begin, end, S, K)
+        high, low = begin, end
+        if not K.recorded:
+            high, low = hidden_queries(first, begin, end, S, K)
         dk = gl.zeros([_ROWS, BLOCK_D], gl.float32, OF_K)
         dv = gl.zeros([_ROWS, BLOCK_V], gl.float32, OF_V)
         full(k, turn, 1)
@@ -140,15 +147,16 @@ def _sum_for_keys(
         for of_group in range(S.group):
             head = (work.head - S.first_head) * S.group + of_group
             slope = slope_of(slopes_ptr, work.batch, work.head * S.group + of_group, S, K)
-            at = Kept(kept.ds_map, kept.tiles, work.batch, head, first, slope)
-            if K.right:
+            record = record_of(kept.record, work.number * S.group + of_group, S)
+            at = Kept(kept.ds_map, kept.tiles, record, work.batch, head, first, slope)
+            if K.right and not K.recorded:
                 dk, dv = _add_queries(
                     dk, dv, count - begin, begin, high, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, True
                 )
             dk, dv = _add_queries(
-                dk, dv, count - begin, high, low, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, False
+                dk, dv, count - begin, high, low, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, EDGE
             )
-            if K.left:
+            if K.left and not K.recorded:
                 dk, dv = _add_queries(
                     dk, dv, count - begin, low, end, at, my_k, my_v, q, b, do, lse, delta, rate, cap, S, K, ME, True
                 )
@@ -184,15 +192,13 @@ def _add_queries(
         dp = warpgroup_mma(my_v, of_output.permute((1, 0)), none, use_acc=False, is_async=True)
         next_turn(ME, K.consumers)
         s = warpgroup_mma_wait(1, (s,))
-        of_rows = lse.index(stage).load(OF_QUERIES)[None, :]
-        if K.bias:
-            p = gl.exp2(with_bias(s, b, stage, rate, K, ME) * LOG2E - of_rows)
-            of_scores = p
-        elif K.alibi:
-            p = gl.exp2(with_alibi(s, rate, kept.slope, kept.first, i * BLOCK + S.offset) - of_rows)
-            of_scores = p
-        else:
-            p, of_scores = weights_of(s, of_rows, rate, cap, K)
+        z, unit, derivative = scores_of(s, b, stage, kept.slope, kept.first, i * BLOCK + S.offset, rate, cap, K, ME)
+        if K.recorded:
+            z = less_lse(z, unit, lse.index(stage), kept.record, i * BLOCK, S, K)
+        p = gl.exp2(z * unit - lse.index(stage).load(OF_QUERIES)[None, :])
+        of_scores = p
+        if K.softcap:
+            of_scores = p * derivative
         if EDGE:
             p = visible_by_keys(p, kept.first, i * BLOCK, S, K)
             of_scores = visible_by_keys(of_scores, kept.first, i * BLOCK, S, K) if K.softcap else p
@@ -216,7 +222,7 @@ def _add_queries(
 
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_hopper(
-    q_map, k_map, v_map, bias_map, slopes_ptr, do_map, rows_ptr, dq_map,
+    q_map, k_map, v_map, bias_map, slopes_ptr, do_map, rows_ptr, record_ptr, coarse_ptr, dq_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
@@ -227,11 +233,12 @@ def _queries_gradient_hopper(
     k = ring(K.stages, K.consumers, k_map)
     v = tiles_of(K.stages, v_map)  # that are full when keys are
     b = biases(k, bias_map, K)
+    gl.store(coarse_ptr, 0)  # whoever reads it has ended
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K)),
-        (_sum_for_queries, (slopes_ptr, rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 0)),
-        (_sum_for_queries, (slopes_ptr, rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 1)),
+        (_sum_for_queries, (slopes_ptr, rows_ptr, record_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 0)),
+        (_sum_for_queries, (slopes_ptr, rows_ptr, record_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -258,7 +265,7 @@ def _load_for_queries(q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, 
 
 @jit
 def _sum_for_queries(
-    slopes_ptr, rows_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
+    slopes_ptr, rows_ptr, record_ptr, dq_map, q, k, v, b, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
 ):  # fmt: skip
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
@@ -270,6 +277,7 @@ def _sum_for_queries(
     dtype: gl.constexpr = dq_map.dtype
     none = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
     padded = rows_of_head(S)
+    unit = unit_of(rate, K)
     if K.consumers == ME + 1:
         next_turn(ME, K.consumers)
     count = 0
@@ -278,6 +286,8 @@ def _sum_for_queries(
         first = work.first + ME * _ROWS
         queries = first + gl.arange(0, _ROWS, OF_QUERIES)
         lse, delta = state_at(rows_ptr, work.number, queries, padded)
+        record = record_of(record_ptr, work.number, S)
+        rates, origin = exponents_of(lse, unit, record, queries, S, K)
         begin, end = keys_seen(work.first, S, K)
         low, cut = seen_by_all(first, S, K)
         slope = slope_of(slopes_ptr, work.batch, work.head, S, K)
@@ -292,12 +302,10 @@ def _sum_for_queries(
             dp = warpgroup_mma(my_do, v.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
             next_turn(ME, K.consumers)
             s = warpgroup_mma_wait(1, (s,))
-            if K.bias:
-                p = gl.exp2(with_bias(s, b, stage, rate, K, ME) * LOG2E - lse[:, None])
-            elif K.alibi:
-                p = gl.exp2(with_alibi(s, rate, slope, first + S.offset, i * BLOCK) - lse[:, None])
-            else:
-                _, p = weights_of(s, lse[:, None], rate, cap, K)
+            z, _, derivative = scores_of(s, b, stage, slope, first + S.offset, i * BLOCK, rate, cap, K, ME)
+            p = gl.exp2(z * rates[:, None] - origin[:, None])
+            if K.softcap:
+                p = p * derivative
             if K.edge:
                 at_edge = ((i + 1) * BLOCK > cut) | (i * BLOCK < low)
                 if at_edge:
@@ -309,5 +317,7 @@ def _sum_for_queries(
             dq = warpgroup_mma_wait(0, (dq,))
             emptied(k, count, STAGES)
             count += 1
-        send(dq * scale, my_q, dq_map, work.number, first)
+        factor = factor_of(rows_ptr, work.number, padded, unit, record, queries, S, K)
+        dq = dq * (gl.convert_layout(factor, gl.SliceLayout(1, OF_Q)) * scale)[:, None]
+        send(dq, my_q, dq_map, work.number, first)
         emptied(q, 0, 1)

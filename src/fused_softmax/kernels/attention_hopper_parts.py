@@ -1,6 +1,7 @@
 """What attention's kernels for sm_90 share: which tile a program takes, rings of tiles, and who multiplies when."""
 
 from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Ring, Work
+from fused_softmax.kernels.attention_spec import GRANULE
 from fused_softmax.kernels.gluon_names import (
     constexpr_function,
     fence_async_shared,
@@ -14,7 +15,10 @@ from fused_softmax.kernels.gluon_names import (
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # where a maximum begins: finite, so that nothing is -inf - -inf
+LOWEST = gl.constexpr(-(2.0**100))  # where a maximum begins: finite, so that nothing is -inf - -inf
+FLOOR = gl.constexpr(-(2.0**126))  # below all maxima: what is no product is not fused with a subtraction, unrounded
+_HUGE = gl.constexpr(2.0**28)  # as `attention_scores.HUGE`
+_GRANULE = gl.constexpr(GRANULE)
 _ROWS = gl.constexpr(ROWS)
 _VECTOR = gl.constexpr(ROW_VECTOR)
 _FIRST_NAMED = gl.constexpr(9)  # of the barriers of a program; Triton takes 0, 1, and 2 + a partition's number
@@ -273,15 +277,128 @@ def capped(s, rate, cap):
 
 
 @jit
-def weights_of(s, lse, rate, cap, K: gl.constexpr):
-    """(p, p by the derivative of the cap) of products of queries and keys; lse in units of log 2."""
-    if K.softcap:
-        z, slope = capped(s, rate, cap)
-        p = gl.exp2(z - lse)
-        return p, p * slope
+def scores_of(s, b, stage, slope, row, col, rate, cap, K: gl.constexpr, ME: gl.constexpr):
+    """(scores, what turns them into units of log 2, the derivative of the cap) of products of queries and keys.
+
+    row, col: as `with_alibi` takes them.
+    """
+    unit = unit_of(rate, K)
+    if K.bias:
+        z = with_bias(s, b, stage, rate, K, ME)
+        return z, unit, z
+    elif K.alibi:
+        z = with_alibi(s, rate, slope, row, col)
+        return z, unit, z
+    elif K.softcap:
+        z, derivative = capped(s, rate, cap)
+        return z, unit, derivative
     else:
-        p = gl.exp2(s * rate - lse)
-        return p, p
+        return s, unit, s
+
+
+@jit
+def unit_of(rate, K: gl.constexpr):
+    """What turns scores as `scores_of` gives them into units of log 2. rate: of products, without a bias and so on."""
+    if K.bias:
+        return gl.to_tensor(LOG2E)
+    elif K.softcap or K.alibi:
+        return gl.to_tensor(1.0)
+    else:
+        return rate
+
+
+@jit
+def huge_unit(unit):
+    """The least power of two that is not below unit."""
+    return ((unit.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@jit
+def huge_from(unit):
+    """The maximum of a row from which on its scores are multiplied by `huge_unit`, as attention_scores.py says why."""
+    return (1.0 / unit) * _HUGE
+
+
+@jit
+def unit_at(m, unit, most, of_huge):
+    """What turns scores of a row with the maximum m into units of log 2; those from `most` on take of_huge."""
+    return gl.where(gl.abs(m) > most, of_huge, unit)
+
+
+@jit
+def sink_as_origin(sink, unit, of_huge):
+    """A sink in units of log 2, as a row's maximum times `unit_at` would be."""
+    return gl.where(gl.abs(sink) > _HUGE, sink * (of_huge / unit), sink)
+
+
+@jit
+def record_of(record_ptr, number, S):
+    """What `_delta` has recorded of a head's queries."""
+    return record_ptr + number.to(gl.int64) * (3 * S.n_queries)
+
+
+@jit
+def own_tiles(n_tiles, coarse_ptr, K: gl.constexpr):
+    """How many tiles a kernel of dK and dV has: none where coarse says that the other one computes.
+
+    One takes the recorded maxima, where some lse is coarse. The other one has the registers that these take.
+    """
+    return gl.where((gl.load(coarse_ptr) != 0) == K.recorded, n_tiles, 0)
+
+
+@jit
+def is_coarse(lse):
+    """Whether lse of a query is the mark that `_delta` leaves where it has recorded maxima and logs of sums."""
+    return lse.to(gl.int32, bitcast=True) == -(2**31)  # -0, which no sum is
+
+
+@jit
+def less_lse(z, unit, lse, record, first, S, K: gl.constexpr):
+    """Scores [keys, queries] less what `_delta` has recorded of those queries, from `first` on, whose lse is coarse.
+
+    lse: a tile of shared memory. unit: what turns the scores into units of log 2.
+    """
+    OF_QUERIES: gl.constexpr = gl.SliceLayout(0, z.type.layout)
+    queries = gl.arange(0, K.block, OF_QUERIES)
+    coarse = is_coarse(lse.load(OF_QUERIES))
+    record += S.n_queries + first  # so that of a thread's addresses one is computed
+    m = (gl.load(record + queries, mask=coarse, other=0.0) * _recorded_unit(K))[None, :]
+    z = z - m
+    z = gl.where(z > gl.where(m == 0.0, float("inf"), gl.abs(m) * -(2.0**-22)), 0.0, z)  # as `less_maximum` has it
+    record += S.n_queries
+    return z - (gl.load(record + queries, mask=coarse, other=0.0) * (1.0 / unit))[None, :]
+
+
+@jit
+def exponents_of(lse, unit, record, queries, S, K: gl.constexpr):
+    """(rate, origin) of queries: weights are `factor_of` times exp2(score rate - origin), without rounding a maximum.
+
+    lse: in units of log 2. unit: what turns scores into these.
+    """
+    coarse = is_coarse(lse)
+    m = gl.load(record + S.n_queries + queries, mask=coarse, other=0.0) * _recorded_unit(K)
+    rate = unit_at(m, unit, huge_from(unit), huge_unit(unit))
+    return rate, gl.where(coarse, m * rate, lse)
+
+
+@jit
+def factor_of(rows_ptr, number, padded, unit, record, queries, S, K: gl.constexpr):
+    """What weights by `exponents_of` lack: the sum, where lse is coarse, and what rounding the origin has lost.
+
+    It is computed after a loop over keys, so that no register holds it meanwhile.
+    """
+    lse, _ = state_at(rows_ptr, number, queries, padded)
+    coarse = is_coarse(lse)
+    m = gl.load(record + S.n_queries + queries, mask=coarse, other=0.0) * _recorded_unit(K)
+    log_sum = gl.load(record + 2 * S.n_queries + queries, mask=coarse, other=0.0)
+    rate = unit_at(m, unit, huge_from(unit), huge_unit(unit))
+    return gl.where(coarse, gl.exp2(-log_sum - gl.fma(m, rate, -(m * rate))), 1.0)
+
+
+@constexpr_function
+def _recorded_unit(K):
+    """What turns recorded maxima into the units that scores have here: with a cap into those of log 2."""
+    return 1.4426950408889634 if K.softcap else 1.0
 
 
 @jit

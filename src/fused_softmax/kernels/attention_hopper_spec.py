@@ -16,7 +16,8 @@ class HopperSpec:
     whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
     their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by. bias: whether there is one;
     bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast. stores_ds: whether the
-    kernel of dK and dV also stores dS, of which the bias's gradient is a sum. softcap: whether scores are capped.
+    kernel of dK and dV also stores dS, of which the bias's gradient is a sum. recorded: whether its weights take the
+    maxima that `_delta` records. softcap: whether scores are capped.
     alibi: whether there are slopes, but neither a bias nor a softcap; slope_batches: 1 where batches have their own.
     """
 
@@ -37,6 +38,7 @@ class HopperSpec:
     bias_batches: int = 0
     bias_heads: int = 0
     stores_ds: bool = False
+    recorded: bool = False
     softcap: bool = False
     alibi: bool = False
     slope_batches: int = 0
@@ -133,13 +135,15 @@ class Ring(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Where dS goes, and a tile in shared memory for each consumer that it leaves by.
+    """Where dS goes, and a tile in shared memory for each consumer that it leaves by; and what `_delta` has recorded.
 
-    batch, head: of a tile, the head among those that are kept. first: its first key. slope: of the head, for ALiBi.
+    record: of all heads, or of a head of queries. batch, head: of a tile, the head among those that are kept. first:
+    its first key. slope: of the head, for ALiBi.
     """
 
     ds_map: Any
     tiles: Any
+    record: Any
     batch: Any = 0
     head: Any = 0
     first: Any = 0

@@ -11,25 +11,30 @@ from fused_softmax.kernels.attention_hopper import SIZES
 from fused_softmax.kernels.attention_hopper_parts import (
     await_empty,
     emptied,
+    exponents_of,
+    factor_of,
     fill,
     full,
     hidden_queries,
     keys_seen,
+    less_lse,
     load_queries,
+    own_tiles,
     queries_that_see,
+    record_of,
     ring,
     ring_of,
     rows_of_head,
+    scores_of,
     seen_by_all,
     send,
     slope_of,
     state_at,
     tiles_of,
     turns,
+    unit_of,
     visible_by_keys,
     visible_by_queries,
-    weights_of,
-    with_alibi,
     work_at,
 )
 from fused_softmax.kernels.attention_hopper_spec import ROWS, Sizes
@@ -48,12 +53,16 @@ _HANDED = gl.constexpr(2)  # tiles of weights, so that the first warpgroup runs 
 
 @jit(do_not_specialize=SIZES)
 def _keys_gradient_wide(
-    q_map, k_map, v_map, slopes_ptr, do_map, rows_map, dk_map, dv_map,
+    q_map, k_map, v_map, slopes_ptr, do_map, rows_map, record_ptr, coarse_ptr, dk_map, dv_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV. rows_map: of what `_delta` stores. rate, cap: as `weights_of` takes them."""
+    """dK and dV. rows_map, record_ptr: of what `_delta` stores. coarse: as `own_tiles` takes it.
+
+    rate, cap: as `scores_of` takes them.
+    """
     heads = n_heads // group
+    n_tiles = own_tiles(n_tiles, coarse_ptr, K)
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, 0, heads)
     k = ring(1, 1, k_map)
     v = ring(1, 1, v_map)
@@ -67,7 +76,7 @@ def _keys_gradient_wide(
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_keys, (q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delta, S, K)),
-        (_sum_values, (slopes_ptr, dv_map, q, k, do, lse, handed, rate, cap, S, K)),
+        (_sum_values, (slopes_ptr, record_ptr, dv_map, q, k, do, lse, handed, rate, cap, S, K)),
         (_sum_keys, (dk_map, q, v, do, delta, handed, scale, S, K)),
     ], [4, 4], [R, R])  # fmt: skip
 
@@ -99,7 +108,7 @@ def _load_for_keys(q_map, k_map, v_map, do_map, rows_map, q, k, v, do, lse, delt
 
 
 @jit
-def _sum_values(slopes_ptr, dv_map, q, k, do, lse, handed, rate, cap, S, K: gl.constexpr):
+def _sum_values(slopes_ptr, record_ptr, dv_map, q, k, do, lse, handed, rate, cap, S, K: gl.constexpr):
     """dV, and the weights that the other warpgroup takes. Tiles of scores are [keys, queries]."""
     STAGES: gl.constexpr = K.stages
     BLOCK: gl.constexpr = K.block
@@ -119,17 +128,19 @@ def _sum_values(slopes_ptr, dv_map, q, k, do, lse, handed, rate, cap, S, K: gl.c
         full(k, turn, 1)
         for of_group in range(S.group):
             slope = slope_of(slopes_ptr, work.batch, work.head * S.group + of_group, S, K)
+            record = record_of(record_ptr, work.number * S.group + of_group, S)
             for i in range(begin, end):
                 stage = count % STAGES
                 full(q, count, STAGES)
                 s = warpgroup_mma(keys, q.tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, (s,))
-                of_rows = lse.index(stage).load(OF_QUERIES)[None, :]
-                if K.alibi:
-                    p = gl.exp2(with_alibi(s, rate, slope, work.first, i * BLOCK + S.offset) - of_rows)
-                    handed_p = p
-                else:
-                    p, handed_p = weights_of(s, of_rows, rate, cap, K)
+                z, unit, derivative = scores_of(s, q, 0, slope, work.first, i * BLOCK + S.offset, rate, cap, K, 0)
+                if K.recorded:
+                    z = less_lse(z, unit, lse.index(stage), record, i * BLOCK, S, K)
+                p = gl.exp2(z * unit - lse.index(stage).load(OF_QUERIES)[None, :])
+                handed_p = p
+                if K.softcap:
+                    handed_p = p * derivative
                 emptied(q, count, STAGES)
                 if K.left or K.right:
                     at_edge = (i < high) | (i >= low)
@@ -189,20 +200,21 @@ def _sum_keys(dk_map, q, v, do, delta, handed, scale, S, K: gl.constexpr):
 
 @jit(do_not_specialize=SIZES)
 def _queries_gradient_wide(
-    q_map, k_map, v_map, slopes_ptr, do_map, rows_ptr, dq_map,
+    q_map, k_map, v_map, slopes_ptr, do_map, rows_ptr, record_ptr, coarse_ptr, dq_map,
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
-    """dQ. rate, cap: as `weights_of` takes them."""
+    """dQ. rate, cap: as `scores_of` takes them."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
     q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
     do = tiles_of(K.consumers, do_map)
     by = ring(K.stages, K.consumers, k_map)
+    gl.store(coarse_ptr, 0)  # whoever reads it has ended
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, do_map, q, by, do, S, K)),
-        (_sum_queries, (slopes_ptr, rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 0)),
-        (_sum_queries, (slopes_ptr, rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 1)),
+        (_sum_queries, (slopes_ptr, rows_ptr, record_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 0)),
+        (_sum_queries, (slopes_ptr, rows_ptr, record_ptr, dq_map, q, by, do, scale, rate, cap, S, K, 1)),
     ], [4, 4], [R, R])  # fmt: skip
 
 
@@ -222,7 +234,7 @@ def _load_for_queries(q_map, k_map, v_map, do_map, q, by, do, S, K: gl.constexpr
 
 @jit
 def _sum_queries(
-    slopes_ptr, rows_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
+    slopes_ptr, rows_ptr, record_ptr, dq_map, q, by, do, scale, rate, cap, S, K: gl.constexpr, ME: gl.constexpr
 ):  # fmt: skip
     """dQ of the ME-th _ROWS queries of each tile."""
     BLOCK: gl.constexpr = K.block
@@ -234,12 +246,15 @@ def _sum_queries(
     dtype: gl.constexpr = dq_map.dtype
     none = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
     padded = rows_of_head(S)
+    unit = unit_of(rate, K)
     count = 0
     for turn in range(turns(S)):
         work = work_at(turn, S, K)
         first = work.first + ME * _ROWS
         queries = first + gl.arange(0, _ROWS, OF_QUERIES)
         lse, delta = state_at(rows_ptr, work.number, queries, padded)
+        record = record_of(record_ptr, work.number, S)
+        rates, origin = exponents_of(lse, unit, record, queries, S, K)
         begin, end = keys_seen(work.first, S, K)
         low, cut = seen_by_all(first, S, K)
         slope = slope_of(slopes_ptr, work.batch, work.head, S, K)
@@ -256,10 +271,10 @@ def _sum_queries(
             dp = warpgroup_mma_wait(1, (dp,))
             emptied(by, count, STAGES)
             s = warpgroup_mma_wait(0, (s,))
-            if K.alibi:
-                p = gl.exp2(with_alibi(s, rate, slope, first + S.offset, i * BLOCK) - lse[:, None])
-            else:
-                _, p = weights_of(s, lse[:, None], rate, cap, K)
+            z, _, derivative = scores_of(s, by, 0, slope, first + S.offset, i * BLOCK, rate, cap, K, ME)
+            p = gl.exp2(z * rates[:, None] - origin[:, None])
+            if K.softcap:
+                p = p * derivative
             if K.edge:
                 at_edge = ((i + 1) * BLOCK > cut) | (i * BLOCK < low)
                 if at_edge:
@@ -270,5 +285,7 @@ def _sum_queries(
             dq = warpgroup_mma_wait(0, (dq,))
             emptied(by, count + 1, STAGES)
             count += 2
-        send(dq * scale, my_q, dq_map, work.number, first)
+        factor = factor_of(rows_ptr, work.number, padded, unit, record, queries, S, K)
+        dq = dq * (gl.convert_layout(factor, gl.SliceLayout(1, OF_Q)) * scale)[:, None]
+        send(dq, my_q, dq_map, work.number, first)
         emptied(q, 0, 1)

@@ -12,6 +12,7 @@ queries may see, in whole tiles.
 """
 
 from fused_softmax.kernels.attention_hopper_parts import (
+    FLOOR,
     LN2,
     LOG2E,
     LOWEST,
@@ -19,10 +20,14 @@ from fused_softmax.kernels.attention_hopper_parts import (
     emptied,
     fill,
     full,
+    huge_from,
+    huge_unit,
     log2,
     reciprocal,
     ring,
+    sink_as_origin,
     tiles_of,
+    unit_at,
 )
 from fused_softmax.kernels.attention_hopper_spec import ROWS, WindowSizes, WindowWork
 from fused_softmax.kernels.gluon_names import (
@@ -135,6 +140,7 @@ def _go_through(
     TILES: gl.constexpr = K.consumers * K.stages
     dtype: gl.constexpr = o_map.dtype
     no_scores = gl.zeros([_ROWS, _ROWS], gl.float32, SCORES)
+    of_huge, most = huge_unit(scale), huge_from(scale)
     rows = own.first + gl.arange(0, _ROWS, OF_ROWS)
     for i in range(S.span):
         at = count + i * K.consumers
@@ -148,25 +154,28 @@ def _go_through(
         if PIECES == 1:
             products = (products,)
         emptied(q, at, TILES)
-        m = gl.full([_ROWS], LOWEST, gl.float32, OF_ROWS)
-        if K.sinks:
-            sink = gl.load(sinks_ptr + own.head + i).to(gl.float32) * LOG2E
-            m = gl.maximum(m, sink)
+        top = gl.full([_ROWS], LOWEST, gl.float32, OF_ROWS)
         scores = ()
         for piece in gl.static_range(PIECES):
             s = _hidden(products[piece], own.start + piece * _ROWS, S, piece, K, EDGE)
             scores = scores + (s,)  # noqa: RUF005  the compiler has no unpacking
-            m = gl.maximum(m, gl.max(s, 1) * scale)
+            top = gl.maximum(top, gl.max(s, 1))
+        rate = unit_at(top, scale, most, of_huge)
+        m, greatest = gl.maximum(top * rate, FLOOR), top * scale
         sums = gl.zeros([_ROWS], gl.float32, OF_ROWS)
         if K.sinks:
-            sums += gl.exp2(sink - m)
+            sink = gl.load(sinks_ptr + own.head + i).to(gl.float32) * LOG2E
+            of_sink = sink_as_origin(sink, scale, of_huge)
+            greatest = gl.where(of_sink > m, sink, greatest)
+            m = gl.maximum(m, of_sink)
+            sums += gl.exp2(of_sink - m)
         output = gl.zeros([_ROWS, BLOCK_V], gl.float32, OUTPUT)
         for piece in gl.static_range(PIECES):
-            p = gl.exp2(scores[piece] * scale - m[:, None])
+            p = gl.exp2(scores[piece] * rate[:, None] - m[:, None])
             sums += gl.sum(p, 1)
             weights = gl.convert_layout(p.to(dtype), WEIGHTS)
             output = warpgroup_mma(weights, v.index(keys + piece), output, use_acc=piece != 0, is_async=True)
-        lse = gl.where(sums == 0.0, float("-inf"), (m + log2(sums)) * LN2)
+        lse = gl.where(sums == 0.0, float("-inf"), (greatest + log2(sums)) * LN2)
         share = reciprocal(gl.where(sums == 0.0, 1.0, sums))
         gl.store(lse_ptr + (own.number + i).to(gl.int64) * S.n_queries + rows, lse, mask=rows < S.n_queries)
         output = warpgroup_mma_wait(0, (output,))

@@ -1,18 +1,22 @@
 """What attention's kernels share: where a head lies, which tiles are visible, and the scores of one tile.
 
 scores = softcap(scale q k) + bias + mask - slope |i + offset - j|; -inf where hidden. exp is exp2 of scores in units of
-log 2, to which one multiplication turns them that is a part of the subtraction after it.
+log 2, to which one multiplication turns them that is a part of the subtraction after it. That is one rounding, so the
+maximum's own weight is 2^e, where e is what rounding the product for the maximum has lost; e is the same for the whole
+row and goes out with the sum. From HUGE on e would leave the range of floats. A row with so large a maximum is scaled
+by a power of two instead, which loses nothing: neighbouring floats are there so far apart that each weight is 0 or 1.
 Tiles come as [queries, keys] or as [keys, queries]: rows and cols broadcast against each other.
 """
 
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, Place
+from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, Head, Place
 from fused_softmax.kernels.losses import capped
 from fused_softmax.kernels.state import LOG2E, NEG_INF
 
 _ADDED, _BOOL = tl.constexpr(ADDED_MASK), tl.constexpr(BOOL_MASK)
+HUGE = tl.constexpr(2.0**28)  # a maximum in units of log 2, at which e is 8 at most
 
 
 @triton.jit
@@ -25,6 +29,14 @@ def place_of(number, n_inner, n_heads):
 @triton.jit
 def head_at(ptr, strides, place, head):
     return ptr + place.outer * strides[0] + place.inner * strides[1] + head * strides[2]
+
+
+@triton.jit
+def dense_head(ptr, strides, place, head, K: tl.constexpr):
+    """A head of query, key, value or dO, whose strides are whole vectors: the compiler sees that, and loads vectors."""
+    V: tl.constexpr = K.vector
+    at = place.outer * (strides[0] // V) + place.inner * (strides[1] // V) + head * (strides[2] // V)
+    return Head(ptr + at * V, strides[3] // V * V)
 
 
 @triton.jit
@@ -93,6 +105,8 @@ def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: 
         z = c
     elif K.folds:
         z = qk
+    elif K.in_log2:
+        z = qk * (A.scale * LOG2E)
     else:
         z = qk * A.scale
     if K.bias:
@@ -101,6 +115,8 @@ def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: 
         z += mask.to(tl.float32)
     if K.alibi:
         slope = tl.load(head_at(A.slopes_ptr, A.slopes_strides, place, place.head)).to(tl.float32)
+        if K.in_log2:
+            slope *= LOG2E
         z -= slope * tl.abs(rows + S.offset - cols).to(tl.float32)
     if K.mask == _BOOL:
         z = tl.where(mask != 0, z, NEG_INF)
@@ -116,12 +132,69 @@ def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: 
 
 
 @triton.jit
-def in_log2(z, A, K: tl.constexpr):
-    """Scores as `scores_of` gives them in units of log 2, scaled where they are not."""
-    if K.folds:
-        return z * (A.scale * LOG2E)
+def unit_of(A, K: tl.constexpr):
+    """What turns scores, as `scores_of` gives them, into units of log 2."""
+    unit = tl.full([], 1.0 if K.in_log2 else LOG2E, tl.float32)
+    return unit * A.scale if K.folds else unit
+
+
+@triton.jit
+def huge_unit(unit):
+    """The least power of two that is not below unit."""
+    return ((unit.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unit_at(top, unit):
+    """What turns the scores of a row into units of log 2, whose maximum is `top`, or a power of two that is near it."""
+    return tl.where(tl.abs(top) > (1.0 / unit) * HUGE, huge_unit(unit), unit)
+
+
+@triton.jit
+def sink_as_origin(sink, unit):
+    """A sink in units of log 2, as a row's maximum times `unit_at` would be."""
+    return tl.where(tl.abs(sink) > HUGE, sink * (huge_unit(unit) / unit), sink)
+
+
+@triton.jit
+def origin_in_log2(m, unit):
+    """A row's maximum times `unit_at` in units of log 2, rounded."""
+    return tl.where(tl.abs(m) > HUGE, m * (unit / huge_unit(unit)), m)
+
+
+@triton.jit
+def record_at(record_ptr, number, n_queries):
+    """What `_delta` has recorded of a head numbered over batches and heads."""
+    return record_ptr + number.to(tl.int64) * (3 * n_queries)
+
+
+@triton.jit
+def state_of(record, first, n_queries, BLOCK_M: tl.constexpr, EXACT: tl.constexpr = True):
+    """(m, log2 of the sum, delta) of queries from `first` on, of which p = exp2((z - m) unit - log2 of the sum).
+
+    The log is inf where there is nothing to see, for p is then 0. Unless EXACT, each m is 0 and not read.
+    """
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < n_queries
+    delta = tl.load(record + rows, mask=inside, other=0.0)
+    m = tl.zeros([BLOCK_M], tl.float32)
+    if EXACT:
+        m = tl.load(record + n_queries + rows, mask=inside, other=0.0)
+    return m, tl.load(record + 2 * n_queries + rows, mask=inside, other=float("inf")), delta
+
+
+@triton.jit
+def less_maximum(z, m, RECORDED: tl.constexpr = True):
+    """Scores less their rows' maxima, if these are recorded; m is 0 of rows that need none.
+
+    A product of other tiles may differ in its last bits, of which one may be worth more than a weight. So scores that
+    close to the maximum are the maximum.
+    """
+    if RECORDED:
+        x = z - m
+        return tl.where(x > tl.where(m == 0.0, float("inf"), tl.abs(m) * -(2.0**-22)), 0.0, x)
     else:
-        return z * LOG2E
+        return z
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
+GRANULE = 64  # queries that `_delta` looks at together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,10 @@ class AttentionSpec:
     between queries. skips: whether tiles that the mask hides whole are found first, so that nothing of them is read;
     mask_vector: keys of a mask that are then read as one number, 1 or 8.
     folds: whether scores are query times key times a positive scale, so that the scale is taken in the exponent.
-    dtype: of the inputs.
-    entropy, row_max: what the forward kernel stores beside lse. stores_ds: whether the kernel of dQ stores dS. pieces:
-    tiles of stored dS that a program has side by side.
+    dtype: of the inputs. vector: elements that strides of query, key, value and dO are multiples of.
+    entropy, row_max: what the forward kernel stores beside lse. recorded: whether the weights of the kernel of dK and
+    dV take the maxima that `_delta` records. stores_ds: whether the kernel of dQ stores dS. pieces: tiles of stored dS
+    that a program has side by side.
     held: whether the bias is the same for all batches, and kept; `bias` is then False.
     Where keys are cut into parts: lanes and block_r, powers of two that hold the parts and the rows of a head of keys;
     chunk: parts whose o are merged at a time.
@@ -32,6 +34,7 @@ class AttentionSpec:
     block_d: int
     block_v: int
     dtype: Any
+    vector: int = 1
     left: bool = False
     right: bool = False
     ragged: bool = True
@@ -47,6 +50,7 @@ class AttentionSpec:
     folds: bool = False
     entropy: bool = False
     row_max: bool = False
+    recorded: bool = False
     stores_ds: bool = False
     sums_rows: bool = False
     sums_cols: bool = False
@@ -71,6 +75,16 @@ class AttentionSpec:
         """Whether tanh and division are as exact as fp32 holds them."""
         return self.dtype == tl.float32
 
+    @property
+    def in_log2(self):
+        """Whether scores are in units of log 2 from the start: with slopes alone, as in the kernels for sm_90."""
+        return self.alibi and not (self.bias or self.softcap or self.mask)
+
+    @property
+    def most_lse(self):
+        """In units of log 2: a larger one has lost so many digits that weights are not computed from it."""
+        return 2.0**10 if self.exact else 2.0**12
+
 
 class Place(NamedTuple):
     """A batch, numbered over two dims, and a head of query; int64."""
@@ -87,14 +101,6 @@ class Head(NamedTuple):
     stride: Any
 
 
-class OfRows(NamedTuple):
-    """lse and delta of a head's queries, of which `first` is the first."""
-
-    lse_ptr: Any
-    delta_ptr: Any
-    first: Any
-
-
 class Read(NamedTuple):
     """What the gradient of a bias is made of: heads that begin at the first batch's, with strides of all dims."""
 
@@ -102,7 +108,7 @@ class Read(NamedTuple):
     k: Any
     v: Any
     do: Any
-    rows: Any
+    record_ptr: Any
 
 
 class Sizes(NamedTuple):

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax import launch
+from fused_softmax import launch, workspace
 from fused_softmax.device import device_of
 from fused_softmax.kernels.attention import _attention
 from fused_softmax.kernels.attention_grad import _delta, _keys_gradient, _queries_gradient
-from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, NO_MASK, AttentionSpec
+from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, GRANULE, NO_MASK, AttentionSpec
 from fused_softmax.kernels.attention_stats import _column_sums
 from fused_softmax.ops import attention_hopper
 from fused_softmax.ops.attention_bias import blocks, prepare_bias
@@ -23,10 +23,12 @@ from fused_softmax.ops.attention_layout import Groups, Pattern, maker, own_sizes
 from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
 from fused_softmax.ops.attention_window import prepare_window
 from fused_softmax.options_attention import Attention
-from fused_softmax.plan.attention import Tiles, padded, plan_attention
+from fused_softmax.plan.attention import Tiles, blocks_of, plan_attention
 from fused_softmax.runner import TLDTYPES
 
 _MOST_STRIDE = 2**23  # of the rows of a tile, whose offsets have 32 bits
+_COARSE = 3  # the use of slots
+_VECTOR = 8  # elements of 16 bits
 
 Ready = Callable[[Tensor], Tensor]
 
@@ -89,8 +91,8 @@ class _Call:
     def _lay(self, given: Inputs, do: Tensor | None) -> None:
         dense = {"q": given.query, "k": given.key, "v": given.value} | ({} if do is None else {"do": do})
         for name, each in dense.items():
-            if (each.stride(-1) != 1 and each.shape[-1] > 1) or each.stride(-2) >= _MOST_STRIDE:
-                self.ready[name], dense[name] = torch.Tensor.contiguous, each.contiguous()
+            if not _loads_as_it_lies(each):
+                self.ready[name], dense[name] = _copied, _copied(each)
         added: dict[str, Any] = {"mask": given.attn_mask, "bias": given.bias}
         added = {name: each for name, each in added.items() if each is not None}
         if given.sinks is not None and given.sinks.stride() != (1,):
@@ -111,7 +113,7 @@ class _Call:
         groups = Groups(self.lead, list(every.values()), sizes)
         if not groups.fits:  # one dim of contiguous tensors
             for name in dense:
-                self.ready[name], dense[name] = torch.Tensor.contiguous, dense[name].contiguous()
+                self.ready[name], dense[name] = _copied, _copied(dense[name])
             for name, each in views.items():
                 shape = (*self.lead, *own[name][n_lead:])
                 self.ready[name] = partial(_expanded, shape)
@@ -135,9 +137,10 @@ class _Call:
         mask_rows = mask is None or self.strides["mask"][3] != 0
         skips, vector = skipping(mask, self.strides["mask"], mask_rows, self.n_keys, "mask" in self.ready)
         folds = kind != ADDED_MASK and not (bias or slopes) and how.softcap is None and how.scale > 0
+        block_d, block_v = blocks_of(self.head_dim, self.value_dim, self.dtype.itemsize)
         return AttentionSpec(
-            block_m=0, block_n=0, head_dim=self.head_dim, value_dim=self.value_dim, block_d=padded(self.head_dim),
-            block_v=padded(self.value_dim), dtype=TLDTYPES[self.dtype], left=self._left is not None,
+            block_m=0, block_n=0, head_dim=self.head_dim, value_dim=self.value_dim, block_d=block_d, block_v=block_v,
+            vector=_VECTOR if self.dtype.itemsize == 2 else 1, dtype=TLDTYPES[self.dtype], left=self._left is not None,
             right=self._right is not None, mask=kind, mask_rows=mask_rows, skips=skips, mask_vector=vector, bias=bias,
             bias_rows=not bias or self.strides["bias"][3] != 0, alibi=slopes, softcap=how.softcap is not None,
             sinks=given.sinks is not None, folds=folds,
@@ -202,12 +205,55 @@ class _Call:
         return tuple(self.of(name, each) for name, each in zip(names, given, strict=True))
 
 
+def _loads_as_it_lies(tensor: Tensor) -> bool:
+    """Whether kernels load rows as they lie; else they get a copy. Of 16 bits they load vectors."""
+    if (tensor.stride(-1) != 1 and tensor.shape[-1] > 1) or tensor.stride(-2) >= _MOST_STRIDE:
+        return False
+    steps = [step for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
+    whole = tensor.data_ptr() % 16 == 0 and not any(step % _VECTOR for step in steps)
+    return whole or tensor.element_size() != 2
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy, which begins where memory is aligned."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _expanded(shape: tuple[int, ...], tensor: Any) -> Tensor:
     return tensor.expand(shape).contiguous()
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor whose last dim is a whole number of vectors, with zeros at its end."""
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % _VECTOR))
+
+
+def _widens(given: Inputs) -> bool:
+    """Whether heads of 16 bits are to be widened. Rows that are loaded by elements take long, and ptxas errs with them.
+
+    `plan.attention.blocks_of` says how.
+    """
+    dims = given.query.shape[-1], given.value.shape[-1]
+    return given.query.element_size() == 2 and any(dim % _VECTOR for dim in dims)
+
+
 def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     """What computes a call on tensors like these: call it with them."""
+    if not _widens(given):
+        return _prepare_forward(given, how)
+    dim = given.value.shape[-1]
+    made = _prepare_forward(
+        given._replace(query=widened(given.query), key=widened(given.key), value=widened(given.value)), how
+    )
+
+    def call(*given: Any) -> Results:
+        found = made(*map(widened, given[:3]), *given[3:])
+        return found._replace(output=found.output[..., :dim].contiguous())
+
+    return call
+
+
+def _prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
     c = _Call(given, how)
     stats = how.stats
     device, dtype, out_shape, rows = given.query.device, c.dtype, (*c.rows, c.value_dim), c.rows
@@ -222,6 +268,8 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
         entropy, row_max = (of_rows() if each in stats else None for each in ("entropy", "row_max"))
         sums = torch.zeros(columns, dtype=torch.float32, device=device) if "column_sums" in stats else None
         return Results(of_output(), of_rows(), entropy, row_max, sums)
+
+    of_record = maker(record_shape(c), torch.float32, device)
 
     if n == 0:
         return lambda *_: made()
@@ -242,23 +290,51 @@ def prepare_forward(given: Inputs, how: Attention) -> Callable[..., Results]:
         run = c.prepare(
             _attention, programs, tiles, tensors, scalars, entropy="entropy" in stats, row_max="row_max" in stats
         )  # fmt: skip
-    sums = None
+    sums = record_rows = None
     if like.column_sums is not None and c.n_keys:
         tiles = c.plan.sums
         programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * c.n_heads
         of_sums = (strides[0], strides[1], *strides[3:], *c.numbers())
-        sums = c.prepare(_column_sums, programs, tiles, (q, k, mask, bias, slopes, like.lse, like.column_sums), of_sums)
+        record = of_record()
+        record_rows = prepare_delta(c, ready, None, None, like.lse, None, record, None, None)
+        sums = c.prepare(_column_sums, programs, tiles, (q, k, mask, bias, slopes, record, like.column_sums), of_sums)
 
     def call(*given: Tensor | None) -> Results:
         found, ready = made(), c.readied(given)
         run(*[each for each in (*ready, *found[:4]) if each is not None])
-        if sums is not None:
-            q, k, _, mask, bias, _, slopes = ready
-            every = (q, k, mask, bias, slopes, found.lse, found.column_sums)
+        if sums is not None and record_rows is not None:
+            q, k, _, mask, bias, sinks, slopes = ready
+            record = of_record()
+            record_rows(*[each for each in (q, k, mask, bias, sinks, slopes, found.lse, record) if each is not None])
+            every = (q, k, mask, bias, slopes, record, found.column_sums)
             sums(*[each for each in every if each is not None])
         return found
 
     return call
+
+
+def record_shape(c: _Call) -> tuple[int, int]:
+    """Of what `_delta` records: three numbers of each query."""
+    return c.n_batches * c.n_heads, 3 * c.n_queries
+
+
+def prepare_delta(
+    c: _Call, ready: tuple, output: Tensor | None, do: Tensor | None, lse: Tensor, dlse: Tensor | None, record: Tensor,
+    coarse: Tensor | None, rows: Tensor | None,
+) -> Callable[..., None]:  # fmt: skip
+    """What launches `_delta` on those of its tensors that are given.
+
+    ready: the call's tensors, in the order of Inputs.
+    """
+    q, k, _, mask, bias, sinks, slopes = ready
+    strides = [c.strides[name] for name in ("q", "k", "mask", "bias", "slopes")]
+    tiles = Tiles(GRANULE, 32, 4, 1)
+    n_padded = attention_hopper.rows_shape(c)[-1]
+    return c.prepare(
+        _delta, blocks(c.n_queries, GRANULE) * c.n_batches * c.n_heads, tiles,
+        (q, k, mask, bias, sinks, slopes, output, do, lse, dlse, record, coarse, rows),
+        (*strides, c.strides.get("do"), *c.numbers(), n_padded),
+    )  # fmt: skip
 
 
 class Gradients(NamedTuple):
@@ -276,9 +352,28 @@ def prepare_backward(
     given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: Sequence[bool]
 ) -> Callable[..., Gradients]:
     """What computes the gradients that are asked for: call it with do, dlse, output, lse, and the inputs."""
+    if not _widens(given):
+        return _prepare_backward(given, how, do, dlse, output, lse, asked)
+    wide = given._replace(query=widened(given.query), key=widened(given.key), value=widened(given.value))
+    made = _prepare_backward(wide, how, widened(do), dlse, widened(output), lse, asked)
+
+    def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Any) -> Gradients:
+        found = made(widened(do), dlse, widened(output), lse, *map(widened, given[:3]), *given[3:])
+        dq, dk, dv = (
+            each if each is None else each[..., : like.shape[-1]].contiguous()
+            for each, like in zip(found[:3], given[:3], strict=True)
+        )
+        return found._replace(query=dq, key=dk, value=dv)
+
+    return call
+
+
+def _prepare_backward(
+    given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: Sequence[bool]
+) -> Callable[..., Gradients]:
     c = _Call(given, how, do)
     device = given.query.device
-    q, k, v, mask, bias, _, slopes = c.readied(given)
+    ready = q, k, v, mask, bias, _, slopes = c.readied(given)
     do = c.of("do", do)  # type: ignore[assignment]
     n_rows = c.n_batches * c.n_heads * c.n_queries
     strides = [c.strides[name] for name in ("q", "k", "v", "mask", "bias", "slopes", "do")]
@@ -286,8 +381,15 @@ def prepare_backward(
     short = prepare_short_backward(c, (q, k, v, mask, bias, slopes, do, lse), dlse, scalars, asked)
     if short is not None:
         return lambda *tensors: Gradients(*short(*tensors))
-    of_rows, of_dq = maker(c.rows, torch.float32, device), maker((*c.rows, c.head_dim), c.dtype, device)
-    delta = of_rows()
+    of_record, of_dq = maker(record_shape(c), torch.float32, device), maker((*c.rows, c.head_dim), c.dtype, device)
+    record = of_record()
+    own_coarse = torch.zeros(1, dtype=torch.int64) if c.device < 0 else None
+
+    def of_coarse() -> Tensor:
+        """What tells the kernel of dK and dV that some lse is too coarse: 0 before and after a call."""
+        return own_coarse if own_coarse is not None else workspace.slots(c.device, 1, 1, _COARSE)
+
+    coarse = of_coarse()
     beside = {"mask": given.attn_mask, "bias": given.bias}
     wanted = [name for name, asks in zip(("mask", "bias"), asked[3:5], strict=True) if asks]
     full = [name for name in wanted if c.patterns[name].full]
@@ -298,13 +400,16 @@ def prepare_backward(
     rows_shape = attention_hopper.rows_shape(c)
     of_tiled_rows = maker(rows_shape, torch.float32, device)
     rows = of_tiled_rows()
-    by_sum = prepare_by_sum(c, (q, k, v, slopes), bias, do, rows, bool(asked[0])) if wanted == ["bias"] else None
+    by_sum = None
+    if wanted == ["bias"]:
+        by_sum = prepare_by_sum(c, (q, k, v, slopes), bias, do, rows, record, coarse, bool(asked[0]))
     for_keys, for_queries = bool(asked[1] or asked[2]), bool(asked[0] or full)
     if by_sum is not None:
         for_keys, for_queries, wanted, full = False, False, [], []
     dq_like = of_dq()
     key_shape = (*c.lead, c.n_heads // c.group, c.n_keys)
-    read = (q, k, v, mask, bias, slopes, do, lse, delta)
+    read = (q, k, v, mask, bias, slopes, do, record)
+    with_coarse = (*read, coarse)
 
     of_dk, of_dv = (maker((*key_shape, d), c.dtype, device) for d in (c.head_dim, c.value_dim))
 
@@ -319,55 +424,59 @@ def prepare_backward(
     of_delta = of_keys = of_queries = None
     keys_tiled = queries_tiled = None  # by the kernels for sm_90
     if for_keys and n_rows and c.n_keys:
-        keys_tiled = attention_hopper.prepare_keys(c, (q, k, v, slopes), bias, do, rows, *keys_made())
+        keys_tiled = attention_hopper.prepare_keys(c, (q, k, v, slopes), bias, do, rows, record, coarse, *keys_made())
         tiles = c.plan.keys
         programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * (c.n_heads // c.group)
         if keys_tiled is None:
-            of_keys = c.prepare(_keys_gradient, programs, tiles, (*read, *keys_made()), scalars)
+            of_keys = attention_hopper.both(
+                c.prepare(_keys_gradient, programs, tiles, (*with_coarse, *keys_made()), scalars, recorded=recorded)
+                for recorded in (False, True)
+            )
     if for_queries and n_rows:
         if not full:
-            queries_tiled = attention_hopper.prepare_queries(c, (q, k, v, slopes), bias, do, rows, dq_like)
+            queries_tiled = attention_hopper.prepare_queries(
+                c, (q, k, v, slopes), bias, do, rows, record, coarse, dq_like
+            )
         tiles = c.plan.queries
         programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
         if queries_tiled is None:
-            more = (*read, dq_like, ds_made() if full else None)
+            more = (*with_coarse, dq_like, ds_made() if full else None)
             of_queries = c.prepare(_queries_gradient, programs, tiles, more, scalars, stores_ds=bool(full))
     any_tiled = any(each is not None for each in (keys_tiled, queries_tiled, by_sum))
     if n_rows:
-        tiles = replace(c.plan.forward, block_m=min(c.plan.forward.block_m, 64), num_warps=4)
-        programs = blocks(c.n_queries, tiles.block_m) * c.n_batches * c.n_heads
-        of_delta = c.prepare(
-            _delta, programs, tiles, (output, do, lse, dlse, delta, rows if any_tiled else None),
-            (strides[6], c.inner, c.n_heads, c.n_queries, rows_shape[-1]),
-        )  # fmt: skip
+        of_delta = prepare_delta(c, ready, output, do, lse, dlse, record, coarse, rows if any_tiled else None)
     of_bias = {name: prepare_bias(c, name, read, strides, beside[name].dtype) for name in wanted if name not in full}  # type: ignore[union-attr]
 
     def call(do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, *given: Tensor | None) -> Gradients:
         q, k, v, mask, bias, sinks, slopes = c.readied(given)
         do = c.of("do", do)  # type: ignore[assignment]
-        delta = of_rows()
+        record, coarse = of_record(), of_coarse()
         rows = of_tiled_rows() if any_tiled else None
         if of_delta is not None:
-            of_delta(*[each for each in (output, do, lse, dlse, delta, rows) if each is not None])
-        read = [each for each in (q, k, v, mask, bias, slopes, do, lse, delta) if each is not None]
-        by_tiles = [each for each in (q, k, v, bias, slopes, do, rows) if each is not None]
+            every = q, k, mask, bias, sinks, slopes, output, do, lse, dlse, record, coarse, rows
+            of_delta(*[each for each in every if each is not None])
+        read = [each for each in (q, k, v, mask, bias, slopes, do, record) if each is not None]
+        by_tiles = [each for each in (q, k, v, bias, slopes, do, rows, record, coarse) if each is not None]
         dq = dk = dv = ds = None
         if for_keys:
             dk, dv = keys_made()
             if keys_tiled is not None:
                 keys_tiled(*by_tiles, dk, dv)
             elif of_keys is not None:
-                of_keys(*read, dk, dv)
+                of_keys(*read, coarse, dk, dv)
         if for_queries:
             dq = of_dq()
             ds = ds_made() if full else None
             if queries_tiled is not None:
                 queries_tiled(*by_tiles, dq)
             elif of_queries is not None:
-                of_queries(*read, dq, *(() if ds is None else (ds,)))
+                of_queries(*read, coarse, dq, *(() if ds is None else (ds,)))
+        if n_rows and not for_queries:  # whose kernel does so
+            coarse.zero_()
         added: dict[str, Tensor | None] = {"mask": None, "bias": None}
         if by_sum is not None:
             dq, dk, dv, dbias = by_sum(*by_tiles)
+            coarse.zero_()
             added["bias"] = dbias.sum_to_size(given[4].shape)  # type: ignore[union-attr]
         for name in wanted:
             tensor: Any = given[3 if name == "mask" else 4]
@@ -378,6 +487,7 @@ def prepare_backward(
                 added[name] = own.sum_to_size(tensor.shape)
             else:
                 added[name] = of_bias[name](read).sum_to_size(tensor.shape)
+        delta = record[:, : c.n_queries].view(c.rows)
         dsinks = sinks_gradient(sinks, lse, delta) if asked[5] and sinks is not None else None
         return Gradients(
             dq if asked[0] else None, dk if asked[1] else None, dv if asked[2] else None, added["mask"], added["bias"],

@@ -1,6 +1,6 @@
 """The launches of attention's kernels for sm_90, prepared for tensors that TMA can read as they lie."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,18 +44,19 @@ def prepare_forward(
 
 
 def prepare_keys(
-    c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor, rows: Tensor, dk: Tensor, dv: Tensor,
-    ds: Tensor | None = None, first_head: int = 0,
+    c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor, rows: Tensor, record: Tensor, coarse: Tensor,
+    dk: Tensor, dv: Tensor, ds: Tensor | None = None, first_head: int = 0,
 ) -> Any:  # fmt: skip
-    """What launches dK and dV of a call on (query, key, value, bias, slopes, dO, rows, dK, dV, and dS if it is given).
+    """What launches dK and dV of a call on (query, key, value, bias, slopes, dO, rows, record, coarse, dK, dV, dS).
 
-    None where the plain kernel is to compute them. read: query, key, value and slopes. ds: [batch, head of queries,
-    query, key], of as many heads from that of the keys' first_head on as are to be computed.
+    None where the plain kernel is to compute them. read: query, key, value and slopes. ds: if it is kept, [batch, head
+    of queries, query, key], of as many heads from that of the keys' first_head on as are to be computed.
     """
     if not takes(c, "keys", read, bias, do):
         return None
     plan: Any = _planned(c, "keys", bias)
-    spec = _spec(c, plan, of_keys=True, stores_ds=ds is not None)
+    specs = [_spec(c, plan, of_keys=True, stores_ds=ds is not None, recorded=recorded) for recorded in (False, True)]
+    spec = specs[0]
     heads = c.n_heads // c.group if ds is None else ds.shape[1] // c.group
     of_ds = None if ds is None else _descriptor(ds, list(ds.shape), list(ds.stride()), [1, 1, plan.block, ROWS])
     into = [
@@ -73,10 +74,24 @@ def prepare_keys(
         maps.append(_of_bias(c, bias, plan.block, ROWS))
         into.append(of_ds)
         numbers += [first_head, heads]
-    return launch.prepare(
-        kernel, programs, (*maps, read[3], of_do, _of_floats(rows, plan.block), *into),
-        (*numbers, float(c.how.scale), *_rate(c)), {"K": spec}, device=c.device, num_warps=4, plan=plan,
+    return both(
+        launch.prepare(
+            kernel, programs, (*maps, read[3], of_do, _of_floats(rows, plan.block), record, coarse, *into),
+            (*numbers, float(c.how.scale), *_rate(c)), {"K": each}, device=c.device, num_warps=4, plan=plan,
+        )
+        for each in specs
     )  # fmt: skip
+
+
+def both(launches: Iterable[Any]) -> Any:
+    """What launches one kernel after another on the same tensors, of which one has nothing to do."""
+    first, second = launches
+
+    def run(*tensors: Tensor) -> None:
+        first(*tensors)
+        second(*tensors)
+
+    return run
 
 
 def takes(c: Any, kernel: str, read: Sequence[Any], bias: Tensor | None, do: Tensor) -> bool:
@@ -85,7 +100,16 @@ def takes(c: Any, kernel: str, read: Sequence[Any], bias: Tensor | None, do: Ten
     return planned and tiled(c, dict(zip(("q", "k", "v", "do"), (*read[:3], do), strict=True)))
 
 
-def prepare_queries(c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor, rows: Tensor, dq: Tensor) -> Any:
+def prepare_queries(
+    c: Any,
+    read: Sequence[Any],
+    bias: Tensor | None,
+    do: Tensor,
+    rows: Tensor,
+    record: Tensor,
+    coarse: Tensor,
+    dq: Tensor,
+) -> Any:
     """As `prepare_keys`, of dQ."""
     if not takes(c, "queries", read, bias, do):
         return None
@@ -103,8 +127,8 @@ def prepare_queries(c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor
 
         maps.append(_of_bias(c, bias, ROWS, plan.block))
     return launch.prepare(
-        kernel, programs, (*maps, read[3], of_do, rows, into), numbers, {"K": spec}, device=c.device, num_warps=4,
-        plan=plan,
+        kernel, programs, (*maps, read[3], of_do, rows, record, coarse, into), numbers, {"K": spec}, device=c.device,
+        num_warps=4, plan=plan,
     )  # fmt: skip
 
 

@@ -22,9 +22,16 @@ _PROGRAMS, _LEAST_BATCHES = 2, 4  # of a multiprocessor, and those of each part,
 
 
 def prepare_by_sum(
-    c: Any, read: Sequence[Tensor], bias: Tensor | None, do: Tensor, rows: Tensor, asks_query: bool
+    c: Any,
+    read: Sequence[Tensor],
+    bias: Tensor | None,
+    do: Tensor,
+    rows: Tensor,
+    record: Tensor,
+    coarse: Tensor,
+    asks_query: bool,
 ) -> Callable[..., tuple[Tensor | None, Tensor, Tensor, Tensor]] | None:
-    """What computes the gradients of query, key, value and bias on (query, key, value, bias, dO, rows).
+    """What computes the gradients of query, key, value and bias on (query, key, value, bias, dO, rows, record, coarse).
 
     None where other kernels are to compute them, as those of a head for which dS is too large. read: query, key, value.
     """
@@ -52,11 +59,13 @@ def prepare_by_sum(
     launches = []
     for first in range(0, key_heads, heads):
         n = min(heads, key_heads - first)
-        run = attention_hopper.prepare_keys(c, read, bias, do, rows, dk, dv, ds_of(room, n), first)
+        run = attention_hopper.prepare_keys(c, read, bias, do, rows, record, coarse, dk, dv, ds_of(room, n), first)
         of_ds = _prepare_both(c, ds_of(room, n), read[1], dq_made, first) if asks_query else None
         launches.append((slice(first, first + n), n, run, of_ds))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, do: Tensor, rows: Tensor) -> Any:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor, do: Tensor, rows: Tensor, record: Tensor, coarse: Tensor
+    ) -> Any:
         dk, dv = keys_made()
         dq = dq_made() if asks_query else None
         room, sums = torch.empty(heads * of_head, dtype=c.dtype, device=device), _Sums(c, len(launches) == 1, device)
@@ -64,7 +73,7 @@ def prepare_by_sum(
             ds, of_queries = ds_of(room, n), slice(which.start * c.group, which.stop * c.group)
             if c.how.bounded:
                 ds.zero_()  # what is hidden is not visited
-            run(q, k, v, bias, do, rows, dk, dv, ds)
+            run(q, k, v, bias, do, rows, record, coarse, dk, dv, ds)
             if of_ds is not None:
                 sums.add(of_ds(ds, k, dq), of_queries)
                 continue

@@ -34,7 +34,7 @@ def prepare_short_backward(
     """
     plan = _planned("backward", c)
     wanted = [name for name, asks in zip(("mask", "bias"), asked[3:5], strict=True) if asks]
-    if plan is None or c.group != 1 or asked[5] or len(wanted) > 1:
+    if plan is None or c.group != 1 or c.spec.sinks or len(wanted) > 1:
         return None
     if wanted and c.patterns[wanted[0]].own != (1, 1, c.n_heads, c.n_queries, c.n_keys):
         return None

@@ -52,7 +52,7 @@ FULL: dict[str, dict[int, Rungs]] = {
 }
 # Of short heads whose dims are few, and of narrow windows: tiles that reach less far beyond what is visible.
 SHORT, SHORT_KEYS = (64, 64, 4, 3), 512
-LEAST = 16  # of a side of a product
+LEAST, SWIZZLE = 16, 64  # of a side of a product; dims of 16 bits, whose rows fill the widest pattern
 # Of the kernel that reads stored dS once: a tile, and how many of them a program has at most, by the dims of a head.
 OF_DS, MOST_OF_DS = (64, 128, 8, 3), {32: 3, 64: 2}
 
@@ -91,7 +91,7 @@ def plan_attention(
     >>> plan_attention(128, 128, 2, 4096, 4096, H200).forward
     Tiles(block_m=128, block_n=64, num_warps=8, num_stages=3)
     """
-    dims = padded(head_dim), padded(value_dim)
+    dims = blocks_of(head_dim, value_dim, itemsize)
     found = {}
     for kernel, ladder in (FULL if itemsize > 2 else HALF).items():
         rung = ladder[max(64, *dims)][min(extras, 2)]
@@ -116,6 +116,23 @@ def plan_ds(head_dim: int, n_keys: int) -> Tiles | None:
 def padded(dim: int) -> int:
     """The power of two that holds a head's dims, and that a product takes."""
     return max(LEAST, next_power_of_2(dim))
+
+
+def blocks_of(head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
+    """The powers of two that hold a head's dims and a value's, for tiles of one kernel.
+
+    Tiles of 16 bits less than SWIZZLE dims wide lie in shared memory in a pattern of their own. Where two tiles follow
+    each other in one place in two patterns, ptxas 12.8, which comes with Triton 3.6 and 3.7, mixes up their addresses:
+    dims 200 and 8, whose rows no vectors load, gave wrong outputs. So both have one pattern.
+
+    >>> blocks_of(200, 8, 2), blocks_of(128, 16, 4), blocks_of(32, 32, 2)
+    ((256, 64), (128, 16), (32, 32))
+    """
+    dims = padded(head_dim), padded(value_dim)
+    if itemsize != 2:
+        return dims
+    least = min(SWIZZLE, max(dims))
+    return max(dims[0], least), max(dims[1], least)
 
 
 def _fitted(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fused_softmax.plan.attention import LEAST, Tiles, padded
+from fused_softmax.plan.attention import LEAST, Tiles, blocks_of
 from fused_softmax.plan.device import Device
 from fused_softmax.plan.sizes import next_power_of_2
 
@@ -47,7 +47,7 @@ def plan_decode(
     n_rows = group * n_queries
     if n_rows > MOST_ROWS[itemsize] or n_keys < LEAST_KEYS:
         return None
-    dims = padded(head_dim), padded(value_dim)
+    dims = blocks_of(head_dim, value_dim, itemsize)
     block_n = min(max(TILE_BYTES // (2 * itemsize * max(dims)), TILE_KEYS[0]), TILE_KEYS[1])
     block_r = next_power_of_2(n_rows)
     tiles = -(-n_keys // block_n)

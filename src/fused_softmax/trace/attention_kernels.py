@@ -23,7 +23,9 @@ from fused_softmax.trace.story import Story, Tile, Told
 SCALE = math.log(2)  # scores count in powers of 2, so the kernel, which computes exp as exp2, holds them as they are
 MOST_TOKENS = math.isqrt(MOST_ELEMENTS)
 
-_PLACES = frozenset({"head_at", "in_log2", "keys_seen", "load_tile", "place_of", "store_tile"})
+_PLACES = frozenset(
+    {"dense_head", "keys_seen", "load_tile", "origin_in_log2", "place_of", "store_tile", "unit_at", "unit_of"}
+)
 
 
 def _check(x: Tensor) -> None:
@@ -85,9 +87,10 @@ ATTENTION = (
                         "output": "store_rows(",
                     },
                     row="first + rows",
+                    m=("top",),
                     notes={
                         "tile = n_tiles": "The last tile of queries sees most keys, so it goes first.",
-                        "m = tl.full": "No key is known yet: the maximum is -inf, the sum and the output are 0.",
+                        "top = tl.full": "No key is known yet: the maximum is -inf, the sum and the output are 0.",
                         "begin, cut, end": "All queries of the tile see the keys before `cut`, none of them sees those "
                         "from `end` on: their blocks are skipped.",
                     },
@@ -100,17 +103,19 @@ ATTENTION = (
                         "q_head",
                         "k_head",
                         "v_head",
+                        "m = top",
                         "t = tl.zeros",
                         "at = ",
                         "valid = ",
                     ),
-                    unused=("t",),
+                    unused=("m", "t"),
                 ),
                 "visit": Told(
                     {"keys": "for start in"},
                     row="first + rows",
-                    silent=("BLOCK_N", "m, s, t, o = add_keys", "return m, s, t, o"),
-                    unused=("t", "EDGE"),
+                    m=("top",),
+                    silent=("BLOCK_N", "top, m, s, t, o = add_keys", "return top, m, s, t, o"),
+                    unused=("m", "t", "EDGE"),
                     state=True,
                     tiles={"o": Tile("o", "first + rows")},
                 ),
@@ -119,7 +124,7 @@ ATTENTION = (
                         "keys": "k = load_tile",
                         "scores": "T = Tile",
                         "maximum": "top = ",
-                        "weights": "base = ",
+                        "weights": "unit = ",
                         "sum": "s = s * weight",
                         "values": "v = load_tile",
                         "rescaled output": "o = tl.dot",
@@ -128,6 +133,9 @@ ATTENTION = (
                     m=("top",),
                     notes={
                         "top = ": "The maximum of the scores so far, this block's among them.",
+                        "unit = ": "What turns scores into powers of 2: 1, because the scale is ln 2.",
+                        "new = top * unit": "The maximum in powers of 2, here the maximum itself. The next block has "
+                        "it as `m`.",
                         "p = ": "What each key counts: 2 to the power of its score, against the maximum.",
                         "weight = ": "What has been added up so far is of the old maximum. This corrects it; it is 1 "
                         "where the maximum has not risen.",
@@ -135,7 +143,7 @@ ATTENTION = (
                         "o = tl.dot": "The old output, corrected as the sum is, and this block's values by their "
                         "weights.",
                     },
-                    silent=("BLOCK_N", "GUARD", "T = Tile", "base = ", "return top, s, t, o"),
+                    silent=("BLOCK_N", "GUARD", "T = Tile", "return top, new, s, t, o"),
                     unused=("t", "EDGE", "S.n_keys", "_"),
                     state=True,
                     tiles={"o": Tile("o", "first + rows")},
@@ -154,7 +162,7 @@ ATTENTION = (
                     {"output": "o = o / "},
                     notes={"o = o / ": "The sum divides once, at the end, and not in every block."},
                     silent=("rows = ",),
-                    unused=("n",),
+                    unused=("n", "unit"),
                 ),
             },
             phases=(
