@@ -312,7 +312,6 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
             *measured("| 25 | 0.896 | 0.252 |", "| 25 | 0.978 | 0.679 |", "| 25 | 0.995 | 0.905 |"),
             *measured("| 42 | 0.970 | 0.758 | 1.146 |"),
         ],
-        "Two files are of the present kernels": measured("0.977 to 1.027 times as long"),
         "runs each provider for": measured("runs untimed for 100 ms first.", "is 0.99 to 1.06 in the last"),
         "one point of `h200_backward.json`": [failed("fused_softmax")],
     },

@@ -9,7 +9,7 @@ KERNELS = Path(__file__).parents[1] / "src/fused_softmax/kernels"
 MOST_PARAMETERS, MOST_CONSTEXPRS = 28, 3
 # Those that have more: attention's, of up to eight tensors with strides.
 LARGER = {
-    "_delta": 32, "_keys_gradient": 29, "_queries_gradient": 29, "_bias_gradient": 32, "_decode": 29,
+    "_delta": 32, "_peer_loss": 29, "_keys_gradient": 29, "_queries_gradient": 29, "_bias_gradient": 32, "_decode": 29,
     "_short_gradient": 33,
 }  # fmt: skip
 
