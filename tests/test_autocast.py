@@ -268,7 +268,7 @@ def over_ranks(group, given):
     mesh = init_device_mesh("cpu", (n_ranks,))
     placed = distribute_tensor(g["x"].detach(), mesh, [Shard(1)]).requires_grad_()
     layer = distribute_tensor(g["l"].detach(), mesh, [Shard(0)]).requires_grad_()
-    features = distribute_tensor(h, mesh, [Replicate()])
+    features, targets = (distribute_tensor(each, mesh, [Replicate()]) for each in (h, t))
     calls_of = {
         "softmax": (lambda: fused_softmax.softmax(x, group=group), x),
         "log_softmax": (lambda: fused_softmax.log_softmax(x, group=group), x),
@@ -280,7 +280,7 @@ def over_ranks(group, given):
         "linear_cross_entropy of a DTensor": (lambda: fused_softmax.linear_cross_entropy(features, layer, t), layer),
     }
     if INTERPRETED:
-        calls_of["torch's cross_entropy of a DTensor"] = (lambda: F.cross_entropy(placed, t), placed)
+        calls_of["torch's cross_entropy of a DTensor"] = (lambda: F.cross_entropy(placed, targets), placed)
     found = {}
     with as_on_a_gpu(), fused_softmax.enabled():
         for name, (call, leaf) in calls_of.items():

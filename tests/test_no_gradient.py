@@ -33,6 +33,8 @@ def loss(kind, device):
 
 
 def on(way, function, monkeypatch, device):
+    if device != "cpu" and ("compiled" in way or way == "inductor"):
+        pytest.skip("compiled code raises by an assertion on the device, after which its CUDA context is of no use")
     if way.startswith("torch"):
         if device != "cpu":
             pytest.skip("of CPU tensors")
