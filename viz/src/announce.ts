@@ -3,6 +3,7 @@
 import { count, exact, short } from "./numbers";
 import type { Replay } from "./model";
 import { decode, isTile, type Local } from "./recording";
+import { isMessage, messagesText } from "./sentences";
 
 /** "columns 4 to 7" of the half-open range [4, 8). */
 export function columnsText(cols: readonly [number, number]): string {
@@ -42,7 +43,7 @@ export function announcement(replay: Replay): string {
   for (const load of step.loads ?? []) text += ` Reads ${elements(load.at.length)} of ${recording.tensors[load.tensor]!.name}.`;
   for (const store of step.stores ?? []) text += ` Writes ${elements(store.at.length)} of ${recording.tensors[store.tensor]!.name}.`;
   const set = Object.entries(step.set ?? {}).filter(([, value]) => !isTile(value) || value.data.length === 1);
-  if (set.length) text += ` ${set.map(([name, value]) => `${name} = ${localText(value)}`).join(", ")}.`;
+  if (set.length) text += ` ${set.map(([name, value]) => `${name} = ${isMessage(replay, value) ? messagesText(replay, value) : localText(value)}`).join(", ")}.`;
   if (step.message) text += ` ${messageText(step.message)}.`;
   if (step.note) text += ` ${step.note}`;
   return text;

@@ -24,6 +24,10 @@ export interface HeatOptions {
   word?: string;
   /** Whether the kernel never computes an element. */
   never?: (at: number) => boolean;
+  /** Whether the values were there before the run. */
+  given: boolean;
+  /** What stands in a cell, in words. */
+  said: (at: number) => string;
 }
 
 /** Larger matrices show one window of their rows at a time. */
@@ -77,11 +81,7 @@ export class Heat {
       const cell = (event.target as HTMLElement).closest("td");
       const index = cell ? this.cells.indexOf(cell) : -1;
       if (!cell || index === -1) return;
-      const [row, col] = [Math.floor(index / cols) + this.firstRow, index % cols];
-      const value = cell.dataset["value"];
-      const never = options.never?.(index + this.firstRow * cols) ?? false;
-      const absent = never ? "is never computed" : options.role === "registers" ? "not computed yet" : "not written yet";
-      cell.title = `${name}[${row}, ${col}] ${value ? `= ${value}` : absent}`;
+      cell.title = options.said(index + this.firstRow * cols);
     });
     this.table = table;
     this.labelRows();
@@ -94,7 +94,7 @@ export class Heat {
       this.room = room;
       this.marks.fill(0xffff);
     }
-    const { cols, role, rows } = this.options;
+    const { cols, role, rows, given } = this.options;
     const wanted = boxes[0] ? Math.min(boxes[0].rows[0], rows - 1) : this.firstRow;
     const firstRow = Math.floor(wanted / this.visibleRows) * this.visibleRows;
     if (firstRow !== this.firstRow) {
@@ -109,7 +109,7 @@ export class Heat {
       if (at >= memory.values.length) continue;
       const value = memory.values[at]!;
       const reads = Math.min(6, memory.reads[at]!);
-      const written = memory.writes[at]! > 0 || role === "input";
+      const written = memory.writes[at]! > 0 || given;
       const mark = reads | (written ? 8 : 0);
       const fresh = this.marks[index] === 0xffff;
       if (!fresh && mark === this.marks[index] && Object.is(value, this.shown[index])) continue;

@@ -5,10 +5,12 @@
  * memory, so that a seek applies at most CHECKPOINT_STEPS steps. Indices that are built once answer everything else.
  */
 
+import { formatNamed, roundTo } from "./numbers";
 import {
   decode,
   isTile,
   rowsAndCols,
+  type Cell,
   type Frame,
   type Local,
   type Message,
@@ -113,6 +115,8 @@ export class Replay {
   /** What scores are exponents of. */
   readonly base: number;
   private readonly held: readonly ReadonlySet<number>[];
+  /** Whether a program writes to a tensor. */
+  private readonly stored: readonly boolean[];
   /** Every tensor's rows and columns. */
   readonly layouts: readonly (readonly [number, number])[];
   readonly nRows: number;
@@ -172,6 +176,9 @@ export class Replay {
     const held = tensors.map(() => new Set<number>());
     for (const step of steps) for (const each of step.holds ?? []) for (const at of each.at) held[each.tensor]!.add(at);
     this.held = held;
+    const stored = tensors.map(() => false);
+    for (const step of steps) for (const each of step.stores ?? []) stored[each.tensor] = true;
+    this.stored = stored;
     this.interval = Math.max(CHECKPOINT_STEPS, Math.ceil((this.length * bytes) / CHECKPOINT_BYTES));
     this.checkpoints.set(0, copyOf(this.memory));
 
@@ -319,6 +326,29 @@ export class Replay {
     return (this.sums[row] ?? []).filter((each) => each.position <= position);
   }
 
+  /** Whether a tensor had its values before the run: an input, or scratch that no program writes. */
+  given(index: number): boolean {
+    const { role } = this.tensors[index]!;
+    return role === "input" || (role === "scratch" && !this.stored[index]);
+  }
+
+  /** Whether an element has a value now. */
+  present(index: number, at: number): boolean {
+    return this.given(index) || this.memory[index]!.writes[at]! > 0;
+  }
+
+  /** An element now, as the recording has it: a double does not hold every integer. */
+  cell(index: number, at: number): Cell {
+    for (let position = this.at - 1; position >= 0; position--) {
+      const { stores = [], holds = [] } = this.recording.steps[position]!;
+      for (const { tensor, at: places, data } of [...holds, ...stores].reverse()) {
+        const lane = tensor === index ? places.lastIndexOf(at) : -1;
+        if (lane !== -1) return data[lane]!;
+      }
+    }
+    return this.tensors[index]!.before[at]!;
+  }
+
   /** Whether the kernel never computes an element of a matrix in registers. */
   never(index: number, at: number): boolean {
     const tensor = this.tensors[index]!;
@@ -347,13 +377,15 @@ export class Replay {
     let [n, sum, min, max, entropy] = [0, 0, Infinity, -Infinity, 0];
     if (this.result >= 0) {
       const { values, writes } = this.memory[this.result]!;
+      const format = formatNamed(this.tensors[this.result]!.dtype);
       for (let at = row * this.nCols; at < (row + 1) * this.nCols; at++) {
         if (!writes[at]) continue;
-        const p = values[at]!;
+        // Of a narrow dtype a recording has the shortest decimals, which are not the numbers that it adds up to.
+        const p = format ? roundTo(values[at]!, format) : values[at]!;
         n += 1;
         sum += p;
-        min = Number.isNaN(p) ? NaN : Math.min(min, p);
-        max = Number.isNaN(p) ? NaN : Math.max(max, p);
+        min = Number.isNaN(p) ? NaN : Math.min(min, values[at]!);
+        max = Number.isNaN(p) ? NaN : Math.max(max, values[at]!);
         entropy -= p === 0 ? 0 : p * Math.log(p);
       }
     }
@@ -613,7 +645,10 @@ function rowStates(replay: Replay): RowState[][] {
         state.torn = last?.m !== state.m && next !== undefined && next.m === state.m && next.s !== state.s;
         return;
       }
-      const half = next !== undefined && (Object.is(next.s, state.s) !== Object.is(next.m, state.m));
+      const last = list.slice(0, index).findLast((each) => each.program === state.program);
+      if (!last || !next) return;
+      const [newM, newS] = [!Object.is(last.m, state.m), last.s !== null && !Object.is(last.s, state.s)];
+      const half = newM !== newS && Object.is(next.s, state.s) === newS && Object.is(next.m, state.m) === newM;
       state.torn = half && next.terms !== null && next.position - state.position <= 4;
     });
   }

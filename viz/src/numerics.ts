@@ -71,7 +71,7 @@ export function trial(x: ArrayLike<number>, format: Format, subtract: boolean, t
     if (full !== -1) return `The sum passes ${short(format.largest, 5)} at column ${full} and becomes inf, so every probability is 0.`;
     if (s === 0) return `Underflow: every exponential is 0. 0 / 0 is nan, so ${all}.`;
     if (absorbed > 0 && status !== "ok") {
-      return `${absorbed} of ${n} terms were too small to change the sum. It stopped at ${short(s, 6)}, so the probabilities add up to ${short(sum, 3)}.`;
+      return `${absorbed} of ${n} terms were too small to change the sum. The sum ends at ${short(s, 6)}, so the probabilities add up to ${short(sum, 3)}.`;
     }
     if (status === "inexact") return `Off by up to ${percent(error)}: later operations cannot undo the terms’ rounding.`;
     return error === 0 ? "Equal to float64, bit for bit." : `Off by at most ${percent(error)} of the largest probability.`;

@@ -159,6 +159,16 @@ export function decode(cell: Cell | null | undefined): number {
   }
 }
 
+/** What the 64 bits of a message hold: two numbers in float32, of which the second has no sign, and a bit in its place. */
+export function messageOf(cell: Cell): { m: number; s: number; tag: number } {
+  const bits = BigInt.asUintN(64, BigInt(cell));
+  const words = new DataView(new ArrayBuffer(8));
+  words.setBigUint64(0, bits);
+  const [m, tag] = [words.getFloat32(0), words.getUint8(4) >> 7];
+  words.setUint8(4, words.getUint8(4) & 0x7f);
+  return { m, s: words.getFloat32(4), tag };
+}
+
 /** A number as a recording's cell. */
 export function encode(x: number): Cell {
   if (Number.isNaN(x)) return "nan";

@@ -62,7 +62,7 @@ export function compute(kernel: Modelled, matrix: Matrix, block: number): Record
     if (kernel === "online") online(run, row);
     else threePass(run, row);
   }
-  const [name, text, passes] = kernel === "online" ? ["online", ONLINE, 3] : ["three_pass", THREE_PASS, 4];
+  const [name, text, passes] = kernel === "online" ? ["online", ONLINE, 2] : ["three_pass", THREE_PASS, 3];
   const size = run.nRows * run.nCols;
   return {
     schema: 1,
@@ -93,7 +93,7 @@ export function compute(kernel: Modelled, matrix: Matrix, block: number): Record
     })),
     steps: run.steps,
     rows: run.results,
-    traffic: { reads: size * (passes - 1), writes: size, floor_reads: size, floor_writes: size, passes },
+    traffic: { reads: size * passes, writes: size, floor_reads: size, floor_writes: size, passes },
   };
 }
 
@@ -144,7 +144,8 @@ class Run {
         stores: [{ tensor: 1, at, data: at.map((_, lane) => encode(y[lane]!)), masked: this.block - at.length }],
       });
     }
-    this.results.push(resultOf(row, m, s, this.y.slice(row * this.nCols, (row + 1) * this.nCols)));
+    const empty = this.x[row]!.every((each) => each === -Infinity);
+    this.results.push(resultOf(row, m, s, this.y.slice(row * this.nCols, (row + 1) * this.nCols), empty));
   }
 }
 
@@ -217,14 +218,14 @@ function number(x: number): Local {
   return Number.isFinite(x) ? x : { shape: [], dtype: "float32", data: [encode(x)] };
 }
 
-function resultOf(row: number, m: number, s: number, y: readonly number[]): RowResult {
+function resultOf(row: number, m: number, s: number, y: readonly number[], empty: boolean): RowResult {
   const bad = y.some(Number.isNaN);
   return {
     row,
     max: encode(m),
     sum: encode(s),
     probability_sum: encode(y.reduce((a, b) => a + b, 0)),
-    status: bad ? (m === -Infinity ? "empty" : "nan") : "ok",
+    status: bad ? (empty ? "empty" : "nan") : "ok",
     min_probability: encode(bad ? NaN : Math.min(...y)),
     max_probability: encode(bad ? NaN : Math.max(...y)),
     entropy: encode(y.reduce((sum, p) => sum - (p === 0 ? 0 : p * Math.log(p)), 0)),

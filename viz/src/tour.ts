@@ -31,7 +31,7 @@ const end = (recording: Recording) => recording.steps.length;
 const STOPS: readonly Stop[] = [
   {
     title: "Five trips to memory",
-    text: "softmax divides e to the power of each number by the sum of its row. Written as five operations of torch, each reads the matrix from memory and writes it back. Each box under Traffic is one such trip; the bar passes the floor, which is one read and one write.",
+    text: "softmax divides e to the power of each number by the sum of its row. Written as five operations of torch, each reads a whole matrix from memory, and writes one back, or a number for each row. Each box under Traffic is one read or one write of a tensor; the bar passes the floor, which is one read and one write.",
     kernel: "naive",
     matrix: EXAMPLE,
     shows: ".meter",

@@ -1,8 +1,10 @@
-import { exact, short } from "../numbers";
-import { power, type Replay, type RowState } from "../model";
+import { power, type Replay } from "../model";
+import { short } from "../numbers";
 import { decode } from "../recording";
+import { chartText, recurrence, reductionOf } from "../sentences";
 import { Accumulator } from "./accumulator";
 import { useWidth } from "./hooks";
+import { Said } from "./said";
 
 const [TOP, MIDDLE, BOTTOM] = [92, 26, 84];
 const STACK = 74;
@@ -18,12 +20,8 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
   const values = input.values.subarray(row * nCols, (row + 1) * nCols);
   const seen = (replay.imagined ? input.writes : input.reads).subarray(row * nCols, (row + 1) * nCols);
   const output = replay.result >= 0 ? replay.tensor(replay.result) : null;
-  const program = replay.holder(row);
-  // Scores in registers come block by block, and a maximum that has risen is seen before the sum that it corrects.
-  const all = replay.history(row).filter((each) => each.program === program && (!each.torn || replay.imagined));
-  const history = all.filter((each) => !each.torn);
-  const state = all[all.length - 1] ?? null;
-  const past = history.findLast((each) => each.m !== state?.m || each.s !== state.s) ?? null;
+  const reduction = reductionOf(replay, row);
+  const { state, past } = reduction;
   const added = state?.torn ? past : state;
   const step = replay.step;
   const justNow = state !== null && state.position === replay.position;
@@ -47,7 +45,7 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
   const top = Math.max(1, highest(replay, row));
   const letter = replay.imagined ? replay.tensors[replay.main]!.name : "x";
   const adds = replay.accumulator >= 0;
-  const words = <p class={`recurrence${justNow ? " fresh" : ""}`}>{recurrence(replay, state, past, justNow)}</p>;
+  const words = <p class={`recurrence${justNow ? " fresh" : ""}`}><Said words={recurrence(replay, row, reduction)} /></p>;
   let stacked = 0;
 
   return (
@@ -61,7 +59,7 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
       <div class={adds ? "reduction" : ""}>
         <div ref={holder} class="plot">
           {width > 0 ? (
-            <svg width={width} height={base + 20} role="img" aria-label={chartText(replay, row)}>
+            <svg width={width} height={base + 20} role="img" aria-label={chartText(replay, row, reduction)}>
               <text class="axis" x={0} y={12}><tspan class="it">{letter}</tspan></text>
               <line class="rule" x1={left} x2={left + plot} y1={y(Math.max(low, 0))} y2={y(Math.max(low, 0))} />
               {[...values].map((value, col) => {
@@ -143,7 +141,7 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
         {adds ? (
           <div class="so-far">
             {words}
-            <Accumulator replay={replay} row={row} program={program} />
+            <Accumulator replay={replay} row={row} reduction={reduction} />
           </div>
         ) : null}
       </div>
@@ -152,85 +150,8 @@ export function RowChart({ replay, row }: { replay: Replay; row: number }) {
   );
 }
 
-
-/** The last change of the state, written out in its own numbers. */
-function recurrence(replay: Replay, state: RowState | null, past: RowState | null, fresh: boolean) {
-  const { base } = replay;
-  const symbol = base === Math.E ? "e" : String(base);
-  if ((!state || state.m === null) && replay.imagined) {
-    return <>No score is known yet. Each block of keys gives the query some; then they are forgotten, but for these: the greatest, <b>m</b>, the sum <b>s</b> of the weights, and the values by their weights.</>;
-  }
-  if (!state || state.m === null) {
-    return (
-      <>
-        Before a row can be written, the kernel needs only two numbers: the row’s maximum <b>m</b>, and <b>s</b>, the sum of its
-        e<sup>x − m</sup>.
-      </>
-    );
-  }
-  const [m, s] = [state.m, state.s];
-  if (s === null) {
-    const from = past?.m ?? null;
-    return (
-      <>
-        The maximum so far is <b>{short(m, 5)}</b>
-        {from !== null && Number.isFinite(from) && from < m ? `; it was ${short(from, 5)} before` : ""}. The sum has not started.
-      </>
-    );
-  }
-  if (!past || past.m === null || past.s === null || !Number.isFinite(past.m) || !(past.s > 0) || !Number.isFinite(s)) {
-    return (
-      <>
-        m = <b>{short(m, 5)}</b>, s = <b>{short(s, 5)}</b>
-      </>
-    );
-  }
-  const factor = power(base, past.m - m);
-  if (state.torn) {
-    return (
-      <>
-        <strong>The maximum rises</strong> from {short(past.m, 4)} to {short(m, 4)}. What has been added up is of the old one: it will be
-        multiplied by {symbol}
-        <sup>{short(past.m - m, 4)}</sup> = {short(factor, 4)}.
-      </>
-    );
-  }
-  const added = s - past.s * factor;
-  if (m > past.m) {
-    return (
-      <>
-        <strong>{fresh ? "The maximum rises" : "The maximum rose"}</strong> from {short(past.m, 4)} to {short(m, 4)}, so the old sum is
-        multiplied by {symbol}
-        <sup>{short(past.m - m, 4)}</sup> = {short(factor, 4)}.{" "}
-        <span class="nobreak">
-          s = {short(past.s, 4)} · {short(factor, 4)} + {short(added, 4)} = <b>{short(s, 4)}</b>
-        </span>
-      </>
-    );
-  }
-  return (
-    <>
-      The maximum stays {short(m, 4)}, so nothing is rescaled.{" "}
-      <span class="nobreak">
-        s = {short(past.s, 4)} + {short(added, 4)} = <b>{short(s, 4)}</b>
-      </span>
-    </>
-  );
-}
-
 /** The row's largest sum in the whole run. */
 function highest(replay: Replay, row: number): number {
   const sums = replay.history(row, replay.length).map((each) => each.s ?? 0);
   return sums.filter(Number.isFinite).reduce((a, b) => Math.max(a, b), 0);
-}
-
-function chartText(replay: Replay, row: number): string {
-  const state = replay.state(row, replay.holder(row) ?? undefined);
-  const { reads, writes } = replay.tensor(replay.main);
-  const counts = (replay.imagined ? writes : reads).subarray(row * replay.nCols, (row + 1) * replay.nCols);
-  const seen = counts.filter((each) => each > 0).length;
-  const m = state?.m ?? null;
-  const s = state?.s ?? null;
-  const known = `${m === null ? "no maximum yet" : `running maximum ${exact(m)}`}, ${s === null ? "no sum yet" : `running sum ${short(s, 4)}`}`;
-  return `Row ${row}: ${seen} of ${replay.nCols} columns ${replay.imagined ? "computed" : "read"}, ${known}.`;
 }

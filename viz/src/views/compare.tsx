@@ -1,7 +1,9 @@
 import { count } from "../numbers";
 import type { Replay } from "../model";
 import type { Entry } from "../catalogue";
+import { sideText, verdict } from "../sentences";
 import { Meter } from "./meter";
+import { Said } from "./said";
 import { TensorView } from "./tensor";
 
 interface Props {
@@ -25,7 +27,7 @@ export function Compare({ left, right, replays, clock, kernels, onKernel, values
         <p class="lede">
           Both kernels get the same matrix, and the clock counts memory traffic. They move elements at the same rate, as on a chip that
           waits for its memory, so the kernel that moves fewer finishes first.
-          <Verdict entries={[left, right]} />
+          <span class="verdict"><Said words={verdict([left, right])} /></span>
         </p>
         <Field entries={field} clock={clock} chosen={[left, right]} />
       </div>
@@ -46,35 +48,6 @@ export function Compare({ left, right, replays, clock, kernels, onKernel, values
       </div>
     </div>
   );
-}
-
-/** The comparison's result. */
-function Verdict({ entries }: { entries: readonly [Entry, Entry] }) {
-  const [[slow, most], [fast, least]] = entries
-    .map((each): [string, number] => [each.kernel, totalOf(each)])
-    .sort((a, b) => b[1] - a[1]) as [[string, number], [string, number]];
-  const { traffic } = entries[0].recording;
-  if (!traffic || least === 0) return null;
-  const floor = traffic.floor_reads + traffic.floor_writes;
-  return (
-    <span class="verdict">
-      {most === least ? (
-        <>
-          {slow === fast ? <b>{slow}</b> : <><b>{slow}</b> and <b>{fast}</b></>} move {count(most)} elements, {(most / floor).toFixed(2)}× the floor.
-        </>
-      ) : (
-        <>
-          <b>{slow}</b> moves {count(most)} elements and <b>{fast}</b> moves {count(least)}. No kernel can move fewer than {count(floor)}. If
-          memory takes all the time, {fast} is <b>{(most / least).toFixed(2)}×</b> as fast.
-        </>
-      )}
-    </span>
-  );
-}
-
-function totalOf(entry: Entry): number {
-  const { traffic } = entry.recording;
-  return traffic ? traffic.reads + traffic.writes : 0;
 }
 
 /** All kernels' traffic on one scale, up to the clock's time. */
@@ -135,8 +108,6 @@ interface SideProps {
 
 function Side({ entry, replay, whole, clock, kernels, onKernel, label, values }: SideProps) {
   const done = replay.position === replay.length;
-  const total = replay.moved(replay.length);
-  const phase = replay.step ? replay.recording.phases[replay.step.phase] : undefined;
   const tensors = replay.tensors.map((_, index) => index).filter((index) => replay.tensors[index]!.role !== "scratch");
   return (
     <section class="side" aria-label={`${label}: ${entry.kernel}`} data-kernel={entry.kernel}>
@@ -149,16 +120,7 @@ function Side({ entry, replay, whole, clock, kernels, onKernel, label, values }:
         </select>
       </label>
       <p class={done ? "state done" : "state"}>
-        {done ? (
-          <>
-            <b>✓ done</b> after {count(total)} elements
-            {clock > total ? `, ${count(clock - total)} ago` : ""}
-          </>
-        ) : (
-          <>
-            {phase ? `phase ${phase}` : "not started"}, {count(total - replay.moved())} elements to go
-          </>
-        )}
+        <Said words={sideText(replay, clock)} />
       </p>
       <Meter replay={replay} scale={whole} of={label} />
       {tensors.map((index) => (

@@ -1,6 +1,5 @@
-import { short } from "../numbers";
 import type { Exchange, Replay } from "../model";
-import { decode } from "../recording";
+import { exchangesOneSum, lanesText, told } from "../sentences";
 import { useWidth } from "./hooks";
 
 const LANE = 46;
@@ -10,7 +9,7 @@ const LEFT = 108;
 export function Lanes({ replay, row }: { replay: Replay; row: number }) {
   const [holder, width] = useWidth<HTMLDivElement>();
   const messages = replay.exchanges.filter((each) => each.row === row);
-  const state = messages.some((each) => each.d !== undefined) ? "d" : "(m, s)";
+  const state = exchangesOneSum(replay) ? "d" : "(m, s)";
   const lanes = [...new Set(messages.map((each) => each.program))].sort((a, b) => a - b);
   const events = eventsOf(replay, row, lanes);
   const right = Math.max(LEFT + 40, width - 14);
@@ -27,7 +26,7 @@ export function Lanes({ replay, row }: { replay: Replay; row: number }) {
       </h2>
       <div ref={holder}>
         {width > 0 && lanes.length > 0 ? (
-          <svg width={width} height={30 + lanes.length * LANE} role="img" aria-label={lanesText(replay, messages)}>
+          <svg width={width} height={30 + lanes.length * LANE} role="img" aria-label={lanesText(replay, row)}>
             <rect class="past" x={LEFT} y={14} width={Math.max(0, now - LEFT)} height={8 + lanes.length * LANE} />
             {lanes.map((program) => {
               const active = replay.program === program && replay.position > 0;
@@ -111,18 +110,4 @@ function sendersOf(collect: Exchange, published: ReadonlyMap<number, Exchange>):
     return sender ? [sender] : [];
   }
   return [...published.values()].filter((each) => each.position < collect.position);
-}
-
-function told(message: Exchange): string {
-  if (message.d !== undefined) return `d ${short(decode(message.d), 3)}`;
-  return `m ${short(decode(message.m), 3)}, s ${short(decode(message.s), 3)}`;
-}
-
-function lanesText(replay: Replay, messages: readonly Exchange[]): string {
-  const passed = messages.filter((each) => each.position <= replay.position);
-  const said = passed
-    .filter((each) => each.kind === "publish")
-    .map((each) => `program ${replay.programs[each.program]!.label} published ${told(each)}`);
-  const collected = passed.filter((each) => each.kind === "collect").length;
-  return said.length === 0 ? "No message yet." : `${said.join("; ")}. Messages collected: ${collected}.`;
 }

@@ -4,6 +4,7 @@ import { reveal } from "./hooks";
 import { changed, numbersOf, type Replay, type Variable } from "../model";
 import { exact, short } from "../numbers";
 import { isTile, type Local, type Tile } from "../recording";
+import { isMessage, messagesText, stripText } from "../sentences";
 
 /** The current frame's locals, with a mark at those that the step has just set. */
 export function LocalsView({ replay }: { replay: Replay }) {
@@ -83,6 +84,7 @@ function Row({ variable, fresh, replay }: { variable: Variable; fresh: boolean; 
 function Value({ value, name, replay }: { value: Local; name: string; replay: Replay }) {
   if (!isTile(value)) return <>{localText(value, 8)}</>;
   if (value.dtype === "pointer") return <>{pointerText(value, replay)}</>;
+  if (isMessage(replay, value)) return <>{messagesText(replay, value)}</>;
   return value.data.length > 1 ? <TileRow tile={value} name={name} /> : <>{localText(value, 8)}</>;
 }
 
@@ -136,7 +138,7 @@ function TileRow({ tile, name }: { tile: Tile; name: string }) {
   if (!small) {
     return (
       <span class="strip">
-        <canvas ref={holder} width={cols} height={rows} role="img" aria-label={stripText(tile, name, low, high)} />
+        <canvas ref={holder} width={cols} height={rows} role="img" aria-label={stripText(tile, name)} />
         <span class="ends">
           {bool ? `${numbers.filter((each) => each === 1).length} of ${numbers.length} on` : finite.length ? `${short(low, 3)} … ${short(high, 3)}` : ""}
           {finite.length < numbers.length ? ` · ${numbers.length - finite.length} not finite` : ""}
@@ -157,8 +159,4 @@ function TileRow({ tile, name }: { tile: Tile; name: string }) {
       ))}
     </span>
   );
-}
-
-function stripText(tile: Tile, name: string, low: number, high: number): string {
-  return `${name}: ${tile.shape.join(" by ")} ${tile.dtype}, from ${short(low, 3)} to ${short(high, 3)}`;
 }

@@ -1,6 +1,7 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Layer, Replay } from "../model";
 import { count } from "../numbers";
+import { floorOf, layerName, layerText, trafficText } from "../sentences";
 
 /**
  * Traffic as copies of the matrix. One small picture shows the first read of every element, the next shows the second,
@@ -11,7 +12,8 @@ export function Meter({ replay, scale, of }: { replay: Replay; scale?: number; o
   const compact = of !== undefined;
   const [reads, writes] = [replay.reads[position]!, replay.writes[position]!];
   const { traffic } = replay.recording;
-  const floor = traffic ? traffic.floor_reads + traffic.floor_writes : 0;
+  const floor = floorOf(replay.recording);
+  const said = trafficText(replay);
   const total = replay.moved(replay.length);
   const whole = Math.max(scale ?? total, total, floor, 1);
   const moved = reads + writes;
@@ -35,7 +37,7 @@ export function Meter({ replay, scale, of }: { replay: Replay; scale?: number; o
         aria-valuemin={0}
         aria-valuemax={whole}
         aria-valuenow={moved}
-        aria-valuetext={`${count(moved)} elements moved: ${count(reads)} read, ${count(writes)} written; the floor is ${count(floor)}`}
+        aria-valuetext={said.moved}
       >
         <span class="fill read" style={{ width: part(reads) }} />
         <span class="fill write" style={{ width: part(writes) }} />
@@ -52,25 +54,14 @@ export function Meter({ replay, scale, of }: { replay: Replay; scale?: number; o
         <span class="write">
           <b data-count="writes">{count(writes)}</b> written
         </span>
-        <span>
-          {floor ? (
-            <>
-              <b>{(moved / floor).toFixed(2)}×</b> the floor{position < replay.length ? `, of ${(total / floor).toFixed(2)}× in all` : ""}
-            </>
-          ) : (
-            "no floor recorded"
-          )}
-        </span>
+        <span>{said.floor}</span>
         {traffic?.formula && !compact ? <span class="quiet">{traffic.formula}</span> : null}
       </p>
     </section>
   );
 }
 
-const ORDINALS = ["", "", " again", " a 3rd time", " a 4th time", " a 5th time"];
-
 function LayerView({ replay, layer, position }: { replay: Replay; layer: Layer; position: number }) {
-  const tensor = replay.tensors[layer.tensor]!;
   const [rows, cols] = replay.layouts[layer.tensor]!;
   const canvas = useRef<HTMLCanvasElement>(null);
   const memory = replay.tensor(layer.tensor);
@@ -92,17 +83,16 @@ function LayerView({ replay, layer, position }: { replay: Replay; layer: Layer; 
   useLayoutEffect(() => () => void (drawn.current = -1), [replay, layer]);
   const vector = cols === 1;
   const aspect = Math.min(0.62, Math.max(0.2, rows / Math.max(1, cols)));
-  const name = `${layer.kind === "read" ? "read" : "write"} ${tensor.name}${ORDINALS[layer.k] ?? ` a ${layer.k}th time`}`;
   return (
     <figure
       class={`layer ${layer.kind}${layer.floor ? "" : " over"}${vector ? " vector" : ""}${done === layer.size ? " full" : ""}`}
       style={{ "--aspect": aspect }}
     >
-      <span class="paper" role="img" aria-label={`${name}: ${count(done)} of ${count(layer.size)} elements${layer.floor ? "" : ", above the floor"}`}>
+      <span class="paper" role="img" aria-label={layerText(replay, layer, done)}>
         <canvas ref={canvas} width={cols} height={rows} />
       </span>
       <figcaption>
-        {name}
+        {layerName(replay, layer)}
         {layer.floor ? null : <span class="unseen">, above the floor</span>}
       </figcaption>
     </figure>

@@ -2,9 +2,8 @@ import { useLayoutEffect, useRef } from "preact/hooks";
 import { exact, short } from "../numbers";
 import { reveal } from "./hooks";
 import type { Replay } from "../model";
-import { decode, type RowResult } from "../recording";
-
-const WORDS: Record<string, string> = { ok: "✓ ok", nan: "✕ nan", empty: "∅ empty" };
+import type { RowResult } from "../recording";
+import { rowFacts, rowFigures } from "../sentences";
 
 /** Every row's facts so far: maximum, sum of exponentials, sum of the written values, status. */
 export function RowsView({ replay, selected, onRow }: { replay: Replay; selected: number; onRow: (row: number) => void }) {
@@ -20,7 +19,7 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
   return (
     <section class="panel rows" aria-label="Rows">
       <h2>
-        Rows <span class="what">each row’s state so far</span>
+        Rows <span class="what">each row’s newest state</span>
       </h2>
       <div class="scroll" ref={box} tabIndex={0} role="group" aria-label="Table of rows">
         <table class="figures">
@@ -40,7 +39,7 @@ export function RowsView({ replay, selected, onRow }: { replay: Replay; selected
           </tbody>
         </table>
       </div>
-      <Selected replay={replay} row={selected} result={results.get(selected)} />
+      <Selected replay={replay} row={selected} />
     </section>
   );
 }
@@ -57,12 +56,7 @@ interface LineProps {
 
 function Line({ replay, row, selected, onRow, result, here, reduces }: LineProps) {
   const progress = replay.progress(row);
-  const state = replay.state(row);
-  const written = replay.written(row);
-  const done = progress === "done";
-  const m = state?.m ?? (done && result?.max !== undefined ? decode(result.max) : null);
-  const s = state?.s ?? (done && result?.sum !== undefined ? decode(result.sum) : null);
-  const status = done ? (WORDS[result?.status ?? ""] ?? "done") : progress === "running" ? (here ? "▶ running" : "started") : "waiting";
+  const facts = rowFacts(replay, row);
   return (
     <tr class={`${here ? "here" : ""} ${progress}`} data-row={row}>
       <th scope="row">
@@ -70,10 +64,10 @@ function Line({ replay, row, selected, onRow, result, here, reduces }: LineProps
           {row}
         </button>
       </th>
-      {reduces ? <td>{known(m)}</td> : null}
-      {reduces ? <td>{known(s)}</td> : null}
-      <td>{written.n > 0 ? short(written.sum, 4) : done && replay.imagined ? short(decode(result?.probability_sum), 4) : "–"}</td>
-      <td class={`status ${done ? (result?.status ?? "") : progress}`}>{status}</td>
+      {reduces ? <td>{facts.m}</td> : null}
+      {reduces ? <td>{facts.s}</td> : null}
+      <td>{facts.sum}</td>
+      <td class={`status ${progress === "done" ? (result?.status ?? "") : progress}`}>{facts.status}</td>
     </tr>
   );
 }
@@ -82,36 +76,18 @@ function isSoftmax(replay: Replay): boolean {
   return replay.recording.operation === "softmax";
 }
 
-function known(value: number | null): string {
-  return value === null ? "–" : short(value, 5);
-}
-
-function Selected({ replay, row, result }: { replay: Replay; row: number; result: RowResult | undefined }) {
-  const written = replay.written(row);
-  const done = replay.imagined && replay.progress(row) === "done";
-  const all = (done || written.n === replay.nCols) && result !== undefined;
-  const figures: [string, number][] = isSoftmax(replay) || replay.imagined
-    ? [
-        ["min probability", all ? decode(result.min_probability) : written.min],
-        ["max probability", all ? decode(result.max_probability) : written.max],
-        ["sum", all ? decode(result.probability_sum) : written.sum],
-        ["entropy, nats", all ? decode(result.entropy) : written.entropy],
-      ]
-    : [
-        ["min", written.min],
-        ["max", written.max],
-        ["sum", written.sum],
-      ];
+function Selected({ replay, row }: { replay: Replay; row: number }) {
+  const some = replay.written(row).n > 0 || (replay.imagined && replay.progress(row) === "done");
   return (
     <dl class="summary" aria-label={`Row ${row}`}>
       <div class="which">
         <dt>row</dt>
         <dd>{row}</dd>
       </div>
-      {figures.map(([name, value]) => (
+      {rowFigures(replay, row).map(([name, value]) => (
         <div key={name}>
           <dt>{name}</dt>
-          <dd title={written.n || done ? exact(value) : ""}>{written.n > 0 || done ? short(value, 4) : "–"}</dd>
+          <dd title={some ? exact(value) : ""}>{some ? short(value, 4) : "–"}</dd>
         </div>
       ))}
     </dl>

@@ -5,6 +5,7 @@ import { localText } from "../announce";
 import type { Replay } from "../model";
 import { tokens } from "../python";
 import { isTile, type Local } from "../recording";
+import { isMessage, messagesText } from "../sentences";
 
 /** The current frame's source, with the line that has just run and the frames that called it. */
 export function SourceView({ replay }: { replay: Replay }) {
@@ -20,7 +21,7 @@ export function SourceView({ replay }: { replay: Replay }) {
   const last = source.ends?.[String(line)] ?? line;
   // A NamedTuple's fields would cover the line that sets them, so only the locals show them.
   const set = Object.entries(replay.step?.set ?? {}).filter(([name, value]) => isShort(value) && !name.includes("."));
-  const inline = set.map(([name, value]) => `${name} = ${localText(value)}`).join("   ");
+  const inline = set.map(([name, value]) => `${name} = ${isMessage(replay, value) ? messagesText(replay, value) : localText(value)}`).join("   ");
   const called = new Map(stack.slice(1).map((each) => [`${each.info.source}:${each.line}`, true]));
   const width = String(source.first_line + source.lines.length).length;
   return (

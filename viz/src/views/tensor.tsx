@@ -3,6 +3,7 @@ import { boxesOf, Heat, type Box } from "../heat";
 import type { Replay } from "../model";
 import { count } from "../numbers";
 import { decode } from "../recording";
+import { cellText, exchangesOneSum, isOpaque } from "../sentences";
 import { useWidth } from "./hooks";
 
 /** A cell of at least this width has room for its value. */
@@ -34,11 +35,15 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
   follow.current = onRow;
   const isMatrix = rows === replay.nRows && tensor.along !== "cols";
 
-  const opaque = tensor.role === "scratch" && tensor.dtype === "int64";
   const range = useMemo(() => rangeOf(tensor), [tensor]);
   useLayoutEffect(() => {
     const select = onRow && isMatrix ? (row: number) => follow.current?.(row) : null;
-    heat.current = new Heat(plane.current!, { name: tensor.name, rows, cols, role: tensor.role, range, never: (at) => replay.never(index, at), ...(opaque && { word: replay.exchanges.some((each) => each.d !== undefined) ? "d" : "m, s" }) }, select);
+    const options = {
+      name: tensor.name, rows, cols, role: tensor.role, range, given: replay.given(index),
+      never: (at: number) => replay.never(index, at), said: (at: number) => cellText(replay, index, at),
+      ...(isOpaque(replay, index) && { word: exchangesOneSum(replay) ? "d" : "m, s" }),
+    };
+    heat.current = new Heat(plane.current!, options, select);
     return () => (heat.current = null);
   }, [replay, index]);
 
