@@ -590,9 +590,9 @@ def test_attention_shows_its_running_maximum_sum_and_output(width: int, open_pag
         assert no_wider(page)
 
 
-def test_of_a_query_whose_maximum_stays_nothing_is_rescaled(open_page: Open) -> None:
+def test_of_a_query_whose_maximum_stays_the_sum_stays(open_page: Open) -> None:
     page = open_page(link=f"#kernel=attention&row=10&step={step_of_attention('o = tl.dot', 8)}", width=1400)
-    assert "The maximum stays 5, so nothing is rescaled" in page.locator(".recurrence").inner_text()
+    assert "The maximum stays 5, so the old sum stays as it is" in page.locator(".recurrence").inner_text()
     assert "× 1, as m stays" in page.locator(".accumulator").inner_text()
 
 

@@ -104,7 +104,7 @@ export class Replay {
   readonly tensors: readonly Tensor[];
   /** Index of the tensor that the steps' rows and columns refer to. */
   readonly main: number;
-  /** Index of the output with the same rows and columns; -1 if none has them. */
+  /** Index of the output of the same shape; -1 if none has it. */
   readonly result: number;
   /** Whether the main tensor is in no memory: its values appear as programs compute them. */
   readonly imagined: boolean;
@@ -158,7 +158,10 @@ export class Replay {
     this.imagined = shown?.role === "registers";
     this.result = this.imagined
       ? -1
-      : tensors.findIndex((each, index) => each.role === "output" && sameLayout(this.layouts[index]!, [this.nRows, this.nCols]));
+      : tensors.findIndex(
+          (each, index) =>
+            each.role === "output" && each.shape.length === shown?.shape.length && sameLayout(this.layouts[index]!, [this.nRows, this.nCols]),
+        );
     this.accumulator = tensors.findIndex(
       (each, index) => each.role === "registers" && index !== this.main && this.layouts[index]![0] === this.nRows,
     );

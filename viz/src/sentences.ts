@@ -148,7 +148,11 @@ export function sumLines(replay: Replay, row: number, { state }: Reduction): Sum
   }
   lines.push({ title: before ? ["= ", name] : [name, " of the first block"], values: now.values, kind: "main" });
   const divided = dividedRow(replay, row);
-  if (divided) lines.push({ title: ["÷ ", marked("var", "s"), " = ", marked("var", replay.tensors[replay.accumulated]!.name)], values: divided, kind: "main" });
+  if (divided) {
+    const output = marked("var", replay.tensors[replay.accumulated]!.name);
+    const by: Words = state?.s === 0 ? [output, ", as no key counts"] : ["÷ ", marked("var", "s"), " = ", output];
+    lines.push({ title: by, values: divided, kind: "main" });
+  }
   else if (now.m !== null && state && state.m !== null && state.m > now.m) {
     const by = now.m - state.m;
     lines.push({ title: ["next: ", ...factor(by)], values: now.values.map((each) => each * power(replay.base, by)), kind: "next" });

@@ -158,9 +158,10 @@ CLASSIC = (
             Told(
                 {"find the row": "row = tl.program_id", "maximum and sum": "m = tl.full", "output": "scale ="},
                 notes={
-                    "origin =": "While every value so far is -inf, a finite origin gives exact zeros. -inf gives NaN.",
+                    "origin =": "While every value so far is -inf, a finite origin gives exact zeros. "
+                    "-inf would give NaN.",
                     "scale =": "One pass has found the maximum and sum. The row is read again to write the output.",
-                    "s = s *": "The old sum is rescaled to the new maximum, then the tile's terms are added.",
+                    "s = s *": "The old sum is multiplied by exp(m - origin), then the tile's terms are added.",
                 },
             )
         ),

@@ -187,7 +187,7 @@ _PUBLISH = Told(
 )
 _COLLECT = Told(
     notes={
-        "j = tl.arange": "The program waits until every part of its row has published. The others run meanwhile.",
+        "j = tl.arange": "Until every part of its row has published, the program waits and lets others run.",
         "message, left = wait_for": "No message is missing. A program that had waited too long would compute the "
         "missing parts itself.",
     }
@@ -270,11 +270,17 @@ OURS = (
                 {"merge": "j = tl.arange", "output": "q = scores_of_row"},
                 row="r.row",
                 notes={
-                    "s = tl.sum": "The states of the row's parts merge. Each sum is rescaled to the common maximum."
+                    "s = tl.sum": "The states of the row's parts merge. Each sum is multiplied by exp of its maximum "
+                    "minus the row's."
                 },
                 silent=_NO_SINK[1:],
             ),
-            merge=Told(notes={"return m": "Both sums are rescaled to the larger maximum, then added."}),
+            merge=Told(
+                notes={
+                    "return m": "Each sum is multiplied by exp of its maximum minus the larger one, then both "
+                    "are added."
+                }
+            ),
         ),
     ),
     Kernel(
@@ -338,8 +344,8 @@ OURS = (
         name="cross-entropy",
         title="the loss and its gradient, in one read",
         summary="The mean cross-entropy of rows whose targets lie on the diagonal. Programs share a row as in split. "
-        "The row's maximum and sum give them the loss. They write its gradient, p minus 1 at the target and p "
-        "elsewhere, while the logits are still in registers.",
+        "The row's maximum and sum give them the loss. They write its gradient while the logits are still in "
+        "registers: p minus 1 at the target and p elsewhere, divided by the number of rows.",
         operation="cross_entropy",
         run=_run_cross_entropy,
         formula=Formula(1, 1, read_m=1, written_m=1),
@@ -381,7 +387,10 @@ OURS = (
             ),
             store_part=Told(
                 {"gradient": "scale, base = origin_of", "gradient at the target": "tl.debug_barrier"},
-                notes={"dx_t = gradient_of_logits": "Minus 1 at the target: its program overwrites this one element."},
+                notes={
+                    "dx_t = gradient_of_logits": "At the target, 1 is subtracted from p. Its program overwrites "
+                    "this one element."
+                },
             ),
         ),
         dtypes=_NARROW,

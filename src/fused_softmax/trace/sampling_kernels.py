@@ -36,9 +36,9 @@ DRAWS = (
         name="draw",
         title="a token from a row of logits",
         summary="The row is read once. Eight columns are one group: it is drawn by the logarithm of its weights' sum "
-        "and noise of its own, so that eight columns share one. The greatest score wins. Its group's columns are then "
-        "drawn alike, by noise that the seed, the position and the column give. A lane has the same eight columns in "
-        "each of four quarters of 1024; a row as short as this one lies in the first.",
+        "and noise of its own, so that eight columns share one. The greatest score wins. Its group's columns are read "
+        "again and drawn alike, by noise that the seed, the position and the column give. A lane has the same eight "
+        "columns in each of four quarters of 1024; a row of up to 1024 columns lies in the first.",
         operation="sample",
         run=_run_draw,
         formula=Formula(1, 0, read_m=9, written_m=1),
