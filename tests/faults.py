@@ -26,8 +26,11 @@ from faults_of_help import HELP
 from faults_of_kernels import KERNELS, PLAN, RUNNER
 from faults_of_sampling import SAMPLING
 from faults_of_shards import SHARDS
+from faults_of_trace import TRACE
 
-FAULTS = KERNELS + HELP + PLAN + RUNNER + CALLS + OPS + REGISTER + AUTOCAST + EXPLAIN + SAMPLING + ATTENTION + SHARDS
+FAULTS = (
+    KERNELS + HELP + PLAN + RUNNER + CALLS + OPS + REGISTER + AUTOCAST + EXPLAIN + SAMPLING + ATTENTION + SHARDS + TRACE
+)
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src", "fused_softmax")
 # As `make test` has them.
