@@ -22,7 +22,7 @@ from fused_softmax.plan.attention_window import REGISTERS, STAGES, plan_window
 pytestmark = pytest.mark.compiles
 # Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries, and one of large
 # queries with a window or, by Triton 3.9, with slopes.
-STACK_OF_KEYS, STACK_OF_LARGE, STACK_OF_SLOPES = 104, 64, 112
+STACK_OF_KEYS, STACK_OF_LARGE, STACK_OF_SLOPES = 104, 64, 168 if triton.__version__ >= "3.9" else 112
 STACK_OF_QUERIES = 40  # what a tile of queries of 128 dims needs before and after its loop over keys
 # Of 128 dims and three tiles of keys.
 STACK_OF_WINDOWS = 264 if triton.__version__ >= "3.9" else 64
