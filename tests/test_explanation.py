@@ -310,7 +310,7 @@ def test_a_pass_that_is_handed_to_cudnn(which, device, monkeypatch):
 
         return call
 
-    def prepare_backward(given, how, dlse, asked):
+    def prepare_backward(given, how, do, dlse, output, asked):
         return lambda do, dlse, output, lse, *given: Gradients(*given[:3], None, None, None)
 
     fakes = {"forward": prepare_forward, "backward": prepare_backward}

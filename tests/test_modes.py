@@ -228,7 +228,10 @@ def test_parameters_and_buffers_keep_the_kernels(name, kind, device):
     made = {key: KINDS[kind](each) if each.is_floating_point() else each for key, each in given.items()}
     for _ in range(2):
         found = call(made)
-        assert_same([found.detach()], [wanted])
+        if name in SAMPLES:  # with a gradient wanted, torch's operations round as they do
+            torch.testing.assert_close(found.detach(), wanted, rtol=1e-6, atol=1e-6)
+        else:
+            assert_same([found.detach()], [wanted])
         assert type(found) is torch.Tensor
     with fused_softmax.explain() as explained:
         call(made)

@@ -336,9 +336,17 @@ def last_tile_first(at: Noted) -> None:
     assert first == sorted(first, reverse=True)
 
 
+def unit_of_one(at: Noted) -> None:
+    assert (at.local("unit") == 1).all()
+
+
+def maximum_as_it_is(at: Noted) -> None:
+    assert (at.local("new") == at.local("top")).all()
+
+
 def nothing_yet(at: Noted) -> None:
-    assert (at.local("m") == -INF).all()
-    later = at.steps(at.at + 1)[:3]
+    assert (at.local("top") == -INF).all()
+    later = at.steps(at.at + 1)[:5]
     for name in ("s", "o"):
         value = next(array(step["set"][name]) for step in later if name in step.get("set", {}))
         assert (value == 0).all()
@@ -473,6 +481,8 @@ CHECKS: dict[str, Callable[[Noted], None]] = {
     "Each column of the group has noise of its own.": noise_of_its_own,
     "The last tile of queries sees most keys, so it goes first.": last_tile_first,
     "No key is known yet: the maximum is -inf, the sum and the output are 0.": nothing_yet,
+    "What turns scores into powers of 2: 1, because the scale is ln 2.": unit_of_one,
+    "The maximum in powers of 2, here the maximum itself. The next block has it as `m`.": maximum_as_it_is,
     "All queries of the tile see the keys before `cut`, none of them sees those from `end` on: their blocks are "
     "skipped.": keys_of_the_tile,
     "The maximum of the scores so far, this block's among them.": maximum_so_far,

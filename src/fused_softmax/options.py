@@ -220,7 +220,7 @@ def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> f
     shape = tuple(input.shape)
     given = _broadcast(name, argument, given, input, shape)
     from_end = dim % max(1, input.ndim) - input.ndim
-    single = given.ndim < -from_end or given.shape[from_end] == 1 or given.stride(from_end) == 0
+    single = given.ndim < max(1, -from_end) or given.shape[from_end] == 1 or given.stride(from_end) == 0
     if given.ndim and input.ndim and not single and shape[dim] != 1:
         along = tuple(1 if i == dim % input.ndim else size for i, size in enumerate(shape))
         got = tuple(given.shape)

@@ -20,9 +20,9 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 PARTS = (
-    "kernels", "plan", "ops", "classic", "calls.py", "device.py", "distributed.py", "launch.py", "launcher.c",
-    "layout.py", "lookup.c", "native.py", "options.py", "options_attention.py", "options_sampling.py", "peers.py",
-    "route.py", "runner.py", "workspace.py",
+    "kernels", "plan", "ops", "classic", "autocast.py", "calls.py", "described.py", "device.py", "distributed.py",
+    "launch.py", "launcher.c", "layout.py", "lookup.c", "native.py", "options.py", "options_attention.py",
+    "options_sampling.py", "peers.py", "route.py", "runner.py", "workspace.py",
 )  # fmt: skip
 
 OVER_RANKS = (

@@ -383,7 +383,7 @@ def _prepare_backward(
         return lambda *tensors: Gradients(*short(*tensors))
     of_record, of_dq = maker(record_shape(c), torch.float32, device), maker((*c.rows, c.head_dim), c.dtype, device)
     record = of_record()
-    own_coarse = torch.zeros(1, dtype=torch.int64) if c.device < 0 else None
+    own_coarse = torch.zeros(1, dtype=torch.int64, device=device) if c.device < 0 else None
 
     def of_coarse() -> Tensor:
         """What tells the kernel of dK and dV that some lse is too coarse: 0 before and after a call."""
