@@ -98,14 +98,16 @@ def listed(case: Case, device: Device) -> list[Listed]:
     """This package's launches for a case on a device. Changes the process for good."""
     found: list[Listed] = []
 
-    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), **options) -> Callable[..., None]:
+    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), plan=None, **options) -> Callable:
         found.append(Listed(kernel, grid, tensors, scalars, constexprs, options))
         return lambda *arguments: None
 
     def slots(index: int, n_rows: int, slots_per_row: int, of: int = 0) -> torch.Tensor:
         return torch.empty(n_rows * slots_per_row, dtype=torch.int64, device="meta").as_subclass(OnGpu)
 
-    stand_ins: dict[str, Callable[..., Any]] = {"device_of": lambda index: device, "runs_here": lambda *tensors: True}
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "device_of": lambda index: device, "runs_here": lambda *tensors: True, "watcher_of": lambda *tensors: None,
+    }  # fmt: skip
     setattr(launch, "prepare", prepare)  # noqa: B010  mypy lets nobody assign to a function
     setattr(workspace, "slots", slots)  # noqa: B010
     for name, module in list(sys.modules.items()):
