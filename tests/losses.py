@@ -23,6 +23,7 @@ class Wanted:
     kept: torch.Tensor
     wrong: torch.Tensor
     seen: bool  # whether rows that do not count are read all the same
+    undefined: torch.Tensor  # which rows have a gradient of an infinite lse alone: 0 by the reference, NaN by kernels
 
     def check(self, name: str, ours: torch.Tensor, *, spoilt: bool = False) -> None:
         """ours is the truth to what is allowed, and NaN and infinite where torch's is; spoilt: all of it is NaN."""
@@ -35,6 +36,7 @@ class Wanted:
             # Rows that do not count are not read; torch's are NaN where a logit is.
             rows = torch.ones_like(nan) & (self.kept | self.wrong | self.seen)[:, None]
             nan = (nan | self.wrong[:, None]) & rows
+            nan = torch.where(self.undefined[:, None], found.isnan(), nan)
         assert torch.equal(found.isnan(), nan), f"NaN in {name}:\n{found}\nagainst\n{theirs}"
         # What overflows the dtype of ours need not overflow that of the truth.
         finite = theirs.isfinite() & ~nan & (theirs.to(ours.dtype).isfinite())
@@ -127,4 +129,5 @@ def wanted(
         allowed[name] = allowed[name].nan_to_num(0.0, 0.0, 0.0) + (
             error.amax(-1, keepdim=True) if name == "dx" else error
         )
-    return Wanted(truth, theirs, allowed, kept, wrong, dlse is not None)
+    undefined = ~counts & ~lse.isfinite() & (dlse != 0) if dlse is not None else torch.zeros_like(counts)
+    return Wanted(truth, theirs, allowed, kept, wrong, dlse is not None, undefined)

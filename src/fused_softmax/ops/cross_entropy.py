@@ -90,7 +90,8 @@ def cross_entropy(
     scale, softcap: the logits are input * scale, and then softcap * tanh(of that / softcap).
     lse_square_scale: adds lse_square_scale * lse ** 2 of every target to its loss (z-loss); a mean divides it by the
         number of targets that count.
-    return_lse: adds lse, float32 or the input's float64, in the targets' shape, with its gradient.
+    return_lse: adds lse, float32 or the input's float64, in the targets' shape, with its gradient, which is 0 or NaN
+        where the lse of an ignored row is not finite.
     return_z_loss: adds the z-loss that is in the loss, reduced alike, with its gradient; 0 if lse_square_scale is.
     return_token_stats: adds TokenStats, from the same pass over the logits; the gradient then takes a second pass. A
         backward pass through them raises RuntimeError.
