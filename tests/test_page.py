@@ -558,11 +558,11 @@ def test_attention_shows_its_running_maximum_sum_and_output(width: int, open_pag
         return page.eval_on_selector_all(".accumulator tr", rows)
 
     assert "No score is known yet" in page.locator(".recurrence").inner_text()
-    assert "The maximum so far is 2" in at("top = ", 0)
+    assert "The maximum so far is 2" in at("top = tl.maximum(top", 0)
     assert page.locator('[data-tensor="z"] tbody tr').nth(8).inner_text().split() == ["8", "−1", "2", "−1", "1"]
     at("o = tl.dot", 0)
     assert output_so_far() == [["o of the first block", "2.375", "3.125", "2.125", "1.75"]]
-    said = at("top = ", 4)
+    said = at("top = tl.maximum(top", 4)
     assert "The maximum rises from 2 to 4" in said
     assert "multiplied by 2−2 = 0.25" in said
     assert output_so_far()[-1] == ["next: × 2−2 = 0.25", "0.5938", "0.7813", "0.5313", "0.4375"]
@@ -601,7 +601,7 @@ def test_attention_passes_axe(scheme: str, open_page: Open) -> None:
     axe = VIZ / "node_modules/axe-core/axe.min.js"
     if not axe.exists():
         pytest.skip("needs `make page`")
-    link = f"#kernel=attention&step={step_of_attention('top = ', 8)}"
+    link = f"#kernel=attention&step={step_of_attention('top = tl.maximum(top', 8)}"
     page = open_page(link=link, color_scheme=scheme, reduced_motion="reduce", bypass_csp=True)
     page.wait_for_timeout(350)
     page.add_script_tag(path=str(axe))
