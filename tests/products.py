@@ -25,7 +25,8 @@ QUICK = False
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
-    "attention_vmap": 8, "bench_shards": 12, "docs": 1, "examples": 1, "family_compiles": 1, "fp8_compiles": 1,
+    "attention_vmap": 8, "bench_shards": 12, "docs": 1, "examples": 1, "family_compiles": 1,
+    "fingerprint": 1, "fp8_compiles": 1,
     "front_door": 1, "fuzz": 1, "hf": 8, "hf_sweep": 32, "host": 1, "interrupts": 1, "layouts_compile": 1, "library": 8,
     "library_losses": 8, "library_sampling": 4, "losses_compile": 1, "losses_fuzz": 1, "multihead": 8, "names": 1,
     "opinfo": 8, "opinfo_losses": 8, "page": 8, "peers": 24, "peers_gathered": 4, "peers_runner": 1, "peers_waits": 1,

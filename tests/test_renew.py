@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from test_imports import MAY_IMPORT, PACKAGE
 
 from fused_softmax.bench import fingerprint, measure, record, run, saving
 from fused_softmax.bench.committed import COMMITTED, state
@@ -275,24 +274,6 @@ def test_a_folder_is_needed_that_can_be_written(stand, tmp_path):
         assert complaint in result.output
     assert CliRunner().invoke(main, ["bench", "all"]).exit_code == 2
     assert stand.seen == []
-
-
-def test_the_fingerprint_is_of_all_that_a_call_runs_through():
-    below = {"ops", "classic"}
-    for _ in MAY_IMPORT:
-        below |= {part for each in below for part in MAY_IMPORT[each]}
-    below -= {"reference", "reference_attention", "reference_sampling", "reference_noise"}  # torch's own operations
-    modules = {f"{part}.py" if (PACKAGE / f"{part}.py").exists() else part for part in below}
-    assert set(fingerprint.PARTS) == modules | {path.name for path in PACKAGE.rglob("*.c")}
-    assert all(path.is_file() for path in fingerprint.files())
-
-
-def test_the_fingerprint_is_of_code_and_not_of_words():
-    text = '"""Says."""\n\n@jit\ndef f(x):\n    """More\n    of it."""\n    # why\n    return x + "# 1"  # 0.98\n'
-    assert fingerprint.code_of(text) == '@jit\ndef f(x):\n    return x + "# 1"'
-    assert fingerprint.code_of(text.replace("0.98", "0.99")) == fingerprint.code_of(text)
-    assert fingerprint.code_of(text.replace("# 1", "# 2")) != fingerprint.code_of(text)
-    assert len(fingerprint.kernels()) == 12
 
 
 def test_a_file_that_is_no_result_is_stale(tmp_path):
