@@ -46,7 +46,7 @@ def ranks():
 @pytest.fixture
 def way(request, monkeypatch) -> str:
     """Who draws, as the test's parameter says: "torch", by which many draws take little time, or "kernels"."""
-    from fused_softmax.ops import sampling
+    from fused_softmax.ops.sampling import sample as sampling
     from fused_softmax.route import Route
 
     if request.param == "torch":

@@ -2,17 +2,17 @@
 
 from fault import of
 
-NOISE, REFERENCE = "reference_noise.py", "reference_sampling.py"
-DRAW, KEPT, WIDE = "kernels/draw.py", "kernels/sample_kept.py", "kernels/sample_wide.py"
-ROW, ABOVE = "kernels/sample_row.py", "kernels/sample_above.py"
-RANKED = "kernels/sample_ranked.py"
+NOISE, REFERENCE = "ops/sampling/noise.py", "ops/sampling/reference.py"
+DRAW, KEPT, WIDE = "ops/sampling/kernels/common.py", "ops/sampling/kernels/kept.py", "ops/sampling/kernels/wide.py"
+ROW, ABOVE = "ops/sampling/kernels/row.py", "ops/sampling/kernels/above.py"
+RANKED = "ops/sampling/kernels/ranked.py"
 AGAIN = "test_sample_kernels.py::test_a_boundary_among_twice_as_many_lanes_takes_a_second_look"
 PARTS = "test_sample_kernels.py::test_what_a_rows_maximum_decides_is_drawn_in_parts"
 FILTERS, BELOW = "test_sample_kernels.py::test_filters", "test_sample_kernels.py::test_boundaries_below_what_is_held"
-CALL, RULES = "ops/sampling.py", "register/sampling_rules.py"
-SHARDED, TURNS = "ops/sample_sharded.py", "ops/sample_turns.py"
+CALL, RULES = "ops/sampling/sample.py", "ops/sampling/operators.py"
+SHARDED, TURNS = "ops/sampling/over_ranks.py", "ops/sampling/turns.py"
 TURN = "test_sampling_turns.py::test_draws_are_those_of_one_turn"
-REPORT, REPORTS = "kernels/sample_report.py", "ops/sample_reports.py"
+REPORT, REPORTS = "ops/sampling/kernels/report.py", "ops/sampling/calls.py"
 REPORTED = "test_sample_kernels.py::test_log_probabilities_of_tokens_and_of_the_greatest"
 HIDDEN = "test_sample_kernels.py::test_the_logits_as_given_have_what_a_bitmask_hides"
 BESIDE = "test_sample_kernels.py::test_log_probabilities_with_bias_bitmask_and_rows"
@@ -28,11 +28,12 @@ SAMPLING = (
         "a, b = tl.split(tl.maximum(a, b).reshape(L, 2, 2))", GREEDY,
     ),
     of(
-        "ops", "nan-seen-and-forgotten", "kernels/sample.py", "odd = tl.where(score == score, odd, 1.0)", "odd = odd",
+        "ops", "nan-seen-and-forgotten", "ops/sampling/kernels/plain.py", "odd = tl.where(score == score, odd, 1.0)",
+        "odd = odd",
         GREEDY,
     ),
     of(
-        "ops", "greedy-where-rows-may-be", "ops/sample_calls.py",
+        "ops", "greedy-where-rows-may-be", "ops/sampling/launches.py",
         "greedy=not filtered and not isinstance(temperature, Tensor) and temperature == 0", "greedy=not filtered",
         "test_sample_kernels.py::test_some_rows_have_temperature_0",
     ),
@@ -88,7 +89,8 @@ SAMPLING = (
         "test_sampling_speculative.py::test_what_replaces_a_draft_does_not_depend_on_its_noise",
     ),
     of(
-        "ops", "no-row-given-to-a-kernel", CALL, "if not n_draws or not logits.shape[0]:", "if False:",
+        "ops", "no-row-given-to-a-kernel", "ops/sampling/one_device.py", "if not n_draws or not logits.shape[0]:",
+        "if False:",
         "test_library_sampling.py::test_draws_of_no_row_and_rows_without_a_draw",
     ),
     of(
@@ -124,11 +126,12 @@ SAMPLING = (
         "double_of(min_p, x).clamp(0, 1))", SHARE,
     ),
     of(
-        "ops", "rows-of-one-seed-at-position-0", CALL, "return 0 if isinstance(seed, Tensor) else None", "return 0",
+        "ops", "rows-of-one-seed-at-position-0", "ops/sampling/one_device.py",
+        "return 0 if isinstance(seed, Tensor) else None", "return 0",
         ONE_SEED,
     ),
     of(
-        "ops", "rows-of-one-seed-at-position-0-once-kept", CALL,
+        "ops", "rows-of-one-seed-at-position-0-once-kept", "ops/sampling/one_device.py",
         '(None, None) if seed.__class__ is int else (0, "number")', '(0, "number")', ONE_SEED,
     ),
     of(
@@ -140,16 +143,17 @@ SAMPLING = (
         "test_sampling_speculative.py::test_sequences_of_one_seed_that_is_a_number_share_no_noise",
     ),
     of(
-        "ops", "tokens-over-what-is-still-read", "ops/sampling.py",
+        "ops", "tokens-over-what-is-still-read", "ops/sampling/one_device.py",
         "if overlaps(out, logits, *numbers, bias, bitmask, rows):", "if False:",
         "test_sampling_options.py::test_out_may_share_memory_with_an_argument",
     ),
     of(
-        "ops", "tokens-that-autograd-does-not-see", CALL, "            _bump_version((out,))", "            pass",
+        "ops", "tokens-that-autograd-does-not-see", "ops/sampling/one_device.py",
+        "            _bump_version((out,))", "            pass",
         "test_sampling_options.py::test_autograd_is_told_of_tokens_written_to_out",
     ),
     of(
-        "ops", "tokens-that-share-one-place", "options_sampling.py", "if any(stride == 0 and size > 1 for",
+        "ops", "tokens-that-share-one-place", "ops/sampling/options.py", "if any(stride == 0 and size > 1 for",
         "if any(stride < 0 and size > 1 for", "test_sampling_options.py::test_an_expanded_out_is_refused",
     ),
     of(

@@ -279,7 +279,7 @@ SHARDS = (
         "test_shards_of_calls.py::test_attention_refuses_other_placements",
     ),
     of(
-        "shards", "each-rank-its-own-seed", "ops/sampling_on_shards.py",
+        "shards", "each-rank-its-own-seed", "ops/sampling/dtensor.py",
         "            dist.broadcast(seed, group=mesh.get_group(i), group_src=0)\n", "            pass\n",
         "test_shards_of_calls.py::test_without_a_seed_ranks_with_the_same_rows_draw_the_same_tokens",
     ),

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_softmax, logsumexp, sample, softmax
-from fused_softmax import reference_sampling as reference
+from fused_softmax.ops.sampling import reference
 
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the greatest element
 

@@ -15,7 +15,8 @@ from fused_softmax import calls, explain, explanation, launch, route
 from fused_softmax.ops import attention as attention_ops
 from fused_softmax.ops import attention_sdpa
 from fused_softmax.ops.attention_calls import Gradients, Inputs, Results
-from fused_softmax.plan import ColumnPlan, DrawPlan, RowPlan
+from fused_softmax.ops.sampling.plan import DrawPlan
+from fused_softmax.plan import ColumnPlan, RowPlan
 from fused_softmax.plan.attention import Tiles
 from fused_softmax.plan.attention_decode import DecodePlan
 from fused_softmax.plan.attention_sdpa import LEAST_LENGTH, Entry

@@ -8,14 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from fused_softmax import reference_sampling as reference
 from fused_softmax import sample
-from fused_softmax.kernels import sample_kept, sample_wide
-from fused_softmax.ops import sampling
-from fused_softmax.ops.sample_calls import Numbers, greatest, prepare_draws
-from fused_softmax.ops.sample_reports import prepare_sample
-from fused_softmax.options_sampling import Sampling
-from fused_softmax.plan import H200, plan_draws
+from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling import sample as sampling
+from fused_softmax.ops.sampling.calls import prepare_sample
+from fused_softmax.ops.sampling.kernels import kept as sample_kept
+from fused_softmax.ops.sampling.kernels import wide as sample_wide
+from fused_softmax.ops.sampling.launches import Numbers, greatest, prepare_draws
+from fused_softmax.ops.sampling.options import Sampling
+from fused_softmax.ops.sampling.plan import plan_draws
+from fused_softmax.plan import H200
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -12,8 +12,8 @@ from products import pairwise
 from sampling_cases import columns
 
 import fused_softmax
-from fused_softmax import reference_sampling as reference
 from fused_softmax import sample
+from fused_softmax.ops.sampling import reference
 
 WAYS = pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
 # How a parameter is given. A float16 tensor would move a boundary by more than is tolerated.

@@ -6,8 +6,9 @@ import pytest
 import torch
 from launches import GPUS, specialised
 
-from fused_softmax.ops import sample_calls, sample_reports
-from fused_softmax.options_sampling import Sampling
+from fused_softmax.ops.sampling import calls as sample_reports
+from fused_softmax.ops.sampling import launches as sample_calls
+from fused_softmax.ops.sampling.options import Sampling
 
 pytestmark = pytest.mark.compiles
 

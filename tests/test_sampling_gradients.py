@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 import fused_softmax
 from fused_softmax import penalize, sample
-from fused_softmax import reference_sampling as reference
-from fused_softmax.ops import sampling
+from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling import sample as sampling
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_softmax import reference_noise as noise
+from fused_softmax.ops.sampling import noise
 
 # Key and counter words, low word first, and the result: philox4x32-10 of Random123's kat_vectors.
 KNOWN = [

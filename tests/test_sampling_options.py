@@ -347,6 +347,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "error", "message"), REFUSED, ids=lambda each: str(each)[:40])
 def test_a_wrong_argument_is_named(given, error, message, monkeypatch):
-    monkeypatch.setattr("fused_softmax.reference_sampling.sample", None)  # nothing has run by then
+    monkeypatch.setattr("fused_softmax.ops.sampling.reference.sample", None)  # nothing has run by then
     with pytest.raises(error, match=f"sample: .*{message}"):
         sample(**{"logits": X} | given)

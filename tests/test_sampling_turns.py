@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fused_softmax import sample
-from fused_softmax.ops import sample_reports, sample_turns
+from fused_softmax.ops.sampling import calls as sample_reports
+from fused_softmax.ops.sampling import turns as sample_turns
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FUSED_SOFTMAX_INTERPRET") != "1" and not torch.cuda.is_available(),

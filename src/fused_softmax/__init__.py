@@ -62,8 +62,7 @@ if TYPE_CHECKING:
     from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats
     from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
     from fused_softmax.ops.logsumexp import logsumexp
-    from fused_softmax.ops.sampling import SampleOutput, SpeculativeOutput, sample, speculative_sample
-    from fused_softmax.ops.sampling_filters import (
+    from fused_softmax.ops.sampling.filters import (
         min_p_mask_logits,
         penalize,
         top_k_mask_logits,
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
         top_p_mask_logits,
         top_p_renorm_probs,
     )
+    from fused_softmax.ops.sampling.sample import SampleOutput, SpeculativeOutput, sample, speculative_sample
     from fused_softmax.ops.softmax import log_softmax, softmax
     from fused_softmax.register.patch import disable, enable, enabled
 else:
@@ -84,8 +84,8 @@ else:
         "ops.cross_entropy_output": ("CrossEntropyOutput", "TokenStats"),
         "ops.linear_cross_entropy": ("linear_cross_entropy",),
         "ops.logsumexp": ("logsumexp",),
-        "ops.sampling": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
-        "ops.sampling_filters": (
+        "ops.sampling.sample": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
+        "ops.sampling.filters": (
             "min_p_mask_logits", "penalize", "top_k_mask_logits", "top_k_renorm_probs", "top_p_mask_logits",
             "top_p_renorm_probs",
         ),

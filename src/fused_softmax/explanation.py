@@ -25,10 +25,10 @@ from fused_softmax.ops import (
     linear_cross_entropy,
     logsumexp,
     no_gradient,
-    sampling,
-    sampling_filters,
     softmax,
 )
+from fused_softmax.ops.sampling import filters as sampling_filters
+from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.plan.attention_sdpa import entry_of
 from fused_softmax.register import library, patch
 from fused_softmax.route import Decision, Route

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax import reference_sampling as reference
 from fused_softmax import sample
 from fused_softmax.bench import ceiling
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operation import Operation
 from fused_softmax.bench.providers import Call, Provider
+from fused_softmax.ops.sampling import reference
 
 DEVIATION, PEAKED = 2.0, 6.0  # of logits: nuclei of tens of thousands of columns, and of some ten
 VOCABULARY = 256  # of the row that is drawn from many times

@@ -5,7 +5,6 @@ Standard library only. `ladders.py` and `tiles.py` are data: a measurement chang
 
 from fused_softmax.plan.columns import ColumnPlan, most_column_registers, plan_columns
 from fused_softmax.plan.device import H200, Device
-from fused_softmax.plan.draws import DrawPlan, plan_draws
 from fused_softmax.plan.ladders import COLUMN_POSITIONS, HELD_BYTES, TUNABLE, Ladder, Table, built_in, table_of
 from fused_softmax.plan.peers import plan_peers
 from fused_softmax.plan.rows import (
@@ -25,7 +24,7 @@ from fused_softmax.plan.strategies import Alignment, RowPlan, Strategy
 
 __all__ = [
     "COLUMN_POSITIONS", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment", "ColumnPlan",
-    "Device", "DrawPlan", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
-    "most_column_registers", "most_parts", "most_registers", "plan_columns", "plan_draws", "plan_for", "plan_loss",
+    "Device", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
+    "most_column_registers", "most_parts", "most_registers", "plan_columns", "plan_for", "plan_loss",
     "plan_peers", "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
 ]  # fmt: skip

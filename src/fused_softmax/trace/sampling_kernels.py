@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.ops.sample_calls import Numbers, prepare_draws
-from fused_softmax.options_sampling import Sampling
+from fused_softmax.ops.sampling.launches import Numbers, prepare_draws
+from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.trace.memory import Role
 from fused_softmax.trace.recorder import Recorder
 from fused_softmax.trace.registry import Formula, Kernel

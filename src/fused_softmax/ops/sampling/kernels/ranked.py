@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import COLUMN_BITS, LOWEST, UNIT, value_of, weight_at
+from fused_softmax.ops.sampling.kernels.common import COLUMN_BITS, LOWEST, UNIT, value_of, weight_at
 
 AT_ONCE = tl.constexpr(8)  # codes that all are compared with at a time
 NOWHERE = tl.constexpr(9223372036854775807)

@@ -6,7 +6,8 @@ A lane has 32 columns (`draw`), and the launch that reads a row leaves the maxim
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import (
+from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.common import (
     LANES,
     LOWEST,
     STRETCH,
@@ -16,7 +17,6 @@ from fused_softmax.kernels.draw import (
     sums_of,
     whole_grains,
 )
-from fused_softmax.kernels.state import NEG_INF
 
 RANKED = tl.constexpr(128)  # maxima of stretches at most
 PIVOTS = tl.constexpr(4)  # maxima of stretches that are tried as bounds, before a bisection

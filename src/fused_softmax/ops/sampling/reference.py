@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax import reference_noise as noise
+from fused_softmax.ops.sampling import noise
 
 REACHED = 1 - 2.0**-22  # of top_p and of min_p, which logits rounded to float32 may miss by so little
 Number = float | Tensor  # a parameter: one for all rows, or [n_rows]

@@ -19,19 +19,19 @@ from torch import Tensor
 from fused_softmax import launch, workspace
 from fused_softmax.calls import allocator
 from fused_softmax.device import device_of
-from fused_softmax.kernels.sample import _draw
-from fused_softmax.kernels.sample_above import _draw_above
-from fused_softmax.kernels.sample_kept import _choose, _stretches
-from fused_softmax.kernels.sample_spec import SampleSpec
-from fused_softmax.kernels.sample_wide import _bound, _draw_within, _weigh
-from fused_softmax.options_sampling import Sampling
-from fused_softmax.plan import DrawPlan, plan_draws
-from fused_softmax.reference_sampling import SampleOutput, unpacked
+from fused_softmax.ops.sampling.kernels.above import _draw_above
+from fused_softmax.ops.sampling.kernels.kept import _choose, _stretches
+from fused_softmax.ops.sampling.kernels.plain import _draw
+from fused_softmax.ops.sampling.kernels.spec import SampleSpec
+from fused_softmax.ops.sampling.kernels.wide import _bound, _draw_within, _weigh
+from fused_softmax.ops.sampling.options import Sampling
+from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
+from fused_softmax.ops.sampling.reference import SampleOutput, unpacked
 from fused_softmax.runner import has_ptx, overlapping, overlaps
 
 MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
-_UNIT, STRETCH = 2.0**40, 1024  # kernels/draw.py
+_UNIT, STRETCH = 2.0**40, 1024  # ops/sampling/kernels/common.py
 _GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
 _MOST_EARLY = 64  # draws whose second launch begins early: of more, it would take the first one's place
 FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
@@ -58,7 +58,7 @@ class Numbers(NamedTuple):
 NUMBERS = Numbers._fields
 _DEFAULTS = Numbers(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 _HALVES = "seed_low", "seed_high", "position_low", "position_high"  # of 64 bits that are numbers
-_STRIDES = "logits", "bias", "bitmask", *NUMBERS, "tokens", "kept"  # as kernels/draw.py has them
+_STRIDES = "logits", "bias", "bitmask", *NUMBERS, "tokens", "kept"  # as ops/sampling/kernels/common.py has them
 _READ = "logits", "bias", "bitmask", "rows"
 _WRITTEN = "scratch", "tokens", "valid", "logprobs", "kept", "top", "top_tokens"
 _OF_A_CALL = *_READ, *_WRITTEN, *NUMBERS, *_HALVES  # what launches choose from

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax import reference_sampling as reference
-from fused_softmax.ops.sampling_on_shards import rows_on_shards
-from fused_softmax.ops.shards import mesh_of
-from fused_softmax.options_sampling import (
+from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling.dtensor import rows_on_shards
+from fused_softmax.ops.sampling.options import (
     check_logits,
     check_out,
     check_tensor,
@@ -22,6 +21,7 @@ from fused_softmax.options_sampling import (
     top_k_of,
     top_p_of,
 )
+from fused_softmax.ops.shards import mesh_of
 from fused_softmax.route import needs_grad
 
 _CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}

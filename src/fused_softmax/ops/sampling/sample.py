@@ -3,9 +3,7 @@
 token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `reference_noise` has the words and the map.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,30 +11,29 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_softmax import reference_sampling as reference
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Transport, over_of
-from fused_softmax.layout import overlap_like
 from fused_softmax.ops.no_gradient import refusing
-from fused_softmax.ops.sample_calls import (
+from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling.dtensor import draws_on_shards
+from fused_softmax.ops.sampling.launches import (
     FEW,
     MOST_COLUMNS,
     Numbers,
-    greatest,
-    judged_rows,
-    log_probs_at,
-    prepare_draws,
-    raw_lse,
-    rows_of,
 )
-from fused_softmax.ops.sample_sharded import sample_of_shards
-from fused_softmax.ops.sample_turns import prepare_sample
-from fused_softmax.ops.sampling_on_shards import draws_on_shards
-from fused_softmax.ops.shards import Axes, mesh_of
-from fused_softmax.options_sampling import (
+from fused_softmax.ops.sampling.one_device import (
+    _int64,
+    _plain,
+    _positions,
+    _prepared,
+    _signed,
+    draws_of,
+    position_of,
+    seed_of,
+)
+from fused_softmax.ops.sampling.options import (
     Logprobs,
     Order,
-    Sampling,
     check_logits,
     check_out,
     check_random,
@@ -44,19 +41,19 @@ from fused_softmax.options_sampling import (
     check_tensor,
     sampling_of,
 )
-from fused_softmax.reference_sampling import SampleOutput, per_row
+from fused_softmax.ops.sampling.over_ranks import sample_of_shards
+from fused_softmax.ops.sampling.reference import SampleOutput
+from fused_softmax.ops.shards import Axes, mesh_of
 from fused_softmax.route import Route, is_sharded, needs_grad, route_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NUMBERS = (float, int)
 _LOGPROBS = ("logprobs", "top_logprobs")
 _OVER = (
     "with group=, -cross_entropy(logits, tokens, reduction='none', group=group) is the raw log-probability with its "
     "gradient"
 )
-_bump_version = torch._C._increment_version
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -287,69 +284,6 @@ def _refusing_gradients(drawn: SampleOutput, *given: Any) -> SampleOutput:
     return drawn._replace(**dict(zip(found, refusing("sample", [*found], [*found.values()], like, _OVER), strict=True)))
 
 
-def draws_of(
-    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None = None
-) -> SampleOutput:
-    """A call by the kernels, of logits that they take."""
-    n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
-    if not n_draws or not logits.shape[0]:  # nothing to launch, or no row to read
-        seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
-        none = reference.sample(logits, seeds, positions, **options.arguments())
-        return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
-    if options.top_logprobs <= FEW:  # more are found by torch's operations
-        call = _prepared(logits, options, seed, position, out)
-        numbers = Numbers.of(options, seed, position)
-        return call(logits, numbers, options.logit_bias, options.bitmask, options.row_indices, out)
-    processed, n_top = options.return_logprobs == "processed", options.top_logprobs
-    wanted = replace(options, return_kept=options.return_kept or processed)
-    call = prepare_draws(logits, wanted, seed, position, None, logprobs=processed)
-    read = wanted.logit_bias, wanted.bitmask, wanted.row_indices
-    drawn = call(logits, Numbers.of(wanted, seed, position), *read, None)
-    x, of_tokens = rows_of(logits, options), drawn.logprobs
-    if processed:
-        x = judged_rows(x, options)
-        of_token = x.gather(1, drawn.tokens[:, None]).double()
-        t = per_row(options.temperature, x)
-        top_x, top_tokens = greatest(x, n_top, drawn.kept)
-        less = torch.where(top_x == of_token, 0.0, top_x.double() - of_token) / torch.where(t > 0, t, 1.0)
-        assert of_tokens is not None
-        top = less + of_tokens[:, None].double()
-    else:
-        lse = raw_lse(logits, options, x)[:, None]
-        of_tokens = log_probs_at(x.gather(1, drawn.tokens[:, None]), lse).squeeze(1).float()
-        of_tokens = of_tokens.masked_fill(~drawn.valid, math.nan)
-        top_x, top_tokens = greatest(x, n_top)
-        top = log_probs_at(top_x, lse)
-    top_tokens = torch.where(drawn.valid[:, None] & (top > -math.inf), top_tokens, -1)
-    top = top.float().masked_fill(~drawn.valid[:, None], math.nan)
-    kept = drawn.kept if options.return_kept else None
-    tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)
-    return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, kept)
-
-
-def _prepared(
-    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
-) -> Callable[..., SampleOutput]:
-    """As `prepare_sample`. Tokens in `out` spoil nothing that is still to be read, and autograd is told of them."""
-    call = prepare_sample(logits, options, seed, position, out)
-    if out is None:
-        return call
-    given = logits, *Numbers.of(options, seed, position), options.logit_bias, options.bitmask, options.row_indices
-    overlaps, shape, strides = overlap_like(out, *given), out.shape, out.stride()
-
-    def call_into(logits, numbers, bias, bitmask, rows, out):
-        if overlaps(out, logits, *numbers, bias, bitmask, rows):  # of a draw that is written, another may be unread
-            apart = torch.empty_strided(shape, strides, dtype=torch.int64, device=out.device)
-            drawn = call(logits, numbers, bias, bitmask, rows, apart)
-            return drawn._replace(tokens=out.copy_(apart))
-        drawn = call(logits, numbers, bias, bitmask, rows, out)
-        if not out.is_inference():
-            _bump_version((out,))  # autograd sees no write of a kernel's
-        return drawn
-
-    return call_into
-
-
 def speculative_sample(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -429,90 +363,3 @@ def _speculative(target_logits, draft_tokens, draft_logits, options, random):
                 target_logits, draft_tokens, draft_logits, seeds, positions, **options.filters()
             )
         )
-
-
-def seed_of(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """A seed for all rows, int64."""
-    # Drawn on the device: a captured graph advances the generator as it does for torch's own.
-    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
-
-
-def position_of(seed: int | Tensor | None, position: int | Tensor | None) -> int | Tensor | None:
-    """The position of draws of a seed; None where draw i has position i, so that rows of one seed are independent."""
-    if position is None:
-        return 0 if isinstance(seed, Tensor) else None
-    return _signed(position)
-
-
-def _positions(position: int | Tensor | None, n: int, device: torch.device) -> Tensor:
-    return torch.arange(n, device=device) if position is None else _int64(position, n, device)
-
-
-def _plain(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, position: Any, generator: Any
-) -> tuple[Numbers, tuple[Any, ...]] | None:
-    """(what a call has for its numbers, what tells apart calls that differ otherwise), for `find`.
-
-    None where an argument has to be looked at more closely. Whatever is neither a number nor a tensor finds nothing.
-    """
-    of_k, of_p, of_least_p, of_seed, of_position = top_k, top_p, min_p, seed, position
-    of_temperature = temperature
-    if temperature.__class__ in _NUMBERS:
-        if not (1e-30 < temperature < 1e30 or temperature == 0):
-            return None
-        of_temperature = "number" if temperature else "zero"
-    if top_k.__class__ is int:
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
-            return None
-        top_k, of_k = (top_k, "number") if 0 < top_k < logits.shape[1] else (None, None)
-    if top_p.__class__ in _NUMBERS:
-        if not top_p > 1e-30:
-            return None
-        top_p, of_p = (top_p, "number") if top_p < 1 else (None, None)
-    if min_p.__class__ in _NUMBERS:
-        if not (1e-30 < min_p <= 1 or min_p <= 0):
-            return None
-        min_p, of_least_p = (min_p, "number") if min_p > 0 else (None, None)
-    if seed.__class__ is int:
-        if not -(2**63) <= seed < 2**64 or generator is not None:
-            return None
-        seed, of_seed = _as_int64(seed), "number"
-    elif seed is None:
-        if position is not None or not _is_of(generator, logits):
-            return None
-        return Numbers(temperature, top_k, top_p, min_p, None, None), (
-            of_temperature, of_k, of_p, of_least_p, "drawn", None,
-        )  # fmt: skip
-    elif generator is not None:
-        return None
-    if position is None:
-        position, of_position = (None, None) if seed.__class__ is int else (0, "number")
-    elif position.__class__ is int:
-        if not -(2**63) <= position < 2**64:
-            return None
-        position, of_position = _as_int64(position), "number"
-    return Numbers(temperature, top_k, top_p, min_p, seed, position), (
-        of_temperature, of_k, of_p, of_least_p, of_seed, of_position,
-    )  # fmt: skip
-
-
-def _is_of(generator: Any, logits: Any) -> bool:
-    """Whether a generator, or none, can draw a seed for logits."""
-    if generator is None:
-        return True
-    return generator.__class__ is torch.Generator and generator.device.type == logits.device.type
-
-
-def _signed(value: Any) -> int | Tensor:
-    return value if isinstance(value, Tensor) else _as_int64(value)
-
-
-def _as_int64(number: int) -> int:
-    """A number as int64 holds its 64 bits."""
-    return (int(number) + 2**63) % 2**64 - 2**63
-
-
-def _int64(value: int | Tensor, n: int, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.long().expand(n)
-    return torch.full((), _as_int64(value), dtype=torch.int64, device=device).expand(n)

@@ -5,9 +5,9 @@ A generator is no argument of an operator, so a call draws its seed of it before
 
 import torch
 
-from fused_softmax import reference_sampling as reference
-from fused_softmax.ops.sampling import draws_of
-from fused_softmax.options_sampling import Sampling
+from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling.one_device import draws_of
+from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.route import on_device
 
 # Results that are not asked for are empty. A number of rows counts where there is no tensor of it.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fused_softmax.calls import allocator
 from fused_softmax.device import device_of
-from fused_softmax.kernels.sample_kept import _stretches
-from fused_softmax.kernels.sample_report import _report
-from fused_softmax.ops.sample_calls import (
+from fused_softmax.ops.sampling.kernels.kept import _stretches
+from fused_softmax.ops.sampling.kernels.report import _report
+from fused_softmax.ops.sampling.launches import (
     FEW,
     STRETCH,
     Arguments,
@@ -23,9 +23,9 @@ from fused_softmax.ops.sample_calls import (
     readable,
     spec_of,
 )
-from fused_softmax.options_sampling import Sampling
-from fused_softmax.plan import DrawPlan, plan_draws
-from fused_softmax.reference_sampling import SampleOutput
+from fused_softmax.ops.sampling.options import Sampling
+from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
+from fused_softmax.ops.sampling.reference import SampleOutput
 
 
 def prepare_sample(

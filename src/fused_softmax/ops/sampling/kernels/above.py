@@ -7,7 +7,9 @@ knows the bound of a row, and which lanes have logits above it. It reads these l
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import (
+from fused_softmax.kernels.follow import wait_for_launch_before
+from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     KEPT_BITS,
     LANES,
@@ -19,11 +21,9 @@ from fused_softmax.kernels.draw import (
     order_of,
     scratch_at,
 )
-from fused_softmax.kernels.follow import wait_for_launch_before
-from fused_softmax.kernels.sample_kept import only_inf, row_state
-from fused_softmax.kernels.sample_lanes import ones_of
-from fused_softmax.kernels.sample_row import finish_parts, take_lanes
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.kept import only_inf, row_state
+from fused_softmax.ops.sampling.kernels.lanes import ones_of
+from fused_softmax.ops.sampling.kernels.row import finish_parts, take_lanes
 
 
 @triton.jit(

@@ -6,7 +6,8 @@ The parts of a row tell each other their best groups. No part waits: the part th
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import (
+from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.common import (
     GROUPS,
     INF,
     LANES,
@@ -28,7 +29,6 @@ from fused_softmax.kernels.draw import (
     weight_at,
     words_of,
 )
-from fused_softmax.kernels.state import NEG_INF
 
 ODD = tl.constexpr(9223372034707292159)  # above the key of every finite score
 FAR = tl.constexpr(1024.0)  # scores beyond it are too coarse to tell neighbours apart: their row has another origin

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.distributed import Over, Refusing, Shards, check_over, gather, shards_of, sizes_of
-from fused_softmax.options_sampling import (
+from fused_softmax.ops.sampling.options import (
     Sampling,
     check_logits,
     check_out,
@@ -24,8 +24,8 @@ from fused_softmax.options_sampling import (
     check_tensor,
     sampling_of,
 )
+from fused_softmax.ops.sampling.reference import SampleOutput
 from fused_softmax.peers import choose
-from fused_softmax.reference_sampling import SampleOutput
 
 _NAME = "sample"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -67,7 +67,7 @@ def sample_of_shards(
     numbers: temperature, top_k, top_p, min_p. tensors: logit_bias, bitmask, row_indices. asked: the rest but
     random = (seed, position, generator) and out.
     """
-    from fused_softmax.ops.sampling import position_of, seed_of
+    from fused_softmax.ops.sampling.one_device import position_of, seed_of
 
     bias, rows = tensors["logit_bias"], tensors["row_indices"]
     with Refusing(_NAME, over, logits):
@@ -144,7 +144,7 @@ def _greedy(options: Sampling) -> bool:
 
 def _greatest(x: Tensor, bias: Tensor | None, there: Tensor | None, shards: Shards) -> SampleOutput:
     """The columns of the greatest logits of all shards, of equals the first."""
-    from fused_softmax.ops.sampling import sample
+    from fused_softmax.ops.sampling.sample import sample
 
     n, held = len(x), shards.held
     m = x.new_full((n,), -torch.inf, dtype=torch.float64)
@@ -168,7 +168,7 @@ def _drawn(
     shards: Shards,
 ) -> SampleOutput:  # fmt: skip
     """The draws of this rank's part."""
-    from fused_softmax.ops.sampling import sample
+    from fused_softmax.ops.sampling.sample import sample
 
     part = Part(len(x), len(shards.sizes), shards.rank)
     if bias is not None and bias.ndim == 1:  # one row, which every rank gets

@@ -8,7 +8,9 @@ the kept logits. If the sample misleads, a bisection reads the row as often as i
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import (
+from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
+from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     GREATEST,
     KEPT_BITS,
@@ -35,10 +37,8 @@ from fused_softmax.kernels.draw import (
     weight_at,
     whole_grains,
 )
-from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
-from fused_softmax.kernels.sample_lanes import ones_of
-from fused_softmax.kernels.sample_row import begin_parts, best_kept, finish_parts, least_in_row
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.lanes import ones_of
+from fused_softmax.ops.sampling.kernels.row import begin_parts, best_kept, finish_parts, least_in_row
 
 # Of a row's record, beside what `sample_row` has there: whether nothing is left to do, the draw, or all; and of what.
 STATUS, LOW, HIGH, COUNT, MASS, LEAST = (tl.constexpr(i) for i in range(6))

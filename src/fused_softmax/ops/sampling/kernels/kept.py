@@ -10,7 +10,9 @@ Every sum of probabilities is a sum of integers, so no result depends on how col
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import (
+from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
+from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     GREATEST,
     GROUPS,
@@ -43,13 +45,11 @@ from fused_softmax.kernels.draw import (
     whole_grains,
     words_of,
 )
-from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
-from fused_softmax.kernels.sample_lanes import HIGHEST, greatest_lanes, lane_maxima
-from fused_softmax.kernels.sample_ranked import least_of_ranked
-from fused_softmax.kernels.sample_row import begin_parts, least_in_row, within_row
-from fused_softmax.kernels.sample_spec import Held
-from fused_softmax.kernels.sample_wide import open_row
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.lanes import HIGHEST, greatest_lanes, lane_maxima
+from fused_softmax.ops.sampling.kernels.ranked import least_of_ranked
+from fused_softmax.ops.sampling.kernels.row import begin_parts, least_in_row, within_row
+from fused_softmax.ops.sampling.kernels.spec import Held
+from fused_softmax.ops.sampling.kernels.wide import open_row
 
 # Shares of the mass that top-p asks for. Wide rows have less in the maxima of all lanes: N(0, 2^2) 0.5, N(0, 6^2) 1.1.
 FAR = tl.constexpr(0.7)

@@ -6,7 +6,8 @@ The greatest logits are those of the lanes with the greatest maxima, as filters 
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import (
+from fused_softmax.kernels.state import LN2, NEG_INF
+from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     INF,
     KEPT_BITS,
@@ -27,12 +28,11 @@ from fused_softmax.kernels.draw import (
     survey,
     value_of,
 )
-from fused_softmax.kernels.sample_kept import held_of, list_held, row_state
-from fused_softmax.kernels.sample_lanes import greatest_lanes, lane_maxima
-from fused_softmax.kernels.sample_ranked import sort_listed
-from fused_softmax.kernels.sample_row import least_in_row
-from fused_softmax.kernels.sample_wide import LISTED, list_marked
-from fused_softmax.kernels.state import LN2, NEG_INF
+from fused_softmax.ops.sampling.kernels.kept import held_of, list_held, row_state
+from fused_softmax.ops.sampling.kernels.lanes import greatest_lanes, lane_maxima
+from fused_softmax.ops.sampling.kernels.ranked import sort_listed
+from fused_softmax.ops.sampling.kernels.row import least_in_row
+from fused_softmax.ops.sampling.kernels.wide import LISTED, list_marked
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows", "top_k"])

@@ -6,7 +6,7 @@ Such reading is slow, and right whatever the logits are: it serves rows whose bo
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.draw import (
+from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     GROUPS,
     LANES,

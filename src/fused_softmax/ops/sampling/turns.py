@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fused_softmax.device import device_of
-from fused_softmax.ops import sample_reports
-from fused_softmax.ops.sample_calls import Numbers, spec_of
-from fused_softmax.options_sampling import Sampling
-from fused_softmax.plan import plan_draws
-from fused_softmax.reference_sampling import SampleOutput
+from fused_softmax.ops.sampling import calls as sample_reports
+from fused_softmax.ops.sampling.launches import Numbers, spec_of
+from fused_softmax.ops.sampling.options import Sampling
+from fused_softmax.ops.sampling.plan import plan_draws
+from fused_softmax.ops.sampling.reference import SampleOutput
 
 _MOST_BYTES = 2**29  # of notes: 2500 rows of 2**20 columns, and 7400 of few, which keep every chip busy
 _ALIGNED = 16  # draws, after which rows of any dtype and length begin on 16 bytes as the first one does
