@@ -3,8 +3,8 @@
 import torch
 
 import fused_softmax
-from fused_softmax import reference_attention
-from fused_softmax.plan.attention import AttentionPlan, Tiles
+from fused_softmax.ops.attention import reference as reference_attention
+from fused_softmax.ops.attention.plan.tiles import AttentionPlan, Tiles
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 _SQUARE, _TALL, _WIDE = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1)

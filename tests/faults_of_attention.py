@@ -2,13 +2,17 @@
 
 from fault import of
 
-FORWARD, SCORES = "kernels/attention.py", "kernels/attention_scores.py"
-DECODE, SHORT, GRADIENT = "kernels/attention_decode.py", "kernels/attention_short.py", "kernels/attention_grad.py"
-CALLS, OF_SHORT, CUDNN = "ops/attention_calls.py", "ops/attention_short.py", "ops/attention_sdpa.py"
-HIDDEN = "kernels/attention_hidden.py"
-WINDOW = "plan/attention_window.py"
+FORWARD, SCORES = "ops/attention/kernels/forward.py", "ops/attention/kernels/scores.py"
+DECODE, SHORT, GRADIENT = (
+    "ops/attention/kernels/decode.py",
+    "ops/attention/kernels/short.py",
+    "ops/attention/kernels/gradient.py",
+)
+CALLS, OF_SHORT, CUDNN = "ops/attention/calls.py", "ops/attention/special.py", "ops/attention/sdpa.py"
+HIDDEN = "ops/attention/kernels/hidden.py"
+WINDOW = "ops/attention/plan/hopper.py"
 HF, MODELS = "hf.py", "test_hf_models.py"
-BY_SUM, DS = "ops/attention_hopper_bias.py", "kernels/attention_ds.py"
+BY_SUM, DS = "ops/attention/hopper_bias.py", "ops/attention/kernels/hopper/ds.py"
 ONE_READ = "test_attention_hopper_bias.py::test_few_keys_and_many_batches_take_one_read_of_ds"
 PLAIN, OPTIONS = "test_attention.py::test_plain", "test_attention.py::test_options"
 TOGETHER, EDGES = "test_attention.py::test_everything_together", "test_attention.py::test_windows_that_end_with_a_tile"
@@ -149,7 +153,7 @@ ATTENTION = (
         "base = m[None, :]", "test_attention_decode.py::test_parts_and_rows_that_see_nothing",
     ),
     of(
-        "attention", "parts-lose-the-entropy", "ops/attention_decode.py",
+        "attention", "parts-lose-the-entropy", "ops/attention/special.py",
         "if tensors[-2] is not None or tensors[-1] is not None:", "if tensors[-1] is not None:",
         "test_attention_decode.py::test_statistics_are_for_the_plain_kernel",
     ),
@@ -290,7 +294,7 @@ ATTENTION = (
         "test_attention_hidden.py::test_more_tiles_than_a_word_has_bits",
     ),
     of(
-        "attention", "one-mask-for-all-heads-of-a-tile", "ops/attention_decode.py",
+        "attention", "one-mask-for-all-heads-of-a-tile", "ops/attention/special.py",
         'not (c.spec.mask_rows or c.strides["mask"][2])', "not c.spec.mask_rows",
         "test_attention_hidden.py::test_few_queries_over_padded_keys",
     ),
@@ -299,7 +303,7 @@ ATTENTION = (
         "of_query = (at_outer + at_inner) * n_heads", "test_attention.py::test_many_leading_dims",
     ),
     of(
-        "attention", "column-sums-of-the-last-tile", "kernels/attention_stats.py",
+        "attention", "column-sums-of-the-last-tile", "ops/attention/kernels/stats.py",
         "sums += sums_of(k, q_head, record, first, start,", "sums = sums_of(k, q_head, record, first, start,",
         "test_attention.py::test_stats",
     ),
@@ -346,7 +350,7 @@ ATTENTION = (
         "test_attention.py::test_sinks",
     ),
     of(
-        "attention", "dims-merged-of-which-one-is-broadcast", "ops/attention_layout.py",
+        "attention", "dims-merged-of-which-one-is-broadcast", "ops/attention/layout.py",
         "and (sizes[self._dims[-1][-1]] == 1) == (sizes[d] == 1)\n", "", "test_attention.py::test_many_leading_dims",
     ),
     of(
@@ -458,11 +462,11 @@ ATTENTION = (
         "test_attention.py::test_heads_of_16_bits_that_no_vectors_fill",
     ),
     of(
-        "attention", "two-patterns-of-shared-memory", "plan/attention.py", "least = min(SWIZZLE, max(dims))",
+        "attention", "two-patterns-of-shared-memory", "ops/attention/plan/tiles.py", "least = min(SWIZZLE, max(dims))",
         "least = LEAST", "test_plan.py::test_heads_of_16_bits_have_one_pattern_in_shared_memory",
     ),
     of(
-        "attention", "long-tiles-for-the-narrowest-windows", "plan/attention.py", "and n_keys > 64 and",
+        "attention", "long-tiles-for-the-narrowest-windows", "ops/attention/plan/tiles.py", "and n_keys > 64 and",
         "and seen > 64 and",
         "test_attention_window.py::test_windows_that_other_kernels_take_have_tiles_of_short_reach",
     ),

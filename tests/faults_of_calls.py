@@ -403,17 +403,17 @@ OPS = (
         "test_compiled_options.py::test_out_breaks_no_graph",
     ),
     of(
-        "ops", "a-causal-bias-read-as-floats", "ops/attention.py",
+        "ops", "a-causal-bias-read-as-floats", "ops/attention/attention.py",
         "if is_causal_bias(attn_mask) or is_causal_bias(bias):", "if False:",
         "test_compiled_options.py::test_a_causal_bias_gives_torchs_result",
     ),
     of(
-        "ops", "a-causal-bias-of-the-other-corner", "options_attention.py",
+        "ops", "a-causal-bias-of-the-other-corner", "ops/attention/options.py",
         'align = "bottom_right" if mask.variant.name == "LOWER_RIGHT" else "top_left"', 'align = "top_left"',
         "test_compiled_options.py::test_a_causal_bias_gives_torchs_result",
     ),
     of(
-        "ops", "a-causal-bias-that-aligns-a-window", "options_attention.py",
+        "ops", "a-causal-bias-that-aligns-a-window", "ops/attention/options.py",
         "if aligned or (window is None and beside.alibi_slopes is None):", "if True:",
         "test_compiled_options.py::test_a_causal_bias_beside_what_is_aligned_as_causality_is",
     ),
@@ -526,12 +526,12 @@ REGISTER = (
         "test_flops.py::test_a_linear_loss_counts_what_its_layer_does",
     ),
     of(
-        "register", "flops-of-scores-that-are-made-again-left-out", "register/attention_rules.py",
+        "register", "flops-of-scores-that-are-made-again-left-out", "ops/attention/operators.py",
         "dim * (1 + of_query + of_key)", "dim * (of_query + of_key)",
         "test_flops.py::test_attention_counts_what_torchs_formulas_do",
     ),
     of(
-        "register", "flops-of-gradients-that-nobody-asks-for", "register/attention_rules.py",
+        "register", "flops-of-gradients-that-nobody-asks-for", "ops/attention/operators.py",
         "value_dim * (of_weights + of_value)", "value_dim * 2",
         "test_flops.py::test_attention_counts_the_gradients_that_are_asked_for",
     ),
@@ -579,7 +579,7 @@ AUTOCAST = (
         "test_autocast.py::test_a_backward_pass_within_autocast_keeps_its_arithmetic",
     ),
     of(
-        "ops", "kept-attention-of-another-autocast", "ops/attention.py",
+        "ops", "kept-attention-of-another-autocast", "ops/attention/attention.py",
         "attention_sdpa.switch(), cast,", "attention_sdpa.switch(),",
         "test_autocast.py::test_kept_calls_of_other_autocasts_are_kept_apart",
     ),
@@ -588,7 +588,7 @@ AUTOCAST = (
         "test_autocast.py::test_kept_calls_of_other_autocasts_are_kept_apart",
     ),
     of(
-        "ops", "attention-refuses-what-autocast-makes-alike", "options_attention.py",
+        "ops", "attention-refuses-what-autocast-makes-alike", "ops/attention/options.py",
         "and (cast is None or tensor.dtype == torch.float64)", "",
         "test_autocast.py::test_a_mix_of_dtypes_that_autocast_makes_one_is_taken",
     ),

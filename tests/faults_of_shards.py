@@ -275,7 +275,7 @@ SHARDS = (
         "", SCORED,
     ),
     of(
-        "shards", "any-heads-of-key", "ops/attention_on_shards.py", "and n_heads % ranks:", "and False:",
+        "shards", "any-heads-of-key", "ops/attention/over_ranks.py", "and n_heads % ranks:", "and False:",
         "test_shards_of_calls.py::test_attention_refuses_other_placements",
     ),
     of(

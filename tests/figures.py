@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fused_softmax import distributed
 from fused_softmax.bench import record, simulated
 from fused_softmax.ops import linear_by_rows
-from fused_softmax.ops.attention_hopper_bias import _DS_BYTES
+from fused_softmax.ops.attention.hopper_bias import _DS_BYTES
 from fused_softmax.plan import H200, plan_peers, plan_rows
 
 ROOT = Path(__file__).parents[1]
@@ -213,7 +213,7 @@ def failed(provider: str) -> Source:
 PREFETCH = [source("plan/ladders.py", "(UNBOUNDED, 6 << 20)"), source("plan/ladders.py", "(UNBOUNDED, 12 << 20)")]
 TOLERANCE = [source("bench/commands.py", 'default=2, show_default=True, help="Percent by which a median must change')]
 MODEL = "src/fused_softmax/bench/simulated.py"
-DS = computed("src/fused_softmax/ops/attention_hopper_bias.py", lambda: _DS_BYTES / 2**30)
+DS = computed("src/fused_softmax/ops/attention/hopper_bias.py", lambda: _DS_BYTES / 2**30)
 ACROSS = "| bf16 8192 x 128256 | 561 | 519 |"
 
 SOURCES: dict[str, dict[str, list[Source]]] = {

@@ -5,8 +5,8 @@ import torch
 from attention_cases import FP64
 
 import fused_softmax
-from fused_softmax import reference_attention
-from fused_softmax.ops import attention_hopper
+from fused_softmax.ops.attention import hopper as attention_hopper
+from fused_softmax.ops.attention import reference as reference_attention
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90")

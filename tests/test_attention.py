@@ -8,8 +8,9 @@ from attention_cases import BF16, FP16, FP32, FP64, PLANS, assert_attention, qkv
 from products import pairwise
 
 import fused_softmax
-from fused_softmax import reference_attention
-from fused_softmax.ops import attention_bias, attention_calls
+from fused_softmax.ops.attention import bias as attention_bias
+from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import reference as reference_attention
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

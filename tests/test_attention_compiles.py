@@ -9,8 +9,9 @@ import triton
 from launches import GPUS, launched
 from products import pairwise
 
-from fused_softmax.ops import attention_calls, attention_hopper
-from fused_softmax.options_attention import Attention
+from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import hopper as attention_hopper
+from fused_softmax.ops.attention.options import Attention
 
 pytestmark = pytest.mark.compiles
 FP32, BF16 = torch.float32, torch.bfloat16

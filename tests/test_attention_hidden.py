@@ -8,9 +8,9 @@ from attention_cases import BF16, FP32, PLANS, assert_attention, qkv, tensors
 from products import pairwise
 
 import fused_softmax
-from fused_softmax.ops import attention_calls, attention_decode
-from fused_softmax.plan.attention import Tiles
-from fused_softmax.plan.attention_decode import DecodePlan
+from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import special as attention_decode
+from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

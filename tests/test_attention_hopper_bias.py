@@ -10,7 +10,8 @@ import torch
 from attention_cases import assert_attention, qkv
 from hopper_cases import on_hopper
 
-from fused_softmax.ops import attention_hopper, attention_hopper_bias
+from fused_softmax.ops.attention import hopper as attention_hopper
+from fused_softmax.ops.attention import hopper_bias as attention_hopper_bias
 from fused_softmax.route import INTERPRET
 
 

@@ -6,18 +6,17 @@ import triton.language as tl
 from compile_only import TARGETS, Compiled, compile_for
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fused_softmax.kernels.attention_ds import _product_and_sum
-from fused_softmax.kernels.attention_hopper import SIZES, _attention_hopper
-from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper, _queries_gradient_hopper
-from fused_softmax.kernels.attention_hopper_spec import ROWS, HopperSpec, WindowSpec
-from fused_softmax.kernels.attention_hopper_wide import _keys_gradient_wide, _queries_gradient_wide
-from fused_softmax.kernels.attention_hopper_window import _window_hopper
-from fused_softmax.kernels.attention_spec import AttentionSpec
-from fused_softmax.kernels.gluon_names import gl
+from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
+from fused_softmax.ops.attention.kernels.hopper.forward import SIZES, _attention_hopper
+from fused_softmax.ops.attention.kernels.hopper.gluon_names import gl
+from fused_softmax.ops.attention.kernels.hopper.gradient import _keys_gradient_hopper, _queries_gradient_hopper
+from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, HopperSpec, WindowSpec
+from fused_softmax.ops.attention.kernels.hopper.wide import _keys_gradient_wide, _queries_gradient_wide
+from fused_softmax.ops.attention.kernels.hopper.window import _window_hopper
+from fused_softmax.ops.attention.kernels.spec import AttentionSpec
+from fused_softmax.ops.attention.plan.hopper import REGISTERS, STAGES, plan_hopper, plan_window
+from fused_softmax.ops.attention.plan.tiles import plan_ds
 from fused_softmax.plan import H200
-from fused_softmax.plan.attention import plan_ds
-from fused_softmax.plan.attention_hopper import plan_hopper
-from fused_softmax.plan.attention_window import REGISTERS, STAGES, plan_window
 
 pytestmark = pytest.mark.compiles
 # Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries, and one of large

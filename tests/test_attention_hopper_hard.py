@@ -8,8 +8,8 @@ from attention_cases import BF16, FP64, assert_attention, tensors
 from hopper_cases import given, on_hopper, watched
 
 import fused_softmax
-from fused_softmax import reference_attention
-from fused_softmax.plan import attention_window
+from fused_softmax.ops.attention import reference as reference_attention
+from fused_softmax.ops.attention.plan import hopper as attention_window
 
 pytestmark = [pytest.mark.gpu, on_hopper]
 

@@ -11,9 +11,9 @@ import triton.language as tl
 from attention_cases import BF16, FP16, FP32, FP64, PLANS
 
 import fused_softmax
-from fused_softmax import reference_attention
-from fused_softmax.kernels.attention_scores import less_maximum
-from fused_softmax.ops import attention_calls
+from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import reference as reference_attention
+from fused_softmax.ops.attention.kernels.scores import less_maximum
 from fused_softmax.route import INTERPRET
 
 
@@ -109,7 +109,7 @@ def test_large_scores(monkeypatch, device, kind, factor):
 @pytest.mark.skipif(not INTERPRET, reason="the kernels' own arithmetic, of few batches")
 @pytest.mark.parametrize("kind", SHORT)
 def test_large_scores_of_short_heads(monkeypatch, kind):
-    from fused_softmax.plan import attention_short
+    from fused_softmax.ops.attention.plan import tiles as attention_short
 
     monkeypatch.setattr(attention_short, "LEAST_HEADS", 0)
     (_, *sizes), make = SHORT[kind]

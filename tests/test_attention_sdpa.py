@@ -11,13 +11,14 @@ from attention_cases import BF16, FP16, FP32, PLANS, assert_attention, qkv
 from click.testing import CliRunner
 
 import fused_softmax
-from fused_softmax import reference_attention
 from fused_softmax.bench import report
 from fused_softmax.cli import main
-from fused_softmax.kernels.attention_hopper_spec import ROWS
-from fused_softmax.ops import attention_calls, attention_sdpa
+from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import reference as reference_attention
+from fused_softmax.ops.attention import sdpa as attention_sdpa
+from fused_softmax.ops.attention.kernels.hopper.spec import ROWS
+from fused_softmax.ops.attention.plan import sdpa as plan
 from fused_softmax.plan import H200, Device
-from fused_softmax.plan import attention_sdpa as plan
 from fused_softmax.route import INTERPRET
 
 AMPERE = Device("A100", "cuda", (8, 0), 108)

@@ -8,9 +8,9 @@ import torch
 from attention_cases import tensors
 
 import fused_softmax
-from fused_softmax import reference_attention
-from fused_softmax.ops import attention as attention_ops
-from fused_softmax.register import attention_rules
+from fused_softmax.ops.attention import attention as attention_ops
+from fused_softmax.ops.attention import operators as attention_rules
+from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.route import Route
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"

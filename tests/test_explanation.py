@@ -12,14 +12,13 @@ from triton import knobs
 
 import fused_softmax
 from fused_softmax import calls, explain, explanation, launch, route
-from fused_softmax.ops import attention as attention_ops
-from fused_softmax.ops import attention_sdpa
-from fused_softmax.ops.attention_calls import Gradients, Inputs, Results
+from fused_softmax.ops.attention import attention as attention_ops
+from fused_softmax.ops.attention import sdpa as attention_sdpa
+from fused_softmax.ops.attention.calls import Gradients, Inputs, Results
+from fused_softmax.ops.attention.plan.sdpa import LEAST_LENGTH, Entry
+from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 from fused_softmax.ops.sampling.plan import DrawPlan
 from fused_softmax.plan import ColumnPlan, RowPlan
-from fused_softmax.plan.attention import Tiles
-from fused_softmax.plan.attention_decode import DecodePlan
-from fused_softmax.plan.attention_sdpa import LEAST_LENGTH, Entry
 from fused_softmax.register import library, patch
 
 F = torch.nn.functional

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, masking_utils
 
 import fused_softmax
 from fused_softmax import hf
-from fused_softmax.ops import attention as attention_ops
+from fused_softmax.ops.attention import attention as attention_ops
 from fused_softmax.route import Route
 
 PAD = 0

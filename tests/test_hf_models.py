@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from fused_softmax import hf
-from fused_softmax.ops import attention as attention_ops
+from fused_softmax.ops.attention import attention as attention_ops
 from fused_softmax.route import Route
 
 # Of each way to come by attention, one whose fault would show: its own code, its own code by name, the interface beside

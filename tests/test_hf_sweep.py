@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import hf_models
 
 from fused_softmax import hf
-from fused_softmax.ops import attention as attention_ops
+from fused_softmax.ops.attention import attention as attention_ops
 from fused_softmax.route import Route
 
 

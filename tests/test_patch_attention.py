@@ -10,8 +10,8 @@ from attention_cases import BF16, PLANS, qkv
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_softmax
-from fused_softmax.ops import attention_calls
-from fused_softmax.plan import attention_sdpa as plan
+from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention.plan import sdpa as plan
 from fused_softmax.register import patch
 from fused_softmax.route import INTERPRET
 

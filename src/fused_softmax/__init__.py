@@ -57,7 +57,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fused_softmax import nn
     from fused_softmax.explanation import explain
-    from fused_softmax.ops.attention import AttentionOutput, attention
+    from fused_softmax.ops.attention.attention import AttentionOutput, attention
     from fused_softmax.ops.cross_entropy import cross_entropy
     from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats
     from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
@@ -79,7 +79,7 @@ else:
     _HOMES = {
         "nn": ("nn",),
         "explanation": ("explain",),
-        "ops.attention": ("AttentionOutput", "attention"),
+        "ops.attention.attention": ("AttentionOutput", "attention"),
         "ops.cross_entropy": ("cross_entropy",),
         "ops.cross_entropy_output": ("CrossEntropyOutput", "TokenStats"),
         "ops.linear_cross_entropy": ("linear_cross_entropy",),

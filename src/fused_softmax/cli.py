@@ -145,7 +145,7 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
         from fused_softmax.bench import providers, report
 
     if of_attention:
-        from fused_softmax.plan.attention import HALF
+        from fused_softmax.ops.attention.plan.tiles import HALF
 
         most = max(HALF["forward"])  # the ladder's end
         if shape[-1] > most:

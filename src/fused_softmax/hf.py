@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 import fused_softmax.register.library  # noqa: F401  # for whoever compiles or exports a model
-from fused_softmax.ops.attention import attention
+from fused_softmax.ops.attention.attention import attention
 
 if find_spec("transformers") is None:
     raise ImportError(

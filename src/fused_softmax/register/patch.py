@@ -21,8 +21,9 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.layout import overlap
-from fused_softmax.ops import attention_sdpa, logsumexp_calls, softmax_calls
-from fused_softmax.ops.attention import attention
+from fused_softmax.ops import logsumexp_calls, softmax_calls
+from fused_softmax.ops.attention import sdpa as attention_sdpa
+from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.cross_entropy import prepare_plain
 from fused_softmax.ops.loss_on_shards import loss_as_aten
 from fused_softmax.options import DTYPES

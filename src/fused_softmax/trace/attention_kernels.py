@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_softmax.kernels.attention import _attention
-from fused_softmax.kernels.attention_spec import AttentionSpec
-from fused_softmax.options_attention import MOST_DIM
+from fused_softmax.ops.attention.kernels.forward import _attention
+from fused_softmax.ops.attention.kernels.spec import AttentionSpec
+from fused_softmax.ops.attention.options import MOST_DIM
 from fused_softmax.trace.encode import dtype_name
 from fused_softmax.trace.memory import MOST_ELEMENTS
 from fused_softmax.trace.recorder import Recorder

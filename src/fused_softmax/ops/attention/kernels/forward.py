@@ -10,8 +10,9 @@ Traffic: query, output and lse once; key and value once for each tile of queries
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.attention_hidden import keys_to_visit, next_tile
-from fused_softmax.kernels.attention_scores import (
+from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF
+from fused_softmax.ops.attention.kernels.hidden import keys_to_visit, next_tile
+from fused_softmax.ops.attention.kernels.scores import (
     dense_head,
     keys_seen,
     load_tile,
@@ -23,8 +24,7 @@ from fused_softmax.kernels.attention_scores import (
     unit_at,
     unit_of,
 )
-from fused_softmax.kernels.attention_spec import Added, Sizes, Tile
-from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF
+from fused_softmax.ops.attention.kernels.spec import Added, Sizes, Tile
 
 
 @triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])

@@ -11,7 +11,17 @@ Traffic: query, output and lse once; for all heads that a program goes through, 
 queries may see, in whole tiles.
 """
 
-from fused_softmax.kernels.attention_hopper_parts import (
+from fused_softmax.ops.attention.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    jit,
+    load_async,
+    store_async,
+    stores_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fused_softmax.ops.attention.kernels.hopper.parts import (
     FLOOR,
     LN2,
     LOG2E,
@@ -29,17 +39,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     tiles_of,
     unit_at,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROWS, WindowSizes, WindowWork
-from fused_softmax.kernels.gluon_names import (
-    fence_async_shared,
-    gl,
-    jit,
-    load_async,
-    store_async,
-    stores_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, WindowSizes, WindowWork
 
 _ROWS = gl.constexpr(ROWS)
 SIZES = ["n_heads", "group", "n_queries", "n_keys", "offset", "head_tiles", "n_tiles", "span"]

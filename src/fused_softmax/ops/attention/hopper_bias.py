@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.kernels.attention_ds import _product_and_sum
-from fused_softmax.ops import attention_hopper
-from fused_softmax.ops.attention_bias import blocks
-from fused_softmax.plan.attention import plan_ds
-from fused_softmax.plan.attention_hopper import VECTOR
+from fused_softmax.ops.attention import hopper as attention_hopper
+from fused_softmax.ops.attention.bias import blocks
+from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
+from fused_softmax.ops.attention.plan.hopper import VECTOR
+from fused_softmax.ops.attention.plan.tiles import plan_ds
 
 _DS_BYTES = 2**30  # of dS, at most
 _PROGRAMS, _LEAST_BATCHES = 2, 4  # of a multiprocessor, and those of each part, where a kernel reads dS once

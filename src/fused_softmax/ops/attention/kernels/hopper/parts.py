@@ -1,8 +1,6 @@
 """What attention's kernels for sm_90 share: which tile a program takes, rings of tiles, and who multiplies when."""
 
-from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, Ring, Work
-from fused_softmax.kernels.attention_spec import GRANULE
-from fused_softmax.kernels.gluon_names import (
+from fused_softmax.ops.attention.kernels.hopper.gluon_names import (
     constexpr_function,
     fence_async_shared,
     gl,
@@ -12,6 +10,8 @@ from fused_softmax.kernels.gluon_names import (
     store_async,
     stores_wait,
 )
+from fused_softmax.ops.attention.kernels.hopper.spec import ROW_VECTOR, ROWS, Ring, Work
+from fused_softmax.ops.attention.kernels.spec import GRANULE
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)

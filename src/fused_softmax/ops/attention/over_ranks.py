@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_softmax.ops.attention.options import NAME
+from fused_softmax.ops.attention.reference import AttentionOutput
 from fused_softmax.ops.shards import Axes, Cut, cut_of, shard_by_shard
-from fused_softmax.options_attention import NAME
-from fused_softmax.reference_attention import AttentionOutput
 
 
 def attention_on_shards(

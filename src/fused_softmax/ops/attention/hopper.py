@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fused_softmax import launch
 from fused_softmax.device import device_of
-from fused_softmax.kernels.attention_hopper_spec import ROW_VECTOR, ROWS, HopperSpec
-from fused_softmax.kernels.attention_spec import NO_MASK
-from fused_softmax.plan.attention_hopper import VECTOR, HopperTiles, plan_hopper, shift_of
+from fused_softmax.ops.attention.kernels.hopper.spec import ROW_VECTOR, ROWS, HopperSpec
+from fused_softmax.ops.attention.kernels.spec import NO_MASK
+from fused_softmax.ops.attention.plan.hopper import VECTOR, HopperTiles, plan_hopper, shift_of
 
 LOG2E = 1.4426950408889634
 
@@ -25,7 +25,7 @@ def prepare_forward(
     plan = _planned(c, "forward", bias)
     if plan is None or {"entropy", "row_max"} & set(c.how.stats) or not tiled(c, {"q": q, "k": k, "v": v}):
         return None
-    from fused_softmax.kernels.attention_hopper import _attention_hopper
+    from fused_softmax.ops.attention.kernels.hopper.forward import _attention_hopper
 
     reuses = plan.reuses or (bias is not None and max(plan.block_d, plan.block_v) > 64)
     spec = _spec(c, plan, sinks=sinks is not None, reuses=reuses)
@@ -67,9 +67,9 @@ def prepare_keys(
     *maps, of_do = _maps(c, plan, (*read[:3], do), plan.block, ROWS)
     numbers = [*c.numbers()[1:8], *turns]
     if plan.wide:
-        from fused_softmax.kernels.attention_hopper_wide import _keys_gradient_wide as kernel
+        from fused_softmax.ops.attention.kernels.hopper.wide import _keys_gradient_wide as kernel
     else:
-        from fused_softmax.kernels.attention_hopper_grad import _keys_gradient_hopper as kernel
+        from fused_softmax.ops.attention.kernels.hopper.gradient import _keys_gradient_hopper as kernel
 
         maps.append(_of_bias(c, bias, plan.block, ROWS))
         into.append(of_ds)
@@ -121,9 +121,9 @@ def prepare_queries(
     *maps, of_do = _maps(c, plan, (*read[:3], do), ROWS, plan.block)
     numbers = (*c.numbers()[1:8], *turns, float(c.how.scale), *_rate(c))
     if plan.wide:
-        from fused_softmax.kernels.attention_hopper_wide import _queries_gradient_wide as kernel
+        from fused_softmax.ops.attention.kernels.hopper.wide import _queries_gradient_wide as kernel
     else:
-        from fused_softmax.kernels.attention_hopper_grad import _queries_gradient_hopper as kernel
+        from fused_softmax.ops.attention.kernels.hopper.gradient import _queries_gradient_hopper as kernel
 
         maps.append(_of_bias(c, bias, ROWS, plan.block))
     return launch.prepare(
@@ -248,7 +248,7 @@ def of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -
 
 def _of_floats(rows: Tensor, block: int) -> Any:
     """[row, float] of a contiguous tensor of 32 bits."""
-    from fused_softmax.kernels.gluon_names import TensorDescriptor, gl
+    from fused_softmax.ops.attention.kernels.hopper.gluon_names import TensorDescriptor, gl
 
     n = rows.shape[-1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -256,7 +256,7 @@ def _of_floats(rows: Tensor, block: int) -> Any:
 
 
 def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    from fused_softmax.kernels.gluon_names import TensorDescriptor, gl
+    from fused_softmax.ops.attention.kernels.hopper.gluon_names import TensorDescriptor, gl
 
     dtype = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16}[str(tensor.dtype)]
     return TensorDescriptor(tensor, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, dtype))

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fused_softmax.ops import attention as ops
-from fused_softmax.ops.attention_calls import Inputs, Results
+from fused_softmax.ops.attention import attention as ops
+from fused_softmax.ops.attention.calls import Inputs, Results
+from fused_softmax.ops.attention.options import KERNEL_DTYPES, STATS, Attention
 from fused_softmax.options import arithmetic_of
-from fused_softmax.options_attention import KERNEL_DTYPES, STATS, Attention
 from fused_softmax.register.one_dim import in_front
 from fused_softmax.route import on_device
 

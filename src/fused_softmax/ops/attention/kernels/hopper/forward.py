@@ -1,13 +1,24 @@
 """attention's forward pass for sm_90: one warpgroup loads tiles of keys and values, consumers of 64 queries multiply.
 
-The recurrence is that of `kernels/attention.py`. Programs stay on their multiprocessor and take one tile of queries
+The recurrence is that of `ops/attention/kernels/forward.py`. Programs stay on their multiprocessor and take one tile of queries
 after another. Tiles come by TMA, which fills with zeros beyond the last row and the last dim, and products are wgmma.
 A consumer issues the scores of a tile before it adds the tile before to the output; while it takes exponentials the
 others multiply, because named barriers let one at a time begin.
-Traffic: that of `kernels/attention.py`.
+Traffic: that of `ops/attention/kernels/forward.py`.
 """
 
-from fused_softmax.kernels.attention_hopper_parts import (
+from fused_softmax.ops.attention.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    jit,
+    load_async,
+    mbarrier,
+    store_async,
+    stores_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fused_softmax.ops.attention.kernels.hopper.parts import (
     FLOOR,
     LN2,
     LOG2E,
@@ -35,18 +46,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     with_bias,
     work_at,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROWS, Sizes
-from fused_softmax.kernels.gluon_names import (
-    fence_async_shared,
-    gl,
-    jit,
-    load_async,
-    mbarrier,
-    store_async,
-    stores_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, Sizes
 
 _ROWS = gl.constexpr(ROWS)
 SIZES = ["n_heads", "group", "n_queries", "n_keys", "left", "right", "offset", "head_tiles", "n_tiles", "shift"]

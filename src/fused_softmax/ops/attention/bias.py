@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.kernels.attention_grad import _bias_gradient
+from fused_softmax.ops.attention.kernels.gradient import _bias_gradient
 
 _PART_BYTES = 2**26  # of the parts of a gradient, at most
 _PROGRAMS = 2  # a multiprocessor, that the parts of a gradient are to give

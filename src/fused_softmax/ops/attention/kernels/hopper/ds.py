@@ -8,8 +8,8 @@ Traffic: dS once, keys once for each block_m queries, dQ once, and a part of the
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.attention_scores import load_tile, store_tile
-from fused_softmax.kernels.attention_spec import Head
+from fused_softmax.ops.attention.kernels.scores import load_tile, store_tile
+from fused_softmax.ops.attention.kernels.spec import Head
 
 
 @triton.jit(

@@ -13,7 +13,8 @@ Traffic: query, key, value, dO once a tile of the other length; delta, lse once 
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.attention_hidden import (
+from fused_softmax.kernels.state import LOG2E, NEG_INF
+from fused_softmax.ops.attention.kernels.hidden import (
     BITS,
     bits_of,
     keys_to_visit,
@@ -21,7 +22,7 @@ from fused_softmax.kernels.attention_hidden import (
     queries_to_visit,
     tiles_seen,
 )
-from fused_softmax.kernels.attention_scores import (
+from fused_softmax.ops.attention.kernels.scores import (
     dense_head,
     keys_seen,
     less_maximum,
@@ -34,8 +35,7 @@ from fused_softmax.kernels.attention_scores import (
     store_tile,
     unit_of,
 )
-from fused_softmax.kernels.attention_spec import GRANULE, Added, Head, Read, Sizes, Tile
-from fused_softmax.kernels.state import LOG2E, NEG_INF
+from fused_softmax.ops.attention.kernels.spec import GRANULE, Added, Head, Read, Sizes, Tile
 
 _GRANULE = tl.constexpr(GRANULE)
 

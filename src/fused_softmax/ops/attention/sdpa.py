@@ -1,6 +1,6 @@
 """Who is faster, torch's scaled_dot_product_attention or the kernels; and plain attention by cuDNN, through torch.
 
-`plan/attention_sdpa.py` says which, with what was measured, and what `enable(attention=True)` takes from torch. Each
+`ops/attention/plan/sdpa.py` says which, with what was measured, and what `enable(attention=True)` takes from torch. Each
 pass is handed over by itself, because output and lse are all that goes from one to the other. cuDNN's gradients may
 differ in their last bits from run to run.
 
@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend
 
 from fused_softmax.calls import contiguous_strides
 from fused_softmax.device import device_of
-from fused_softmax.ops.attention_calls import Gradients, Inputs, Results
-from fused_softmax.options_attention import MOST_DIM, Attention
-from fused_softmax.plan.attention_sdpa import Entry, Pass, biased_of, entry_of
+from fused_softmax.ops.attention.calls import Gradients, Inputs, Results
+from fused_softmax.ops.attention.options import MOST_DIM, Attention
+from fused_softmax.ops.attention.plan.sdpa import Entry, Pass, biased_of, entry_of
 from fused_softmax.route import needs_grad
 
 _APART = -0.0  # dropout, as torch tells its graphs: of equal numbers, but not of equal bits

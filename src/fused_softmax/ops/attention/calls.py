@@ -11,19 +11,17 @@ from torch import Tensor
 
 from fused_softmax import launch, workspace
 from fused_softmax.device import device_of
-from fused_softmax.kernels.attention import _attention
-from fused_softmax.kernels.attention_grad import _delta, _keys_gradient, _queries_gradient
-from fused_softmax.kernels.attention_spec import ADDED_MASK, BOOL_MASK, GRANULE, NO_MASK, AttentionSpec
-from fused_softmax.kernels.attention_stats import _column_sums
-from fused_softmax.ops import attention_hopper
-from fused_softmax.ops.attention_bias import blocks, prepare_bias
-from fused_softmax.ops.attention_decode import prepare_decode
-from fused_softmax.ops.attention_hopper_bias import prepare_by_sum
-from fused_softmax.ops.attention_layout import Groups, Pattern, maker, own_sizes, skipping
-from fused_softmax.ops.attention_short import prepare_short, prepare_short_backward
-from fused_softmax.ops.attention_window import prepare_window
-from fused_softmax.options_attention import Attention
-from fused_softmax.plan.attention import Tiles, blocks_of, plan_attention
+from fused_softmax.ops.attention import hopper as attention_hopper
+from fused_softmax.ops.attention.bias import blocks, prepare_bias
+from fused_softmax.ops.attention.hopper_bias import prepare_by_sum
+from fused_softmax.ops.attention.kernels.forward import _attention
+from fused_softmax.ops.attention.kernels.gradient import _delta, _keys_gradient, _queries_gradient
+from fused_softmax.ops.attention.kernels.spec import ADDED_MASK, BOOL_MASK, GRANULE, NO_MASK, AttentionSpec
+from fused_softmax.ops.attention.kernels.stats import _column_sums
+from fused_softmax.ops.attention.layout import Groups, Pattern, maker, own_sizes, skipping
+from fused_softmax.ops.attention.options import Attention
+from fused_softmax.ops.attention.plan.tiles import Tiles, blocks_of, plan_attention
+from fused_softmax.ops.attention.special import prepare_decode, prepare_short, prepare_short_backward, prepare_window
 from fused_softmax.runner import TLDTYPES
 
 _MOST_STRIDE = 2**23  # of the rows of a tile, whose offsets have 32 bits

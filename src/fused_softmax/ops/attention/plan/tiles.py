@@ -2,6 +2,10 @@
 
 16-bit rungs were timed on an H200, one kernel's at a time, and are among the best (MEASURED.md, "Attention by plain
 kernels"). Those of fp32, and of two things or more done to scores, were not: they hardly spill when compiled for sm_90.
+
+How few queries over many keys meet the chip: into how many parts the keys of a head are cut, and their tiles.
+
+How short attention meets the chip: all queries and keys of a head are one tile, and a program has many batches.
 """
 
 from dataclasses import dataclass
@@ -159,3 +163,123 @@ def _fitted(
     while min(block_m, block_n) > LEAST and taken() > room:
         block_m, block_n = (block_m // 2, block_n) if block_m > block_n else (block_m, block_n // 2)
     return Tiles(block_m, block_n, num_warps, num_stages)
+
+
+MOST_ROWS = {2: 64, 4: 16}  # of a tile, by the bytes of a number: more queries are for tiles of queries, or spill
+
+LEAST_KEYS = 256
+
+TILE_BYTES, TILE_KEYS = 32 * 1024, (16, 128)  # of keys and values together; keys, at least and at most
+
+# A program for each multiprocessor, or two where each has so many keys left: on an H200 16 parts of 8192 keys took 15.7
+# us and 32 took 18.2, for merging them takes time too; of 16 x 8 heads of 32768 keys 2 took 484, 4 580 and 8 500.
+KEYS_OF_TWO = 1024
+
+MOST_PARTS = 128
+
+CHUNK = 8192  # numbers of o that are merged at a time
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Tiles of all rows that share a head of keys, and into how many parts its keys are cut.
+
+    block_r, chunk: as AttentionSpec has them.
+    """
+
+    tiles: Tiles
+    parts: int
+    block_r: int
+    chunk: int
+
+    @property
+    def lanes(self) -> int:
+        return next_power_of_2(self.parts)
+
+
+def plan_decode(
+    head_dim: int, value_dim: int, itemsize: int, n_queries: int, group: int, n_heads: int, n_keys: int, device: Device
+) -> DecodePlan | None:
+    """The plan for n_heads heads of keys, of which each has group heads of n_queries queries; None if it is not short.
+
+    n_keys: those that are seen.
+
+    >>> from fused_softmax.plan import H200
+    >>> plan_decode(128, 128, 2, 1, 4, 8, 65536, H200).parts
+    32
+    """
+    n_rows = group * n_queries
+    if n_rows > MOST_ROWS[itemsize] or n_keys < LEAST_KEYS:
+        return None
+    dims = blocks_of(head_dim, value_dim, itemsize)
+    block_n = min(max(TILE_BYTES // (2 * itemsize * max(dims)), TILE_KEYS[0]), TILE_KEYS[1])
+    block_r = next_power_of_2(n_rows)
+    tiles = -(-n_keys // block_n)
+    parts = max(1, device.sm_count // n_heads, min(2 * device.sm_count // n_heads, n_keys // KEYS_OF_TWO))
+    parts = min(tiles, MOST_PARTS, parts)
+    # Who merges the parts reads no more than each has read.
+    while parts > 1 and 4 * parts * block_r * dims[1] > itemsize * sum(dims) * n_keys // parts:
+        parts -= 1
+    parts = -(-tiles // -(-tiles // parts))
+    if parts == 1 and group == 1:
+        return None
+    chunk = max(1, min(next_power_of_2(parts), CHUNK // (block_r * dims[1])))
+    num_stages = 2 if device.backend == "hip" else 3
+    wide = block_r > LEAST or (itemsize > 2 and max(dims) > 128)  # by 4 warps these spill
+    tile = Tiles(max(LEAST, block_r), block_n, 8 if wide else 4, num_stages)
+    return DecodePlan(tile, parts, block_r, chunk)
+
+
+MOST_LENGTH, MOST_DIM = 64, 64
+
+LEAST_HEADS = 8  # a multiprocessor, of all batches
+
+# Warps, stages, programs a multiprocessor. Of 4096 x 4 x 49 x 32 with a shared bias, us on an H200: forward 83, with 2
+# stages 97, with 2 warps 91, with 8 142; backward 152, with 2 stages 207, with 8 warps 254 to 343.
+FORWARD, BACKWARD = (4, 3, 4), (4, 3, 2)
+
+# The same with a mask for each batch: forward 200, with 2 stages 235, with 8 warps 473; backward 272, with 8 warps 536.
+FORWARD_MASKED, BACKWARD_MASKED = (4, 3, 4), (4, 3, 4)
+
+# The same of more dims: these hardly spill when compiled for sm_90, and were not timed.
+MEASURED_DIM = 32
+
+FORWARD_OF_MORE, BACKWARD_OF_MORE = (8, 2, 2), (8, 2, 1)
+
+
+@dataclass(frozen=True)
+class ShortPlan:
+    """A program goes through `steps` batches of one head; of such parts of the batches there are `parts`."""
+
+    tiles: Tiles
+    steps: int
+    parts: int
+
+
+def plan_short(
+    kernel: str, head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, n_batches: int,
+    n_heads: int, device: Device, masked: bool = False,
+) -> ShortPlan | None:  # fmt: skip
+    """The plan of "forward" or "backward"; None where heads are too long, or too few.
+
+    >>> from fused_softmax.plan import H200
+    >>> plan_short("forward", 32, 32, 2, 49, 49, 4096, 4, H200).parts
+    132
+    """
+    dims = max(padded(head_dim), padded(value_dim))
+    if max(n_queries, n_keys) > MOST_LENGTH or dims > MOST_DIM or itemsize > 2 or 0 in (n_queries, n_keys):
+        return None
+    if n_batches * n_heads < LEAST_HEADS * device.sm_count:
+        return None
+    rungs = (FORWARD_MASKED, BACKWARD_MASKED) if masked else (FORWARD, BACKWARD)
+    rungs = (FORWARD_OF_MORE, BACKWARD_OF_MORE) if dims > MEASURED_DIM else rungs
+    num_warps, num_stages, programs = rungs[kernel == "backward"]
+    num_stages = min(num_stages, 2) if device.backend == "hip" else num_stages
+    parts = max(1, min(n_batches, programs * device.sm_count // n_heads))
+    steps = -(-n_batches // parts)
+    tiles = Tiles(_side(n_queries), _side(n_keys), num_warps, num_stages)
+    return ShortPlan(tiles, steps, -(-n_batches // steps))
+
+
+def _side(n: int) -> int:
+    return max(LEAST, next_power_of_2(n))

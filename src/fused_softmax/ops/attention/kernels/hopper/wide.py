@@ -4,11 +4,19 @@ A warpgroup has no registers for both sums of its keys, dK and dV. So two share 
 sums dV, and hands the weights, times the derivative of a softcap, to the second, which has dP and sums dK. Each product
 is computed once. Shared memory has no place for two tiles of keys and two of values beside the queries that dQ is of:
 they go by in turn through one ring of three, values first.
-The formulas are those of `kernels/attention_grad.py`, and its traffic too.
+The formulas are those of `ops/attention/kernels/gradient.py`, and its traffic too.
 """
 
-from fused_softmax.kernels.attention_hopper import SIZES
-from fused_softmax.kernels.attention_hopper_parts import (
+from fused_softmax.ops.attention.kernels.hopper.forward import SIZES
+from fused_softmax.ops.attention.kernels.hopper.gluon_names import (
+    gl,
+    jit,
+    load_async,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fused_softmax.ops.attention.kernels.hopper.parts import (
     await_empty,
     emptied,
     exponents_of,
@@ -37,15 +45,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     visible_by_queries,
     work_at,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROWS, Sizes
-from fused_softmax.kernels.gluon_names import (
-    gl,
-    jit,
-    load_async,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, Sizes
 
 _ROWS = gl.constexpr(ROWS)
 _HANDED = gl.constexpr(2)  # tiles of weights, so that the first warpgroup runs ahead of the second

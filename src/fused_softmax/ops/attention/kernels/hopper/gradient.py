@@ -1,13 +1,23 @@
 """attention's gradients for sm_90 and heads of up to 128 dims, deterministic.
 
-The formulas are those of `kernels/attention_grad.py`, and so are the two kernels: dK and dV by tiles of keys, dQ by
-tiles of queries. Both go as `kernels/attention_hopper.py` does: one warpgroup loads what goes by, and each consumer has
+The formulas are those of `ops/attention/kernels/gradient.py`, and so are the two kernels: dK and dV by tiles of keys, dQ by
+tiles of queries. Both go as `ops/attention/kernels/hopper/forward.py` does: one warpgroup loads what goes by, and each consumer has
 64 rows of its own.
-Traffic: that of `kernels/attention_grad.py`.
+Traffic: that of `ops/attention/kernels/gradient.py`.
 """
 
-from fused_softmax.kernels.attention_hopper import SIZES
-from fused_softmax.kernels.attention_hopper_parts import (
+from fused_softmax.ops.attention.kernels.hopper.forward import SIZES
+from fused_softmax.ops.attention.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    jit,
+    load_async,
+    store_async,
+    stores_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fused_softmax.ops.attention.kernels.hopper.parts import (
     await_empty,
     biases,
     emptied,
@@ -38,17 +48,7 @@ from fused_softmax.kernels.attention_hopper_parts import (
     visible_by_queries,
     work_at,
 )
-from fused_softmax.kernels.attention_hopper_spec import ROWS, Kept, Sizes
-from fused_softmax.kernels.gluon_names import (
-    fence_async_shared,
-    gl,
-    jit,
-    load_async,
-    store_async,
-    stores_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, Kept, Sizes
 
 _ROWS = gl.constexpr(ROWS)
 

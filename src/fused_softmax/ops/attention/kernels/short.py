@@ -13,9 +13,10 @@ Traffic: forward query, key, value, output and lse once; backward query, key, va
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.attention import store_rows, with_sink
-from fused_softmax.kernels.attention_grad import before_cap
-from fused_softmax.kernels.attention_scores import (
+from fused_softmax.kernels.state import LOG2E, NEG_INF
+from fused_softmax.ops.attention.kernels.forward import store_rows, with_sink
+from fused_softmax.ops.attention.kernels.gradient import before_cap
+from fused_softmax.ops.attention.kernels.scores import (
     dense_head,
     load_added,
     load_tile,
@@ -25,8 +26,7 @@ from fused_softmax.kernels.attention_scores import (
     unit_at,
     unit_of,
 )
-from fused_softmax.kernels.attention_spec import Added, Sizes, Tile
-from fused_softmax.kernels.state import LOG2E, NEG_INF
+from fused_softmax.ops.attention.kernels.spec import Added, Sizes, Tile
 
 _BATCHES = tl.constexpr(32)  # whose lse are read together
 

@@ -8,8 +8,8 @@ Traffic: key and sums once, query and its record once for each tile of keys that
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.attention_hidden import next_tile, queries_to_visit
-from fused_softmax.kernels.attention_scores import (
+from fused_softmax.ops.attention.kernels.hidden import next_tile, queries_to_visit
+from fused_softmax.ops.attention.kernels.scores import (
     dense_head,
     less_maximum,
     load_tile,
@@ -20,7 +20,7 @@ from fused_softmax.kernels.attention_scores import (
     state_of,
     unit_of,
 )
-from fused_softmax.kernels.attention_spec import Added, Sizes, Tile
+from fused_softmax.ops.attention.kernels.spec import Added, Sizes, Tile
 
 
 @triton.jit(do_not_specialize=["n_inner", "n_heads", "group", "n_queries", "n_keys", "left", "right", "offset"])
