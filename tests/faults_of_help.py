@@ -86,16 +86,17 @@ HELP = (
         "test_alone.py::test_logsumexp",
     ),
     of(
-        "help", "row-without-its-copies", "kernels/loss.py",
+        "help", "row-without-its-copies", "ops/losses/kernels/held.py",
         "slots_again(slots_ptr, row, L.n_parts, K.copies)", "slots_again(slots_ptr, row, L.n_parts, 1)",
         "test_alone.py::test_losses_and_their_gradient",
     ),
     of(
-        "help", "target-read-after-its-gradient", "kernels/loss.py", "asked = T.kept & writes", "asked = T.kept",
+        "help", "target-read-after-its-gradient", "ops/losses/kernels/held.py", "asked = T.kept & writes",
+        "asked = T.kept",
         "test_alone.py::test_losses_of_logits_below_the_gradient_that_is_written_over_them",
     ),
     of(
-        "help", "loss-finished-twice", "kernels/loss.py",
+        "help", "loss-finished-twice", "ops/losses/kernels/held.py",
         "            else:\n                m, s = merged(message, n_parts, K)\n                finish_part(",
         "            m, s = merged(message, n_parts, K)\n            finish_part(",
         "test_alone.py::test_a_loss_that_one_launch_sums",

@@ -4,7 +4,7 @@ from fault import of
 
 KERNELS = (
     of(
-        "kernels", "nothing-asked-of-a-mean-of-weight-0", "kernels/loss_grad.py",
+        "kernels", "nothing-asked-of-a-mean-of-weight-0", "ops/losses/kernels/gradient.py",
         "g = tl.where(dy == 0.0, 0.0, g * dy)", "g = g * dy",
         "test_losses_seams.py::test_what_stands_beside_a_mean_of_weight_0_has_a_finite_gradient",
     ),
@@ -172,43 +172,43 @@ KERNELS = (
         "test_scores.py::test_causal_rows_of_every_length",
     ),
     of(
-        "kernels", "entropy-of-parts-not-moved", "kernels/losses.py",
+        "kernels", "entropy-of-parts-not-moved", "ops/losses/kernels/common.py",
         "(u + tl.where(s > 0.0, m_part - m, 0.0) * s) * fade", "u * fade",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
         "test_cross_entropy.py::test_losses_alone",
     ),
     of(
-        "kernels", "the-likeliest-class-of-any-part", "kernels/loss_transposed.py",
+        "kernels", "the-likeliest-class-of-any-part", "ops/losses/kernels/transposed.py",
         "tl.where(m_part == m, tl.load(found_ptr + at), NO_COLUMN)", "tl.load(found_ptr + at)",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
     ),
     of(
-        "kernels", "target-without-its-bias", "kernels/loss_transposed.py",
+        "kernels", "target-without-its-bias", "ops/losses/kernels/transposed.py",
         "mask=owns), bias_ptr, first + t, owns, K)", "mask=owns), None, first + t, owns, K)",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
     ),
     of(
-        "kernels", "sum-with-a-bias-rounded", "ops/linear_by_classes.py",
+        "kernels", "sum-with-a-bias-rounded", "ops/losses/linear_by_classes.py",
         "x.dtype if bias is None else self.dtype", "x.dtype",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
     ),
     of(
-        "kernels", "lse-without-its-sum", "kernels/loss_transposed.py",
+        "kernels", "lse-without-its-sum", "ops/losses/kernels/transposed.py",
         "tl.store(lse_ptr + token, m + ls", "tl.store(lse_ptr + token, m",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
     ),
     of(
-        "kernels", "given-lse-of-one-row-for-all", "kernels/loss_given_lse.py",
+        "kernels", "given-lse-of-one-row-for-all", "ops/losses/kernels/online.py",
         "lse = tl.load(lse_ptr + row)", "lse = tl.load(lse_ptr + row * 0)",
         "test_loss_given_lse.py::test_loss_and_gradient",
     ),
     of(
-        "kernels", "sum-of-logits-not-moved", "kernels/loss_transposed.py",
+        "kernels", "sum-of-logits-not-moved", "ops/losses/kernels/transposed.py",
         "wz -= w * tl.where(m == NEG_INF", "wz += w * tl.where(m == NEG_INF",
         "test_linear_by_classes.py::test_losses_and_gradients_of_transposed_logits",
     ),
     of(
-        "kernels", "entropy-by-the-wrong-maximum", "kernels/loss_online.py",
+        "kernels", "entropy-by-the-wrong-maximum", "ops/losses/kernels/online.py",
         "u = faded_terms(u, s, m, m_tile, fade) + entropy_terms", "u = u * fade + entropy_terms",
         "test_cross_entropy.py::test_losses_alone",
     ),

@@ -2,11 +2,11 @@
 
 from fault import of
 
-MESSAGES, LOSS, GATHER = "kernels/peers.py", "kernels/loss_peers.py", "kernels/gather_peers.py"
-SOFTMAX, LOSSES, MEMORY = "kernels/softmax_peers.py", "ops/loss_peers.py", "peers.py"
-STEPS, KEPT = "ops/loss_sharded_steps.py", "test_shards_kept.py::test_calls_that_differ_in_one_thing_take_turns"
+MESSAGES, LOSS, GATHER = "kernels/peers.py", "ops/losses/kernels/peers.py", "kernels/gather_peers.py"
+SOFTMAX, LOSSES, MEMORY = "kernels/softmax_peers.py", "ops/losses/over_ranks/peers.py", "peers.py"
+STEPS, KEPT = "ops/losses/over_ranks/steps.py", "test_shards_kept.py::test_calls_that_differ_in_one_thing_take_turns"
 GONE = "test_shards_losses.py::test_logits_that_are_gone_make_no_second_gradient"
-RANKS, NUMBERS, GRADIENT = "distributed.py", "kernels/loss_sharded.py", "ops/softmax_gradient_sharded.py"
+RANKS, NUMBERS, GRADIENT = "distributed.py", "ops/losses/kernels/over_ranks.py", "ops/softmax_gradient_sharded.py"
 SOFTMAXES, OF_ONE = (
     "test_peers.py::test_softmaxes_are_those_of_one_process", "test_peers.py::test_losses_are_those_of_one_process",
 )  # fmt: skip
@@ -99,7 +99,7 @@ SHARDS = (
         "test_peers.py::test_dtypes_of_losses[mean-torch.float16-128]",
     ),
     of(
-        "shards", "call-of-other-classes", "ops/cross_entropy.py",
+        "shards", "call-of-other-classes", "ops/losses/cross_entropy.py",
         "is_grad_enabled(), n_classes, shard_sizes, transport)", "is_grad_enabled(), shard_sizes, transport)",
         PADDING,
     ),
@@ -204,9 +204,9 @@ SHARDS = (
         "shards", "totals-of-other-lengths", STEPS, "if weighted or spread:", "if weighted:",
         "test_shards_dtensor.py::test_a_mean_of_rows_that_lie_unevenly",
     ),
-    of("shards", "gone-and-not-told", "ops/overwritten.py", "self._x = self._claim = None", "pass", GONE),
+    of("shards", "gone-and-not-told", "ops/losses/overwritten.py", "self._x = self._claim = None", "pass", GONE),
     of(
-        "shards", "version-of-before", "ops/overwritten.py",
+        "shards", "version-of-before", "ops/losses/overwritten.py",
         "        claim.bump()  # autograd then refuses whoever reads them\n", "",
         "test_shards_seams.py::test_a_loss_whose_logits_another_one_has_written_over_raises",
     ),
@@ -216,7 +216,7 @@ SHARDS = (
         "test_shards_seams.py::test_what_stands_beside_a_mean_of_weight_0_has_a_finite_gradient",
     ),
     of(
-        "shards", "a-z-loss-of-0-of-nothing", "ops/cross_entropy_sharded.py",
+        "shards", "a-z-loss-of-0-of-nothing", "ops/losses/over_ranks/states.py",
         "counts.of_z is None or not loss.lse_square_scale", "counts.of_z is None",
         "test_shards_seams.py::test_a_z_loss_of_scale_0_is_0",
     ),
@@ -225,7 +225,7 @@ SHARDS = (
         "test_shards_seams.py::test_the_neg_bit_of_gradients_inputs_and_weights",
     ),
     of(
-        "shards", "ignored-nan-over-ranks", "ops/linear_sharded.py", "asked, late, ~counts.on)",
+        "shards", "ignored-nan-over-ranks", "ops/losses/over_ranks/linear.py", "asked, late, ~counts.on)",
         "asked, late, ~counts.on & False)",
         "test_shards_seams.py::test_ignored_rows_have_no_part_in_any_gradient",
     ),
@@ -284,20 +284,22 @@ SHARDS = (
         "test_shards_of_calls.py::test_without_a_seed_ranks_with_the_same_rows_draw_the_same_tokens",
     ),
     of(
-        "shards", "targets-of-dtensors-not-compared", "ops/loss_on_shards.py", "if distributed.CHECK:", "if False:",
+        "shards", "targets-of-dtensors-not-compared", "ops/losses/over_ranks/dtensor.py", "if distributed.CHECK:",
+        "if False:",
         "test_shards_fsdp.py::test_targets_are_compared_where_the_environment_asks_for_it",
     ),
     of(
-        "shards", "a-group-of-other-ranks", "ops/linear_on_shards.py",
+        "shards", "a-group-of-other-ranks", "ops/losses/over_ranks/dtensor.py",
         "if get_process_group_ranks(mesh.get_group()) != get_process_group_ranks(group):", "if False:",
         "test_shards_fsdp.py::test_a_head_over_other_ranks_than_the_group_s_is_refused",
     ),
     of(
-        "shards", "plain-targets-under-enable", "ops/loss_on_shards.py", "        and together\n", "",
+        "shards", "plain-targets-under-enable", "ops/losses/over_ranks/dtensor.py", "        and together\n", "",
         "test_shards_fsdp.py::test_under_enable_a_plain_target_is_torch_s_to_take_or_to_refuse",
     ),
     of(
-        "shards", "mean-of-own-rows", "ops/loss_on_shards.py", "                dist.all_reduce(total, group=group)\n",
+        "shards", "mean-of-own-rows", "ops/losses/over_ranks/dtensor.py",
+        "                dist.all_reduce(total, group=group)\n",
         "                pass\n", "test_shards_fsdp.py::test_losses_that_take_whole_rows",
     ),
 )  # fmt: skip

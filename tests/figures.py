@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from fused_softmax import distributed
 from fused_softmax.bench import record, simulated
-from fused_softmax.ops import linear_by_rows
 from fused_softmax.ops.attention.hopper_bias import _DS_BYTES
+from fused_softmax.ops.losses import linear_by_rows
 from fused_softmax.plan import H200, plan_peers, plan_rows
 
 ROOT = Path(__file__).parents[1]
@@ -360,7 +360,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
     "train.md": {
         "Memory limits the loss": [computed("docs/train.md", lambda: 8192 * 128256 * 2 / 2**30)],
         "It computes the logits in chunks": [
-            computed("src/fused_softmax/ops/linear_by_rows.py", lambda: linear_by_rows._CHUNK_BYTES / 2**30)
+            computed("src/fused_softmax/ops/losses/linear_by_rows.py", lambda: linear_by_rows._CHUNK_BYTES / 2**30)
         ],
     },
 }  # fmt: skip

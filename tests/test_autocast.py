@@ -21,7 +21,7 @@ import fused_softmax
 from fused_softmax import autocast as rules
 from fused_softmax import calls, nn
 from fused_softmax.ops.attention import operators as attention_rules
-from fused_softmax.register import loss_rules
+from fused_softmax.ops.losses import operators as loss_rules
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 DTYPES, CASTS = (FP32, BF16, FP16, FP64), (None, BF16, FP16)

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_softmax
 from fused_softmax import calls
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.options import Loss
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses.options import Loss
 from fused_softmax.plan import RowPlan
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"

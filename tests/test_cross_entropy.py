@@ -12,10 +12,12 @@ from products import QUICK, pairwise
 from shapes import ALIGNMENTS, STRATEGIES, framed, small
 
 from fused_softmax import linear_cross_entropy, reference
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
-from fused_softmax.ops.loss_sums import finish, totals_of
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import reference as losses_reference
+from fused_softmax.ops.losses.cross_entropy import CrossEntropyOutput, cross_entropy
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.sums import finish, totals_of
+from fused_softmax.options import arithmetic_of
 from fused_softmax.plan import H200, plan_reduction
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -57,11 +59,11 @@ def named(options, n_classes, dtype=FP32, device="cpu"):
 
 
 def truth_of(x, target, reduction="mean", dy=None, **options):
-    """(loss, gradient) of reference.cross_entropy in fp64."""
+    """(loss, gradient) of losses_reference.cross_entropy in fp64."""
     x = x.detach().double().requires_grad_()
     if options.get("weight") is not None:
         options["weight"] = options["weight"].double()
-    loss = reference.cross_entropy(x, target, reduction=reduction, **options)[0]
+    loss = losses_reference.cross_entropy(x, target, reduction=reduction, **options)[0]
     (dx,) = torch.autograd.grad(loss, x, torch.ones_like(loss) if dy is None else dy.double())
     return loss.detach(), dx
 
@@ -72,7 +74,7 @@ def torchs(x, target, reduction="mean", dy=None, **options):
     arithmetic = arithmetic_of(x)
     if options.get("weight") is not None:
         options["weight"] = options["weight"].to(arithmetic)
-    loss = reference.cross_entropy(x, target, reduction=reduction, arithmetic=arithmetic, **options)[0]
+    loss = losses_reference.cross_entropy(x, target, reduction=reduction, arithmetic=arithmetic, **options)[0]
     (dx,) = torch.autograd.grad(loss, x, torch.ones_like(loss) if dy is None else dy)
     return loss.detach(), dx
 
@@ -287,7 +289,7 @@ def test_a_target_that_is_no_class_spoils_its_own_row_alone(strategy, bad, devic
 
 
 def test_targets_are_checked_where_asked(monkeypatch, device):
-    monkeypatch.setattr("fused_softmax.ops.cross_entropy.CHECK", True)
+    monkeypatch.setattr("fused_softmax.ops.losses.cross_entropy.CHECK", True)
     with pytest.raises(IndexError, match=r"target 9 of row 2 is out of range \[0, 4\]"):
         cross_entropy(torch.ones(3, 5, device=device), torch.tensor([0, -100, 9], device=device))
 

@@ -16,8 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fused_softmax import cross_entropy, linear_cross_entropy, reference
-from fused_softmax.ops import cross_entropy_calls, cross_entropy_steps
+from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses import steps as cross_entropy_steps
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -11,11 +11,12 @@ from products import pairwise
 from test_cross_entropy import OPTIONS, named
 from test_losses_fuzz import check_statistics
 
-from fused_softmax import linear_cross_entropy, reference
-from fused_softmax.ops import linear_by_classes as by_classes
-from fused_softmax.ops.linear_by_classes import steps_of
-from fused_softmax.ops.loss_sums import totals_of
-from fused_softmax.options import Loss
+from fused_softmax import linear_cross_entropy
+from fused_softmax.ops.losses import linear_by_classes as by_classes
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.linear_by_classes import steps_of
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.sums import totals_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 kernels = pytest.mark.skipif(

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from products import pairwise
 from test_cross_entropy import OPTIONS, named
 
-from fused_softmax import cross_entropy, linear_cross_entropy, reference, route
-from fused_softmax.ops import cross_entropy_calls
-from fused_softmax.ops.linear_by_rows import linear_of
+from fused_softmax import cross_entropy, linear_cross_entropy, route
+from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.linear_by_rows import linear_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -145,7 +146,7 @@ def test_targets_are_not_looked_at_where_something_watches(monkeypatch):
 
 
 def test_targets_are_checked_where_asked(monkeypatch, device):
-    monkeypatch.setattr("fused_softmax.ops.linear_cross_entropy.CHECK", True)
+    monkeypatch.setattr("fused_softmax.ops.losses.linear_cross_entropy.CHECK", True)
     x, w = torch.ones(3, 4, device=device), torch.ones(5, 4, device=device)
     with pytest.raises(IndexError, match=r"^linear_cross_entropy: target 9 of row 2 is out of range \[0, 4\]"):
         linear_cross_entropy(x, w, torch.tensor([0, -100, 9], device=device))

@@ -11,10 +11,11 @@ from test_library import compiled
 from test_library import targets as nodes
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_softmax import calls, linear_cross_entropy, reference
-from fused_softmax.ops import linear_by_classes as by_classes
-from fused_softmax.ops import linear_cross_entropy as linear_ops
-from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats
+from fused_softmax import calls, linear_cross_entropy
+from fused_softmax.ops.losses import linear_by_classes as by_classes
+from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -328,6 +329,6 @@ def test_a_repeated_call_prepares_nothing(more, device, monkeypatch):
 
     calls.forget()
     first = call()
-    monkeypatch.setattr("fused_softmax.ops.cross_entropy_calls.prepare", None)
+    monkeypatch.setattr("fused_softmax.ops.losses.calls.prepare", None)
     monkeypatch.setattr("fused_softmax.launch.prepare", None)
     torch.testing.assert_close(call(), first, rtol=0, atol=0)

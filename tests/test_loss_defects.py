@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from conftest import peaked
 
-from fused_softmax import reference
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy import cross_entropy
-from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
-from fused_softmax.options import Loss
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.cross_entropy import cross_entropy
+from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.losses.options import Loss
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -14,8 +14,10 @@ from test_library import compiled
 from test_library import targets as nodes
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_softmax import calls, cross_entropy, nn, reference
-from fused_softmax.ops import cross_entropy_calls, cross_entropy_given_lse
+from fused_softmax import calls, cross_entropy, nn
+from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import given_lse as cross_entropy_given_lse
+from fused_softmax.ops.losses import reference
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 kernels = pytest.mark.skipif(

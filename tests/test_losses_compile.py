@@ -8,11 +8,11 @@ from launches import ABOUT_THE_CALL, GPUS, launched
 from products import pairwise
 
 from fused_softmax import calls
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops import linear_by_classes as by_classes
-from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse
-from fused_softmax.ops.loss_sums import multiply
-from fused_softmax.options import Loss
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import linear_by_classes as by_classes
+from fused_softmax.ops.losses.given_lse import forward_given_lse
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.sums import multiply
 
 pytestmark = pytest.mark.compiles
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -13,7 +13,7 @@ from products import pairwise
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy, route
-from fused_softmax.ops import linear_cross_entropy as linear_ops
+from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

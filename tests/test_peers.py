@@ -10,7 +10,7 @@ from products import pairwise
 from sharded import INF, close, differentiated, logits, same_on_all
 
 from fused_softmax import cross_entropy
-from fused_softmax.ops import loss_peers
+from fused_softmax.ops.losses.over_ranks import peers as loss_peers
 
 COLUMNS = 331
 SOFTMAXES = ["softmax", "log_softmax"]

@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 import fused_softmax
 from fused_softmax import linear_cross_entropy, logsumexp, peers
 from fused_softmax.distributed import Shards, gather
-from fused_softmax.ops import gather_peers, loss_on_shards
+from fused_softmax.ops import gather_peers
 from fused_softmax.ops.gather_peers import told_by
+from fused_softmax.ops.losses.over_ranks import dtensor as loss_on_shards
 
 LOSSES = {
     "weights": {"weighted": True}, "smoothing": {"label_smoothing": 0.1}, "statistics": {"return_token_stats": True},

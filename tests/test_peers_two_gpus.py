@@ -318,7 +318,10 @@ def in_disorder(group, transport, asked):
     """By a collective, ranks compare calls beforehand, as with FUSED_SOFTMAX_CHECK=1."""
     device = torch.device("cuda", dist.get_rank(group))
     checks = transport == "collective"
-    with mock.patch.object(distributed, "CHECK", checks), mock.patch("fused_softmax.ops.cross_entropy.CHECK", checks):
+    with (
+        mock.patch.object(distributed, "CHECK", checks),
+        mock.patch("fused_softmax.ops.losses.cross_entropy.CHECK", checks),
+    ):
         return outcomes(group, device, transport, asked, torch.cuda.synchronize, recovers=not checks)
 
 

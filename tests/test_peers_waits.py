@@ -322,7 +322,7 @@ def checked(group):
     """What is compared before each call where the environment asks for it."""
     in_parts(None)
     distributed.CHECK = True
-    from fused_softmax.ops import cross_entropy as of_loss
+    from fused_softmax.ops.losses import cross_entropy as of_loss
 
     before, of_loss.CHECK = of_loss.CHECK, True
     try:

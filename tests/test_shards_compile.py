@@ -8,9 +8,9 @@ from launches import GPUS, launched
 from products import pairwise
 
 from fused_softmax.distributed import Shards
-from fused_softmax.ops import loss_sharded_calls as calls
 from fused_softmax.ops import softmax_gradient_sharded
-from fused_softmax.options import Loss
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.over_ranks import launches as calls
 
 pytestmark = pytest.mark.compiles
 ROWS, HELD = 8192, 64128

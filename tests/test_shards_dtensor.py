@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy, route
-from fused_softmax.ops import loss_sums
+from fused_softmax.ops.losses import sums as loss_sums
 
 WAYS = ["kernels", "torch"]
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from sharded import close, differentiated, logits, same_on_all
 
 from fused_softmax import calls, cross_entropy, distributed, route
-from fused_softmax.ops import loss_sharded_calls, shard_memory
+from fused_softmax.ops import shard_memory
+from fused_softmax.ops.losses.over_ranks import launches as loss_sharded_calls
 from fused_softmax.peers import UNEVEN
 from fused_softmax.runner import launch
 

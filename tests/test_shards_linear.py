@@ -10,7 +10,7 @@ from sharded import INDICES, N_CLASSES, SIZES, WAYS, by, close, flat, graded_of,
 
 from fused_softmax import linear_cross_entropy
 from fused_softmax.distributed import Shards
-from fused_softmax.ops.linear_sharded import GatheredRows
+from fused_softmax.ops.losses.over_ranks.linear import GatheredRows
 
 
 def linear_losses(group, way, x, w, bias, target, weight, options, of=1.0):
@@ -100,7 +100,7 @@ def test_dtypes_of_linear_losses(ranks, dtype, weighted, way):
 
 def chunks_of_memory(group, x, w, target):
     """A call whose chunks are what fits in little memory, of which a long shard holds fewer rows."""
-    from fused_softmax.ops import linear_by_rows
+    from fused_softmax.ops.losses import linear_by_rows
 
     held, linear_by_rows._CHUNK_BYTES = linear_by_rows._CHUNK_BYTES, 128 * 12 * 4
     try:

@@ -9,7 +9,7 @@ from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, differentiat
 
 import fused_softmax
 from fused_softmax import cross_entropy
-from fused_softmax.ops.cross_entropy_sharded import States, merged
+from fused_softmax.ops.losses.over_ranks.states import States, merged
 
 
 def losses(group, way, x, target, weight, options, of=1.0):

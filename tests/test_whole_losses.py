@@ -7,10 +7,10 @@ import torch
 from conftest import peaked
 
 from fused_softmax import cross_entropy
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy_calls import Given, is_whole, prepare_losses
-from fused_softmax.ops.loss_sums import finish
-from fused_softmax.options import Loss
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses.calls import Given, is_whole, prepare_losses
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.sums import finish
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from fused_softmax import nn
     from fused_softmax.explanation import explain
     from fused_softmax.ops.attention.attention import AttentionOutput, attention
-    from fused_softmax.ops.cross_entropy import cross_entropy
-    from fused_softmax.ops.cross_entropy_output import CrossEntropyOutput, TokenStats
-    from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
     from fused_softmax.ops.logsumexp import logsumexp
+    from fused_softmax.ops.losses.cross_entropy import cross_entropy
+    from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+    from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats
     from fused_softmax.ops.sampling.filters import (
         min_p_mask_logits,
         penalize,
@@ -80,9 +80,9 @@ else:
         "nn": ("nn",),
         "explanation": ("explain",),
         "ops.attention.attention": ("AttentionOutput", "attention"),
-        "ops.cross_entropy": ("cross_entropy",),
-        "ops.cross_entropy_output": ("CrossEntropyOutput", "TokenStats"),
-        "ops.linear_cross_entropy": ("linear_cross_entropy",),
+        "ops.losses.cross_entropy": ("cross_entropy",),
+        "ops.losses.output": ("CrossEntropyOutput", "TokenStats"),
+        "ops.losses.linear_cross_entropy": ("linear_cross_entropy",),
         "ops.logsumexp": ("logsumexp",),
         "ops.sampling.sample": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
         "ops.sampling.filters": (

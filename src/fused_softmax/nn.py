@@ -10,8 +10,8 @@ from torch import Tensor
 import fused_softmax.register.library  # noqa: F401  # for whoever imports or unpickles a module by this file's name
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.attention.options import MOST_DIM
-from fused_softmax.ops.cross_entropy import CrossEntropyOutput, cross_entropy
-from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.losses.cross_entropy import CrossEntropyOutput, cross_entropy
+from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.softmax import log_softmax, softmax
 from fused_softmax.options import MaskedRows
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from fused_softmax.calls import find, keep
 from fused_softmax.distributed import Over, Shards, gather, shards_of
 from fused_softmax.layout import flatten
-from fused_softmax.ops import cross_entropy_calls as losses
 from fused_softmax.ops import logsumexp_calls, softmax_gradient_sharded
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.once import once
-from fused_softmax.options import DTYPES, PLAIN, Loss, Scores, arithmetic_in, dense_mask, kind_of_scale, scores_of
+from fused_softmax.options import DTYPES, PLAIN, Scores, arithmetic_in, dense_mask, kind_of_scale, scores_of
 from fused_softmax.route import needs_grad, resolved, runs_here
 
 _NOWHERE = -100  # a target that no row has

@@ -15,12 +15,14 @@ from fused_softmax.ops import softmax_gradients
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
-from fused_softmax.ops.cross_entropy import cross_entropy
-from fused_softmax.ops.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.losses import operators as loss_rules
+from fused_softmax.ops.losses import reference as losses_reference
+from fused_softmax.ops.losses.cross_entropy import cross_entropy
+from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.sampling import operators as sampling_rules
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.sampling.sample import sample
-from fused_softmax.register import loss_rules, no_gradient_rules, one_dim, softmax_rules
+from fused_softmax.register import no_gradient_rules, one_dim, softmax_rules
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ OPERATORS = (
         save=loss_rules.save_cross_entropy,
         gradient=loss_rules.cross_entropy_gradient,
         public=cross_entropy,
-        reference=reference.cross_entropy,
+        reference=losses_reference.cross_entropy,
         bench=("cross_entropy", "cross_entropy_gradient"),
         recordings=("cross-entropy",),
     ),
@@ -145,7 +147,7 @@ OPERATORS = (
         gradient=loss_rules.linear_gradient,
         flops=loss_rules.flops_of_linear,
         public=linear_cross_entropy,
-        reference=reference.linear_cross_entropy,
+        reference=losses_reference.linear_cross_entropy,
         bench=("linear_cross_entropy",),
     ),
     Operator(

@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_softmax.ops import cross_entropy_calls
-from fused_softmax.ops.loss_sums import totals_of
+from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.sums import totals_of
 from fused_softmax.ops.softmax_calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax_rows import prepare_columns
-from fused_softmax.options import Loss
 from fused_softmax.plan import H200, ColumnPlan, RowPlan, Strategy, candidate
 from fused_softmax.trace.memory import Role
 from fused_softmax.trace.recorder import Recorder

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy_calls import LossRows
-from fused_softmax.ops.linear_by_classes import add_product, without
-from fused_softmax.ops.loss_sums import multiply
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses.calls import LossRows
+from fused_softmax.ops.losses.linear_by_classes import add_product, without
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.sums import multiply
+from fused_softmax.options import arithmetic_of
 from fused_softmax.route import on_device, readable
 
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.follow import wait_for_launch_before
-from fused_softmax.kernels.loss_spec import Numbers, Shares, Target
 from fused_softmax.kernels.rows import load_edge, load_pieces
 from fused_softmax.kernels.spec import Edge
 from fused_softmax.kernels.state import NEG_INF, exp_at, rounded_product, scores_of, widen
+from fused_softmax.ops.losses.kernels.spec import Numbers, Shares, Target
 
 
 @triton.jit

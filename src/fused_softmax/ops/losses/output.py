@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.ops.cross_entropy_calls import LossRows
-from fused_softmax.options import Loss
+from fused_softmax.ops.losses.calls import LossRows
+from fused_softmax.ops.losses.options import Loss
 
 
 class TokenStats(NamedTuple):

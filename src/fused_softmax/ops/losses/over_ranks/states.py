@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.distributed import Shards, gather
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy_output import STATISTICS, Wanted
-from fused_softmax.ops.loss_sharded_calls import ELSEWHERE, own_loss
-from fused_softmax.ops.loss_sharded_steps import losses_by_kernels
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.output import STATISTICS, Wanted
+from fused_softmax.ops.losses.over_ranks.launches import ELSEWHERE, own_loss
+from fused_softmax.ops.losses.over_ranks.steps import losses_by_kernels
+from fused_softmax.ops.losses.overwritten import Overwritten
 from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.ops.once import once
-from fused_softmax.ops.overwritten import Overwritten
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.options import arithmetic_of
 from fused_softmax.route import runs_here
 
 

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from fused_softmax import launch
 from fused_softmax.calls import Prepared, allocator, find, keep
-from fused_softmax.kernels.loss_given_lse import _loss_given_lse
-from fused_softmax.kernels.loss_spec import LossSpec
-from fused_softmax.ops.cross_entropy_calls import Given, LossRows, given_of
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.ops.losses.calls import Given, LossRows, given_of
+from fused_softmax.ops.losses.kernels.online import _loss_given_lse
+from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.options import arithmetic_of
 from fused_softmax.runner import TLDTYPES, has_ptx
 
 _ROWS = 128  # of a program

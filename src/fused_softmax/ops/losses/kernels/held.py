@@ -9,8 +9,21 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
-from fused_softmax.kernels.loss_spec import HeldLoss, LossRow
-from fused_softmax.kernels.losses import (
+from fused_softmax.kernels.row_scores import first_max_of, sum_of_row
+from fused_softmax.kernels.rows import (
+    body_of,
+    edges_of,
+    load_edge,
+    part_of,
+    prefetch_part,
+    row_of_part,
+    store_piece,
+    tile_of,
+    whole_vectors,
+)
+from fused_softmax.kernels.spec import Parts, Rows, RowScores
+from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, exp_at, hold_all, log_sum_of, max_of, origin_of, scores_of
+from fused_softmax.ops.losses.kernels.common import (
     entropy_terms,
     finish_edge,
     gradient_of_logits,
@@ -30,20 +43,7 @@ from fused_softmax.kernels.losses import (
     weights_at,
     zero_of,
 )
-from fused_softmax.kernels.row_scores import first_max_of, sum_of_row
-from fused_softmax.kernels.rows import (
-    body_of,
-    edges_of,
-    load_edge,
-    part_of,
-    prefetch_part,
-    row_of_part,
-    store_piece,
-    tile_of,
-    whole_vectors,
-)
-from fused_softmax.kernels.spec import Parts, Rows, RowScores
-from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, exp_at, hold_all, log_sum_of, max_of, origin_of, scores_of
+from fused_softmax.ops.losses.kernels.spec import HeldLoss, LossRow
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ignore_index"])

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from fused_softmax.device import device_of
-from fused_softmax.kernels.loss_spec import LossSpec
-from fused_softmax.kernels.loss_transposed import (
+from fused_softmax.ops.losses.calls import LossRows
+from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.kernels.transposed import (
     _merge_token_stats,
     _token_gradient,
     _token_losses,
     _token_states,
     _token_stats,
 )
-from fused_softmax.ops.cross_entropy_calls import LossRows
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.options import arithmetic_of
 from fused_softmax.plan import VECTOR_BYTES
 from fused_softmax.runner import TLDTYPES, has_ptx, prepare
 

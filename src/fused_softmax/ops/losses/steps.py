@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax import reference
 from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.ops.cross_entropy_calls import LossRows, backward, forward, given_of, is_whole, prepare_losses
-from fused_softmax.ops.cross_entropy_given_lse import forward_given_lse, prepare_given_lse
-from fused_softmax.ops.cross_entropy_output import STATISTICS, Wanted, stats_of
-from fused_softmax.ops.loss_sums import (
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.calls import LossRows, backward, forward, given_of, is_whole, prepare_losses
+from fused_softmax.ops.losses.given_lse import forward_given_lse, prepare_given_lse
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.output import STATISTICS, Wanted, stats_of
+from fused_softmax.ops.losses.overwritten import check_claim
+from fused_softmax.ops.losses.sums import (
     counts_targets,
     finish,
     prepare_finish,
@@ -25,8 +27,7 @@ from fused_softmax.ops.loss_sums import (
     totals_of,
 )
 from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
-from fused_softmax.ops.overwritten import check_claim
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.options import arithmetic_of
 from fused_softmax.route import batched, needs_grad, resolved
 
 

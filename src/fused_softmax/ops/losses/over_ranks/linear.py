@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.distributed import Shards, gather
-from fused_softmax.ops.cross_entropy_output import STATISTICS
-from fused_softmax.ops.cross_entropy_sharded import (
+from fused_softmax.ops.losses.linear_by_classes import add_product, left_out_of
+from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, divides_late
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.output import STATISTICS
+from fused_softmax.ops.losses.over_ranks.states import (
     Counts,
     Shard,
     States,
@@ -29,11 +32,9 @@ from fused_softmax.ops.cross_entropy_sharded import (
     stats_of,
     weights_of,
 )
-from fused_softmax.ops.linear_by_classes import add_product, left_out_of
-from fused_softmax.ops.linear_by_rows import Gradients, Linear, chunks, divides_late
 from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.ops.once import once
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.options import arithmetic_of
 from fused_softmax.route import resolved
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)

@@ -17,8 +17,9 @@ from torch import Tensor
 from fused_softmax import autocast
 from fused_softmax.described import described
 from fused_softmax.distributed import Refusing, Transport, check_over, over_of, shards_of, sizes_of
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy import (
+from fused_softmax.ops.gather_peers import peers_of, told_by
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses.cross_entropy import (
     CHECK,
     check_targets,
     check_targets_of_all,
@@ -26,18 +27,8 @@ from fused_softmax.ops.cross_entropy import (
     cross_entropy,
     dtype_of_loss,
 )
-from fused_softmax.ops.cross_entropy_output import (
-    NOTHING_MORE,
-    STATISTICS,
-    CrossEntropyOutput,
-    Wanted,
-    output_of,
-    stats_of,
-)
-from fused_softmax.ops.cross_entropy_steps import differentiable_gradients
-from fused_softmax.ops.gather_peers import peers_of, told_by
-from fused_softmax.ops.linear_by_classes import by_classes, goes_by_classes, left_out_of
-from fused_softmax.ops.linear_by_rows import (
+from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes, left_out_of
+from fused_softmax.ops.losses.linear_by_rows import (
     Gradients,
     Linear,
     by_rows,
@@ -46,13 +37,21 @@ from fused_softmax.ops.linear_by_rows import (
     linear_of,
     whole_logits,
 )
-from fused_softmax.ops.linear_on_shards import linear_loss_on_shards, logits_on_shards, own_classes
-from fused_softmax.ops.linear_sharded import GatheredRows, LinearSharded, OfCall
-from fused_softmax.ops.loss_on_shards import loss_of_whole_rows, mesh_of_loss
-from fused_softmax.ops.loss_sums import finish, totals_of
+from fused_softmax.ops.losses.options import Loss, check_logits, loss_of, refused_loss
+from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
+from fused_softmax.ops.losses.over_ranks.dtensor import (
+    linear_loss_on_shards,
+    logits_on_shards,
+    loss_of_whole_rows,
+    mesh_of_loss,
+    own_classes,
+)
+from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, LinearSharded, OfCall
+from fused_softmax.ops.losses.steps import differentiable_gradients
+from fused_softmax.ops.losses.sums import finish, totals_of
 from fused_softmax.ops.no_gradient import LOSS, refuse, refusing, saved_of
 from fused_softmax.ops.shards import as_dtensor
-from fused_softmax.options import Loss, arithmetic_of, check_logits, loss_of, refused_loss
+from fused_softmax.options import arithmetic_of
 from fused_softmax.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 
 if TYPE_CHECKING:

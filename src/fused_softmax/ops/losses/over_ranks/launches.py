@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Shards, exchange, headers_of
-from fused_softmax.kernels.loss_sharded import _merge, _put, _say, _share
-from fused_softmax.kernels.loss_sharded_spec import LossShardSpec, numbers_of
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops.cross_entropy_calls import Given
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses.calls import Given
+from fused_softmax.ops.losses.kernels.over_ranks import _merge, _put, _say, _share
+from fused_softmax.ops.losses.kernels.spec import LossShardSpec, numbers_of
+from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.options import Loss
 from fused_softmax.route import runs_here
 from fused_softmax.runner import TLDTYPES, Run, has_ptx, prepare
 
-ELSEWHERE = -100  # kernels/loss_sharded.py
+ELSEWHERE = -100  # ops/losses/kernels/over_ranks.py
 HEADER = 4  # numbers behind a message
 _ROWS = 128  # of a program
 _NUMBERS = ("smoothing", "lse_square_scale")

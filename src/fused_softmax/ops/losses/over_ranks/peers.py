@@ -14,26 +14,20 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Shards
-from fused_softmax.kernels.loss_peers import _peer_loss
-from fused_softmax.kernels.loss_spec import LossSpec
 from fused_softmax.layout import alignment_of
-from fused_softmax.ops.cross_entropy_calls import WHOLE, LossRows, counted_by_each, ticket_of
-from fused_softmax.ops.cross_entropy_output import Wanted
-from fused_softmax.ops.cross_entropy_sharded import (
-    States,
-    coefficients_of,
-    counts_of,
-    gradient_of,
-    shard_of,
-)
-from fused_softmax.ops.cross_entropy_steps import as_rows
-from fused_softmax.ops.loss_sums import prepare_finish, prepare_multiply, prepare_totals
+from fused_softmax.ops.losses.calls import WHOLE, LossRows, counted_by_each, ticket_of
+from fused_softmax.ops.losses.kernels.peers import _peer_loss
+from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.output import Wanted
+from fused_softmax.ops.losses.over_ranks.states import States, coefficients_of, counts_of, gradient_of, shard_of
+from fused_softmax.ops.losses.overwritten import begin_overwriting, check_claim
+from fused_softmax.ops.losses.steps import as_rows
+from fused_softmax.ops.losses.sums import prepare_finish, prepare_multiply, prepare_totals
 from fused_softmax.ops.no_gradient import saved_of
 from fused_softmax.ops.once import once
-from fused_softmax.ops.overwritten import begin_overwriting, check_claim
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
 from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.options import Loss
 from fused_softmax.peers import Peers
 from fused_softmax.route import batched, needs_grad, resolved
 from fused_softmax.runner import spec_of

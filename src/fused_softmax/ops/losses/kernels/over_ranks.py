@@ -9,9 +9,9 @@ Traffic: the logits of the targets, and the numbers.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.loss_spec import Target
-from fused_softmax.kernels.losses import load_target_logit, logits_of, numbers_of, slope_of, weight_total
 from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.ops.losses.kernels.common import load_target_logit, logits_of, numbers_of, slope_of, weight_total
+from fused_softmax.ops.losses.kernels.spec import Target
 
 HEADER = tl.constexpr(4)  # numbers behind a message, by which ranks notice that they ask for different things
 ELSEWHERE = tl.constexpr(-100)  # stands for a target that is none of a shard's classes

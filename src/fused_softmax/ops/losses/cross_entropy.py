@@ -13,36 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax import autocast, reference
+from fused_softmax import autocast
 from fused_softmax.calls import Prepared, find, keep
 from fused_softmax.distributed import Over, Refusing, Transport, check_over, over_of, shards_of, sizes_of
-from fused_softmax.ops.cross_entropy_given_lse import lse_of_rows
-from fused_softmax.ops.cross_entropy_output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
-from fused_softmax.ops.cross_entropy_sharded import sharded
-from fused_softmax.ops.cross_entropy_steps import (
-    Kind,
-    Steps,
-    as_rows,
-    differentiated,
-    prepare_steps,
-    rows_of,
-    run_steps,
-)
 from fused_softmax.ops.gather_peers import peers_of, told_by
-from fused_softmax.ops.loss_on_shards import loss_of_whole_rows, loss_on_shards, mesh_of_loss
-from fused_softmax.ops.loss_peers import in_one_launch, prepare_loss, states_by, written_at_once
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.given_lse import lse_of_rows
+from fused_softmax.ops.losses.options import Loss, check_logits, check_lse, loss_of, refused_loss
+from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
+from fused_softmax.ops.losses.over_ranks.dtensor import loss_of_whole_rows, loss_on_shards, mesh_of_loss
+from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, prepare_loss, states_by, written_at_once
+from fused_softmax.ops.losses.over_ranks.states import sharded
+from fused_softmax.ops.losses.overwritten import begin_overwriting, check_overwritten
+from fused_softmax.ops.losses.steps import Kind, Steps, as_rows, differentiated, prepare_steps, rows_of, run_steps
 from fused_softmax.ops.no_gradient import LOSS, refusing
-from fused_softmax.ops.overwritten import begin_overwriting, check_overwritten
 from fused_softmax.ops.shards import as_dtensor
-from fused_softmax.options import (
-    Loss,
-    arithmetic_of,
-    check_logits,
-    check_lse,
-    kind_of_scale,
-    loss_of,
-    refused_loss,
-)
+from fused_softmax.options import arithmetic_of, kind_of_scale
 from fused_softmax.peers import UNEVEN, Peers, known
 from fused_softmax.route import Route, needs_grad, on_device, readable, resolved, route_of
 

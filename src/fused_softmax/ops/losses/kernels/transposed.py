@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.losses import (
+from fused_softmax.kernels.state import (
+    NEG_INF,
+    NO_COLUMN,
+    exp_at,
+    hold_all,
+    log_sum_of,
+    origin_of,
+    scores_of,
+    weight_of,
+    widen,
+)
+from fused_softmax.ops.losses.kernels.common import (
     faded_terms,
     gradient_of_logits,
     logit_of_target,
@@ -25,17 +36,6 @@ from fused_softmax.kernels.losses import (
     weight_total,
     weights_at,
     zero_of,
-)
-from fused_softmax.kernels.state import (
-    NEG_INF,
-    NO_COLUMN,
-    exp_at,
-    hold_all,
-    log_sum_of,
-    origin_of,
-    scores_of,
-    weight_of,
-    widen,
 )
 
 

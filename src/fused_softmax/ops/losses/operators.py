@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax import reference
-from fused_softmax.ops import cross_entropy_calls as losses
-from fused_softmax.ops import linear_cross_entropy as linear_ops
-from fused_softmax.ops.cross_entropy_output import Wanted
-from fused_softmax.ops.cross_entropy_steps import Kind, differentiable_gradient, losses_of
-from fused_softmax.ops.linear_by_classes import left_out_of, without
-from fused_softmax.ops.linear_by_rows import linear_of
-from fused_softmax.ops.loss_sums import totals_of
-from fused_softmax.options import Loss, arithmetic_of
+from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.linear_by_classes import left_out_of, without
+from fused_softmax.ops.losses.linear_by_rows import linear_of
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.output import Wanted
+from fused_softmax.ops.losses.steps import Kind, differentiable_gradient, losses_of
+from fused_softmax.ops.losses.sums import totals_of
+from fused_softmax.options import arithmetic_of
 from fused_softmax.route import on_device
 
 _LOSS = (

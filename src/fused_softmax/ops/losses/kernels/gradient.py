@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
-from fused_softmax.kernels.losses import (
+from fused_softmax.kernels.rows import body_of, tile_part_of, whole_vectors
+from fused_softmax.kernels.spec import Rows
+from fused_softmax.kernels.state import scores_of
+from fused_softmax.ops.losses.kernels.common import (
     gradient_of_logits,
     load_edge_logits,
     load_logits,
@@ -19,9 +22,6 @@ from fused_softmax.kernels.losses import (
     weight_total,
     weights_at,
 )
-from fused_softmax.kernels.rows import body_of, tile_part_of, whole_vectors
-from fused_softmax.kernels.spec import Rows
-from fused_softmax.kernels.state import scores_of
 
 
 @triton.jit(

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, contiguous_strides, find, keep
 from fused_softmax.distributed import Shards, notice_of
-from fused_softmax.ops.cross_entropy_calls import LossRows
-from fused_softmax.ops.cross_entropy_output import STATISTICS, Wanted
-from fused_softmax.ops.loss_sharded_calls import (
+from fused_softmax.ops.losses.calls import LossRows
+from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.output import STATISTICS, Wanted
+from fused_softmax.ops.losses.over_ranks.launches import (
     HEADER,
     OfShard,
     prepare_gradient,
@@ -24,12 +25,12 @@ from fused_softmax.ops.loss_sharded_calls import (
     rows_numbers,
     takes,
 )
-from fused_softmax.ops.loss_sums import prepare_finish, prepare_totals, totals_parts
+from fused_softmax.ops.losses.overwritten import Overwritten
+from fused_softmax.ops.losses.sums import prepare_finish, prepare_totals, totals_parts
 from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.ops.once import once
-from fused_softmax.ops.overwritten import Overwritten
 from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.options import Loss, arithmetic_of, kind_of_scale
+from fused_softmax.options import arithmetic_of, kind_of_scale
 from fused_softmax.route import needs_grad, resolved
 
 Whole = Callable[[Tensor, Tensor, Loss, Shards], Tensor]

@@ -1,0 +1,216 @@
+"""TODO: what this file holds."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.described import described, typed
+from fused_softmax.options import DTYPES
+
+_LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a call asks of its losses, beside logits and targets.
+
+    weight: [n_classes], in the dtype of the arithmetic, or None. scale, softcap: the logits are x * scale, and then
+    softcap * tanh(of that / softcap). stats: whether the entropy and the likeliest class are wanted too.
+    """
+
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    scale: float = 1.0
+    lse_square_scale: float = 0.0
+    stats: bool = False
+
+    @property
+    def mean(self) -> bool:
+        return self.reduction == "mean"
+
+    @property
+    def smooth(self) -> bool:
+        return self.label_smoothing > 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own cross_entropy has all that is asked."""
+        return self.scale == 1 and self.softcap is None and not self.lse_square_scale and not self.stats
+
+    def kind(self) -> dict[str, Any]:
+        """The fields of a LossSpec that this decides."""
+        return {
+            "weighted": self.weight is not None, "smooth": self.smooth, "mean": self.mean, "stats": self.stats,
+            "scaled": self.scale != 1.0 or self.softcap is not None, "capped": self.softcap is not None,
+            "z_loss": self.lse_square_scale != 0,
+        }  # fmt: skip
+
+    def values(self) -> dict[str, Any]:
+        """A kernel's arguments by name. ignore_index stays with a launch; LOSS_NUMBERS are given with each."""
+        return {"ignore_index": self.ignore_index, **dict(zip(LOSS_NUMBERS, self.numbers(), strict=True))}
+
+    def numbers(self) -> tuple[float, ...]:
+        """LOSS_NUMBERS of this loss as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
+        scale = math.copysign(min(max(abs(self.scale), _LEAST_NORMAL), _GREATEST), self.scale)
+        softcap = min(max(self.softcap or 1.0, _LEAST_NORMAL), _GREATEST)
+        hidden = float("-inf") if self.scale >= 0 else float("inf")
+        return scale, hidden, softcap, float(self.label_smoothing), float(self.lse_square_scale)
+
+    def exact_numbers(self, x: Tensor) -> Tensor | None:
+        """The numbers in fp64, where the logits have it: a kernel's own have 32 bits."""
+        if x.dtype != torch.float64:
+            return None
+        numbers = (self.scale, self.softcap or 1.0, self.label_smoothing, self.lse_square_scale)
+        return torch.stack([torch.full((), number, dtype=x.dtype, device=x.device) for number in numbers])
+
+    def weight_total(self) -> Tensor | None:
+        """W = sum_c w_c, where smoothing asks for it."""
+        return self.weight.sum(dtype=self.weight.dtype) if self.weight is not None and self.smooth else None
+
+    def asked(self) -> dict[str, Any]:
+        """What every rank of a group has to ask alike."""
+        named = ("ignore_index", "reduction", "label_smoothing", "softcap", "scale", "lse_square_scale")
+        return {"weighted": self.weight is not None, **{name: getattr(self, name) for name in named}}
+
+    def operator_arguments(self) -> tuple:
+        """As the registered operators take them."""
+        return (
+            self.weight, self.ignore_index, self.reduction, float(self.label_smoothing),
+            None if self.softcap is None else float(self.softcap), self.scale, float(self.lse_square_scale),
+        )  # fmt: skip
+
+    def reference_arguments(self) -> dict[str, Any]:
+        """As `reference.cross_entropy` takes them, but for the reduction."""
+        return {
+            "weight": self.weight, "ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing,
+            "softcap": self.softcap, "scale": self.scale, "lse_square_scale": self.lse_square_scale,
+        }  # fmt: skip
+
+
+LOSS_NUMBERS = ("factor", "hidden", "cap", "smoothing", "lse_square_scale")
+
+_INDICES = (torch.int64, torch.int32, torch.uint8)
+
+
+def check_logits(name: str, argument: str, dtype: torch.dtype, shape: tuple[int, ...], target: Any) -> None:
+    """Logits of a dtype and shape [n_classes] or [n, n_classes, ...], and a target that fits them, or torch's error."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{name}: target must be a Tensor, not {type(target).__name__}")
+    if target.is_nested or target.layout != torch.strided:
+        raise RuntimeError(f"{name}: target must be a dense strided tensor, got {target.layout}")
+    if not dtype.is_floating_point:
+        raise NotImplementedError(f"{name}: {argument} must be of a float dtype, got {dtype}")
+    if not shape:
+        error = RuntimeError if target.ndim == 0 else ValueError
+        raise error(f"{name}: {argument} must have a class dim, got shape ()")
+    of_targets = () if len(shape) == 1 else (shape[0], *shape[2:])
+    if target.is_floating_point():
+        if tuple(target.shape) != shape:
+            raise RuntimeError(
+                f"{name}: target of probabilities must have shape {shape}, as {argument} has, got {tuple(target.shape)}"
+            )
+    elif target.dtype not in _INDICES:
+        raise (NotImplementedError if target.is_cuda else RuntimeError)(  # as torch
+            f"{name}: target must be of int64, int32 or uint8, or of probabilities, got {target.dtype}"
+        )
+    elif tuple(target.shape) != of_targets:
+        # torch's types of error: of the batch, and of what follows it.
+        batches = len(shape) < 3 or target.ndim == 0 or target.shape[0] != shape[0]
+        raise (ValueError if batches else RuntimeError)(
+            f"{name}: target must have shape {of_targets} for {argument} of shape {shape}, got {tuple(target.shape)}"
+        )
+
+
+def loss_of(
+    name: str, input: Tensor, target: Tensor, n_classes: int, weight: Any, ignore_index: Any, reduction: Any,
+    label_smoothing: Any, softcap: Any, scale: Any, lse_square_scale: Any, dtype: Any, stats: bool = False,
+) -> Loss:  # fmt: skip
+    """The Loss of a call, its weight as given, or an error that names the argument."""
+    if target.device != input.device:
+        raise RuntimeError(f"{name}: target must be on the input's device {input.device}, got {target.device}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'{name}: reduction must be "mean", "sum" or "none", got {described(reduction)}')
+    if weight is not None:
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{name}: weight must be a Tensor, not {type(weight).__name__}")
+        if tuple(weight.shape) != (n_classes,):
+            raise RuntimeError(
+                f"{name}: weight must have shape ({n_classes},), one of every class, got {tuple(weight.shape)}"
+            )
+        if weight.device != input.device:
+            raise RuntimeError(f"{name}: weight must be on the input's device {input.device}, got {weight.device}")
+        if not weight.is_floating_point():
+            raise RuntimeError(f"{name}: weight must be of a float dtype, got {weight.dtype}")
+        if not target.is_floating_point():
+            check_constant(name, weight)
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"{name}: ignore_index must be an int, not {typed(ignore_index)}")
+    for argument, value in (("label_smoothing", label_smoothing), ("lse_square_scale", lse_square_scale)):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}: {argument} must be a number, not {typed(value)}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise RuntimeError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    for argument, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise TypeError(f"{name}: {argument} must be a number, not {typed(value)}")
+        # isfinite takes no number that a compiler traces
+        if value is not None and not -math.inf < value < math.inf:  # type: ignore[operator]
+            raise ValueError(f"{name}: {argument} must be finite, got {value}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap must be more than 0, got {softcap}")
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"{name}: dtype must be a float torch.dtype, got {described(dtype)}")
+    return Loss(
+        weight, ignore_index, reduction, label_smoothing, softcap, 1.0 if scale is None else float(scale),
+        lse_square_scale, stats,
+    )  # fmt: skip
+
+
+def refused_loss(input: Tensor, result_dtype: torch.dtype, target: Tensor, loss: Loss) -> str:
+    """Why the kernels do not take a loss; "" if they do."""
+    for dtype in (input.dtype, result_dtype):
+        if dtype not in DTYPES:
+            return f"no kernel has {dtype}"
+    if target.is_floating_point():
+        return "targets are probabilities"
+    if loss.scale == 0:
+        return "scale is 0"
+    return ""
+
+
+def check_constant(name: str, weight: Tensor | None) -> None:
+    """RuntimeError, as torch's, where class weights beside class indices want a gradient: there is none by them."""
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: weight requires grad, and a loss of class indices has no gradient by its class weights; give "
+            "weight.detach(), or probabilities as targets"
+        )
+
+
+def check_lse(name: str, lse: Any, target: Tensor, loss: Loss) -> None:
+    """Raise an error that names the argument where an lse does not fit targets of class indices, or the loss."""
+    if not isinstance(lse, Tensor):
+        raise TypeError(f"{name}: lse must be a Tensor, not {type(lse).__name__}")
+    if lse.is_nested or lse.layout != torch.strided:
+        raise RuntimeError(f"{name}: lse must be a dense strided tensor, got {lse.layout}")
+    if not lse.is_floating_point():
+        raise TypeError(f"{name}: lse must be of a float dtype, got {lse.dtype}")
+    if target.is_floating_point():
+        raise ValueError(f"{name}: lse takes targets of class indices, got probabilities")
+    if lse.shape != target.shape:
+        raise ValueError(f"{name}: lse must have the targets' shape {tuple(target.shape)}, got {tuple(lse.shape)}")
+    if lse.device != target.device:
+        raise RuntimeError(f"{name}: lse must be on the input's device {target.device}, got {lse.device}")
+    whole = {
+        "label_smoothing": loss.smooth, "lse_square_scale": loss.lse_square_scale, "return_token_stats": loss.stats,
+    }  # fmt: skip
+    for argument, asked in whole.items():
+        if asked:
+            raise ValueError(f"{name}: {argument} takes whole rows, and lse= is of longer ones")

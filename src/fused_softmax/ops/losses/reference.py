@@ -1,0 +1,129 @@
+"""TODO: what this file holds."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    dtype: torch.dtype | None = None,
+    arithmetic: torch.dtype = torch.float64,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, z-loss) of fused_softmax.cross_entropy of torch's operations; a target that is no class gives NaN."""
+    result = input.dtype if dtype is None else dtype
+    class_dim = 0 if input.ndim == 1 else 1
+    z = (input.to(arithmetic) * scale).movedim(class_dim, -1)
+    n_classes = z.shape[-1]
+    t: Any = None
+    counts: Any = None
+    if not target.is_floating_point():
+        t = target.long()
+        counts = t != ignore_index
+    if lse is None:
+        z, known = _spared(z, counts, softcap)
+        lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
+        lse = lse if known is None else torch.where(counts | known.isfinite(), lse, known)
+    else:  # that of longer rows: its value stays as it is given, and its derivative by z is p
+        lse = lse.detach().to(arithmetic)
+        z, of_rows = (torch.where(on, each, 0.0) for on, each in ((counts.unsqueeze(-1), z), (counts, lse)))
+        z = _capped(z, softcap)
+        p = torch.exp(z - of_rows.unsqueeze(-1))
+        log_p = z - (of_rows + (p - p.detach()).sum(-1)).unsqueeze(-1)
+    weights = torch.ones(n_classes, dtype=arithmetic, device=z.device) if weight is None else weight.to(arithmetic)
+    z_loss = lse_square_scale * lse.square()
+    if counts is None:
+        q = target.to(arithmetic).movedim(class_dim, -1) * (1.0 - label_smoothing) + label_smoothing / n_classes
+        loss = -(weights * q * log_p).sum(-1)
+        of_loss = of_z = torch.tensor(float(lse.numel()), dtype=arithmetic, device=z.device)
+    else:
+        wrong = counts & ((t < 0) | (t >= n_classes))
+        kept = counts & ~wrong
+        t = torch.where(kept, t, 0)
+        w = weights.gather(0, t.flatten()).view(t.shape)  # and not weights[t], which vmap refuses of one target
+        loss = -w * log_p.gather(-1, t.unsqueeze(-1)).squeeze(-1)
+        if label_smoothing:
+            loss = (1.0 - label_smoothing) * loss - label_smoothing / n_classes * (weights * log_p).sum(-1)
+        spoilt = torch.where(wrong, math.nan, 1.0).to(arithmetic)  # multiplied, so that the gradient is NaN too
+        loss, z_loss = (each.masked_fill(~counts, 0.0) * spoilt for each in (loss, z_loss))
+        of_loss, of_z = (torch.where(kept, w, 0.0).sum() if weight is not None else counts.sum()), counts.sum()
+    if reduction != "none":
+        loss, z_loss = loss.sum(), z_loss.sum()
+    if reduction == "mean":
+        loss, z_loss = loss / of_loss, z_loss / of_z
+    if lse_square_scale:
+        total = loss + z_loss
+    else:  # 0 and no product with 0, for an lse may be infinite, and a mean of nothing
+        total, z_loss = loss, loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
+    return total.to(result), lse, z_loss.to(result)
+
+
+def _spared(z: Tensor, counts: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(z capped, and 0 in rows that do not count and whose lse is not finite; the lse of all rows as they were).
+
+    Of such a row's gradient of 0, torch's operations would make NaN.
+    """
+    if counts is None:
+        return _capped(z, softcap), None
+    known = torch.logsumexp(_capped(z.detach(), softcap), -1)
+    return _capped(torch.where((counts | known.isfinite()).unsqueeze(-1), z, 0.0), softcap), known
+
+
+def _capped(z: Tensor, softcap: float | None) -> Tensor:
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    dtype: torch.dtype | None = None, arithmetic: torch.dtype = torch.float64, **arguments,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, lse, z-loss) of fused_softmax.linear_cross_entropy likewise, all logits at once.
+
+    arguments: `cross_entropy`'s.
+    """
+    bias = None if linear_bias is None else linear_bias.to(arithmetic)
+    z = torch.nn.functional.linear(input.to(arithmetic), linear_weight.to(arithmetic), bias)
+    if z.ndim > 2:
+        z = z.movedim(-1, 1)
+        target = target.movedim(-1, 1) if target.is_floating_point() else target
+    return cross_entropy(z, target, dtype=dtype or input.dtype, arithmetic=arithmetic, **arguments)
+
+
+def token_stats(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, *, softcap: float | None = None, scale: float = 1.0, lse_square_scale: float = 0.0,
+    arithmetic: torch.dtype = torch.float64, **_,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, entropy, likeliest class, whether that is the target) of every target, in the dtype `arithmetic`."""
+    with torch.no_grad():
+        class_dim = 0 if input.ndim == 1 else 1
+        of_tokens, lse, z_loss = cross_entropy(
+            input, target, weight, ignore_index, "none", label_smoothing, softcap=softcap, scale=scale,
+            lse_square_scale=lse_square_scale, dtype=arithmetic, arithmetic=arithmetic,
+        )  # fmt: skip
+        logits = input.to(arithmetic) * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        p = torch.softmax(logits, class_dim)
+        entropy = lse - torch.where(p == 0, 0.0, p * logits).sum(class_dim)
+        predicted = logits.argmax(class_dim)
+        if target.is_floating_point():
+            counts, best = torch.ones_like(predicted, dtype=torch.bool), target.argmax(class_dim)
+        else:
+            counts, best = target.long() != ignore_index, target
+        of_tokens = of_tokens - z_loss if lse_square_scale else of_tokens
+        return (
+            of_tokens, entropy.masked_fill(~counts, 0.0), predicted.masked_fill(~counts, 0),
+            (predicted == best) & counts,
+        )  # fmt: skip
