@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import fused_softmax
-from fused_softmax import reference
+from fused_softmax.ops.softmax import reference
 
 # One rounding of the output is all that 16 bits can show. Results of fp32 and fp64 show the arithmetic too: a GPU's exp
 # and its division are right to 2 ** -22, and the sum and the reciprocal are each rounded.

@@ -57,12 +57,12 @@ CALLS = (
         "test_calls.py::test_calls_of_one_shape_have_a_bound",
     ),
     of(
-        "calls", "masked-rows-left-out", "ops/softmax.py",
+        "calls", "masked-rows-left-out", "ops/softmax/softmax.py",
         "keep(prepared, name, (dim, dtype, is_causal, masked_rows)", "keep(prepared, name, (dim, dtype, is_causal)",
         "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain]",
     ),
     of(
-        "calls", "a-scale-of-0-is-any-number", "options.py",
+        "calls", "a-scale-of-0-is-any-number", "ops/softmax/scores.py",
         'return "0" if scale == 0 else "1" if scale == 1 else "number"', 'return "1" if scale == 1 else "number"',
         "test_calls.py::test_calls_that_differ_in_their_scores_are_kept_apart",
     ),
@@ -125,12 +125,12 @@ CALLS = (
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
-        "calls", "an-out-that-overlaps-in-a-kept-call", "ops/softmax_calls.py",
+        "calls", "an-out-that-overlaps-in-a-kept-call", "ops/softmax/calls.py",
         "if overlaps(out, input, scale, mask, sink):", "if False:",
         "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
     ),
     of(
-        "calls", "an-out-that-overlaps-a-kept-logsumexp", "ops/logsumexp_calls.py",
+        "calls", "an-out-that-overlaps-a-kept-logsumexp", "ops/softmax/logsumexp_calls.py",
         "if overlaps(out, input, scale, mask, sink):", "if False:",
         "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_a_scale_a_mask_or_a_sink",
     ),
@@ -143,32 +143,32 @@ CALLS = (
 
 OPS = (
     of(
-        "ops", "gradient-of-the-gradient", "ops/softmax_gradients.py",
+        "ops", "gradient-of-the-gradient", "ops/softmax/gradients.py",
         "return backward(dy, y, kind.dim, kind.input_dtype,", "return backward(y, dy, kind.dim, kind.input_dtype,",
         "test_backward.py::test_scores",
     ),
     of(
-        "ops", "quick-gradient-of-the-gradient", "ops/softmax_gradients.py",
+        "ops", "quick-gradient-of-the-gradient", "ops/softmax/gradients.py",
         "return call(dy, saved[0], ctx.number), None", "return call(saved[0], dy, ctx.number), None",
         "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain, gradient]",
     ),
     of(
-        "ops", "a-kept-number-of-another-value", "ops/scored.py", "key = (value, dtype, device)",
+        "ops", "a-kept-number-of-another-value", "ops/softmax/scores.py", "key = (value, dtype, device)",
         "key = (0.0, dtype, device)",
         "test_sink.py::test_a_kept_call_takes_the_numbers_and_values_of_each_call",
     ),
     of(
-        "ops", "a-sink-gradient-of-the-other-sign", "ops/softmax_gradients.py",
+        "ops", "a-sink-gradient-of-the-other-sign", "ops/softmax/gradients.py",
         "return (-p * terms.sum(", "return (p * terms.sum(",
         "test_sink.py::test_gradients",
     ),
     of(
-        "ops", "gradients-of-mask-and-scale-swapped", "ops/softmax_gradients.py",
+        "ops", "gradients-of-mask-and-scale-swapped", "ops/softmax/gradients.py",
         "    return dx, dmask, dscale, dsink\n", "    return dx, dscale, dmask, dsink\n",
         "test_backward.py::test_scores",
     ),
     of(
-        "ops", "scale-not-in-the-gradient", "ops/softmax_gradients.py",
+        "ops", "scale-not-in-the-gradient", "ops/softmax/gradients.py",
         "dx = (dz if in_kernel else dz * factor)", "dx = (dz if in_kernel else dz)", "test_backward.py::test_scores",
     ),
     of(
@@ -219,12 +219,12 @@ OPS = (
         "test_cross_entropy.py::test_gradient_by_a_second_read", "test_losses_fuzz.py::test_any_rows_by_any_strategy",
     ),
     of(
-        "ops", "causal-by-the-keys", "layout.py",
+        "ops", "causal-by-the-keys", "ops/softmax/scores.py",
         "n_queries = shape[-2] if scores.is_causal", "n_queries = shape[-1] if scores.is_causal",
         "test_scores.py::test_causal",
     ),
     of(
-        "ops", "masked-rows-are-nan", "layout.py", 'scores.masked_rows == "zero"', "False",
+        "ops", "masked-rows-are-nan", "ops/softmax/scores.py", 'scores.masked_rows == "zero"', "False",
         "test_scores.py::test_special_values", "test_backward.py::test_scores",
     ),
     of(
@@ -373,28 +373,28 @@ OPS = (
         "test_loss_given_lse.py::test_the_reference_is_the_formula",
     ),
     of(
-        "ops", "a-scale-of-32-bits", "options.py", "or dtype != torch.float64:\n            return scores",
+        "ops", "a-scale-of-32-bits", "ops/softmax/scores.py", "or dtype != torch.float64:\n            return scores",
         "or True:\n            return scores",
         "test_scores.py::test_a_number_in_fp64_has_64_bits",
     ),
     of(
-        "ops", "lse-rounded-in-the-gradient", "kernels/logsumexp.py",
+        "ops", "lse-rounded-in-the-gradient", "ops/softmax/kernels/logsumexp.py",
         "tl.load(lse_ptr + r.row).to(K.state_dtype), tl",
         "tl.load(lse_ptr + r.row).to(K.cast_dtype).to(K.state_dtype), tl",
         "test_logsumexp_gradients.py::test_gradients_along_any_dims",
     ),
     of(
-        "ops", "lse-rounded-by-the-operator", "ops/logsumexp.py",
+        "ops", "lse-rounded-by-the-operator", "ops/softmax/logsumexp.py",
         "if lse.dtype.itemsize < arithmetic.itemsize:", "if False:",
         "test_logsumexp_gradients.py::test_gradients_take_an_lse_of_32_bits",
     ),
     of(
-        "ops", "torchs-own-lse-of-16-bits", "ops/logsumexp.py",
+        "ops", "torchs-own-lse-of-16-bits", "ops/softmax/logsumexp.py",
         "elif plain and (out is not None or input.dtype not in (torch.float16, torch.bfloat16)):", "elif plain:",
         "test_logsumexp_gradients.py::test_transforms_and_batched_gradients",
     ),
     of(
-        "ops", "a-maximum-that-moves-with-a-scale-of-0", "ops/logsumexp.py",
+        "ops", "a-maximum-that-moves-with-a-scale-of-0", "ops/softmax/logsumexp.py",
         "dscale.masked_fill(scale.to(dscale.device) == 0, 0.0).to(scale.dtype)", "dscale.to(scale.dtype)",
         "test_logsumexp_gradients.py::test_gradients_take_an_lse_of_32_bits",
     ),
@@ -467,7 +467,7 @@ REGISTER = (
         "test_operators.py::test_vmap",
     ),
     of(
-        "register", "vmap-of-a-mask-by-its-last-dims", "register/softmax_rules.py",
+        "register", "vmap-of-a-mask-by-its-last-dims", "ops/softmax/operators.py",
         "*[1] * (ndim - tensor.ndim), *tensor.shape[1:])", "*tensor.shape[1:], *[1] * (ndim - tensor.ndim))",
         "test_library.py::test_vmap_of_scales_and_masks",
     ),
@@ -488,17 +488,17 @@ REGISTER = (
         "test_patch.py::test_atens_kernels_are_back_afterwards",
     ),
     of(
-        "register", "second-derivative-of-softmax", "register/softmax_rules.py",
+        "register", "second-derivative-of-softmax", "ops/softmax/operators.py",
         "g * (dy - d) - c * dy", "g * (dy - d) + c * dy",
         "test_library.py::test_the_gradients_and_their_derivatives",
     ),
     of(
-        "register", "second-derivative-of-log-softmax", "register/softmax_rules.py",
+        "register", "second-derivative-of-log-softmax", "ops/softmax/operators.py",
         "-weighted * dy.sum", "weighted * dy.sum",
         "test_library.py::test_the_gradients_and_their_derivatives",
     ),
     of(
-        "register", "gradients-of-scale-and-mask-swapped", "register/softmax_rules.py",
+        "register", "gradients-of-scale-and-mask-swapped", "ops/softmax/operators.py",
         "_PLACES = 5, 4, 9", "_PLACES = 4, 5, 9",
         "test_library.py::test_gradients_of_scale_and_mask_in_compiled_code",
     ),
@@ -614,12 +614,12 @@ AUTOCAST = (
         "test_autocast.py::test_a_loss_of_probabilities_is_as_wide_as_they_are",
     ),
     of(
-        "ops", "logsumexp-in-half", "ops/logsumexp.py",
+        "ops", "logsumexp-in-half", "ops/softmax/logsumexp.py",
         'dtype = input.dtype if out is not None else autocast.result_dtype("logsumexp", input)', "dtype = input.dtype",
         "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
     ),
     of(
-        "ops", "logsumexp-over-a-group-in-half", "ops/logsumexp.py",
+        "ops", "logsumexp-over-a-group-in-half", "ops/softmax/logsumexp.py",
         "    dtype = autocast.result_dtype(name, input)", "    dtype = input.dtype",
         "test_autocast.py::test_over_ranks_results_have_the_same_dtypes",
     ),

@@ -9,17 +9,18 @@ KERNELS = (
         "test_losses_seams.py::test_what_stands_beside_a_mean_of_weight_0_has_a_finite_gradient",
     ),
     of(
-        "kernels", "lanes-without-a-part-at-0", "kernels/columns.py",
+        "kernels", "lanes-without-a-part-at-0", "ops/softmax/kernels/columns.py",
         "tl.maximum(m_parts, -GREATEST), s_parts", "tl.maximum(m_parts, 0.0), s_parts",
         "test_columns.py::test_logsumexp_of_low_numbers_in_parts",
     ),
     of(
-        "kernels", "no-gradient-where-the-share-is-0", "kernels/softmax_grad.py",
+        "kernels", "no-gradient-where-the-share-is-0", "ops/softmax/kernels/gradient.py",
         "dx = tl.where(y == NEG_INF, 0.0, dx)", "dx = tl.where(share == 0.0, 0.0, dx)",
         "test_backward.py::test_log_softmax_of_a_mask_has_gradients_where_the_share_is_0",
     ),
     of(
-        "kernels", "a-sink-by-the-strides-of-the-scale", "kernels/row_scores.py", "S.sink_0, S.sink_1, S.sink_2)",
+        "kernels", "a-sink-by-the-strides-of-the-scale", "ops/softmax/kernels/scores.py",
+        "S.sink_0, S.sink_1, S.sink_2)",
         "S.scale_0, S.scale_1, S.scale_2)", "test_sink.py::test_every_strategy",
     ),
     of(
@@ -43,11 +44,11 @@ KERNELS = (
         "tl.zeros([], tl.float32)", "test_fp8.py::test_every_byte_in_a_row",
     ),
     of(
-        "kernels", "causal-column-less", "kernels/row_scores.py",
+        "kernels", "causal-column-less", "ops/softmax/kernels/scores.py",
         ".to(tl.int32) + 1 + n_cols", ".to(tl.int32) + n_cols", "test_scores.py::test_causal",
     ),
     of(
-        "kernels", "causal-top-left", "kernels/row_scores.py", "+ 1 + n_cols - n_queries", "+ 1",
+        "kernels", "causal-top-left", "ops/softmax/kernels/scores.py", "+ 1 + n_cols - n_queries", "+ 1",
         "test_scores.py::test_causal",
     ),
     of(
@@ -55,16 +56,17 @@ KERNELS = (
         "test_shelf.py::test_merges_of",
     ),
     of(
-        "kernels", "stream-without-rescale", "kernels/softmax.py",
+        "kernels", "stream-without-rescale", "ops/softmax/kernels/forward.py",
         "s = tl.sum(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)), axis=0)", "s = tl.sum(s_parts, axis=0)",
         "test_softmax.py::test_stream_at_the_ends_of_its_parts",
     ),
     of(
-        "kernels", "columns-without-rescale", "kernels/columns.py", "s *= natural_exp(m - top, K.ptx)", "s *= 1.0",
+        "kernels", "columns-without-rescale", "ops/softmax/kernels/columns.py", "s *= natural_exp(m - top, K.ptx)",
+        "s *= 1.0",
         "test_columns.py::test_logsumexp_tile_by_tile",
     ),
     of(
-        "kernels", "edge-by-the-wrong-stride", "kernels/softmax.py",
+        "kernels", "edge-by-the-wrong-stride", "ops/softmax/kernels/forward.py",
         "y_ptr + r.row * y_row_stride + edge.cols", "y_ptr + r.row * x_row_stride + edge.cols",
         "test_softmax.py::test_row_strides_by_every_strategy",
     ),
@@ -84,12 +86,12 @@ KERNELS = (
         "test_shelf.py::test_what_is_wanted_is_read_until_it_carries_the_tag",
     ),
     of(
-        "kernels", "edges-not-in-the-sum", "kernels/row_scores.py",
+        "kernels", "edges-not-in-the-sum", "ops/softmax/kernels/scores.py",
         "s += of_each_row(tl.sum(exp_at", "s += 0 * of_each_row(tl.sum(exp_at",
         "test_softmax.py::test_rows_that_start_at_every_phase",
     ),
     of(
-        "kernels", "edges-not-in-the-gradient", "kernels/softmax_grad.py",
+        "kernels", "edges-not-in-the-gradient", "ops/softmax/kernels/gradient.py",
         "d += of_each_row(dot_of(", "d += 0 * of_each_row(dot_of(",
         "test_backward.py::test_rows_that_start_at_every_phase",
     ),
@@ -108,7 +110,7 @@ KERNELS = (
         "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
     ),
     of(
-        "kernels", "tie-after-the-edge", "kernels/row_scores.py",
+        "kernels", "tie-after-the-edge", "ops/softmax/kernels/scores.py",
         "column = tl.minimum(column, of_each_row(tl.min(tl.where(edge.x == m, edge.cols, NO_COLUMN)",
         "column = tl.minimum(column, of_each_row(tl.min(tl.where(edge.x > m, edge.cols, NO_COLUMN)",
         "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
@@ -124,50 +126,51 @@ KERNELS = (
         "test_shelf.py::test_weight_in_a_row_of_no_finite_maximum",
     ),
     of(
-        "kernels", "masked-input-of-negative-scales", "kernels/row_scores.py",
+        "kernels", "masked-input-of-negative-scales", "ops/softmax/kernels/scores.py",
         'masked_input = tl.where(sign == -1, float("inf"), NEG_INF)',
         "masked_input = tl.where(sign == -1, NEG_INF, NEG_INF)", "test_scores.py::test_every_strategy",
     ),
     of(
-        "kernels", "columns-past-the-size", "kernels/columns.py",
+        "kernels", "columns-past-the-size", "ops/softmax/kernels/columns.py",
         "here, p * K.block_cols + cols < c.size, OTHER", "here, p * K.block_cols + cols <= c.size, OTHER",
         "test_softmax.py::test_any_dim_of_any_shape",
     ),
     of(
-        "kernels", "mask-of-a-part-from-its-row's-start", "kernels/column_scores.py",
+        "kernels", "mask-of-a-part-from-its-row's-start", "ops/softmax/kernels/column_tiles.py",
         "here += c.start.to(tl.int64) * stride", "here += c.start.to(tl.int64) * 0",
         "test_column_scores.py::test_by_parts",
     ),
     of(
-        "kernels", "mask-of-the-first-tile", "kernels/column_scores.py", "if p == 0 or K.mask_cols:", "if p == 0:",
+        "kernels", "mask-of-the-first-tile", "ops/softmax/kernels/column_tiles.py", "if p == 0 or K.mask_cols:",
+        "if p == 0:",
         "test_column_scores.py::test_every_broadcast",
     ),
     of(
-        "kernels", "mask-of-neighbouring-positions", "kernels/column_scores.py",
+        "kernels", "mask-of-neighbouring-positions", "ops/softmax/kernels/column_tiles.py",
         "at += inner.to(tl.int64) * S.mask_inner", "at += inner.to(tl.int64)",
         "test_column_scores.py::test_layouts_that_have_such_strides",
     ),
     of(
-        "kernels", "scale-of-the-first-position", "kernels/column_scores.py",
+        "kernels", "scale-of-the-first-position", "ops/softmax/kernels/column_tiles.py",
         "c.inner[None, :].to(tl.int64) * S.scale_inner", "c.inner[None, :].to(tl.int64) * 0",
         "test_column_scores.py::test_every_broadcast",
     ),
     of(
-        "kernels", "every-greedy-maximum", "kernels/column_scores.py", "(p * K.block_cols + cols != first)",
+        "kernels", "every-greedy-maximum", "ops/softmax/kernels/column_tiles.py", "(p * K.block_cols + cols != first)",
         "(scores_of(x, q.factor, K) != m)", "test_column_scores.py::test_the_first_of_equal_maxima",
     ),
     of(
-        "kernels", "strides-of-three-indices", "layout.py",
+        "kernels", "strides-of-three-indices", "ops/softmax/scores.py",
         "if any(view.stride(b) != view.stride(a) * shape[a] for a, b in itertools.pairwise(dims)):",
         "if False:", "test_column_scores.py::test_what_has_no_such_strides_goes_through_rows",
     ),
     of(
-        "kernels", "gradient-without-its-factor-over-columns", "kernels/columns.py",
+        "kernels", "gradient-without-its-factor-over-columns", "ops/softmax/kernels/columns.py",
         "gradient_of(y[p], dy[p], d, factor, K)", "gradient_of(y[p], dy[p], d, 1.0, K)",
         "test_column_scores.py::test_a_gradient_by_parts_with_a_factor",
     ),
     of(
-        "kernels", "hidden-piece-not-written", "kernels/causal.py",
+        "kernels", "hidden-piece-not-written", "ops/softmax/kernels/causal.py",
         "tl.static_range(SEEN, PIECES)", "tl.static_range(SEEN + 1, PIECES)",
         "test_scores.py::test_causal_rows_of_every_length",
     ),
@@ -226,7 +229,7 @@ KERNELS = (
         "(odd_1 >> 1) * V, (odd_0 >> 1) * V,", "test_layouts.py::test_every_strategy",
     ),
     of(
-        "kernels", "columns-by-one-outer-stride", "kernels/columns.py",
+        "kernels", "columns-by-one-outer-stride", "ops/softmax/kernels/columns.py",
         "ptr += nested_offset(c.outer, outer_stride, K)",
         "ptr += nested_offset(c.outer * 0, outer_stride, K)", "test_layouts.py::test_columns",
     ),
@@ -253,7 +256,7 @@ PLAN = (
         "test_plan.py::test_every_shape_has_a_plan_that_covers_it",
     ),
     of(
-        "plan", "full-pieces-of-columns", "plan/columns.py",
+        "plan", "full-pieces-of-columns", "ops/softmax/plan.py",
         "full_pieces=(n_cols - (parts - 1) * part_cols) // block_cols", "full_pieces=part_cols // block_cols",
         "test_softmax.py::test_any_dim_of_any_shape",
     ),
@@ -348,21 +351,21 @@ RUNNER = (
         "test_compiles.py::test_fetching_ahead_is_of_sm_90_on", compiles=True,
     ),
     of(
-        "runner", "scale-by-the-strides-of-the-mask", "layout.py",
+        "runner", "scale-by-the-strides-of-the-mask", "ops/softmax/scores.py",
         "col_stride, *strides[1], n_queries)", "col_stride, *strides[0], n_queries)",
         "test_scores.py::test_scales_of_every_layout",
     ),
     of(
-        "runner", "mask-of-one-column-per-key", "layout.py", "else views[0].stride(-1)", "else 1",
+        "runner", "mask-of-one-column-per-key", "ops/softmax/scores.py", "else views[0].stride(-1)", "else 1",
         "test_scores.py::test_masks_of_every_layout",
     ),
     of(
-        "runner", "leading-value-not-updated", "layout.py",
+        "runner", "leading-value-not-updated", "ops/softmax/scores.py",
         'leading = {1: "n_2", 2: "n_1"}.get(len(sizes))', "leading = None",
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
     of(
-        "runner", "leading-value-of-outer-rows", "ops/softmax_calls.py",
+        "runner", "leading-value-of-outer-rows", "ops/softmax/calls.py",
         "return lambda n: {name: inner * n}", "return lambda n: {name: n}",
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),

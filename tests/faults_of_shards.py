@@ -3,10 +3,10 @@
 from fault import of
 
 MESSAGES, LOSS, GATHER = "kernels/peers.py", "ops/losses/kernels/peers.py", "kernels/gather_peers.py"
-SOFTMAX, LOSSES, MEMORY = "kernels/softmax_peers.py", "ops/losses/over_ranks/peers.py", "peers.py"
+SOFTMAX, LOSSES, MEMORY = "ops/softmax/kernels/peers.py", "ops/losses/over_ranks/peers.py", "peers.py"
 STEPS, KEPT = "ops/losses/over_ranks/steps.py", "test_shards_kept.py::test_calls_that_differ_in_one_thing_take_turns"
 GONE = "test_shards_losses.py::test_logits_that_are_gone_make_no_second_gradient"
-RANKS, NUMBERS, GRADIENT = "distributed.py", "ops/losses/kernels/over_ranks.py", "ops/softmax_gradient_sharded.py"
+RANKS, NUMBERS, GRADIENT = "distributed.py", "ops/losses/kernels/over_ranks.py", "ops/softmax/over_ranks.py"
 SOFTMAXES, OF_ONE = (
     "test_peers.py::test_softmaxes_are_those_of_one_process", "test_peers.py::test_losses_are_those_of_one_process",
 )  # fmt: skip
@@ -122,7 +122,7 @@ SHARDS = (
         AT_ODDS,
     ),
     of(
-        "shards", "padding-of-a-logarithm", "ops/softmax_peers.py",
+        "shards", "padding-of-a-logarithm", "ops/softmax/by_peers.py",
         "value=-torch.inf if log else 0.0", "value=0.0", PADDING,
     ),
     of(
@@ -176,7 +176,7 @@ SHARDS = (
         "test_shards_misuse.py::test_what_is_not_sent_is_compared_too",
     ),
     of(
-        "shards", "a-scale-is-a-scale", "ops/softmax_sharded.py",
+        "shards", "a-scale-is-a-scale", "ops/softmax/over_ranks.py",
         '"a tensor" if isinstance(each, Tensor) else each for', "each is not None for",
         "test_shards_misuse.py::test_values_of_scales_and_sinks_are_compared",
     ),

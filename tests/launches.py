@@ -12,9 +12,10 @@ from compile_only import Compiled, compile_for
 
 from fused_softmax import runner
 from fused_softmax.kernels.spec import Spec
-from fused_softmax.ops import logsumexp_calls, softmax_rows
 from fused_softmax.ops.losses import calls as cross_entropy_calls
 from fused_softmax.ops.losses import sums as loss_sums
+from fused_softmax.ops.softmax import launches as softmax_rows
+from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.plan import Device, RowPlan
 
 GPUS = {

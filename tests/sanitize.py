@@ -23,7 +23,7 @@ from conftest import peaked
 from contract import assert_softmax
 
 from fused_softmax.device import device_of
-from fused_softmax.ops.softmax_rows import prepare_forward
+from fused_softmax.ops.softmax.launches import prepare_forward
 from fused_softmax.plan import candidate
 from fused_softmax.route import INTERPRET
 

@@ -18,21 +18,22 @@ from shapes import ALIGNMENTS, framed, small
 from triton.runtime.interpreter import interpreter_builder
 
 from fused_softmax import calls, runner
-from fused_softmax.kernels import columns, logsumexp, softmax, softmax_grad
-from fused_softmax.kernels.column_exchange import stand_in_columns
-from fused_softmax.kernels.column_spec import ColumnSpec
 from fused_softmax.kernels.exchange import pack_state, stand_in
 from fused_softmax.kernels.spec import Spec
-from fused_softmax.layout import scores_against, scores_against_columns
-from fused_softmax.ops import logsumexp_calls
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.calls import Given, prepare_losses
 from fused_softmax.ops.losses.kernels import held as loss
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.softmax_calls import backward_by_plan, forward_by_plan
-from fused_softmax.ops.softmax_rows import prepare_columns, prepare_columns_backward
-from fused_softmax.options import Scores, scores_of
-from fused_softmax.plan import H200, candidate, plan_columns
+from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
+from fused_softmax.ops.softmax.kernels import columns, logsumexp
+from fused_softmax.ops.softmax.kernels import forward as softmax
+from fused_softmax.ops.softmax.kernels import gradient as softmax_grad
+from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec, stand_in_columns
+from fused_softmax.ops.softmax.launches import prepare_columns, prepare_columns_backward
+from fused_softmax.ops.softmax.plan import plan_columns
+from fused_softmax.ops.softmax.scores import Scores, scores_against, scores_against_columns, scores_of
+from fused_softmax.plan import H200, candidate
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FUSED_SOFTMAX_INTERPRET") != "1", reason="on a GPU nobody decides which programs start"

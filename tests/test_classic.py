@@ -7,11 +7,11 @@ import pytest
 import torch
 from conftest import peaked
 
-from fused_softmax import reference
 from fused_softmax.classic import hybrid_softmax, naive_softmax, naive_traffic, online_softmax, persistent_softmax
 from fused_softmax.classic.online import CONFIGS
 from fused_softmax.classic.persistent import Multiprocessor, occupancy, pipeline_stages
 from fused_softmax.classic.rows import block_warps
+from fused_softmax.ops.softmax import reference
 
 # NumPy, which the interpreter computes with, warns of the very NaN and infinity that some tests ask for.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

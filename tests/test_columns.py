@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import peaked
 
-from fused_softmax.ops import logsumexp_calls, softmax_rows
-from fused_softmax.plan import H200, plan_columns
+from fused_softmax.ops.softmax import launches as softmax_rows
+from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax.plan import plan_columns
+from fused_softmax.plan import H200
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

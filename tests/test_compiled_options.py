@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fused_softmax
-from fused_softmax import reference
+from fused_softmax.ops.softmax import reference
 
 SEEDED = torch.Generator().manual_seed(3)
 X, WEIGHT, Q = (torch.randn(shape, generator=SEEDED) for shape in ((4, 6), (9, 6), (1, 2, 6, 8)))

@@ -10,7 +10,7 @@ from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 from torch.testing import assert_close
 
 import fused_softmax
-from fused_softmax.ops.softmax_calls import forward_by_plan
+from fused_softmax.ops.softmax.calls import forward_by_plan
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -18,7 +18,8 @@ from fused_softmax.ops.attention.calls import Gradients, Inputs, Results
 from fused_softmax.ops.attention.plan.sdpa import LEAST_LENGTH, Entry
 from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 from fused_softmax.ops.sampling.plan import DrawPlan
-from fused_softmax.plan import ColumnPlan, RowPlan
+from fused_softmax.ops.softmax.plan import ColumnPlan
+from fused_softmax.plan import RowPlan
 from fused_softmax.register import library, patch
 
 F = torch.nn.functional
@@ -59,7 +60,7 @@ def test_a_call_of_the_kernels(x):
 
 def test_it_is_the_plan_by_which_the_host_launched(x, monkeypatch):
     planned, given = [], []
-    real, prepare = fused_softmax.ops.softmax_rows.plan_rows, launch.prepare
+    real, prepare = fused_softmax.ops.softmax.launches.plan_rows, launch.prepare
 
     def plan_rows(*arguments, **options):
         planned.append(real(*arguments, **options))
@@ -69,7 +70,7 @@ def test_it_is_the_plan_by_which_the_host_launched(x, monkeypatch):
         given.append(plan)
         return prepare(*arguments, plan=plan, **options)
 
-    monkeypatch.setattr(fused_softmax.ops.softmax_rows, "plan_rows", plan_rows)
+    monkeypatch.setattr(fused_softmax.ops.softmax.launches, "plan_rows", plan_rows)
     monkeypatch.setattr(launch, "prepare", noting)
     with explain() as explained:
         fused_softmax.softmax(x)

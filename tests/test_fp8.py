@@ -16,9 +16,9 @@ from fused_softmax import launch
 from fused_softmax.kernels.spec import Spec
 from fused_softmax.kernels.state import load_exact
 from fused_softmax.layout import alignment_of
-from fused_softmax.ops import logsumexp_calls
-from fused_softmax.ops.softmax_calls import forward_by_plan
-from fused_softmax.options import PLAIN, Scores
+from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax.calls import forward_by_plan
+from fused_softmax.ops.softmax.scores import PLAIN, Scores
 from fused_softmax.runner import format_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"

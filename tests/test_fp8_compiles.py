@@ -5,8 +5,9 @@ import torch
 from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from test_family_compiles import Cube
 
-from fused_softmax.ops import logsumexp_calls, softmax_rows
-from fused_softmax.options import Scores
+from fused_softmax.ops.softmax import launches as softmax_rows
+from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax.scores import Scores
 
 pytestmark = pytest.mark.compiles
 

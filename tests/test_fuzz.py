@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from products import QUICK
 from shapes import DTYPES, STRATEGIES, Frame, small
 
-from fused_softmax import reference
-from fused_softmax.ops.softmax_calls import forward_by_plan
-from fused_softmax.options import Scores
+from fused_softmax.ops.softmax import reference
+from fused_softmax.ops.softmax.calls import forward_by_plan
+from fused_softmax.ops.softmax.scores import Scores
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

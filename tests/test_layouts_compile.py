@@ -6,8 +6,9 @@ from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from products import one_in, pairwise
 from test_family_compiles import ABOUT_THE_CALL_OF_COLUMNS, Cube
 
-from fused_softmax.ops import logsumexp_calls, softmax_rows
-from fused_softmax.options import Scores
+from fused_softmax.ops.softmax import launches as softmax_rows
+from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax.scores import Scores
 from fused_softmax.plan import most_parts, plan_reduction, plan_rows
 
 pytestmark = pytest.mark.compiles

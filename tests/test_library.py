@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fused_softmax
-from fused_softmax import reference
-from fused_softmax.ops import logsumexp_calls, softmax_calls
+from fused_softmax.ops.softmax import calls as softmax_calls
+from fused_softmax.ops.softmax import logsumexp_calls, reference
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

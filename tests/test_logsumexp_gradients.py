@@ -6,8 +6,9 @@ from contract import public
 from torch.autograd import grad
 
 import fused_softmax
-from fused_softmax import calls, reference
-from fused_softmax.options import scores_of
+from fused_softmax import calls
+from fused_softmax.ops.softmax import reference
+from fused_softmax.ops.softmax.scores import scores_of
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 

@@ -18,8 +18,8 @@ from torch.nn.functional import softmax as imported_softmax
 from torch.overrides import TorchFunctionMode
 
 import fused_softmax
-from fused_softmax import reference
-from fused_softmax.ops import logsumexp_calls, softmax_calls
+from fused_softmax.ops.softmax import calls as softmax_calls
+from fused_softmax.ops.softmax import logsumexp_calls, reference
 from fused_softmax.register import patch
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"

@@ -7,9 +7,10 @@ import pytest
 import torch
 from launches import GPUS, launched
 
-from fused_softmax.ops import gather_peers, peer_launches, softmax_peers
+from fused_softmax.ops import gather_peers, peer_launches
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.over_ranks import peers as loss_peers
+from fused_softmax.ops.softmax import by_peers as softmax_peers
 
 pytestmark = pytest.mark.compiles
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -9,16 +9,15 @@ from products import QUICK
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, STRATEGIES, edges, widths
 
 from fused_softmax.ops.attention.plan.tiles import blocks_of
+from fused_softmax.ops.softmax.plan import most_column_registers, plan_columns
 from fused_softmax.plan import (
     H200,
     VECTOR_BYTES,
     Device,
     candidate,
     fetches_ahead,
-    most_column_registers,
     most_parts,
     most_registers,
-    plan_columns,
     plan_loss,
     plan_reduction,
     plan_rows,

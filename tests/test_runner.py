@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from fused_softmax import launch, runner, workspace
-from fused_softmax.kernels.softmax import _part_forward
 from fused_softmax.kernels.spec import ScoreSpec
-from fused_softmax.layout import scores_against
-from fused_softmax.options import PLAIN
+from fused_softmax.ops.softmax.kernels.forward import _part_forward
+from fused_softmax.ops.softmax.scores import PLAIN, scores_against
 from fused_softmax.plan import H200, candidate
 
 N_COLS = 4096

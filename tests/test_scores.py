@@ -14,11 +14,12 @@ from contract import assert_scores, composed, public
 from products import pairwise
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 
-from fused_softmax import launch, reference
-from fused_softmax.layout import alignment_of, scores_against
-from fused_softmax.ops.softmax_calls import forward_by_plan
-from fused_softmax.ops.softmax_rows import prepare_forward
-from fused_softmax.options import Scores
+from fused_softmax import launch
+from fused_softmax.layout import alignment_of
+from fused_softmax.ops.softmax import reference
+from fused_softmax.ops.softmax.calls import forward_by_plan
+from fused_softmax.ops.softmax.launches import prepare_forward
+from fused_softmax.ops.softmax.scores import Scores, scores_against
 from fused_softmax.plan import H200, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -180,7 +181,7 @@ def test_causal_by_every_strategy(strategy, alignment, scored, device):
 )  # fmt: skip
 def test_rows_that_share_a_large_mask_follow_each_other(shape, of_mask, device, monkeypatch):
     """Another order of the rows, in which a mask that L2 would not keep comes from memory once."""
-    monkeypatch.setattr("fused_softmax.layout._KEPT_BYTES", 0)
+    monkeypatch.setattr("fused_softmax.ops.softmax.scores._KEPT_BYTES", 0)
     for n_cols in (700, 2048):
         for mask in (added(math.prod(of_mask), n_cols), kept(math.prod(of_mask), n_cols)):
             x, mask = peaked(math.prod(shape), n_cols), mask.view(*of_mask, n_cols).to(device)
@@ -866,7 +867,7 @@ def test_autocast_gives_fp32_as_torchs_softmax_does(function, device):
 def test_cpu_tensors_take_the_same_of_torchs_operations_without_the_interpreter():
     script = """
 import torch, fused_softmax
-from fused_softmax import launch, reference
+from fused_softmax import launch; from fused_softmax.ops.softmax.softmax import reference
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
 x = torch.randn(2, 3, 40)

@@ -10,7 +10,7 @@ from products import pairwise
 from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, logits, over, same_on_all, shard
 
 import fused_softmax
-from fused_softmax import reference
+from fused_softmax.ops.softmax import reference
 
 
 def softmaxes(group, way, name, x, dim, dtype, scored, dy):

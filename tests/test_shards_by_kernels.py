@@ -11,7 +11,8 @@ from sharded import close, differentiated, logits, same_on_all
 
 import fused_softmax
 from fused_softmax import cross_entropy, distributed, logsumexp, route
-from fused_softmax.ops import softmax_gradient_sharded
+from fused_softmax.ops.softmax import over_ranks as softmax_gradient_sharded
+from fused_softmax.ops.softmax import over_ranks as softmax_over_ranks
 from fused_softmax.runner import launch
 
 
@@ -119,7 +120,7 @@ def softmaxes(group, name, x, dy, options):
     route.INTERPRET = True
     given = mine(x, group).requires_grad_()
     y = getattr(fused_softmax, name)(given, 1, **options, group=group)
-    with mock.patch.object(softmax_gradient_sharded, "_prepare", wraps=softmax_gradient_sharded._prepare) as prepared:
+    with mock.patch.object(softmax_gradient_sharded, "_prepare", wraps=softmax_over_ranks._prepare) as prepared:
         (dx,) = torch.autograd.grad(y, [given], mine(dy, group))
     return y.detach(), dx, prepared.call_count
 

@@ -8,9 +8,10 @@ from launches import GPUS, launched
 from products import pairwise
 
 from fused_softmax.distributed import Shards
-from fused_softmax.ops import softmax_gradient_sharded
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.over_ranks import launches as calls
+from fused_softmax.ops.softmax import over_ranks as softmax_gradient_sharded
+from fused_softmax.ops.softmax import over_ranks as softmax_over_ranks
 
 pytestmark = pytest.mark.compiles
 ROWS, HELD = 8192, 64128
@@ -69,7 +70,7 @@ def test_a_gradient_of_softmax(columns, log, dtype, target):
     on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
     gpu = mock.patch.object(softmax_gradient_sharded, "device_of", return_value=GPUS[target])
     with on_gpu, gpu:
-        launches = launched(GPUS[target], lambda: softmax_gradient_sharded._prepare(y, y, log, False, False, dtype))
+        launches = launched(GPUS[target], lambda: softmax_over_ranks._prepare(y, y, log, False, False, dtype))
     assert len(launches) == 2
     for launch in launches:
         found = launch.compile(target)

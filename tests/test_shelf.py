@@ -29,7 +29,7 @@ from fused_softmax.kernels.state import (
     weight_of,
     widen,
 )
-from fused_softmax.reference import online_steps
+from fused_softmax.ops.softmax.reference import online_steps
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

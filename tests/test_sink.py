@@ -17,11 +17,10 @@ from test_scores import DTYPE_PAIRS, VALUES, added, hide, kept, pytestmark, run,
 
 import fused_softmax
 from fused_softmax import nn
-from fused_softmax.layout import scores_against
-from fused_softmax.ops import logsumexp_calls
-from fused_softmax.ops import scored as scored_calls
-from fused_softmax.ops.softmax_calls import forward_by_plan
-from fused_softmax.options import Scores
+from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax import scores as scored_calls
+from fused_softmax.ops.softmax.calls import forward_by_plan
+from fused_softmax.ops.softmax.scores import Scores, scores_against
 from fused_softmax.plan import H200, candidate, plan_reduction
 
 FP32, FP16, BF16, FP64 = DTYPES
@@ -173,7 +172,7 @@ def test_causal(strategy, scored, n_queries, n_keys, function, device):
 
 
 def test_rows_that_share_a_large_mask_follow_each_other(device, monkeypatch):
-    monkeypatch.setattr("fused_softmax.layout._KEPT_BYTES", 0)
+    monkeypatch.setattr("fused_softmax.ops.softmax.scores._KEPT_BYTES", 0)
     x, mask = peaked(12, 700).view(2, 2, 3, 700).to(device), added(1, 3, 700).to(device)
     scores = Scores(mask=mask, sink=sinks(2, 1, 1).to(device))
     assert scores_against(scores, tuple(x.shape)).shared_dims == 2
@@ -247,7 +246,7 @@ def test_a_repeated_call_plans_nothing(device, monkeypatch):
     x, sink = peaked(3, 40).to(device), sinks(3, 1).to(device)
     for given in (sink, 2.0):
         fused_softmax.softmax(x, sink=given)
-    monkeypatch.setattr("fused_softmax.ops.softmax._softmax", None)
+    monkeypatch.setattr("fused_softmax.ops.softmax.softmax._softmax", None)
     for given in (sink.clone(), 3, 4.5):
         assert_scores(fused_softmax.softmax(x, sink=given), "softmax", x, sink=given)
 
@@ -382,7 +381,7 @@ def test_lse_is_taken_where_a_sink_has_a_gradient_alone(function, device, monkey
     sink = sinks(3, 1).to(device).requires_grad_()
     y = public(function, x.detach(), sink=sink)
     assert len(taken) == 1
-    monkeypatch.setattr("fused_softmax.ops.softmax_gradients.backward", None)  # nobody asks for the input's
+    monkeypatch.setattr("fused_softmax.ops.softmax.gradients.backward", None)  # nobody asks for the input's
     y.sum().backward()
     assert sink.grad.isfinite().all()
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 import fused_softmax
 from fused_softmax import calls, launch
-from fused_softmax.ops.softmax_calls import forward_by_plan
+from fused_softmax.ops.softmax.calls import forward_by_plan
 from fused_softmax.plan import H200, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -858,7 +858,9 @@ def test_repeated_calls_take_the_launch_that_was_kept(monkeypatch, device):
     first = softmax(x)
     assert [key for key in calls._kept if key[0] == "softmax" and x.shape in key]
     monkeypatch.setattr(launch, "prepare", lambda *arguments: pytest.fail("not by the kept launch"))
-    monkeypatch.setattr("fused_softmax.ops.softmax._softmax", lambda *arguments: pytest.fail("not by the kept call"))
+    monkeypatch.setattr(
+        "fused_softmax.ops.softmax.softmax._softmax", lambda *arguments: pytest.fail("not by the kept call")
+    )
     again = softmax(x.clone())
     assert torch.equal(again, first)
     assert again.data_ptr() != first.data_ptr()

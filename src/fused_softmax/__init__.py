@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from fused_softmax import nn
     from fused_softmax.explanation import explain
     from fused_softmax.ops.attention.attention import AttentionOutput, attention
-    from fused_softmax.ops.logsumexp import logsumexp
     from fused_softmax.ops.losses.cross_entropy import cross_entropy
     from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
     from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats
@@ -71,7 +70,8 @@ if TYPE_CHECKING:
         top_p_renorm_probs,
     )
     from fused_softmax.ops.sampling.sample import SampleOutput, SpeculativeOutput, sample, speculative_sample
-    from fused_softmax.ops.softmax import log_softmax, softmax
+    from fused_softmax.ops.softmax.logsumexp import logsumexp
+    from fused_softmax.ops.softmax.softmax import log_softmax, softmax
     from fused_softmax.register.patch import disable, enable, enabled
 else:
     # A type checker would take any name for one of the package's.
@@ -83,13 +83,13 @@ else:
         "ops.losses.cross_entropy": ("cross_entropy",),
         "ops.losses.output": ("CrossEntropyOutput", "TokenStats"),
         "ops.losses.linear_cross_entropy": ("linear_cross_entropy",),
-        "ops.logsumexp": ("logsumexp",),
+        "ops.softmax.logsumexp": ("logsumexp",),
         "ops.sampling.sample": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
         "ops.sampling.filters": (
             "min_p_mask_logits", "penalize", "top_k_mask_logits", "top_k_renorm_probs", "top_p_mask_logits",
             "top_p_renorm_probs",
         ),
-        "ops.softmax": ("log_softmax", "softmax"),
+        "ops.softmax.softmax": ("log_softmax", "softmax"),
         "register.patch": ("disable", "enable", "enabled"),
     }  # fmt: skip
 

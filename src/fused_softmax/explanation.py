@@ -18,13 +18,14 @@ from triton import knobs
 
 from fused_softmax import calls, launch, route
 from fused_softmax.device import device_of
-from fused_softmax.ops import logsumexp, no_gradient, softmax
+from fused_softmax.ops import no_gradient
 from fused_softmax.ops.attention import attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.plan.sdpa import entry_of
 from fused_softmax.ops.losses import cross_entropy, linear_cross_entropy
 from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
+from fused_softmax.ops.softmax import logsumexp, softmax
 from fused_softmax.register import library, patch
 from fused_softmax.route import Decision, Route
 

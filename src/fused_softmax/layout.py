@@ -7,17 +7,12 @@ describe that in each of them, up to three dims do: tensors that are permuted, s
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fused_softmax.kernels.spec import ADDED_MASK, BOOL_MASK, NO_MASK
-from fused_softmax.options import Scores
 from fused_softmax.plan import Alignment
 
-_KEPT_BYTES = 16 << 20  # of a mask that L2 keeps beside the rows that stream through it
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 _MOST_NESTED = 2**31  # rows, or outer indices, that kernels number over several dims: in 32 bits
 
@@ -190,141 +185,6 @@ def _nested(sizes: Sequence[int], strides: Sequence[Sequence[int]]):
         return None
     ones = 3 - len(merged)
     return (*merged[:1], *(1,) * ones, *merged[1:])[:3], [(*each[:1], *(0,) * ones, *each[1:])[:3] for each in of_each]
-
-
-@dataclass(frozen=True)
-class ScoreLayout:
-    """How mask, scale and sink lie against the rows of an input [n_rows, n_cols], for the kernels.
-
-    A row's number splits into up to three indices (the last two of sizes n_1 and n_2); strides are of those.
-
-    mask, scale, sink: the tensors, or None. values: a kernel's arguments by name.
-    kind: the fields of its ScoreSpec that the scores decide.
-    shared_dims: how many indices, the last ones, a row of the mask depends on, if not on the one before them.
-    copied: whether one of these is a copy, which another call has to make anew.
-    leading: the value, if any, that counts the rows' leading index, and so grows with the input's leading size.
-    """
-
-    mask: Tensor | None
-    scale: Tensor | None
-    sink: Tensor | None
-    values: dict[str, Any]
-    kind: dict[str, Any]
-    shared_dims: int = 0
-    copied: bool = False
-    leading: str | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """A launch's, in the kernels' order."""
-        return tuple(each for each in (self.mask, self.scale, self.sink) if each is not None)
-
-
-_NAMES = (
-    "n_1", "n_2", "mask_0", "mask_1", "mask_2", "mask_col_stride", "scale_0", "scale_1", "scale_2", "n_queries",
-)  # fmt: skip
-_SINK = ("sink_0", "sink_1", "sink_2")
-_COLUMN_NAMES = ("mask_outer", "mask_col", "mask_inner", "scale_outer", "scale_inner", "scale")
-_PLAIN = ScoreLayout(None, None, None, dict.fromkeys((*_NAMES, *_SINK, "scale")), {})
-PLAIN_COLUMNS = ScoreLayout(None, None, None, dict.fromkeys(_COLUMN_NAMES), {})
-
-
-def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
-    """The layout of scores for an input of `shape` whose rows run along its last dim."""
-    if scores.plain:
-        return _PLAIN
-    shape = shape or (1,)
-    mask = scores.mask
-    given = (mask, *(each if isinstance(each, Tensor) else None for each in (scores.scale, scores.sink)))
-    views = [None if t is None else t.expand(shape) for t in given]
-    sizes, strides = _coalesced(shape[:-1], _leading_strides(views, shape))
-    copied = len(sizes) > 3
-    if copied:  # no three indices describe it
-        views = [None if view is None else _dense(view) for view in views]
-        sizes, strides = _coalesced(shape[:-1], _leading_strides(views, shape))
-    shared = 0
-    if views[0] is not None and len(sizes) > 1 and strides[0][0] == 0:
-        distinct = math.prod(size for size, stride in zip(shape, views[0].stride(), strict=True) if stride)
-        shared = len(sizes) - 1 if distinct * views[0].element_size() > _KEPT_BYTES else 0
-    leading = {1: "n_2", 2: "n_1"}.get(len(sizes))
-    sizes = (1,) * (3 - len(sizes)) + sizes
-    strides = [(0,) * (3 - len(each)) + each for each in strides]
-    col_stride = 0 if views[0] is None else views[0].stride(-1)
-    n_queries = shape[-2] if scores.is_causal else 1
-    values = dict(zip(_NAMES, (*sizes[1:], *strides[0], col_stride, *strides[1], n_queries), strict=True))
-    # None where there is no sink: a kernel without one has no argument for it, and stays as it was compiled.
-    values |= dict(zip(_SINK, (None,) * 3 if views[2] is None else strides[2], strict=True))
-    kind = _kind_of(scores) | {"causal": scores.is_causal, "sink": views[2] is not None}
-    values |= {"scale": scores.number}
-    return ScoreLayout(views[0], views[1], views[2], values, kind, shared, copied, leading)
-
-
-def scores_against_columns(scores: Scores, shape: tuple[int, ...], dim: int, order: Order) -> ScoreLayout | None:
-    """The layout of scores for an input whose `dim` runs along the middle of [n_outer, n_cols, n_inner].
-
-    order: of the other dims, as `columns_of` has it. None where mask or scale have no such strides, and where the call
-    has a sink or is causal.
-    """
-    if scores.plain:
-        return PLAIN_COLUMNS
-    if scores.is_causal or scores.sink is not None:
-        return None
-    mask, scale = scores.mask, scores.per_row
-    of_mask, of_scale = (_strides_of_columns(each, shape, dim, order) for each in (mask, scale))
-    if of_mask is None or of_scale is None:
-        return None
-    values = dict(zip(_COLUMN_NAMES, (*of_mask, of_scale[0], of_scale[2], scores.number), strict=True))
-    kind = _kind_of(scores) | {
-        "mask_cols": bool(of_mask[1]),
-        "mask_inner": bool(of_mask[2]),
-        "scale_inner": bool(of_scale[2]),
-        "mask_vector": 1 if mask is None else _vector_of(mask, of_mask),
-    }
-    return ScoreLayout(mask, scale, None, values, kind)
-
-
-def _strides_of_columns(
-    x: Tensor | None, shape: tuple[int, ...], dim: int, order: Order
-) -> tuple[int, int, int] | None:  # fmt: skip
-    """Strides of x, which broadcasts to shape, as a view [n_outer, n_cols, n_inner] of such an order of dims.
-
-    None where it has no such view; 0 where there is no x.
-    """
-    if x is None:
-        return 0, 0, 0
-    view = x.expand(shape)
-    for dims in order:
-        if any(view.stride(b) != view.stride(a) * shape[a] for a, b in itertools.pairwise(dims)):
-            return None
-    outer, inner = (view.stride(dims[0]) if dims else 0 for dims in order)
-    return outer, view.stride(dim), inner
-
-
-def _vector_of(mask: Tensor, strides: tuple[int, int, int]) -> int:
-    """Elements of a mask that lie side by side at an aligned address, wherever a program reads; at most 16 bytes."""
-    if strides[2] != 1 or mask.data_ptr() % 16:
-        return 1
-    return math.gcd(16 // mask.element_size(), *strides[:2])
-
-
-def _kind_of(scores: Scores) -> dict[str, Any]:
-    """The fields of a Spec that scores decide, however they lie."""
-    mask = scores.mask
-    return {
-        "mask": NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK,
-        "scaled": scores.scale is not None,
-        "greedy": scores.greedy,
-        "zero_masked_rows": scores.masked_rows == "zero",
-    }
-
-
-def _dense(view: Tensor) -> Tensor:
-    """A copy in which any neighbours of the leading dims merge, and which has no more of the last dim than the view."""
-    return view.contiguous() if view.stride(-1) else view[..., :1].contiguous().expand(view.shape)
-
-
-def _leading_strides(views, shape):
-    return [(0,) * (len(shape) - 1) if view is None else view.stride()[:-1] for view in views]
 
 
 def _coalesced(sizes, strides):

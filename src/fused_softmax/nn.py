@@ -12,8 +12,8 @@ from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.attention.options import MOST_DIM
 from fused_softmax.ops.losses.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
-from fused_softmax.ops.softmax import log_softmax, softmax
-from fused_softmax.options import MaskedRows
+from fused_softmax.ops.softmax.scores import MaskedRows
+from fused_softmax.ops.softmax.softmax import log_softmax, softmax
 
 
 class _Scored(torch.nn.Module):

@@ -17,7 +17,8 @@ from torch import Tensor
 from fused_softmax import launch, workspace
 from fused_softmax.device import device_of
 from fused_softmax.kernels.spec import Spec
-from fused_softmax.plan import ColumnPlan, RowPlan, fetches_ahead, most_column_registers, most_registers
+from fused_softmax.ops.softmax.plan import ColumnPlan, most_column_registers
+from fused_softmax.plan import RowPlan, fetches_ahead, most_registers
 
 TLDTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,

@@ -67,7 +67,7 @@ NEEDS_GPU = frozenset({
 def forced(strategy: Strategy, x: "Tensor") -> Call:
     """fused_softmax with one strategy, whatever the planner would choose for a tensor like x."""
     from fused_softmax.device import device_of
-    from fused_softmax.ops.softmax_calls import forward_by_plan
+    from fused_softmax.ops.softmax.calls import forward_by_plan
     from fused_softmax.plan import candidate
 
     n_rows, n_cols = x.shape

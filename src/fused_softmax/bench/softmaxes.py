@@ -12,7 +12,7 @@ from fused_softmax.bench import ceiling
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operation import Inputs, Operation, alone, along, logits, widest
 from fused_softmax.bench.providers import CLASSIC, Call, Provider
-from fused_softmax.ops import softmax_calls
+from fused_softmax.ops.softmax import calls as softmax_calls
 
 SCALE = 0.125  # of causal scores; a power of two, so that scaling rounds nothing
 

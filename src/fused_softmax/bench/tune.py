@@ -20,7 +20,7 @@ from fused_softmax.bench.check import Judge
 from fused_softmax.bench.operations import operation_of
 from fused_softmax.bench.providers import Call
 from fused_softmax.bench.timing import Entrant, GraphTimer, figure, require_context, rotation
-from fused_softmax.ops.softmax_calls import backward_by_plan, forward_by_plan
+from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 from fused_softmax.plan import (
     HELD_BYTES,
     TUNABLE,

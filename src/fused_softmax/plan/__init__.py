@@ -3,7 +3,6 @@
 Standard library only. `ladders.py` and `tiles.py` are data: a measurement changes a rung there and nothing else.
 """
 
-from fused_softmax.plan.columns import ColumnPlan, most_column_registers, plan_columns
 from fused_softmax.plan.device import H200, Device
 from fused_softmax.plan.ladders import COLUMN_POSITIONS, HELD_BYTES, TUNABLE, Ladder, Table, built_in, table_of
 from fused_softmax.plan.peers import plan_peers
@@ -23,8 +22,8 @@ from fused_softmax.plan.sizes import UNBOUNDED, VECTOR_BYTES
 from fused_softmax.plan.strategies import Alignment, RowPlan, Strategy
 
 __all__ = [
-    "COLUMN_POSITIONS", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment", "ColumnPlan",
+    "COLUMN_POSITIONS", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment",
     "Device", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
-    "most_column_registers", "most_parts", "most_registers", "plan_columns", "plan_for", "plan_loss",
+    "most_parts", "most_registers", "plan_for", "plan_loss",
     "plan_peers", "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
 ]  # fmt: skip

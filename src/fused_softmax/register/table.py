@@ -8,10 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fused_softmax import reference
-from fused_softmax.ops import logsumexp as lse_ops
-from fused_softmax.ops import softmax as softmax_ops
-from fused_softmax.ops import softmax_gradients
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
@@ -22,7 +18,12 @@ from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.sampling import operators as sampling_rules
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.sampling.sample import sample
-from fused_softmax.register import no_gradient_rules, one_dim, softmax_rules
+from fused_softmax.ops.softmax import gradients as softmax_gradients
+from fused_softmax.ops.softmax import logsumexp as lse_ops
+from fused_softmax.ops.softmax import operators as softmax_rules
+from fused_softmax.ops.softmax import reference
+from fused_softmax.ops.softmax import softmax as softmax_ops
+from fused_softmax.register import no_gradient_rules, one_dim
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from fused_softmax.ops.losses.overwritten import begin_overwriting, check_overwr
 from fused_softmax.ops.losses.steps import Kind, Steps, as_rows, differentiated, prepare_steps, rows_of, run_steps
 from fused_softmax.ops.no_gradient import LOSS, refusing
 from fused_softmax.ops.shards import as_dtensor
-from fused_softmax.options import arithmetic_of, kind_of_scale
+from fused_softmax.ops.softmax.scores import kind_of_scale
+from fused_softmax.options import arithmetic_of
 from fused_softmax.peers import UNEVEN, Peers, known
 from fused_softmax.route import Route, needs_grad, on_device, readable, resolved, route_of
 

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
-from fused_softmax.kernels.row_scores import first_max_of, sum_of_row
 from fused_softmax.kernels.rows import (
     body_of,
     edges_of,
@@ -44,6 +43,7 @@ from fused_softmax.ops.losses.kernels.common import (
     zero_of,
 )
 from fused_softmax.ops.losses.kernels.spec import HeldLoss, LossRow
+from fused_softmax.ops.softmax.kernels.scores import first_max_of, sum_of_row
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ignore_index"])

@@ -30,7 +30,8 @@ from fused_softmax.ops.losses.sums import prepare_finish, prepare_totals, totals
 from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.ops.once import once
 from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.options import arithmetic_of, kind_of_scale
+from fused_softmax.ops.softmax.scores import kind_of_scale
+from fused_softmax.options import arithmetic_of
 from fused_softmax.route import needs_grad, resolved
 
 Whole = Callable[[Tensor, Tensor, Loss, Shards], Tensor]

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
 from fused_softmax.device import device_of
-from fused_softmax.kernels.columns import _column_logsumexp
-from fused_softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
 from fused_softmax.kernels.spec import ScoreSpec
 from fused_softmax.layout import (
     alignment_of,
@@ -19,15 +17,16 @@ from fused_softmax.layout import (
     overlap,
     overlap_like,
     rows_to_write,
-    scores_against,
     sizes_of,
 )
 from fused_softmax.ops.arguments import sized
-from fused_softmax.ops.scored import supplied, supplier
-from fused_softmax.ops.softmax_calls import bump_version, leading_of
-from fused_softmax.ops.softmax_rows import run_columns
-from fused_softmax.options import PLAIN, Scores, kind_of_scale
-from fused_softmax.plan import COLUMN_POSITIONS, ColumnPlan, RowPlan, plan_for, plan_reduction
+from fused_softmax.ops.softmax.calls import bump_version, leading_of
+from fused_softmax.ops.softmax.kernels.columns import _column_logsumexp
+from fused_softmax.ops.softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
+from fused_softmax.ops.softmax.launches import run_columns
+from fused_softmax.ops.softmax.plan import ColumnPlan
+from fused_softmax.ops.softmax.scores import PLAIN, Scores, kind_of_scale, scores_against, supplied, supplier
+from fused_softmax.plan import COLUMN_POSITIONS, RowPlan, plan_for, plan_reduction
 from fused_softmax.runner import READ, Run, format_of, prepare, spec_of
 
 

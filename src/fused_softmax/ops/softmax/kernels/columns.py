@@ -9,19 +9,8 @@ each inner position (`column_exchange.py`).
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.column_exchange import (
-    collect_columns,
-    merged_columns,
-    publish_columns,
-    stand_in_columns,
-    states_of_columns,
-    summed_columns,
-)
-from fused_softmax.kernels.column_scores import keep_columns, keep_first_columns, scores_of_columns
-from fused_softmax.kernels.column_spec import ColumnParts, Columns, ColumnScores, Strided
 from fused_softmax.kernels.exchange import slots_again, slots_of
 from fused_softmax.kernels.rows import nested_offset
-from fused_softmax.kernels.softmax_grad import dot_of, gradient_of
 from fused_softmax.kernels.state import (
     GREATEST,
     GREATEST_FP64,
@@ -38,6 +27,22 @@ from fused_softmax.kernels.state import (
     sum_exp_of,
     widen,
 )
+from fused_softmax.ops.softmax.kernels.column_tiles import (
+    ColumnParts,
+    Columns,
+    ColumnScores,
+    Strided,
+    collect_columns,
+    keep_columns,
+    keep_first_columns,
+    merged_columns,
+    publish_columns,
+    scores_of_columns,
+    stand_in_columns,
+    states_of_columns,
+    summed_columns,
+)
+from fused_softmax.ops.softmax.kernels.gradient import dot_of, gradient_of
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])

@@ -17,19 +17,6 @@ from fused_softmax.kernels.exchange import (
     slots_of,
     stand_in,
 )
-from fused_softmax.kernels.row_scores import (
-    edge_scores,
-    keep_first_max,
-    load_row,
-    load_scores,
-    mask_of_row,
-    max_of_row,
-    scores_of_row,
-    sink_of_row,
-    store_results,
-    store_row,
-    sum_of_row,
-)
 from fused_softmax.kernels.rows import (
     body_of,
     load_edge,
@@ -55,6 +42,19 @@ from fused_softmax.kernels.state import (
     sum_exp_of,
     weight_of,
     with_sink,
+)
+from fused_softmax.ops.softmax.kernels.scores import (
+    edge_scores,
+    keep_first_max,
+    load_row,
+    load_scores,
+    mask_of_row,
+    max_of_row,
+    scores_of_row,
+    sink_of_row,
+    store_results,
+    store_row,
+    sum_of_row,
 )
 
 

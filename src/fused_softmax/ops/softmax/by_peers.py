@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, contiguous_strides, find, keep
 from fused_softmax.distributed import CHECK, Over, Shards
-from fused_softmax.kernels.softmax_peers import _peer_forward
 from fused_softmax.kernels.spec import ScoreSpec
 from fused_softmax.layout import alignment_of, flatten, held_bytes
 from fused_softmax.ops.gather_peers import told_by
 from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
 from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.ops.softmax_sharded import SoftmaxOfShard
-from fused_softmax.options import Scores
+from fused_softmax.ops.softmax.kernels.peers import _peer_forward
+from fused_softmax.ops.softmax.over_ranks import SoftmaxOfShard
+from fused_softmax.ops.softmax.scores import Scores
 from fused_softmax.peers import Peers, known
 from fused_softmax.route import needs_grad
 from fused_softmax.runner import spec_of

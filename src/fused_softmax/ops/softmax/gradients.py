@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax import reference
 from fused_softmax.calls import Prepared, find
-from fused_softmax.ops import logsumexp_calls
-from fused_softmax.ops.softmax_calls import backward, backward_key
-from fused_softmax.options import DTYPES, Scores, arithmetic_in, arithmetic_of
+from fused_softmax.ops.softmax import logsumexp_calls, reference
+from fused_softmax.ops.softmax.calls import backward, backward_key
+from fused_softmax.ops.softmax.scores import Scores
+from fused_softmax.options import DTYPES, arithmetic_in, arithmetic_of
 from fused_softmax.route import Route, route_of, runs_here
 from fused_softmax.runner import FP8
 

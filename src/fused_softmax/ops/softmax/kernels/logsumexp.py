@@ -7,17 +7,6 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
-from fused_softmax.kernels.row_scores import (
-    edge_scores,
-    load_row,
-    load_scores,
-    mask_of_row,
-    max_of_row,
-    scores_of_row,
-    sink_of_row,
-    sum_of_row,
-    visible_of,
-)
 from fused_softmax.kernels.rows import (
     body_of,
     head_of,
@@ -43,6 +32,17 @@ from fused_softmax.kernels.state import (
     scores_of,
     sum_exp_of,
     weight_of,
+)
+from fused_softmax.ops.softmax.kernels.scores import (
+    edge_scores,
+    load_row,
+    load_scores,
+    mask_of_row,
+    max_of_row,
+    scores_of_row,
+    sink_of_row,
+    sum_of_row,
+    visible_of,
 )
 
 

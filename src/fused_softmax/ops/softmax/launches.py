@@ -9,17 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_softmax import reference
 from fused_softmax.device import device_of
-from fused_softmax.kernels.causal import _causal_forward
-from fused_softmax.kernels.column_spec import ColumnSpec
-from fused_softmax.kernels.columns import _column_backward, _column_forward
-from fused_softmax.kernels.softmax import _part_forward, _stream_forward, _stream_state, _tile_forward
-from fused_softmax.kernels.softmax_grad import _part_backward, _stream_backward, _stream_dot, _tile_backward
 from fused_softmax.kernels.spec import ADDED_MASK, GradientSpec, ScoreSpec
-from fused_softmax.layout import PLAIN_COLUMNS, ScoreLayout, alignment_of, held_bytes, scores_against, sizes_of
-from fused_softmax.options import PLAIN, Scores
-from fused_softmax.plan import H200, VECTOR_BYTES, ColumnPlan, RowPlan, plan_columns, plan_rows
+from fused_softmax.layout import alignment_of, held_bytes, sizes_of
+from fused_softmax.ops.softmax import reference
+from fused_softmax.ops.softmax.kernels.causal import _causal_forward
+from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec
+from fused_softmax.ops.softmax.kernels.columns import _column_backward, _column_forward
+from fused_softmax.ops.softmax.kernels.forward import _part_forward, _stream_forward, _stream_state, _tile_forward
+from fused_softmax.ops.softmax.kernels.gradient import _part_backward, _stream_backward, _stream_dot, _tile_backward
+from fused_softmax.ops.softmax.plan import ColumnPlan, plan_columns
+from fused_softmax.ops.softmax.scores import PLAIN, PLAIN_COLUMNS, ScoreLayout, Scores, scores_against
+from fused_softmax.plan import H200, VECTOR_BYTES, RowPlan, plan_rows
 from fused_softmax.runner import TLDTYPES, Run, format_of, has_ptx, prepare, spec_of
 
 _SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the result's dtype

@@ -5,24 +5,38 @@ To a rank, the columns of the others are then one more logit of each row: a sink
 is the softmax of its own columns beside that sink.
 Traffic of a shard of N columns: it is read for its lse, then read and written (3MN); its gradient is made of y and dy
 by `softmax_gradient_sharded` (5MN), or by torch's operations.
+
+The gradient of softmax and log_softmax of one rank's columns, by the two launches of rows that are read twice.
+
+The first sums a row's part of y dy (of log_softmax dy), the ranks tell each other their sums, and the second writes
+the gradient by the sum of all of them.
+Traffic of a shard of N columns: y and dy are read twice, and the gradient is written once (5MN).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import find, keep
+from fused_softmax.calls import Prepared, contiguous_strides, find, keep
+from fused_softmax.device import device_of
 from fused_softmax.distributed import Over, Shards, gather, shards_of
-from fused_softmax.layout import flatten
-from fused_softmax.ops import logsumexp_calls, softmax_gradient_sharded
+from fused_softmax.kernels.spec import GradientSpec
+from fused_softmax.layout import alignment_of, flatten
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.once import once
-from fused_softmax.options import DTYPES, PLAIN, Scores, arithmetic_in, dense_mask, kind_of_scale, scores_of
+from fused_softmax.ops.shard_memory import allocator
+from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax.kernels.gradient import _stream_backward, _stream_dot
+from fused_softmax.ops.softmax.scores import PLAIN, Scores, kind_of_scale, scores_of
+from fused_softmax.options import DTYPES, arithmetic_in, dense_mask
+from fused_softmax.plan import RowPlan, candidate
 from fused_softmax.route import needs_grad, resolved, runs_here
+from fused_softmax.runner import TLDTYPES, prepare, spec_of
 
 _NOWHERE = -100  # a target that no row has
 
@@ -138,7 +152,7 @@ def _sink_of(scores: Scores, lse: Tensor) -> Tensor:
 
 def _beside(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, others: Tensor) -> Tensor:
     """The softmax of a shard's columns, of which others have the lse `others`."""
-    from fused_softmax.ops.softmax import log_softmax, softmax
+    from fused_softmax.ops.softmax.softmax import log_softmax, softmax
 
     if not x.shape[dim]:
         return x.to(dtype) + others.to(dtype)  # nothing, by way of what has to be gathered in the backward pass too
@@ -242,9 +256,9 @@ class SoftmaxOfShard(torch.autograd.Function):
     @once("softmax")
     def backward(ctx, dy):
         (y, per_row), (log, dim, dtype, hides, scale, shards) = ctx.saved_tensors, ctx.of_call
-        if per_row is None and softmax_gradient_sharded.takes(dy, y, dim, dtype, scale):
+        if per_row is None and takes(dy, y, dim, dtype, scale):
             summed = lambda own: gather(own, shards).sum(0)  # noqa: E731
-            return softmax_gradient_sharded.gradient(dy, y, log, hides, scale, dtype, summed), *(None,) * 5
+            return gradient(dy, y, log, hides, scale, dtype, summed), *(None,) * 5
         scale = scale if per_row is None else per_row
         y_wide, dy = (each.to(arithmetic_in(y.dtype)) for each in (y, dy))
         own = dy if log else y_wide * dy
@@ -253,3 +267,63 @@ class SoftmaxOfShard(torch.autograd.Function):
         if log and hides:
             dz = dz.masked_fill(y == -torch.inf, 0.0)
         return (dz if scale is None else dz * scale).to(dtype), *(None,) * 5
+
+
+def takes(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, factor: float | None) -> bool:
+    """Whether the kernels make the gradient, in `dtype` and times factor, if any."""
+    # A kernel's number has 32 bits; and fp64 in 16 is torch's to round, for the interpreter does it wrongly.
+    exact = (factor is None and dtype == y.dtype) or torch.float64 not in (y.dtype, dtype)
+    fits = y.numel() > 0 and dim % y.ndim == y.ndim - 1 and y.dtype in DTYPES and dtype in DTYPES
+    return fits and exact and dy.dtype == y.dtype and y.is_contiguous() and runs_here(dy, y)
+
+
+def gradient(
+    dy: Tensor, y: Tensor, log: bool, hides: bool, factor: float | None, dtype: torch.dtype,
+    summed: Callable[[Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """dx of arguments that it `takes`. summed: gives [n_rows] of all ranks for those of this one."""
+    dy = dy if flatten(dy) is not None else dy.contiguous()
+    options = log, hides, factor is not None, dtype
+    call = find("softmax gradient of shards", options, y, dy)
+    if call is None:
+        call = keep(_prepare(dy, y, *options), "softmax gradient of shards", options, y, dy)
+    return call(dy, y, factor, summed)
+
+
+def _plan(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
+    (n_rows, n_cols), gpu = y.shape, device_of(y.get_device())
+    return candidate("stream", n_rows, n_cols, y.element_size(), gpu, alignment=alignment_of(y, dy, dx), inputs=2)
+
+
+def _prepare(dy: Tensor, y: Tensor, log: bool, hides: bool, scaled: bool, dtype: torch.dtype) -> Prepared:
+    """call(dy, y, factor, summed) -> dx"""
+    shape, strides = y.shape, contiguous_strides(y.shape)
+    empty, state_dtype = allocator(y.device), arithmetic_in(y.dtype)
+    rows: list = [flatten(each) for each in (dy, y, empty(tuple(shape), strides, dtype))]
+    plan, device = _plan(*rows), y.get_device()
+    spec = spec_of(
+        GradientSpec, plan, y.dtype, device, itemsize=16 // plan.vector, out_dtype=TLDTYPES[dtype], log=log,
+        hides=hides, scaled=scaled, stream=True,
+    )  # fmt: skip
+    of_parts = (plan.n_rows, plan.parts), (plan.parts, 1)
+    tensors = {**dict(zip(("dy", "y", "dx"), rows, strict=True)), "d": empty(*of_parts, state_dtype)}
+    of_dot = {name: tensors[name] for name in ("dy", "y", "d")}
+    first = prepare(_stream_dot, plan, replace(spec, out_dtype=None, scaled=False), of_dot, device=device).__call__
+    numbers = ("factor",) if scaled else ()
+    spec = replace(spec, lanes=plan.lanes)
+    second = prepare(_stream_backward, plan, spec, tensors, {"factor": 1.0}, device=device, numbers=numbers).__call__
+
+    def call(dy, y, factor, summed):
+        d = empty(*of_parts, state_dtype)
+        first(dy, y, d)
+        if plan.parts == 1:
+            d = summed(d.view(-1))
+        else:  # one part stands for all
+            total = summed(d.sum(1))
+            d = torch.zeros_like(d)
+            d[:, 0] = total
+        dx = empty(tuple(shape), strides, dtype)
+        second(dy, y, dx, d, *((factor,) if scaled else ()))
+        return dx
+
+    return Prepared(call)

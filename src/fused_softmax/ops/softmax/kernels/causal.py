@@ -9,7 +9,10 @@ Traffic: the visible half is read once (about MN/2), and everything is written o
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.row_scores import (
+from fused_softmax.kernels.rows import body_of, edges_of, head_of, whole_vectors
+from fused_softmax.kernels.spec import Edge, Row, Rows, Scored
+from fused_softmax.kernels.state import NEG_INF, hold_all, load_exact, result_of, with_sink
+from fused_softmax.ops.softmax.kernels.scores import (
     keep_first_max,
     load_scores,
     mask_of_row,
@@ -19,9 +22,6 @@ from fused_softmax.kernels.row_scores import (
     store_row,
     sum_of_row,
 )
-from fused_softmax.kernels.rows import body_of, edges_of, head_of, whole_vectors
-from fused_softmax.kernels.spec import Edge, Row, Rows, Scored
-from fused_softmax.kernels.state import NEG_INF, hold_all, load_exact, result_of, with_sink
 
 
 @triton.jit(do_not_specialize=["n_cols", "misalignment", "n_1", "n_2", "n_queries"])

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
 from fused_softmax.layout import (
-    ScoreLayout,
     as_rows,
     column_dims,
     columns_of,
@@ -21,11 +20,8 @@ from fused_softmax.layout import (
     overlap_like,
     rows_of,
     rows_to_write,
-    scores_against,
-    scores_against_columns,
 )
-from fused_softmax.ops.scored import MASK, SCALE, SINK, supplied, supplier
-from fused_softmax.ops.softmax_rows import (
+from fused_softmax.ops.softmax.launches import (
     keep_first_max,
     plan_backward,
     plan_forward,
@@ -34,7 +30,18 @@ from fused_softmax.ops.softmax_rows import (
     prepare_columns_backward,
     prepare_forward,
 )
-from fused_softmax.options import PLAIN, Scores
+from fused_softmax.ops.softmax.scores import (
+    MASK,
+    PLAIN,
+    SCALE,
+    SINK,
+    ScoreLayout,
+    Scores,
+    scores_against,
+    scores_against_columns,
+    supplied,
+    supplier,
+)
 from fused_softmax.plan import RowPlan, plan_for
 from fused_softmax.route import INTERPRET
 from fused_softmax.runner import READ

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from fused_softmax.kernels.peers import announce, bases_of, collect, state_of, tell, turn_of
-from fused_softmax.kernels.row_scores import load_row, max_of_row, store_row, sum_of_row
 from fused_softmax.kernels.rows import part_of, prefetch_part
 from fused_softmax.kernels.spec import Rows, RowScores, Scored
 from fused_softmax.kernels.state import NEG_INF, hold_all
+from fused_softmax.ops.softmax.kernels.scores import load_row, max_of_row, store_row, sum_of_row
 
 
 @triton.jit(do_not_specialize=[
