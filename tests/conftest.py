@@ -7,7 +7,7 @@ import products
 import pytest
 import torch
 
-from fused_softmax import calls, launch  # before triton, whose flag for the interpreter the package sets
+from fused_softmax.core import calls, launch
 
 collect_ignore = ["peers"]  # what runs other projects' tests; test_peers_runner.py is its test
 
@@ -46,8 +46,8 @@ def ranks():
 @pytest.fixture
 def way(request, monkeypatch) -> str:
     """Who draws, as the test's parameter says: "torch", by which many draws take little time, or "kernels"."""
+    from fused_softmax.core.route import Route
     from fused_softmax.ops.sampling import sample as sampling
-    from fused_softmax.route import Route
 
     if request.param == "torch":
         monkeypatch.setattr(sampling, "route_of", lambda *tensors, **_: Route.COMPOSED)
@@ -95,7 +95,7 @@ def _interpreter_as_a_gpu():
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from fused_softmax.kernels import exchange, state
+    from fused_softmax.core.kernels import exchange, state
     from fused_softmax.trace.as_a_gpu import CORRECTIONS
     from fused_softmax.trace.shortcuts import SHORTCUTS
 
@@ -120,7 +120,7 @@ def _interpreter_as_a_gpu():
 @pytest.fixture
 def nvidia(monkeypatch):
     """The arithmetic of NVIDIA's GPUs wherever the kernels run: exp as one fused multiply-add and exp2."""
-    from fused_softmax.kernels.spec import Spec
+    from fused_softmax.core.kernels.spec import Spec
 
     prepare = launch.prepare
 

@@ -4,56 +4,57 @@ from fault import of
 
 CALLS = (
     of(
-        "calls", "guard-without-alignment", "calls.py", "if check(*tensors) and _places(tensors) == places:",
+        "calls", "guard-without-alignment", "core/calls.py", "if check(*tensors) and _places(tensors) == places:",
         "if check(*tensors):",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "guard-that-compares-nothing", "calls.py", "if check(*tensors) and _places(tensors) == places:",
+        "calls", "guard-that-compares-nothing", "core/calls.py", "if check(*tensors) and _places(tensors) == places:",
         "if _places(tensors) == places:",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "guard-in-c-without-alignment", "lookup.c", "like == 1 && i < n", "like == 1 && i < 0",
+        "calls", "guard-in-c-without-alignment", "core/lookup.c", "like == 1 && i < n", "like == 1 && i < 0",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "guard-in-c-of-the-first-alone", "lookup.c", "like == 1 && i < n", "like == 1 && i < 1",
+        "calls", "guard-in-c-of-the-first-alone", "core/lookup.c", "like == 1 && i < n", "like == 1 && i < 1",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "look-up-in-c-beside-a-mode", "lookup.c", "if (watched || n_others", "if (n_others",
+        "calls", "look-up-in-c-beside-a-mode", "core/lookup.c", "if (watched || n_others", "if (n_others",
         "test_calls.py::test_where_something_watches_the_look_up_in_c_finds_nothing",
     ),
     of(
-        "calls", "guard-without-dtype", "calls.py", "tensor.stride(), tensor.dtype, tensor.device",
+        "calls", "guard-without-dtype", "core/calls.py", "tensor.stride(), tensor.dtype, tensor.device",
         "tensor.stride(), tensor.device",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "guard-without-grad-mode", "calls.py",
+        "calls", "guard-without-grad-mode", "core/calls.py",
         "grad = torch.is_grad_enabled() and tensor.requires_grad", "grad = tensor.requires_grad",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "guard-without-modes", "calls.py", "return modes == _modes() and all(", "return all(",
+        "calls", "guard-without-modes", "core/calls.py", "return modes == _modes() and all(", "return all(",
         "test_calls.py::test_under_the_plain_guard_a_mode_sees_a_call_that_was_kept",
     ),
     of(
-        "calls", "other-rows-of-another-alignment", "calls.py", "and places == _places(tensors) and", "and",
+        "calls", "other-rows-of-another-alignment", "core/calls.py", "and places == _places(tensors) and", "and",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "others-of-fewer-rows", "calls.py",
+        "calls", "others-of-fewer-rows", "core/calls.py",
         "and all(tensors[i].shape[0] == n for i in led)", "and True",
         "test_calls.py::test_a_call_is_found_for_tensors_like_its_own_alone",
     ),
     of(
-        "calls", "cache-without-a-bound", "calls.py", "if len(_kept) >= MOST_CALLS:", "if not _kept:",
+        "calls", "cache-without-a-bound", "core/calls.py", "if len(_kept) >= MOST_CALLS:", "if not _kept:",
         "test_calls.py::test_the_calls_that_are_kept_have_a_bound",
     ),
     of(
-        "calls", "a-shape-without-a-bound", "calls.py", "*_kept.get(key, ())][:_MOST_ALIKE]", "*_kept.get(key, ())]",
+        "calls", "a-shape-without-a-bound", "core/calls.py", "*_kept.get(key, ())][:_MOST_ALIKE]",
+        "*_kept.get(key, ())]",
         "test_calls.py::test_calls_of_one_shape_have_a_bound",
     ),
     of(
@@ -83,45 +84,47 @@ CALLS = (
         "test_calls.py::test_a_repeated_call_decides_nothing[cross_entropy, given lse, mean]",
     ),
     of(
-        "calls", "another-size-runs-the-old-one", "launch.py", "            scalars[i] = value", "            continue",
+        "calls", "another-size-runs-the-old-one", "core/launch.py", "            scalars[i] = value",
+        "            continue",
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
     of(
-        "calls", "another-size-of-another-kernel", "launch.py",
+        "calls", "another-size-of-another-kernel", "core/launch.py",
         "if _kind(value, fixed) != _kind(scalars[i], fixed):", "if False:",
         "test_launch.py::test_for_another_number_it_is_the_same_kernel_or_none",
     ),
     of(
-        "calls", "a-float-that-vanishes", "launch.py",
+        "calls", "a-float-that-vanishes", "core/launch.py",
         "math.copysign(_LEAST, value) if 0 < abs(value) < _LEAST else float(value)", "float(value)",
         "test_scores.py::test_a_number_that_vanishes_in_fp32_is_no_scale_of_0",
     ),
     of(
-        "calls", "kernel-of-another-alignment", "launch.py",
+        "calls", "kernel-of-another-alignment", "core/launch.py",
         "return tensor.dtype, tensor.data_ptr() % 16 == 0", "return tensor.dtype",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
-        "calls", "kernel-of-another-width", "launch.py",
+        "calls", "kernel-of-another-width", "core/launch.py",
         "width = -(2**31) <= scalar < 2**31, scalar < 2**63", "width = -(2**31) <= scalar, scalar < 2**63",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
-        "calls", "a-float-that-is-truncated", "launcher.c",
+        "calls", "a-float-that-is-truncated", "core/launcher.c",
         "float number = (float)given;", "float number = (float)(long)given;",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
-        "calls", "a-float-that-vanishes-in-c", "launcher.c", "if (number == 0 && given != 0)", "if (number != number)",
+        "calls", "a-float-that-vanishes-in-c", "core/launcher.c", "if (number == 0 && given != 0)",
+        "if (number != number)",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
-        "calls", "a-word-of-32-bits", "launcher.c",
+        "calls", "a-word-of-32-bits", "core/launcher.c",
         "*word = PyLong_AsUnsignedLongLongMask(value);", "*word = (uint32_t)PyLong_AsUnsignedLongLongMask(value);",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
-        "calls", "another-device-not-noticed", "launcher.c", "self->device, Py_NE);", "self->device, Py_LT);",
+        "calls", "another-device-not-noticed", "core/launcher.c", "self->device, Py_NE);", "self->device, Py_LT);",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
@@ -135,7 +138,7 @@ CALLS = (
         "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_a_scale_a_mask_or_a_sink",
     ),
     of(
-        "calls", "an-out-after-what-is-read", "layout.py",
+        "calls", "an-out-after-what-is-read", "core/layout.py",
         "< place - read[i].data_ptr() < of_read:", "< place - read[i].data_ptr() < 1:",
         "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
     ),
@@ -294,20 +297,20 @@ OPS = (
         "test_losses_seams.py::test_a_z_loss_of_scale_0_is_0_and_of_nan_is_nan",
     ),
     of(
-        "ops", "changed-logits-unnamed", "ops/no_gradient.py", '"modified by an inplace operation" not in str(error)',
+        "ops", "changed-logits-unnamed", "core/no_gradient.py", '"modified by an inplace operation" not in str(error)',
         "True",
         "test_losses_seams.py::test_logits_changed_in_place_give_torchs_gradient_or_an_error_that_names_the_loss",
     ),
     of(
-        "ops", "neg-bit-of-a-gradient", "route.py", "each is not None and each.is_neg()", "each is None",
+        "ops", "neg-bit-of-a-gradient", "core/route.py", "each is not None and each.is_neg()", "each is None",
         "test_neg_bit.py::test_a_gradient_with_the_bit",
     ),
     of(
-        "ops", "neg-bit-of-a-saved-tensor", "ops/no_gradient.py", "return resolved(*saved)", "return saved",
+        "ops", "neg-bit-of-a-saved-tensor", "core/no_gradient.py", "return resolved(*saved)", "return saved",
         "test_neg_bit.py::test_saved_tensors_with_the_bit",
     ),
     of(
-        "ops", "statistics-without-a-word", "ops/no_gradient.py",
+        "ops", "statistics-without-a-word", "core/no_gradient.py",
         "        if gradient is not None:\n            raise RuntimeError(says",
         "        if gradient is None and False:\n            raise RuntimeError(says",
         "test_no_gradient.py::test_a_backward_pass_through_token_stats_raises_and_names_what_has_a_gradient",
@@ -404,7 +407,7 @@ OPS = (
         "test_compiled_options.py::test_a_number_that_changes_breaks_no_graph",
     ),
     of(
-        "ops", "an-out-resized-in-vain", "ops/arguments.py",
+        "ops", "an-out-resized-in-vain", "core/checks.py",
         "return out if out.shape == shape else out.resize_(shape)", "return out.resize_(shape)",
         "test_compiled_options.py::test_out_breaks_no_graph",
     ),
@@ -424,12 +427,12 @@ OPS = (
         "test_compiled_options.py::test_a_causal_bias_beside_what_is_aligned_as_causality_is",
     ),
     of(
-        "ops", "a-dense-causal-bias-of-the-other-corner", "options.py",
+        "ops", "a-dense-causal-bias-of-the-other-corner", "core/checks.py",
         'mask.seq_len_kv - mask.seq_len_q if mask.variant.name == "LOWER_RIGHT" else 0', "0",
         "test_compiled_options.py::test_a_causal_bias_masks_a_softmax",
     ),
     of(
-        "ops", "a-mask-made-on-demand", "options.py",
+        "ops", "a-mask-made-on-demand", "core/checks.py",
         'if isinstance(mask, Tensor) and (hasattr(mask, "materialize") or hasattr(mask, "_materialize")):', "if False:",
         "test_compiled_options.py::test_masks_that_are_made_on_demand_are_refused",
     ),
@@ -442,12 +445,12 @@ REGISTER = (
         "test_patch.py::test_a_loss_that_was_kept_is_not_found_for_a_smoothing_out_of_range",
     ),
     of(
-        "register", "fake-of-the-inputs-dtype", "register/one_dim.py",
+        "register", "fake-of-the-inputs-dtype", "core/one_dim.py",
         "return input.new_empty(input.shape, dtype=dtype)", "return input.new_empty(input.shape)",
         "test_operators.py::test_what_runs_and_its_fake_agree",
     ),
     of(
-        "register", "fake-gradient-of-the-outputs-dtype", "register/one_dim.py",
+        "register", "fake-gradient-of-the-outputs-dtype", "core/one_dim.py",
         "return y.new_empty(y.shape, dtype=dtype)", "return y.new_empty(y.shape)",
         "test_operators.py::test_what_runs_and_its_fake_agree",
     ),
@@ -457,12 +460,12 @@ REGISTER = (
         "test_operators.py::test_fakes_of_losses_of_half_precision",
     ),
     of(
-        "register", "vmap-along-the-dim-before", "register/one_dim.py",
+        "register", "vmap-along-the-dim-before", "core/one_dim.py",
         "operator(input, dim % (input.ndim - 1) + 1, *rest)", "operator(input, dim % (input.ndim - 1), *rest)",
         "test_operators.py::test_vmap",
     ),
     of(
-        "register", "vmap-of-a-gradient-along-the-dim-before", "register/one_dim.py",
+        "register", "vmap-of-a-gradient-along-the-dim-before", "core/one_dim.py",
         "operator(dy, y, dim % (y.ndim - 1) + 1, *rest)", "operator(dy, y, dim % (y.ndim - 1), *rest)",
         "test_operators.py::test_vmap",
     ),
@@ -508,7 +511,7 @@ REGISTER = (
         "test_losses_seams.py::test_class_weights_that_require_a_gradient_raise",
     ),
     of(
-        "register", "statistics-without-a-word-in-compiled-code", "register/no_gradient_rules.py",
+        "register", "statistics-without-a-word-in-compiled-code", "core/no_gradient_operator.py",
         "            raise RuntimeError(message)", "            pass",
         "test_no_gradient.py::test_a_backward_pass_through_token_stats_raises_and_names_what_has_a_gradient",
     ),
@@ -555,26 +558,26 @@ REGISTER = (
 
 AUTOCAST = (
     of(
-        "ops", "softmax-cast-on-a-cpu", "autocast.py",
+        "ops", "softmax-cast-on-a-cpu", "core/autocast.py",
         '"softmax": Rule(("cuda",),', '"softmax": Rule(_EVERYWHERE,',
         "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
     ),
     of(
-        "ops", "losses-not-cast-on-a-cpu", "autocast.py",
+        "ops", "losses-not-cast-on-a-cpu", "core/autocast.py",
         '"cross_entropy": Rule(_EVERYWHERE, result', '"cross_entropy": Rule(("cuda",), result',
         "test_autocast.py::test_options_that_torch_lacks_change_no_dtype",
     ),
     of(
-        "ops", "attention-not-cast-on-a-cpu", "autocast.py",
+        "ops", "attention-not-cast-on-a-cpu", "core/autocast.py",
         '"attention": Rule(_EVERYWHERE', '"attention": Rule(("cuda",)',
         "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
     ),
     of(
-        "ops", "float64-is-cast", "autocast.py", "and each.dtype != torch.float64 for", "for",
+        "ops", "float64-is-cast", "core/autocast.py", "and each.dtype != torch.float64 for", "for",
         "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
     ),
     of(
-        "ops", "composed-operations-are-cast", "autocast.py",
+        "ops", "composed-operations-are-cast", "core/autocast.py",
         "return torch.autocast(device, enabled=False)", "return nullcontext()",
         "test_autocast.py::test_a_second_derivative_within_autocast_keeps_its_arithmetic",
     ),
@@ -590,7 +593,7 @@ AUTOCAST = (
         "test_autocast.py::test_kept_calls_of_other_autocasts_are_kept_apart",
     ),
     of(
-        "ops", "plain-guard-without-cpu-autocast", "calls.py", 'torch.is_autocast_enabled("cpu"), ', "",
+        "ops", "plain-guard-without-cpu-autocast", "core/calls.py", 'torch.is_autocast_enabled("cpu"), ', "",
         "test_autocast.py::test_kept_calls_of_other_autocasts_are_kept_apart",
     ),
     of(
@@ -627,50 +630,52 @@ AUTOCAST = (
 
 EXPLAIN = (
     of(
-        "route", "a-default-device-watches", "route.py", "if type(mode) is not DeviceContext), None)",
+        "route", "a-default-device-watches", "core/route.py", "if type(mode) is not DeviceContext), None)",
         "if True), None)",
         "test_modes.py::test_a_default_device_keeps_kernels_and_results",
     ),
     of(
-        "route", "no-mode-of-functions-watches", "route.py", "if type(mode) is not DeviceContext), None)",
+        "route", "no-mode-of-functions-watches", "core/route.py", "if type(mode) is not DeviceContext), None)",
         "if False), None)",
         "test_modes.py::test_another_mode_beside_a_default_device_is_seen",
     ),
     of(
-        "route", "kept-calls-beside-another-mode", "calls.py", "if function_mode() is not None:\n        return None",
+        "route", "kept-calls-beside-another-mode", "core/calls.py",
+        "if function_mode() is not None:\n        return None",
         "if False:\n        return None",
         "test_modes.py::test_another_mode_beside_a_default_device_is_seen",
     ),
     of(
-        "route", "nothing-is-found-under-a-default-device", "calls.py", "return call and _unseen(call)", "return None",
+        "route", "nothing-is-found-under-a-default-device", "core/calls.py", "return call and _unseen(call)",
+        "return None",
         "test_modes.py::test_under_a_default_device_a_kept_call_is_found",
     ),
     of(
-        "route", "memory-where-factories-allocate", "runner.py",
+        "route", "memory-where-factories-allocate", "core/runner.py",
         'torch.zeros(n_slots, dtype=torch.int64, device="cpu")', "torch.zeros(n_slots, dtype=torch.int64)",
         "test_modes.py::test_every_factory_function_says_its_device",
     ),
     of(
-        "route", "a-parameter-is-no-tensor", "route.py",
+        "route", "a-parameter-is-no-tensor", "core/route.py",
         "return kind is Tensor or kind is torch.nn.Parameter or _adds_no_rule(kind)", "return kind is Tensor",
         "test_modes.py::test_parameters_and_buffers_keep_the_kernels",
     ),
     of(
-        "route", "a-subclass-without-its-say", "route.py",
+        "route", "a-subclass-without-its-say", "core/route.py",
         'of_functions = getattr(kind, "__torch_function__", None) is torch._C._disabled_torch_function_impl',
         "of_functions = True",
         "test_modes.py::test_a_subclass_with_rules_of_its_own_gets_its_say",
     ),
     of(
-        "route", "a-warning-at-every-call", "route.py", "_said.add((name, reason))", "pass",
+        "route", "a-warning-at-every-call", "core/route.py", "_said.add((name, reason))", "pass",
         "test_modes.py::test_a_mode_that_costs_memory_is_named_once",
     ),
     of(
-        "route", "a-warning-without-kernels", "route.py", "and holds and on_device(tensors[0]):", "and holds:",
+        "route", "a-warning-without-kernels", "core/route.py", "and holds and on_device(tensors[0]):", "and holds:",
         "test_modes.py::test_nothing_is_said_where_there_are_no_kernels_or_no_memory_is_taken",
     ),
     of(
-        "route", "a-reason-that-is-another", "route.py", "*(untraced or watcher))", "*watcher)",
+        "route", "a-reason-that-is-another", "core/route.py", "*(untraced or watcher))", "*watcher)",
         "test_explanation.py::test_what_keeps_a_call_from_the_kernels",
     ),
     of(

@@ -4,58 +4,58 @@ from fault import of
 
 HELP = (
     of(
-        "help", "polls-not-counted", "kernels/exchange.py", "polls += 1", "polls += 0",
+        "help", "polls-not-counted", "core/kernels/exchange.py", "polls += 1", "polls += 0",
         "test_shelf.py::test_what_never_comes_is_awaited_for_a_while_and_is_missing",
     ),
     of(
-        "help", "missing-as-before-the-wait", "kernels/exchange.py",
+        "help", "missing-as-before-the-wait", "core/kernels/exchange.py",
         "        left = tl.max(missing.to(tl.int32), axis=None)\n        polls", "        polls",
         "test_shelf.py::test_what_is_wanted_is_read_until_it_carries_the_tag",
     ),
     of(
-        "help", "messages-in-one-copy-alone", "kernels/exchange.py", "mask=j < K.copies, sem=", "mask=j < 1, sem=",
+        "help", "messages-in-one-copy-alone", "core/kernels/exchange.py", "mask=j < K.copies, sem=", "mask=j < 1, sem=",
         "test_alone.py::test_softmax",
     ),
     of(
-        "help", "last-part-never-missing", "kernels/exchange.py",
+        "help", "last-part-never-missing", "core/kernels/exchange.py",
         "while part < n_parts:", "while part < n_parts - 1:",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
-        "help", "one-missing-part-alone", "kernels/exchange.py",
+        "help", "one-missing-part-alone", "core/kernels/exchange.py",
         "message, part + 1, n_parts, tag, K)", "message, n_parts, n_parts, tag, K)",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
-        "help", "state-of-the-next-part", "kernels/exchange.py",
+        "help", "state-of-the-next-part", "core/kernels/exchange.py",
         "m, s = STATE(part, given, K)", "m, s = STATE(part + 1, given, K)",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed", "test_alone.py::test_softmax",
     ),
     of(
-        "help", "slots-of-another-copy", "kernels/exchange.py",
+        "help", "slots-of-another-copy", "core/kernels/exchange.py",
         "the data was\n        slot_ptrs = slots_ptr + (part % K.copies) * n_parts + j",
         "the data was\n        slot_ptrs = slots_ptr + j",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
-        "help", "told-for-another-part", "kernels/exchange.py",
+        "help", "told-for-another-part", "core/kernels/exchange.py",
         "        message = tl.where((j == part) &",
         "        tl.store(slots_ptr + part, pack_state(m, s, tag))\n        message = tl.where((j == part) &",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
-        "help", "slots-not-read-after-the-data", "kernels/exchange.py",
+        "help", "slots-not-read-after-the-data", "core/kernels/exchange.py",
         "        message = tl.load(slot_ptrs, mask=(j < n_parts) & (tag_of(message) != tag), other=message, "
         "volatile=True)\n        message = tl.where(", "        message = tl.where(",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),
     of(
-        "help", "no-barrier-after-the-data", "kernels/exchange.py",
+        "help", "no-barrier-after-the-data", "core/kernels/exchange.py",
         "        tl.debug_barrier()  # no slot is read before the data was", "",
         "test_alone.py::test_between_the_data_and_the_slots_there_is_a_barrier",
     ),
     of(
-        "help", "what-came-meanwhile-overruled", "kernels/exchange.py",
+        "help", "what-came-meanwhile-overruled", "core/kernels/exchange.py",
         "tl.where((j == part) & (tag_of(message) != tag), pack", "tl.where(j == part, pack",
         "test_alone.py::test_what_parts_tell_is_kept_and_the_others_are_computed",
     ),

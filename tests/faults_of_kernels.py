@@ -24,23 +24,24 @@ KERNELS = (
         "S.scale_0, S.scale_1, S.scale_2)", "test_sink.py::test_every_strategy",
     ),
     of(
-        "kernels", "a-sink-that-is-no-maximum", "kernels/state.py", "m, s = merge_score(m, s, sink, sink, K.ptx)",
+        "kernels", "a-sink-that-is-no-maximum", "core/kernels/state.py", "m, s = merge_score(m, s, sink, sink, K.ptx)",
         "s = merge_score(m, s, sink, sink, K.ptx)[1]", "test_sink.py::test_every_strategy",
     ),
     of(
-        "kernels", "a-sink-of-infinity-has-no-lse", "kernels/state.py", "merge_score(m, s, finite_top(sink), sink,",
+        "kernels", "a-sink-of-infinity-has-no-lse", "core/kernels/state.py",
+        "merge_score(m, s, finite_top(sink), sink,",
         "merge_score(m, s, sink, sink,", "test_sink.py::test_logsumexp_by_every_strategy",
     ),
     of(
-        "kernels", "mask-past-the-size", "kernels/rows.py", "cols < size, OTHER, K)", "cols <= size, OTHER, K)",
+        "kernels", "mask-past-the-size", "core/kernels/rows.py", "cols < size, OTHER, K)", "cols <= size, OTHER, K)",
         "test_shelf.py::test_pieces_end_with_the_row",
     ),
     of(
-        "kernels", "fp8-without-nan", "kernels/state.py", "tl.abs(y) == 480.0", "tl.abs(y) == 481.0",
+        "kernels", "fp8-without-nan", "core/kernels/state.py", "tl.abs(y) == 480.0", "tl.abs(y) == 481.0",
         "test_fp8.py::test_every_byte_is_the_float16_of_the_same_value",
     ),
     of(
-        "kernels", "fp8-zero-past-the-size", "kernels/state.py", "(tl.zeros([], tl.float32) + other)",
+        "kernels", "fp8-zero-past-the-size", "core/kernels/state.py", "(tl.zeros([], tl.float32) + other)",
         "tl.zeros([], tl.float32)", "test_fp8.py::test_every_byte_in_a_row",
     ),
     of(
@@ -52,7 +53,7 @@ KERNELS = (
         "test_scores.py::test_causal",
     ),
     of(
-        "kernels", "merge-without-rescale", "kernels/state.py", "s_a * weight_of(m_a, m, PTX) +", "s_a +",
+        "kernels", "merge-without-rescale", "core/kernels/state.py", "s_a * weight_of(m_a, m, PTX) +", "s_a +",
         "test_shelf.py::test_merges_of",
     ),
     of(
@@ -71,22 +72,22 @@ KERNELS = (
         "test_softmax.py::test_row_strides_by_every_strategy",
     ),
     of(
-        "kernels", "part-too-short", "kernels/rows.py",
+        "kernels", "part-too-short", "core/kernels/rows.py",
         "tl.minimum(whole_vectors(part_cols, K), body - start)",
         "tl.minimum(whole_vectors(part_cols, K), body - start - 1)",
         "test_softmax.py::test_split_in_few_and_many_parts",
     ),
     of(
-        "kernels", "stale-tag", "kernels/exchange.py", "tag = 1 - tag", "tag = 0 + tag",
+        "kernels", "stale-tag", "core/kernels/exchange.py", "tag = 1 - tag", "tag = 0 + tag",
         "test_shelf.py::test_a_launch_that_publishes_has_the_tag_that_its_slots_have_not",
     ),
     of(
-        "kernels", "any-tag-will-do", "kernels/exchange.py",
+        "kernels", "any-tag-will-do", "core/kernels/exchange.py",
         "    missing = wanted & (tag_of(message) != tag)\n    left = ", "    missing = wanted & False\n    left = ",
         "test_shelf.py::test_what_is_wanted_is_read_until_it_carries_the_tag",
     ),
     of(
-        "kernels", "edges-not-in-the-sum", "ops/softmax/kernels/scores.py",
+        "kernels", "edges-not-in-the-sum", "core/kernels/rows.py",
         "s += of_each_row(tl.sum(exp_at", "s += 0 * of_each_row(tl.sum(exp_at",
         "test_softmax.py::test_rows_that_start_at_every_phase",
     ),
@@ -96,16 +97,16 @@ KERNELS = (
         "test_backward.py::test_rows_that_start_at_every_phase",
     ),
     of(
-        "kernels", "wrong-log", "kernels/state.py", "y = z - m - log_sum_of(", "y = z - m + log_sum_of(",
+        "kernels", "wrong-log", "core/kernels/state.py", "y = z - m - log_sum_of(", "y = z - m + log_sum_of(",
         "test_scores.py::test_any_dim",
     ),
     of(
-        "kernels", "rounding-of-the-base-left-in", "kernels/state.py",
+        "kernels", "rounding-of-the-base-left-in", "core/kernels/state.py",
         "0.0, tl.log(s) - rounding * LN2)", "0.0, tl.log(s))",
         "test_scores.py::test_log_softmax_of_high_rows_in_the_arithmetic_of_nvidia",
     ),
     of(
-        "kernels", "last-of-tied-parts", "kernels/exchange.py",
+        "kernels", "last-of-tied-parts", "core/kernels/exchange.py",
         "winner = tl.min(tl.where(m_parts == m, j, K.lanes)", "winner = tl.max(tl.where(m_parts == m, j, -1)",
         "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
     ),
@@ -116,12 +117,12 @@ KERNELS = (
         "test_scores.py::test_scale_0_takes_the_first_of_equal_maxima",
     ),
     of(
-        "kernels", "nan-of-two-infinities", "kernels/state.py",
+        "kernels", "nan-of-two-infinities", "core/kernels/state.py",
         "finite = tl.where(m == NEG_INF, 0.0, m)", "finite = m",
         "test_softmax.py::test_tiles_of_minus_infinity_leave_the_row_finite",
     ),
     of(
-        "kernels", "nan-of-an-empty-part", "kernels/state.py",
+        "kernels", "nan-of-an-empty-part", "core/kernels/state.py",
         "return tl.where(m == NEG_INF, 1.0, weight)", "return weight",
         "test_shelf.py::test_weight_in_a_row_of_no_finite_maximum",
     ),
@@ -216,16 +217,16 @@ KERNELS = (
         "test_cross_entropy.py::test_losses_alone",
     ),
     of(
-        "kernels", "rows-in-32-bits", "kernels/rows.py", "return program.to(tl.int64)", "return program",
+        "kernels", "rows-in-32-bits", "core/kernels/rows.py", "return program.to(tl.int64)", "return program",
         "test_compiles.py::test_rows_are_addressed_in_64_bits", compiles=True,
     ),
     of(
-        "kernels", "alignment-unknown", "kernels/rows.py",
+        "kernels", "alignment-unknown", "core/kernels/rows.py",
         "return row * (x.stride // K.vector * K.vector)", "return row * x.stride",
         "test_family_compiles.py::test_logsumexp", "test_family_compiles.py::test_backward", compiles=True,
     ),
     of(
-        "kernels", "nested-strides-swapped", "kernels/rows.py", "(odd_0 >> 1) * V, (odd_1 >> 1) * V,",
+        "kernels", "nested-strides-swapped", "core/kernels/rows.py", "(odd_0 >> 1) * V, (odd_1 >> 1) * V,",
         "(odd_1 >> 1) * V, (odd_0 >> 1) * V,", "test_layouts.py::test_every_strategy",
     ),
     of(
@@ -237,21 +238,21 @@ KERNELS = (
 
 PLAN = (
     of(
-        "plan", "threshold-of-tiles", "plan/rows.py", "    if n_cols <= shared:", "    if n_cols < shared:",
+        "plan", "threshold-of-tiles", "core/plan/rows.py", "    if n_cols <= shared:", "    if n_cols < shared:",
         "test_plan.py::test_edges_are_where_plans_change", "test_plan_kept.py",
     ),
     of(
-        "plan", "parts-rounded-down", "plan/strategies.py",
+        "plan", "parts-rounded-down", "core/plan/strategies.py",
         "    parts = -(-body // part_cols)\n    lanes", "    parts = body // part_cols\n    lanes",
         "test_plan.py::test_every_shape_has_a_plan_that_covers_it",
     ),
     of(
-        "plan", "full-pieces-too-many", "plan/strategies.py",
+        "plan", "full-pieces-too-many", "core/plan/strategies.py",
         "min(pieces, shortest // block_cols)", "min(pieces, -(-shortest // block_cols))",
         "test_plan.py::test_every_shape_has_a_plan_that_covers_it",
     ),
     of(
-        "plan", "full-pieces-of-a-shifted-row", "plan/strategies.py",
+        "plan", "full-pieces-of-a-shifted-row", "core/plan/strategies.py",
         'body - (rows.vector if rows.alignment == "shifted" else 0)', "body",
         "test_plan.py::test_every_shape_has_a_plan_that_covers_it",
     ),
@@ -261,48 +262,48 @@ PLAN = (
         "test_softmax.py::test_any_dim_of_any_shape",
     ),
     of(
-        "plan", "prefetch-of-scalar-rows", "plan/strategies.py",
+        "plan", "prefetch-of-scalar-rows", "core/plan/strategies.py",
         'if strategy == "stream" or rows.alignment == "scalar":', 'if strategy == "stream":',
         "test_plan_kept.py",
     ),
     of(
-        "plan", "prefetch-past-the-last-row", "plan/strategies.py",
+        "plan", "prefetch-past-the-last-row", "core/plan/strategies.py",
         "prefetch if rows.n_rows > most_rows else 0", "prefetch if rows.n_rows >= most_rows else 0",
         "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
         "test_plan_spans.py::test_every_number_of_rows_up_to_more_than_any_threshold",
     ),
     of(
-        "plan", "same-rows-across-prefetch", "plan/strategies.py",
+        "plan", "same-rows-across-prefetch", "core/plan/strategies.py",
         "same_rows = both(same_rows, side_of(rows.n_rows, most_rows))", "same_rows = both(same_rows, ANY_ROWS)",
         "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
     ),
     of(
-        "plan", "same-rows-of-few", "plan/strategies.py", "True, (above + 1, most_few)", "True, (1, most_few)",
+        "plan", "same-rows-of-few", "core/plan/strategies.py", "True, (above + 1, most_few)", "True, (1, most_few)",
         "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
         "test_plan_spans.py::test_every_number_of_rows_up_to_more_than_any_threshold",
     ),
     of(
-        "plan", "same-rows-of-parts", "plan/rows.py",
+        "plan", "same-rows-of-parts", "core/plan/rows.py",
         "(programs - 1) // (fewest - 1)", "programs // (fewest - 1)",
         "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
         "test_plan_spans.py::test_every_number_of_rows_up_to_more_than_any_threshold",
     ),
     of(
-        "plan", "same-rows-of-a-loss", "plan/rows.py",
+        "plan", "same-rows-of-a-loss", "core/plan/rows.py",
         "same_rows = side_of(n_rows, REDUCTION_PROGRAMS * sm_count - 1)", "same_rows = ANY_ROWS",
         "test_plan_spans.py::test_within_its_span_a_plan_is_what_the_planner_gives",
     ),
     of(
-        "plan", "parts-of-one-stream-alone", "plan/rows.py",
+        "plan", "parts-of-one-stream-alone", "core/plan/rows.py",
         "device.sm_count * max(1, resident) // 2", "device.sm_count * max(1, resident)", "test_plan_kept.py",
     ),
     of(
-        "plan", "parts-of-a-loss", "plan/rows.py",
+        "plan", "parts-of-a-loss", "core/plan/rows.py",
         "plan.parts > most_parts(plan, device, registers=ALL_REGISTERS)", "plan.parts > most_parts(plan, device)",
         "test_plan.py::test_a_loss_splits_a_row_of_32_warps_and_streams_what_the_chip_cannot_hold",
     ),
     of(
-        "plan", "causal-rows-fetch-ahead", "plan/rows.py",
+        "plan", "causal-rows-fetch-ahead", "core/plan/rows.py",
         "known and not causal", "known",
         "test_plan.py::test_programs_fetch_ahead_where_the_gpu_can_and_the_next_data_is_known",
     ),
@@ -310,43 +311,43 @@ PLAN = (
 
 RUNNER = (
     of(
-        "runner", "numbers-in-another-order", "runner.py",
+        "runner", "numbers-in-another-order", "core/runner.py",
         "names.scalars.index(name) for name in numbers", "names.scalars.index(name) for name in reversed(numbers)",
         "test_cross_entropy.py::test_public",
     ),
     of(
-        "runner", "publish-and-collect-swapped", "runner.py",
+        "runner", "publish-and-collect-swapped", "core/runner.py",
         '({"collect": False}, {"publish": False})', '({"publish": False}, {"collect": False})',
         "test_softmax.py::test_split_in_few_and_many_parts",
     ),
     of(
-        "runner", "slots-of-fewer-rows", "runner.py",
+        "runner", "slots-of-fewer-rows", "core/runner.py",
         "_exchanging(other, scalars, device, *_slots_of(plan))",
         "_exchanging(other, scalars, device, groups, slots_per_group)",
         "test_runner.py::test_a_run_for_more_rows_has_slots_for_all",
     ),
     of(
-        "runner", "slots-of-fewer-rows-in-turn", "runner.py",
+        "runner", "slots-of-fewer-rows-in-turn", "core/runner.py",
         "_in_turn(others, scalars, groups * slots_per_group)", "_in_turn(others, scalars, n_slots)",
         "test_runner.py::test_a_run_for_more_rows_has_slots_for_all",
     ),
     of(
-        "runner", "slots-too-few", "workspace.py",
+        "runner", "slots-too-few", "core/workspace.py",
         "kept.numel() < n_rows * slots_per_row", "kept.numel() < n_rows",
         "test_runner.py::test_kept_slots_are_enough_or_made_anew",
     ),
     of(
-        "runner", "misalignment-0", "runner.py",
+        "runner", "misalignment-0", "core/runner.py",
         "first.data_ptr() // first.element_size() % vector", "0",
         "test_runner.py::test_a_kernel_is_told_how_far_off_16_bytes_rows_start",
     ),
     of(
-        "runner", "rows-not-updated", "runner.py",
+        "runner", "rows-not-updated", "core/runner.py",
         '"n_rows": getattr(plan, "n_rows", None), "n_programs"', '"n_programs"',
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
     of(
-        "runner", "prefetch-kept-where-none-is", "runner.py",
+        "runner", "prefetch-kept-where-none-is", "core/runner.py",
         'if "ahead" not in names.scalars:', 'if "ahead" in names.scalars:',
         "test_compiles.py::test_fetching_ahead_is_of_sm_90_on", compiles=True,
     ),
@@ -370,34 +371,35 @@ RUNNER = (
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
     of(
-        "runner", "dims-merged-that-do-not-follow", "layout.py", "all(outer == size * inner for",
+        "runner", "dims-merged-that-do-not-follow", "core/layout.py", "all(outer == size * inner for",
         "all(outer >= size * inner for", "test_scores.py::test_masks_of_every_layout",
     ),
     of(
-        "runner", "rows-flattened-that-lie-apart", "layout.py", "elif stride != n_rows * row_stride:",
+        "runner", "rows-flattened-that-lie-apart", "core/layout.py", "elif stride != n_rows * row_stride:",
         "elif stride < n_rows * row_stride:",
         "test_softmax.py::test_strides", "test_softmax.py::test_any_dim_of_any_shape",
     ),
     of(
-        "runner", "nested-rows-taken-for-shifted", "layout.py", "2 * vector and not nested", "2 * vector",
+        "runner", "nested-rows-taken-for-shifted", "core/layout.py", "2 * vector and not nested", "2 * vector",
         "test_layouts.py::test_rows_of_odd_length",
     ),
     of(
-        "runner", "inner-positions-of-one-tensor-alone", "layout.py", "all(each.stride(outer[-1]) == n_inner",
+        "runner", "inner-positions-of-one-tensor-alone", "core/layout.py", "all(each.stride(outer[-1]) == n_inner",
         "any(each.stride(outer[-1]) == n_inner", "test_layouts.py::test_columns",
     ),
     of(
-        "runner", "tuples-of-any-widths-are-one-kernel", "launch.py", "return tuple(_kind(each) for each in scalar)",
+        "runner", "tuples-of-any-widths-are-one-kernel", "core/launch.py",
+        "return tuple(_kind(each) for each in scalar)",
         "return tuple",
         "test_launch.py::test_over_the_stub_driver", compiles=True,
     ),
     of(
-        "runner", "nested-strides-that-triton-looks-at", "runner.py", "tensor.stride(d) // vector * 2 + 1",
+        "runner", "nested-strides-that-triton-looks-at", "core/runner.py", "tensor.stride(d) // vector * 2 + 1",
         "tensor.stride(d) // vector * 2",
         "test_layouts_compile.py::test_nothing_is_compiled_in_of_strides_but_a_0", compiles=True,
     ),
     of(
-        "runner", "shifted-by-different-phases", "layout.py", "len(places) == 1 and x.shape[-1]", "x.shape[-1]",
+        "runner", "shifted-by-different-phases", "core/layout.py", "len(places) == 1 and x.shape[-1]", "x.shape[-1]",
         "test_softmax.py::test_out_with_strides_of_its_own_is_written_and_nothing_beside_it",
         "test_softmax.py::test_strides",
     ),

@@ -236,7 +236,7 @@ SAMPLING = (
         "bitmask[: here.stop - here.start], None if", TURN,
     ),
     of(
-        "ops", "header-of-other-rows", "distributed.py", "shards.n_classes, rows, shards.digest,",
+        "ops", "header-of-other-rows", "ranks/groups.py", "shards.n_classes, rows, shards.digest,",
         "shards.n_classes, shards.digest,",
         "test_shards_misuse.py::test_what_a_message_says_of_its_rank_is_made_once_for_messages_of_one_kind",
     ),

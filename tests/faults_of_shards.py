@@ -2,11 +2,11 @@
 
 from fault import of
 
-MESSAGES, LOSS, GATHER = "kernels/peers.py", "ops/losses/kernels/peers.py", "kernels/gather_peers.py"
-SOFTMAX, LOSSES, MEMORY = "ops/softmax/kernels/peers.py", "ops/losses/over_ranks/peers.py", "peers.py"
+MESSAGES, LOSS, GATHER = "ranks/kernels.py", "ops/losses/kernels/peers.py", "ranks/kernels.py"
+SOFTMAX, LOSSES, MEMORY = "ops/softmax/kernels/peers.py", "ops/losses/over_ranks/peers.py", "ranks/peers.py"
 STEPS, KEPT = "ops/losses/over_ranks/steps.py", "test_shards_kept.py::test_calls_that_differ_in_one_thing_take_turns"
 GONE = "test_shards_losses.py::test_logits_that_are_gone_make_no_second_gradient"
-RANKS, NUMBERS, GRADIENT = "distributed.py", "ops/losses/kernels/over_ranks.py", "ops/softmax/over_ranks.py"
+RANKS, NUMBERS, GRADIENT = "ranks/groups.py", "ops/losses/kernels/over_ranks.py", "ops/softmax/over_ranks.py"
 SOFTMAXES, OF_ONE = (
     "test_peers.py::test_softmaxes_are_those_of_one_process", "test_peers.py::test_losses_are_those_of_one_process",
 )  # fmt: skip
@@ -19,7 +19,7 @@ AT_ODDS = "test_peers_waits.py::test_ranks_that_differ_get_nan_at_once_then_an_e
 HINDERED = "test_peers_waits.py::test_what_keeps_a_group_from_peers"
 COLLECTED = "test_shards_by_kernels.py::test_losses_of_uneven_shards_of_which_one_is_empty"
 IN_PARTS = "test_shards_by_kernels.py::test_gradients_of_softmax_in_one_part_and_in_several"
-DTENSORS, ATTENTION = "ops/shards.py", "test_shards_of_calls.py::test_attention_of_shards_is_that_of_whole_tensors"
+DTENSORS, ATTENTION = "ranks/dtensor.py", "test_shards_of_calls.py::test_attention_of_shards_is_that_of_whole_tensors"
 SCORED = "test_shards_fsdp.py::test_scales_masks_and_sinks_go_where_the_input_lies"
 COMPARED = "test_shards_misuse.py::test_what_is_not_compared_beforehand_gives_nan_and_then_an_error"
 
@@ -180,7 +180,7 @@ SHARDS = (
         '"a tensor" if isinstance(each, Tensor) else each for', "each is not None for",
         "test_shards_misuse.py::test_values_of_scales_and_sinks_are_compared",
     ),
-    of("shards", "numbers-not-compared", "ops/peer_launches.py", "digest ^ hash(given) & _DIGEST", "digest", AT_ODDS),
+    of("shards", "numbers-not-compared", "ranks/launches.py", "digest ^ hash(given) & _DIGEST", "digest", AT_ODDS),
     of("shards", "another-launch-is-waited-for", MESSAGES, "(asked >> 32) == (own >> 32)", "rank < 0", AT_ODDS),
     of("shards", "who-refuses-is-waited-for", MESSAGES, "odd = (asked < 0) | ", "odd = ", AT_ODDS),
     of(

@@ -14,11 +14,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_softmax import distributed
 from fused_softmax.bench import record, simulated
+from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.ops.attention.hopper_bias import _DS_BYTES
 from fused_softmax.ops.losses import linear_by_rows
-from fused_softmax.plan import H200, plan_peers, plan_rows
+from fused_softmax.ranks import groups as distributed
+from fused_softmax.ranks.plan import plan_peers
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -210,7 +211,10 @@ def failed(provider: str) -> Source:
     return Source(path, values=lambda: [float(each) for each in re.findall(r"\d\.\d+e-\d+", points[0].message)])
 
 
-PREFETCH = [source("plan/ladders.py", "(UNBOUNDED, 6 << 20)"), source("plan/ladders.py", "(UNBOUNDED, 12 << 20)")]
+PREFETCH = [
+    source("core/plan/ladders.py", "(UNBOUNDED, 6 << 20)"),
+    source("core/plan/ladders.py", "(UNBOUNDED, 12 << 20)"),
+]
 TOLERANCE = [source("bench/commands.py", 'default=2, show_default=True, help="Percent by which a median must change')]
 MODEL = "src/fused_softmax/bench/simulated.py"
 DS = computed("src/fused_softmax/ops/attention/hopper_bias.py", lambda: _DS_BYTES / 2**30)
@@ -320,7 +324,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "top-p is the slowest": draws(("sample_top_p_peaked", n, 128256) for n in (8, 512)),
     },
     "shards.md": {
-        "With `peer`, one launch reads": [computed("src/fused_softmax/plan/peers.py", peered)],
+        "With `peer`, one launch reads": [computed("src/fused_softmax/ranks/plan.py", peered)],
         "loss and gradient, 8192 x 128256 | bf16": measured(ACROSS),
         "loss and gradient, 8192 x 128256 | fp32": measured("| fp32 8192 x 128256 | 1055 | 1002 |"),
         "gradient, 4096 x 152064": measured("| bf16 4096 x 152064 | 348 | 310 |"),
@@ -353,7 +357,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "NVLink has": [computed(MODEL, lambda: 2 * simulated.NVLINK / 1e9, lambda: simulated.NVLINK / 1e9)],
         "InfiniBand adapters": [computed(MODEL, lambda: 8 * simulated.NETWORK / 1e9, lambda: simulated.NETWORK / 1e9)],
         "For these comparisons each rank": [
-            computed("src/fused_softmax/distributed.py", lambda: distributed._SAID / 2**10)
+            computed("src/fused_softmax/ranks/groups.py", lambda: distributed._SAID / 2**10)
         ],
     },
     "story.md": {"it asks the L2 cache": PREFETCH},

@@ -10,13 +10,13 @@ import torch
 import triton
 from compile_only import Compiled, compile_for
 
-from fused_softmax import runner
-from fused_softmax.kernels.spec import Spec
+from fused_softmax.core import runner
+from fused_softmax.core.kernels.spec import Spec
+from fused_softmax.core.plan import Device, RowPlan
 from fused_softmax.ops.losses import calls as cross_entropy_calls
 from fused_softmax.ops.losses import sums as loss_sums
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import logsumexp_calls
-from fused_softmax.plan import Device, RowPlan
 
 GPUS = {
     "sm_80": Device("NVIDIA A100", "cuda", (8, 0), 108, shared_bytes=164 * 1024, l2_bytes=40 * 2**20),

@@ -2,7 +2,7 @@
 
 import torch
 
-from fused_softmax import route
+from fused_softmax.core import route
 
 ROUTES = ("kernels", "twice", "create_graph", "batched", "compiled", "torch.func", "vmap", "torch", "torch compiled")
 

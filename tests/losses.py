@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.ops.losses import reference
-from fused_softmax.options import arithmetic_of
 
 ROUNDINGS = 16  # of the arithmetic, in a loss or a gradient, of the greatest term that is added up in it
 

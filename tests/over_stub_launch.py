@@ -16,8 +16,8 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from fused_softmax import launch
-from fused_softmax.launch import prepare
+from fused_softmax.core import launch
+from fused_softmax.core.launch import prepare
 
 stub = stub_driver.activate()
 X = torch.zeros(64, 1024)

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fused_softmax
-from fused_softmax import calls, launch
+from fused_softmax.core import calls, launch
 
 
 def run(rank, store):

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 import fused_softmax
-from fused_softmax import route
-from fused_softmax.ops.peer_launches import PARTS
+from fused_softmax.core import route
+from fused_softmax.ranks.launches import PARTS
 
 WIDE = {1: (331,), 2: (201, 130), 3: (130, 1, 200), 4: (130, 0, 1, 200)}  # of 331 columns; parts of 128
 PART_COLS = 128

@@ -22,10 +22,10 @@ import torch
 from conftest import peaked
 from contract import assert_softmax
 
-from fused_softmax.device import device_of
+from fused_softmax.core.device import device_of
+from fused_softmax.core.plan import candidate
+from fused_softmax.core.route import INTERPRET
 from fused_softmax.ops.softmax.launches import prepare_forward
-from fused_softmax.plan import candidate
-from fused_softmax.route import INTERPRET
 
 # memcheck: no complaint of what torch asks the driver in vain, and room after each allocation for what misses it.
 # racecheck: without kernels whose warps have different tasks, for it does not know the barriers that start these.

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from fused_softmax.layout import alignment_of
-from fused_softmax.plan import H200, UNBOUNDED, VECTOR_BYTES, RowPlan, candidate, ladders, plan_rows, tiles
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.plan import H200, UNBOUNDED, VECTOR_BYTES, RowPlan, candidate, ladders, plan_rows, tiles
 
 ALIGNMENTS = ("even", "shifted", "scalar")
 STRATEGIES = ("tile", "row", "split", "stream")

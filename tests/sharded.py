@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from fused_softmax import route
+from fused_softmax.core import route
 
 INF = math.inf
 

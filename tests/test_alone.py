@@ -17,9 +17,10 @@ from products import pairwise
 from shapes import ALIGNMENTS, framed, small
 from triton.runtime.interpreter import interpreter_builder
 
-from fused_softmax import calls, runner
-from fused_softmax.kernels.exchange import pack_state, stand_in
-from fused_softmax.kernels.spec import Spec
+from fused_softmax.core import calls, runner
+from fused_softmax.core.kernels.exchange import pack_state, stand_in
+from fused_softmax.core.kernels.spec import Spec
+from fused_softmax.core.plan import H200, candidate
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.calls import Given, prepare_losses
 from fused_softmax.ops.losses.kernels import held as loss
@@ -33,7 +34,6 @@ from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec, stand_in_
 from fused_softmax.ops.softmax.launches import prepare_columns, prepare_columns_backward
 from fused_softmax.ops.softmax.plan import plan_columns
 from fused_softmax.ops.softmax.scores import Scores, scores_against, scores_against_columns, scores_of
-from fused_softmax.plan import H200, candidate
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FUSED_SOFTMAX_INTERPRET") != "1", reason="on a GPU nobody decides which programs start"

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from fused_softmax import cross_entropy, log_softmax, logsumexp, softmax
-from fused_softmax.kernels.exchange import in_any_warp
-from fused_softmax.kernels.spec import Spec
+from fused_softmax.core.kernels.exchange import in_any_warp
+from fused_softmax.core.kernels.spec import Spec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from attention_cases import BF16, FP16, FP32, FP64, qkv, tensors
 
 import fused_softmax
+from fused_softmax.core.plan import H200
 from fused_softmax.ops.attention import calls as attention_calls
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.calls import Inputs
 from fused_softmax.ops.attention.options import Attention
 from fused_softmax.ops.attention.plan.tiles import padded, plan_attention
-from fused_softmax.plan import H200
 
 Q, K, V = qkv(4, 6)
 WIDE, THREE = torch.zeros(1, 2, 257), torch.zeros(2, 3, 6, 16)

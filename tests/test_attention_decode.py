@@ -7,11 +7,11 @@ import torch
 from attention_cases import BF16, FP16, FP32, PLANS, assert_attention, qkv, tensors
 
 import fused_softmax
+from fused_softmax.core.plan import H200
 from fused_softmax.ops.attention import calls as attention_calls
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import special as attention_decode
 from fused_softmax.ops.attention.plan.tiles import LEAST_KEYS, DecodePlan, Tiles, plan_decode
-from fused_softmax.plan import H200
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(

@@ -8,9 +8,9 @@ from attention_cases import BF16, FP16, assert_attention
 from hopper_cases import assert_near, given, on_hopper, watched
 
 import fused_softmax
+from fused_softmax.core.plan import H200
 from fused_softmax.ops.attention import hopper_bias as attention_hopper_bias
 from fused_softmax.ops.attention.plan.hopper import most_work, plan_hopper, shift_of
-from fused_softmax.plan import H200
 
 OPTIONS = {
     "full": {},

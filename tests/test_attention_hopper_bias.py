@@ -10,9 +10,9 @@ import torch
 from attention_cases import assert_attention, qkv
 from hopper_cases import on_hopper
 
+from fused_softmax.core.route import INTERPRET
 from fused_softmax.ops.attention import hopper as attention_hopper
 from fused_softmax.ops.attention import hopper_bias as attention_hopper_bias
-from fused_softmax.route import INTERPRET
 
 
 def keys_by_torch(c, read, bias, do, rows, record, coarse, dk, dv, ds=None, first_head=0):

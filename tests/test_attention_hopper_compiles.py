@@ -6,6 +6,7 @@ import triton.language as tl
 from compile_only import TARGETS, Compiled, compile_for
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from fused_softmax.core.plan import H200
 from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
 from fused_softmax.ops.attention.kernels.hopper.forward import SIZES, _attention_hopper
 from fused_softmax.ops.attention.kernels.hopper.gluon_names import gl
@@ -16,7 +17,6 @@ from fused_softmax.ops.attention.kernels.hopper.window import _window_hopper
 from fused_softmax.ops.attention.kernels.spec import AttentionSpec
 from fused_softmax.ops.attention.plan.hopper import REGISTERS, STAGES, plan_hopper, plan_window
 from fused_softmax.ops.attention.plan.tiles import plan_ds
-from fused_softmax.plan import H200
 
 pytestmark = pytest.mark.compiles
 # Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries, and one of large

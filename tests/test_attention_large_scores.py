@@ -11,10 +11,10 @@ import triton.language as tl
 from attention_cases import BF16, FP16, FP32, FP64, PLANS
 
 import fused_softmax
+from fused_softmax.core.route import INTERPRET
 from fused_softmax.ops.attention import calls as attention_calls
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.kernels.scores import less_maximum
-from fused_softmax.route import INTERPRET
 
 
 def bias_of(heads, lengths, factor):

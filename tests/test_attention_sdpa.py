@@ -13,13 +13,13 @@ from click.testing import CliRunner
 import fused_softmax
 from fused_softmax.bench import report
 from fused_softmax.cli import main
+from fused_softmax.core.plan import H200, Device
+from fused_softmax.core.route import INTERPRET
 from fused_softmax.ops.attention import calls as attention_calls
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.kernels.hopper.spec import ROWS
 from fused_softmax.ops.attention.plan import sdpa as plan
-from fused_softmax.plan import H200, Device
-from fused_softmax.route import INTERPRET
 
 AMPERE = Device("A100", "cuda", (8, 0), 108)
 MI200 = Device("MI210", "hip", (9, 0), 104)

@@ -8,10 +8,10 @@ import torch
 from attention_cases import tensors
 
 import fused_softmax
+from fused_softmax.core.route import Route
 from fused_softmax.ops.attention import attention as attention_ops
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
-from fused_softmax.route import Route
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 4, 5, 4

@@ -6,13 +6,13 @@ from attention_cases import BF16, FP16, assert_attention
 from hopper_cases import assert_near, given, on_hopper, watched
 
 import fused_softmax
+from fused_softmax.core.plan import H200, Device
 from fused_softmax.ops.attention import calls as attention_calls
 from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, WindowSpec
 from fused_softmax.ops.attention.plan import hopper as attention_window
 from fused_softmax.ops.attention.plan import hopper as plan_hopper
 from fused_softmax.ops.attention.plan.hopper import plan_window
 from fused_softmax.ops.attention.plan.tiles import plan_attention
-from fused_softmax.plan import H200, Device
 
 WINDOWS = [(127, 0), (128, 0), (0, 0), (63, 0), (64, 0), (30, 33), (0, 64), (3, 100)]
 

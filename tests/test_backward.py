@@ -12,10 +12,10 @@ from shapes import ALIGNMENTS, DTYPES, SMALL, STRATEGIES, Frame
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import fused_softmax
-from fused_softmax.layout import alignment_of
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.plan import H200, VECTOR_BYTES, candidate
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.calls import backward_by_plan
-from fused_softmax.plan import H200, VECTOR_BYTES, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

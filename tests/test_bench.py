@@ -41,7 +41,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.looks import LOOKS, UNKNOWN
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.record import Ceiling, Figure, Point, Run
-from fused_softmax.plan import H200, plan_rows
+from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.register.table import OPERATORS
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from fused_softmax.bench import attention, check, record, report
 from fused_softmax.bench.attention_kinds import KINDS, flops
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.core.plan import H200
 from fused_softmax.ops.attention.plan.sdpa import entry_of
-from fused_softmax.plan import H200
 
 
 def sample(name, **changes):

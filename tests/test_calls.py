@@ -18,10 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_softmax
-from fused_softmax import calls
+from fused_softmax.core import calls
+from fused_softmax.core.plan import RowPlan
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.plan import RowPlan
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -9,14 +9,14 @@ from conftest import peaked
 from products import pairwise
 
 import fused_softmax
-from fused_softmax import calls
+from fused_softmax.core import calls
+from fused_softmax.core.plan import H200
+from fused_softmax.core.runner import Run
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.plan import plan_columns
 from fused_softmax.ops.softmax.scores import Scores, scores_against_columns
-from fused_softmax.plan import H200
-from fused_softmax.runner import Run
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import peaked
 
+from fused_softmax.core.plan import H200
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.plan import plan_columns
-from fused_softmax.plan import H200
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

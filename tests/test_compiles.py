@@ -10,7 +10,7 @@ from launches import ABOUT_THE_CALL, GPUS, launches, rows_as
 from products import QUICK, pairwise, share
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, edges, widths
 
-from fused_softmax.plan import RowPlan, most_parts, plan_rows
+from fused_softmax.core.plan import RowPlan, most_parts, plan_rows
 
 pytestmark = pytest.mark.compiles
 

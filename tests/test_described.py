@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fused_softmax
-from fused_softmax.described import described, typed
+from fused_softmax.core.described import described, typed
 
 VALUE = 7654.25
 SPOKEN = "7654"

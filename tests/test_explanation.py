@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 
 import fused_softmax
-from fused_softmax import calls, explain, explanation, launch, route
+from fused_softmax import explain, explanation
+from fused_softmax.core import calls, launch, route
+from fused_softmax.core.plan import RowPlan
 from fused_softmax.ops.attention import attention as attention_ops
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.calls import Gradients, Inputs, Results
@@ -19,7 +21,6 @@ from fused_softmax.ops.attention.plan.sdpa import LEAST_LENGTH, Entry
 from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 from fused_softmax.ops.sampling.plan import DrawPlan
 from fused_softmax.ops.softmax.plan import ColumnPlan
-from fused_softmax.plan import RowPlan
 from fused_softmax.register import library, patch
 
 F = torch.nn.functional

@@ -5,10 +5,10 @@ import torch
 from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from products import one_in, pairwise
 
+from fused_softmax.core.plan import plan_reduction, plan_rows
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.scores import Scores, scores_against_columns
-from fused_softmax.plan import plan_reduction, plan_rows
 
 pytestmark = pytest.mark.compiles
 FP32, BF16 = torch.float32, torch.bfloat16

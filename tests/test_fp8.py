@@ -12,14 +12,14 @@ from products import pairwise
 from shapes import SMALL, framed, small
 
 import fused_softmax
-from fused_softmax import launch
-from fused_softmax.kernels.spec import Spec
-from fused_softmax.kernels.state import load_exact
-from fused_softmax.layout import alignment_of
+from fused_softmax.core import launch
+from fused_softmax.core.kernels.spec import Spec
+from fused_softmax.core.kernels.state import load_exact
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.runner import format_of
 from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.calls import forward_by_plan
 from fused_softmax.ops.softmax.scores import PLAIN, Scores
-from fused_softmax.runner import format_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

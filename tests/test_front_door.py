@@ -12,7 +12,7 @@ from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax
 from fused_softmax.bench import commands, measure, record, run
 from fused_softmax.bench.cases import parse_dtype
 from fused_softmax.cli import main
-from fused_softmax.plan import H200
+from fused_softmax.core.plan import H200
 
 
 def files():

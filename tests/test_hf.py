@@ -13,8 +13,8 @@ from transformers import AttentionInterface, masking_utils
 
 import fused_softmax
 from fused_softmax import hf
+from fused_softmax.core.route import Route
 from fused_softmax.ops.attention import attention as attention_ops
-from fused_softmax.route import Route
 
 PAD = 0
 TEXT = {

@@ -12,8 +12,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from fused_softmax import hf
+from fused_softmax.core.route import Route
 from fused_softmax.ops.attention import attention as attention_ops
-from fused_softmax.route import Route
 
 # Of each way to come by attention, one whose fault would show: its own code, its own code by name, the interface beside
 # code of its own, the interface beside code that asks for the name, a cache and a vision tower, an encoder with a bias.

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 import hf_models
 
 from fused_softmax import hf
+from fused_softmax.core.route import Route
 from fused_softmax.ops.attention import attention as attention_ops
-from fused_softmax.route import Route
 
 
 @pytest.mark.parametrize("folder", hf_models.folders())

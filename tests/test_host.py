@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from fused_softmax import route
 from fused_softmax.bench import host
 from fused_softmax.cli import main
+from fused_softmax.core import route
 
 interpreted = pytest.mark.skipif(not route.INTERPRET, reason="counts calls of the kernels")
 

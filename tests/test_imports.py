@@ -161,7 +161,7 @@ def test_public_names_are_imported_for_type_checkers_too():
     "module",
     [
         "plan",
-        "plan.tuned",
+        "core.plan.tuned",
         "bench.cases",
         "bench.catalog",
         "bench.clocks",

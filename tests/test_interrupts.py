@@ -10,8 +10,8 @@ from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax, started
 
 from fused_softmax import cli
 from fused_softmax.bench import commands, host, measure, one, record, run, tune
+from fused_softmax.core.plan import H200, tuned
 from fused_softmax.interrupt import INTERRUPTED
-from fused_softmax.plan import H200, tuned
 
 
 @pytest.fixture

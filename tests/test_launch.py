@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_softmax.launch import prepare
+from fused_softmax.core.launch import prepare
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 on_device = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no GPU and no interpreter")

@@ -10,13 +10,13 @@ from products import pairwise
 from shapes import SMALL, STRATEGIES
 
 import fused_softmax
-from fused_softmax import launch
-from fused_softmax.layout import alignment_of, columns_of, rows_of
+from fused_softmax.core import launch
+from fused_softmax.core.layout import alignment_of, columns_of, rows_of
+from fused_softmax.core.plan import H200, candidate, plan_reduction
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax.plan import plan_columns
-from fused_softmax.plan import H200, candidate, plan_reduction
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -6,10 +6,10 @@ from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from products import one_in, pairwise
 from test_family_compiles import ABOUT_THE_CALL_OF_COLUMNS, Cube
 
+from fused_softmax.core.plan import most_parts, plan_reduction, plan_rows
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.scores import Scores
-from fused_softmax.plan import most_parts, plan_reduction, plan_rows
 
 pytestmark = pytest.mark.compiles
 TARGETS = ["sm_90", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sm_80", "sm_100"))]

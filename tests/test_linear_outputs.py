@@ -11,7 +11,8 @@ from test_library import compiled
 from test_library import targets as nodes
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_softmax import calls, linear_cross_entropy
+from fused_softmax import linear_cross_entropy
+from fused_softmax.core import calls
 from fused_softmax.ops.losses import linear_by_classes as by_classes
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
@@ -330,5 +331,5 @@ def test_a_repeated_call_prepares_nothing(more, device, monkeypatch):
     calls.forget()
     first = call()
     monkeypatch.setattr("fused_softmax.ops.losses.calls.prepare", None)
-    monkeypatch.setattr("fused_softmax.launch.prepare", None)
+    monkeypatch.setattr("fused_softmax.core.launch.prepare", None)
     torch.testing.assert_close(call(), first, rtol=0, atol=0)

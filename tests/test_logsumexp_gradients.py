@@ -6,7 +6,7 @@ from contract import public
 from torch.autograd import grad
 
 import fused_softmax
-from fused_softmax import calls
+from fused_softmax.core import calls
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.scores import scores_of
 

@@ -14,7 +14,8 @@ from test_library import compiled
 from test_library import targets as nodes
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_softmax import calls, cross_entropy, nn
+from fused_softmax import cross_entropy, nn
+from fused_softmax.core import calls
 from fused_softmax.ops.losses import calls as cross_entropy_calls
 from fused_softmax.ops.losses import given_lse as cross_entropy_given_lse
 from fused_softmax.ops.losses import reference
@@ -293,7 +294,7 @@ def test_a_kept_call_takes_another_lse_and_another_number_of_rows(device, monkey
         lse = longer(x)
         first = cross_entropy(x, target, lse=lse, softcap=9.0)
         monkeypatch.setattr(cross_entropy_given_lse, "prepare_given_lse", None)
-        monkeypatch.setattr("fused_softmax.launch.prepare", None)
+        monkeypatch.setattr("fused_softmax.core.launch.prepare", None)
         torch.testing.assert_close(cross_entropy(x, target, lse=lse + 1.0, softcap=9.0), first + 1.0)
 
 
@@ -346,7 +347,7 @@ def test_bad_input(name, device):
 def test_where_there_are_no_kernels_it_is_made_of_torchs_operations():
     script = """
 import torch, fused_softmax
-from fused_softmax import cross_entropy, launch
+from fused_softmax import cross_entropy; from fused_softmax.core import launch
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
 torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from launches import ABOUT_THE_CALL, GPUS, launched
 from products import pairwise
 
-from fused_softmax import calls
+from fused_softmax.core import calls
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses import linear_by_classes as by_classes
 from fused_softmax.ops.losses.given_lse import forward_given_lse

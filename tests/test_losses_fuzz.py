@@ -14,13 +14,13 @@ from losses import wanted
 from shapes import DTYPES, STRATEGIES, Frame, small
 from test_fuzz import examples, extremes, generated, laid_out, layouts, same
 
+from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.ops.losses import calls as cross_entropy_calls
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.cross_entropy import cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import finish, totals_of
-from fused_softmax.options import arithmetic_of
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,8 @@ from loss_routes import ROUTES, gradients
 from products import pairwise
 
 import fused_softmax
-from fused_softmax import cross_entropy, linear_cross_entropy, route
+from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax.core import route
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"

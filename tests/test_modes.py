@@ -12,7 +12,8 @@ from conftest import peaked
 from torch.overrides import TorchFunctionMode
 
 import fused_softmax
-from fused_softmax import calls, nn, route
+from fused_softmax import nn
+from fused_softmax.core import calls, route
 
 SOURCE = Path(fused_softmax.__file__).parent
 FACTORIES = {

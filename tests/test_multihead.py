@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fused_softmax import nn
+from fused_softmax.core.route import Route
 from fused_softmax.ops.attention import attention as attention_ops
-from fused_softmax.route import Route
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 8, 2, 3, 5, 7
 MODULES = {

@@ -10,7 +10,7 @@ from commands import SHAPE, folder_without_work, fused_softmax, started
 from fused_softmax import cli
 from fused_softmax.bench import catalog, measure, one, operations, record, run, sweeps
 from fused_softmax.bench.cases import ALIASES, DTYPE, ITEMSIZE
-from fused_softmax.plan import H200
+from fused_softmax.core.plan import H200
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 from conftest import peaked
 from products import pairwise
 
-from fused_softmax import attention, cross_entropy, linear_cross_entropy, route
+from fused_softmax import attention, cross_entropy, linear_cross_entropy
+from fused_softmax.core import route
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

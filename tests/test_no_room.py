@@ -11,7 +11,7 @@ from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax, started
 
 from fused_softmax.bench import commands, committed, host, measure, record, renew, run, saving, tune
 from fused_softmax.cli import main
-from fused_softmax.plan import H200, tuned
+from fused_softmax.core.plan import H200, tuned
 
 FULL = os.strerror(errno.ENOSPC)
 needs_a_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -8,7 +8,7 @@ import torch
 from conftest import peaked
 from contract import composed, public
 
-from fused_softmax import calls
+from fused_softmax.core import calls
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64

@@ -10,10 +10,10 @@ from attention_cases import BF16, PLANS, qkv
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_softmax
+from fused_softmax.core.route import INTERPRET
 from fused_softmax.ops.attention import calls as attention_calls
 from fused_softmax.ops.attention.plan import sdpa as plan
 from fused_softmax.register import patch
-from fused_softmax.route import INTERPRET
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="by interpreted kernels; who is faster depends on the GPU")
 

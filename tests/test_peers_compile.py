@@ -7,10 +7,11 @@ import pytest
 import torch
 from launches import GPUS, launched
 
-from fused_softmax.ops import gather_peers, peer_launches
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.over_ranks import peers as loss_peers
 from fused_softmax.ops.softmax import by_peers as softmax_peers
+from fused_softmax.ranks import gather as gather_peers
+from fused_softmax.ranks import launches as peer_launches
 
 pytestmark = pytest.mark.compiles
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

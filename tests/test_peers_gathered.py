@@ -13,11 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fused_softmax
-from fused_softmax import linear_cross_entropy, logsumexp, peers
-from fused_softmax.distributed import Shards, gather
-from fused_softmax.ops import gather_peers
-from fused_softmax.ops.gather_peers import told_by
+from fused_softmax import linear_cross_entropy, logsumexp
 from fused_softmax.ops.losses.over_ranks import dtensor as loss_on_shards
+from fused_softmax.ranks import gather as gather_peers
+from fused_softmax.ranks import peers
+from fused_softmax.ranks.gather import told_by
+from fused_softmax.ranks.groups import Shards, gather
 
 LOSSES = {
     "weights": {"weighted": True}, "smoothing": {"label_smoothing": 0.1}, "statistics": {"return_token_stats": True},

@@ -23,8 +23,9 @@ from ranks import Raised, Ranks
 from sharded import close, differentiated, same_on_all
 
 import fused_softmax
-from fused_softmax import cross_entropy, distributed, linear_cross_entropy, logsumexp, softmax
-from fused_softmax.distributed import TRANSPORTS
+from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softmax
+from fused_softmax.ranks import groups as distributed
+from fused_softmax.ranks.groups import TRANSPORTS
 
 pytestmark = [
     pytest.mark.gpu,

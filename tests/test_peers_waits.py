@@ -15,8 +15,9 @@ from ranks import SECONDS
 from sharded import close, logits
 
 import fused_softmax
-from fused_softmax import cross_entropy, distributed, linear_cross_entropy, peers
-from fused_softmax.kernels import peers as kernels
+from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax.ranks import groups as distributed
+from fused_softmax.ranks import kernels, peers
 
 X = logits(3, 10).float()
 TARGET = torch.tensor([1, 7, 3])
@@ -230,7 +231,7 @@ def test_a_first_call_that_differs_loses_no_group(ranks, name):
 
 
 def without_kernels(group):
-    from fused_softmax import route
+    from fused_softmax.core import route
 
     route.INTERPRET = False
     return softmax(mine(group), group)

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from products import QUICK
 from shapes import ALIGNMENTS, FEW, MANY, PRIME, STRATEGIES, edges, widths
 
-from fused_softmax.ops.attention.plan.tiles import blocks_of
-from fused_softmax.ops.softmax.plan import most_column_registers, plan_columns
-from fused_softmax.plan import (
+from fused_softmax.core.plan import (
     H200,
     VECTOR_BYTES,
     Device,
@@ -23,6 +21,8 @@ from fused_softmax.plan import (
     plan_rows,
     row_rung_ends,
 )
+from fused_softmax.ops.attention.plan.tiles import blocks_of
+from fused_softmax.ops.softmax.plan import most_column_registers, plan_columns
 
 SMALL_GPU = Device("small", "cuda", (8, 6), 16, shared_bytes=100 * 1024, l2_bytes=4 * 2**20)
 TINY_GPU = Device("tiny", "cuda", (7, 5), 1)

@@ -9,7 +9,7 @@ import pytest
 from shapes import ALIGNMENTS, edges
 from test_plan import DEVICES, TINY_GPU
 
-from fused_softmax.plan import (
+from fused_softmax.core.plan import (
     H200,
     UNBOUNDED,
     candidate,

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from fused_softmax import cli
 from fused_softmax.bench.cases import Case
-from fused_softmax.plan import H200
+from fused_softmax.core.plan import H200
 from fused_softmax.profile import command, parse, run, table
 from fused_softmax.profile.parse import Kernel
 

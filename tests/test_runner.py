@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fused_softmax import launch, runner, workspace
-from fused_softmax.kernels.spec import ScoreSpec
+from fused_softmax.core import launch, runner, workspace
+from fused_softmax.core.kernels.spec import ScoreSpec
+from fused_softmax.core.plan import H200, candidate
 from fused_softmax.ops.softmax.kernels.forward import _part_forward
 from fused_softmax.ops.softmax.scores import PLAIN, scores_against
-from fused_softmax.plan import H200, candidate
 
 N_COLS = 4096
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fused_softmax import sample
+from fused_softmax.core.plan import H200
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.sampling.calls import prepare_sample
@@ -17,7 +18,6 @@ from fused_softmax.ops.sampling.kernels import wide as sample_wide
 from fused_softmax.ops.sampling.launches import Numbers, greatest, prepare_draws
 from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import plan_draws
-from fused_softmax.plan import H200
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(

@@ -14,13 +14,13 @@ from contract import assert_scores, composed, public
 from products import pairwise
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 
-from fused_softmax import launch
-from fused_softmax.layout import alignment_of
+from fused_softmax.core import launch
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.plan import H200, candidate
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.calls import forward_by_plan
 from fused_softmax.ops.softmax.launches import prepare_forward
 from fused_softmax.ops.softmax.scores import Scores, scores_against
-from fused_softmax.plan import H200, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -867,7 +867,7 @@ def test_autocast_gives_fp32_as_torchs_softmax_does(function, device):
 def test_cpu_tensors_take_the_same_of_torchs_operations_without_the_interpreter():
     script = """
 import torch, fused_softmax
-from fused_softmax import launch; from fused_softmax.ops.softmax.softmax import reference
+from fused_softmax.core import launch; from fused_softmax.ops.softmax.softmax import reference
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
 x = torch.randn(2, 3, 40)

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from sharded import close, differentiated, logits, same_on_all
 
 import fused_softmax
-from fused_softmax import cross_entropy, distributed, logsumexp, route
+from fused_softmax import cross_entropy, logsumexp
+from fused_softmax.core import route
+from fused_softmax.core.runner import launch
 from fused_softmax.ops.softmax import over_ranks as softmax_gradient_sharded
 from fused_softmax.ops.softmax import over_ranks as softmax_over_ranks
-from fused_softmax.runner import launch
+from fused_softmax.ranks import groups as distributed
 
 
 def mine(whole, group):
@@ -67,13 +69,13 @@ def launches(group, name):
         mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0),
     ):
         route.INTERPRET = True
-        fused_softmax.calls.forget()
+        fused_softmax.core.calls.forget()
         for _ in range(2):
             CALLS[name](x, target, group)
         kernels.clear()
         with Counting():
             CALLS[name](x, target, group)
-    fused_softmax.calls.forget()
+    fused_softmax.core.calls.forget()
     distributed._doubts.clear()
     return len(kernels), operations["small"], operations["large"]
 

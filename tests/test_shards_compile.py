@@ -7,11 +7,11 @@ import torch
 from launches import GPUS, launched
 from products import pairwise
 
-from fused_softmax.distributed import Shards
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.over_ranks import launches as calls
 from fused_softmax.ops.softmax import over_ranks as softmax_gradient_sharded
 from fused_softmax.ops.softmax import over_ranks as softmax_over_ranks
+from fused_softmax.ranks.groups import Shards
 
 pytestmark = pytest.mark.compiles
 ROWS, HELD = 8192, 64128

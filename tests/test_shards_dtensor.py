@@ -11,7 +11,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fused_softmax
-from fused_softmax import cross_entropy, linear_cross_entropy, route
+from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax.core import route
 from fused_softmax.ops.losses import sums as loss_sums
 
 WAYS = ["kernels", "torch"]

@@ -11,8 +11,9 @@ from test_shards_dtensor import mesh_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
-from fused_softmax import cross_entropy, distributed, linear_cross_entropy
+from fused_softmax import cross_entropy, linear_cross_entropy
 from fused_softmax.nn import LinearCrossEntropyLoss
+from fused_softmax.ranks import groups as distributed
 
 ROWS, IN, CLASSES = 7, 8, 12
 MEAN_OVER = 4  # ranks, by which fully_shard divides gradients

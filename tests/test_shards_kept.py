@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from sharded import close, differentiated, logits, same_on_all
 
-from fused_softmax import calls, cross_entropy, distributed, route
-from fused_softmax.ops import shard_memory
+from fused_softmax import cross_entropy
+from fused_softmax.core import calls, route
+from fused_softmax.core.runner import launch
 from fused_softmax.ops.losses.over_ranks import launches as loss_sharded_calls
-from fused_softmax.peers import UNEVEN
-from fused_softmax.runner import launch
+from fused_softmax.ranks import groups as distributed
+from fused_softmax.ranks import launches as ranks_launches
+from fused_softmax.ranks import launches as shard_memory
+from fused_softmax.ranks.peers import UNEVEN
 
 N = 2
 WEIGHT = torch.linspace(0.2, 2, 24)
@@ -309,5 +312,5 @@ def test_memory_is_of_the_fast_way_where_its_gpu_is_the_current_one(monkeypatch,
     monkeypatch.setattr(calls, "allocator", lambda device: lambda *sizes: taken.append("general"))
     monkeypatch.setattr(shard_memory, "_empty_strided_cuda", lambda *sizes: taken.append("fast"))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
-    shard_memory.allocator(torch.device("cuda", 1))((2,), (1,), torch.float32)
+    ranks_launches.allocator(torch.device("cuda", 1))((2,), (1,), torch.float32)
     assert taken == ways

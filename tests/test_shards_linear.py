@@ -9,8 +9,8 @@ from products import pairwise
 from sharded import INDICES, N_CLASSES, SIZES, WAYS, by, close, flat, graded_of, logits, over, same_on_all, shard
 
 from fused_softmax import linear_cross_entropy
-from fused_softmax.distributed import Shards
 from fused_softmax.ops.losses.over_ranks.linear import GatheredRows
+from fused_softmax.ranks.groups import Shards
 
 
 def linear_losses(group, way, x, w, bias, target, weight, options, of=1.0):
@@ -118,7 +118,7 @@ def test_all_ranks_take_the_same_chunks(ranks):
 
 def exchanges_of(group, arguments):
     """What a linear loss raised, and how many times this rank had talked to the others by then."""
-    from fused_softmax import distributed
+    from fused_softmax.ranks import groups as distributed
 
     said, gathers = [], distributed._all_gather
     distributed._all_gather = lambda *args, **kwargs: said.append(gathers(*args, **kwargs))

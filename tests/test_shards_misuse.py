@@ -11,7 +11,7 @@ from sharded import INDICES, WAYS, by, close, logits
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy
-from fused_softmax.peers import UNEVEN
+from fused_softmax.ranks.peers import UNEVEN
 
 NEED_GROUP = "n_classes, shard_sizes and transport are of shards, which need group="
 NAMES = ["softmax", "log_softmax", "logsumexp", "cross_entropy"]
@@ -115,7 +115,7 @@ def test_ranks_that_disagree_are_told_in_what(ranks, name, odd):
 
 
 def checked_targets(group):
-    from fused_softmax import distributed
+    from fused_softmax.ranks import groups as distributed
 
     distributed.CHECK = True
     try:
@@ -184,7 +184,7 @@ def test_values_of_scales_and_sinks_are_compared(ranks, name, said):
 
 def long_sizes(group):
     """Sizes of more bytes than ranks send of a call, which differ at their end."""
-    from fused_softmax import distributed
+    from fused_softmax.ranks import groups as distributed
 
     said = {"columns": 3, "rows": 2, "shard_sizes": (10**6,) * 999 + (dist.get_rank(group),)}
     distributed._compare("softmax", group, torch.device("cpu"), said)
@@ -198,7 +198,7 @@ def test_what_is_not_sent_is_compared_too(ranks):
 
 def as_on_a_gpu(group, way, odd, first):
     """Calls that compare nothing beforehand, as where it would cost a wait for the device; the third ones differ."""
-    from fused_softmax import distributed
+    from fused_softmax.ranks import groups as distributed
 
     by(way)
     waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
@@ -243,7 +243,7 @@ def test_what_is_not_compared_beforehand_gives_nan_and_then_an_error(ranks, odd,
 
 def turning(group, way):
     """Calls as on a GPU: evenly cut rows of 6, 14 and 6 columns, and their tokens."""
-    from fused_softmax import distributed
+    from fused_softmax.ranks import groups as distributed
 
     by(way)
     waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
@@ -276,7 +276,7 @@ def launches_of_gather(group):
     """How many operations torch runs for each gather: of 5, 5 and 6 rows, and of 5, 5, 7 and 7 while it is captured."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from fused_softmax import distributed
+    from fused_softmax.ranks import groups as distributed
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

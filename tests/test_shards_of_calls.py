@@ -10,7 +10,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 
 import fused_softmax
-from fused_softmax import attention, penalize, route, sample, speculative_sample
+from fused_softmax import attention, penalize, sample, speculative_sample
+from fused_softmax.core import route
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):

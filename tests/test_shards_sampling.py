@@ -8,7 +8,8 @@ import torch.distributed as dist
 from products import pairwise
 from sharded import SIZES, WAYS, by, logits, over, same_on_all, shard
 
-from fused_softmax import route, sample
+from fused_softmax import sample
+from fused_softmax.core import route
 
 N_ROWS, N_COLS = 5, 37
 
@@ -268,7 +269,7 @@ def seeded_apart(group):
 
 def as_on_a_gpu(group, odd, temperature):
     """Calls that compare nothing beforehand; in the second, ranks ask for different things."""
-    from fused_softmax import distributed
+    from fused_softmax.ranks import groups as distributed
 
     waits, distributed._waits_for_nobody = distributed._waits_for_nobody, lambda device: False
     rank, whole, said = dist.get_rank(group), torch.arange(14.0).reshape(2, 7) * 9, None

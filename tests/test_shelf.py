@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import QUICK
 
-from fused_softmax.kernels.exchange import pack_state, slots_of, tag_of, unpack_state, wait_for
-from fused_softmax.kernels.rows import body_of, edges_of, head_of, load_pieces, whole_vectors
-from fused_softmax.kernels.spec import Row, Rows, Spec
-from fused_softmax.kernels.state import (
+from fused_softmax.core.kernels.exchange import pack_state, slots_of, tag_of, unpack_state, wait_for
+from fused_softmax.core.kernels.rows import body_of, edges_of, head_of, load_pieces, whole_vectors
+from fused_softmax.core.kernels.spec import Row, Rows, Spec
+from fused_softmax.core.kernels.state import (
     NEG_INF,
     exp_at,
     hold_all,

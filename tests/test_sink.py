@@ -17,11 +17,11 @@ from test_scores import DTYPE_PAIRS, VALUES, added, hide, kept, pytestmark, run,
 
 import fused_softmax
 from fused_softmax import nn
+from fused_softmax.core.plan import H200, candidate, plan_reduction
 from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax import scores as scored_calls
 from fused_softmax.ops.softmax.calls import forward_by_plan
 from fused_softmax.ops.softmax.scores import Scores, scores_against
-from fused_softmax.plan import H200, candidate, plan_reduction
 
 FP32, FP16, BF16, FP64 = DTYPES
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp")

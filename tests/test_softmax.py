@@ -18,9 +18,9 @@ from shapes import ALIGNMENTS, DTYPES, FEW, MANY, STRATEGIES, Frame, framed, pla
 from torch.autograd import forward_ad
 
 import fused_softmax
-from fused_softmax import calls, launch
+from fused_softmax.core import calls, launch
+from fused_softmax.core.plan import H200, candidate
 from fused_softmax.ops.softmax.calls import forward_by_plan
-from fused_softmax.plan import H200, candidate
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -930,7 +930,7 @@ def test_cpu_tensors_take_aten_without_the_interpreter(dtype):
     """Bit for bit, for every kind of call."""
     script = f"""
 import torch, fused_softmax
-from fused_softmax import launch
+from fused_softmax.core import launch
 def fail(*a, **k): raise AssertionError("a kernel was prepared")
 launch.prepare = fail
 x = torch.randn(5, 33, 40)

@@ -10,10 +10,10 @@ import torch
 from contract import assert_softmax
 
 import fused_softmax
-from fused_softmax.device import device_of
-from fused_softmax.layout import alignment_of
+from fused_softmax.core.device import device_of
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.plan import candidate, plan_rows
 from fused_softmax.ops.softmax.calls import forward_by_plan
-from fused_softmax.plan import candidate, plan_rows
 
 # A wait of one program for another that never comes ends as NaN after seconds, and a launch that hangs ends here.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]

@@ -10,10 +10,11 @@ import torch
 from click.testing import CliRunner
 from test_imports import python
 
-from fused_softmax import cli, device
+from fused_softmax import cli
 from fused_softmax.bench import commands, measure, tune
 from fused_softmax.bench.tune import Trial
-from fused_softmax.plan import (
+from fused_softmax.core import device
+from fused_softmax.core.plan import (
     H200,
     HELD_BYTES,
     UNBOUNDED,

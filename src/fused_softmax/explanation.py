@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from fused_softmax import calls, launch, route
-from fused_softmax.device import device_of
-from fused_softmax.ops import no_gradient
+from fused_softmax.core import calls, launch, no_gradient, route
+from fused_softmax.core.device import device_of
+from fused_softmax.core.route import Decision, Route
 from fused_softmax.ops.attention import attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.plan.sdpa import entry_of
@@ -27,7 +27,6 @@ from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.softmax import logsumexp, softmax
 from fused_softmax.register import library, patch
-from fused_softmax.route import Decision, Route
 
 KERNEL, OPERATOR, SHARDED, COMPOSED, CUDNN, ATEN, NONE = (
     "kernel", "operator", "sharded", "composed", "cuDNN", "ATen", "none"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fused_softmax.bench.record import Run
-    from fused_softmax.plan import Device
+    from fused_softmax.core.plan import Device
 
 
 def values_of(parse: Callable[[str], Any]) -> Callable[..., list[Any]]:
@@ -236,11 +236,11 @@ def find_device() -> "tuple[Device, bool]":
     with importing():
         import torch
 
-        from fused_softmax.plan import H200
+        from fused_softmax.core.plan import H200
 
         if not torch.cuda.is_available():
             return H200, False
-        from fused_softmax.device import device_of
+        from fused_softmax.core.device import device_of
 
         return device_of(0), True
 

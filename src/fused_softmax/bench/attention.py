@@ -17,8 +17,8 @@ from fused_softmax.bench.attention_kinds import KINDS, Kind, flops
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operation import Operation
 from fused_softmax.bench.providers import Call, Provider
+from fused_softmax.core.plan import Device
 from fused_softmax.ops.attention.plan.sdpa import entry_of
-from fused_softmax.plan import Device
 
 OURS_ALONE = "own kernels"
 SCORES = 2**26  # elements of a step of the formula in float64: half a GiB for each of its tensors

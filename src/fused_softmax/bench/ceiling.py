@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_softmax.device import device_of
+from fused_softmax.core.device import device_of
 
 SHARES = 64
 

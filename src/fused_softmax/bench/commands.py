@@ -328,7 +328,7 @@ def tune(
     with importing():
         from fused_softmax.bench import record, run
         from fused_softmax.bench import tune as tuner
-        from fused_softmax.plan import built_in, tuned
+        from fused_softmax.core.plan import built_in, tuned
 
     chosen, dtypes = chosen or ["softmax"], dtypes or ["float32", "bfloat16"]
     where = out or tuned.path()

@@ -24,10 +24,7 @@ PACKAGE = Path(__file__).parents[1]
 NAME = PACKAGE.name
 
 # Files of what only calls over ranks run through, by patterns below the package.
-OVER_RANKS = (
-    "distributed.py", "peers.py", "ops/*_peers.py", "ops/once.py", "ops/peer_launches.py", "ops/shard_memory.py",
-    "ops/shards.py", "ops/*/by_peers.py", "ops/*/dtensor.py", "ops/*/over_ranks.py", "ops/*/over_ranks/*.py",
-)  # fmt: skip
+OVER_RANKS = ("ranks/*.py", "ops/*/by_peers.py", "ops/*/dtensor.py", "ops/*/over_ranks.py", "ops/*/over_ranks/*.py")
 # Files whose definitions count with every operation: what its figures are compared with.
 ALWAYS = ("classic/*.py",)
 

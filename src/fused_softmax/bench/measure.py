@@ -28,7 +28,7 @@ from fused_softmax.bench.timing import (
     walls,
 )
 from fused_softmax.bench.verify import interpreting
-from fused_softmax.device import device_of
+from fused_softmax.core.device import device_of
 
 # Host time matters only if the GPU does not keep the queue full anyway.
 SMALL_CALL_US = 100

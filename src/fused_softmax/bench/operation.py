@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.ceiling import Ceiling
 from fused_softmax.bench.providers import COMPILED, NEEDS_GPU, OWN, TORCH, Call, Provider, compiled
-from fused_softmax.plan import Device
+from fused_softmax.core.plan import Device
 
 if TYPE_CHECKING:
     from fused_softmax.bench.sampling import Filters

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import COMPILED, OWN, TORCH  # noqa: F401
-from fused_softmax.plan import Alignment, Device, RowPlan, Strategy
+from fused_softmax.core.plan import Alignment, Device, RowPlan, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +66,9 @@ NEEDS_GPU = frozenset({
 
 def forced(strategy: Strategy, x: "Tensor") -> Call:
     """fused_softmax with one strategy, whatever the planner would choose for a tensor like x."""
-    from fused_softmax.device import device_of
+    from fused_softmax.core.device import device_of
+    from fused_softmax.core.plan import candidate
     from fused_softmax.ops.softmax.calls import forward_by_plan
-    from fused_softmax.plan import candidate
 
     n_rows, n_cols = x.shape
     itemsize, device = x.element_size(), device_of(x.get_device())
@@ -78,7 +78,7 @@ def forced(strategy: Strategy, x: "Tensor") -> Call:
 
 def plan_on(device: Device, n_rows: int, n_cols: int, itemsize: int, inputs: int = 1) -> RowPlan:
     """The plan that fused_softmax follows on a device for contiguous rows. inputs=2 is for its gradient."""
-    from fused_softmax.plan import plan_rows
+    from fused_softmax.core.plan import plan_rows
 
     return plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment(n_cols, itemsize), inputs=inputs)
 
@@ -87,7 +87,7 @@ def plan_of(case: Case, x: "Tensor", inputs: int) -> dict[str, Any] | None:
     """The plan for a case on x's device, as a dict. None on a CPU, which takes ATen."""
     if not x.is_cuda:
         return None
-    from fused_softmax.device import device_of
+    from fused_softmax.core.device import device_of
 
     device = device_of(x.get_device())
     return plan_on(device, case.n_rows, case.n_cols, case.itemsize, inputs).data()

@@ -13,10 +13,10 @@ from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.compare import Comparison
 from fused_softmax.bench.record import Point, Run, ceiling_of, floor_of, rows_only, without_figure
 from fused_softmax.classic.naive import naive_traffic
+from fused_softmax.core.plan import Device, RowPlan
 from fused_softmax.ops.attention.plan.hopper import plan_hopper
 from fused_softmax.ops.attention.plan.sdpa import Pass, entry_of
 from fused_softmax.ops.attention.plan.tiles import Tiles, plan_attention
-from fused_softmax.plan import Device, RowPlan
 
 # Statuses that get a column even without a figure. Providers with another status are named beneath the table.
 SHOWN = ("ok", "wrong", "refused", "skipped")

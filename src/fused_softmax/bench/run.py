@@ -20,7 +20,7 @@ from fused_softmax.bench.record import Point, Run
 from fused_softmax.bench.resume import CannotResume, Held, earlier, mismatch
 from fused_softmax.bench.timing import ContextLost
 from fused_softmax.bench.verify import verify
-from fused_softmax.device import device_of
+from fused_softmax.core.device import device_of
 
 # Elements of a tensor of a sweep's own shapes on a CPU. Shapes that the user gives are measured as they are.
 CPU_ELEMENTS = 2**20

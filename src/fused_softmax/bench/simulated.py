@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fused_softmax.bench import tables
 from fused_softmax.bench.cases import Case
-from fused_softmax.plan import H200
+from fused_softmax.core.plan import H200
 
 PLACE = "ranks"
 RANKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fused_softmax.bench.attention_kinds import KINDS
 from fused_softmax.bench.cases import ITEMSIZE, Case, parse_shapes, unique
-from fused_softmax.plan import H200, VECTOR_BYTES, reduction_rung_ends, row_rung_ends
+from fused_softmax.core.plan import H200, VECTOR_BYTES, reduction_rung_ends, row_rung_ends
 
 TUTORIAL, CUSTOM = "tutorial", "custom"
 TUTORIAL_COLS = tuple(128 * i for i in range(2, 100))

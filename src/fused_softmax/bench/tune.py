@@ -20,8 +20,7 @@ from fused_softmax.bench.check import Judge
 from fused_softmax.bench.operations import operation_of
 from fused_softmax.bench.providers import Call
 from fused_softmax.bench.timing import Entrant, GraphTimer, figure, require_context, rotation
-from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
-from fused_softmax.plan import (
+from fused_softmax.core.plan import (
     HELD_BYTES,
     TUNABLE,
     UNBOUNDED,
@@ -36,6 +35,7 @@ from fused_softmax.plan import (
     plan_rows,
     table_of,
 )
+from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 
 WIDTHS = tuple(step * 2**power for power in range(9, 19) for step in (2, 3))[:-1]  # 1024, 1536, 2048, ... 524288
 ELEMENTS = 128 * 2**20
@@ -151,7 +151,7 @@ def _few(found: Sequence[Any]) -> list[Any]:
 
 
 def source(table: Table) -> str:
-    """The ladders as source for plan/ladders.py."""
+    """The ladders as source for core/plan/ladders.py."""
 
     def text(rung: tuple[int, ...]) -> str:
         return f"({', '.join('2**62' if size == UNBOUNDED else str(size) for size in rung)})"

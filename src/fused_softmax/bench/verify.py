@@ -21,7 +21,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import OPERATIONS
 from fused_softmax.bench.providers import CLASSIC, forced
 from fused_softmax.bench.record import Check, one_line
-from fused_softmax.plan import Strategy
+from fused_softmax.core.plan import Strategy
 
 SWITCH = "FUSED_SOFTMAX_INTERPRET"
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_softmax.launch import granted
+from fused_softmax.core.launch import granted
 from fused_softmax.profile.parse import amd_widths, local_bytes, ptx_widths, usage
 
 TARGETS = {

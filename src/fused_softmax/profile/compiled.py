@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 
-from fused_softmax import launch, workspace
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.operations import operation_of
-from fused_softmax.plan import Device, table_of
+from fused_softmax.core import launch, workspace
+from fused_softmax.core.plan import Device, table_of
 from fused_softmax.profile.binary import Compiled, compile_for
 from fused_softmax.profile.parse import Kernel, widths
 from fused_softmax.profile.table import occupancy

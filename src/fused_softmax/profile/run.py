@@ -19,7 +19,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.providers import OWN
 from fused_softmax.bench.record import one_line
 from fused_softmax.bench.report import say
-from fused_softmax.plan import Device
+from fused_softmax.core.plan import Device
 from fused_softmax.profile import command, parse, table
 from fused_softmax.profile.parse import Kernel
 from fused_softmax.profile.target import PROTON_CALLS, SCOPE

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fused_softmax.plan import Device
+from fused_softmax.core.plan import Device
 from fused_softmax.profile.command import STALLS
 from fused_softmax.profile.parse import Kernel
 

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.layout import overlap
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.checks import DTYPES
+from fused_softmax.core.layout import overlap
+from fused_softmax.core.route import INTERPRET, is_sharded, needs_grad, watcher_of
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.losses.cross_entropy import prepare_plain
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_as_aten
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax import logsumexp_calls
-from fused_softmax.options import DTYPES
-from fused_softmax.route import INTERPRET, is_sharded, needs_grad, watcher_of
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
 # Where a thread waits that is within no call of anybody's: by module and function.

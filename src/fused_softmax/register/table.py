@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from fused_softmax.core import no_gradient_operator as no_gradient_rules
+from fused_softmax.core import one_dim
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
@@ -23,7 +25,6 @@ from fused_softmax.ops.softmax import logsumexp as lse_ops
 from fused_softmax.ops.softmax import operators as softmax_rules
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax import softmax as softmax_ops
-from fused_softmax.register import no_gradient_rules, one_dim
 
 
 @dataclass(frozen=True)

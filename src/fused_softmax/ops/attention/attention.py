@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax import autocast
-from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.core import autocast
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.checks import arithmetic_of, is_causal_bias
+from fused_softmax.core.no_gradient import ATTENTION, refuse, refusing
+from fused_softmax.core.route import Route, batched, is_sharded, needs_grad, route_of
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.calls import Gradients, Inputs, Results, prepare_backward, prepare_forward
@@ -28,9 +31,6 @@ from fused_softmax.ops.attention.options import (
 )
 from fused_softmax.ops.attention.over_ranks import attention_on_shards
 from fused_softmax.ops.attention.reference import AttentionOutput
-from fused_softmax.ops.no_gradient import ATTENTION, refuse, refusing
-from fused_softmax.options import arithmetic_of, is_causal_bias
-from fused_softmax.route import Route, batched, is_sharded, needs_grad, route_of
 
 __all__ = ["AttentionOutput", "attention"]
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax import launch, workspace
-from fused_softmax.device import device_of
+from fused_softmax.core import launch, workspace
+from fused_softmax.core.device import device_of
+from fused_softmax.core.runner import TLDTYPES
 from fused_softmax.ops.attention import hopper as attention_hopper
 from fused_softmax.ops.attention.bias import blocks, prepare_bias
 from fused_softmax.ops.attention.hopper_bias import prepare_by_sum
@@ -22,7 +23,6 @@ from fused_softmax.ops.attention.layout import Groups, Pattern, maker, own_sizes
 from fused_softmax.ops.attention.options import Attention
 from fused_softmax.ops.attention.plan.tiles import Tiles, blocks_of, plan_attention
 from fused_softmax.ops.attention.special import prepare_decode, prepare_short, prepare_short_backward, prepare_window
-from fused_softmax.runner import TLDTYPES
 
 _MOST_STRIDE = 2**23  # of the rows of a tile, whose offsets have 32 bits
 _COARSE = 3  # the use of slots

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_softmax import launch
-from fused_softmax.device import device_of
+from fused_softmax.core import launch
+from fused_softmax.core.device import device_of
 from fused_softmax.ops.attention.kernels.hopper.spec import ROW_VECTOR, ROWS, HopperSpec
 from fused_softmax.ops.attention.kernels.spec import NO_MASK
 from fused_softmax.ops.attention.plan.hopper import VECTOR, HopperTiles, plan_hopper, shift_of

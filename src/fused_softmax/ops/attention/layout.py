@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import allocator, contiguous_strides
+from fused_softmax.core.calls import allocator, contiguous_strides
 
 _WORD = 8  # bytes of a mask that are looked at together
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.one_dim import in_front
+from fused_softmax.core.route import on_device
 from fused_softmax.ops.attention import attention as ops
 from fused_softmax.ops.attention.calls import Inputs, Results
 from fused_softmax.ops.attention.options import KERNEL_DTYPES, STATS, Attention
-from fused_softmax.options import arithmetic_of
-from fused_softmax.register.one_dim import in_front
-from fused_softmax.route import on_device
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
 _HOW = (

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.described import described
-from fused_softmax.options import dense_mask, is_causal_bias
+from fused_softmax.core.checks import dense_mask, is_causal_bias
+from fused_softmax.core.described import described
 
 NAME = "attention"
 STATS = ("entropy", "row_max", "column_sums")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_softmax.ops.attention.options import NAME
 from fused_softmax.ops.attention.reference import AttentionOutput
-from fused_softmax.ops.shards import Axes, Cut, cut_of, shard_by_shard
+from fused_softmax.ranks.dtensor import Axes, Cut, cut_of, shard_by_shard
 
 
 def attention_on_shards(

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from fused_softmax.calls import contiguous_strides
-from fused_softmax.device import device_of
+from fused_softmax.core.calls import contiguous_strides
+from fused_softmax.core.device import device_of
+from fused_softmax.core.route import needs_grad
 from fused_softmax.ops.attention.calls import Gradients, Inputs, Results
 from fused_softmax.ops.attention.options import MOST_DIM, Attention
 from fused_softmax.ops.attention.plan.sdpa import Entry, Pass, biased_of, entry_of
-from fused_softmax.route import needs_grad
 
 _APART = -0.0  # dropout, as torch tells its graphs: of equal numbers, but not of equal bits
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax import launch, workspace
+from fused_softmax.core import launch, workspace
 from fused_softmax.ops.attention.hopper import LOG2E, of_heads, of_rows, tiled
 from fused_softmax.ops.attention.kernels.decode import _decode
 from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, WindowSpec

@@ -14,18 +14,18 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_softmax import workspace
-from fused_softmax.calls import Prepared, allocator, find, keep
-from fused_softmax.device import device_of
-from fused_softmax.layout import alignment_of
+from fused_softmax.core import workspace
+from fused_softmax.core.calls import Prepared, allocator, find, keep
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.device import device_of
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.plan import RowPlan, plan_for, plan_loss, plan_reduction
+from fused_softmax.core.runner import overlaps, prepare, spec_of
 from fused_softmax.ops.losses.kernels.gradient import _gradient
 from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
 from fused_softmax.ops.losses.kernels.online import _merge_losses, _online_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.options import LOSS_NUMBERS, Loss
-from fused_softmax.options import arithmetic_of
-from fused_softmax.plan import RowPlan, plan_for, plan_loss, plan_reduction
-from fused_softmax.runner import overlaps, prepare, spec_of
 
 WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax import autocast
-from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Over, Refusing, Transport, check_over, over_of, shards_of, sizes_of
-from fused_softmax.ops.gather_peers import peers_of, told_by
+from fused_softmax.core import autocast
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.no_gradient import LOSS, refusing
+from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.options import Loss, check_logits, check_lse, loss_of, refused_loss
@@ -26,12 +27,11 @@ from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, prepare_los
 from fused_softmax.ops.losses.over_ranks.states import sharded
 from fused_softmax.ops.losses.overwritten import begin_overwriting, check_overwritten
 from fused_softmax.ops.losses.steps import Kind, Steps, as_rows, differentiated, prepare_steps, rows_of, run_steps
-from fused_softmax.ops.no_gradient import LOSS, refusing
-from fused_softmax.ops.shards import as_dtensor
 from fused_softmax.ops.softmax.scores import kind_of_scale
-from fused_softmax.options import arithmetic_of
-from fused_softmax.peers import UNEVEN, Peers, known
-from fused_softmax.route import Route, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.ranks.dtensor import as_dtensor
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Over, Refusing, Transport, check_over, over_of, shards_of, sizes_of
+from fused_softmax.ranks.peers import UNEVEN, Peers, known
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without

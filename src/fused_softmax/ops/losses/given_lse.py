@@ -5,14 +5,14 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from fused_softmax import launch
-from fused_softmax.calls import Prepared, allocator, find, keep
+from fused_softmax.core import launch
+from fused_softmax.core.calls import Prepared, allocator, find, keep
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.runner import TLDTYPES, has_ptx
 from fused_softmax.ops.losses.calls import Given, LossRows, given_of
 from fused_softmax.ops.losses.kernels.online import _loss_given_lse
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.options import arithmetic_of
-from fused_softmax.runner import TLDTYPES, has_ptx
 
 _ROWS = 128  # of a program
 

@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.device import device_of
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.device import device_of
+from fused_softmax.core.plan import VECTOR_BYTES
+from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses.calls import LossRows
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.kernels.transposed import (
@@ -29,9 +32,6 @@ from fused_softmax.ops.losses.kernels.transposed import (
     _token_stats,
 )
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.options import arithmetic_of
-from fused_softmax.plan import VECTOR_BYTES
-from fused_softmax.runner import TLDTYPES, has_ptx, prepare
 
 MULTIPLE = 128  # of classes, that matrix products like; and of those that a program reads at a time
 _CHUNKS = 8  # fewer add the weight's gradient up in less time than it takes to make logits again

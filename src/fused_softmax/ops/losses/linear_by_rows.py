@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.route import on_device, readable
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.calls import LossRows
 from fused_softmax.ops.losses.linear_by_classes import add_product, without
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import multiply
-from fused_softmax.options import arithmetic_of
-from fused_softmax.route import on_device, readable
 
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
 _CHUNK_ROWS = 128  # a multiple that matrix products like

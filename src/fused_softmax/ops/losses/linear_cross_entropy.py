@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax import autocast
-from fused_softmax.described import described
-from fused_softmax.distributed import Refusing, Transport, check_over, over_of, shards_of, sizes_of
-from fused_softmax.ops.gather_peers import peers_of, told_by
+from fused_softmax.core import autocast
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.described import described
+from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
+from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.cross_entropy import (
     CHECK,
@@ -49,10 +50,9 @@ from fused_softmax.ops.losses.over_ranks.dtensor import (
 from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, LinearSharded, OfCall
 from fused_softmax.ops.losses.steps import differentiable_gradients
 from fused_softmax.ops.losses.sums import finish, totals_of
-from fused_softmax.ops.no_gradient import LOSS, refuse, refusing, saved_of
-from fused_softmax.ops.shards import as_dtensor
-from fused_softmax.options import arithmetic_of
-from fused_softmax.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.ranks.dtensor import as_dtensor
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Refusing, Transport, check_over, over_of, shards_of, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without

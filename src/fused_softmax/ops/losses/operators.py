@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
@@ -20,8 +22,6 @@ from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.steps import Kind, differentiable_gradient, losses_of
 from fused_softmax.ops.losses.sums import totals_of
-from fused_softmax.options import arithmetic_of
-from fused_softmax.route import on_device
 
 _LOSS = (
     'Tensor? weight=None, int ignore_index=-100, str reduction="mean", float label_smoothing=0.0, float? softcap=None, '

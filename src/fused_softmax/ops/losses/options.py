@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.described import described, typed
-from fused_softmax.options import DTYPES
+from fused_softmax.core.checks import DTYPES
+from fused_softmax.core.described import described, typed
 
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fused_softmax.ops.softmax.calls import bump_version
+from fused_softmax.core.calls import bump_version
 
 
 class _Place(NamedTuple):

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, find, keep
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.calls import LossRows, backward, forward, given_of, is_whole, prepare_losses
 from fused_softmax.ops.losses.given_lse import forward_given_lse, prepare_given_lse
@@ -26,9 +29,6 @@ from fused_softmax.ops.losses.sums import (
     prepare_totals,
     totals_of,
 )
-from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
-from fused_softmax.options import arithmetic_of
-from fused_softmax.route import batched, needs_grad, resolved
 
 
 class Kind(NamedTuple):

@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fused_softmax import launch
-from fused_softmax.calls import Prepared, allocator, find, keep
-from fused_softmax.device import device_of
+from fused_softmax.core import launch
+from fused_softmax.core.calls import Prepared, allocator, find, keep
+from fused_softmax.core.device import device_of
+from fused_softmax.core.runner import TLDTYPES, overlapping, overlaps
 from fused_softmax.ops.losses.calls import LossRows, picked_of, ticket_of
 from fused_softmax.ops.losses.kernels.gradient import _finish, _multiply, _totals
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.runner import TLDTYPES, overlapping, overlaps
 
 _COUNTED = 2048  # targets that a program counts at a time
 _ADDED = 8192  # values that one program adds; more are added by _ADDERS

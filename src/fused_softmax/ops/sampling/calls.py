@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import allocator
-from fused_softmax.device import device_of
+from fused_softmax.core.calls import allocator
+from fused_softmax.core.device import device_of
 from fused_softmax.ops.sampling.kernels.kept import _stretches
 from fused_softmax.ops.sampling.kernels.report import _report
 from fused_softmax.ops.sampling.launches import (

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.ops.shards import Axes, as_dtensor, cut_of, mesh_of, shard_by_shard
+from fused_softmax.ranks.dtensor import Axes, as_dtensor, cut_of, mesh_of, shard_by_shard
 
 
 def rows_on_shards(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.core.route import needs_grad
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import rows_on_shards
 from fused_softmax.ops.sampling.options import (
@@ -21,8 +22,7 @@ from fused_softmax.ops.sampling.options import (
     top_k_of,
     top_p_of,
 )
-from fused_softmax.ops.shards import mesh_of
-from fused_softmax.route import needs_grad
+from fused_softmax.ranks.dtensor import mesh_of
 
 _CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}
 

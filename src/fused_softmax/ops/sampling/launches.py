@@ -16,9 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_softmax import launch, workspace
-from fused_softmax.calls import allocator
-from fused_softmax.device import device_of
+from fused_softmax.core import launch, workspace
+from fused_softmax.core.calls import allocator
+from fused_softmax.core.device import device_of
+from fused_softmax.core.runner import has_ptx, overlapping, overlaps
 from fused_softmax.ops.sampling.kernels.above import _draw_above
 from fused_softmax.ops.sampling.kernels.kept import _choose, _stretches
 from fused_softmax.ops.sampling.kernels.plain import _draw
@@ -27,7 +28,6 @@ from fused_softmax.ops.sampling.kernels.wide import _bound, _draw_within, _weigh
 from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput, unpacked
-from fused_softmax.runner import has_ptx, overlapping, overlaps
 
 MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.layout import overlap_like
+from fused_softmax.core.layout import overlap_like
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.launches import (
     FEW,

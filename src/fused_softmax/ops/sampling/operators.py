@@ -5,10 +5,10 @@ A generator is no argument of an operator, so a call draws its seed of it before
 
 import torch
 
+from fused_softmax.core.route import on_device
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.one_device import draws_of
 from fused_softmax.ops.sampling.options import Sampling
-from fused_softmax.route import on_device
 
 # Results that are not asked for are empty. A number of rows counts where there is no tensor of it.
 SAMPLE = (

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fused_softmax.described import described, typed
+from fused_softmax.core.described import described, typed
 
 Order = Literal["sequential", "joint"]
 Logprobs = Literal["raw", "processed"]

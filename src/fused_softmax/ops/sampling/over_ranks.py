@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.distributed import Over, Refusing, Shards, check_over, gather, shards_of, sizes_of
 from fused_softmax.ops.sampling.options import (
     Sampling,
     check_logits,
@@ -25,7 +24,8 @@ from fused_softmax.ops.sampling.options import (
     sampling_of,
 )
 from fused_softmax.ops.sampling.reference import SampleOutput
-from fused_softmax.peers import choose
+from fused_softmax.ranks.groups import Over, Refusing, Shards, check_over, gather, shards_of, sizes_of
+from fused_softmax.ranks.peers import choose
 
 _NAME = "sample"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fused_softmax.plan.device import Device
-from fused_softmax.plan.sizes import next_power_of_2
+from fused_softmax.core.plan.device import Device
+from fused_softmax.core.plan.sizes import next_power_of_2
 
 STRETCH = 1024  # columns that the lanes of a warp share
 
@@ -52,7 +52,7 @@ class DrawPlan:
 def plan_draws(n_draws: int, n_cols: int, itemsize: int, device: Device) -> DrawPlan:
     """The plan for draws from rows of n_cols logits.
 
-    >>> from fused_softmax.plan import H200
+    >>> from fused_softmax.core.plan import H200
     >>> plan_draws(8, 128256, 2, H200).parts
     32
     """

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Transport, over_of
-from fused_softmax.ops.no_gradient import refusing
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.no_gradient import refusing
+from fused_softmax.core.route import Route, is_sharded, needs_grad, route_of
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import draws_on_shards
 from fused_softmax.ops.sampling.launches import (
@@ -43,8 +43,8 @@ from fused_softmax.ops.sampling.options import (
 )
 from fused_softmax.ops.sampling.over_ranks import sample_of_shards
 from fused_softmax.ops.sampling.reference import SampleOutput
-from fused_softmax.ops.shards import Axes, mesh_of
-from fused_softmax.route import Route, is_sharded, needs_grad, route_of
+from fused_softmax.ranks.dtensor import Axes, mesh_of
+from fused_softmax.ranks.groups import Transport, over_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.device import device_of
+from fused_softmax.core.device import device_of
 from fused_softmax.ops.sampling import calls as sample_reports
 from fused_softmax.ops.sampling.launches import Numbers, spec_of
 from fused_softmax.ops.sampling.options import Sampling

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, contiguous_strides, find, keep
-from fused_softmax.distributed import CHECK, Over, Shards
-from fused_softmax.kernels.spec import ScoreSpec
-from fused_softmax.layout import alignment_of, flatten, held_bytes
-from fused_softmax.ops.gather_peers import told_by
-from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
-from fused_softmax.ops.shard_memory import allocator
+from fused_softmax.core.calls import Prepared, contiguous_strides, find, keep
+from fused_softmax.core.kernels.spec import ScoreSpec
+from fused_softmax.core.layout import alignment_of, flatten, held_bytes
+from fused_softmax.core.route import needs_grad
+from fused_softmax.core.runner import spec_of
 from fused_softmax.ops.softmax.kernels.peers import _peer_forward
 from fused_softmax.ops.softmax.over_ranks import SoftmaxOfShard
 from fused_softmax.ops.softmax.scores import Scores
-from fused_softmax.peers import Peers, known
-from fused_softmax.route import needs_grad
-from fused_softmax.runner import spec_of
+from fused_softmax.ranks.gather import told_by
+from fused_softmax.ranks.groups import CHECK, Over, Shards
+from fused_softmax.ranks.launches import DTYPES, Facts, PeerLaunch, allocator, facts_of, plan_of, prepare_launch
+from fused_softmax.ranks.peers import Peers, known
 
 
 def kept_softmax(name: str, input: Any, dim: Any, dtype: Any, over: Over) -> Tensor | None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
-from fused_softmax.layout import (
+from fused_softmax.core.calls import Prepared, allocator, bump_version, contiguous_strides, find, keep
+from fused_softmax.core.layout import (
     as_rows,
     column_dims,
     columns_of,
@@ -21,6 +21,9 @@ from fused_softmax.layout import (
     rows_of,
     rows_to_write,
 )
+from fused_softmax.core.plan import RowPlan, plan_for
+from fused_softmax.core.route import INTERPRET
+from fused_softmax.core.runner import READ
 from fused_softmax.ops.softmax.launches import (
     keep_first_max,
     plan_backward,
@@ -42,11 +45,6 @@ from fused_softmax.ops.softmax.scores import (
     supplied,
     supplier,
 )
-from fused_softmax.plan import RowPlan, plan_for
-from fused_softmax.route import INTERPRET
-from fused_softmax.runner import READ
-
-bump_version = torch._C._increment_version
 
 
 def forward(log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = None, scores: Scores = PLAIN):

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, find
+from fused_softmax.core.calls import Prepared, find
+from fused_softmax.core.checks import DTYPES, arithmetic_in, arithmetic_of
+from fused_softmax.core.route import Route, route_of, runs_here
+from fused_softmax.core.runner import FP8
 from fused_softmax.ops.softmax import logsumexp_calls, reference
 from fused_softmax.ops.softmax.calls import backward, backward_key
 from fused_softmax.ops.softmax.scores import Scores
-from fused_softmax.options import DTYPES, arithmetic_in, arithmetic_of
-from fused_softmax.route import Route, route_of, runs_here
-from fused_softmax.runner import FP8
 
 
 class Differentiated(NamedTuple):

@@ -9,9 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_softmax.device import device_of
-from fused_softmax.kernels.spec import ADDED_MASK, GradientSpec, ScoreSpec
-from fused_softmax.layout import alignment_of, held_bytes, sizes_of
+from fused_softmax.core.device import device_of
+from fused_softmax.core.kernels.spec import ADDED_MASK, GradientSpec, ScoreSpec
+from fused_softmax.core.layout import alignment_of, held_bytes, sizes_of
+from fused_softmax.core.plan import H200, VECTOR_BYTES, RowPlan, plan_rows
+from fused_softmax.core.runner import TLDTYPES, Run, format_of, has_ptx, prepare, spec_of
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.kernels.causal import _causal_forward
 from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec
@@ -20,8 +22,6 @@ from fused_softmax.ops.softmax.kernels.forward import _part_forward, _stream_for
 from fused_softmax.ops.softmax.kernels.gradient import _part_backward, _stream_backward, _stream_dot, _tile_backward
 from fused_softmax.ops.softmax.plan import ColumnPlan, plan_columns
 from fused_softmax.ops.softmax.scores import PLAIN, PLAIN_COLUMNS, ScoreLayout, Scores, scores_against
-from fused_softmax.plan import H200, VECTOR_BYTES, RowPlan, plan_rows
-from fused_softmax.runner import TLDTYPES, Run, format_of, has_ptx, prepare, spec_of
 
 _SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the result's dtype
 _LENGTHS = 4  # of causal rows, each with code of its own

@@ -6,10 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, allocator, contiguous_strides, find, keep
-from fused_softmax.device import device_of
-from fused_softmax.kernels.spec import ScoreSpec
-from fused_softmax.layout import (
+from fused_softmax.core.calls import Prepared, allocator, bump_version, contiguous_strides, find, keep
+from fused_softmax.core.checks import sized
+from fused_softmax.core.device import device_of
+from fused_softmax.core.kernels.spec import ScoreSpec
+from fused_softmax.core.layout import (
     alignment_of,
     as_rows,
     columns_of,
@@ -19,15 +20,14 @@ from fused_softmax.layout import (
     rows_to_write,
     sizes_of,
 )
-from fused_softmax.ops.arguments import sized
-from fused_softmax.ops.softmax.calls import bump_version, leading_of
+from fused_softmax.core.plan import COLUMN_POSITIONS, RowPlan, plan_for, plan_reduction
+from fused_softmax.core.runner import READ, Run, format_of, prepare, spec_of
+from fused_softmax.ops.softmax.calls import leading_of
 from fused_softmax.ops.softmax.kernels.columns import _column_logsumexp
 from fused_softmax.ops.softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
 from fused_softmax.ops.softmax.launches import run_columns
 from fused_softmax.ops.softmax.plan import ColumnPlan
 from fused_softmax.ops.softmax.scores import PLAIN, Scores, kind_of_scale, scores_against, supplied, supplier
-from fused_softmax.plan import COLUMN_POSITIONS, RowPlan, plan_for, plan_reduction
-from fused_softmax.runner import READ, Run, format_of, prepare, spec_of
 
 
 def forward(

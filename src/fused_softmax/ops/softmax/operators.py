@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.core import one_dim
+from fused_softmax.core.checks import DTYPES, arithmetic_in
+from fused_softmax.core.one_dim import in_front
+from fused_softmax.core.route import on_device
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax import logsumexp as lse_ops
 from fused_softmax.ops.softmax import logsumexp_calls, reference
 from fused_softmax.ops.softmax.gradients import differentiable_backward, save_for_gradients
 from fused_softmax.ops.softmax.scores import Scores, scores_of
-from fused_softmax.options import DTYPES, arithmetic_in
-from fused_softmax.register import one_dim
-from fused_softmax.register.one_dim import in_front
-from fused_softmax.route import on_device
 
 SCORED = (
     'float? scale=None, Tensor? row_scale=None, Tensor? mask=None, bool is_causal=False, str masked_rows="nan", '

@@ -21,22 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, contiguous_strides, find, keep
-from fused_softmax.device import device_of
-from fused_softmax.distributed import Over, Shards, gather, shards_of
-from fused_softmax.kernels.spec import GradientSpec
-from fused_softmax.layout import alignment_of, flatten
+from fused_softmax.core.calls import Prepared, contiguous_strides, find, keep
+from fused_softmax.core.checks import DTYPES, arithmetic_in, dense_mask
+from fused_softmax.core.device import device_of
+from fused_softmax.core.kernels.spec import GradientSpec
+from fused_softmax.core.layout import alignment_of, flatten
+from fused_softmax.core.plan import RowPlan, candidate
+from fused_softmax.core.route import needs_grad, resolved, runs_here
+from fused_softmax.core.runner import TLDTYPES, prepare, spec_of
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.once import once
-from fused_softmax.ops.shard_memory import allocator
 from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.kernels.gradient import _stream_backward, _stream_dot
 from fused_softmax.ops.softmax.scores import PLAIN, Scores, kind_of_scale, scores_of
-from fused_softmax.options import DTYPES, arithmetic_in, dense_mask
-from fused_softmax.plan import RowPlan, candidate
-from fused_softmax.route import needs_grad, resolved, runs_here
-from fused_softmax.runner import TLDTYPES, prepare, spec_of
+from fused_softmax.ranks.first_derivative import once
+from fused_softmax.ranks.groups import Over, Shards, gather, shards_of
+from fused_softmax.ranks.launches import allocator
 
 _NOWHERE = -100  # a target that no row has
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fused_softmax.plan.device import Device
-from fused_softmax.plan.ladders import (
+from fused_softmax.core.plan.device import Device
+from fused_softmax.core.plan.ladders import (
     COLUMN_BYTES,
     COLUMN_FEW,
     COLUMN_FEW_BYTES,
@@ -25,7 +25,7 @@ from fused_softmax.plan.ladders import (
     COLUMN_SCARCE_BYTES,
     COLUMN_WARPS,
 )
-from fused_softmax.plan.sizes import VECTOR_BYTES, next_power_of_2
+from fused_softmax.core.plan.sizes import VECTOR_BYTES, next_power_of_2
 
 
 @dataclass(frozen=True)

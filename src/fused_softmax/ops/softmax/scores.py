@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fused_softmax.described import described, typed
-from fused_softmax.kernels.spec import ADDED_MASK, BOOL_MASK, NO_MASK
-from fused_softmax.layout import Order, _coalesced, last
-from fused_softmax.options import DTYPES, _broadcast, arithmetic_in
+from fused_softmax.core.checks import DTYPES, _broadcast, arithmetic_in
+from fused_softmax.core.described import described, typed
+from fused_softmax.core.kernels.spec import ADDED_MASK, BOOL_MASK, NO_MASK
+from fused_softmax.core.layout import Order, _coalesced, last
 
 MaskedRows = Literal["nan", "zero"]
 

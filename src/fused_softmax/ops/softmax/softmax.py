@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from fused_softmax import autocast
-from fused_softmax.calls import find, keep
-from fused_softmax.distributed import Refusing, Transport, check_over, over_of, sizes_of
-from fused_softmax.ops.arguments import check, sized
-from fused_softmax.ops.gather_peers import peers_of, told_by
-from fused_softmax.ops.shards import mesh_of, on_shards
+from fused_softmax.core import autocast
+from fused_softmax.core.calls import find, keep
+from fused_softmax.core.checks import DTYPES, arithmetic_in, check, dense_mask, sized
+from fused_softmax.core.route import Route, needs_grad, resolved, route_of
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.by_peers import in_one_launch, kept_softmax, softmax_by_peers
 from fused_softmax.ops.softmax.calls import prepare_call
 from fused_softmax.ops.softmax.gradients import with_gradient
 from fused_softmax.ops.softmax.over_ranks import scores_of_shard, shards_of_dim, softmax_of_shards
 from fused_softmax.ops.softmax.scores import MaskedRows, is_plain, kind_of_scale, kind_of_sink, scores_of
-from fused_softmax.options import DTYPES, arithmetic_in, dense_mask
-from fused_softmax.route import Route, needs_grad, resolved, route_of
+from fused_softmax.ranks.dtensor import mesh_of, on_shards
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Refusing, Transport, check_over, over_of, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without

@@ -12,7 +12,7 @@ Traffic: key and value once; the states of the parts are written and read once, 
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.attention.kernels.forward import store_rows, visit, with_sink
 from fused_softmax.ops.attention.kernels.scores import dense_head, head_at, keys_seen, place_of, unit_of
 from fused_softmax.ops.attention.kernels.spec import Added, Place, Sizes

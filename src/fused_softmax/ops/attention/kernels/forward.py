@@ -10,7 +10,7 @@ Traffic: query, output and lse once; key and value once for each tile of queries
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF
+from fused_softmax.core.kernels.state import LN2, LOG2E, NEG_INF
 from fused_softmax.ops.attention.kernels.hidden import keys_to_visit, next_tile
 from fused_softmax.ops.attention.kernels.scores import (
     dense_head,

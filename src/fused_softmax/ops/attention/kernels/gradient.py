@@ -13,7 +13,7 @@ Traffic: query, key, value, dO once a tile of the other length; delta, lse once 
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import LOG2E, NEG_INF
+from fused_softmax.core.kernels.state import LOG2E, NEG_INF
 from fused_softmax.ops.attention.kernels.hidden import (
     BITS,
     bits_of,

@@ -8,7 +8,7 @@ Traffic: if one of the first ROWS queries of a tile sees a key, their part of th
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.attention.kernels.spec import ADDED_MASK
 
 _ADDED = tl.constexpr(ADDED_MASK)

@@ -11,9 +11,8 @@ Tiles come as [queries, keys] or as [keys, queries]: rows and cols broadcast aga
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import LOG2E, NEG_INF
+from fused_softmax.core.kernels.state import LOG2E, NEG_INF, capped
 from fused_softmax.ops.attention.kernels.spec import ADDED_MASK, BOOL_MASK, Head, Place
-from fused_softmax.ops.losses.kernels.common import capped
 
 _ADDED, _BOOL = tl.constexpr(ADDED_MASK), tl.constexpr(BOOL_MASK)
 HUGE = tl.constexpr(2.0**28)  # a maximum in units of log 2, at which e is 8 at most

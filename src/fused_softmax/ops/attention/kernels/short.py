@@ -13,7 +13,7 @@ Traffic: forward query, key, value, output and lse once; backward query, key, va
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import LOG2E, NEG_INF
+from fused_softmax.core.kernels.state import LOG2E, NEG_INF
 from fused_softmax.ops.attention.kernels.forward import store_rows, with_sink
 from fused_softmax.ops.attention.kernels.gradient import before_cap
 from fused_softmax.ops.attention.kernels.scores import (

@@ -5,8 +5,8 @@ How attention of narrow windows meets sm_90: all keys that a tile of queries see
 
 from dataclasses import dataclass
 
+from fused_softmax.core.plan.device import Device
 from fused_softmax.ops.attention.plan.tiles import padded
-from fused_softmax.plan.device import Device
 
 CAPABILITY = (9, 0)
 # Consumers, rows of a tile that goes by, tiles in shared memory, registers of a consumer's thread.
@@ -77,7 +77,7 @@ def plan_hopper(
     left: whether the window has a bound there. window: keys that each query sees, where it has one on both sides.
     bias, softcap, alibi: whether scores have one, or slopes.
 
-    >>> from fused_softmax.plan import H200
+    >>> from fused_softmax.core.plan import H200
     >>> plan_hopper(128, 128, 2, 4096, H200)
     HopperTiles(consumers=2, block=128, stages=2, registers=240, block_d=128, block_v=128)
     """
@@ -166,7 +166,7 @@ def plan_window(
 
     n_heads: of all batches; group: those that share keys. None where windows are wide or unbounded, or queries few.
 
-    >>> from fused_softmax.plan import H200
+    >>> from fused_softmax.core.plan import H200
     >>> plan_window(64, 64, 2, 8192, 128, 8, 127, 0, H200)
     WindowPlan(pieces=3, cut_left=1, key_stages=2, span=8)
     """

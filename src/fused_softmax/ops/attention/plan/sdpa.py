@@ -7,7 +7,7 @@ A GPU that is not in ENTRIES keeps the kernels of this package: nothing was meas
 from dataclasses import dataclass
 from typing import Literal
 
-from fused_softmax.plan.device import Device
+from fused_softmax.core.plan.device import Device
 
 Pass = Literal["forward", "backward"]
 LEAST_LENGTH = 128  # of queries and keys; the shortest that was timed is 197, and one query is another kernel's work
@@ -81,7 +81,7 @@ def entry_of(
 ) -> Entry | None:
     """The entry by which this pass of plain attention goes to cuDNN; None if the kernels of this package compute it.
 
-    >>> from fused_softmax.plan import H200
+    >>> from fused_softmax.core.plan import H200
     >>> entry_of("backward", 128, 128, 2, 4096, 4096, H200).most_dim
     128
     >>> entry_of("backward", 96, 96, 2, 1001, 1001, H200) is None

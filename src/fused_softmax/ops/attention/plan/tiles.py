@@ -10,8 +10,8 @@ How short attention meets the chip: all queries and keys of a head are one tile,
 
 from dataclasses import dataclass
 
-from fused_softmax.plan.device import Device
-from fused_softmax.plan.sizes import next_power_of_2
+from fused_softmax.core.plan.device import Device
+from fused_softmax.core.plan.sizes import next_power_of_2
 
 # Queries and keys of a tile, warps, stages of the pipeline.
 Rung = tuple[int, int, int, int]
@@ -91,7 +91,7 @@ def plan_attention(
     extras: how many things are done to scores beside hiding what comes after a query. window: keys that each query
     sees, where that has a bound on both sides.
 
-    >>> from fused_softmax.plan import H200
+    >>> from fused_softmax.core.plan import H200
     >>> plan_attention(128, 128, 2, 4096, 4096, H200).forward
     Tiles(block_m=128, block_n=64, num_warps=8, num_stages=3)
     """
@@ -204,7 +204,7 @@ def plan_decode(
 
     n_keys: those that are seen.
 
-    >>> from fused_softmax.plan import H200
+    >>> from fused_softmax.core.plan import H200
     >>> plan_decode(128, 128, 2, 1, 4, 8, 65536, H200).parts
     32
     """
@@ -262,7 +262,7 @@ def plan_short(
 ) -> ShortPlan | None:  # fmt: skip
     """The plan of "forward" or "backward"; None where heads are too long, or too few.
 
-    >>> from fused_softmax.plan import H200
+    >>> from fused_softmax.core.plan import H200
     >>> plan_short("forward", 32, 32, 2, 49, 49, 4096, 4, H200).parts
     132
     """

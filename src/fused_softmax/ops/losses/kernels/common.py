@@ -8,10 +8,10 @@ dloss / dz_c = p_c a - [c = t] b - w_c u,  p = exp(z - lse),  with the Shares a,
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.follow import wait_for_launch_before
-from fused_softmax.kernels.rows import load_edge, load_pieces
-from fused_softmax.kernels.spec import Edge
-from fused_softmax.kernels.state import NEG_INF, exp_at, rounded_product, scores_of, widen
+from fused_softmax.core.kernels.exchange import wait_for_launch_before
+from fused_softmax.core.kernels.rows import load_edge, load_pieces
+from fused_softmax.core.kernels.spec import Edge
+from fused_softmax.core.kernels.state import NEG_INF, capped, exp_at, rounded_product, scores_of, widen
 from fused_softmax.ops.losses.kernels.spec import Numbers, Shares, Target
 
 
@@ -25,33 +25,6 @@ def numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K: tl.cons
     else:
         zero = tl.zeros([], K.state_dtype)
         return Numbers(zero + factor, zero + cap, zero + smoothing, zero + lse_square_scale)
-
-
-@triton.jit
-def capped(z, cap):
-    """cap * tanh(z / cap); near 0 by a polynomial, for 1 - exp(-2 z / cap) would lose all digits there."""
-    size = tl.abs(z)
-    y = size / cap
-    q = y * y
-    if z.dtype.is_fp64():  # (tanh(y) / y - 1) / y ** 2 up to y = 0.55, to 2e-18; in fp32 to 4e-9
-        c = q * -2.06027653763663395e-5 + 8.51131368557767122e-5
-        c = c * q - 2.34634741088723713e-4
-        c = c * q + 5.88936052007405776e-4
-        c = c * q - 1.45566183010071603e-3
-        c = c * q + 3.59211037868902388e-3
-        c = c * q - 8.86323439781435484e-3
-        c = c * q + 2.18694884936669419e-2
-        c = c * q - 5.39682539674340145e-2
-        c = c * q + 1.33333333333327148e-1
-        c = c * q - 3.33333333333333326e-1
-    else:
-        c = q * -6.61022783111473421e-3 + 2.13093886644434736e-2
-        c = c * q - 5.39094288274605454e-2
-        c = c * q + 1.33331137290208719e-1
-        c = c * q - 3.33333320079769797e-1
-    e = tl.exp(-2.0 * y)
-    top = tl.where(y < 0.55, size + size * (q * c), cap - cap * (2.0 * e / (1.0 + e)))
-    return tl.where(z < 0, -top, tl.where(z == z, top, z))
 
 
 @triton.jit

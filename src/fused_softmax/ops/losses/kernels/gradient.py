@@ -7,10 +7,10 @@ Traffic: the logits are read once and the gradient is written once (2MN); a prod
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
-from fused_softmax.kernels.rows import body_of, tile_part_of, whole_vectors
-from fused_softmax.kernels.spec import Rows
-from fused_softmax.kernels.state import scores_of
+from fused_softmax.core.kernels.exchange import let_next_begin, wait_for_launch_before
+from fused_softmax.core.kernels.rows import body_of, tile_part_of, whole_vectors
+from fused_softmax.core.kernels.spec import Rows
+from fused_softmax.core.kernels.state import scores_of
 from fused_softmax.ops.losses.kernels.common import (
     gradient_of_logits,
     load_edge_logits,

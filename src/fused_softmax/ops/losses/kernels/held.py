@@ -8,20 +8,31 @@ every program would have to wait for its target before it asks for its row.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
-from fused_softmax.kernels.rows import (
+from fused_softmax.core.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
+from fused_softmax.core.kernels.rows import (
     body_of,
     edges_of,
+    first_max_of,
     load_edge,
     part_of,
     prefetch_part,
     row_of_part,
     store_piece,
+    sum_of_row,
     tile_of,
     whole_vectors,
 )
-from fused_softmax.kernels.spec import Parts, Rows, RowScores
-from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, exp_at, hold_all, log_sum_of, max_of, origin_of, scores_of
+from fused_softmax.core.kernels.spec import Parts, Rows, RowScores
+from fused_softmax.core.kernels.state import (
+    NEG_INF,
+    NO_COLUMN,
+    exp_at,
+    hold_all,
+    log_sum_of,
+    max_of,
+    origin_of,
+    scores_of,
+)
 from fused_softmax.ops.losses.kernels.common import (
     entropy_terms,
     finish_edge,
@@ -43,7 +54,6 @@ from fused_softmax.ops.losses.kernels.common import (
     zero_of,
 )
 from fused_softmax.ops.losses.kernels.spec import HeldLoss, LossRow
-from fused_softmax.ops.softmax.kernels.scores import first_max_of, sum_of_row
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ignore_index"])

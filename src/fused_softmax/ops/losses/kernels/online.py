@@ -9,9 +9,9 @@ Traffic: the target's logit and the lse of every row. The gradient is `loss_grad
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.rows import body_of, load_edge, whole_vectors
-from fused_softmax.kernels.spec import Rows
-from fused_softmax.kernels.state import (
+from fused_softmax.core.kernels.rows import body_of, first_max_of, lanes_of_part, load_edge, whole_vectors
+from fused_softmax.core.kernels.spec import Rows
+from fused_softmax.core.kernels.state import (
     NEG_INF,
     NO_COLUMN,
     exp_at,
@@ -39,8 +39,6 @@ from fused_softmax.ops.losses.kernels.common import (
     weight_total,
     zero_of,
 )
-from fused_softmax.ops.softmax.kernels.logsumexp import lanes_of_part
-from fused_softmax.ops.softmax.kernels.scores import first_max_of
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "ignore_index"])

@@ -9,7 +9,7 @@ Traffic: the logits of the targets, and the numbers.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.losses.kernels.common import load_target_logit, logits_of, numbers_of, slope_of, weight_total
 from fused_softmax.ops.losses.kernels.spec import Target
 

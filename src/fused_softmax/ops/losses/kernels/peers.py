@@ -8,10 +8,9 @@ and 8 a row.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.peers import announce, bases_of, collect, state_of, tell, turn_of
-from fused_softmax.kernels.rows import part_of, prefetch_part, whole_vectors
-from fused_softmax.kernels.spec import Rows, RowScores
-from fused_softmax.kernels.state import NEG_INF, hold_all, log_sum_of
+from fused_softmax.core.kernels.rows import part_of, prefetch_part, sum_of_row, whole_vectors
+from fused_softmax.core.kernels.spec import Rows, RowScores
+from fused_softmax.core.kernels.state import NEG_INF, hold_all, log_sum_of
 from fused_softmax.ops.losses.kernels.common import (
     load_target_logit,
     numbers_of,
@@ -23,7 +22,7 @@ from fused_softmax.ops.losses.kernels.common import (
 )
 from fused_softmax.ops.losses.kernels.held import load_part, max_of_part, store_part, store_zeros, sum_losses
 from fused_softmax.ops.losses.kernels.spec import LossRow, Target
-from fused_softmax.ops.softmax.kernels.scores import sum_of_row
+from fused_softmax.ranks.kernels import announce, bases_of, collect, state_of, tell, turn_of
 
 
 @triton.jit(do_not_specialize=[

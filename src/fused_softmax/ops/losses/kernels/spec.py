@@ -6,7 +6,7 @@ What the kernels of losses whose classes lie over ranks are compiled for.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fused_softmax.kernels.spec import Spec
+from fused_softmax.core.kernels.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import (
+from fused_softmax.core.kernels.state import (
     NEG_INF,
     NO_COLUMN,
     exp_at,

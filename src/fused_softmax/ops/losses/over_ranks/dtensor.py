@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax import distributed
-from fused_softmax.autocast import result_dtype
-from fused_softmax.distributed import Shards
-from fused_softmax.ops.gather_peers import peers_of, told_by
+from fused_softmax.core.autocast import result_dtype
+from fused_softmax.core.checks import DTYPES, arithmetic_in
+from fused_softmax.core.route import is_sharded, needs_grad, resolved
 from fused_softmax.ops.losses.linear_by_rows import linear_of
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats, Wanted
@@ -23,9 +22,10 @@ from fused_softmax.ops.losses.over_ranks.linear import LinearSharded, OfCall
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, loss_by_peers, states_by, written_at_once
 from fused_softmax.ops.losses.over_ranks.states import sharded
 from fused_softmax.ops.losses.steps import as_rows
-from fused_softmax.ops.shards import Cut, as_dtensor, mesh_of, replicates_plain, shards_of_mesh, tied
-from fused_softmax.options import DTYPES, arithmetic_in
-from fused_softmax.route import is_sharded, needs_grad, resolved
+from fused_softmax.ranks import groups as distributed
+from fused_softmax.ranks.dtensor import Cut, as_dtensor, mesh_of, replicates_plain, shards_of_mesh, tied
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Shards
 
 
 class Placed(NamedTuple):

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Shards, exchange, headers_of
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.route import runs_here
+from fused_softmax.core.runner import TLDTYPES, Run, has_ptx, prepare
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.calls import Given
 from fused_softmax.ops.losses.kernels.over_ranks import _merge, _put, _say, _share
 from fused_softmax.ops.losses.kernels.spec import LossShardSpec, numbers_of
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.route import runs_here
-from fused_softmax.runner import TLDTYPES, Run, has_ptx, prepare
+from fused_softmax.ranks.groups import Shards, exchange, headers_of
+from fused_softmax.ranks.launches import allocator
 
 ELSEWHERE = -100  # ops/losses/kernels/over_ranks.py
 HEADER = 4  # numbers behind a message

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.distributed import Shards, gather
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.core.route import resolved
 from fused_softmax.ops.losses.linear_by_classes import add_product, left_out_of
 from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, divides_late
 from fused_softmax.ops.losses.options import Loss
@@ -32,10 +34,8 @@ from fused_softmax.ops.losses.over_ranks.states import (
     stats_of,
     weights_of,
 )
-from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
-from fused_softmax.ops.once import once
-from fused_softmax.options import arithmetic_of
-from fused_softmax.route import resolved
+from fused_softmax.ranks.first_derivative import once
+from fused_softmax.ranks.groups import Shards, gather
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 

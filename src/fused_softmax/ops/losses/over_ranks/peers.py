@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Shards
-from fused_softmax.layout import alignment_of
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.no_gradient import saved_of
+from fused_softmax.core.route import batched, needs_grad, resolved
+from fused_softmax.core.runner import spec_of
 from fused_softmax.ops.losses.calls import WHOLE, LossRows, counted_by_each, ticket_of
 from fused_softmax.ops.losses.kernels.peers import _peer_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
@@ -24,13 +26,10 @@ from fused_softmax.ops.losses.over_ranks.states import States, coefficients_of, 
 from fused_softmax.ops.losses.overwritten import begin_overwriting, check_claim
 from fused_softmax.ops.losses.steps import as_rows
 from fused_softmax.ops.losses.sums import prepare_finish, prepare_multiply, prepare_totals
-from fused_softmax.ops.no_gradient import saved_of
-from fused_softmax.ops.once import once
-from fused_softmax.ops.peer_launches import DTYPES, Facts, PeerLaunch, facts_of, plan_of, prepare_launch
-from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.peers import Peers
-from fused_softmax.route import batched, needs_grad, resolved
-from fused_softmax.runner import spec_of
+from fused_softmax.ranks.first_derivative import once
+from fused_softmax.ranks.groups import Shards
+from fused_softmax.ranks.launches import DTYPES, Facts, PeerLaunch, allocator, facts_of, plan_of, prepare_launch
+from fused_softmax.ranks.peers import Peers
 
 _NUMBERS = ("factor", "hidden", "cap")
 

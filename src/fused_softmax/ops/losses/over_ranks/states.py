@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.distributed import Shards, gather
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.core.route import runs_here
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS, Wanted
 from fused_softmax.ops.losses.over_ranks.launches import ELSEWHERE, own_loss
 from fused_softmax.ops.losses.over_ranks.steps import losses_by_kernels
 from fused_softmax.ops.losses.overwritten import Overwritten
-from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
-from fused_softmax.ops.once import once
-from fused_softmax.options import arithmetic_of
-from fused_softmax.route import runs_here
+from fused_softmax.ranks.first_derivative import once
+from fused_softmax.ranks.groups import Shards, gather
 
 
 class Shard(NamedTuple):

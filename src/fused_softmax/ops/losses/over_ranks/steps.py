@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, contiguous_strides, find, keep
-from fused_softmax.distributed import Shards, notice_of
+from fused_softmax.core.calls import Prepared, contiguous_strides, find, keep
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.core.route import needs_grad, resolved
 from fused_softmax.ops.losses.calls import LossRows
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS, Wanted
@@ -27,12 +29,10 @@ from fused_softmax.ops.losses.over_ranks.launches import (
 )
 from fused_softmax.ops.losses.overwritten import Overwritten
 from fused_softmax.ops.losses.sums import prepare_finish, prepare_totals, totals_parts
-from fused_softmax.ops.no_gradient import LOSS, refuse, saved_of
-from fused_softmax.ops.once import once
-from fused_softmax.ops.shard_memory import allocator
 from fused_softmax.ops.softmax.scores import kind_of_scale
-from fused_softmax.options import arithmetic_of
-from fused_softmax.route import needs_grad, resolved
+from fused_softmax.ranks.first_derivative import once
+from fused_softmax.ranks.groups import Shards, notice_of
+from fused_softmax.ranks.launches import allocator
 
 Whole = Callable[[Tensor, Tensor, Loss, Shards], Tensor]
 

@@ -7,8 +7,8 @@ knows the bound of a row, and which lanes have logits above it. It reads these l
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.follow import wait_for_launch_before
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.core.kernels.exchange import wait_for_launch_before
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     KEPT_BITS,

@@ -8,7 +8,7 @@ noise, and its member by noise of the member's own, where z = (x - origin) * log
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import LN2, LOG2E, NEG_INF, widen
+from fused_softmax.core.kernels.state import LN2, LOG2E, NEG_INF, widen
 from fused_softmax.ops.sampling.kernels.spec import Bounds, Draw, Filters
 
 INF = tl.constexpr(float("inf"))

@@ -6,7 +6,7 @@ A lane has 32 columns (`draw`), and the launch that reads a row leaves the maxim
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     LANES,
     LOWEST,

@@ -6,7 +6,7 @@ The parts of a row tell each other their best groups. No part waits: the part th
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     GROUPS,
     INF,

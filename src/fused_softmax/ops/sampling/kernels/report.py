@@ -6,7 +6,7 @@ The greatest logits are those of the lanes with the greatest maxima, as filters 
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.state import LN2, NEG_INF
+from fused_softmax.core.kernels.state import LN2, NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     INF,

@@ -8,8 +8,8 @@ the kept logits. If the sample misleads, a bisection reads the row as often as i
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.follow import let_next_begin, wait_for_launch_before
-from fused_softmax.kernels.state import NEG_INF
+from fused_softmax.core.kernels.exchange import let_next_begin, wait_for_launch_before
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     GREATEST,

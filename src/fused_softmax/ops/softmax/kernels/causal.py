@@ -9,9 +9,9 @@ Traffic: the visible half is read once (about MN/2), and everything is written o
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.rows import body_of, edges_of, head_of, whole_vectors
-from fused_softmax.kernels.spec import Edge, Row, Rows, Scored
-from fused_softmax.kernels.state import NEG_INF, hold_all, load_exact, result_of, with_sink
+from fused_softmax.core.kernels.rows import body_of, edges_of, head_of, sum_of_row, whole_vectors
+from fused_softmax.core.kernels.spec import Edge, Row, Rows, Scored
+from fused_softmax.core.kernels.state import NEG_INF, hold_all, load_exact, result_of, with_sink
 from fused_softmax.ops.softmax.kernels.scores import (
     keep_first_max,
     load_scores,
@@ -20,7 +20,6 @@ from fused_softmax.ops.softmax.kernels.scores import (
     scores_of_row,
     sink_of_row,
     store_row,
-    sum_of_row,
 )
 
 

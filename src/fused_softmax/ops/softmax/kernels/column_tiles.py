@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import in_any_warp, pack_state, tag_of, unpack_state, wait_for
-from fused_softmax.kernels.spec import ADDED_MASK, NO_MASK, RowScores, Spec
-from fused_softmax.kernels.state import NEG_INF, NO_COLUMN, rounded_product, scores_of, weight_of, widen
+from fused_softmax.core.kernels.exchange import in_any_warp, pack_state, tag_of, unpack_state, wait_for
+from fused_softmax.core.kernels.spec import ADDED_MASK, NO_MASK, RowScores, Spec
+from fused_softmax.core.kernels.state import NEG_INF, NO_COLUMN, rounded_product, scores_of, weight_of, widen
 from fused_softmax.ops.softmax.kernels.scores import scores_by
 
 

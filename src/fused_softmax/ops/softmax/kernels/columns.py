@@ -9,9 +9,9 @@ each inner position (`column_exchange.py`).
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import slots_again, slots_of
-from fused_softmax.kernels.rows import nested_offset
-from fused_softmax.kernels.state import (
+from fused_softmax.core.kernels.exchange import slots_again, slots_of
+from fused_softmax.core.kernels.rows import nested_offset
+from fused_softmax.core.kernels.state import (
     GREATEST,
     GREATEST_FP64,
     NEG_INF,

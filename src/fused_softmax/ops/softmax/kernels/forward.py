@@ -8,16 +8,8 @@ are read twice (stream, 3MN). Elements that causality hides are not read.
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import (
-    collect,
-    merged,
-    merged_greedy,
-    publish,
-    slots_again,
-    slots_of,
-    stand_in,
-)
-from fused_softmax.kernels.rows import (
+from fused_softmax.core.kernels.exchange import collect, merged, merged_greedy, publish, slots_again, slots_of, stand_in
+from fused_softmax.core.kernels.rows import (
     body_of,
     load_edge,
     part_of,
@@ -27,10 +19,11 @@ from fused_softmax.kernels.rows import (
     row_of_part,
     shared_row,
     stream_part,
+    sum_of_row,
     tile_of,
 )
-from fused_softmax.kernels.spec import Parts, Row, Rows, Scored
-from fused_softmax.kernels.state import (
+from fused_softmax.core.kernels.spec import Parts, Row, Rows, Scored
+from fused_softmax.core.kernels.state import (
     NEG_INF,
     exp_at,
     hold_all,
@@ -54,7 +47,6 @@ from fused_softmax.ops.softmax.kernels.scores import (
     sink_of_row,
     store_results,
     store_row,
-    sum_of_row,
 )
 
 

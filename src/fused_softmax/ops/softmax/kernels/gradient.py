@@ -10,8 +10,8 @@ cannot hold are read twice (stream, 5MN).
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import collect, publish, slots_again, slots_of, stand_in, summed
-from fused_softmax.kernels.rows import (
+from fused_softmax.core.kernels.exchange import collect, publish, slots_again, slots_of, stand_in, summed
+from fused_softmax.core.kernels.rows import (
     body_of,
     load_edge,
     load_pieces,
@@ -24,8 +24,8 @@ from fused_softmax.kernels.rows import (
     stream_part,
     tile_of,
 )
-from fused_softmax.kernels.spec import Parts, Rows
-from fused_softmax.kernels.state import NEG_INF, hold_all, natural_exp, widen
+from fused_softmax.core.kernels.spec import Parts, Rows
+from fused_softmax.core.kernels.state import NEG_INF, hold_all, natural_exp, widen
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "misalignment", "ahead"])

@@ -6,20 +6,21 @@ Traffic: the input is read once (MN), and each of few rows by many programs; the
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
-from fused_softmax.kernels.rows import (
+from fused_softmax.core.kernels.exchange import collect, merged, publish, slots_again, slots_of, stand_in
+from fused_softmax.core.kernels.rows import (
     body_of,
-    head_of,
+    lanes_of_part,
     load_edge,
     prefetch_l2,
     prefetch_tile,
     row_of_part,
+    sum_of_row,
     tile_of,
     tile_part_of,
     whole_vectors,
 )
-from fused_softmax.kernels.spec import Parts, Row, Rows, Scored
-from fused_softmax.kernels.state import (
+from fused_softmax.core.kernels.spec import Parts, Rows, Scored
+from fused_softmax.core.kernels.state import (
     NEG_INF,
     exp_at,
     finite_top,
@@ -41,7 +42,6 @@ from fused_softmax.ops.softmax.kernels.scores import (
     max_of_row,
     scores_of_row,
     sink_of_row,
-    sum_of_row,
     visible_of,
 )
 
@@ -159,17 +159,6 @@ def state_of_part(part, given, K: tl.constexpr):
         origin, base = origin_of(m_edge, K.ptx)
         m, s = merge(m, s, m_edge, tl.sum(exp_at(edge.x, origin, base, K.ptx), axis=0), K.ptx)
     return m, s
-
-
-@triton.jit
-def lanes_of_part(part, row, x, n_cols, part_cols, K: tl.constexpr):
-    """The part of a row that is read tile by tile, a row of the tile a lane: each keeps a state of its own."""
-    WIDTH: tl.constexpr = K.lane_cols
-    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
-    cols = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    head = head_of(row, x, K)
-    body = whole_vectors(n_cols - head, K)
-    return Row(row, part, part * part_cols, part_cols, head, body, cols)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_1", "n_2", "n_queries"])

@@ -6,11 +6,11 @@ Traffic of a shard of N columns: it is read once and written once (2MN); between
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.peers import announce, bases_of, collect, state_of, tell, turn_of
-from fused_softmax.kernels.rows import part_of, prefetch_part
-from fused_softmax.kernels.spec import Rows, RowScores, Scored
-from fused_softmax.kernels.state import NEG_INF, hold_all
-from fused_softmax.ops.softmax.kernels.scores import load_row, max_of_row, store_row, sum_of_row
+from fused_softmax.core.kernels.rows import part_of, prefetch_part, sum_of_row
+from fused_softmax.core.kernels.spec import Rows, RowScores, Scored
+from fused_softmax.core.kernels.state import NEG_INF, hold_all
+from fused_softmax.ops.softmax.kernels.scores import load_row, max_of_row, store_row
+from fused_softmax.ranks.kernels import announce, bases_of, collect, state_of, tell, turn_of
 
 
 @triton.jit(do_not_specialize=[

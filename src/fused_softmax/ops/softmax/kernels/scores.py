@@ -7,18 +7,23 @@ first maximum alone. Pieces hold what was read, and are multiplied where they ar
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.rows import body_of, broadcast_offset, load_edge, load_pieces, of_each_row, store_piece
-from fused_softmax.kernels.spec import Edge, RowScores
-from fused_softmax.kernels.state import (
+from fused_softmax.core.kernels.rows import (
+    body_of,
+    broadcast_offset,
+    first_max_of,
+    load_edge,
+    load_pieces,
+    of_each_row,
+    store_piece,
+)
+from fused_softmax.core.kernels.spec import Edge, RowScores
+from fused_softmax.core.kernels.state import (
     NEG_INF,
     NO_COLUMN,
-    exp_at,
     hold_all,
     max_of,
-    origin_of,
     result_of,
     scores_of,
-    sum_exp_of,
     widen,
 )
 
@@ -161,26 +166,6 @@ def max_of_row(pieces, edge, r, q, S, K: tl.constexpr):
         edge = edge_scores(edge, r, q, S, K)
         m = tl.maximum(m, of_each_row(tl.max(edge.x, axis=K.axis), K))
     return m, edge
-
-
-@triton.jit
-def sum_of_row(pieces, edge, m, q, K: tl.constexpr):
-    """s = sum exp(z - m)."""
-    scale, base = origin_of(m, K.ptx)
-    s = of_each_row(sum_exp_of(pieces, scale, base, q.factor, K), K)
-    if K.shifted:
-        s += of_each_row(tl.sum(exp_at(edge.x, scale, base, K.ptx), axis=K.axis), K)
-    return s
-
-
-@triton.jit
-def first_max_of(pieces, m, first, cols, factor, K: tl.constexpr):
-    """The first column whose score is m; past every column if none is."""
-    found = tl.where(scores_of(pieces[0], factor, K) == m, first + cols, NO_COLUMN)
-    for p in tl.static_range(1, len(pieces)):
-        here = scores_of(pieces[p], factor, K) == m
-        found = tl.minimum(found, tl.where(here, first + p * K.block_cols + cols, NO_COLUMN))
-    return tl.min(found, axis=len(found.shape) - 1)
 
 
 @triton.jit

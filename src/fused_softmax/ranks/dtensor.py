@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fused_softmax.distributed import Shards
-from fused_softmax.route import is_sharded, needs_grad
+from fused_softmax.core.route import is_sharded, needs_grad
+from fused_softmax.ranks.groups import Shards
 
 Axes = Sequence[int | None]  # of each dim its axis; None: every rank needs the whole dim
 

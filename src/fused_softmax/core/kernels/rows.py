@@ -7,8 +7,8 @@ read in whole vectors, and edges before and after it, of which each lane reads o
 import triton
 import triton.language as tl
 
-from fused_softmax.kernels.spec import Edge, Row
-from fused_softmax.kernels.state import load_exact
+from fused_softmax.core.kernels.spec import Edge, Row
+from fused_softmax.core.kernels.state import NO_COLUMN, exp_at, load_exact, origin_of, scores_of, sum_exp_of
 
 
 @triton.jit
@@ -219,3 +219,34 @@ def prefetch_part(x, n_cols, n_parts, part_cols, n_programs, ahead, K: tl.conste
         prefetch_l2(x, (later // n_parts).to(tl.int64) * x.stride + start, n)
     else:
         prefetch_l2(x, later.to(tl.int64) * x.stride, tl.where(later < n_programs, n_cols, 0))
+
+
+@triton.jit
+def sum_of_row(pieces, edge, m, q, K: tl.constexpr):
+    """s = sum exp(z - m)."""
+    scale, base = origin_of(m, K.ptx)
+    s = of_each_row(sum_exp_of(pieces, scale, base, q.factor, K), K)
+    if K.shifted:
+        s += of_each_row(tl.sum(exp_at(edge.x, scale, base, K.ptx), axis=K.axis), K)
+    return s
+
+
+@triton.jit
+def first_max_of(pieces, m, first, cols, factor, K: tl.constexpr):
+    """The first column whose score is m; past every column if none is."""
+    found = tl.where(scores_of(pieces[0], factor, K) == m, first + cols, NO_COLUMN)
+    for p in tl.static_range(1, len(pieces)):
+        here = scores_of(pieces[p], factor, K) == m
+        found = tl.minimum(found, tl.where(here, first + p * K.block_cols + cols, NO_COLUMN))
+    return tl.min(found, axis=len(found.shape) - 1)
+
+
+@triton.jit
+def lanes_of_part(part, row, x, n_cols, part_cols, K: tl.constexpr):
+    """The part of a row that is read tile by tile, a row of the tile a lane: each keeps a state of its own."""
+    WIDTH: tl.constexpr = K.lane_cols
+    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+    cols = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    head = head_of(row, x, K)
+    body = whole_vectors(n_cols - head, K)
+    return Row(row, part, part * part_cols, part_cols, head, body, cols)

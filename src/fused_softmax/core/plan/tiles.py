@@ -7,7 +7,7 @@ Figures are TB/s of an H200 at 64 Mi elements of 2 bytes, or 32 Mi elements of 4
 
 from typing import Literal
 
-from fused_softmax.plan.ladders import Ladder
+from fused_softmax.core.plan.ladders import Ladder
 
 # reduction: logsumexp, or losses alone. lse_gradient: logsumexp's. gradient: softmax's.
 Work = Literal["softmax", "gradient", "loss", "reduction", "lse_gradient"]

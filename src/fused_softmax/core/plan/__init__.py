@@ -3,10 +3,9 @@
 Standard library only. `ladders.py` and `tiles.py` are data: a measurement changes a rung there and nothing else.
 """
 
-from fused_softmax.plan.device import H200, Device
-from fused_softmax.plan.ladders import COLUMN_POSITIONS, HELD_BYTES, TUNABLE, Ladder, Table, built_in, table_of
-from fused_softmax.plan.peers import plan_peers
-from fused_softmax.plan.rows import (
+from fused_softmax.core.plan.device import H200, Device
+from fused_softmax.core.plan.ladders import COLUMN_POSITIONS, HELD_BYTES, TUNABLE, Ladder, Table, built_in, table_of
+from fused_softmax.core.plan.rows import (
     candidate,
     fetches_ahead,
     most_parts,
@@ -18,12 +17,12 @@ from fused_softmax.plan.rows import (
     reduction_rung_ends,
     row_rung_ends,
 )
-from fused_softmax.plan.sizes import UNBOUNDED, VECTOR_BYTES
-from fused_softmax.plan.strategies import Alignment, RowPlan, Strategy
+from fused_softmax.core.plan.sizes import UNBOUNDED, VECTOR_BYTES
+from fused_softmax.core.plan.strategies import Alignment, RowPlan, Strategy
 
 __all__ = [
     "COLUMN_POSITIONS", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment",
     "Device", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
     "most_parts", "most_registers", "plan_for", "plan_loss",
-    "plan_peers", "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
+    "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
 ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""The launch of a kernel whose programs exchange with those of other ranks, prepared as `runner.prepare` does."""
+"""The launch of a kernel whose programs exchange with those of other ranks, prepared as `runner.prepare` does.
+
+Memory for calls over ranks. Their processes mostly see the GPUs of all ranks of their host.
+"""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -8,14 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.device import device_of
-from fused_softmax.distributed import Shards
-from fused_softmax.peers import Peers
-from fused_softmax.plan import RowPlan, plan_peers
-from fused_softmax.runner import Run, prepare
+from fused_softmax.core import calls
+from fused_softmax.core.device import device_of
+from fused_softmax.core.plan import RowPlan
+from fused_softmax.core.runner import Run, prepare
+from fused_softmax.ranks.groups import Shards
+from fused_softmax.ranks.peers import Peers
+from fused_softmax.ranks.plan import plan_peers
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # whose states are two numbers of 32 bits
-_DIGEST = 0x7FFFFFFF  # kernels/peers.py
+_DIGEST = 0x7FFFFFFF  # ranks/kernels.py
 PARTS: dict[str, int] = {}  # "cols": columns of a part, for tests and sweeps, which set it alike on every rank
 
 
@@ -95,3 +100,20 @@ def prepare_launch(
 
 def _digest(asked: str, plan: RowPlan) -> int:
     return zlib.crc32(f"{asked} {plan.n_rows} {plan.parts} {plan.part_cols}".encode()) & _DIGEST
+
+
+_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # on the current device
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """As `calls.allocator`. That one is fast if the process sees one GPU; this one, also while `device` is current."""
+    general, fast = calls.allocator(device), _empty_strided_cuda
+    if device.type != "cuda" or fast is None or general is fast:
+        return general
+    current: Any = torch._C._cuda_getDevice
+    index = device.index
+
+    def empty(shape, strides, dtype):
+        return fast(shape, strides, dtype) if current() == index else general(shape, strides, dtype)
+
+    return empty

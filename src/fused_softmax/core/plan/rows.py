@@ -6,8 +6,8 @@ Allocation, launch, tests, the bench and `fused-softmax plan` all read the one r
 from dataclasses import replace
 from typing import Any, get_args
 
-from fused_softmax.plan.device import H200, Device
-from fused_softmax.plan.ladders import (
+from fused_softmax.core.plan.device import H200, Device
+from fused_softmax.core.plan.ladders import (
     ALL_REGISTERS,
     CAUSAL_WARPS,
     FEW_ROWS_COLS,
@@ -30,9 +30,9 @@ from fused_softmax.plan.ladders import (
     prefetch_bytes,
     row_warps,
 )
-from fused_softmax.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
-from fused_softmax.plan.strategies import RowPlan, Rows, Strategy, build, rows_of, split
-from fused_softmax.plan.tiles import TILE_BLOCK_COLS, TILES, Alignment, longest, tiles_of
+from fused_softmax.core.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
+from fused_softmax.core.plan.strategies import RowPlan, Rows, Strategy, build, rows_of, split
+from fused_softmax.core.plan.tiles import TILE_BLOCK_COLS, TILES, Alignment, longest, tiles_of
 
 _CHOICES = {"part_cols", "block_rows", "block_cols", "num_warps", "copies", "lanes", "poll_last_first", "prefetch"}
 

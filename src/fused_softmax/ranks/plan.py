@@ -6,10 +6,10 @@ empty.
 
 from dataclasses import replace
 
-from fused_softmax.plan.device import Device
-from fused_softmax.plan.sizes import next_power_of_2
-from fused_softmax.plan.strategies import RowPlan, build, rows_of
-from fused_softmax.plan.tiles import Alignment
+from fused_softmax.core.plan.device import Device
+from fused_softmax.core.plan.sizes import next_power_of_2
+from fused_softmax.core.plan.strategies import RowPlan, build, rows_of
+from fused_softmax.core.plan.tiles import Alignment
 
 # (columns of a part, parts of a row at most), the first that fits. On 2 H200s 8192 and 4 warps alone were timed.
 PEER_PARTS = ((8192, 64), (16384, 64))

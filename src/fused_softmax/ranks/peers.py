@@ -1,6 +1,6 @@
 """Memory that the GPUs of a group write into each other's, and the choice of how ranks talk to each other.
 
-`peer`: the kernels exchange by this memory (`kernels/peers.py`). It takes GPUs of one host and one kind, of which each
+`peer`: the kernels exchange by this memory (`ranks/kernels.py`). It takes GPUs of one host and one kind, of which each
 can map the others' memory. `collective`: all else, by `distributed.gather`.
 
 Memory is set up at a group's first call, and grows as rows do: both are collective, and so have to happen outside a

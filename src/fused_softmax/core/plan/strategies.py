@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from fused_softmax.plan.device import Device
-from fused_softmax.plan.ladders import (
+from fused_softmax.core.plan.device import Device
+from fused_softmax.core.plan.ladders import (
     FEW_ROWS_PARTS,
     FEW_ROWS_PARTS_OF,
     LEAST_SHIFTED,
@@ -22,8 +22,8 @@ from fused_softmax.plan.ladders import (
     row_warps,
     split_parts,
 )
-from fused_softmax.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
-from fused_softmax.plan.tiles import TILE_BLOCK_COLS, TILE_BYTES, TILE_NOTE, Alignment, Work, tiles_of
+from fused_softmax.core.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
+from fused_softmax.core.plan.tiles import TILE_BLOCK_COLS, TILE_BYTES, TILE_NOTE, Alignment, Work, tiles_of
 
 Strategy = Literal["tile", "row", "split", "stream"]
 Choices = Mapping[str, Any]

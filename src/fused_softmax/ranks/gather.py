@@ -11,14 +11,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fused_softmax.calls import Prepared, find, keep
-from fused_softmax.distributed import Shards
-from fused_softmax.kernels.gather_peers import _peer_gather
-from fused_softmax.kernels.spec import Spec
-from fused_softmax.ops.shard_memory import allocator
-from fused_softmax.peers import Peers, choose
-from fused_softmax.route import runs_here
-from fused_softmax.runner import has_ptx, prepare
+from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.kernels.spec import Spec
+from fused_softmax.core.route import runs_here
+from fused_softmax.core.runner import has_ptx, prepare
+from fused_softmax.ranks.groups import Shards
+from fused_softmax.ranks.kernels import _peer_gather
+from fused_softmax.ranks.launches import allocator
+from fused_softmax.ranks.peers import Peers, choose
 
 _LANES = 512  # numbers of 32 bits a program
 

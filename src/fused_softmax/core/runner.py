@@ -14,11 +14,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fused_softmax import launch, workspace
-from fused_softmax.device import device_of
-from fused_softmax.kernels.spec import Spec
+from fused_softmax.core import launch, workspace
+from fused_softmax.core.device import device_of
+from fused_softmax.core.kernels.spec import Spec
+from fused_softmax.core.plan import RowPlan, fetches_ahead, most_registers
 from fused_softmax.ops.softmax.plan import ColumnPlan, most_column_registers
-from fused_softmax.plan import RowPlan, fetches_ahead, most_registers
 
 TLDTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
@@ -82,7 +82,7 @@ def has_ptx(device: int) -> bool:
 
 
 def overlaps(device: int) -> bool:
-    """Whether a launch may begin before the one before it has ended: see `kernels/follow.py`."""
+    """Whether a launch may begin before the one before it has ended: see `core/kernels/exchange.py`."""
     return has_ptx(device) and device_of(device).capability >= (9, 0)
 
 

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fused_softmax.plan.ladders import Table, table_of
+from fused_softmax.core.plan.ladders import Table, table_of
 
 VARIABLE = "FUSED_SOFTMAX_PLANS"
 SCHEMA = 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_softmax.plan import Alignment
+from fused_softmax.core.plan import Alignment
 
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 _MOST_NESTED = 2**31  # rows, or outer indices, that kernels number over several dims: in 32 bits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.route import resolved, within_functorch
+from fused_softmax.core.route import resolved, within_functorch
 
 LOSS = "loss, lse and z_loss have one"
 ATTENTION = "output and lse have one"

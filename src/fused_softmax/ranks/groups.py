@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.described import described, typed
-from fused_softmax.peers import UNEVEN, choose
+from fused_softmax.core.described import described, typed
+from fused_softmax.ranks.peers import UNEVEN, choose
 
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["peer", "collective"]

@@ -21,7 +21,7 @@ import torch
 import triton
 from triton import knobs
 
-from fused_softmax.native import build
+from fused_softmax.core.native import build
 
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}

@@ -4,12 +4,19 @@ Every launch flips the tag of every slot of a row. So an old message never passe
 between launches (a sense-reversing barrier). No program depends on another: a program that has waited long reads the
 missing parts itself, computes their states with the same bits, and goes on. A scan's decoupled fallback does the same
 (Smith, Levien, Owens, "Decoupled Fallback", SPAA 2025).
+
+Launches that begin while the one before them ends: programmatic dependent launch, of sm_90 and later.
+
+A kernel launched so (`launch_pdl`) may be resident before the launch before it is done. Each of its programs waits,
+before it reads or writes what that launch wrote. What earlier launches wrote is there if the launch before began as
+usual, after all of them, or has waited for the one before it.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fused_softmax.kernels.state import NEG_INF, rounded_product, weight_of, with_sink
+from fused_softmax.core.kernels.state import NEG_INF, rounded_product, weight_of, with_sink
 
 POLLS = tl.constexpr(512)  # of L2: longer than parts that run wait for each other
 IN_ANY_WARP = tl.constexpr(
@@ -190,3 +197,16 @@ def summed(message, n_parts, K: tl.constexpr):
     """The sum of a number that each part has told, which needs no rescaling."""
     d_parts, _ = states_of(message, n_parts, K)
     return tl.sum(tl.where(tl.arange(0, K.lanes) < n_parts, d_parts, 0.0), axis=0)
+
+
+@triton.jit
+def wait_for_launch_before(FOLLOWS: tl.constexpr):
+    if FOLLOWS:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_begin(LEADS: tl.constexpr):
+    """The next launch may begin once every program has said so, or has ended."""
+    if LEADS:
+        gdc_launch_dependents()

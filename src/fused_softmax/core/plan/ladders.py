@@ -7,7 +7,7 @@ A key is (inputs, itemsize), or the itemsize alone if only softmax's forward pas
 from dataclasses import dataclass
 from typing import Any
 
-from fused_softmax.plan.sizes import UNBOUNDED
+from fused_softmax.core.plan.sizes import UNBOUNDED
 
 
 class Ladder(tuple[tuple[Any, ...], ...]):

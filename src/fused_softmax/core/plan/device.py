@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fused_softmax.plan.ladders import Table
+from fused_softmax.core.plan.ladders import Table
 
 
 @dataclass(frozen=True)

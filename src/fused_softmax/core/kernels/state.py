@@ -255,3 +255,30 @@ def lse_of(m, s, greedy, sink, K: tl.constexpr):
     if K.greedy and not K.sink:
         lse = tl.where(greedy & (s > 0) & (s < float("inf")), m, lse)
     return lse
+
+
+@triton.jit
+def capped(z, cap):
+    """cap * tanh(z / cap); near 0 by a polynomial, for 1 - exp(-2 z / cap) would lose all digits there."""
+    size = tl.abs(z)
+    y = size / cap
+    q = y * y
+    if z.dtype.is_fp64():  # (tanh(y) / y - 1) / y ** 2 up to y = 0.55, to 2e-18; in fp32 to 4e-9
+        c = q * -2.06027653763663395e-5 + 8.51131368557767122e-5
+        c = c * q - 2.34634741088723713e-4
+        c = c * q + 5.88936052007405776e-4
+        c = c * q - 1.45566183010071603e-3
+        c = c * q + 3.59211037868902388e-3
+        c = c * q - 8.86323439781435484e-3
+        c = c * q + 2.18694884936669419e-2
+        c = c * q - 5.39682539674340145e-2
+        c = c * q + 1.33333333333327148e-1
+        c = c * q - 3.33333333333333326e-1
+    else:
+        c = q * -6.61022783111473421e-3 + 2.13093886644434736e-2
+        c = c * q - 5.39094288274605454e-2
+        c = c * q + 1.33331137290208719e-1
+        c = c * q - 3.33333320079769797e-1
+    e = tl.exp(-2.0 * y)
+    top = tl.where(y < 0.55, size + size * (q * c), cap - cap * (2.0 * e / (1.0 + e)))
+    return tl.where(z < 0, -top, tl.where(z == z, top, z))

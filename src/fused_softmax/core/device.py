@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fused_softmax.plan import H200, Device, tuned
+from fused_softmax.core.plan import H200, Device, tuned
 
 _COPY_BYTES_PER_SECOND = {"NVIDIA H200": H200.copy_bytes_per_second}  # measured (MEASURED.md); floor times need it
 
