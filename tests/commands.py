@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fused_softmax.bench import host, measure, one, record, tune
+from fused_softmax.bench.measure import host, measure, one, tune
+from fused_softmax.bench.results import record
 from fused_softmax.cli import main
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_softmax.bench import record, simulated
+from fused_softmax.bench import simulated
+from fused_softmax.bench.results import record
 from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.ops.attention.hopper_bias import _DS_BYTES
 from fused_softmax.ops.losses import linear_by_rows
@@ -215,7 +216,9 @@ PREFETCH = [
     source("core/plan/ladders.py", "(UNBOUNDED, 6 << 20)"),
     source("core/plan/ladders.py", "(UNBOUNDED, 12 << 20)"),
 ]
-TOLERANCE = [source("bench/commands.py", 'default=2, show_default=True, help="Percent by which a median must change')]
+TOLERANCE = [
+    source("bench/commands/commands.py", 'default=2, show_default=True, help="Percent by which a median must change')
+]
 MODEL = "src/fused_softmax/bench/simulated.py"
 DS = computed("src/fused_softmax/ops/attention/hopper_bias.py", lambda: _DS_BYTES / 2**30)
 ACROSS = "| bf16 8192 x 128256 | 561 | 519 |"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from fused_softmax.bench import record
-from fused_softmax.bench.record import Ceiling, Figure, Point, Run
+from fused_softmax.bench.results import record
+from fused_softmax.bench.results.record import Ceiling, Figure, Point, Run
 from fused_softmax.cli import main
 
 RESULTS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*.json"))

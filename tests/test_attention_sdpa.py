@@ -11,7 +11,7 @@ from attention_cases import BF16, FP16, FP32, PLANS, assert_attention, qkv
 from click.testing import CliRunner
 
 import fused_softmax
-from fused_softmax.bench import report
+from fused_softmax.bench.show import report
 from fused_softmax.cli import main
 from fused_softmax.core.plan import H200, Device
 from fused_softmax.core.route import INTERPRET

@@ -16,31 +16,18 @@ import torch
 from products import one_in
 from rich.console import Console
 
-from fused_softmax.bench import (
-    cases,
-    ceiling,
-    check,
-    clocks,
-    compare,
-    layers,
-    measure,
-    operations,
-    plot,
-    providers,
-    record,
-    report,
-    resume,
-    sampling,
-    softmaxes,
-    sweeps,
-    timing,
-    verify,
-)
-from fused_softmax.bench.attention_kinds import KINDS
+from fused_softmax.bench import cases
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.looks import LOOKS, UNKNOWN
-from fused_softmax.bench.operations import OPERATIONS
-from fused_softmax.bench.record import Ceiling, Figure, Point, Run
+from fused_softmax.bench.entries import ceiling, layers, operations, providers, sampling, softmaxes
+from fused_softmax.bench.entries import filters as entries_filters
+from fused_softmax.bench.entries.attention_kinds import KINDS
+from fused_softmax.bench.entries.operations import OPERATIONS
+from fused_softmax.bench.measure import check, clocks, measure, sweeps, timing, verify
+from fused_softmax.bench.results import compare, record
+from fused_softmax.bench.results import record as resume
+from fused_softmax.bench.results.record import Ceiling, Figure, Point, Run
+from fused_softmax.bench.show import plot, report
+from fused_softmax.bench.show.looks import LOOKS, UNKNOWN
 from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.register.table import OPERATORS
 
@@ -255,12 +242,12 @@ def test_a_sampler_is_told_from_one_that_draws_what_is_not_kept_or_too_often(nam
 
 
 def test_sweeps_name_the_samplers_that_are_measured():
-    assert list(sweeps.DRAWS) == list(sampling.FILTERS) == SAMPLERS
+    assert list(sweeps.DRAWS) == list(entries_filters.FILTERS) == SAMPLERS
     assert sweeps.build("sampling")[0] == Case((8, 128256), "float32", "sample")
 
 
 def test_of_equal_logits_others_may_draw_any():
-    x, filters = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(4, 4), sampling.Filters(top_k=2)
+    x, filters = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(4, 4), entries_filters.Filters(top_k=2)
     tokens = torch.arange(4)
     ours, others = (sampling.kept(filters, x, slack) for slack in (sampling.OWN_SLACK, sampling.OTHERS_SLACK))
     assert sampling.strays(ours, tokens).tolist() == [False, True, False, True]

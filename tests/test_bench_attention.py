@@ -7,10 +7,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from fused_softmax.bench import attention, check, record, report
-from fused_softmax.bench.attention_kinds import KINDS, flops
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.bench.entries import attention
+from fused_softmax.bench.entries.attention_kinds import KINDS, flops
+from fused_softmax.bench.entries.operations import OPERATIONS
+from fused_softmax.bench.measure import check
+from fused_softmax.bench.results import record
+from fused_softmax.bench.show import report
 from fused_softmax.core.plan import H200
 from fused_softmax.ops.attention.plan.sdpa import entry_of
 

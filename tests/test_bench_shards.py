@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from fused_softmax.bench import record, shards_command
 from fused_softmax.bench.cases import Case, parse_shapes
 from fused_softmax.bench.catalog import PEERS_OF_SHARDS
-from fused_softmax.bench.measure import Effort
-from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.bench.commands import shards as shards_command
+from fused_softmax.bench.entries.operations import OPERATIONS
+from fused_softmax.bench.measure.measure import Effort
+from fused_softmax.bench.results import record
 from fused_softmax.cli import main
 
 SRC = Path(__file__).parents[1] / "src"
@@ -24,7 +25,7 @@ SHAPES = {"cross_entropy_gradient": (6, 24), "linear_cross_entropy": (6, 4, 24),
 
 
 def test_every_operation_is_one_of_the_bench_and_has_the_providers_that_help_names():
-    from fused_softmax.bench.providers_of_shards import PROVIDERS
+    from fused_softmax.bench.entries.shards import PROVIDERS
 
     assert PEERS_OF_SHARDS.keys() == PROVIDERS.keys() == {case for case, *_ in shards_command.CASES}
     for operation, names in PEERS_OF_SHARDS.items():
@@ -34,7 +35,8 @@ def test_every_operation_is_one_of_the_bench_and_has_the_providers_that_help_nam
 
 def measured(group, case, names, time=False, break_on=None, how=""):
     """The points of a case; on rank `break_on` the provider "torch DTensor" fails as `how` says."""
-    from fused_softmax.bench import providers_of_shards, shards
+    from fused_softmax.bench.entries import shards as providers_of_shards
+    from fused_softmax.bench.measure import shards
 
     rank = dist.get_rank(group)
     providers = providers_of_shards.PROVIDERS[case.operation]

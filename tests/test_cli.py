@@ -8,9 +8,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fused_softmax.bench import measure, one, record, report, run, sweeps, verify
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.bench.entries.operations import OPERATIONS
+from fused_softmax.bench.measure import measure, one, run, sweeps, verify
+from fused_softmax.bench.results import record
+from fused_softmax.bench.show import report
 from fused_softmax.cli import bench as bench_commands
 from fused_softmax.cli import main
 

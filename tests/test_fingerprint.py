@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from fused_softmax.bench import fingerprint
-from fused_softmax.bench.fingerprint import Definition, Source
+from fused_softmax.bench.results import fingerprint
+from fused_softmax.bench.results.fingerprint import Definition, Source
 
 ALL = fingerprint.of_source()
 OPERATIONS = {name: ALL.operations[name] for name in ("softmax", "sample", "attention")}

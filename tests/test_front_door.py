@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax
 
-from fused_softmax.bench import commands, measure, record, run
 from fused_softmax.bench.cases import parse_dtype
+from fused_softmax.bench.commands import commands
+from fused_softmax.bench.measure import measure, run
+from fused_softmax.bench.results import record
 from fused_softmax.cli import main
 from fused_softmax.core.plan import H200
 
@@ -253,7 +255,7 @@ def test_what_exists_is_overwritten_only_by_force(here, monkeypatch):
 
 
 def test_charts_never_take_the_place_of_results(here, monkeypatch):
-    page = pytest.importorskip("fused_softmax.bench.page", reason="the report's extra is not installed")
+    page = pytest.importorskip("fused_softmax.bench.show.page", reason="the report's extra is not installed")
     Path("results_softmax_float32_speed.svg").write_bytes(Path("results.json").read_bytes())
     monkeypatch.setattr(page, "part", lambda path: page.Part(path.stem, record.load(path), [], []))
     monkeypatch.setattr(page, "chart_files", lambda each, folder: [folder / "results_softmax_float32_speed.svg"])

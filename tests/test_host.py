@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from fused_softmax.bench import host
+from fused_softmax.bench.measure import host
 from fused_softmax.cli import main
 from fused_softmax.core import route
 

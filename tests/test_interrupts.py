@@ -9,7 +9,9 @@ import pytest
 from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax, started
 
 from fused_softmax import cli
-from fused_softmax.bench import commands, host, measure, one, record, run, tune
+from fused_softmax.bench.commands import commands
+from fused_softmax.bench.measure import host, measure, one, run, tune
+from fused_softmax.bench.results import record
 from fused_softmax.core.plan import H200, tuned
 from fused_softmax.interrupt import INTERRUPTED
 
@@ -121,7 +123,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("name", ["fused_softmax.cli", "pathlib", "click", "fused_softmax.bench.front", "torch"])
+@pytest.mark.parametrize(
+    "name", ["fused_softmax.cli", "pathlib", "click", "fused_softmax.bench.commands.front", "torch"]
+)
 def test_ctrl_c_at_any_import_of_the_start_is_one_line(name):
     process = started("-c", AT_AN_IMPORT, "env", name)
     said = process.communicate(timeout=60)[1]

@@ -8,8 +8,11 @@ import pytest
 from commands import SHAPE, folder_without_work, fused_softmax, started
 
 from fused_softmax import cli
-from fused_softmax.bench import catalog, measure, one, operations, record, run, sweeps
+from fused_softmax.bench import catalog
 from fused_softmax.bench.cases import ALIASES, DTYPE, ITEMSIZE
+from fused_softmax.bench.entries import operations
+from fused_softmax.bench.measure import measure, one, run, sweeps
+from fused_softmax.bench.results import record
 from fused_softmax.core.plan import H200
 
 
@@ -66,7 +69,9 @@ def test_every_spelling_is_taken_by_every_command(here, monkeypatch, command, op
 @pytest.mark.parametrize("name", ["fused", "triton", "Fused-Softmax"])
 def test_over_ranks_our_spellings_are_both_transports(monkeypatch, option, name):
     seen = []
-    monkeypatch.setattr("fused_softmax.bench.shards.run", lambda asked, standing, names, *_: seen.append(names) or 0)
+    monkeypatch.setattr(
+        "fused_softmax.bench.measure.shards.run", lambda asked, standing, names, *_: seen.append(names) or 0
+    )
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(variable, "1")
     assert fused_softmax("bench", "shards", option, f"{name},one-gpu").exit_code == 0

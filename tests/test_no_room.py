@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax, started
 
-from fused_softmax.bench import commands, committed, host, measure, record, renew, run, saving, tune
+from fused_softmax.bench import committed, renew
+from fused_softmax.bench.commands import commands
+from fused_softmax.bench.measure import host, measure, run, saving, tune
+from fused_softmax.bench.results import record
 from fused_softmax.cli import main
 from fused_softmax.core.plan import H200, tuned
 
@@ -114,7 +117,7 @@ def test_bench_all_stops_at_a_file_that_cannot_be_written(here, monkeypatch):
 
 
 def test_a_page_that_cannot_be_written_is_named(here, monkeypatch):
-    pytest.importorskip("fused_softmax.bench.page", reason="the report's extra is not installed")
+    pytest.importorskip("fused_softmax.bench.show.page", reason="the report's extra is not installed")
     assert fused_softmax(*ARGUMENTS).exit_code == 0
     full_disk(monkeypatch)
     result = fused_softmax("report", "new.json", "-o", "page.html")

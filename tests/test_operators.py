@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 import fused_softmax
-from fused_softmax.bench.operations import OPERATIONS
+from fused_softmax.bench.entries.operations import OPERATIONS
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.softmax import reference

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fused_softmax.bench import fingerprint, measure, record, run, saving
+from fused_softmax.bench.commands.sweep import asked
 from fused_softmax.bench.committed import COMMITTED, state
-from fused_softmax.bench.record import Ceiling, Figure
-from fused_softmax.bench.sweep_command import asked
-from fused_softmax.bench.timing import ContextLost
+from fused_softmax.bench.measure import measure, run, saving
+from fused_softmax.bench.measure.timing import ContextLost
+from fused_softmax.bench.results import fingerprint, record
+from fused_softmax.bench.results.record import Ceiling, Figure
 from fused_softmax.cli import main
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"

@@ -10,15 +10,16 @@ import pytest
 from products import one_in
 from reports import RESULTS, report, run_of, timed, written
 
-from fused_softmax.bench import fingerprint, summary
-from fused_softmax.bench.operations import OPERATIONS
-from fused_softmax.bench.record import Check, Point
+from fused_softmax.bench.entries.operations import OPERATIONS
+from fused_softmax.bench.results import fingerprint
+from fused_softmax.bench.results.record import Check, Point
+from fused_softmax.bench.show import summary
 
 pytest.importorskip("altair", reason="the report's extra is not installed")
 pytest.importorskip("vl_convert", reason="the report's extra is not installed")
 
-from fused_softmax.bench import charts, page
-from fused_softmax.bench.looks import LOOKS
+from fused_softmax.bench.show import charts, page
+from fused_softmax.bench.show.looks import LOOKS
 
 
 def charts_of(run):

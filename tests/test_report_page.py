@@ -10,7 +10,8 @@ from html import unescape
 import pytest
 from reports import RESULTS, report, run_of, timed, written
 
-from fused_softmax.bench import fingerprint, summary
+from fused_softmax.bench.results import fingerprint
+from fused_softmax.bench.show import summary
 
 pytest.importorskip("altair", reason="the report's extra is not installed")
 pytest.importorskip("vl_convert", reason="the report's extra is not installed")

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from test_imports import python
 
 from fused_softmax import cli
-from fused_softmax.bench import commands, measure, tune
-from fused_softmax.bench.tune import Trial
+from fused_softmax.bench.commands import commands
+from fused_softmax.bench.measure import measure, tune
+from fused_softmax.bench.measure.tune import Trial
 from fused_softmax.core import device
 from fused_softmax.core.plan import (
     H200,

@@ -12,8 +12,9 @@ if missing := [name for name in ("click", "rich") if importlib.util.find_spec(na
 import click
 
 from fused_softmax import __version__
-from fused_softmax.bench import cases, catalog, paths
-from fused_softmax.bench.arguments import (
+from fused_softmax.bench import cases, catalog
+from fused_softmax.bench.commands import paths
+from fused_softmax.bench.commands.arguments import (
     Listing,
     case_of,
     dtype_option,
@@ -30,8 +31,9 @@ from fused_softmax.bench.arguments import (
     require_known,
     shape_options,
 )
-from fused_softmax.bench.commands import bench
-from fused_softmax.bench.front import NO_ROOM, Front, busy, importing
+from fused_softmax.bench.commands.commands import bench
+from fused_softmax.bench.commands.front import NO_ROOM, Front
+from fused_softmax.bench.show.progress import busy, importing
 from fused_softmax.interrupt import INTERRUPTED
 
 
@@ -64,7 +66,7 @@ def profile(
     require_known(operation, names)
     device, gpu = find_device()
     with importing():
-        from fused_softmax.bench import operations, providers
+        from fused_softmax.bench.entries import operations, providers
         from fused_softmax.profile import run, table
     found: list[table.Profile] = []
     stopped = False
@@ -104,7 +106,8 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
         read_results(path)
     try:
         with importing("what draws"):
-            from fused_softmax.bench import page, record
+            from fused_softmax.bench.results import record
+            from fused_softmax.bench.show import page
     except ImportError as error:
         raise click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[report]'") from None
 
@@ -142,7 +145,8 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
         raise click.UsageError("a shape is two sizes, ROWS COLS or --rows and --cols; of attention four")
     device, gpu = find_device()
     with importing():
-        from fused_softmax.bench import providers, report
+        from fused_softmax.bench.entries import providers
+        from fused_softmax.bench.show import report
 
     if of_attention:
         from fused_softmax.ops.attention.plan.tiles import HALF
@@ -164,7 +168,8 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
 def env(as_json: bool) -> None:
     """Print the environment that results are recorded with."""
     with importing():
-        from fused_softmax.bench import record, run
+        from fused_softmax.bench.measure import run
+        from fused_softmax.bench.results import record
 
         facts = record.environment(*run.gpu_facts())
     del facts["kernels_of"]  # a digest an operation, which files of results have
@@ -209,7 +214,7 @@ def trace(
     try:
         with importing():
             from fused_softmax import trace as tracing
-            from fused_softmax.bench import record
+            from fused_softmax.bench.results import record
             from fused_softmax.trace import asked, files, page, presets
     except ImportError as error:
         raise _missing(error) from None

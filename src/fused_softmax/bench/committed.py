@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fused_softmax.bench import fingerprint, record, sweeps
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.measure import sweeps
+from fused_softmax.bench.results import fingerprint, record
 
 GPU = "NVIDIA H200"  # after which the files are named
 ALONE = "--provider fused_softmax"
@@ -45,31 +46,6 @@ COMMITTED = {
     "h200_peaks": f"peaks {ALONE}",
     "h200_sampling": f"sampling --quick {BESIDE_TORCH},flashinfer",
     "h200_attention": "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
-}
-
-# What a report calls them.
-TITLES = {
-    "h200_softmax": "softmax, 128 to 2 Mi columns, beside torch.compile",
-    "h200_cross_entropy": "Cross entropy and its gradient",
-    "h200_linear_cross_entropy": "Cross entropy of a linear layer",
-    "h200_tutorial": "softmax of 4096 rows, 256 to 12672 columns",
-    "h200_backward": "Gradients of softmax and log_softmax",
-    "h200_logsumexp": "logsumexp",
-    "h200_masked": "softmax of attention scores: causal, masked, biased",
-    "h200_dims": "softmax over strided dims",
-    "h200_few_rows": "softmax of 1 to 132 rows",
-    "h200_batch": "softmax of 4096 columns, few to many rows",
-    "h200_small": "softmax of short rows and of few rows",
-    "h200_vocab": "softmax of real vocabularies, also to float32",
-    "h200_float16": "softmax in float16, 128 to 2 Mi columns",
-    "h200_long_bf16": "softmax of long bfloat16 rows",
-    "h200_long_rows": "softmax of 512 Mi bfloat16 elements",
-    "h200_sweep_fp32": "softmax of float32, every 256 columns",
-    "h200_sweep_bf16": "softmax of bfloat16, every 128 columns",
-    "h200_sweep_fp16": "softmax of float16, every 1024 columns",
-    "h200_peaks": "Widths around each of the planner's thresholds",
-    "h200_sampling": "Tokens drawn from logits, by filter",
-    "h200_attention": "Attention and its gradient, also with a bias, softcap or sinks",
 }
 
 

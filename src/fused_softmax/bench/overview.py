@@ -12,11 +12,13 @@ import statistics
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from fused_softmax.bench import record, tables
-from fused_softmax.bench.providers import OWN
-from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench import tables
+from fused_softmax.bench.entries.providers import OWN
+from fused_softmax.bench.results import record
+from fused_softmax.bench.results.record import Point, Run
+from fused_softmax.bench.show.summary import pairs
+from fused_softmax.bench.show.titles import LINES
 from fused_softmax.bench.tables import table_row
 
 PLACE = "overview"
@@ -36,43 +38,6 @@ PEERS = {
 }
 
 
-class Line(NamedTuple):
-    """A row of the table: its title, the file it is made of, and the operation in it."""
-
-    title: str
-    file: str
-    operation: str
-
-
-LINES = (
-    Line("softmax", "h200_softmax", "softmax"),
-    Line("softmax, few rows", "h200_few_rows", "softmax"),
-    Line("softmax, bf16 to fp32", "h200_vocab", "softmax_float32"),
-    Line("softmax over a strided dim", "h200_dims", "softmax_dim"),
-    Line("softmax, causal", "h200_masked", "softmax_causal"),
-    Line("softmax, bool mask", "h200_masked", "softmax_masked"),
-    Line("softmax, added mask", "h200_masked", "softmax_biased"),
-    Line("softmax's gradient", "h200_backward", "softmax_backward"),
-    Line("log_softmax's gradient", "h200_backward", "log_softmax_backward"),
-    Line("logsumexp", "h200_logsumexp", "logsumexp"),
-    Line("cross_entropy", "h200_cross_entropy", "cross_entropy"),
-    Line("cross_entropy, gradient", "h200_cross_entropy", "cross_entropy_gradient"),
-    Line("linear_cross_entropy, gradient", "h200_linear_cross_entropy", "linear_cross_entropy"),
-    Line("sample", "h200_sampling", "sample"),
-    Line("sample, top-k 50", "h200_sampling", "sample_top_k"),
-    Line("sample, top-p 0.9", "h200_sampling", "sample_top_p"),
-    Line("sample, top-p 0.9, peaked rows", "h200_sampling", "sample_top_p_peaked"),
-    Line("sample, min-p 0.05", "h200_sampling", "sample_min_p"),
-    Line("attention, causal", "h200_attention", "attention_causal"),
-    Line("attention, causal, gradient", "h200_attention", "attention_causal_gradient"),
-    Line("attention, bias", "h200_attention", "attention_biased"),
-    Line("attention, bias, gradient", "h200_attention", "attention_biased_gradient"),
-    Line("attention, softcap, gradient", "h200_attention", "attention_softcap_gradient"),
-    Line("attention, sinks and window, gradient", "h200_attention", "attention_sinks_gradient"),
-    Line("attention, one query", "h200_attention", "attention_decode"),
-)
-
-
 def render(runs: Mapping[str, Run]) -> str:
     """The Markdown between the markers: what the cells mean, a row for each of LINES, and which kernels were measured.
 
@@ -90,23 +55,6 @@ def render(runs: Mapping[str, Run]) -> str:
         lines.append(table_row([title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
     notes = [each for mark, note in NOTES.items() if mark in "".join(lines) for each in (f"{mark.strip()} {note}", "")]
     return "\n".join([_about(runs, enqueued - {0}), "", *lines, "", *notes, _kernels(runs)])
-
-
-Pairs = dict[str, list[tuple[Point, Point]]]
-
-
-def pairs(run: Run | None, operation: str, dtype: str | None = None) -> Pairs:
-    """By provider, this package's point and the peer's of every case of which both are right. dtype: None for all."""
-    if run is None:
-        return {}
-    asked = [p for p in run.points if p.operation == operation and dtype in (None, p.dtype)]
-    points = [p for p in asked if p.status == "ok"]
-    own = {p.case: p for p in points if p.provider == OWN}
-    found: Pairs = {}
-    for p in points:
-        if p.provider != OWN and p.case in own:
-            found.setdefault(p.provider, []).append((own[p.case], p))
-    return found
 
 
 def _speed_up(pairs: Sequence[tuple[Point, Point]]) -> str:

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_softmax.bench import plot, record, tables
-from fused_softmax.bench.attention_kinds import flops
+from fused_softmax.bench import tables
 from fused_softmax.bench.cases import Case, in_time
-from fused_softmax.bench.providers import OWN
-from fused_softmax.bench.record import Point, Run
+from fused_softmax.bench.entries.attention_kinds import flops
+from fused_softmax.bench.entries.providers import OWN
+from fused_softmax.bench.results import record
+from fused_softmax.bench.results.record import Point, Run
+from fused_softmax.bench.show import plot
 from fused_softmax.bench.tables import table_row
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from fused_softmax.bench import record, run, saving
 from fused_softmax.bench.committed import State, state
-from fused_softmax.bench.report import duration
-from fused_softmax.bench.resume import CannotResume
-from fused_softmax.bench.timing import ContextLost
+from fused_softmax.bench.measure import run, saving
+from fused_softmax.bench.measure.timing import ContextLost
+from fused_softmax.bench.results import record
+from fused_softmax.bench.results.record import CannotResume
+from fused_softmax.bench.show.report import duration
 
 Say = Callable[[str], object]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fused_softmax.bench import record
+from fused_softmax.bench.results import record
 
 
 def markers(place: str = "") -> tuple[str, str]:

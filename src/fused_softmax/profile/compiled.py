@@ -19,7 +19,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.operations import operation_of
+from fused_softmax.bench.entries.operations import operation_of
 from fused_softmax.core import launch, workspace
 from fused_softmax.core.plan import Device, table_of
 from fused_softmax.profile.binary import Compiled, compile_for

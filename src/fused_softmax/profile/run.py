@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.providers import OWN
-from fused_softmax.bench.record import one_line
-from fused_softmax.bench.report import say
+from fused_softmax.bench.entries.providers import OWN
+from fused_softmax.bench.results.record import one_line
+from fused_softmax.bench.show.report import say
 from fused_softmax.core.plan import Device
 from fused_softmax.profile import command, parse, table
 from fused_softmax.profile.parse import Kernel

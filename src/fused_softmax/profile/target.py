@@ -12,8 +12,8 @@ from contextlib import nullcontext
 import torch
 
 from fused_softmax.bench.cases import Case, parse_dtype, parse_shapes
-from fused_softmax.bench.one import NoFigure, prepared
-from fused_softmax.bench.providers import Call
+from fused_softmax.bench.entries.providers import Call
+from fused_softmax.bench.measure.one import NoFigure, prepared
 
 PROTON_CALLS = 20
 SCOPE = "call"  # kernels outside it are not the call's

@@ -1,0 +1,383 @@
+"""The commands of `fused-softmax bench`. They wire the parts together and compute nothing themselves."""
+
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fused_softmax.bench import cases, catalog
+from fused_softmax.bench.commands import paths
+from fused_softmax.bench.commands.arguments import (
+    Listing,
+    case_of,
+    columns,
+    dtype_option,
+    dtypes_option,
+    find_device,
+    force_option,
+    json_option,
+    list_option,
+    new_console,
+    operation_option,
+    out_option,
+    parse_committed,
+    parse_tunable,
+    print_facts,
+    provider_option,
+    providers_option,
+    read_results,
+    require_known,
+    shape_options,
+    value_of,
+    values_of,
+)
+from fused_softmax.bench.commands.shards import shards
+from fused_softmax.bench.commands.sweep import asked, sweep_command
+from fused_softmax.bench.show.progress import busy, importing
+from fused_softmax.interrupt import INTERRUPTED
+
+if TYPE_CHECKING:
+    from fused_softmax.bench.results.record import Point
+
+MOST_CALLS = 100_000  # of `bench one`: more take minutes, and their average says no more
+
+
+class _Bench(click.Group):
+    """A group whose first word need not name a command. If it does not, all words belong to the measurement."""
+
+    def __init__(self, sweep: click.Command, **settings: Any):
+        super().__init__(help=sweep.help, **settings)
+        self.sweep = sweep
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] in self.commands:
+            return super().make_context(info_name, args, parent, **extra)
+        return self.sweep.make_context(info_name, args, parent, **extra)
+
+
+bench = _Bench(sweep_command, name="bench", short_help="Compare implementations with float64, and time them.")
+
+bench.add_command(shards)
+
+
+@bench.command(cls=Listing)
+@shape_options()
+@dtype_option()
+@operation_option
+@provider_option(catalog.OWN)
+@click.option(
+    "--warmup",
+    metavar="N",
+    type=click.IntRange(0, MOST_CALLS),
+    default=10,
+    show_default=True,
+    help="Calls before the timed ones.",
+)
+@click.option(
+    "--iters",
+    metavar="N",
+    type=click.IntRange(1, MOST_CALLS),
+    default=100,
+    show_default=True,
+    help="Timed calls, each timed alone.",
+)
+@click.option("--profile-only", is_flag=True, help="Make one call and print no figure, for a profiler.")
+@json_option
+@list_option
+@click.pass_context
+def one(
+    ctx: click.Context,
+    n_rows: int,
+    n_cols: int,
+    dtype: str,
+    operation: str,
+    provider: str,
+    warmup: int,
+    iters: int,
+    profile_only: bool,
+    as_json: bool,
+) -> None:
+    """Time one provider at one shape: the average of the middle 80 % of its calls.
+
+    It says what is timed: without a GPU, this package calls torch's operations. Ctrl-C ends the calls, and prints the
+    average of those that were made.
+    """
+    case = case_of(n_rows, n_cols, dtype, operation)
+    require_known(operation, [provider])
+    with importing():
+        from fused_softmax.bench.measure import one as single
+
+    try:
+        with busy(f"{provider} at {case}"):
+            if not profile_only:
+                found = single.time_calls(case, provider, warmup, iters)
+            else:
+                single.call_once(case, provider)
+    except single.NoFigure as error:
+        raise click.ClickException(str(error)) from None
+    if profile_only:
+        click.echo(f"{provider}: one call at {case}, by {single.path_of(case, provider)}", err=as_json)
+        return
+    print_facts(found.facts(), as_json)
+    if len(found.seconds) < iters:
+        click.echo(f"interrupted: the average is of {len(found.seconds)} calls", err=True)
+        ctx.exit(INTERRUPTED)
+
+
+@bench.command(short_help="Time what one small eager call costs the CPU, beside torch's own.")
+@out_option(".json", "the rows")
+@force_option
+@click.pass_context
+def host(ctx: click.Context, out: Path | None, force: bool) -> None:
+    """Time what one small eager call costs the CPU, ours beside torch's own for the same result, in under a minute.
+
+    A result that differs from torch's has no figure, and the exit status is then 1. Ctrl-C keeps the rows that were
+    measured.
+    """
+    from fused_softmax.bench.measure import saving
+    from fused_softmax.bench.results import record
+
+    if out:
+        paths.require_outputs([out, record.partial_path(out)], replace=force, how="--force overwrites it")
+    _, gpu = find_device()
+    with importing():
+        from fused_softmax.bench.measure import host as hosts
+        from fused_softmax.bench.measure import run
+
+    console = new_console()
+    if not gpu:
+        console.print("No GPU: these are times of calls on the CPU, where this package takes torch's path.")
+    arguments = record.command_line(["bench", "host", *(["--out", str(out)] if out else [])])
+    rows: list[hosts.Row] = []
+    environment, stopped = {}, False
+    try:
+        if out:  # before the rows, for whoever stops it then has none to lose
+            with busy("reading the environment"):
+                environment = record.environment(*run.gpu_facts())
+        with busy("timing calls"):
+            for row in hosts.measure_all("cuda" if gpu else "cpu"):
+                rows.append(row)
+    except KeyboardInterrupt:
+        stopped = True
+    where = record.partial_path(out) if out and stopped else out
+    saves = where is not None and bool(rows or not stopped)
+    try:
+        if where and saves:
+            saving.save_content(hosts.text(rows, environment, arguments).encode(), where)
+    finally:  # printed last: standard output may be full too
+        hosts.print_rows(rows, console)
+    if saves:
+        click.echo(f"wrote {where}")
+    if out and not stopped:
+        record.partial_path(out).unlink(missing_ok=True)
+    if stopped:
+        click.echo(f"interrupted: {len(rows)} rows were measured", err=True)
+    ctx.exit(INTERRUPTED if stopped else int(any(row.wrong for row in rows)))
+
+
+@bench.command("all", short_help="Measure all committed results files again, or say which are current.")
+@click.option(
+    "-o", "--out", "folder", type=paths.FILE, required=True, callback=paths.folder,
+    help="Folder of the files: benchmarks/results in this project.",
+)  # fmt: skip
+@click.option(
+    "--only", "names", metavar="NAME", multiple=True, callback=values_of(parse_committed), help="Only these files."
+)
+@click.option("--resume", is_flag=True, help="Keep what is current, and continue what was stopped.")
+@click.option("--force", is_flag=True, help="Measure everything anew.")
+@click.option("--dry-run", is_flag=True, help="Say which files are current, and measure nothing. Needs no GPU.")
+@click.pass_context
+def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool, force: bool, dry_run: bool) -> None:
+    """Measure all committed results files again, one after another, with the kernels of this source.
+
+    A file is current if these kernels made all its points, on this GPU, with this torch and Triton. Ctrl-C keeps what
+    was measured. Exits with 1 if a file could not be measured, or has a wrong result.
+    """
+    if resume and force:
+        raise click.UsageError("--resume keeps what is current and --force keeps nothing: give only one of them")
+    from rich.console import Console
+
+    from fused_softmax.bench.committed import COMMITTED, GPU
+
+    with importing():
+        from fused_softmax.bench import renew
+        from fused_softmax.bench.measure import measure, run
+        from fused_softmax.bench.results import record
+
+    chosen = [
+        renew.Renewal(name, asked(shlex.split(COMMITTED[name]), f"{name}.json"), folder)
+        for name in COMMITTED
+        if name in names or not names
+    ]
+    if dry_run:
+        with busy("reading the environment"):
+            environment = record.environment(*run.gpu_facts())
+        if not environment["gpu"]:
+            click.echo("No GPU: of each file the kernels are compared, and neither its GPU nor its versions.")
+        for renewal in chosen:
+            click.echo(f"{renewal.name}: {renewal.state(environment)}")
+        return
+    there = [path.name for each in chosen for path in (each.out, record.partial_path(each.out)) if path.exists()]
+    if there and not resume and not force:
+        more = f" and {len(there) - 1} more" if there[1:] else ""
+        raise click.UsageError(
+            f"{there[0]}{more} would be overwritten: --resume keeps what is current, --force measures all anew"
+        )
+    if not measure.on_gpu():
+        raise click.ClickException("no GPU: nothing was measured; --dry-run says which files are current")
+    with busy("reading the environment"):
+        environment = record.environment(*run.gpu_facts())
+    if environment["gpu"]["name"] != GPU:
+        click.echo(f"note: the files are named after an {GPU}, and this is an {environment['gpu']['name']}", err=True)
+    try:
+        for renewal in chosen:
+            record.require_writable(renewal.out)
+    except OSError as error:
+        raise click.UsageError(f"cannot write into {folder}: {error.strerror or error}") from None
+    ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter("must be a finite number", ctx, param)
+    return value
+
+
+@bench.command(cls=Listing)
+@click.argument("before", type=paths.FILE)
+@click.argument("after", type=paths.FILE)
+@click.option(
+    "--by",
+    type=click.Choice(["time", "ratio"]),
+    default="time",
+    show_default=True,
+    help="ratio: compare times in units of each run's own ceiling.",
+)
+@click.option("--clock", type=click.Choice(["kernel", "call"]), help="Default: kernel where both have it, else call.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    callback=_finite,
+    default=2,
+    show_default=True,
+    help="Percent by which a median must change to count.",
+)
+@providers_option("Only these.")
+@click.option("--all", "everything", is_flag=True, help="Also show what stayed the same.")
+@list_option
+@click.pass_context
+def compare(
+    ctx: click.Context, before: Path, after: Path, names: list[str], everything: bool, tolerance: float, **options: Any
+) -> None:
+    """Say what got faster or slower between two results, beyond the spread of both.
+
+    Exits with 0 if nothing got slower, 1 if something got slower or lost its figure, 2 if nothing can be compared.
+    """
+
+    def wanted(point: "Point") -> bool:
+        return not names or point.provider in names
+
+    old, new = (read_results(path) for path in (before, after))
+    with importing():
+        from fused_softmax.bench.results import compare as comparing
+        from fused_softmax.bench.show import report
+
+    with busy("comparing"):
+        found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
+    if found.exit_code == 2:
+        of = f" of {', '.join(names)}" if names else ""
+        why = [*report.only_in_one(found), *found.differences]
+        raise click.UsageError("; ".join([f"nothing{of} could be compared", *why]))
+    report.print_comparison(found, new_console(), everything)
+    ctx.exit(found.exit_code)
+
+
+@bench.command(cls=Listing)
+@click.option(
+    "--op", "chosen", metavar="NAME", multiple=True, callback=values_of(parse_tunable), help="Default: softmax."
+)
+@dtypes_option("float32,bfloat16")
+@click.option(
+    "--cols", metavar="N", multiple=True, callback=values_of(cases.parse_sizes), help="Default: 1024 to 524288."
+)
+@click.option(
+    "--elements", metavar="N", callback=value_of(cases.parse_size), help="Elements of a tensor.  [default: 128Mi]"
+)
+@out_option(".json", "the table", default="the user's own")
+@click.option("--force", is_flag=True, help="Replace the plans that the file has for this GPU.")
+@click.option("--print-only", is_flag=True, help="Print the ladders, write no table.")
+@list_option
+@click.pass_context
+def tune(
+    ctx: click.Context,
+    chosen: list[str],
+    dtypes: list[str],
+    cols: list[int],
+    elements: int | None,
+    out: Path | None,
+    force: bool,
+    print_only: bool,
+) -> None:
+    """Time the planner's choices on this GPU, and write the best ones for the planner to use.
+
+    It also prints them as ladders, the planner's tables of thresholds. The file is the one that FUSED_SOFTMAX_PLANS
+    names, or plans.json in the user's configuration folder. Results of `bench` say when it is in use. Delete the file
+    to return to the built-in plans.
+    """
+    device, gpu = find_device()
+    with importing():
+        from fused_softmax.bench.measure import run
+        from fused_softmax.bench.measure import tune as tuner
+        from fused_softmax.bench.results import record
+        from fused_softmax.core.plan import built_in, tuned
+
+    chosen, dtypes = chosen or ["softmax"], dtypes or ["float32", "bfloat16"]
+    where = out or tuned.path()
+    try:
+        if not print_only:
+            record.require_writable(where)
+        kept = tuned.load(where) if where.exists() and not print_only else {}  # a bad file fails before the work
+    except OSError as error:
+        raise click.UsageError(f"cannot write {where}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if device.name in kept and not force:
+        raise click.UsageError(f"{where} has plans for {device.name}; --force replaces them")
+    if not gpu:
+        for operation in chosen:
+            for dtype in dtypes:
+                click.echo(tuner.source(built_in(tuner.OPERATIONS[operation], cases.ITEMSIZE[dtype])))
+        raise click.ClickException("no GPU: these are the built-in ladders; nothing was measured or written")
+    stopped = False
+    try:
+        with busy("timing plans") as say:
+            table = tuner.tune(device, chosen, dtypes, cols or tuner.WIDTHS, elements or tuner.ELEMENTS, say)
+    except tuner.Interrupted as error:
+        table, where, stopped = error.table, record.partial_path(where), True
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if table.ladders:
+        try:
+            if not print_only:
+                with busy("reading the environment"):
+                    environment = record.environment(*run.gpu_facts())
+                tuned.save(where, device.name, table, environment)
+        except OSError as error:
+            why = error.strerror or error
+            said = f"cannot write {where}: {why}; the ladders are printed, and nowhere else"
+            raise click.ClickException(said) from None
+        finally:  # printed last: standard output may be full too
+            click.echo(tuner.source(table))
+    if stopped:
+        kept_in = f"{where} has the ladders until then" if table.ladders and not print_only else "nothing was written"
+        click.echo(f"interrupted: {kept_in}", err=True)
+        ctx.exit(INTERRUPTED)
+    if not print_only:
+        click.echo(f"wrote {where}: plans for {device.name} use it from the next process on")
+
+
+sweep_command.epilog = columns("Commands", {name: each.get_short_help_str(90) for name, each in bench.commands.items()})

@@ -1,0 +1,126 @@
+"""`fused-softmax bench shards`: which cases its arguments ask for, by which providers, and with what effort."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fused_softmax.bench import cases, catalog
+from fused_softmax.bench.commands import paths
+from fused_softmax.bench.commands.arguments import (
+    Listing,
+    also,
+    dtypes_option,
+    force_option,
+    list_option,
+    new_console,
+    out_option,
+    providers_option,
+    values_of,
+)
+from fused_softmax.bench.show.progress import importing
+
+TORCHRUN = "torchrun --nproc-per-node 2 --no-python fused-softmax bench shards"
+CASES = (
+    ("cross_entropy_gradient", "8192x128256", ("bfloat16", "float32")),
+    ("cross_entropy_gradient", "4096x152064", ("bfloat16",)),
+    ("cross_entropy_gradient", "64x128256,1x128256", ("float32",)),
+    ("linear_cross_entropy", "8192x4096x128256", ("bfloat16",)),
+    ("softmax", "1024x262144", ("bfloat16",)),
+)  # as sweeps have them: operation, shapes of whole rows, dtypes
+
+
+class _Keeping(Listing):
+    """A command that records its arguments as they were typed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["typed"] = [argument for argument in args if argument != "--force"]
+        return super().parse_args(ctx, args)
+
+    def facts(self) -> dict[str, dict[str, str]]:
+        of = {name: ", ".join(providers) for name, providers in catalog.PEERS_OF_SHARDS.items()}
+        own = f"{' and '.join(catalog.BY_TRANSPORT)}; {also([catalog.OWN])[catalog.OWN]}"
+        return {"Operations, and their providers": of, "Providers": {catalog.OWN: own}, "Dtypes": also(cases.ITEMSIZE)}
+
+
+def _operations(text: str) -> list[str]:
+    return [catalog.find("operation", part, catalog.PEERS_OF_SHARDS) for part in text.split(",")]
+
+
+def _providers(text: str) -> list[str]:
+    known = dict.fromkeys((catalog.OWN, *(name for names in catalog.PEERS_OF_SHARDS.values() for name in names)))
+    found = [catalog.find("provider", part, known, catalog.PROVIDER_ALIASES) for part in text.split(",")]
+    return [each for name in found for each in (catalog.BY_TRANSPORT if name == catalog.OWN else (name,))]
+
+
+def chosen(
+    operations: Sequence[str], shapes: Sequence[cases.Case], dtypes: Sequence[str], quick: bool
+) -> list[cases.Case]:
+    """The cases that options ask for. UsageError for a shape that an operation does not take."""
+    found = []
+    for operation, text, own_dtypes in CASES:
+        if operations and operation not in operations:
+            continue
+        for case in shapes or cases.parse_shapes(text):
+            ndim = 3 if operation == "linear_cross_entropy" else 2
+            if (len(case.shape), case.dim) != (ndim, -1):
+                continue
+            found += [replace(case, dtype=dtype, operation=operation) for dtype in dtypes or own_dtypes]
+    if not found:
+        takes = "rows x columns, or tokens x hidden x classes for linear_cross_entropy"
+        raise click.UsageError(f"{', '.join(operations) or 'shards'} takes {takes}, not {shapes[0].size}")
+    found = cases.unique(found)
+    return [found[0], found[-1]] if quick and not shapes else found
+
+
+@click.command(cls=_Keeping, short_help="Measure rows whose columns lie in shards over ranks, beside one GPU.")
+@click.option("--op", "operations", metavar="NAME", multiple=True, callback=values_of(_operations), help="Only these.")
+@click.option(
+    "--shape", "shapes", metavar="ROWSxCOLS", multiple=True, callback=values_of(cases.parse_shapes),
+    help="A shape of whole rows; of a linear layer, tokens x hidden x classes.",
+)  # fmt: skip
+@dtypes_option("each shape's")
+@providers_option("Repeat, or separate by commas; --list names them.  [default: all]", _providers)
+@click.option("--quick", is_flag=True, help="Measure the first and the last shape.")
+@click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
+@click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs.")
+@out_option(".json", "the results")
+@force_option
+@list_option
+@click.pass_context
+def shards(ctx: click.Context, /, **options: Any) -> None:
+    """Measure rows whose columns lie in shards over ranks, one process each, beside one GPU that has the whole.
+
+    Run it by torchrun, which starts the ranks: by NCCL on GPUs, by gloo on CPUs. Rank 0 prints and writes. A time is
+    that of the slowest rank, and GB/s count what one rank must read and write of its shard.
+    """
+    asked = chosen(options["operations"], options["shapes"], options["dtypes"], options["quick"])
+    out: Path | None = options["out"]
+    if out:
+        paths.require_outputs([out], replace=options["force"], how="--force overwrites it")
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise click.UsageError(f"there are no ranks: run {TORCHRUN}")
+    with importing():
+        from fused_softmax.bench.measure import shards as measuring
+
+        effort, command = _effort(options), _command(ctx)
+    code = measuring.run(asked, not options["shapes"], options["names"], effort, command, out, new_console())
+    ctx.exit(code)
+
+
+def _effort(options: dict[str, Any]) -> Any:
+    from fused_softmax.bench.measure.measure import Effort
+
+    rounds, budget_ms = (2, 12) if options["quick"] else (3, 25)
+    time = not options["verify_only"]
+    return Effort(options["reps"] or rounds, budget_ms, options["seed"], time, bool(options["names"]))
+
+
+def _command(ctx: click.Context) -> str:
+    from fused_softmax.bench.results import record
+
+    return record.command_line(["bench", "shards", *ctx.meta["typed"]])

@@ -1,0 +1,179 @@
+"""`fused-softmax bench [SWEEP]...`: which cases its arguments ask for, by which providers, and with what effort."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fused_softmax.bench import cases, catalog
+from fused_softmax.bench.commands import paths
+from fused_softmax.bench.commands.arguments import (
+    Listing,
+    dtypes_option,
+    force_option,
+    list_option,
+    new_console,
+    out_option,
+    parse_operations,
+    parse_sweep,
+    providers_option,
+    value_of,
+    values_of,
+)
+from fused_softmax.bench.commands.front import Option
+from fused_softmax.bench.show.progress import importing
+from fused_softmax.interrupt import INTERRUPTED
+
+if TYPE_CHECKING:
+    from fused_softmax.bench.measure.run import Asked
+
+
+class _Keeping(Listing):
+    """A command that records its arguments as they were typed."""
+
+    sweeps = True
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # A resumed run is still the same run, and so is one that replaces another.
+        ctx.meta["typed"] = [argument for argument in args if argument not in ("--resume", "--force")]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Keeping)
+@click.argument("names_of_sweeps", metavar="[SWEEP]...", nargs=-1, callback=values_of(parse_sweep))
+@click.option(
+    "--op",
+    "asked_operations",
+    metavar="NAME",
+    multiple=True,
+    callback=values_of(parse_operations),
+    help="Measure only these of the sweep's operations; with custom, any operation.",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    metavar="ROWSxCOLS",
+    multiple=True,
+    callback=values_of(cases.parse_shapes),
+    help="One shape. Sweeps that take other dims accept 64x4096x512:1, which runs along dim 1.",
+)
+@click.option(
+    "--rows",
+    "--M",
+    "rows",
+    cls=Option,
+    metavar="N",
+    multiple=True,
+    callback=values_of(cases.parse_sizes),
+    help="Rows; with --cols, every pair is measured.",
+)
+@click.option(
+    "--cols",
+    "--N",
+    "cols",
+    cls=Option,
+    metavar="N|START:STOP:STEP",
+    multiple=True,
+    callback=values_of(cases.parse_sizes),
+    help="Columns; STOP is excluded. Without --rows, there are as many rows as hold --elements.",
+)
+@click.option(
+    "--elements", metavar="N", callback=value_of(cases.parse_size), help="Elements of a tensor.  [default: 128Mi]"
+)
+@dtypes_option("the sweep's")
+@providers_option("Providers; --list names them.  [default: all]")
+@click.option("--quick", is_flag=True, help="Measure a short, representative set.")
+@click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
+@click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs.")
+@out_option(".json", "the results")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Measure what --out does not contain yet. Refused if GPU, versions, source, --reps, --quick or --seed differ.",
+)
+@click.option(
+    "--plot",
+    type=paths.FILE,
+    callback=paths.drawable,
+    help="Draw GB/s over the columns, or over whatever else varies, as .png, .svg or .pdf.",
+)
+@force_option
+@list_option
+@click.pass_context
+def sweep_command(ctx: click.Context, /, **options: Any) -> None:
+    """Check every provider against float64, then time it: GB/s, and the ratio to a plain kernel that moves as much.
+
+    A sweep names the operations to measure, and their shapes and dtypes unless options give others. Without a name, the
+    sweep `tutorial` runs. Repeat an option or separate its values by commas. Ctrl-C keeps what was measured.
+    """
+    files = {name: options.pop(name) for name in ("out", "plot", "resume")}
+    out, resume, force = files["out"], files["resume"], options.pop("force")
+    if resume and not out:
+        raise click.UsageError("--resume continues the file that --out names: give --out too")
+    if resume and force:
+        raise click.UsageError("--resume keeps what was measured and --force keeps nothing: give only one of them")
+    # Names are checked before PyTorch is imported, which takes seconds.
+    measured = _measured(options)
+    _require_files(out, files["plot"], replace=resume or force)
+    from fused_softmax.bench.results.record import CannotResume, earlier
+
+    try:
+        if resume:
+            earlier(out)
+        with importing():
+            from rich.console import Console
+
+            from fused_softmax.bench.measure import run
+
+        code = run.bench(_asked(ctx.meta["typed"], measured), new_console(), Console(stderr=True), **files)
+    except CannotResume as error:
+        raise click.UsageError(str(error)) from None
+    if code == INTERRUPTED:  # the tables, which say what was kept, are on standard output
+        click.echo("interrupted", err=True)
+    ctx.exit(code)
+
+
+def _require_files(out: Path | None, plot: Path | None, *, replace: bool) -> None:
+    from fused_softmax.bench.results import record
+
+    outputs = [path for path in (out, out and record.partial_path(out), plot) if path]
+    resumed = "--force overwrites it" + (", --resume continues the run in --out" if out else "")
+    paths.require_outputs(outputs, replace=replace, how=resumed)
+
+
+def asked(arguments: Sequence[str], out: str) -> "Asked":
+    """The measurement that arguments of `fused-softmax bench` ask for. out: the name of the file that is to hold it."""
+    ctx = sweep_command.make_context("bench", list(arguments))
+    files = ("out", "plot", "resume", "force")
+    options = {name: value for name, value in ctx.params.items() if name not in files}
+    return _asked([*ctx.meta["typed"], "--out", out], _measured(options))
+
+
+def _measured(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an `Asked` but its command, or a UsageError."""
+    from fused_softmax.bench.measure import sweeps
+
+    if options["elements"] and options["rows"]:
+        raise click.UsageError("--elements takes the place of --rows: give only one of them")
+    named = options.pop("names_of_sweeps") or [sweeps.TUTORIAL]
+    given = {name: options.pop(name) for name in ("shapes", "rows", "cols", "elements", "dtypes")}
+    given["operations"] = options.pop("asked_operations")
+    try:
+        found = [case for name in named for case in sweeps.build(name, **given, quick=options["quick"])]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    chosen = cases.unique(found)
+    known = catalog.provider_names(dict.fromkeys(case.operation for case in chosen))
+    if strangers := [name for name in options["names"] if name not in known]:
+        raise click.UsageError(f"{' '.join(named)} has no provider {strangers[0]!r}; it has {', '.join(known)}")
+    standing = not (given["shapes"] or given["rows"] or given["elements"])
+    return {"chosen": chosen, "standing": standing, **options}
+
+
+def _asked(typed: list[str], measured: dict[str, Any]) -> "Asked":
+    from fused_softmax.bench.measure.run import Asked
+    from fused_softmax.bench.results import record
+
+    return Asked(record.command_line(["bench", *typed]), **measured)

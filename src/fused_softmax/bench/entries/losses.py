@@ -1,0 +1,68 @@
+"""Cross-entropy as it is measured, and its gradient."""
+
+import torch
+
+from fused_softmax import cross_entropy
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.entries import ceiling
+from fused_softmax.bench.entries.operation import Inputs, Operation, logits, widest
+from fused_softmax.bench.entries.providers import Call, Provider
+
+
+def with_targets(case: Case, generator: torch.Generator) -> Inputs:
+    """Logits and one class for every row; no row is ignored."""
+    device = generator.device
+    return logits(case, generator), torch.randint(case.n_cols, (case.n_rows,), device=device, generator=generator)
+
+
+def losses(case: Case) -> Call:
+    return lambda x, target: x.logsumexp(-1) - x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def loss_gradient(function: Call) -> Provider:
+    """The gradient of the mean loss, including the forward pass."""
+
+    def call(x, target):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(function(x, target), x)[0]
+
+    return lambda case: call
+
+
+def loss_gradient_formula(case: Case) -> Call:
+    def call(x, target):
+        dx = torch.softmax(x, -1, dtype=widest(x))
+        one = torch.arange(case.n_cols, device=x.device) == target.unsqueeze(-1)
+        return ((dx - one.to(dx.dtype)) / case.n_rows).to(x.dtype)
+
+    return call
+
+
+def quack_cross_entropy_gradient(case: Case) -> Call:
+    from quack.cross_entropy import cross_entropy
+
+    return loss_gradient(cross_entropy)(case)
+
+
+ENTRIES = {
+    "cross_entropy": Operation(
+        inputs=with_targets,
+        own=lambda case: lambda x, target: cross_entropy(x, target, reduction="none"),
+        formula=losses,
+        eager=lambda case: lambda x, target: torch.nn.functional.cross_entropy(x, target, reduction="none"),
+        held_bytes=lambda case: case.tensor_bytes + case.n_rows * (8 + case.itemsize),
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"reduction": "none"},
+    ),
+    "cross_entropy_gradient": Operation(
+        inputs=with_targets,
+        own=loss_gradient(cross_entropy),
+        formula=loss_gradient_formula,
+        eager=loss_gradient(torch.nn.functional.cross_entropy),
+        peers={"quack": quack_cross_entropy_gradient},
+        held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
+        ceilings=lambda case: ceiling.copies(),
+        parameters=lambda case: {"reduction": "mean"},
+    ),
+}

@@ -1,0 +1,100 @@
+"""Checks without a GPU: runs the measured operations' kernels under Triton's interpreter and compares with float64.
+
+For softmax it runs every strategy and every classic, for other operations what our call launches for the operation's
+sample. A process either interprets kernels or compiles them, so the checks run in a process of their own, which prints
+one JSON line for each kernel.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.entries.operations import OPERATIONS
+from fused_softmax.bench.entries.providers import CLASSIC, forced
+from fused_softmax.bench.measure import check
+from fused_softmax.bench.results.record import Check, one_line
+from fused_softmax.core.plan import Strategy
+
+SWITCH = "FUSED_SOFTMAX_INTERPRET"
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+def interpreting() -> bool:
+    return os.environ.get(SWITCH) == "1"
+
+
+def verify(operations: Sequence[str] = ("softmax",), seconds: float = 60) -> Iterator[Check]:
+    """The checks as they finish. Checks that were not reached in time are "not run"."""
+    here = str(Path(__file__).parents[3])
+    paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "fused_softmax.bench.measure.verify", *operations]
+    environment = os.environ | {SWITCH: "1", "PYTHONPATH": paths}
+    left = kernels(operations)
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True) as child,
+    ):
+        timer = threading.Timer(seconds, child.kill)
+        timer.start()
+        try:
+            assert child.stdout
+            for line in filter(complete, child.stdout):
+                done = Check(**json.loads(line))
+                left.pop(done.kernel, None)
+                yield done
+        finally:
+            timer.cancel()
+            child.kill()
+        said.seek(0)
+        last = (said.read().strip().splitlines() or [""])[-1]
+    why = f"not reached in {seconds:.0f} s" if child.returncode < 0 else last
+    for kernel, operation in left.items():
+        status: Literal["not run", "failed"] = "not run" if child.returncode < 0 else "failed"
+        yield replace(unchecked(kernel, OPERATIONS[operation].sample), status=status, message=one_line(why))
+
+
+def complete(line: str) -> bool:
+    """Whether a line is whole: a killed process can leave half a line."""
+    return line.endswith("\n")
+
+
+def kernels(operations: Sequence[str] = ("softmax",)) -> dict[str, str]:
+    """The kernels that are checked, each with its operation."""
+    of_softmax = dict.fromkeys((*STRATEGIES, *CLASSIC), "softmax") if "softmax" in operations else {}
+    return of_softmax | {name: name for name in operations if name != "softmax"}
+
+
+def unchecked(kernel: str, case: Case) -> Check:
+    return Check(kernel, case.n_rows, case.n_cols, case.dtype, "not run")
+
+
+def check_kernel(kernel: str, case: Case | None = None) -> Check:
+    """Check one kernel in this process, which must interpret. case: by default the operation's sample."""
+    operation = OPERATIONS.get(kernel, OPERATIONS["softmax"])
+    case = case or replace(operation.sample, operation=kernel if kernel in OPERATIONS else "softmax")
+    result = unchecked(kernel, case)
+    inputs = check.inputs(case, 1, "cpu", seed=0)[0]
+    try:
+        if kernel in STRATEGIES:
+            call = forced(kernel, inputs[0])
+        else:
+            call = CLASSIC.get(kernel, operation.own)(case)
+        judge = check.judge_of(case, inputs)
+        wrong, found = judge.complaint(judge.poisoned(call), judge.allowed(own=kernel not in CLASSIC))
+        wrong = wrong or judge.habit(call, own=kernel not in CLASSIC)
+    except Exception as error:
+        return replace(result, status="failed", message=one_line(error))
+    return replace(result, status="wrong" if wrong else "ok", error=found.largest if found else None, message=wrong)
+
+
+if __name__ == "__main__":
+    for kernel in kernels(sys.argv[1:]):
+        print(json.dumps(asdict(check_kernel(kernel))), flush=True)
