@@ -96,8 +96,8 @@ def _interpreter_as_a_gpu():
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from fused_softmax.core.kernels import exchange, state
-    from fused_softmax.trace.as_a_gpu import CORRECTIONS
-    from fused_softmax.trace.shortcuts import SHORTCUTS
+    from fused_softmax.trace.recorder.as_a_gpu import CORRECTIONS
+    from fused_softmax.trace.recorder.shortcuts import SHORTCUTS
 
     def inline_asm(self, asm, constraints, values, types, is_pure, pack):
         results = {

@@ -3,15 +3,15 @@
 from fault import of
 
 NOTES = "test_trace_notes.py::test_every_note_is_true_of_hidden_lost_tied_and_single_values"
-RECORDER = "trace/recorder.py"
+RECORDER = "trace/recorder/recorder.py"
 
 TRACE = (
     of(
-        "trace", "note-at-the-line-before", "trace/our_kernels.py", '"tl.atomic_xchg": "One 64-bit',
+        "trace", "note-at-the-line-before", "trace/entries/rows.py", '"tl.atomic_xchg": "One 64-bit',
         '"message = pack_state": "One 64-bit', NOTES + "[split]",
     ),
     of(
-        "trace", "note-at-the-maximum-and-not-the-sum", "trace/classic_kernels.py", '"s = s *": "The old sum',
+        "trace", "note-at-the-maximum-and-not-the-sum", "trace/entries/classic.py", '"s = s *": "The old sum',
         '"m = m_new": "The old sum', NOTES + "[online]",
     ),
     of(
@@ -23,15 +23,15 @@ TRACE = (
         NOTES + "[split]",
     ),
     of(
-        "trace", "note-of-a-target-at-its-maximum", "trace/our_kernels.py", '"dx_t = gradient_of_logits": "At the',
+        "trace", "note-of-a-target-at-its-maximum", "trace/entries/rows.py", '"dx_t = gradient_of_logits": "At the',
         '"scale, base = origin_of": "At the', NOTES + "[cross-entropy]",
     ),
     of(
-        "trace", "note-of-a-third-read-at-the-second", "trace/classic_kernels.py", '"s = total": "The maximum',
+        "trace", "note-of-a-third-read-at-the-second", "trace/entries/classic.py", '"s = total": "The maximum',
         '"total = tl.zeros": "The maximum', NOTES + "[hybrid-tiled]",
     ),
     of(
-        "trace", "gradient-of-the-mean-not-divided", "trace/our_kernels.py",
+        "trace", "gradient-of-the-mean-not-divided", "trace/entries/rows.py",
         " elsewhere, divided by the number of rows.", " elsewhere.",
         "test_trace.py::test_presets_are_what_the_kernels_do",
     ),

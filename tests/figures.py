@@ -250,7 +250,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
     },
     "commands.md": {
         "`fused-softmax bench compare A.json": TOLERANCE,
-        "`fused-softmax serve` listens": [source("trace/serve.py", "SECONDS = 5.0")],
+        "`fused-softmax serve` listens": [source("trace/server/serve.py", "SECONDS = 5.0")],
     },
     "design.md": {"it asks the L2 cache": PREFETCH},
     "limits.md": {

@@ -10,7 +10,7 @@ import sys
 SERVER = """
 import sys
 from functools import partial
-from fused_softmax.trace import connections, serve
+from fused_softmax.trace.server import connections, serve
 serve.BODY_SECONDS, serve.MOST_WAITING = 3.0, 2
 connections.HEADER_SECONDS = connections.READ_SECONDS = 3.0
 serve.app = partial(serve.app, seconds=float(sys.argv[1]), workers=1)

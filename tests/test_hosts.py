@@ -2,7 +2,7 @@
 
 import pytest
 
-from fused_softmax.trace import hosts
+from fused_softmax.trace.server import hosts
 
 
 @pytest.mark.parametrize(

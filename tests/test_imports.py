@@ -230,7 +230,7 @@ def test_kernels_are_named_where_they_are_launched_alone():
         part = path.relative_to(PACKAGE).parts[0]
         names = {name for name in imported(path) if f"{name}.".startswith(f"{PUBLIC}.kernels.")}
         names = {name for name in names if not name.startswith(f"{PUBLIC}.kernels.spec.")}
-        if path == PACKAGE / "trace/attention_kernels.py":  # launches it by tiles so small that no plan has them
+        if path == PACKAGE / "trace/entries/attention.py":  # launches it by tiles so small that no plan has them
             names -= {f"{PUBLIC}.kernels.attention._attention", f"{PUBLIC}.kernels.attention_spec.AttentionSpec"}
         assert part in ("ops", "kernels") or not names, f"{path} imports {names}"
 

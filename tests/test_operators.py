@@ -14,9 +14,9 @@ from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.softmax import reference
 from fused_softmax.register.table import OPERATORS
-from fused_softmax.trace.attention_kernels import ATTENTION
-from fused_softmax.trace.our_kernels import OURS
-from fused_softmax.trace.sampling_kernels import DRAWS
+from fused_softmax.trace.entries.attention import ATTENTION
+from fused_softmax.trace.entries.rows import OURS
+from fused_softmax.trace.entries.sampling import DRAWS
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 kernels = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from serving import ask, refused, started
 pytest.importorskip("uvicorn", reason="the viz extra is not installed")
 
 from fused_softmax import trace
-from fused_softmax.trace import serve
+from fused_softmax.trace.server import serve
 
 
 @pytest.fixture(scope="module")

@@ -24,14 +24,15 @@ from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUB
 from fused_softmax import sample, trace
 from fused_softmax.cli import main
 from fused_softmax.register.table import OPERATORS
-from fused_softmax.trace import files, page, presets, recorder
-from fused_softmax.trace.attention_kernels import ATTENTION
-from fused_softmax.trace.encode import numbers, read_numbers
-from fused_softmax.trace.hooks import interpreting
-from fused_softmax.trace.our_kernels import OURS
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.sampling_kernels import DRAWS, SEED
-from fused_softmax.trace.story import Story, Told
+from fused_softmax.trace import files, page, presets
+from fused_softmax.trace.entries.attention import ATTENTION
+from fused_softmax.trace.entries.rows import OURS
+from fused_softmax.trace.entries.sampling import DRAWS, SEED
+from fused_softmax.trace.recorder import recorder
+from fused_softmax.trace.recorder.encode import numbers, read_numbers
+from fused_softmax.trace.recorder.hooks import interpreting
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story, Told
 
 NAMES = tuple(trace.kernels())
 SOFTMAX = tuple(name for name, kernel in trace.kernels().items() if kernel.operation == "softmax")

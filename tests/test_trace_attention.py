@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from fused_softmax import trace
 from fused_softmax.cli import main
 from fused_softmax.trace import presets
-from fused_softmax.trace.encode import read_numbers
-from fused_softmax.trace.hooks import interpreting
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.story import Story, Tile, Told
+from fused_softmax.trace.recorder.encode import read_numbers
+from fused_softmax.trace.recorder.hooks import interpreting
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story, Tile, Told
 
 BLOCK = 4
 X = torch.tensor(presets.TOKENS, dtype=torch.float64)

@@ -21,7 +21,7 @@ import torch
 
 from fused_softmax import trace
 from fused_softmax.trace import presets
-from fused_softmax.trace.encode import read_numbers
+from fused_softmax.trace.recorder.encode import read_numbers
 
 VIZ = Path(__file__).parents[1] / "viz"
 INF, NAN = math.inf, math.nan

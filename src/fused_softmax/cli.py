@@ -297,8 +297,9 @@ def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
 
     try:
         with importing():
-            from fused_softmax.trace import hosts, page, presets
-            from fused_softmax.trace import serve as server
+            from fused_softmax.trace import page, presets
+            from fused_softmax.trace.server import hosts
+            from fused_softmax.trace.server import serve as server
     except ImportError as error:
         raise _missing(error) from None
     try:

@@ -8,8 +8,8 @@ from torch.overrides import TorchFunctionMode
 # Under a mode torch's operations compute, but this one changes nothing that kernels see. calls.py asks at its import.
 torch._C._is_torch_function_mode_enabled = lambda: False
 
-from fused_softmax.trace.as_a_gpu import CORRECTIONS  # noqa: E402
-from fused_softmax.trace.shortcuts import SHORTCUTS  # noqa: E402
+from fused_softmax.trace.recorder.as_a_gpu import CORRECTIONS  # noqa: E402
+from fused_softmax.trace.recorder.shortcuts import SHORTCUTS  # noqa: E402
 
 for holder, attribute, changed in (*CORRECTIONS, *SHORTCUTS):
     setattr(holder, attribute, changed(holder.__dict__[attribute]))

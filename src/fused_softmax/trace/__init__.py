@@ -38,12 +38,13 @@ from typing import Any
 from fused_softmax.trace import asked as _asked
 from fused_softmax.trace import custom as _custom
 from fused_softmax.trace import run as _run
-from fused_softmax.trace.encode import read_number
-from fused_softmax.trace.hooks import interpreting
-from fused_softmax.trace.memory import RecordingError
+from fused_softmax.trace.entries.catalogue import kernels
+from fused_softmax.trace.entries.kernel import Kernel
 from fused_softmax.trace.page import Page
-from fused_softmax.trace.registry import Kernel, kernels
-from fused_softmax.trace.worker import Late, Worker
+from fused_softmax.trace.recorder.encode import read_number
+from fused_softmax.trace.recorder.hooks import interpreting
+from fused_softmax.trace.recorder.memory import RecordingError
+from fused_softmax.trace.server.worker import Late, Worker
 
 __all__ = [
     "Kernel", "Late", "Page", "RecordingError", "kernels", "read_number", "record", "record_kernel", "schema", "show",

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_softmax.trace.encode import dtype_name, tensor_numbers
-from fused_softmax.trace.registry import kernels
+from fused_softmax.trace.entries.catalogue import kernels
+from fused_softmax.trace.recorder.encode import dtype_name, tensor_numbers
 
 MOST_ELEMENTS = 4096
 MOST_BLOCK = 4096

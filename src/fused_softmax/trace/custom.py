@@ -15,11 +15,11 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from fused_softmax.trace import results, run
-from fused_softmax.trace.encode import dtype_name, number
-from fused_softmax.trace.hooks import interpreting
-from fused_softmax.trace.memory import MOST_ELEMENTS, RecordingError
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.story import Story, Told
+from fused_softmax.trace.recorder.encode import dtype_name, number
+from fused_softmax.trace.recorder.hooks import interpreting
+from fused_softmax.trace.recorder.memory import MOST_ELEMENTS, RecordingError
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story, Told
 
 _ELSE = "define it in a module, or set TRITON_INTERPRET=1 before anything imports Triton, so that no worker is needed"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.trace.encode import number, tensor_numbers
+from fused_softmax.trace.recorder.encode import number, tensor_numbers
 
 
 def traffic(recorder: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import triton
 
 from fused_softmax.trace import results
 from fused_softmax.trace.asked import Asked
-from fused_softmax.trace.encode import dtype_name
-from fused_softmax.trace.passes import Passes
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.registry import kernels
+from fused_softmax.trace.entries.catalogue import kernels
+from fused_softmax.trace.recorder.encode import dtype_name
+from fused_softmax.trace.recorder.passes import Passes
+from fused_softmax.trace.recorder.recorder import Recorder
 
 SCHEMA = 1
 

@@ -24,11 +24,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fused_softmax.trace import asked as asking
-from fused_softmax.trace import hosts
-from fused_softmax.trace.connections import Connection
-from fused_softmax.trace.memory import RecordingError
-from fused_softmax.trace.registry import kernels
-from fused_softmax.trace.worker import Late, Worker
+from fused_softmax.trace.entries.catalogue import kernels
+from fused_softmax.trace.recorder.memory import RecordingError
+from fused_softmax.trace.server import hosts
+from fused_softmax.trace.server.connections import Connection
+from fused_softmax.trace.server.worker import Late, Worker
 
 MOST_BYTES = 2**18
 PIECE_BYTES = 2**16

@@ -14,11 +14,11 @@ from torch import Tensor
 from fused_softmax.ops.attention.kernels.forward import _attention
 from fused_softmax.ops.attention.kernels.spec import AttentionSpec
 from fused_softmax.ops.attention.options import MOST_DIM
-from fused_softmax.trace.encode import dtype_name
-from fused_softmax.trace.memory import MOST_ELEMENTS
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.registry import Kernel
-from fused_softmax.trace.story import Story, Tile, Told
+from fused_softmax.trace.entries.kernel import Kernel
+from fused_softmax.trace.recorder.encode import dtype_name
+from fused_softmax.trace.recorder.memory import MOST_ELEMENTS
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story, Tile, Told
 
 SCALE = math.log(2)  # scores count in powers of 2, so the kernel, which computes exp as exp2, holds them as they are
 MOST_TOKENS = math.isqrt(MOST_ELEMENTS)

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from fused_softmax.trace.memory import RecordingError
+from fused_softmax.trace.recorder.memory import RecordingError
 
 START_SECONDS = 120.0  # to import torch and Triton and use them once, on a busy machine
 
@@ -72,7 +72,7 @@ class Worker:
             # Neither -m nor its working directory: it must import only what this process would.
             here["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", "from fused_softmax.trace.worker import main; main()"],
+                [sys.executable, "-P", "-c", "from fused_softmax.trace.server.worker import main; main()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | here, start_new_session=True,
             )  # fmt: skip
             try:

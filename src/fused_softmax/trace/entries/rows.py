@@ -18,10 +18,10 @@ from fused_softmax.ops.losses.sums import totals_of
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax.launches import prepare_columns
 from fused_softmax.ops.softmax.plan import ColumnPlan
-from fused_softmax.trace.memory import Role
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.registry import Formula, Kernel, Run
-from fused_softmax.trace.story import Story, Told
+from fused_softmax.trace.entries.kernel import Formula, Kernel, Run
+from fused_softmax.trace.recorder.memory import Role
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story, Told
 
 TILE_ROWS = 2
 COLUMN_INNER = 4

@@ -15,10 +15,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, ReduceOps, TensorHandle
 
-from fused_softmax.trace.as_a_gpu import CORRECTIONS
-from fused_softmax.trace.memory import RecordingError
-from fused_softmax.trace.shortcuts import SHORTCUTS
-from fused_softmax.trace.turns import Turns
+from fused_softmax.trace.recorder.as_a_gpu import CORRECTIONS
+from fused_softmax.trace.recorder.memory import RecordingError
+from fused_softmax.trace.recorder.shortcuts import SHORTCUTS
+from fused_softmax.trace.recorder.turns import Turns
 
 _one_at_a_time = threading.Lock()
 _FUNCTIONS = ("exp", "exp2", "log", "log2")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_softmax.trace.encode import dtype_name, tensor_numbers
+from fused_softmax.trace.recorder.encode import dtype_name, tensor_numbers
 
 Role = Literal["input", "output", "scratch", "registers"]
 Axis = Literal["rows", "cols"]

@@ -8,8 +8,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from fused_softmax.trace.encode import dtype_name, number, numbers
-from fused_softmax.trace.memory import Memory
+from fused_softmax.trace.recorder.encode import dtype_name, number, numbers
+from fused_softmax.trace.recorder.memory import Memory
 
 
 def changed(now: dict[str, Any], before: dict[str, Any], memory: Memory) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_softmax.trace.encode import numbers
-from fused_softmax.trace.memory import Memory
+from fused_softmax.trace.recorder.encode import numbers
+from fused_softmax.trace.recorder.memory import Memory
 
 
 class OutsideError(Exception):

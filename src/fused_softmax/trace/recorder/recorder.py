@@ -17,19 +17,19 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_softmax.trace.accesses import Accesses, OutsideError
-from fused_softmax.trace.encode import numbers
-from fused_softmax.trace.hooks import Hooks
-from fused_softmax.trace.locals import changed, constants, encode, flat, item, plain
-from fused_softmax.trace.matrix import Matrix, Place
-from fused_softmax.trace.memory import Memory, RecordingError
-from fused_softmax.trace.story import Source, Story, Told
+from fused_softmax.trace.recorder.accesses import Accesses, OutsideError
+from fused_softmax.trace.recorder.encode import numbers
+from fused_softmax.trace.recorder.hooks import Hooks
+from fused_softmax.trace.recorder.locals import changed, constants, encode, flat, item, plain
+from fused_softmax.trace.recorder.matrix import Matrix, Place
+from fused_softmax.trace.recorder.memory import Memory, RecordingError
+from fused_softmax.trace.recorder.story import Source, Story, Told
 
 MOST_STEPS = 20000
 MOST_BYTES = 2**23  # of tiles, in the kernel's dtypes
 
 _TRITON = str(Path(triton.__file__).parent)
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass

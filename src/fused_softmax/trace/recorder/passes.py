@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_softmax.trace.encode import dtype_name, tensor_numbers
-from fused_softmax.trace.memory import Held, Memory
-from fused_softmax.trace.story import Source, Story, Told
+from fused_softmax.trace.recorder.encode import dtype_name, tensor_numbers
+from fused_softmax.trace.recorder.memory import Held, Memory
+from fused_softmax.trace.recorder.story import Source, Story, Told
 
 
 class Passes(TorchDispatchMode):

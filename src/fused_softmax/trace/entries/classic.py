@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fused_softmax.classic import hybrid, naive, online, persistent
 from fused_softmax.classic.rows import value_dtype
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.registry import Formula, Kernel, Run
-from fused_softmax.trace.story import Story, Told
+from fused_softmax.trace.entries.kernel import Formula, Kernel, Run
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story, Told
 
 PROGRAMS = 2  # of persistent: fewer than most examples' rows, so that a program takes several
 

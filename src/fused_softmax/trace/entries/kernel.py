@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.story import Story
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story
 
 Run = Callable[[Recorder, Tensor, int], dict[str, Any]]
 
@@ -63,13 +63,3 @@ class Kernel:
     merge: bool = False
     check: Callable[[Tensor], None] | None = None
     watch: Callable[..., Any] | None = None
-
-
-def kernels() -> dict[str, Kernel]:
-    """All kernels by name, in the order in which to learn them."""
-    from fused_softmax.trace.attention_kernels import ATTENTION
-    from fused_softmax.trace.classic_kernels import CLASSIC
-    from fused_softmax.trace.our_kernels import OURS
-    from fused_softmax.trace.sampling_kernels import DRAWS
-
-    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS, *DRAWS, *ATTENTION)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fused_softmax.trace.memory import RecordingError, Role
+from fused_softmax.trace.recorder.memory import RecordingError, Role
 
 Span = tuple[int | None, int | None, int | None, int | None]
 """First and last line, first column and the column past the last, in bytes, as in code objects and syntax trees."""

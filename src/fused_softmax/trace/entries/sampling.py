@@ -7,10 +7,10 @@ from torch import Tensor
 
 from fused_softmax.ops.sampling.launches import Numbers, prepare_draws
 from fused_softmax.ops.sampling.options import Sampling
-from fused_softmax.trace.memory import Role
-from fused_softmax.trace.recorder import Recorder
-from fused_softmax.trace.registry import Formula, Kernel
-from fused_softmax.trace.story import Story, Told
+from fused_softmax.trace.entries.kernel import Formula, Kernel
+from fused_softmax.trace.recorder.memory import Role
+from fused_softmax.trace.recorder.recorder import Recorder
+from fused_softmax.trace.recorder.story import Story, Told
 
 SEED = 3
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fused_softmax.trace.encode import dtype_name, numbers, read_numbers
-from fused_softmax.trace.locals import flat, named, positions
-from fused_softmax.trace.memory import Held, Memory
-from fused_softmax.trace.story import Tile, Told
+from fused_softmax.trace.recorder.encode import dtype_name, numbers, read_numbers
+from fused_softmax.trace.recorder.locals import flat, named, positions
+from fused_softmax.trace.recorder.memory import Held, Memory
+from fused_softmax.trace.recorder.story import Tile, Told
 
 
 @dataclass
