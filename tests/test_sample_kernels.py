@@ -10,8 +10,7 @@ import torch
 
 from fused_softmax import sample
 from fused_softmax.core.plan import H200
-from fused_softmax.ops.sampling import reference
-from fused_softmax.ops.sampling import sample as sampling
+from fused_softmax.ops.sampling import one_device, reference
 from fused_softmax.ops.sampling.calls import prepare_sample
 from fused_softmax.ops.sampling.kernels import kept as sample_kept
 from fused_softmax.ops.sampling.kernels import wide as sample_wide
@@ -346,7 +345,7 @@ def test_a_call_without_a_seed_is_prepared_once(device, monkeypatch):
         prepared.append(arguments)
         return prepare_sample(*arguments, **options)
 
-    monkeypatch.setattr(sampling, "prepare_sample", counted)
+    monkeypatch.setattr(one_device, "prepare_sample", counted)
     x = torch.zeros(2, 900, device=device)
     generator = torch.Generator(device).manual_seed(1)
     first, second, third = (sample(x, top_k=800, generator=each).tokens for each in (generator, generator, None))

@@ -27,6 +27,7 @@ from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.softmax import logsumexp, softmax
 from fused_softmax.register import library, patch
+from fused_softmax.register.table import OPERATORS
 
 KERNEL, OPERATOR, SHARDED, COMPOSED, CUDNN, ATEN, NONE = (
     "kernel", "operator", "sharded", "composed", "cuDNN", "ATen", "none"
@@ -53,6 +54,8 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (sampling_filters, "_kept", None, _NO_KERNELS),
     (sampling_filters, "_penalize", "penalize", _NO_KERNELS),
 )
+_OPERATORS = {each.name for each in OPERATORS}
+_OF_ROOMS = {"losses": "cross_entropy", "sampling": "sample"}  # whose files are not all of their operator's name
 _OF_DTENSORS = SHARDED, "an argument is a DTensor"
 # What settles the route of the call that it is in, unless it returns None.
 _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
@@ -448,7 +451,8 @@ def _replace_all() -> None:
     for where, name, way in _SETTLING:
         _replace(where, name, _settling(getattr(where, name), way))
     for each in _functions():
-        home = each.__module__.rpartition(".")[2].removesuffix("_gradients").removesuffix("_steps")
+        _, _, room, *_, home = each.__module__.split(".")
+        home = _OF_ROOMS.get(room, room) if home not in _OPERATORS else home
         _replace(each, "forward", staticmethod(_going_forward(each.forward)))
         _replace(each, "backward", staticmethod(_going_back(each.backward, home)))
     _replace(attention_sdpa, "prepare_forward", _handing_over(attention_sdpa.prepare_forward, "forward"))

@@ -1,12 +1,4 @@
-"""The checks of arguments that all operators along one dim share: they raise torch's errors and name the argument.
-
-What a call asks for beside its tensors, checked once: what is done to scores, and the terms of a loss.
-
-z = x * scale + mask.  A bool mask keeps where it is True; causal keeps column j of query i where j - i <= n_keys -
-n_queries, so that the last query sees every key (bottom-right aligned). What is not kept is -inf.
-A scale of 0 is temperature 0: the row's first maximum alone is kept, and scaled by 1.
-A sink is one more score of every row, which is neither scaled nor masked and has no column: it counts in the sum alone.
-"""
+"""Checks of arguments that operators share: they raise torch's errors and name the argument."""
 
 from typing import Any
 
@@ -98,7 +90,7 @@ def arithmetic_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _broadcast(name: str, argument: str, tensor: Tensor, input: Tensor, shape: tuple[int, ...]) -> Tensor:
+def broadcast(name: str, argument: str, tensor: Tensor, input: Tensor, shape: tuple[int, ...]) -> Tensor:
     """tensor, on the input's device: as for torch's operators, one without dims may come from the CPU."""
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout)

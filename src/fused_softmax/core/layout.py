@@ -180,14 +180,14 @@ def _nested(sizes: Sequence[int], strides: Sequence[Sequence[int]]):
 
     The first counts the leading dim, and no other does: in a call for another leading size they stay.
     """
-    merged, of_each = _coalesced(sizes, strides)
+    merged, of_each = coalesced(sizes, strides)
     if len(merged) > 3 or math.prod(merged) >= _MOST_NESTED:
         return None
     ones = 3 - len(merged)
     return (*merged[:1], *(1,) * ones, *merged[1:])[:3], [(*each[:1], *(0,) * ones, *each[1:])[:3] for each in of_each]
 
 
-def _coalesced(sizes, strides):
+def coalesced(sizes, strides):
     """Dims of size 1 dropped and neighbours merged wherever every tensor steps through both as through one."""
     merged: list[tuple[int, ...]] = []  # (size, stride of each tensor), outermost first
     for i, size in enumerate(sizes):

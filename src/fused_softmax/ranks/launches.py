@@ -1,6 +1,6 @@
 """The launch of a kernel whose programs exchange with those of other ranks, prepared as `runner.prepare` does.
 
-Memory for calls over ranks. Their processes mostly see the GPUs of all ranks of their host.
+Its memory is on this rank's GPU, though the process mostly sees those of all ranks of its host.
 """
 
 import zlib

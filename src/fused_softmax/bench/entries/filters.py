@@ -1,4 +1,4 @@
-"""TODO: what this file holds."""
+"""The filters of the benchmarks of sampling, and the rows that they are measured on."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

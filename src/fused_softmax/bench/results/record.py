@@ -1,9 +1,8 @@
 """The record of a run: one JSON file with its environment, its command and a point for every shape and provider.
 
 It contains no host name, user name or path. Files are replaced whole, so a reader never sees half a run. A run that
-stops early leaves the earlier file alone and its own points in NAME.partial.json.
-
-Continues a run that stopped: which of its points still hold, or why it must not be continued.
+stops early leaves the earlier file alone and its own points in NAME.partial.json. A later run takes those of its points
+that still hold, or says why it must not.
 """
 
 import contextlib

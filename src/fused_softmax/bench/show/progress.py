@@ -1,4 +1,4 @@
-"""TODO: what this file holds."""
+"""What a terminal shows while a command works."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""TODO: what this file holds."""
+"""The titles of result files, and the lines of the overview."""
 
 from typing import NamedTuple
 

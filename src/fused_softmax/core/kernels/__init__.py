@@ -1,1 +1,0 @@
-"""Device code alone: kernels that read like their formulas, and the helpers that they share."""

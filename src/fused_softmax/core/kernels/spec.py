@@ -4,8 +4,8 @@ A kernel has one constexpr, K: a frozen Spec made on the host. A launch's argume
 together travel as NamedTuples. Triton 3.6 returns no NamedTuple that holds None, so optional pointers stay in bundles
 that are only passed down.
 
-Here is what kernels of several families take. What one family alone takes is in its own file: `column_spec.py` for
-strided dims, `loss_spec.py`, `sample_spec.py` for draws, and attention's.
+Here is what kernels of several rooms take. What one room alone takes is in its own `kernels/spec.py`, or in
+`column_tiles.py` for strided dims.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Who is faster, torch's scaled_dot_product_attention or the kernels; and plain attention by cuDNN, through torch.
 
-`ops/attention/plan/sdpa.py` says which, with what was measured, and what `enable(attention=True)` takes from torch. Each
+`plan/sdpa.py` says which, with what was measured, and what `enable(attention=True)` takes from torch. Each
 pass is handed over by itself, because output and lse are all that goes from one to the other. cuDNN's gradients may
 differ in their last bits from run to run.
 

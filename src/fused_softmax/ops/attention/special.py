@@ -1,8 +1,7 @@
-"""Launches of attention of short lengths, prepared once.
+"""Launches of attention that take other kernels than the general one, each prepared once.
 
-The launch of attention of few queries over many keys, prepared once.
-
-The launch of attention of narrow windows on sm_90, prepared once.
+Short: all queries and keys of a head are one tile. Decode: few queries over many keys, whose parts are merged. Window:
+narrow windows on sm_90.
 """
 
 from collections.abc import Callable, Sequence

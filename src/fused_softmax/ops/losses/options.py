@@ -1,4 +1,4 @@
-"""TODO: what this file holds."""
+"""The options of a loss and their checks, and what kernels are given for its numbers."""
 
 import math
 from dataclasses import dataclass

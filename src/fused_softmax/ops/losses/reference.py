@@ -1,4 +1,4 @@
-"""TODO: what this file holds."""
+"""Cross-entropy of torch's operations: the formulas that the kernels are held to, in any dtype."""
 
 import math
 from typing import Any

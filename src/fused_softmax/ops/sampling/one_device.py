@@ -1,4 +1,4 @@
-"""TODO: what this file holds."""
+"""Draws on one device: what the kernels are given, and seeds and positions as they take them."""
 
 import math
 from collections.abc import Callable
@@ -35,11 +35,11 @@ def draws_of(
     """A call by the kernels, of logits that they take."""
     n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
     if not n_draws or not logits.shape[0]:  # nothing to launch, or no row to read
-        seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
+        seeds, positions = int64_of(seed, n_draws, logits.device), positions_of(position, n_draws, logits.device)
         none = reference.sample(logits, seeds, positions, **options.arguments())
         return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
     if options.top_logprobs <= FEW:  # more are found by torch's operations
-        call = _prepared(logits, options, seed, position, out)
+        call = prepared_of(logits, options, seed, position, out)
         numbers = Numbers.of(options, seed, position)
         return call(logits, numbers, options.logit_bias, options.bitmask, options.row_indices, out)
     processed, n_top = options.return_logprobs == "processed", options.top_logprobs
@@ -69,7 +69,7 @@ def draws_of(
     return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, kept)
 
 
-def _prepared(
+def prepared_of(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
 ) -> Callable[..., SampleOutput]:
     """As `prepare_sample`. Tokens in `out` spoil nothing that is still to be read, and autograd is told of them."""
@@ -102,14 +102,14 @@ def position_of(seed: int | Tensor | None, position: int | Tensor | None) -> int
     """The position of draws of a seed; None where draw i has position i, so that rows of one seed are independent."""
     if position is None:
         return 0 if isinstance(seed, Tensor) else None
-    return _signed(position)
+    return signed(position)
 
 
-def _positions(position: int | Tensor | None, n: int, device: torch.device) -> Tensor:
-    return torch.arange(n, device=device) if position is None else _int64(position, n, device)
+def positions_of(position: int | Tensor | None, n: int, device: torch.device) -> Tensor:
+    return torch.arange(n, device=device) if position is None else int64_of(position, n, device)
 
 
-def _plain(
+def plain_call(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, position: Any, generator: Any
 ) -> tuple[Numbers, tuple[Any, ...]] | None:
     """(what a call has for its numbers, what tells apart calls that differ otherwise), for `find`.
@@ -164,7 +164,7 @@ def _is_of(generator: Any, logits: Any) -> bool:
     return generator.__class__ is torch.Generator and generator.device.type == logits.device.type
 
 
-def _signed(value: Any) -> int | Tensor:
+def signed(value: Any) -> int | Tensor:
     return value if isinstance(value, Tensor) else _as_int64(value)
 
 
@@ -173,7 +173,7 @@ def _as_int64(number: int) -> int:
     return (int(number) + 2**63) % 2**64 - 2**63
 
 
-def _int64(value: int | Tensor, n: int, device: torch.device) -> Tensor:
+def int64_of(value: int | Tensor, n: int, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.long().expand(n)
     return torch.full((), _as_int64(value), dtype=torch.int64, device=device).expand(n)

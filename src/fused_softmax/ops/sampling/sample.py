@@ -1,6 +1,6 @@
 """Tokens from logits: temperature, top-k, top-p and min-p, and a draw that depends only on its row, seed and position.
 
-token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `reference_noise` has the words and the map.
+token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `noise` has the words and the map.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from fused_softmax.ops.sampling.launches import (
     Numbers,
 )
 from fused_softmax.ops.sampling.one_device import (
-    _int64,
-    _plain,
-    _positions,
-    _prepared,
-    _signed,
     draws_of,
+    int64_of,
+    plain_call,
     position_of,
+    positions_of,
+    prepared_of,
     seed_of,
+    signed,
 )
 from fused_softmax.ops.sampling.options import (
     Logprobs,
@@ -191,7 +191,7 @@ def sample(
     look = plain = None
     bare = top_logprobs.__class__ is int and top_logprobs <= FEW
     if bare and return_kept.__class__ is bool and not _is_compiling():
-        plain = _plain(logits, temperature, top_k, top_p, min_p, seed, position, generator)
+        plain = plain_call(logits, temperature, top_k, top_p, min_p, seed, position, generator)
     if plain is not None:
         (t, k, p, least_p, of_seed, of_position), kinds = plain
         kind = order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW
@@ -227,15 +227,15 @@ def _sample(logits, options, read, random, out, look):
         if seed is None:
             seed, position = seed_of(generator, logits.device), None
         else:
-            seed, position = _signed(seed), position_of(seed, position)
+            seed, position = signed(seed), position_of(seed, position)
         if route is Route.KERNEL:
             if look is None or not n_draws or not logits.shape[0]:
                 return draws_of(logits, options, seed, position, out)
-            prepared = Prepared(_prepared(logits, options, seed, position, out))
+            prepared = Prepared(prepared_of(logits, options, seed, position, out))
             kind, *kinds = look
             call = keep(prepared, name, kind, logits, *kinds, *read, out)
             return call(logits, Numbers.of(options, seed, position), *read, out)
-        seeds, positions = _int64(seed, n_draws, logits.device), _positions(position, n_draws, logits.device)
+        seeds, positions = int64_of(seed, n_draws, logits.device), positions_of(position, n_draws, logits.device)
         if route is Route.OPERATOR:
             drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.operator_arguments())
             drawn = options.asked(*drawn)
@@ -354,8 +354,8 @@ def _speculative(target_logits, draft_tokens, draft_logits, options, random):
     with torch.no_grad():
         device = target_logits.device
         position = position_of(seed, position)
-        seeds = _int64(seed_of(generator, device) if seed is None else seed, n, device)
-        positions = _positions(position, n, device)
+        seeds = int64_of(seed_of(generator, device) if seed is None else seed, n, device)
+        positions = positions_of(position, n, device)
         if position is None:
             positions = positions * k_and_1  # sequences of one seed share no position
         return SpeculativeOutput(

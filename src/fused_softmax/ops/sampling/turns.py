@@ -21,7 +21,7 @@ _ALIGNED = 16  # draws, after which rows of any dtype and length begin on 16 byt
 def prepare_sample(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
 ) -> Callable[[Tensor, Numbers, Tensor | None, Tensor | None, Tensor | None, Tensor | None], SampleOutput]:
-    """As `sample_reports.prepare_sample`."""
+    """As `calls.prepare_sample`."""
     n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
     most = _draws_at_a_time(logits, options, n_draws)
     if n_draws <= most:

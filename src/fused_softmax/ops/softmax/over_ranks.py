@@ -4,7 +4,7 @@ Each rank reduces its columns to their lse. The ranks exchange these, one number
 To a rank, the columns of the others are then one more logit of each row: a sink at their lse. Its part of the softmax
 is the softmax of its own columns beside that sink.
 Traffic of a shard of N columns: it is read for its lse, then read and written (3MN); its gradient is made of y and dy
-by `softmax_gradient_sharded` (5MN), or by torch's operations.
+by the two launches below (5MN), or by torch's operations.
 
 The gradient of softmax and log_softmax of one rank's columns, by the two launches of rows that are read twice.
 

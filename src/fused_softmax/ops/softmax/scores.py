@@ -1,4 +1,10 @@
-"""A launch's last arguments: mask, scale and sink of a call as its kernel takes them."""
+"""What is done to scores before a softmax: checked once, laid out against the input, and given to a launch.
+
+z = x * scale + mask.  A bool mask keeps where it is True; causal keeps column j of query i where j - i <= n_keys -
+n_queries, so that the last query sees every key (bottom-right aligned). What is not kept is -inf.
+A scale of 0 is temperature 0: the row's first maximum alone is kept, and scaled by 1.
+A sink is one more score of every row, which is neither scaled nor masked and has no column: it counts in the sum alone.
+"""
 
 import itertools
 import math
@@ -9,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fused_softmax.core.checks import DTYPES, _broadcast, arithmetic_in
+from fused_softmax.core.checks import DTYPES, arithmetic_in, broadcast
 from fused_softmax.core.described import described, typed
 from fused_softmax.core.kernels.spec import ADDED_MASK, BOOL_MASK, NO_MASK
-from fused_softmax.core.layout import Order, _coalesced, last
+from fused_softmax.core.layout import Order, coalesced, last
 
 MaskedRows = Literal["nan", "zero"]
 
@@ -172,7 +178,7 @@ def scores_of(
             raise TypeError(
                 f"{name}: mask must be bool (True keeps) or of 16 to 64 bit floats (added), got {mask.dtype}"
             )
-        mask = _broadcast(name, "mask", mask, input, shape)
+        mask = broadcast(name, "mask", mask, input, shape)
     scale, sink = (
         _of_rows(name, argument, each, input, dim) for argument, each in (("scale", scale), ("sink", sink))
     )  # fmt: skip
@@ -193,7 +199,7 @@ def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> f
     if given.dtype not in DTYPES:
         raise TypeError(f"{name}: {argument} must be of 16 to 64 bit floats, got {given.dtype}")
     shape = tuple(input.shape)
-    given = _broadcast(name, argument, given, input, shape)
+    given = broadcast(name, argument, given, input, shape)
     from_end = dim % max(1, input.ndim) - input.ndim
     single = given.ndim < max(1, -from_end) or given.shape[from_end] == 1 or given.stride(from_end) == 0
     if given.ndim and input.ndim and not single and shape[dim] != 1:
@@ -261,11 +267,11 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     mask = scores.mask
     given = (mask, *(each if isinstance(each, Tensor) else None for each in (scores.scale, scores.sink)))
     views = [None if t is None else t.expand(shape) for t in given]
-    sizes, strides = _coalesced(shape[:-1], _leading_strides(views, shape))
+    sizes, strides = coalesced(shape[:-1], _leading_strides(views, shape))
     copied = len(sizes) > 3
     if copied:  # no three indices describe it
         views = [None if view is None else _dense(view) for view in views]
-        sizes, strides = _coalesced(shape[:-1], _leading_strides(views, shape))
+        sizes, strides = coalesced(shape[:-1], _leading_strides(views, shape))
     shared = 0
     if views[0] is not None and len(sizes) > 1 and strides[0][0] == 0:
         distinct = math.prod(size for size, stride in zip(shape, views[0].stride(), strict=True) if stride)

@@ -1,4 +1,4 @@
-"""TODO: what this file holds."""
+"""All kernels that can be recorded."""
 
 from fused_softmax.trace.entries.kernel import Kernel
 

@@ -1,9 +1,7 @@
-"""The losses of rows of logits without their gradient: logits are read once (MN), each of few rows by many programs.
+"""Losses without a gradient: logits are read once (MN), each of few rows by many programs.
 
-The losses of rows whose log-sum-exp is given: that of a longer row, of which the logits are a part.
-
-loss = w (lse - z_t).
-Traffic: the target's logit and the lse of every row. The gradient is `loss_grad._gradient` with m = lse and ls = 0.
+Beside them, the loss of rows whose log-sum-exp is given, that of a longer row:  loss = w (lse - z_t).  It reads the
+target's logit and the lse of every row. The gradient is `gradient._gradient` with m = lse and ls = 0.
 """
 
 import triton

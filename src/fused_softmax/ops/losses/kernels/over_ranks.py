@@ -38,7 +38,7 @@ def _say(
     x_ptr, target_ptr, weight_ptr, w_total_ptr, m_ptr, ls_ptr, loss_ptr, entropy_ptr, predicted_ptr, header_ptr,
     said_ptr, x_row_stride, n_rows, n_cols, first, ignore_index, factor, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The message of `cross_entropy_sharded.States`, one number after the other, and the header behind it.
+    """The message of `states.States`, one number after the other, and the header behind it.
 
     loss_ptr: with smoothing, of targets of all classes alike. first: the shard's first class among all.
     """
@@ -186,7 +186,7 @@ def _share(
     of_m_ptr, of_ls_ptr, of_dy_ptr, of_dlse_ptr, own_ptr, x_row_stride, n_rows, n_cols, n_classes, first, ignore_index,
     dy_step, dz_step, factor, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """What `cross_entropy_calls.backward` takes of rows of a shard: targets, and of_m_ptr and the like.
+    """What `calls.backward` takes of rows of a shard: targets, and of_m_ptr and the like.
 
     The gradient of a row's logits z is p_c a - [c = t] w_t b - w_c u. With smoothing the kernel takes p a - w_c u of
     targets of all classes alike, and own_ptr has what stands at a target's column instead, for `_put`.

@@ -1,7 +1,4 @@
-"""What the kernels of losses are compiled for, and the bundles of values that their helpers share.
-
-What the kernels of losses whose classes lie over ranks are compiled for.
-"""
+"""What the kernels of losses are compiled for, and the bundles of values that their helpers share."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,4 @@
-"""Cross-entropy of a DTensor: each rank works on its own shard, and only numbers of rows move.
-
-Cross-entropy of a linear layer that is a DTensor: each rank multiplies by its own classes.
-"""
+"""Cross-entropy of a DTensor, and of a linear layer that is one: each rank works on its own shard or classes."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Losses of a shard by kernels, prepared: beside the launches that read and write its logits, a few of rows' numbers.
 
 By torch's operations these numbers take more than a hundred launches, and 2 ms of the CPU's time. What they are,
-`cross_entropy_sharded` says, which has the same by torch's operations.
+`states` says, which has the same by torch's operations.
 """
 
 from collections.abc import Callable

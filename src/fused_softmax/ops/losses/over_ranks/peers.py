@@ -1,7 +1,7 @@
 """Cross-entropy of rows whose classes lie over ranks, by one launch that exchanges with those of the other ranks.
 
 A sum or mean with a gradient reads the shard once and writes its gradient (2MN). All else takes the states of whole
-rows from such a launch (MN), and goes on as `cross_entropy_sharded` does.
+rows from such a launch (MN), and goes on as `states` does.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,7 @@ def losses_by_kernels(
     x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, over: Sequence[Any],
     whole: Whole | None,
 ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
-    """What `cross_entropy_sharded.sharded` gives, without an lse that is not wanted; None if kernels do not make it."""
+    """What `states.sharded` gives, without an lse that is not wanted; None if kernels do not make it."""
     options = (
         *wanted, dtype, torch.is_grad_enabled(), loss.reduction, loss.ignore_index, loss.label_smoothing > 0,
         loss.softcap is None, kind_of_scale(loss.scale), loss.lse_square_scale == 0, loss.stats, *shards[1:4],

@@ -1,7 +1,7 @@
 """The rules that every draw from a row of logits shares: the columns of each lane, the noise, and the order of logits.
 
 Columns are dealt in stretches of 1024. Lane i of a stretch has the 8 columns from 8 * i on in each of its four quarters
-of 256. One Philox call gives the words of these four groups (`reference_noise`). A group is drawn by log2 sum 2 ** z +
+of 256. One Philox call gives the words of these four groups (`noise`). A group is drawn by log2 sum 2 ** z +
 noise, and its member by noise of the member's own, where z = (x - origin) * log2(e) / temperature.
 """
 
@@ -192,7 +192,7 @@ def log2_of(x, K: tl.constexpr):
 
 @triton.jit
 def noise_of(word, all_words, K: tl.constexpr):
-    """-log2(-log2(1 - u)) of a word and the xor of all four words of its call: `reference_noise` has u."""
+    """-log2(-log2(1 - u)) of a word and the xor of all four words of its call: `noise` has u."""
     u = word.to(tl.float32) * 2.3283064365386963e-10 + (all_words ^ word).to(tl.float32) * 5.421010862427522e-20
     u = tl.minimum(u + 2.710505431213761e-20, 0.99999994)
     near_0 = u * (1.4426950408889634 + u * (0.7213475204444817 + u * (0.4808983469629878 + u * 0.36067376022224085)))

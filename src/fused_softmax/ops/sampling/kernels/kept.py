@@ -2,7 +2,7 @@
 
 The first launch reads each logit once, and leaves every stretch's state and the maximum of every lane's 32 logits. The
 lanes with the greatest maxima hold every logit above a certain one. The second launch looks only at these lanes. If a
-row's boundary is lower, the row is left to `sample_wide`.
+row's boundary is lower, the row is left to `wide`.
 
 Every sum of probabilities is a sum of integers, so no result depends on how columns lie in threads or programs.
 """

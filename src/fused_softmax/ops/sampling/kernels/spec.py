@@ -59,7 +59,7 @@ class SampleSpec:
 
     @property
     def sums_at(self) -> int:
-        """int64: the sum of each stretch. Before them, what is open of a row: see `sample_wide`."""
+        """int64: the sum of each stretch. Before them, what is open of a row: see `wide`."""
         return 12
 
     @property

@@ -40,7 +40,7 @@ from fused_softmax.ops.sampling.kernels.common import (
 from fused_softmax.ops.sampling.kernels.lanes import ones_of
 from fused_softmax.ops.sampling.kernels.row import begin_parts, best_kept, finish_parts, least_in_row
 
-# Of a row's record, beside what `sample_row` has there: whether nothing is left to do, the draw, or all; and of what.
+# Of a row's record, beside what `row` has there: whether nothing is left to do, the draw, or all; and of what.
 STATUS, LOW, HIGH, COUNT, MASS, LEAST = (tl.constexpr(i) for i in range(6))
 TOP, TOTAL, LISTED = (tl.constexpr(i) for i in range(9, 12))
 DRAW_ONLY, ALL = tl.constexpr(1), tl.constexpr(2)

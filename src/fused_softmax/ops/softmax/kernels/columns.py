@@ -1,9 +1,9 @@
 """softmax, log_softmax, their gradient and logsumexp over a strided dim: [n_outer, n_cols, n_inner] along its middle.
 
-softmax and log_softmax take the input, or its scaled and masked scores (`column_scores.py`).
+softmax and log_softmax take the input, or its scaled and masked scores (`column_tiles.py`).
 Tiles of columns by contiguous inner positions keep every access coalesced, and elements that are read once stay in
 registers: 2MN forward, 3MN backward, MN for logsumexp. Long columns are split over programs, which exchange a state for
-each inner position (`column_exchange.py`).
+each inner position (`column_tiles.py`).
 """
 
 import triton

@@ -1,10 +1,10 @@
 """attention's forward pass for sm_90: one warpgroup loads tiles of keys and values, consumers of 64 queries multiply.
 
-The recurrence is that of `ops/attention/kernels/forward.py`. Programs stay on their multiprocessor and take one tile of queries
-after another. Tiles come by TMA, which fills with zeros beyond the last row and the last dim, and products are wgmma.
+The recurrence is that of `kernels/forward.py`. Programs stay on their multiprocessor and take one tile of queries after
+another. Tiles come by TMA, which fills with zeros beyond the last row and the last dim, and products are wgmma.
 A consumer issues the scores of a tile before it adds the tile before to the output; while it takes exponentials the
 others multiply, because named barriers let one at a time begin.
-Traffic: that of `ops/attention/kernels/forward.py`.
+Traffic: that of `kernels/forward.py`.
 """
 
 from fused_softmax.ops.attention.kernels.hopper.gluon_names import (

@@ -1,9 +1,9 @@
 """attention's gradients for sm_90 and heads of up to 128 dims, deterministic.
 
-The formulas are those of `ops/attention/kernels/gradient.py`, and so are the two kernels: dK and dV by tiles of keys, dQ by
-tiles of queries. Both go as `ops/attention/kernels/hopper/forward.py` does: one warpgroup loads what goes by, and each consumer has
-64 rows of its own.
-Traffic: that of `ops/attention/kernels/gradient.py`.
+The formulas are those of `kernels/gradient.py`, and so are the two kernels: dK and dV by tiles of keys, dQ by tiles of
+queries. Both go as `forward.py` beside them: one warpgroup loads what goes by, and each consumer has 64 rows of its
+own.
+Traffic: that of `kernels/gradient.py`.
 """
 
 from fused_softmax.ops.attention.kernels.hopper.forward import SIZES
