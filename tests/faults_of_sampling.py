@@ -136,7 +136,7 @@ SAMPLING = (
     ),
     of(
         "ops", "rows-of-one-seed-numbered-by-each-rank", SHARDED, "position = torch.arange(n_draws, device=x.device)",
-        "position = None", "test_shards_sampling.py::test_tokens_are_those_of_one_process_to_the_bit",
+        "position = None", "test_shards_sampling.py::test_rows_of_one_seed_are_numbered_over_all_ranks",
     ),
     of(
         "ops", "sequences-that-share-positions", CALL, "positions = positions * k_and_1", "positions = positions",

@@ -101,7 +101,7 @@ SHARDS = (
     of(
         "shards", "call-of-other-classes", "ops/losses/cross_entropy.py",
         "is_grad_enabled(), n_classes, shard_sizes, transport)", "is_grad_enabled(), shard_sizes, transport)",
-        PADDING,
+        "test_peers.py::test_calls_of_other_classes_take_turns",
     ),
     of(
         "shards", "padding-keeps-its-logits", LOSSES,
@@ -161,7 +161,7 @@ SHARDS = (
     ),
     of(
         "shards", "sizes-that-are-given", RANKS, "(columns,) * ranks if given is None else given", "(columns,) * ranks",
-        "test_shards.py::test_softmaxes_are_those_of_one_process",
+        "test_shards_misuse.py::test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all",
     ),
     of(
         "shards", "uneven-shards-pass", RANKS, 'if said["shard_sizes"] is None and len(set(columns)) > 1:', "if False:",
@@ -222,7 +222,7 @@ SHARDS = (
     ),
     of(
         "shards", "neg-bit-of-own-weights", STEPS, "[:held].contiguous().resolve_neg()", "[:held].contiguous()",
-        "test_shards_seams.py::test_the_neg_bit_of_gradients_inputs_and_weights",
+        "test_shards_seams.py::test_the_neg_bit_of_class_weights",
     ),
     of(
         "shards", "ignored-nan-over-ranks", "ops/losses/over_ranks/linear.py", "asked, late, ~counts.on)",

@@ -202,6 +202,18 @@ def padded(group, x, target, n_classes, inplace):
     return y, dx, *[softmax(wide_shard(x, group), group, name, n_classes=n_classes) for name in SOFTMAXES]
 
 
+def of_classes(group, x, target, numbers):
+    in_parts()
+    return [loss(wide_shard(x, group), target, group, n_classes=n) for n in numbers]
+
+
+def test_calls_of_other_classes_take_turns(ranks):
+    x, target, numbers = wide().float(), torch.tensor(TARGETS).clamp(0, 130), (330, 131, 330, 131)
+    for found in ranks.values(3, of_classes, x, target, numbers):
+        for y, n in zip(found, numbers, strict=True):
+            close(y, of_one(x[:, :n], target, {})[0])
+
+
 @pytest.mark.parametrize("n_classes", [330, 131, 130, 5])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_columns_past_n_classes_are_padding(ranks, inplace, n_classes):

@@ -103,6 +103,15 @@ def alone(group, way, x, options):
     return drawn(None, way, x, options)
 
 
+def test_rows_of_one_seed_are_numbered_over_all_ranks(ranks):
+    """Rows that are alike draw what one process draws of each, whichever rank has it."""
+    x = torch.zeros(6, N_COLS)
+    found = same_on_all(ranks.values(3, drawn, "kernels", x, {"seed": 11}))
+    (wanted,) = ranks.values(1, alone, "kernels", x, {"seed": 11})
+    assert len(set(wanted[0].tolist())) > 2
+    assert torch.equal(found[0], wanted[0])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_token_depends_on_no_other_row_and_not_on_the_rank_that_draws_it(ranks, way):
     x = rows()

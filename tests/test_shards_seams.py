@@ -30,13 +30,17 @@ def given(kind):
     return logits().float() if kind == "rows" else logits(9, 6, seed=5).float() / 3
 
 
-def gradients(group, way, kind, x, options, of=None):
+def gradients(group, way, kind, x, options, of=None, nothing_of_loss=False):
+    """nothing_of_loss: a gradient of 0 comes back to the loss, and not none."""
     by(way)
     weight = options.pop("weight", None)
     y, leaves = call(kind, group, x, weight, **options)
     graded = graded_of(y)
     chosen = graded if of is None else [getattr(y, name) for name in of]
-    return torch.autograd.grad([each.sum() for each in chosen], leaves)
+    back = [torch.ones_like(each) for each in chosen]
+    if nothing_of_loss:
+        chosen, back = [*chosen, y.loss], [*back, torch.zeros_like(y.loss)]
+    return torch.autograd.grad(chosen, leaves, back)
 
 
 def spoilt(x):
@@ -60,14 +64,15 @@ def test_ignored_rows_have_no_part_in_any_gradient(ranks, way, kind, options):
         assert (ours[0][IGNORED] == 0).all()
 
 
+@pytest.mark.parametrize("nothing_of_loss", [False, True])
 @pytest.mark.parametrize("of", [("lse",), ("z_loss",), ("lse", "z_loss")], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_stands_beside_a_mean_of_weight_0_has_a_finite_gradient(ranks, way, kind, of):
+def test_what_stands_beside_a_mean_of_weight_0_has_a_finite_gradient(ranks, way, kind, of, nothing_of_loss):
     weight = torch.zeros(N_CLASSES)
     options = {"weight": weight, "return_lse": True, "return_z_loss": True, "lse_square_scale": 0.1}
     x = given(kind)
-    found = ranks.values(2, gradients, way, kind, x, dict(options), of)
+    found = ranks.values(2, gradients, way, kind, x, dict(options), of, nothing_of_loss)
     leaf = x.double().requires_grad_()
     z = leaf
     if kind == "linear":
@@ -107,9 +112,6 @@ CALLS = {
     "rows": lambda x, group: cross_entropy(x, TARGET, **over(group)),
     "rows, none": lambda x, group: cross_entropy(x, TARGET, reduction="none", **over(group)),
     "rows, lse": lambda x, group: cross_entropy(x, TARGET, return_lse=True, **over(group)).lse,
-    "rows, weights with the bit": lambda x, group: cross_entropy(
-        x, TARGET, torch._neg_view(-shard(torch.linspace(0.5, 1.5, N_CLASSES), group, 0)), **over(group)
-    ),
     "softmax": lambda x, group: softmax(x, **over(group)),
     "log_softmax": lambda x, group: log_softmax(x, **over(group)),
     "logsumexp": lambda x, group: logsumexp(x, -1, **over(group)),
@@ -132,11 +134,30 @@ def with_the_bit(group, way, name, x):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_neg_bit_of_gradients_inputs_and_weights(ranks, way, name):
+def test_the_neg_bit_of_gradients_and_inputs(ranks, way, name):
     for plain, gradient, input in ranks.values(2, with_the_bit, way, name, logits().float()):
         close(gradient[1], plain[1])
         close(input[0], plain[0])
         close(-input[1], plain[1])
+
+
+def weighted(group, way, x, view):
+    by(way)
+    leaf = shard(x, group, 1).requires_grad_()
+    y = cross_entropy(leaf, TARGET, view(shard(torch.linspace(0.5, 1.5, N_CLASSES), group, 0)), **over(group))
+    return y.detach(), torch.autograd.grad(y, leaf)[0]
+
+
+def with_bit(x):
+    return torch._neg_view(-x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_neg_bit_of_class_weights(ranks, way):
+    plain, found = (ranks.values(2, weighted, way, logits().float(), view) for view in (torch.clone, with_bit))
+    for ours, truth in zip(found, plain, strict=True):
+        for a, b in zip(ours, truth, strict=True):
+            close(a, b)
 
 
 def through_a_statistic(group, way, kind, statistic):
