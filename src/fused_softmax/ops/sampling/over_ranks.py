@@ -7,13 +7,14 @@ Traffic of a shard of N columns: between ranks MN (R - 1) / R sent and received,
 numbers a row (k: top_logprobs); on a rank MN read, 2MN of memory held beside it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_softmax.ops.sampling.one_device import position_of, seed_of
 from fused_softmax.ops.sampling.options import (
     Sampling,
     check_logits,
@@ -60,15 +61,13 @@ class Part(NamedTuple):
 
 def sample_of_shards(
     logits: Tensor, numbers: Mapping[str, Any], tensors: Mapping[str, Any], asked: Mapping[str, Any],
-    random: tuple[Any, Any, Any], out: Tensor | None, over: Over,
+    random: tuple[Any, Any, Any], out: Tensor | None, over: Over, draw: Callable[..., SampleOutput],
 ) -> SampleOutput:  # fmt: skip
     """A call over a group: logits [n_rows, this rank's columns], and what `sample` takes beside them, by name.
 
     numbers: temperature, top_k, top_p, min_p. tensors: logit_bias, bitmask, row_indices. asked: the rest but
-    random = (seed, position, generator) and out.
+    random = (seed, position, generator) and out. draw: `sample` itself, for the rows that a rank draws of.
     """
-    from fused_softmax.ops.sampling.one_device import position_of, seed_of
-
     bias, rows = tensors["logit_bias"], tensors["row_indices"]
     with Refusing(_NAME, over, logits):
         check_over(_NAME, over, logits, *numbers.values(), *tensors.values())
@@ -104,9 +103,9 @@ def sample_of_shards(
             seed = seed_of(generator, x.device)
         random = seed, position, None
         if _greedy(options):
-            drawn = _greatest(x, bias, there, shards)
+            drawn = _greatest(x, bias, there, shards, draw)
         else:
-            drawn = _told(_drawn(x, bias, there, options, random, shards), options, n_draws, shards)
+            drawn = _told(_drawn(x, bias, there, options, random, shards, draw), options, n_draws, shards)
         return drawn if out is None else drawn._replace(tokens=out.copy_(drawn.tokens))
 
 
@@ -142,17 +141,17 @@ def _greedy(options: Sampling) -> bool:
     return bool(options.temperature == 0) and options.bitmask is None and options.return_logprobs is None
 
 
-def _greatest(x: Tensor, bias: Tensor | None, there: Tensor | None, shards: Shards) -> SampleOutput:
+def _greatest(
+    x: Tensor, bias: Tensor | None, there: Tensor | None, shards: Shards, draw: Callable[..., SampleOutput]
+) -> SampleOutput:
     """The columns of the greatest logits of all shards, of equals the first."""
-    from fused_softmax.ops.sampling.sample import sample
-
     n, held = len(x), shards.held
     m = x.new_full((n,), -torch.inf, dtype=torch.float64)
     at, n_inf = torch.zeros_like(m), torch.zeros_like(m)
     if held:
         x = x[:, :held]
         bias = None if bias is None else bias[..., :held]
-        own = sample(x, temperature=0.0, seed=0, logit_bias=bias)
+        own = draw(x, temperature=0.0, seed=0, logit_bias=bias)
         m = (x if bias is None else x.float() + bias.float()).amax(1).double()
         at = (own.tokens + shards.first).double()
         n_inf = torch.where(m == torch.inf, 2.0 - own.valid.double(), 0.0)
@@ -165,11 +164,9 @@ def _greatest(x: Tensor, bias: Tensor | None, there: Tensor | None, shards: Shar
 
 def _drawn(
     x: Tensor, bias: Tensor | None, there: Tensor | None, options: Sampling, random: tuple[Any, Any, Any],
-    shards: Shards,
+    shards: Shards, draw: Callable[..., SampleOutput],
 ) -> SampleOutput:  # fmt: skip
     """The draws of this rank's part."""
-    from fused_softmax.ops.sampling.sample import sample
-
     part = Part(len(x), len(shards.sizes), shards.rank)
     if bias is not None and bias.ndim == 1:  # one row, which every rank gets
         bias = _whole_rows(bias.expand(part.ranks, -1), Part(part.ranks, part.ranks, part.rank), shards)[0]
@@ -182,7 +179,7 @@ def _drawn(
     given = {name: part.mine(value) for name, value in options.arguments().items()}
     seed, position, _ = map(part.mine, random)
     given |= {"logit_bias": bias, "row_indices": rows, "seed": seed, "position": position}
-    return sample(_whole_rows(x, part, shards), **given)
+    return draw(_whole_rows(x, part, shards), **given)
 
 
 def _whole_rows(x: Tensor, part: Part, shards: Shards) -> Tensor:

@@ -175,7 +175,7 @@ def sample(
         }  # fmt: skip
         over = over_of(group, n_classes, shard_sizes, transport)
         random = seed, position, generator
-        of_shards = sample_of_shards(logits, filters, tensors, asked, random, out, over)
+        of_shards = sample_of_shards(logits, filters, tensors, asked, random, out, over, sample)
         return _refusing_gradients(of_shards, logits, temperature, logit_bias)
     if return_logprobs is not None and _differentiates(logits, temperature, logit_bias):
         processed = return_logprobs == "processed"

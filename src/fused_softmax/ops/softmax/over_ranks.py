@@ -38,6 +38,7 @@ from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Over, Shards, gather, shards_of
 from fused_softmax.ranks.launches import allocator
 
+OfOne = Callable[..., Tensor]
 _NOWHERE = -100  # a target that no row has
 
 
@@ -94,15 +95,20 @@ def logsumexp_of_shards(
     return (lse if keepdim else lse.squeeze(dim)).to(dtype)
 
 
-def softmax_of_shards(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, shards: Shards) -> Tensor:
-    """This rank's columns of the softmax of whole rows; at padding 0, or its logarithm."""
+def softmax_of_shards(
+    of_one: OfOne, log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, shards: Shards
+) -> Tensor:
+    """This rank's columns of the softmax of whole rows; at padding 0, or its logarithm.
+
+    of_one: the function of one device, `softmax`, or `log_softmax` where log is True.
+    """
     columns = x.shape[dim]
     x, scores = _held(x, dim, scores, shards)
     if needs_grad(*scores.tensors):
         others = _Others.apply(_lse_of(x, dim, dtype, scores), shards, _hollow(scores))
-        y = _beside(log, x, dim, dtype, scores, others)
+        y = _beside(of_one, x, dim, dtype, scores, others)
     else:
-        y = SoftmaxOfShard.apply(x, log, dim, dtype, scores, shards)
+        y = SoftmaxOfShard.apply(x, of_one, log, dim, dtype, scores, shards)
     if x.shape[dim] == columns:
         return y
     after = (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, columns - x.shape[dim])
@@ -150,14 +156,12 @@ def _sink_of(scores: Scores, lse: Tensor) -> Tensor:
     return sink.to(lse.dtype) if isinstance(sink, Tensor) else lse.new_full((), sink)  # type: ignore[arg-type]
 
 
-def _beside(log: bool, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, others: Tensor) -> Tensor:
+def _beside(of_one: OfOne, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, others: Tensor) -> Tensor:
     """The softmax of a shard's columns, of which others have the lse `others`."""
-    from fused_softmax.ops.softmax.softmax import log_softmax, softmax
-
     if not x.shape[dim]:
         return x.to(dtype) + others.to(dtype)  # nothing, by way of what has to be gathered in the backward pass too
     sink = others if scores.sink is None else torch.logaddexp(others, _sink_of(scores, others))
-    return (log_softmax if log else softmax)(x, dim, dtype=dtype, **replace(scores, sink=sink).arguments())
+    return of_one(x, dim, dtype=dtype, **replace(scores, sink=sink).arguments())
 
 
 def _hollow(scores: Scores) -> float:
@@ -243,10 +247,10 @@ class SoftmaxOfShard(torch.autograd.Function):
     """softmax, or its logarithm, with the gradient of a shard's input: one sum a row is exchanged for it."""
 
     @staticmethod
-    def forward(ctx, x, log, dim, dtype, scores, shards):
+    def forward(ctx, x, of_one, log, dim, dtype, scores, shards):
         heard = _heard(_lse_of(x, dim, dtype, scores), shards)
         others = _lse_of_others(heard, shards.rank, _hollow(scores))
-        y = _beside(log, x, dim, dtype, scores, others)
+        y = _beside(of_one, x, dim, dtype, scores, others)
         # A mask is not kept: what it hides is 0 in y.
         ctx.of_call = log, dim, x.dtype, scores.hides, None if scores.per_row is not None else scores.scale, shards
         ctx.save_for_backward(y, scores.per_row)
@@ -258,7 +262,7 @@ class SoftmaxOfShard(torch.autograd.Function):
         (y, per_row), (log, dim, dtype, hides, scale, shards) = ctx.saved_tensors, ctx.of_call
         if per_row is None and takes(dy, y, dim, dtype, scale):
             summed = lambda own: gather(own, shards).sum(0)  # noqa: E731
-            return gradient(dy, y, log, hides, scale, dtype, summed), *(None,) * 5
+            return gradient(dy, y, log, hides, scale, dtype, summed), *(None,) * 6
         scale = scale if per_row is None else per_row
         y_wide, dy = (each.to(arithmetic_in(y.dtype)) for each in (y, dy))
         own = dy if log else y_wide * dy
@@ -266,7 +270,7 @@ class SoftmaxOfShard(torch.autograd.Function):
         dz = dy - y_wide.exp() * total if log else y_wide * (dy - total)
         if log and hides:
             dz = dz.masked_fill(y == -torch.inf, 0.0)
-        return (dz if scale is None else dz * scale).to(dtype), *(None,) * 5
+        return (dz if scale is None else dz * scale).to(dtype), *(None,) * 6
 
 
 def takes(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, factor: float | None) -> bool:

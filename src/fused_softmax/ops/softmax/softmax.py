@@ -167,7 +167,9 @@ def _over_group(name, input, dim, dtype, out, scored, over):
     peers = peers_of(name, over.transport, over.group, input, *scores.tensors)
     if peers is not None and in_one_launch(input, dim, result_dtype, scores, shards):
         return softmax_by_peers(name, input, dim, dtype, result_dtype, shards, peers, over)
-    return softmax_of_shards(name == "log_softmax", input, dim, result_dtype, scores, told_by(peers, name, shards))
+    log = name == "log_softmax"
+    of_one = log_softmax if log else softmax
+    return softmax_of_shards(of_one, log, input, dim, result_dtype, scores, told_by(peers, name, shards))
 
 
 def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink):
