@@ -1,4 +1,4 @@
-"""Which results a change of the source leaves as they are."""
+"""Which changes of the source leave results as they are, and which make them stale."""
 
 import ast
 import re
@@ -7,33 +7,33 @@ import shutil
 import pytest
 
 from fused_softmax.bench.results import fingerprint
-from fused_softmax.bench.results.fingerprint import Definition, Source
+from fused_softmax.bench.results.fingerprint import PACKAGE, Definition, Source
 
-ALL = fingerprint.of_source()
-OPERATIONS = {name: ALL.operations[name] for name in ("softmax", "sample", "attention")}
+FUNCTIONS = {
+    name: found for name, found in fingerprint.functions().items() if name in ("softmax", "sample", "attention")
+}
+EVERY = {*FUNCTIONS, "over ranks"}
 
 
 @pytest.fixture(scope="module")
 def present():
-    return Source(fingerprint.PACKAGE, OPERATIONS).of_operations
+    return Source(PACKAGE, FUNCTIONS).of_operations
 
 
 @pytest.fixture
 def source(tmp_path):
     """A copy of the package, to be changed."""
-    copied = tmp_path / fingerprint.NAME
-    shutil.copytree(fingerprint.PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__", "*.json", "*.html"))
-    return copied
+    ignored = shutil.ignore_patterns("__pycache__", "*.json", "*.html", "bench", "trace", "profile")
+    return shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=ignored)
 
 
 def changed_by(source, present):
-    """The operations whose digests a changed copy has not."""
-    now = Source(source, OPERATIONS).of_operations
+    """The operations whose fingerprints a changed copy has not."""
+    now = Source(source, FUNCTIONS).of_operations
     return {name for name in now if now[name] != present[name]}
 
 
 def file_of(source, text):
-    """The file of the package that has a text; there is one."""
     (found,) = [path for path in source.rglob("*.py") if text in path.read_text()]
     return found
 
@@ -44,19 +44,19 @@ def replace(path, old, new):
     path.write_text(text.replace(old, new, 1))
 
 
-def test_a_copy_is_the_source(source, present):
-    assert changed_by(source, present) == set()
+def replace_everywhere(source, pattern, new):
+    """By a regular expression, in every file of Python."""
+    texts = {path: path.read_text() for path in source.rglob("*.py")}
+    changed = {path: re.sub(pattern, new, text, flags=re.MULTILINE) for path, text in texts.items()}
+    assert changed != texts
+    for path, text in changed.items():
+        path.write_text(text)
 
 
-def test_files_and_modules_may_have_other_names(source, present):
-    """A file that moves, whose importers follow."""
+def test_a_file_may_have_another_name(source, present):
     old = file_of(source, "\nclass RowPlan")
-    moved = old.with_name("other_name.py")
-    old.rename(moved)
-    for path in source.rglob("*.py"):
-        text = path.read_text()
-        path.write_text(re.sub(rf"\b(plan)\.{old.stem} import", r"\1.other_name import", text))
-    assert f"{old.stem} import RowPlan" not in "".join(path.read_text() for path in source.rglob("*.py"))
+    old.rename(old.with_name("other_name.py"))
+    replace_everywhere(source, rf"\bplan\.{old.stem} import", "plan.other_name import")
     assert changed_by(source, present) == set()
 
 
@@ -64,121 +64,209 @@ def test_a_definition_may_stand_in_another_file(source, present):
     text = (old := file_of(source, "\ndef is_rows(")).read_text()
     definition = next(node for node in ast.parse(text).body if getattr(node, "name", "") == "is_rows")
     code = ast.get_source_segment(text, definition)
-    module = ".".join((fingerprint.NAME, *old.relative_to(source).with_suffix("").parts))
+    module = ".".join((PACKAGE.name, *old.relative_to(source).with_suffix("").parts))
     (source / "elsewhere.py").write_text(f"from torch import Tensor\n\nfrom {module} import flatten\n\n\n{code}\n")
+    replace(old, code, "")
     for path in source.rglob("*.py"):
         text = path.read_text()
-        if path != old and re.search(r"\bis_rows,", text):
+        if re.search(r"\bis_rows,", text):
             path.write_text(re.sub(r"\bis_rows,", "", text) + "\nfrom fused_softmax.elsewhere import is_rows\n")
-    replace(old, code, "")
+    assert changed_by(source, present) == set()
+
+
+def test_a_definition_and_a_module_may_be_called_otherwise(source, present):
+    replace_everywhere(source, r"\bis_rows\b", "lies_in_rows")
+    using = file_of(source, "\ndef _softmax(name")
+    text = re.sub(r"(?<![\w.])autocast\.", "known_by.", using.read_text())
+    assert "known_by.result_dtype(" in text
+    package = "fused_softmax" if (source / "autocast.py").exists() else "fused_softmax.core"
+    using.write_text(f"{text}\nfrom {package} import autocast as known_by\n")
     assert changed_by(source, present) == set()
 
 
 def test_imports_comments_and_docstrings_do_not_count(source, present):
-    for path in source.rglob("*.py"):
-        text = path.read_text()
-        text = re.sub(r"^from (\S+) import (\w+)$", r"from \1 import \2 as \2  # why", text, flags=re.MULTILINE)
-        path.write_text(re.sub(r'^"""', '"""Says. ', text))
+    replace_everywhere(source, r"^from (\S+) import (\w+)$", r"from \1 import \2 as \2  # why")
+    replace_everywhere(source, r'^( *)"""(?=\w)', r'\1"""Says. ')
     for path in source.rglob("*.c"):
-        path.write_text(f"// why\n{path.read_text()}")
-    assert changed_by(source, present) == set()
-
-
-def test_a_module_may_be_imported_by_another_name(source, present):
-    found = file_of(source, "\ndef _softmax(name")
-    text = found.read_text()
-    assert "autocast.result_dtype(" in text
-    text = re.sub(r"(?<![\w.])autocast\.", "known_by.", text)
-    package = fingerprint.NAME if (source / "autocast.py").exists() else f"{fingerprint.NAME}.core"
-    found.write_text(f"{text}\nfrom {package} import autocast as known_by\n")
+        path.write_text(f"// why\n{path.read_text()}/* that is\n all */")
     assert changed_by(source, present) == set()
 
 
 @pytest.mark.parametrize(
     ("text", "old", "new", "changed"),
     [
-        ("\ndef _tile_forward(", "tl.program_id(0)", "tl.program_id(1)", {"softmax", "over ranks"}),  # of a kernel
+        ("\ndef _tile_forward(", "tl.program_id(0)", "tl.program_id(1)", {"softmax", "over ranks"}),  # in a kernel
         ("\n_KEPT_BYTES = ", "_KEPT_BYTES = 16", "_KEPT_BYTES = 17", {"softmax", "over ranks"}),  # a constant
         ("\nclass DrawPlan", "frozen=True", "frozen=False", {"sample", "over ranks"}),  # a decorator
         ("\ndef seed_of(", "2**63 - 1", "2**62 - 1", {"sample", "over ranks"}),  # a number within a function
-        ("\ndef softmax_by_peers(", "peers: Peers,", "peers: Peers | None,", {"over ranks"}),  # an annotation
         ("\ndef supplied(", "sink=None", "sink=0", {"softmax", "over ranks"}),  # a default
+        ("\ndef _queries_gradient_hopper(", "\n@jit\n", "\n@jit(noinline=True)\n", {"attention", "over ranks"}),
+        ("\ndef softmax_by_peers(", "peers: Peers,", "peers: Peers | None,", {"over ranks"}),
+        ("\ndef told_by(", "def told_by(", "@cache\ndef told_by(", {"over ranks"}),
+        ("\ndef naive_softmax(", "torch.exp(", "torch.exp2(", EVERY),  # what results are compared with
+        ("\ndef running_sum(", "def running_sum(", "@cache\ndef running_sum(", set()),  # a formula
     ],
 )
-def test_what_a_definition_says_counts_where_a_call_runs_through_it(source, present, text, old, new, changed):
+def test_a_definition_counts_where_calls_run_through_it(source, present, text, old, new, changed):
     replace(file_of(source, text), old, new)
     assert changed_by(source, present) == changed
 
 
-def test_code_in_c_and_what_figures_are_compared_with_are_of_all_operations(source, present):
-    for path, old, new in (
-        (source / "classic" / "naive.py", "torch.exp(", "torch.exp2("),
-        (next(source.rglob("*.c")), "return", "return +"),
-    ):
-        text = path.read_text()
-        replace(path, old, new)
-        assert changed_by(source, present) == {*OPERATIONS, "over ranks"}
-        path.write_text(text)
+@pytest.mark.parametrize("name", ["launcher.c", "lookup.c"])
+def test_all_of_c_counts_always(source, present, name):
+    (path,) = source.rglob(name)
+    replace(path, "return NULL;", "return 0;")
+    assert changed_by(source, present) == EVERY
 
 
-def test_definitions_of_one_name_are_not_confused(source, present):
-    """One that counts already in the place of another."""
-    (source / "one.py").write_text("def f():\n    return 1\n")
-    (source / "two.py").write_text("def f():\n    return 2\n")
-    imports = "from fused_softmax.{} import f\nfrom fused_softmax import one, two\n"
-    found = set()
-    for name in ("one", "two"):
-        (source / "user.py").write_text(f"{imports.format(name)}\n\ndef g():\n    return f(), one.f, two.f\n")
-        found.add(Source(source, {"g": Definition("fused_softmax.user", "g")}).of_operations["g"])
-    assert len(found) == 2
-
-
-def test_functions_that_import_one_name_from_several_files_refer_to_all(source):
-    (source / "one.py").write_text("def f():\n    return 1\n")
-    (source / "two.py").write_text("def h():\n    return 2\n")
-    (source / "user.py").write_text(
-        "def g(x):\n    if x:\n        from fused_softmax.one import f as kernel\n    else:\n"
-        "        from fused_softmax.two import h as kernel\n    return kernel()\n"
-    )
-    found = Source(source, {"g": Definition("fused_softmax.user", "g")}).definitions_of_operations["g"]
-    assert {Definition("fused_softmax.one", "f"), Definition("fused_softmax.two", "h")} <= found
-
-
-def test_a_statement_that_does_something_with_a_definition_counts_with_it(source):
-    (source / "user.py").write_text("TABLE = []\n\n\ndef g():\n    return 1\n\n\nTABLE.append(g)\n")
-    found = Source(source, {"g": Definition("fused_softmax.user", "g")}).definitions_of_operations["g"]
-    assert Definition("fused_softmax.user", "TABLE") in found
-
-
-def test_what_a_call_runs_through_counts():
-    """Every kernel of the package, the planner, the launch, and nothing of the instruments."""
-    found = set().union(*ALL.definitions_of_operations.values())
+def test_kernels_count_and_instruments_do_not():
+    source = Source(PACKAGE, fingerprint.functions())
+    functions = fingerprint.functions().values()
+    found = {*source.reached(functions), *source.reached(source.entries_over_ranks(functions), over_ranks=True)}
     kernels = {
         (path.stem, node.name)
-        for path in fingerprint.PACKAGE.rglob("kernels/**/*.py")
+        for path in PACKAGE.rglob("kernels/**/*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.decorator_list
-    }  # fmt: skip
+    }
     assert len(kernels) > 200
     assert kernels <= {(each.module.split(".")[-1], each.name) for each in found}
-    assert not {
-        each for each in found if each.module.split(".")[1] in ("bench", "trace", "profile", "explanation", "hf")
-    }
+    others = {"bench", "trace", "profile", "explanation", "hf", "interrupt", "without_triton"}
+    assert not [each for each in found if each.module.split(".")[1] in others]
 
 
 def test_a_figure_of_one_gpu_is_not_of_what_only_ranks_run_through():
-    found = dict(ALL.definitions_of_operations)
-    of_ranks = found.pop("over ranks")
-    kernel = {each for each in of_ranks if each.name == "_peer_forward"}
-    assert kernel
-    for operation in found:
-        assert not found[operation] & kernel, operation
-        assert not {each for each in found[operation] if each.name in ("Shards", "told_by", "gather")}
+    source = Source(PACKAGE, FUNCTIONS)
+    of_ranks = source.reached(source.entries_over_ranks(FUNCTIONS.values()), over_ranks=True)
+    (kernel,) = [each for each in of_ranks if each.name == "_peer_forward"]
+    assert kernel not in source.reached(FUNCTIONS.values())
 
 
 def test_every_pattern_of_files_finds_some():
-    for pattern in (*fingerprint.OVER_RANKS, *fingerprint.ALWAYS):
-        assert [*fingerprint.PACKAGE.glob(pattern)], pattern
+    for pattern in (*fingerprint.OVER_RANKS, *fingerprint.ALWAYS, *fingerprint.NEVER):
+        assert any(path.match(pattern) for path in PACKAGE.rglob("*.py")), pattern
+
+
+def of(folder, main, **others):
+    """The fingerprint of `f` of a small package, whose files have these texts."""
+    package = folder / "small"
+    package.mkdir(exist_ok=True)
+    for name, text in {"main": main, **others}.items():
+        (package / f"{name}.py").write_text(text)
+    return Source(package, {"f": Definition("small.main", "f")}).of_operations["f"]
+
+
+ONE_TWO = {"one": "def g():\n    return 1\n", "two": "def g():\n    return 2\n"}
+BRANCHES = """
+def f(x):
+    if x:
+        from small.{} import g
+    else:
+        from small.{} import g
+    return g()
+"""
+TRIED = """
+try:
+    from triton import {} as g
+except ImportError:
+    g = None
+
+def f():
+    return g
+"""
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        "from small.one import g\n\ndef f():\n    return g()\n",
+        "from small import one as g\n\ndef f():\n    return g.g()\n",
+        "import small.one as g\n\ndef f(x):\n    return getattr(g, x)\n",  # any of a module
+        "from small.one import g\n\n@g\nclass f:\n    def g(self):\n        return 1\n",
+        "from small.one import g\n\nclass f:\n    def a(self, g):\n        g()\n    def b(self):\n        g()\n",
+        "from small.one import g\n\nclass f:\n    g = 1\n    def b(self):\n        g()\n",
+        "from small.one import g\n\ndef f(g=g):\n    return g\n",
+        "from small.one import g\n\ndef f():\n    return [g for g in g()]\n",
+        "from small.one import g\n\ndef f():\n    return h()\n\ndef h():\n    return i() or f()\n\ni = g\n",
+    ],
+)
+def test_definitions_of_one_name_are_not_confused(tmp_path, user):
+    """Whatever else has that name."""
+    other = user.replace("small.one", "small.two").replace("import one", "import two")
+    assert of(tmp_path, user, **ONE_TWO) != of(tmp_path, other, **ONE_TWO)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (BRANCHES.format("one", "two"), BRANCHES.format("two", "one")),
+        (TRIED.format("jit"), TRIED.format("autotune")),
+        ("from math import log\n\ndef f():\n    log(2)\n", "from cmath import log\n\ndef f():\n    log(2)\n"),
+        ("def f():\n    return 1\n", "def f():\n    return 1\n\nf.attribute = 1\n"),
+        ("T = []\n\ndef f():\n    return T\n", "T = []\n\ndef f():\n    return T\n\nT.append(f)\n"),
+        ("def f():\n    return 1\n", "import torch\n\ndef f():\n    return 1\n\ntorch.manual_seed(1)\n"),
+        ("A, B = 1, 2\n\ndef f():\n    return A\n", "A, B = 1, 2\n\ndef f():\n    return B\n"),
+        ("A = []\nB = []\n\ndef f():\n    return A, B\n", "A = []\nB = []\n\ndef f():\n    return A, A\n"),
+        ("def f(x: int):\n    return x\n", "def f(x: float):\n    return x\n"),
+        ("def f():\n    return 'a'\n", "def f():\n    return 'b'\n"),
+        ("def f():\n    return f'{1}a'\n", "def f():\n    return f'{1}b'\n"),
+    ],
+)
+def test_what_counts(tmp_path, before, after):
+    assert of(tmp_path, before, **ONE_TWO) != of(tmp_path, after, **ONE_TWO)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("from math import log\n\ndef f():\n    log(2)\n", "def f():\n    import math as m\n    m.log(2)\n"),
+        ("from small.one import g\n\ndef f():\n    g()\n", "import small.one\n\ndef f():\n    small.one.g()\n"),
+        ("from small.one import g\n\ndef f():\n    g()\n", "from small.three import h\n\ndef f():\n    h()\n"),
+        ("def f(one):\n    return one.g()\n", "from small import one\n\ndef f(one):\n    return one.g()\n"),
+        ("def f():\n    return 1\n", "def h():\n    return 2\n\ndef f():\n    'Says.'\n    return 1  # so\n"),
+        ("def f():\n    h()\n\ndef h():\n    f()\n", "def other():\n    f()\n\ndef f():\n    other()\n"),
+    ],
+)
+def test_what_does_not_count(tmp_path, before, after):
+    others = ONE_TWO | {"three": "from small.one import g as h\n"}
+    assert of(tmp_path, before, **others) == of(tmp_path, after, **others)
+
+
+def test_comments_in_c_do_not_count_and_strings_do(tmp_path):
+    (tmp_path / "small").mkdir()
+    found = {}
+    for text in ('f("//a", \'"\'); // b', 'f("//a", \'"\'); /* c\n */', '  f("//a", \'"\');', 'f("//b", \'"\'); // b'):
+        (tmp_path / "small" / "a.c").write_text(text)
+        found[text] = of(tmp_path, "def f():\n    return 1\n")
+    first, second, third, other = found.values()
+    assert first == second == third != other
+
+
+def test_every_version_of_python_finds_the_same(tmp_path):
+    text = '''
+import math
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    names: "tuple[str, ...]" = ()
+
+    def f(self, /, *xs, y=1.5, **more) -> str:
+        """Says."""
+        match xs:
+            case [Shape(rows=1), *rest] | [*rest]:
+                y += len(rest)
+        try:
+            return f"{y!r:>{self.rows}}" "é" f"{math.pi=:.2f}{{}}" + str([x async for x in more if (z := x)])
+        except (ValueError, KeyError) as error:
+            raise error from None
+
+async def f(a: Shape | None = None, b=lambda x: {**x, 1: ..., "b": b"c", 2j: -1e300}):
+    with a as c, b:
+        return await a.f(*c, **b)[1:2, ::3] if a else not b
+'''
+    assert of(tmp_path, text) == "728d38a61b5a"
 
 
 def test_a_result_is_current_while_its_operations_are():

@@ -18,7 +18,7 @@ MESSAGE = (
     "Tensors on the CPU need none: torch computes them"
 )
 PACKAGE = "fused_softmax"
-STANDS_IN = ("kernels", "ops", "runner", "launch", "explanation")  # parts that are imported on torch's path too
+STANDS_IN = ("core", "ranks", "ops", "explanation")  # parts that are imported on torch's path too
 _TAKEN = frozenset({"jit", "constexpr", "constexpr_function"})  # what a module calls while it is imported
 
 
@@ -76,13 +76,13 @@ class _Loader(SourceFileLoader):
         # An import statement asks its own module's builtins.
         vars(module)["__builtins__"] = vars(builtins) | {"__import__": _stand_in if part in STANDS_IN else _say}
         super().exec_module(module)
-        vars(module).update(_INSTEAD.get(part, {}))
+        vars(module).update(_INSTEAD.get(module.__name__, {}))
 
 
 # Launches are refused before they ask a stand-in anything. No C can be built, which is nothing to warn of here.
 _INSTEAD: dict[str, dict[str, Any]] = {
-    "launch": {"prepare": refuse},
-    "native": {"build": lambda name, libraries=(): None},
+    f"{PACKAGE}.core.launch": {"prepare": refuse},
+    f"{PACKAGE}.core.native": {"build": lambda name, libraries=(): None},
 }
 
 

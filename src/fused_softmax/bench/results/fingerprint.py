@@ -1,39 +1,48 @@
 """A fingerprint of the kernels: a digest of the code that decides what a figure of this package is a figure of.
 
-That is every definition that an eager call runs through up to its launch: device code, the planner, the host's part.
-Instruments do not count, nor do the reference formulas, which compute what the kernels leave to torch, unless a call
-runs through them. A definition counts by what it says: its code, its constants, its defaults and its decorators, but
-not the file where it stands, how that file imports what it refers to, comments and docstrings. So a definition can
-move, and a comment can say later what was measured.
+It is of every definition that an eager call runs through up to its launch: device code, the planner and the host's
+part. A definition counts by its code, constants, defaults and decorators. Where it stands, what it is called, how a
+file imports what it refers to, comments and docstrings do not count: a definition may move, and a comment may say later
+what was measured. All C counts always, and so do the classics, which results are compared with. The reference formulas
+do not count, for they compute what the kernels leave to torch.
 
-Each operation has a fingerprint of its own too, of the definitions that its function refers to, and these, and so on: a
-change of the samplers leaves the figures of softmax as they are. What only calls over the ranks of a group run through
-is no part of these, for every figure of an operation by itself is of one GPU. It has one of its own.
+Each operation has a fingerprint of its own, of what its function refers to, what that refers to, and so on: a change of
+the samplers leaves the figures of softmax as they are. What only calls over the ranks of a group run through is no part
+of these, for every figure of an operation by itself is of one GPU. It has one of its own.
 """
 
 import ast
+import gc
 import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGE = Path(__file__).parents[2]
-NAME = PACKAGE.name
+import fused_softmax
 
-# Files of what only calls over ranks run through, by patterns below the package.
-OVER_RANKS = ("ranks/*.py", "ops/*/by_peers.py", "ops/*/dtensor.py", "ops/*/over_ranks.py", "ops/*/over_ranks/*.py")
-# Files whose definitions count with every operation: what its figures are compared with.
+PACKAGE = Path(fused_softmax.__file__).parent
+
+# Files, by the end of their path: of what only calls over ranks run through, of what counts always, and never.
+OVER_RANKS = (
+    "fused_softmax/ranks/*.py", "ops/*/by_peers.py", "ops/*/dtensor.py", "ops/*/over_ranks.py",
+    "ops/*/over_ranks/*.py",
+)  # fmt: skip
 ALWAYS = ("classic/*.py",)
+NEVER = ("ops/*/reference.py", "ops/sampling/noise.py")
 
-# Fields of Python's syntax that say where a node stands, or that not every version of Python has.
-_IGNORED = {"ctx", "kind", "type_comment", "type_ignores"}
+_NOTES = {"ctx", "kind", "type_comment"}  # fields of Python's syntax that change nothing of what runs
+
+_IMPORTS = (ast.Import, ast.ImportFrom)
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (*_NAMED, ast.Lambda, *_COMPREHENSIONS)
 
 
 class Definition(NamedTuple):
-    """A top-level statement that gives names their values, or one that has an effect, of which `name` is ""."""
+    """What gives a top-level name of a module its value; a statement that only has an effect has a number for it."""
 
     module: str
     name: str
@@ -42,248 +51,325 @@ class Definition(NamedTuple):
 @cache
 def kernels() -> str:
     """The fingerprint of this source's kernels: 12 hexadecimal digits."""
-    return of_source().kernels
+    return _sum(of_operations().values())
 
 
 @cache
 def of_operations() -> dict[str, str]:
     """That of each operation of the bench, by its name, and as "over ranks" that of calls over the ranks of a group."""
-    return of_source().of_operations
+    found, collects = Source(PACKAGE, functions()), gc.isenabled()
+    gc.disable()  # a collection looks at all of torch, and so much syntax asks for many: half of the time
+    try:
+        return found.of_operations
+    finally:
+        if collects:
+            gc.enable()
 
 
-@cache
-def of_source() -> "Source":
+def functions() -> dict[str, Definition]:
+    """The function of each operation of the bench."""
     from fused_softmax.register.table import OPERATORS
 
-    operations: dict[str, Definition] = {}
+    found: dict[str, Definition] = {}
     for operator in OPERATORS:
         run = operator.public or operator.run
         run = getattr(run, "func", run)
         # A public function's __module__ is the package.
-        operations |= dict.fromkeys(operator.bench, Definition(run.__globals__["__name__"], run.__name__))
-    return Source(PACKAGE, operations)
+        found |= dict.fromkeys(operator.bench, Definition(run.__globals__["__name__"], run.__name__))
+    return found
+
+
+def _sum(digests: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted({*digests})).encode()).hexdigest()[:12]
 
 
 class Source:
-    """The definitions of a package's source, and digests of those that operations run through.
+    """The source of a package, as definitions that refer to definitions.
 
-    operations: the function of each, by the operation's name.
+    package: its folder. functions: the function of each operation, by the operation's name.
     """
 
-    def __init__(self, package: Path, operations: Mapping[str, Definition]):
-        self.package, self.operations = package, operations
+    def __init__(self, package: Path, functions: Mapping[str, Definition]):
+        self.package, self._functions = package, functions
         self._modules: dict[str, _Module | None] = {}
 
     @cached_property
-    def kernels(self) -> str:
-        return self._digest(set().union(*self.definitions_of_operations.values()), {})
-
-    @cached_property
     def of_operations(self) -> dict[str, str]:
-        digests: dict[bool, dict[Definition, str]] = {False: {}, True: {}}  # operations share most of their definitions
-        return {
-            name: self._digest(found, digests[name == "over ranks"])
-            for name, found in self.definitions_of_operations.items()
-        }
+        always = [self._digest(self.reached([each])) for each in self.all_of(ALWAYS)]
+        for path in self.package.rglob("*.c"):
+            always.append(hashlib.sha256(_without_comments(path.read_text()).encode()).hexdigest())
+        of = {each: self._digest(self.reached([each])) for each in {*self._functions.values()}}
+        found = {name: _sum([of[function], *always]) for name, function in self._functions.items()}
+        over_ranks = self.reached(self.entries_over_ranks(sorted(of, key=lambda each: of[each])), over_ranks=True)
+        return found | {"over ranks": _sum([self._digest(over_ranks), *always])}
 
-    @cached_property
-    def definitions_of_operations(self) -> dict[str, set[Definition]]:
-        ranks = self._all_of(OVER_RANKS)
-        always = self._reached(self._all_of(ALWAYS), without=ranks)
-        found = {each: self._reached([each], without=ranks) | always for each in {*self.operations.values()}}
-        of_one = {name: found[start] for name, start in self.operations.items()}
-        return of_one | {"over ranks": self._reached(ranks) | always}
+    def entries_over_ranks(self, functions: Iterable[Definition]) -> list[Definition]:
+        """What only calls over ranks run through, where functions lead to it, and these functions.
 
-    def _all_of(self, patterns: Iterable[str]) -> set[Definition]:
-        paths = {path for pattern in patterns for path in self.package.glob(pattern)}
-        modules = [".".join((NAME, *path.relative_to(self.package).with_suffix("").parts)) for path in paths]
-        return {Definition(name, each) for name in modules for each in self._module(name).statements}
+        A call over ranks may be given the function of one device.
+        """
+        functions = [*functions]
+        found = dict.fromkeys(there for each in self.reached(functions) for there in self._references(each))
+        entries = [each for each in found if self._is(each, OVER_RANKS)]
+        return entries + [
+            function
+            for function in functions
+            if any(self._is(there, OVER_RANKS) for each in self.reached([function]) for there in self._references(each))
+        ]
 
-    def _reached(self, start: Iterable[Definition], without: Collection[Definition] = ()) -> set[Definition]:
-        """Definitions and what they refer to; not `without`, nor what only these refer to."""
-        found: set[Definition] = set()
-        left = [*start]
-        while left:
-            each = left.pop()
-            if each not in found and each not in without:
-                found.add(each)
-                left += [one for group in self._written(each).references for one in group]
-                left += self._module(each.module).effects_on(each)
-        return found
+    def reached(self, start: Iterable[Definition], over_ranks: bool = False) -> dict[Definition, int]:
+        """Definitions, what they refer to, and so on, numbered in the order of references, wherever they stand.
 
-    def _digest(self, definitions: Collection[Definition], known: dict[Definition, str]) -> str:
-        digests = []
-        for each in definitions:
-            if each not in known:
-                known[each] = self._digest_of(each, definitions)
-            digests.append(known[each])
-        digests.sort()
-        codes = [_without_comments(path.read_text()) for path in sorted(self.package.rglob("*.c"))]
-        digests += sorted(hashlib.sha256(code.encode()).hexdigest() for code in codes)
-        return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:12]
+        over_ranks: with what only calls over ranks run through.
+        """
+        numbers = {each: i for i, each in enumerate(start)}
+        left, without = [*numbers], NEVER if over_ranks else NEVER + OVER_RANKS
+        for each in left:  # which grows
+            for found in (*self._references(each), *self._module(each.module).effects_on(each)):
+                if found not in numbers and not self._is(found, without):
+                    numbers[found] = len(numbers)
+                    left.append(found)
+        return numbers
 
-    def _digest_of(self, definition: Definition, counted: Collection[Definition]) -> str:
-        """Of what a definition says, and of what those say to which it refers: their names alone may be others'."""
-        own = self._written(definition)
-        digests = [own.digest]
-        for group in own.references:
-            digests += sorted(self._written(each).digest for each in group if each in counted)
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
+    def _digest(self, numbers: Mapping[Definition, int]) -> str:
+        """Of the code of definitions, where a number stands for what the code refers to."""
+        digest = hashlib.sha256()
+        for each in numbers:
+            for piece in self._written(each):
+                digest.update((piece if isinstance(piece, str) else f"<{numbers.get(piece)}>").encode())
+            digest.update(b"\0")
+        return digest.hexdigest()
 
-    def _written(self, definition: Definition) -> "_Written":
+    def _references(self, definition: Definition) -> Iterator[Definition]:
+        return (piece for piece in self._written(definition) if isinstance(piece, Definition))
+
+    def _written(self, definition: Definition) -> "_Code":
         return self._module(definition.module).written(definition.name)
+
+    def _is(self, definition: Definition, patterns: tuple[str, ...]) -> bool:
+        return self._module(definition.module).is_one_of(patterns)
+
+    def all_of(self, patterns: Collection[str]) -> Iterator[Definition]:
+        """Every definition of some files."""
+        for path in self.package.rglob("*.py"):
+            if any(map(path.match, patterns)):
+                name = ".".join(path.relative_to(self.package.parent).with_suffix("").parts)
+                module = self._module(name.removesuffix(".__init__"))
+                yield from (Definition(module.name, each) for each in module.statements)
 
     def _module(self, name: str) -> "_Module":
         found = self.find(name)
         if found is None:
-            raise ValueError(f"no module {name}")
+            raise ValueError(f"{self.package.name} has no module {name}")
         return found
 
     def find(self, name: str) -> "_Module | None":
-        """The module of a dotted name, or None where the name is no module of the package."""
+        """The module of a dotted name, or None if the package has none of that name."""
         if name not in self._modules:
-            path = self.package.joinpath(*name.split(".")[1:])
+            first, *parts = name.split(".")
+            path = self.package.joinpath(*parts)
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            known = name.split(".")[0] == NAME and file.is_file()
-            self._modules[name] = _Module(self, name, file.read_text()) if known else None
+            known = first == self.package.name and file.is_file()
+            self._modules[name] = _Module(self, name, file) if known else None
         return self._modules[name]
 
 
-class _Written(NamedTuple):
-    """A digest of what a definition says, and at each place where it refers to the package what it may mean there."""
-
-    digest: str
-    references: tuple[tuple[Definition, ...], ...]
+_Code = tuple[str | Definition, ...]  # text, and between it the definitions to which code refers
+_Bound = dict[str, list[str | None]]  # for each name the dotted names that it is imported from, and None for a value
+_Meaning = list[str | Definition]  # a definition, or dotted names of what is imported; [] for what is built in
 
 
 class _Module:
-    def __init__(self, source: Source, name: str, text: str):
-        self._source, self.name = source, name
-        self.statements: dict[str, list[ast.stmt]] = {}  # by the names that they give values; effects by a number
-        self._imports: dict[str, set[tuple[str, str | None]]] = defaultdict(set)  # functions import too, and may differ
-        self._written: dict[str, _Written] = {}
-        self._meant: dict[str, list[Definition | str]] = {}
-        tree = ast.parse(text)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                for each in node.names:
-                    self._imports[each.asname or each.name].add((node.module or "", each.name))
-            elif isinstance(node, ast.Import):
-                for each in node.names:
-                    self._imports[each.asname or each.name.split(".")[0]].add((each.name, None))
-        for i, node in enumerate(tree.body):
-            if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_docstring(node):
-                for given in [*_given_values(node)] or [f"effect {i}"]:
-                    self.statements.setdefault(given, []).append(node)
+    """A file's top-level statements, by the names to which they give values, and what its names mean."""
 
-    def written(self, name: str) -> _Written:
+    def __init__(self, source: Source, name: str, file: Path):
+        self._source, self.name, self._file = source, name, file
+        self.statements: dict[str, list[ast.stmt]] = {}
+        self._effects: list[Definition] = []
+        self._bound: _Bound = {}
+        self._written: dict[str, _Code] = {}
+        self._kinds: dict[tuple[str, ...], bool] = {}
+        for i, node in enumerate(ast.parse(file.read_text()).body):
+            for each, origins in _bound_by([node]).items():
+                self._bound.setdefault(each, []).extend(origins)
+                if None in origins:
+                    self.statements.setdefault(each, []).append(node)
+            if not _is_docstring(node) and not _gives_names_alone(node):
+                self.statements[f"{i}"] = [node]
+                self._effects.append(Definition(name, f"{i}"))
+
+    def is_one_of(self, patterns: tuple[str, ...]) -> bool:
+        if patterns not in self._kinds:
+            self._kinds[patterns] = any(map(self._file.match, patterns))
+        return self._kinds[patterns]
+
+    def written(self, name: str) -> _Code:
         if name not in self._written:
-            nodes = self.statements[name]
-            writers = [_Writer(self, _locals_of(node)) for node in nodes]
-            text = "".join(writer.write(node) for writer, node in zip(writers, nodes, strict=True))
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            self._written[name] = _Written(digest, tuple(each for writer in writers for each in writer.references))
+            writer = _Writer(self)
+            writer.write(self.statements[name])
+            self._written[name] = writer.code()
         return self._written[name]
 
     def effects_on(self, definition: Definition) -> list[Definition]:
-        """Statements of this module that do something with a definition, such as to register it."""
-        effects = [each for each in self.statements if each.startswith("effect ")]
-        return [
-            Definition(self.name, each)
-            for each in effects
-            if any(definition in group for group in self.written(each).references)
-        ]
+        """Top-level statements that do something with a definition of the file, or with none of the file."""
+        found = {}
+        for each in self._effects:
+            written = self.written(each.name)
+            own = {piece for piece in written if isinstance(piece, Definition) and piece.module == self.name}
+            if definition in own or not own:
+                found[each] = [piece for piece in written if isinstance(piece, str)]
+        return sorted(found, key=lambda each: found[each])
 
-    def attribute_of(self, module: str, name: str) -> list[Definition | str]:
-        full, there = f"{module}.{name}", self._source.find(module)
-        if self._source.find(full) is not None:
-            return [full]
-        return there.meant_by(name) if there is not None else []
+    def meaning(self, name: str) -> _Meaning:
+        origins = self._bound.get(name, [])
+        if None in origins:
+            return [Definition(self.name, name)]
+        return [each for origin in origins if origin for each in self.imported(origin)]
 
-    def meant_by(self, name: str) -> list[Definition | str]:
-        """What a name of this module may be, of the package: definitions, and the names of modules."""
-        if name not in self._meant:
-            self._meant[name] = [Definition(self.name, name)] if name in self.statements else []
-            for module, of_it in sorted(self._imports.get(name, ()), key=str):
-                self._meant[name] += [module] if of_it is None else self.attribute_of(module, of_it)
-        return self._meant[name]
+    def imported(self, origin: str) -> _Meaning:
+        home, _, name = origin.rpartition(".")
+        module = self._source.find(home) if home else None
+        return (module.meaning(name) if module else []) or [origin]
+
+    def all_of(self, meaning: str | Definition) -> _Meaning:
+        """What counts of a meaning: of a module of the package, which who takes it may call by any name, all."""
+        module = self._source.find(meaning) if isinstance(meaning, str) else None
+        if module is None:
+            return [meaning]
+        return [] if module.is_one_of(NEVER) else [Definition(module.name, each) for each in module.statements]
+
+
+class _Scope(NamedTuple):
+    bound: _Bound
+    of_class: bool = False  # whose names its functions do not see
 
 
 class _Writer:
-    """Writes syntax without places, imports and docstrings, in the same way by every version of Python."""
+    """Writes code without places, docstrings and imports, in the same way in every version of Python."""
 
-    def __init__(self, module: _Module, local: Collection[str]):
-        self._module, self._local = module, local
-        self.references: list[tuple[Definition, ...]] = []
+    def __init__(self, module: _Module):
+        self._module = module
+        self._pieces: _Meaning = []
 
-    def write(self, node: Any) -> str:
-        if isinstance(node, list):
-            return f"[{','.join(self.write(each) for each in node if not _is_left_out(each))}]"
-        if not isinstance(node, ast.AST):
-            return repr(node)
-        if isinstance(node, ast.Name | ast.Attribute):
-            meant = tuple(each for each in self._meant_by(node) if isinstance(each, Definition))
-            if meant:
-                self.references.append(meant)
-            if len(meant) == 1:
-                return meant[0].name
-        fields = [
-            f"{name}={self.write(value)}"
-            for name, value in ast.iter_fields(node)
-            if name not in _IGNORED and (value or name != "type_params")
-        ]
-        return f"{type(node).__name__}({','.join(fields)})"
+    def code(self) -> _Code:
+        runs = [[*pieces] for _, pieces in groupby(self._pieces, type)]
+        return tuple(each for run in runs for each in (["".join(map(str, run))] if isinstance(run[0], str) else run))
 
-    def _meant_by(self, node: ast.AST) -> list[Definition | str]:
+    def write(self, node: Any, scopes: tuple[_Scope, ...] = ()) -> None:
+        """scopes: of the functions and classes around a node, the outermost first."""
+        kind = type(node)
+        if kind is list:
+            for each in node:
+                if not _is_docstring(each):
+                    self.write(each, scopes)
+                    self._pieces.append(",")
+        elif not isinstance(node, ast.AST):
+            self._pieces.append(ascii(node))
+        elif kind in (ast.Name, ast.Attribute) and (meaning := self._meaning(node, scopes)):
+            self._write_meaning(meaning)
+        elif kind in _IMPORTS:  # in a block, where it may decide something
+            for origins in _bound_by([node]).values():
+                self._write_meaning([each for origin in origins if origin for each in self._module.imported(origin)])
+        else:
+            self._write_fields(node, scopes)
+
+    def _write_meaning(self, meaning: _Meaning) -> None:
+        for each in meaning:
+            self._pieces += ["{", *self._module.all_of(each), "}"]
+
+    def _write_fields(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> None:
+        scopes_of = self._scopes_of_fields(node, scopes) if isinstance(node, _SCOPES) else {}
+        self._pieces.append(f"{type(node).__name__}(")
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(node, ast.JoinedStr):  # of which Python 3.12 has empty parts
+                value = [each for each in node.values if not (isinstance(each, ast.Constant) and each.value == "")]
+            if name in _NOTES or value is None or value == []:  # a field that a later version adds is empty
+                continue
+            self._pieces.append(f"{name}=")
+            if name == "name" and not scopes and isinstance(node, _NAMED):
+                self._pieces.append(Definition(self._module.name, node.name))
+                continue
+            if name == "generators":
+                self.write(value[0].iter, scopes)  # which alone does not see the names of the loops
+            elif name == "body" and isinstance(node, _NAMED):
+                value = [each for each in value if not isinstance(each, _IMPORTS)]
+            self.write(value, scopes_of.get(name, scopes))
+        self._pieces.append(")")
+
+    def _scopes_of_fields(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> dict[str, tuple[_Scope, ...]]:
+        """The scopes of those fields of a function, a class or a comprehension that see its own names."""
+        if isinstance(node, ast.ClassDef):
+            return {"body": (*scopes, _Scope(_bound_by(node.body), of_class=True))}
+        seen = (*(each for each in scopes if not each.of_class),)
+        if isinstance(node, _COMPREHENSIONS):
+            return dict.fromkeys(node._fields, (*seen, _Scope(_bound_by([each.target for each in node.generators]))))
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        bound = _bound_by(node.body if isinstance(node.body, list) else [node.body])
+        bound |= {each.arg: [None] for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+        return {"body": (*seen, _Scope(bound))}
+
+    def _meaning(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> _Meaning:
+        """What a name or an attribute of a module means; [] for what is local, built in or no such thing."""
         if isinstance(node, ast.Name):
-            return [] if node.id in self._local else self._module.meant_by(node.id)
-        if not isinstance(node, ast.Attribute):
-            return []
-        modules = [each for each in self._meant_by(node.value) if isinstance(each, str)]
-        return [each for module in modules for each in self._module.attribute_of(module, node.attr)]
+            for scope in reversed(scopes):
+                if origins := scope.bound.get(node.id):
+                    imported = [each for origin in origins if origin for each in self._module.imported(origin)]
+                    return imported and [*imported, *(node.id for origin in origins if origin is None)]
+            return self._module.meaning(node.id)
+        if isinstance(node, ast.Attribute):
+            value = self._meaning(node.value, scopes)
+            names = [each for each in value if isinstance(each, str)]
+            if len(names) == len(value):
+                return [each for name in names for each in self._module.imported(f"{name}.{node.attr}")]
+        return []
 
 
-def _given_values(node: ast.stmt) -> Iterator[str]:
-    """The names that a top-level statement gives values, in blocks too."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
-    elif isinstance(node, ast.If | ast.Try | ast.With | ast.For):
-        for each in ast.iter_child_nodes(node):
-            blocks = each.body if isinstance(each, ast.ExceptHandler) else [each]
-            for inner in blocks:
-                if isinstance(inner, ast.stmt):
-                    yield from _given_values(inner)
-
-
-def _locals_of(node: ast.stmt) -> set[str]:
-    """Names that a function gives values, or its arguments: they are no top-level definitions there."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return set()
-    found, shared = set(), set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.arg):
-            found.add(each.arg)
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            found.add(each.id)
-        elif isinstance(each, ast.Global):
-            shared |= {*each.names}
-    return found - shared
+def _bound_by(nodes: Iterable[ast.AST]) -> _Bound:
+    """The names that code gives values or imports, in its blocks too, but not in functions and classes in it."""
+    found: _Bound = {}
+    shared: set[str] = set()
+    left = [*nodes]
+    for node in left:  # which grows
+        named: str | None = None
+        if isinstance(node, ast.Name):
+            named = None if isinstance(node.ctx, ast.Load) else node.id
+        elif isinstance(node, _NAMED):
+            named = node.name
+        elif isinstance(node, _IMPORTS):
+            for each in node.names:
+                name = each.asname or each.name.split(".")[0]
+                origin = f"{node.module}.{each.name}" if isinstance(node, ast.ImportFrom) else each.name
+                found.setdefault(name, []).append(origin if each.asname or "." not in each.name else name)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            shared |= {*node.names}
+        elif isinstance(node, _COMPREHENSIONS):
+            left += [each.target for each in ast.walk(node) if isinstance(each, ast.NamedExpr)]
+        elif not isinstance(node, ast.Lambda):
+            named = getattr(node, "name", None) or getattr(node, "rest", None)  # of an exception or a pattern
+            left += ast.iter_child_nodes(node)
+        if named is not None:
+            found.setdefault(named, []).append(None)
+    return {name: origins for name, origins in found.items() if name not in shared}
 
 
 def _is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _is_left_out(node: Any) -> bool:
-    return _is_docstring(node) or isinstance(node, ast.Import | ast.ImportFrom)
+def _gives_names_alone(node: ast.stmt) -> bool:
+    """Whether a top-level statement has no other effect than to import, or to give its names their values."""
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return not any(isinstance(each, ast.Attribute | ast.Subscript) for it in targets for each in ast.walk(it))
+    inner = [each for each in ast.walk(node) if isinstance(each, ast.stmt)]
+    return isinstance(node, _NAMED) or all(isinstance(each, (*_IMPORTS, ast.If, ast.Try, ast.Pass)) for each in inner)
 
 
 def _without_comments(code: str) -> str:
-    """C without comments and without what only sets it apart on the page."""
-    code = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda found: found[1] or " ", code, flags=re.DOTALL)
+    """C without comments, empty lines and indentation."""
+    quoted = r'"(?:\\.|[^"\\])*"' + "|" + r"'(?:\\.|[^'\\])*'"
+    code = re.sub(rf"({quoted})|//[^\n]*|/\*.*?\*/", lambda found: found[1] or " ", code, flags=re.DOTALL)
     return "\n".join(line.strip() for line in code.split("\n") if line.strip())
 
 
