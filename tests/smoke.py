@@ -45,7 +45,7 @@ def check_results():
 def check_files(version):
     found = metadata.version("fused-softmax")
     assert found == fused_softmax.__version__ == version, f"{found}, {fused_softmax.__version__}: not {version}"
-    for name in ("launcher.c", "lookup.c", "trace/page.html", "trace/presets.json", "trace/schema.json"):
+    for name in ("core/launcher.c", "core/lookup.c", "trace/page.html", "trace/presets.json", "trace/schema.json"):
         assert (resources.files("fused_softmax") / name).is_file(), f"{name} is missing"
 
 
