@@ -100,8 +100,8 @@ def _words_of(path: str) -> str:
     return " ".join((ROOT / path).read_text().split())
 
 
-def measured(*texts: str) -> list[Source]:
-    return [Source("MEASURED.md", text) for text in texts]
+def measured(room: str, *texts: str) -> list[Source]:
+    return [Source(f"measured/{room}.md", text) for text in texts]
 
 
 def source(path: str, text: str) -> Source:
@@ -156,7 +156,7 @@ def attended(operation: str, *sizes: int) -> list[Source]:
 def capped() -> float:
     """A forward pass with a softcap, over what it took by a plain kernel."""
     (found,) = attended("attention_softcap", 2, 16, 4096, 256)
-    (before,) = measured("a softcap took 873 forward")
+    (before,) = measured("attention", "a softcap took 873 forward")
     return float(found.numbers()[0]) / float(before.numbers()[0])
 
 
@@ -225,7 +225,7 @@ ACROSS = "| bf16 8192 x 128256 | 561 | 519 |"
 
 SOURCES: dict[str, dict[str, list[Source]]] = {
     "README.md": {
-        "Two H200s shared": measured(ACROSS),
+        "Two H200s shared": measured("ranks", ACROSS),
         "Rows longer than the chip can hold": [computed("src/fused_softmax/plan", once(2))],
     },
     "attention.md": {
@@ -275,51 +275,55 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "logsumexp over strided dims, bf16": [
             ratios("logsumexp", "bfloat16", lambda p: "shape" in p.parameters, min, max)
         ],
-        "256 x 1024 x 77": measured("16 by 32, 4 parts | 44.5 | 0.52 |"),
+        "256 x 1024 x 77": measured("softmax", "16 by 32, 4 parts | 44.5 | 0.52 |"),
         "an added mask for each head": [ratios("masked", "bfloat16", lambda p: p.operation == "softmax_biased", min)],
         "with a bool mask |": [ratios("masked", "bfloat16", lambda p: p.operation == "softmax_masked", min)],
         "with causal scores": [ratios("masked", "bfloat16", lambda p: p.operation == "softmax_causal", min)],
         "| bf16 rows of 33, 49": measured(
-            "| 1.5 -> 3.1 | 2.1 -> 2.5 |", "| 3.1 -> 3.3 |", "| 2.7 -> 3.7 | 3.8 |", "127 columns ran at 4.03"
+            "softmax", "| 1.5 -> 3.1 | 2.1 -> 2.5 |", "| 3.1 -> 3.3 |", "| 2.7 -> 3.7 | 3.8 |",
+            "127 columns ran at 4.03",
         ),
         "logsumexp of bf16 rows of 33, 77": measured(
-            "| 0.6 -> 2.9 |", "| 1.2 -> 2.7 |", "| 1.9 -> 3.4 | 3.4 -> 3.7 |", "which only reads, at 3.95"
+            "softmax", "| 0.6 -> 2.9 |", "| 1.2 -> 2.7 |", "| 1.9 -> 3.4 | 3.4 -> 3.7 |", "which only reads, at 3.95"
         ),
         "**Long rows.**": [computed("src/fused_softmax/plan", once(2), once(4))],
-        "| forward, of an input that requires": measured("Function 0.88 to 1.02) | 1.42 to 1.45 |"),
-        "| softmax, forward and backward": measured("softmax, log_softmax | 1.10 to 1.17,"),
-        "| log_softmax, forward and backward": measured("1.23 to 1.33 | | cross_entropy"),
-        "| cross_entropy, forward alone": measured("without gradient, with it | 1.13 to 1.20,"),
-        "| cross_entropy, forward and backward": measured("1.09 to 1.18 | | a scale never seen"),
-        "under `enable()`, forward |": measured("cross_entropy | 1.23 to 1.31,", "1.27 to 1.39 |"),
-        "under `enable()`, forward and backward": measured("cross_entropy | 1.06 to 1.10, 1.19 to 1.31"),
-        "| softmax of a number of rows": measured("1.06; 3.4 to 4.1,"),
-        "| cross_entropy of a number of rows": measured("4.1, 4.2 to 4.3 |"),
+        "| forward, of an input that requires": measured("core", "Function 0.88 to 1.02) | 1.42 to 1.45 |"),
+        "| softmax, forward and backward": measured("core", "softmax, log_softmax | 1.10 to 1.17,"),
+        "| log_softmax, forward and backward": measured("core", "1.23 to 1.33 | | cross_entropy"),
+        "| cross_entropy, forward alone": measured("core", "without gradient, with it | 1.13 to 1.20,"),
+        "| cross_entropy, forward and backward": measured("core", "1.09 to 1.18 | | a scale never seen"),
+        "under `enable()`, forward |": measured("core", "cross_entropy | 1.23 to 1.31,", "1.27 to 1.39 |"),
+        "under `enable()`, forward and backward": measured("core", "cross_entropy | 1.06 to 1.10, 1.19 to 1.31"),
+        "| softmax of a number of rows": measured("core", "1.06; 3.4 to 4.1,"),
+        "| cross_entropy of a number of rows": measured("core", "4.1, 4.2 to 4.3 |"),
     },
     "measure.md": {
-        "The speed of a copy itself": measured("The same copy is up to 10 % slower on other buffers"),
+        "The speed of a copy itself": measured("bench", "The same copy is up to 10 % slower on other buffers"),
         "This lists the changes that are": TOLERANCE,
     },
     "results.md": {
         "For bf16 rows that several programs share": [
-            computed("MEASURED.md", lambda: 100 * (1 - 510 / 537), lambda: 100 * (1 - 531 / 580)),
-            *measured("262144 580 -> 531", "262144 580", "128256 537 -> 510", "128256 537", "226 -> 209.", "50257 226"),
+            computed("measured/losses.md", lambda: 100 * (1 - 510 / 537), lambda: 100 * (1 - 531 / 580)),
+            *measured(
+                "losses", "262144 580 -> 531", "262144 580", "128256 537 -> 510", "128256 537", "226 -> 209.",
+                "50257 226",
+            ),
         ],
         "| MiB |": measured(
-            "45.5, 1074 |", "the gradients are 1066.", '"fp32" | 38.3, 3070 |', "| Liger | 53.6 to 55.0 | 1129 |",
-            "| torch | 40.6 | 6012 |",
+            "losses", "45.5, 1074 |", "the gradients are 1066.", '"fp32" | 38.3, 3070 |',
+            "| Liger | 53.6 to 55.0 | 1129 |", "| torch | 40.6 | 6012 |",
         ),
         "long bf16 rows of 512 Mi": [elements("long_rows")],
         "and replaced earlier ones": [
-            *measured("| 3 | 0.979 |", "| 20 | 1.009 |"),
-            computed("MEASURED.md", lambda: 100 * (1 - 0.966)),
+            *measured("bench", "| 3 | 0.979 |", "| 20 | 1.009 |"),
+            computed("measured/bench.md", lambda: 100 * (1 - 0.966)),
         ],
         "Six operations have become faster": [
-            *measured("| 42 | 0.979 | 0.776 |"), computed("MEASURED.md", capped),
-            *measured("| 25 | 0.896 | 0.252 |", "| 25 | 0.978 | 0.679 |", "| 25 | 0.995 | 0.905 |"),
-            *measured("| 42 | 0.970 | 0.758 | 1.146 |"),
+            *measured("bench", "| 42 | 0.979 | 0.776 |"), computed("measured/attention.md", capped),
+            *measured("bench", "| 25 | 0.896 | 0.252 |", "| 25 | 0.978 | 0.679 |", "| 25 | 0.995 | 0.905 |"),
+            *measured("bench", "| 42 | 0.970 | 0.758 | 1.146 |"),
         ],
-        "runs each provider for": measured("runs untimed for 100 ms first.", "is 0.99 to 1.06 in the last"),
+        "runs each provider for": measured("bench", "runs untimed for 100 ms first.", "is 0.99 to 1.06 in the last"),
         "one point of `h200_backward.json`": [failed("fused_softmax")],
     },
     "sample.md": {
@@ -328,35 +332,37 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
     },
     "shards.md": {
         "With `peer`, one launch reads": [computed("src/fused_softmax/ranks/plan.py", peered)],
-        "loss and gradient, 8192 x 128256 | bf16": measured(ACROSS),
-        "loss and gradient, 8192 x 128256 | fp32": measured("| fp32 8192 x 128256 | 1055 | 1002 |"),
-        "gradient, 4096 x 152064": measured("| bf16 4096 x 152064 | 348 | 310 |"),
-        "gradient, 64 x 128256": measured("| fp32 64 x 128256 | 16.6 | 14.4 |"),
-        "gradient, 1 x 128256": measured("| fp32 1 x 128256 | 7.1 | 6.4 |"),
-        "softmax, 1024 x 262144": measured("| softmax bf16 1024 x 262144 | 144.7 | 133.6 |"),
-        "In the run on two H200s": measured("took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
-        "| loss and gradient | 714": measured("| loss and gradient | 714 | 2759 |"),
-        "with label smoothing | 3": measured("with label smoothing | 3496 | 3206 |"),
-        "with class weights |": measured("with class weights | 2956 | 2876 |"),
-        "with token statistics | 2781": measured("with token statistics | 2781 | 3081 |"),
-        "| logsumexp | 1518": measured("| logsumexp | 1518 | 1731 |"),
-        "| softmax and its gradient |": measured("| softmax and its gradient | 9109 | 10939 |"),
-        "to 128256 classes, with gradients |": measured("128256 classes, with gradients | 20477 | 20978 |"),
-        "a bf16 loss of 8192": measured("8192 x 128256 bf16 | 704 | 747 | 1094 | 1438 | 12333 |"),
-        "an fp32 loss of 8192": measured("the same, fp32 | 1410 | 1475 | 2116 | 2845 | 12134 |"),
-        "a bf16 loss of 4096": measured("4096 x 152064 bf16 | 418 | 449 | 666 | 852 | 7390 |"),
-        "an fp32 loss of 64": measured("64 x 128256 fp32 | | 17.8 | 37.9 | 28.6 | 215 |"),
-        "an fp32 loss of 1 x": measured("1 x 128256 fp32 | | 8.3 | 22.2 | 7.6 | 136 |"),
-        "a bf16 softmax of": measured("1024 x 262144 bf16 | 182 | 186 | | 364 | 2494 (DTensor) |"),
-        "a bf16 `linear_cross_entropy`": measured("to 128256 bf16 | | 21209 | 21563 | 39211 | 31019 |"),
-        "On two H100s, eager calls": measured("| 769 | 1903 |", "1110, 1088 | 1903 |"),
-        "For comparison, half of": measured("layer take 18408 us", "input's gradient 278.", "takes 1527."),
+        "loss and gradient, 8192 x 128256 | bf16": measured("ranks", ACROSS),
+        "loss and gradient, 8192 x 128256 | fp32": measured("ranks", "| fp32 8192 x 128256 | 1055 | 1002 |"),
+        "gradient, 4096 x 152064": measured("ranks", "| bf16 4096 x 152064 | 348 | 310 |"),
+        "gradient, 64 x 128256": measured("ranks", "| fp32 64 x 128256 | 16.6 | 14.4 |"),
+        "gradient, 1 x 128256": measured("ranks", "| fp32 1 x 128256 | 7.1 | 6.4 |"),
+        "softmax, 1024 x 262144": measured("ranks", "| softmax bf16 1024 x 262144 | 144.7 | 133.6 |"),
+        "In the run on two H200s": measured("ranks", "took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
+        "| loss and gradient | 714": measured("ranks", "| loss and gradient | 714 | 2759 |"),
+        "with label smoothing | 3": measured("ranks", "with label smoothing | 3496 | 3206 |"),
+        "with class weights |": measured("ranks", "with class weights | 2956 | 2876 |"),
+        "with token statistics | 2781": measured("ranks", "with token statistics | 2781 | 3081 |"),
+        "| logsumexp | 1518": measured("ranks", "| logsumexp | 1518 | 1731 |"),
+        "| softmax and its gradient |": measured("ranks", "| softmax and its gradient | 9109 | 10939 |"),
+        "to 128256 classes, with gradients |": measured("ranks", "128256 classes, with gradients | 20477 | 20978 |"),
+        "a bf16 loss of 8192": measured("ranks", "8192 x 128256 bf16 | 704 | 747 | 1094 | 1438 | 12333 |"),
+        "an fp32 loss of 8192": measured("ranks", "the same, fp32 | 1410 | 1475 | 2116 | 2845 | 12134 |"),
+        "a bf16 loss of 4096": measured("ranks", "4096 x 152064 bf16 | 418 | 449 | 666 | 852 | 7390 |"),
+        "an fp32 loss of 64": measured("ranks", "64 x 128256 fp32 | | 17.8 | 37.9 | 28.6 | 215 |"),
+        "an fp32 loss of 1 x": measured("ranks", "1 x 128256 fp32 | | 8.3 | 22.2 | 7.6 | 136 |"),
+        "a bf16 softmax of": measured("ranks", "1024 x 262144 bf16 | 182 | 186 | | 364 | 2494 (DTensor) |"),
+        "a bf16 `linear_cross_entropy`": measured("ranks", "to 128256 bf16 | | 21209 | 21563 | 39211 | 31019 |"),
+        "On two H100s, eager calls": measured("ranks", "differ: 1903 -> 1110 us"),
+        "For comparison, half of": measured("ranks", "layer take 18408 us", "input's gradient 278.", "takes 1527."),
         "In another test a rank was killed": measured(
-            "at a timeout of 30 s", "within 35 s", "on another stream, in 46 s;"
+            "ranks", "at a timeout of 30 s", "within 35 s", "on another stream, in 46 s;"
         ),
         "a copy on an H200 |": [computed(MODEL, lambda: simulated.MEMORY / 1e12)],
         "a round of messages": [source("bench/simulated.py", "MESSAGE_US = 0.66")],
-        "an all_gather of 3 numbers": [*measured("| 31 to 38 |"), source("bench/simulated.py", "GATHER_US = 38.0")],
+        "an all_gather of 3 numbers": [
+            *measured("ranks", "| 31 to 38 |"), source("bench/simulated.py", "GATHER_US = 38.0"),
+        ],
         "NVLink has": [computed(MODEL, lambda: 2 * simulated.NVLINK / 1e9, lambda: simulated.NVLINK / 1e9)],
         "InfiniBand adapters": [computed(MODEL, lambda: 8 * simulated.NETWORK / 1e9, lambda: simulated.NETWORK / 1e9)],
         "For these comparisons each rank": [

@@ -20,12 +20,15 @@ from fused_softmax.cli import main
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 OF_THE_ROOT = [ROOT / name for name in ("README.md", "MEASURED.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+MEASURED = sorted((ROOT / "measured").glob("*.md"))
 PAGES = sorted(DOCS.glob("*.md"))
 MADE = {"page.html"}  # what `make docs` adds to the site
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
 
-every_page = pytest.mark.parametrize("page", [*OF_THE_ROOT, *PAGES], ids=lambda page: page.name)
+every_page = pytest.mark.parametrize(
+    "page", [*OF_THE_ROOT, *MEASURED, *PAGES], ids=lambda page: str(page.relative_to(ROOT))
+)
 
 
 def without_code(text):
@@ -78,7 +81,7 @@ def test_the_readme_leads_to_every_example():
 def test_every_page_is_in_the_sites_contents():
     contents = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
     listed = set(re.findall(r": (\S+\.md)$", contents, re.M))
-    assert listed == {page.name for page in [*PAGES, *OF_THE_ROOT[1:]]}
+    assert listed == {page.name for page in [*PAGES, *OF_THE_ROOT[1:]]} | {f"measured/{page.name}" for page in MEASURED}
 
 
 def blocks(page):
@@ -218,7 +221,8 @@ def test_the_site_opens_in_a_browser_without_errors_and_without_a_network(tmp_pa
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: wrong.append(request.url) if request.url.startswith("http") else None)
-        for path in sorted({*tmp_path.glob("*.html")} - {tmp_path / "404.html"}):  # whose links are a server's
+        found = {*tmp_path.glob("*.html"), *tmp_path.glob("measured/*.html")}
+        for path in sorted(found - {tmp_path / "404.html"}):  # whose links are a server's
             page.goto(path.as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path.name
         page.goto((tmp_path / "index.html").as_uri())

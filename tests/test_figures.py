@@ -1,4 +1,4 @@
-"""The figures in the prose of README and docs are those of the results, of MEASURED.md or of the source."""
+"""The figures in the prose of README and docs are those of the results, of measured/ or of the source."""
 
 import pytest
 from figures import PAGES, SOURCES, agree, blocks

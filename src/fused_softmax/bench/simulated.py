@@ -25,7 +25,7 @@ RANKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CASES = (Case((8192, 128256), "bfloat16"), Case((64, 128256), "float32"))
 PER_HOST = 8  # H200s of one host, each with a network adapter of its own
 
-MEMORY = H200.copy_bytes_per_second or 0.0  # bytes a second, of a copy on an H200: MEASURED.md
+MEMORY = H200.copy_bytes_per_second or 0.0  # bytes a second, of a copy on an H200: measured/bench.md
 MESSAGE_US = 0.66  # a round of 64-bit messages between two running kernels, measured on 2 H200s
 GATHER_US = 38.0  # all_gather of 3 numbers a row by NCCL on 2 H200s, the longest measured for 1 to 65536 rows
 NVLINK = 450e9  # bytes a second one way: 900 GB/s a GPU both ways (NVIDIA H200 data sheet)

@@ -7,7 +7,7 @@ import torch
 
 from fused_softmax.core.plan import H200, Device, tuned
 
-_COPY_BYTES_PER_SECOND = {"NVIDIA H200": H200.copy_bytes_per_second}  # measured (MEASURED.md); floor times need it
+_COPY_BYTES_PER_SECOND = {"NVIDIA H200": H200.copy_bytes_per_second}  # measured/bench.md; floor times need it
 
 
 @cache

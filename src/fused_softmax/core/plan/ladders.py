@@ -1,4 +1,4 @@
-"""Ladders and thresholds as data, each beside the measurement that set it (MEASURED.md); a table may overrule some.
+"""Ladders and thresholds as data, each beside the measurement that set it; a table may overrule some. More: measured/.
 
 Figures are of an H200 at 128 Mi elements unless they say otherwise: a width, and its speed as a ratio to a copy.
 A key is (inputs, itemsize), or the itemsize alone if only softmax's forward pass takes the ladder.

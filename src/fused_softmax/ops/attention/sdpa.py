@@ -61,7 +61,8 @@ def taken(which: Pass, given: Inputs, how: Attention) -> Entry | None:
 def wrong_for(*tensors: Tensor) -> str | None:
     """Why cuDNN would be wrong with query, key, value, an output or its gradient, without a word; None if it is right.
 
-    One H100, torch 2.11, cuDNN 9.19, bf16, against float64, 64 and 128 dims (MEASURED.md, "What cuDNN is given").
+    One H100, torch 2.11, cuDNN 9.19, bf16, against float64, 64 and 128 dims (measured/attention.md, "What cuDNN is
+    given").
     Wrong: outputs by their own size where query, key or value began 2 or 8 bytes off 16, or their rows lay so; such a
     gradient of the output ended in an error or took the process with it. Gradients of the last heads of a query of
     2 ** 31 elements. Right: gaps of whole vectors between heads and batches, heads beside each other, GQA of 1 to 8

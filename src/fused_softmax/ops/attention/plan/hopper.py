@@ -131,7 +131,8 @@ def most_work(head_tiles: int, heads: int, programs: int, shift: int) -> int:
 
 ROWS = 64  # of a tile, of queries or keys
 
-# Three consumers spill, and four tiles of keys are no faster than other kernels (MEASURED.md, "Narrow windows").
+# Three consumers spill, and four tiles of keys are no faster than other kernels (measured/attention.md, "Narrow
+# windows").
 CONSUMERS, STAGES, REGISTERS, MOST_PIECES = 2, 2, 240, 3
 
 # How many times the keys have room in shared memory, by the power of two that holds a head's dims.

@@ -1,7 +1,8 @@
 """How attention meets the chip: a pure function from sizes and a device to a frozen plan.
 
-16-bit rungs were timed on an H200, one kernel's at a time, and are among the best (MEASURED.md, "Attention by plain
-kernels"). Those of fp32, and of two things or more done to scores, were not: they hardly spill when compiled for sm_90.
+16-bit rungs were timed on an H200, one kernel's at a time, and are among the best (measured/attention.md, "Attention by
+plain kernels"). Those of fp32, and of two things or more done to scores, were not: they hardly spill when compiled for
+sm_90.
 
 How few queries over many keys meet the chip: into how many parts the keys of a head are cut, and their tiles.
 

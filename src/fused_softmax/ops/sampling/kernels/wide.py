@@ -129,7 +129,7 @@ def sampled(D, turn, K: tl.constexpr):
 
 @triton.jit
 def counted(bins_ptr, bin, on):
-    """fp32 [BINS]: how many are in each bin. `tl.histogram` took longer (MEASURED.md)."""
+    """fp32 [BINS]: how many are in each bin. `tl.histogram` took longer (measured/sampling.md)."""
     at = bins_ptr + tl.arange(0, BINS)
     tl.store(at, tl.zeros([BINS], tl.int32))
     tl.debug_barrier()
