@@ -7,7 +7,7 @@ there by several workers. A suite whose checkout or files are missing is absent.
 
 Prints a row for each suite and its first failures, and writes peers.json: of each suite how many cases it collected,
 how many passed, failed, were skipped or not run, and the id and last line of each failure. The exit status is 1 if a
-case failed; CONTRIBUTING.md says which fail by design.
+case failed; measured/bench.md says which fail by design.
 """
 
 import argparse
