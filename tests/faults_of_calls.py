@@ -59,7 +59,7 @@ CALLS = (
     ),
     of(
         "calls", "masked-rows-left-out", "ops/softmax/softmax.py",
-        "keep(prepared, name, (dim, dtype, is_causal, masked_rows)", "keep(prepared, name, (dim, dtype, is_causal)",
+        "keep(launched, name, (dim, dtype, is_causal, masked_rows)", "keep(launched, name, (dim, dtype, is_causal)",
         "test_calls.py::test_a_repeated_call_decides_nothing[softmax, plain]",
     ),
     of(
@@ -79,8 +79,8 @@ CALLS = (
     ),
     of(
         "calls", "lse-of-the-call-before", "ops/losses/given_lse.py",
-        "launched(*picked(arranged(given, lse, rows.loss))",
-        "launched(*picked(arranged(given, tensors[4], rows.loss))",
+        "launch(*picked(arranged(given, lse, rows.loss))",
+        "launch(*picked(arranged(given, tensors[4], rows.loss))",
         "test_calls.py::test_a_repeated_call_decides_nothing[cross_entropy, given lse, mean]",
     ),
     of(
@@ -133,7 +133,7 @@ CALLS = (
         "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_as_a_first_one_does",
     ),
     of(
-        "calls", "an-out-that-overlaps-a-kept-logsumexp", "ops/softmax/logsumexp_calls.py",
+        "calls", "an-out-that-overlaps-a-kept-logsumexp", "ops/softmax/calls.py",
         "if overlaps(out, input, scale, mask, sink):", "if False:",
         "test_out_overlaps.py::test_a_kept_call_sees_that_out_overlaps_a_scale_a_mask_or_a_sink",
     ),
@@ -652,7 +652,7 @@ EXPLAIN = (
     ),
     of(
         "route", "memory-where-factories-allocate", "core/runner.py",
-        'torch.zeros(n_slots, dtype=torch.int64, device="cpu")', "torch.zeros(n_slots, dtype=torch.int64)",
+        'slots_per_group, dtype=torch.int64, device="cpu")', "slots_per_group, dtype=torch.int64)",
         "test_modes.py::test_every_factory_function_says_its_device",
     ),
     of(

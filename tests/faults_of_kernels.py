@@ -322,13 +322,13 @@ RUNNER = (
     ),
     of(
         "runner", "slots-of-fewer-rows", "core/runner.py",
-        "_exchanging(other, scalars, device, *_slots_of(plan))",
-        "_exchanging(other, scalars, device, groups, slots_per_group)",
+        "else _launched(others, other, grown, kind)",
+        "else _launched(others, plan, grown, kind)",
         "test_runner.py::test_a_run_for_more_rows_has_slots_for_all",
     ),
     of(
         "runner", "slots-of-fewer-rows-in-turn", "core/runner.py",
-        "_in_turn(others, scalars, groups * slots_per_group)", "_in_turn(others, scalars, n_slots)",
+        "torch.zeros(groups * slots_per_group, dtype", "torch.zeros(groups, dtype",
         "test_runner.py::test_a_run_for_more_rows_has_slots_for_all",
     ),
     of(
@@ -343,7 +343,7 @@ RUNNER = (
     ),
     of(
         "runner", "rows-not-updated", "core/runner.py",
-        '"n_rows": getattr(plan, "n_rows", None), "n_programs"', '"n_programs"',
+        '"n_rows": other.n_rows, "n_programs"', '"n_programs"',
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
     of(
@@ -366,8 +366,8 @@ RUNNER = (
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
     of(
-        "runner", "leading-value-of-outer-rows", "ops/softmax/calls.py",
-        "return lambda n: {name: inner * n}", "return lambda n: {name: n}",
+        "runner", "leading-value-of-outer-rows", "core/runner.py",
+        "{name: value // of * n for name, value in grows.items()}", "{name: n for name, value in grows.items()}",
         "test_calls.py::test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number",
     ),
     of(

@@ -25,7 +25,7 @@ from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.calls import Given, prepare_losses
 from fused_softmax.ops.losses.kernels import held as loss
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax.kernels import columns, logsumexp
 from fused_softmax.ops.softmax.kernels import forward as softmax
@@ -274,7 +274,7 @@ def test_logsumexp(scores, alike, nvidia, device):
 
     def run():
         lse = torch.full((N_ROWS,), NAN, device=device)
-        logsumexp_calls.prepare_forward(x, lse, plan, scores=of)(x, lse, *tensors)
+        softmax_rows.prepare_logsumexp(x, lse, plan, scores_against(of, tuple(x.shape)))(x, lse, *tensors)
         return lse
 
     alike(run, "backwards")
@@ -303,7 +303,7 @@ def writes_losses(options, alignment, inplace, logits, device):
         dx.rows.fill_(NAN)
         x.fill(logits)
         given = Given(x.rows, dx.rows, target, loss.weight, totals, loss.weight_total(), loss.exact_numbers(x.rows))
-        rows = prepare_losses(given, loss, plan).call(given, loss.numbers())
+        rows = prepare_losses(given, loss, plan)(given, loss.numbers())
         return rows.loss, *([] if rows.z is None else [rows.z]), dx.rows.clone()
 
     return run
@@ -334,7 +334,7 @@ def test_a_loss_that_one_launch_sums(options, alike, nvidia, device):
     def run():
         dx.rows.fill_(NAN)
         given = Given(x.rows, dx.rows, target, loss.weight, None, loss.weight_total(), loss.exact_numbers(x.rows))
-        return prepare_losses(given, loss, plan, None, False, FP32).call(given, loss.numbers()).result
+        return prepare_losses(given, loss, plan, None, False, FP32)(given, loss.numbers()).result
 
     result = alike(run, "forwards", "backwards")
     of_torch = torch.nn.functional.cross_entropy(x.rows.cpu(), TARGETS, **LOSSES[options])
@@ -349,7 +349,7 @@ def test_over_a_strided_dim(n_inner, what, alike, nvidia, device):
     inputs = 2 if what == "gradient" else 1
     plan = plan_columns(2, 700, n_inner, 4, H200, inputs=inputs, holds=what != "logsumexp", held_bytes=4096 * inputs)
     if what == "logsumexp":
-        prepare, given, result = logsumexp_calls.prepare_columns, (x,), x.new_empty(2, 1, n_inner)
+        prepare, given, result = softmax_rows.prepare_logsumexp_columns, (x,), x.new_empty(2, 1, n_inner)
     elif what == "gradient":
         prepare, given, result = prepare_columns_backward, (dy, torch.softmax(x, 1)), torch.empty_like(x)
     else:

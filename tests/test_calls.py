@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_softmax
 from fused_softmax.core import calls
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.plan import RowPlan
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.options import Loss
@@ -308,7 +309,7 @@ def each_of(kinds):
 # What a call runs of the package.
 
 PACKAGE = f"{Path(fused_softmax.__file__).parent}{os.sep}"
-PLANNED = {"plan_for", "with_rows", *[name for name in dir(RowPlan) if isinstance(getattr(RowPlan, name), property)]}
+PLANNED = {"for_rows", "with_rows", *[name for name in dir(RowPlan) if isinstance(getattr(RowPlan, name), property)]}
 
 
 @contextmanager
@@ -330,10 +331,12 @@ def functions_called():
 def decides(called, name):
     """What of the planner, of the layout and of the preparation of a launch was called."""
     copies = "a copy" in name or "dim 0" in name or "dim 1" in name
-    allowed = {"layout.py:overlaps", *(["layout.py:last"] if copies else [])}
-    prepares = {"runner.py:prepare", "runner.py:spec_of", "launch.py:prepare", "launch.py:again"}
+    allowed = {"core/layout.py:overlaps", *(["core/layout.py:last"] if copies else [])}
+    prepares = {
+        f"core/{each}" for each in ("runner.py:prepare", "runner.py:spec_of", "launch.py:prepare", "launch.py:again")
+    }
     return {
-        each for each in called if each.startswith(("plan/", "layout.py:")) or each in prepares
+        each for each in called if each.startswith(("core/plan/", "core/layout.py:")) or each in prepares
     } - allowed  # fmt: skip
 
 
@@ -693,7 +696,7 @@ def test_the_look_up_in_c_finds_what_was_kept(name, look_in_c, device):
 
 def test_where_something_watches_the_look_up_in_c_finds_nothing(look_in_c, device):
     x = rand(3, 10).to(device)
-    kept = calls.keep(calls.Prepared(lambda: None), "a name", 1, x)
+    kept = calls.keep(Launched(lambda: None), "a name", 1, x)
     assert calls.find("a name", 1, x) is kept
     with torch.overrides.BaseTorchFunctionMode():
         assert calls.find("a name", 1, x) is None
@@ -704,7 +707,7 @@ def test_where_something_watches_the_look_up_in_c_finds_nothing(look_in_c, devic
 
 def test_what_is_no_tensor_and_no_option_is_not_found(look_in_c, device):
     x = rand(3, 10).to(device)
-    calls.keep(calls.Prepared(lambda: None), "a name", 1, x)
+    calls.keep(Launched(lambda: None), "a name", 1, x)
     for arguments in [(1, None), (1, 2.0), ([1], x), (1, x, 2.0), (1, x.to_sparse()), (2, x)]:
         assert calls.find("a name", *arguments) is None
 
@@ -730,7 +733,7 @@ def test_a_call_is_found_for_tensors_like_its_own_alone(way, monkeypatch, device
         monkeypatch.setattr(calls, "_TensorGuards", None)
     monkeypatch.setattr(calls, "_look", calls._look_in_c() if way == "look-up in C" else calls._look_in_python)
     x, mask, leaf = rand(4, 40).to(device), rand(40).to(device), rand(4, 40).to(device).requires_grad_()
-    kept = calls.Prepared(lambda: "kept", lambda n: lambda: n)
+    kept = Launched(lambda: "kept", lambda n, of: Launched(lambda: n))
 
     def found(*arguments):
         call = calls.find("a name", *arguments)

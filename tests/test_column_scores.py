@@ -1,7 +1,6 @@
 """Scores over a strided dim: masks and scales read where they lie, without a copy of what they are done to."""
 
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from products import pairwise
 
 import fused_softmax
 from fused_softmax.core import calls
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.plan import H200
-from fused_softmax.core.runner import Run
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import reference
@@ -41,8 +40,8 @@ def in_place(monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("through rows")
 
-    for name in ("_over_rows", "prepare_backward"):
-        monkeypatch.setattr(softmax_calls, name, refuse)
+    monkeypatch.setattr(softmax_calls._Call, "over_rows", refuse)
+    monkeypatch.setattr(softmax_calls, "prepare_backward", refuse)
 
 
 def cube(dtype=torch.float32, device="cpu", shape=SHAPE):
@@ -111,10 +110,10 @@ def test_gradient_is_that_of_rows(name, dtype, mask, added, scale, device, monke
         calls.forget()
         with monkeypatch.context() as patch:
             if way == "rows":
-                patch.setattr(softmax_calls, "_over_columns", lambda *given: None)
+                patch.setattr(softmax_calls._Call, "over_columns", lambda *given: None)
                 patch.setattr(softmax_calls, "prepare_columns_backward", lambda *given, **options: None)
             else:
-                patch.setattr(softmax_calls, "_over_rows", None)
+                patch.setattr(softmax_calls._Call, "over_rows", None)
                 patch.setattr(softmax_calls, "prepare_backward", None)
             x = cube(dtype, device).requires_grad_()
             y = getattr(fused_softmax, name)(x, 1, **given)
@@ -225,7 +224,8 @@ def test_a_gradient_by_parts_with_a_factor(device):
 
 def test_what_has_no_such_strides_goes_through_rows(device, monkeypatch):
     x, seen = cube(device=device).nan_to_num(0, 0, 0), []
-    monkeypatch.setattr(softmax_calls, "_over_rows", partial(_noted, seen, softmax_calls._over_rows))
+    over_rows = softmax_calls._Call.over_rows
+    monkeypatch.setattr(softmax_calls._Call, "over_rows", lambda *given: seen.append(given) or over_rows(*given))
     long = torch.rand(1, 40000, 8, device=device)
     several = torch.rand(1, 1, 8, device=device)  # which may hold a 0, whose first maximum no part knows
     shapes = [(2, 1, 3, 1), (1, 21, 1, 10)]  # half of the inner positions
@@ -238,15 +238,10 @@ def test_what_has_no_such_strides_goes_through_rows(device, monkeypatch):
     assert softmax_rows.prepare_columns(long, torch.empty_like(long), layout=layout) is None
 
 
-def _noted(notes, function, *arguments):
-    notes.append(arguments)
-    return function(*arguments)
-
-
 @pytest.mark.parametrize("scores", ["bool", "added", "number"])
 def test_nothing_is_copied(scores, device, monkeypatch):
     """A call and its gradient allocate their results, and do nothing else but launch."""
-    monkeypatch.setattr(softmax_rows, "prepare", lambda *given, **options: Run(lambda *tensors: None))
+    monkeypatch.setattr(softmax_rows, "prepare", lambda *given, **options: Launched(lambda *tensors: None))
     mask = None if scores == "number" else mask_of((2, 1, 3, 10), scores == "added", device)
     given = {"mask": mask, "scale": 0.5 if scores == "number" else None}
     x, dy = cube(device=device).requires_grad_(), torch.ones(SHAPE, device=device)

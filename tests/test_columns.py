@@ -9,7 +9,6 @@ from conftest import peaked
 
 from fused_softmax.core.plan import H200
 from fused_softmax.ops.softmax import launches as softmax_rows
-from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.plan import plan_columns
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -37,7 +36,7 @@ def test_logsumexp_tile_by_tile(n_inner, high, device):
     plan = plan_columns(8, 1500, n_inner, 4, FEW, holds=False, access=access)
     assert plan.parts > 1
     assert plan.part_cols > plan.pieces * plan.block_cols, "more than one tile a part"
-    run = logsumexp_calls.prepare_columns(x, lse, plan=plan)
+    run = softmax_rows.prepare_logsumexp_columns(x, lse, plan=plan)
     run(x, lse)
     torch.testing.assert_close(lse.double(), torch.logsumexp(x.double(), 1, keepdim=True), rtol=1e-6, atol=1e-6)
 
@@ -66,5 +65,5 @@ def test_logsumexp_of_low_numbers_in_parts(device):
     plan = plan_columns(1, 5000, 8, 4, H200, holds=False)
     assert 1 < plan.parts < plan.lanes
     lse = torch.full((1, 1, 8), float("nan"), device=device)
-    logsumexp_calls.prepare_columns(x, lse, plan=plan)(x, lse)
+    softmax_rows.prepare_logsumexp_columns(x, lse, plan=plan)(x, lse)
     torch.testing.assert_close(lse, torch.logsumexp(x, 1, keepdim=True))

@@ -7,8 +7,7 @@ from products import one_in, pairwise
 
 from fused_softmax.core.plan import plan_reduction, plan_rows
 from fused_softmax.ops.softmax import launches as softmax_rows
-from fused_softmax.ops.softmax import logsumexp_calls
-from fused_softmax.ops.softmax.scores import Scores, scores_against_columns
+from fused_softmax.ops.softmax.scores import Scores, scores_against, scores_against_columns
 
 pytestmark = pytest.mark.compiles
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -81,7 +80,7 @@ def test_scores(target, scores):
         itemsize = 4 if scores == "added" else dtype.itemsize
         x, y = rows_as("even", MANY, 2048, dtype)
         plan = plan_rows(MANY, 2048, itemsize, GPUS[target])
-        prepare = lambda: softmax_rows.prepare_forward(x, y, plan, scores=kinds[scores], shape=shape)  # noqa: B023, E731
+        prepare = lambda: softmax_rows.prepare_forward(x, y, plan, layout=scores_against(kinds[scores], shape))  # noqa: B023, E731
         for binary in compiled(target, prepare):
             assert binary.spilled_bytes == 0
 
@@ -104,13 +103,13 @@ def test_a_sink(target, dtype, alignment):
             n_rows, n_cols, dtype.itemsize, GPUS[target], alignment=alignment, causal=scores.is_causal
         )  # fmt: skip
         strategies.add(plan.strategy)
-        prepare = lambda: softmax_rows.prepare_forward(x, y, plan, scores=scores, shape=shape)  # noqa: B023, E731
+        prepare = lambda: softmax_rows.prepare_forward(x, y, plan, scores_against(scores, shape))  # noqa: B023, E731
         launches = launched(GPUS[target], prepare)
         assert launches[-1].spec.sink
         assert_lean([each.compile(target) for each in launches], target, alignment == "even")
         if scores.scale is None:
             plan = plan_reduction(n_rows, n_cols, dtype.itemsize, GPUS[target], alignment=alignment)
-            prepare = lambda: logsumexp_calls.prepare_forward(x, y, plan, scores=scores, shape=shape)  # noqa: B023, E731
+            prepare = lambda: softmax_rows.prepare_logsumexp(x, y, plan, scores_against(scores, shape))  # noqa: B023, E731
             assert_lean(compiled(target, prepare), target, alignment == "even")
     assert strategies == {"tile", "row", "split", "stream"}
 
@@ -122,7 +121,7 @@ def test_logsumexp(target, dtype):
         for n_rows in (3, MANY):
             x, lse = rows_as("even", n_rows, n_cols, dtype)
             plan = plan_reduction(n_rows, n_cols, dtype.itemsize, GPUS[target])
-            binaries = compiled(target, lambda: logsumexp_calls.prepare_forward(x, lse, plan))  # noqa: B023
+            binaries = compiled(target, lambda: softmax_rows.prepare_logsumexp(x, lse, plan))  # noqa: B023
             assert_lean(binaries, target, True)
 
 
@@ -135,7 +134,7 @@ def test_strided_dims(target, dtype, shape):
     for width, prepare in (
         (16, lambda: softmax_rows.prepare_columns(x, x)),
         (16, lambda: softmax_rows.prepare_columns_backward(x, x, x)),
-        (4 * dtype.itemsize, lambda: logsumexp_calls.prepare_columns(x, lse)),  # a state for each position
+        (4 * dtype.itemsize, lambda: softmax_rows.prepare_logsumexp_columns(x, lse)),  # a state for each position
     ):
         for binary in compiled(target, prepare):
             assert binary.spilled_bytes <= ABOUT_THE_CALL_OF_COLUMNS

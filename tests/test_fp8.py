@@ -17,8 +17,7 @@ from fused_softmax.core.kernels.spec import Spec
 from fused_softmax.core.kernels.state import load_exact
 from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.runner import format_of
-from fused_softmax.ops.softmax import logsumexp_calls
-from fused_softmax.ops.softmax.calls import forward_by_plan
+from fused_softmax.ops.softmax.calls import LOGSUMEXP, forward, forward_by_plan
 from fused_softmax.ops.softmax.scores import PLAIN, Scores
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -189,11 +188,11 @@ def test_logsumexp(given, wanted, device, read):
     for n_rows, n_cols in ((3, 1), (3, 33), (200, 264), (3, 5003), (3, 40000)):
         x = peaked(n_rows, n_cols).to(given).to(device)
         for of in (PLAIN, scores):
-            ours = logsumexp_calls.forward(x, (1,), False, None, of, wanted)
+            ours = forward(LOGSUMEXP, x, (1,), wanted, None, of)
             assert x.data_ptr() in read
-            equal(ours, logsumexp_calls.forward(x.to(FP16), (1,), False, None, of, wanted))
+            equal(ours, forward(LOGSUMEXP, x.to(FP16), (1,), wanted, None, of))
     x = peaked(80, 64).view(2, 40, 64).to(given).to(device)
-    ours = logsumexp_calls.forward(x, (1,), False, None, PLAIN, wanted)
+    ours = forward(LOGSUMEXP, x, (1,), wanted, None, PLAIN)
     assert x.data_ptr() in read
     torch.testing.assert_close(ours, torch.logsumexp(x.to(FP32), 1).to(wanted))
 

@@ -6,8 +6,7 @@ from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from test_family_compiles import Cube
 
 from fused_softmax.ops.softmax import launches as softmax_rows
-from fused_softmax.ops.softmax import logsumexp_calls
-from fused_softmax.ops.softmax.scores import Scores
+from fused_softmax.ops.softmax.scores import Scores, scores_against
 
 pytestmark = pytest.mark.compiles
 
@@ -76,7 +75,9 @@ def test_scores(scores, target):
         "bool": Scores(mask=mask), "added": Scores(mask=mask.to(BF16)), "causal": Scores(scale=0.5, is_causal=True)
     }  # fmt: skip
     x, y = rows_as("even", MANY, 2048, E4M3, BF16)
-    for binary in binaries(target, lambda: softmax_rows.prepare_forward(x, y, scores=kinds[scores], shape=shape)):
+    for binary in binaries(
+        target, lambda: softmax_rows.prepare_forward(x, y, layout=scores_against(kinds[scores], shape))
+    ):
         assert binary.spilled_bytes == 0
 
 
@@ -84,7 +85,7 @@ def test_scores(scores, target):
 def test_logsumexp_and_strided_dims(target):
     for n_cols in (128, 4096, 131072):
         x, lse = rows_as("even", MANY, n_cols, E4M3, FP32)
-        for binary in binaries(target, lambda: logsumexp_calls.prepare_forward(x, lse)):  # noqa: B023
+        for binary in binaries(target, lambda: softmax_rows.prepare_logsumexp(x, lse)):  # noqa: B023
             assert binary.spilled_bytes <= ABOUT_THE_CALL
             assert target != "sm_90" or max(binary.load_widths) == 8
     x, y = Cube((64, 40, 512), E4M3), Cube((64, 40, 512), FP16)
@@ -92,5 +93,5 @@ def test_logsumexp_and_strided_dims(target):
     assert binary.spilled_bytes == 0
     assert target != "sm_90" or (set(binary.load_widths), set(binary.store_widths)) == ({8}, {16})
     lse = Cube((64, 1, 512), FP16)
-    (binary,) = binaries(target, lambda: logsumexp_calls.prepare_columns(x, lse))
+    (binary,) = binaries(target, lambda: softmax_rows.prepare_logsumexp_columns(x, lse))
     assert binary.spilled_bytes <= ABOUT_THE_CALL

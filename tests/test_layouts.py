@@ -14,7 +14,6 @@ from fused_softmax.core import launch
 from fused_softmax.core.layout import alignment_of, columns_of, rows_of
 from fused_softmax.core.plan import H200, candidate, plan_reduction
 from fused_softmax.ops.softmax import launches as softmax_rows
-from fused_softmax.ops.softmax import logsumexp_calls
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax.plan import plan_columns
 
@@ -258,7 +257,7 @@ def test_logsumexp_by_every_strategy(rows, like, n_cols, device):
     for each in (x, x.contiguous()):
         (lies,) = rows_of(each)
         lse = torch.full((n_rows, 1), math.nan, device=device)
-        logsumexp_calls.prepare_forward(lies, lse, plan)(lies, lse)
+        softmax_rows.prepare_logsumexp(lies, lse, plan)(lies, lse)
         results.append(lse)
     assert torch.equal(*results)
     torch.testing.assert_close(results[0].view(x.shape[:-1]), torch.logsumexp(x, -1))
@@ -290,8 +289,8 @@ def test_every_strategy_of_columns(held_bytes, log, device):
 
     plan = plan_columns(6, n_cols, 8, 4, H200, holds=False, access=4)
     lse, lse_copy = (torch.full((6, 1, 8), math.nan, device=device) for _ in range(2))
-    logsumexp_calls.prepare_columns(lie[1], lse, plan=plan)(y, lse)
-    logsumexp_calls.prepare_columns(of_copy, lse_copy, plan=plan)(of_copy, lse_copy)
+    softmax_rows.prepare_logsumexp_columns(lie[1], lse, plan=plan)(y, lse)
+    softmax_rows.prepare_logsumexp_columns(of_copy, lse_copy, plan=plan)(of_copy, lse_copy)
     torch.testing.assert_close(lse, lse_copy, rtol=1e-6, atol=1e-6)  # a tile's sum is in the order of its layout
 
 

@@ -8,8 +8,7 @@ from test_family_compiles import ABOUT_THE_CALL_OF_COLUMNS, Cube
 
 from fused_softmax.core.plan import most_parts, plan_reduction, plan_rows
 from fused_softmax.ops.softmax import launches as softmax_rows
-from fused_softmax.ops.softmax import logsumexp_calls
-from fused_softmax.ops.softmax.scores import Scores
+from fused_softmax.ops.softmax.scores import Scores, scores_against
 
 pytestmark = pytest.mark.compiles
 TARGETS = ["sm_90", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sm_80", "sm_100"))]
@@ -82,10 +81,10 @@ def test_rows(target, dtype, n_cols):
     if n_cols > 2**20:
         return
     plan = plan_reduction(MANY, n_cols, dtype.itemsize, GPUS[target])
-    for pair in of_both(target, lambda x: logsumexp_calls.prepare_forward(x, y, plan), [x], [lies]):
+    for pair in of_both(target, lambda x: softmax_rows.prepare_logsumexp(x, y, plan), [x], [lies]):
         as_lean(*pair)
     plan = plan_reduction(MANY, n_cols, dtype.itemsize, GPUS[target], writes=True)
-    for pair in of_both(target, lambda x: logsumexp_calls.prepare_backward(x, y, y, y, plan), [x], [lies]):
+    for pair in of_both(target, lambda x: softmax_rows.prepare_logsumexp_backward(x, y, y, y, plan), [x], [lies]):
         as_lean(*pair)
 
 
@@ -93,8 +92,8 @@ def test_rows(target, dtype, n_cols):
 def test_causal_rows(dtype):
     x, y = rows_as("even", MANY, 2048, dtype)
     plan = plan_rows(MANY, 2048, dtype.itemsize, GPUS["sm_90"], causal=True)
-    how = {"scores": Scores(scale=0.5, is_causal=True), "shape": (8, 8, 64, 2048)}
-    prepare = lambda x: softmax_rows.prepare_forward(x, y, plan, **how)  # noqa: E731
+    layout = scores_against(Scores(scale=0.5, is_causal=True), (8, 8, 64, 2048))
+    prepare = lambda x: softmax_rows.prepare_forward(x, y, plan, layout)  # noqa: E731
     for pair in of_both("sm_90", prepare, [x], [heads(MANY, 2048, dtype)]):
         as_lean(*pair)
 
@@ -119,7 +118,7 @@ def test_columns(target, dtype, n_cols):
     cases = [
         (softmax_rows.prepare_columns, [x, x], [lies, result]),
         (softmax_rows.prepare_columns_backward, [x, x, x], [lies, result, result]),
-        (logsumexp_calls.prepare_columns, [x, lse], [lies, lse]),
+        (softmax_rows.prepare_logsumexp_columns, [x, lse], [lies, lse]),
     ]
     for prepare, plain, nested in cases:
         for ordinary, other in of_both(target, prepare, plain, nested):

@@ -15,14 +15,13 @@ from fused_softmax.core.plan import (
     candidate,
     fetches_ahead,
     most_parts,
-    most_registers,
     plan_loss,
     plan_reduction,
     plan_rows,
     row_rung_ends,
 )
 from fused_softmax.ops.attention.plan.tiles import blocks_of
-from fused_softmax.ops.softmax.plan import most_column_registers, plan_columns
+from fused_softmax.ops.softmax.plan import plan_columns
 
 SMALL_GPU = Device("small", "cuda", (8, 6), 16, shared_bytes=100 * 1024, l2_bytes=4 * 2**20)
 TINY_GPU = Device("tiny", "cuda", (7, 5), 1)
@@ -205,7 +204,7 @@ def test_gradients_of_rows_that_leave_no_room_for_a_second_program_are_split():
 
 def test_split_kernels_of_two_bytes_are_held_to_registers_where_that_was_measured():
     def registers(n_cols, device=H200, **given):
-        return most_registers(plan_rows(MANY, n_cols, given.pop("itemsize", 2), device, **given), device)
+        return plan_rows(MANY, n_cols, given.pop("itemsize", 2), device, **given).most_registers(device)
 
     assert [registers(n_cols) for n_cols in (32768, 65536, 131072, 2**20)] == [None, 56, 88, 88]
     assert [registers(n_cols, inputs=2) for n_cols in (16384, 65536, 2**20)] == [None, 80, 80]
@@ -345,10 +344,10 @@ def test_programs_fetch_ahead_where_the_gpu_can_and_the_next_data_is_known():
 
 def test_columns_are_held_to_registers_where_that_was_measured():
     held, read = (plan_columns(64, 4096, 512, 2, H200, holds=holds) for holds in (True, False))
-    assert (most_column_registers(held, H200), most_column_registers(read, H200)) == (168, 64)
-    assert most_column_registers(held, MI300) is None
-    assert most_column_registers(plan_columns(64, 4096, 512, 8, H200, holds=False), H200) is None
-    assert most_column_registers(replace(held, num_warps=2), H200) is None
+    assert (held.most_registers(H200), read.most_registers(H200)) == (168, 64)
+    assert held.most_registers(MI300) is None
+    assert plan_columns(64, 4096, 512, 8, H200, holds=False).most_registers(H200) is None
+    assert replace(held, num_warps=2).most_registers(H200) is None
 
 
 def test_heads_of_16_bits_have_one_pattern_in_shared_memory():

@@ -38,9 +38,9 @@ def test_a_run_for_more_rows_has_slots_for_all(device, monkeypatch):
     spec = runner.spec_of(ScoreSpec, split(2), x.dtype, -1, itemsize=4)
     tensors = {"x": x, "y": x, "mask": None, "scale": None, "sink": None}
     values = scores_against(PLAIN, tuple(x.shape)).values
-    run = runner.prepare(_part_forward, split(2), spec, tensors, values, device=device)
+    run = runner.prepare(_part_forward, split(2), spec, tensors, values, device=device, plan_for=split)
     run(x, x)
-    run.again(split(6))(x, x)
+    run.for_rows(6, 2)(x, x)
     launches = 2 if device < 0 else 1
     assert given == [2 * split(2).slots_per_row] * launches + [6 * split(6).slots_per_row] * launches
     assert split(2).slots_per_row == 4 * 2

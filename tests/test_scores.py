@@ -169,7 +169,7 @@ def test_causal_by_every_strategy(strategy, alignment, scored, device):
         source, target = framed(alignment, x, device=device)
         x, y = source.rows, target.rows
         scores = Scores(is_causal=True, **scored)
-        run_rows = prepare_forward(x, y, small(strategy, x, y), scores=scores, shape=(n_queries, n_cols))
+        run_rows = prepare_forward(x, y, small(strategy, x, y), scores_against(scores, (n_queries, n_cols)))
         run_rows(x, y, *given_with(scores))
         assert not target.changed(), first_sees
         assert_scores(y, "softmax", x, mask=mask, **scored)
@@ -216,8 +216,8 @@ def test_causal_rows_of_every_length(function, n_keys, device):
                 )
                 scores = Scores(is_causal=True, **scored)
                 prepare_forward(
-                    source.rows, target.rows, plan, log=function == "log_softmax", scores=scores,
-                    shape=(n_queries, n_keys),
+                    source.rows, target.rows, plan, scores_against(scores, (n_queries, n_keys)),
+                    log=function == "log_softmax",
                 )(source.rows, target.rows, *given_with(scores))  # fmt: skip
                 assert not target.changed(), n_seen
                 seen = (torch.arange(n_keys) < n_seen).to(device)

@@ -18,7 +18,8 @@ from test_scores import DTYPE_PAIRS, VALUES, added, hide, kept, pytestmark, run,
 import fused_softmax
 from fused_softmax import nn
 from fused_softmax.core.plan import H200, candidate, plan_reduction
-from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax import gradients
+from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import scores as scored_calls
 from fused_softmax.ops.softmax.calls import forward_by_plan
 from fused_softmax.ops.softmax.scores import Scores, scores_against
@@ -102,7 +103,7 @@ def test_logsumexp_by_every_strategy(n_cols, like, dtype, name, device):
     layout = scores_against(scores, tuple(x.shape))
     number = (scores.number,) if isinstance(scores.scale, float) else ()
     rows = x.flatten(0, 1)
-    launch = logsumexp_calls.prepare_forward(rows, lse, plan, scores=scores, shape=tuple(x.shape))
+    launch = softmax_rows.prepare_logsumexp(rows, lse, plan, layout)
     launch(rows, lse, *layout.tensors, *number)
     assert_scores(lse, "logsumexp", x, **scored)
 
@@ -370,8 +371,8 @@ def test_a_row_of_nan_that_no_loss_uses_leaves_the_sink_its_gradient(device):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_lse_is_taken_where_a_sink_has_a_gradient_alone(function, device, monkeypatch):
     taken = []
-    prepare = logsumexp_calls.prepare_call
-    monkeypatch.setattr(logsumexp_calls, "prepare_call", lambda *args: taken.append(args) or prepare(*args))
+    prepare = gradients.prepare_call
+    monkeypatch.setattr(gradients, "prepare_call", lambda *args: taken.append(args) or prepare(*args))
     if function == "logsumexp":
         pytest.skip("it is the result")
     x = peaked(3, 40).to(device).requires_grad_()

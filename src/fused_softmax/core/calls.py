@@ -13,19 +13,18 @@ no part of it. Where anything watches or transforms a call, nothing is found.
 from collections.abc import Callable
 from functools import cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.native import build
 from fused_softmax.core.route import function_mode
 
 MOST_CALLS = 4096  # shapes of which calls are kept
 _MOST_ALIKE = 8  # calls of one shape: other strides, dtypes, alignments
-
-Call = Callable[..., Any]
 
 _kept: dict[tuple, list[tuple]] = {}
 _lock = Lock()
@@ -39,15 +38,10 @@ _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-class Prepared(NamedTuple):
-    """A call for the tensors at hand, and what makes it for another leading size: None where that takes a new plan.
-
-    like: what allocates its result, for preparing a call that takes it.
-    """
-
-    call: Call
-    again: Callable[[int], Call | None] | None = None
-    like: Callable[[], Any] | None = None
+def kept(name: str, options: Any, tensors: tuple, prepare: Callable[..., Launched], *arguments: Any) -> Call:
+    """The call kept for one like this, or what `prepare` makes of the arguments, which is kept. See `find`."""
+    call = find(name, options, *tensors)
+    return keep(prepare(*arguments), name, options, *tensors) if call is None else call
 
 
 def find(name: str, options: Any, input: Tensor, *others: Any) -> Call | None:
@@ -131,11 +125,12 @@ def _of_other_size(name, options, input, others):
         if len(shape) < 2:
             return None
         tensors, kinds = _sorted(input, others)
-        for check, places, again, led in _kept.get((name, options, "rows", shape[1:], *kinds), ()):
+        for check, places, launched, of, led in _kept.get((name, options, "rows", shape[1:], *kinds), ()):
             n = shape[0]
             if n > 1 and check(*tensors) and places == _places(tensors) and all(tensors[i].shape[0] == n for i in led):
-                call = again(n)
-                if call is not None:
+                found = launched.for_rows(n, of)
+                if found is not None:
+                    call = found.__call__
                     # The key has the input's shape, so that a guard of any leading size does where no other has one.
                     _put((name, options, shape, *kinds), (check if led == (0,) else _guard(tensors), places, call))
                     return call
@@ -144,24 +139,25 @@ def _of_other_size(name, options, input, others):
     return None
 
 
-def keep(prepared: Prepared, name: str, options: Any, input: Tensor, *others: Any) -> Call:
-    """Keep a call for others like it, and return it."""
+def keep(launched: Launched, name: str, options: Any, input: Tensor, *others: Any) -> Call:
+    """Keep a call for others like it, and return its function."""
     global _look
+    call = launched.__call__
     if _is_compiling() or forward_ad._current_level >= 0 or function_mode() is not None:
-        return prepared.call
+        return call
     if input.is_cuda:  # where a launch takes a few microseconds, and its look-up should not
         _look = _look_in_c()
     tensors, kinds = _sorted(input, others)
     try:
         places = _places(tensors)
-        _put((name, options, input.shape, *kinds), (_guard(tensors), places, prepared.call))
-        if prepared.again is not None and _has_rows(input, name):
-            led = tuple(i for i, tensor in enumerate(tensors) if _is_led(tensor, input, name))
-            guard = _guard(tensors, led)
-            _put((name, options, "rows", input.shape[1:], *kinds), (guard, places, prepared.again, led))
+        _put((name, options, input.shape, *kinds), (_guard(tensors), places, call))
+        if launched.of_any_rows and _has_rows(input, launched.by_row):
+            led = tuple(i for i, tensor in enumerate(tensors) if _is_led(tensor, input, launched.by_row))
+            entry = _guard(tensors, led), places, launched, input.shape[0], led
+            _put((name, options, "rows", input.shape[1:], *kinds), entry)
     except (AttributeError, RuntimeError, TypeError):
-        return prepared.call
-    return prepared.call
+        pass
+    return call
 
 
 def forget() -> None:
@@ -181,27 +177,15 @@ def _places(tensors) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() & 15 for tensor in tensors)
 
 
-_WITH_VALUES_OF_ROWS = {
-    "cross_entropy",
-    "cross_entropy by peers",
-    "aten::cross_entropy",
-    "losses",
-    "losses_given_lse",
-    "loss_gradient",
-    "finish",
-    "logsumexp_backward",
-}
-
-
-def _has_rows(input: Tensor, name: str) -> bool:
+def _has_rows(input: Tensor, by_row: bool) -> bool:
     """Whether a call has a leading size of its own. A class weight could be taken for values of as many rows."""
     n, *others = input.shape or (0,)
-    return n > 1 and bool(others) and not (name in _WITH_VALUES_OF_ROWS and n in others)
+    return n > 1 and bool(others) and not (by_row and n in others)
 
 
-def _is_led(tensor: Tensor, input: Tensor, name: str) -> bool:
+def _is_led(tensor: Tensor, input: Tensor, by_row: bool) -> bool:
     """Whether a tensor's leading size is the input's: of as many dims, or one value a row, which has one dim less."""
-    values = name in _WITH_VALUES_OF_ROWS and tensor.ndim == input.ndim - 1
+    values = by_row and tensor.ndim == input.ndim - 1
     return (tensor.ndim == input.ndim or values) and tensor.shape[:1] == input.shape[:1]
 
 

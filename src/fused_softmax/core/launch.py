@@ -71,7 +71,7 @@ def prepare(
         capped = prepare(kernel, grid, tensors, scalars, constexprs, maxnreg=most_registers, **given)
         if capped.resources is None or not capped.resources.n_spills:
             return capped
-    tensors = [_as_bytes(tensor) for tensor in tensors]
+    tensors = [_as_bytes(each) if getattr(each, "dtype", None) in _BYTES else each for each in tensors]
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
     fixed = _unspecialised(kernel)
     names = kernel.arg_names[len(tensors) : len(tensors) + len(scalars)]
@@ -79,7 +79,7 @@ def prepare(
         id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
         device,
         *[tensor is not None and _kind_of(tensor) for tensor in tensors],
-        *[_kind(scalar, name in fixed) for scalar, name in zip(scalars, names, strict=True)],
+        *_kinds(scalars, names, fixed),
         *constexprs.items(),
         *options.items(),
     )
@@ -89,7 +89,7 @@ def prepare(
         if loaded.keeps:
             _loaded[key] = loaded
     there = tuple(each is not None for each in tensors)
-    maps = {i: _Map(each) for i, each in enumerate(tensors) if _is_map(each)}
+    maps = {i: _Map(each) for i, each in enumerate(tensors) if hasattr(each, "block_shape")}
     return Launch(loaded, _grid(grid), tuple(scalars), tuple(numbers), there, maps)
 
 
@@ -336,6 +336,15 @@ def _unspecialised(kernel) -> frozenset[str]:
 
 def _grid(grid) -> tuple[int, int, int]:
     return (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+
+
+def _kinds(scalars, names, fixed):
+    """`_kind` of each scalar by name."""
+    kinds = []
+    for scalar, name in zip(scalars, names, strict=True):
+        kind = type(scalar)
+        kinds.append(_kind(scalar, name in fixed) if kind is int or kind is tuple else kind)
+    return kinds
 
 
 def _kind(scalar, fixed=False):

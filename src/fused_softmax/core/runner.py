@@ -6,7 +6,7 @@ Of tensors whose rows, or outer indices, are numbered over several dims (`layout
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from fused_softmax.core import launch, workspace
 from fused_softmax.core.device import device_of
 from fused_softmax.core.kernels.spec import Spec
-from fused_softmax.core.plan import RowPlan, fetches_ahead, most_registers
-from fused_softmax.ops.softmax.plan import ColumnPlan, most_column_registers
+from fused_softmax.core.launched import Launched
+from fused_softmax.core.plan import RowPlan, fetches_ahead
 
 TLDTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64,
@@ -30,26 +30,6 @@ READ = {*TLDTYPES, *FP8}  # by forward kernels, without a copy
 IN_TURN: tuple[dict[str, bool], ...] = ({"collect": False}, {"publish": False})
 _DIM_OF_STRIDE = {"row_stride": -2, "outer_stride": -3, "col_stride": -2}
 _MOST_DIMS = {"row_stride": 2, "outer_stride": 3, "col_stride": 9}  # of a tensor whose stride is a single one
-
-Plan = RowPlan | ColumnPlan
-
-
-class Run:
-    """What runs a plan: call it with its kernel's tensors that are not None, in their order, and then its numbers."""
-
-    # A function in the slot of `__call__` is called with no Python method in between.
-    __slots__ = ("__call__", "_again")
-
-    def __init__(self, call: Callable[..., Any], again: Callable[..., "Run | None"] = lambda plan, values: None):
-        self.__call__ = call
-        self._again = again
-
-    def again(self, plan: Any, values: Mapping[str, int] | None = None) -> "Run | None":
-        """The same for a plan that differs in the number of rows alone, and for other values that follow from it.
-
-        None where that takes another kernel.
-        """
-        return self._again(plan, values or {})
 
 
 def spec_of(kind: Any, plan: RowPlan, cast_dtype: torch.dtype, device: int, *, itemsize: int, **fields: Any) -> Any:
@@ -103,8 +83,12 @@ def prepare(
     programs: Callable[[Any], int] | None = None,
     num_warps: int | None = None,
     capped: bool = False,
-) -> Run:
-    """Compile `kernel` for a plan and tensors like these, and return the Run that launches it.
+    leading: str | None = None,
+    plan_for: Callable[[int], Any] | None = None,
+) -> Launched:
+    """Compile `kernel` for a plan and tensors like these, and return what launches it.
+
+    The call takes the kernel's tensors that are not None, in their order, and then the numbers.
 
     plan: None for a kernel whose sizes are all among the values; it then takes programs and num_warps.
     tensors: by name, in the kernel's order; None where a call goes without one. Slots are no part of them, unless the
@@ -113,12 +97,13 @@ def prepare(
     numbers: the names of values that every launch gives anew, after the tensors.
     programs: of a plan, and num_warps, where they are not its own. capped: whether registers are held to what residency
         asks for.
+    leading: the value, if any, that grows with the number of rows. plan_for: the plan for another number of rows, or
+        None; the plan's own `for_rows` unless told.
     """
     names = _names(kernel)
     if "ahead" not in names.scalars:
         spec = replace(spec, prefetch=False)
     exchanges = spec.split and not spec.peers
-    groups, slots_per_group = _slots_of(plan) if exchanges else (0, 0)
     scalars = _scalars(names.scalars, plan, spec, tensors, values or {})
     if any(isinstance(each, tuple) for each in scalars):
         spec = replace(spec, nested=True, prefetch=False)
@@ -127,77 +112,86 @@ def prepare(
         options["numbers"] = tuple(names.scalars.index(name) for name in numbers)
     options |= overlapping(spec.follows)
     if capped and spec.ptx:
-        registers = most_registers if isinstance(plan, RowPlan) else most_column_registers
-        options["most_registers"] = registers(plan, device_of(device))
+        options["most_registers"] = plan.most_registers(device_of(device))
     count = programs or _programs_of
     if exchanges and spec.ptx:  # help hardly ever runs, and takes no register from the rest
         options["registers_of"] = {"K": replace(spec, helps=False)}
 
-    def launcher(spec, slots):
+    def launch_of(spec, slots):
         given = [tensors.get(name, slots) if name == "slots" else tensors[name] for name in names.pointers]
         return launch.prepare(kernel, count(plan), given, scalars, {"K": spec}, plan=plan, **options)
 
-    if spec.peers and device < 0:
-        return _one_by_one([launcher(replace(spec, **only), None) for only in IN_TURN], names.scalars)
-    if not exchanges:
-        return _alone(launcher(spec, None), names.scalars, count)
-    if device < 0:
-        slots = torch.zeros(groups * slots_per_group, dtype=torch.int64, device="cpu")
-        parts = [launcher(replace(spec, **only), slots) for only in IN_TURN]
-        return _in_turn(parts, names.scalars, groups * slots_per_group)
-    both = launcher(spec, workspace.slots(device, groups, slots_per_group))
-    return _exchanging(both, names.scalars, device, groups, slots_per_group)
+    specs = [replace(spec, **only) for only in IN_TURN] if device < 0 and (exchanges or spec.peers) else [spec]
+    slots = _slots(device, plan) if exchanges else None
+    grows = {leading: scalars[names.scalars.index(leading)]} if leading in names.scalars else {}
+    kind = _Kind(names.scalars, device, exchanges, count, plan_for)
+    return _launched([launch_of(each, slots) for each in specs], plan, grows, kind)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What launches of one kernel share, whatever their number of rows."""
+
+    scalars: Sequence[str]
+    device: int
+    exchanges: bool
+    programs: Callable[[Any], int]
+    plan_for: Callable[[int], Any] | None
+
+
+def _launched(launches: list[launch.Launch], plan: Any, grows: Mapping[str, int], kind: _Kind) -> Launched:
+    """grows: values that are in proportion to the plan's rows, by name."""
+
+    def remake(n, of):
+        other = None if plan is None else (kind.plan_for or plan.for_rows)(plan.n_rows // of * n)
+        if other is None:
+            return None
+        grown = {name: value // of * n for name, value in grows.items()}
+        of_plan = {"n_rows": other.n_rows, "n_programs": other.programs, **grown}
+        changed = {i: of_plan[name] for i, name in enumerate(kind.scalars) if name in of_plan}
+        others = [each.again(kind.programs(other), changed) for each in launches]
+        return None if None in others else _launched(others, other, grown, kind)
+
+    return Launched(_call_of([each.__call__ for each in launches], plan, kind), remake)
+
+
+def _call_of(launches, plan, kind):
+    """What runs launches one after another: several are of one exchange, under the interpreter."""
+    if not kind.exchanges:
+        if len(launches) == 1:
+            return launches[0]
+
+        def call(*arguments):
+            for each in launches:
+                each(*arguments)
+
+        return call
+    slots, device, (groups, slots_per_group) = workspace.slots, kind.device, plan.slots
+    if device >= 0:
+        (only,) = launches
+
+        def exchanging(*arguments):
+            only(slots(device, groups, slots_per_group), *arguments)
+
+        return exchanging
+
+    def in_turn(*arguments):
+        slots = _slots(device, plan)
+        for each in launches:
+            each(slots, *arguments)
+
+    return in_turn
+
+
+def _slots(device: int, plan: Any) -> Tensor:
+    groups, slots_per_group = plan.slots
+    if device >= 0:
+        return workspace.slots(device, groups, slots_per_group)
+    return torch.zeros(groups * slots_per_group, dtype=torch.int64, device="cpu")
 
 
 def _programs_of(plan):
     return plan.programs
-
-
-def _alone(launched, scalars, count):
-    def again(plan, values):
-        other = launched.again(count(plan), _changed(scalars, plan, values))
-        return None if other is None else _alone(other, scalars, count)
-
-    return Run(launched.__call__, again)
-
-
-def _exchanging(launched, scalars, device, groups, slots_per_group):
-    slots = workspace.slots
-
-    def call(*arguments):
-        launched(slots(device, groups, slots_per_group), *arguments)
-
-    def again(plan, values):
-        other = launched.again(plan.programs, _changed(scalars, plan, values))
-        return None if other is None else _exchanging(other, scalars, device, *_slots_of(plan))
-
-    return Run(call, again)
-
-
-def _in_turn(launches, scalars, n_slots):
-    def call(*arguments):
-        slots = torch.zeros(n_slots, dtype=torch.int64, device="cpu")
-        for each in launches:
-            each(slots, *arguments)
-
-    def again(plan, values):
-        others = [each.again(plan.programs, _changed(scalars, plan, values)) for each in launches]
-        groups, slots_per_group = _slots_of(plan)
-        return None if None in others else _in_turn(others, scalars, groups * slots_per_group)
-
-    return Run(call, again)
-
-
-def _one_by_one(launches, scalars):
-    def call(*arguments):
-        for each in launches:
-            each(*arguments)
-
-    def again(plan, values):
-        others = [each.again(plan.programs, _changed(scalars, plan, values)) for each in launches]
-        return None if None in others else _one_by_one(others, scalars)
-
-    return Run(call, again)
 
 
 class _Names:
@@ -210,7 +204,7 @@ _names = cache(_Names)
 
 
 def _scalars(names, plan, spec, tensors, values):
-    sizes = _sizes_of(plan) | _misalignment(names, spec, tensors)
+    sizes = ({} if plan is None else plan.sizes) | _misalignment(names, spec, tensors)
     scalars = []
     for name in names:
         tensor, _, stride = name.partition("_")
@@ -230,17 +224,6 @@ def _stride(tensor, name, vector):
     return (*tensor.shape[1:3], *(tensor.stride(d) // vector * 2 + 1 for d in range(3)))
 
 
-def _sizes_of(plan):
-    if plan is None:
-        return {}
-    sizes = {
-        "n_cols": plan.n_cols, "n_parts": plan.parts, "part_cols": plan.part_cols, "n_programs": plan.programs,
-    }  # fmt: skip
-    if isinstance(plan, RowPlan):
-        return sizes | {"n_rows": plan.n_rows, "ahead": plan.prefetch}
-    return sizes | {"n_inner": plan.n_inner}
-
-
 def _misalignment(names, spec, tensors):
     """Elements from a 16-byte boundary to the first one; where rows are shifted, all tensors share it."""
     if "misalignment" not in names:
@@ -248,15 +231,3 @@ def _misalignment(names, spec, tensors):
     first = next(tensors[name[: -len("_row_stride")]] for name in names if name.endswith("_row_stride"))
     vector = spec.vector if spec.fp8 is None else 16  # which a prefetch counts on
     return {"misalignment": first.data_ptr() // first.element_size() % vector}
-
-
-def _changed(scalars, plan, values):
-    by_rows = {"n_rows": getattr(plan, "n_rows", None), "n_programs": plan.programs, **values}
-    return {i: by_rows[name] for i, name in enumerate(scalars) if name in by_rows}
-
-
-def _slots_of(plan):
-    """(groups of programs that exchange, 64-bit slots of each)."""
-    if isinstance(plan, RowPlan):
-        return plan.n_rows, plan.slots_per_row
-    return plan.groups, plan.slots_per_group

@@ -11,8 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import kept
 from fused_softmax.core.kernels.spec import Spec
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.route import runs_here
 from fused_softmax.core.runner import has_ptx, prepare
 from fused_softmax.ranks.groups import Shards
@@ -44,14 +45,12 @@ def _gathered(peers: Peers, name: str, message: Tensor, shards: Shards) -> Tenso
     peers.in_turn()
     words = message.contiguous().view(-1).view(torch.int32)
     asked = name, shards.sizes, shards.n_classes, shards.digest, message.shape, message.dtype
-    call = find("gather by peers", (peers.number, *asked), words)
-    if call is None:
-        prepared = _prepare(words, message, asked, peers, shards.group)
-        call = keep(prepared, "gather by peers", (peers.number, *asked), words)
+    options = peers.number, *asked
+    call = kept("gather by peers", options, (words,), _prepare, words, message, asked, peers, shards.group)
     return call(peers, shards.group, words).view(-1).view(message.dtype).view(-1, *message.shape)
 
 
-def _prepare(words: Tensor, message: Tensor, asked: tuple, peers: Peers, group: Any) -> Prepared:
+def _prepare(words: Tensor, message: Tensor, asked: tuple, peers: Peers, group: Any) -> Launched:
     """call(peers, group, words) -> those of all ranks [ranks, n]"""
     device, n, empty = words.get_device(), len(words), allocator(words.device)
     programs, slots_per_program = -(-n // _LANES), peers.ranks * _LANES
@@ -76,4 +75,4 @@ def _prepare(words: Tensor, message: Tensor, asked: tuple, peers: Peers, group: 
         run(region.slots, region.bases, region.asked, words, heard, region.set_size)
         return heard
 
-    return Prepared(call)
+    return Launched(call)

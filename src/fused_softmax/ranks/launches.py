@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fused_softmax.core import calls
 from fused_softmax.core.device import device_of
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.plan import RowPlan
-from fused_softmax.core.runner import Run, prepare
+from fused_softmax.core.runner import prepare
 from fused_softmax.ranks.groups import Shards
 from fused_softmax.ranks.peers import Peers
 from fused_softmax.ranks.plan import plan_peers
@@ -49,57 +50,49 @@ def plan_of(n_rows: int, itemsize: int, alignment: Any, facts: Facts, device: in
     )  # fmt: skip
 
 
-class PeerLaunch(NamedTuple):
-    """run(peers, group, *tensors, *numbers), without the slots; what makes it for other rows, or None."""
-
-    run: Callable[..., None]
-    again: Callable[[int], "PeerLaunch | None"]
-
-
 def prepare_launch(
     kernel: Any, plan_for: Callable[[int], RowPlan], n_rows: int, spec: Any, tensors: Mapping[str, Tensor | None],
-    values: Mapping[str, Any], numbers: Sequence[str], peers: Peers, group: Any, asked: str, **options: Any,
-) -> PeerLaunch:  # fmt: skip
-    """Compile `kernel` for tensors like these. asked: what every rank has to ask alike, and where they do not, is told.
+    values: Mapping[str, Any], numbers: Sequence[str], peers: Peers, group: Any, asked: str,
+    alike: Callable[[int], bool] = lambda n: True, **options: Any,
+) -> Launched:  # fmt: skip
+    """Compile `kernel` for tensors like these: call(peers, group, *tensors, *numbers), without the slots.
 
-    plan_for: the plan for so many rows.
+    plan_for: the plan for so many rows. alike: whether a call of so many takes the same kernel, if its plan is the
+    same. asked: what every rank has to ask alike, and where they do not, is told.
     """
     plan = plan_for(n_rows)
     slots_per_row = (plan.parts + 1) * peers.ranks
     region = peers.region(group, slots_per_row, n_rows)
     values = {"rank": peers.rank, "ranks": peers.ranks, "digest": 0, "set_size": region.set_size, **values}
-    run = prepare(
-        kernel, plan, spec, {"slots": region.slots, "bases": region.bases, "asked": region.asked, **tensors}, values,
-        device=peers.device.index if peers.device.type == "cuda" else -1, numbers=("set_size", "digest", *numbers),
-        **options,
-    )  # fmt: skip
     n_tensors = sum(each is not None for each in tensors.values())
 
-    def made(run: Run, plan: RowPlan) -> PeerLaunch:
-        launched, n_rows, digest = run.__call__, plan.n_rows, _digest(asked, plan)
+    def plan_alike(n: int) -> RowPlan | None:
+        other = plan_for(n)
+        return other if replace(other, n_rows=plan.n_rows) == plan and alike(n) else None
+
+    def build(n, launch):
+        digest = _digest(asked, n, plan)
 
         def call(peers, group, *arguments):
-            region, given = peers.of_launch(group, slots_per_row, n_rows), arguments[n_tensors:]
+            region, given = peers.of_launch(group, slots_per_row, n), arguments[n_tensors:]
             # Numbers are no part of a kept call, and a hash of floats is the same in every process.
-            launched(
+            launch(
                 region.slots, region.bases, region.asked, *arguments[:n_tensors], region.set_size,
                 digest ^ hash(given) & _DIGEST, *given,
             )  # fmt: skip
 
-        def again(n: int) -> PeerLaunch | None:
-            other = plan_for(n)
-            if replace(other, n_rows=plan.n_rows) != plan:
-                return None
-            found = run.again(other, {})
-            return None if found is None else made(found, other)
+        return call
 
-        return PeerLaunch(call, again)
-
-    return made(run, plan)
+    launched = prepare(
+        kernel, plan, spec, {"slots": region.slots, "bases": region.bases, "asked": region.asked, **tensors}, values,
+        device=peers.device.index if peers.device.type == "cuda" else -1, numbers=("set_size", "digest", *numbers),
+        plan_for=plan_alike, **options,
+    )  # fmt: skip
+    return compose(build, launched, n=n_rows)
 
 
-def _digest(asked: str, plan: RowPlan) -> int:
-    return zlib.crc32(f"{asked} {plan.n_rows} {plan.parts} {plan.part_cols}".encode()) & _DIGEST
+def _digest(asked: str, n_rows: int, plan: RowPlan) -> int:
+    return zlib.crc32(f"{asked} {n_rows} {plan.parts} {plan.part_cols}".encode()) & _DIGEST
 
 
 _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # on the current device

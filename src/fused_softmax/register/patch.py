@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.layout import overlap
 from fused_softmax.core.route import INTERPRET, is_sharded, needs_grad, watcher_of
 from fused_softmax.ops.attention import sdpa as attention_sdpa
@@ -28,7 +29,6 @@ from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.losses.cross_entropy import prepare_plain
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_as_aten
 from fused_softmax.ops.softmax import calls as softmax_calls
-from fused_softmax.ops.softmax import logsumexp_calls
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
 # Where a thread waits that is within no call of anybody's: by module and function.
@@ -155,7 +155,7 @@ def left_to_aten(atens: Callable, refused: str) -> Callable:
 
 
 def _softmax(log: bool, atens: Callable) -> Callable:
-    name = "log_softmax_forward" if log else "softmax_forward"
+    of = softmax_calls.LOG_SOFTMAX if log else softmax_calls.SOFTMAX
 
     def kernel(x: Tensor, dim: int, half_to_float: bool, **out: Tensor) -> Tensor:
         dtype = torch.float32 if half_to_float else x.dtype
@@ -165,15 +165,15 @@ def _softmax(log: bool, atens: Callable) -> Callable:
         refused = refused or _refused_outs(out, x.shape, dtype, x)
         if refused:
             return left_to_aten(atens, refused)(x, dim, half_to_float, **out)
-        return softmax_calls.forward(log, x, dim, dtype, out.get("out"))
+        return softmax_calls.forward(of, x, (dim,), dtype, out.get("out"))
 
-    kernel = _passing_on("log_softmax" if log else "softmax", atens, kernel)
+    kernel, name = _passing_on(of.name, atens, kernel), of.forward
 
     def seen_first(x: Tensor, dim: int, half_to_float: bool, out: Tensor | None = None) -> Tensor:
         if out is not None:
             return kernel(x, dim, half_to_float, out=out)
         if _depth and not half_to_float:
-            call = find(name, (dim, x.dtype), x)
+            call = find(name, ((dim,), x.dtype, False), x, None)
             if call is not None:
                 return call(x, None, None, None)
         return kernel(x, dim, half_to_float)
@@ -210,6 +210,8 @@ def _gradient(log: bool, atens: Callable) -> Callable:
 
 
 def _logsumexp(atens: Callable) -> Callable:
+    of = softmax_calls.LOGSUMEXP
+
     def kernel(x: Tensor, dim: list[int], keepdim: bool = False, **out: Tensor) -> Tensor:
         refused = next(filter(None, (_refused(x, d) for d in dim)), "")
         if not dim or not x.ndim or not x.numel():
@@ -221,13 +223,13 @@ def _logsumexp(atens: Callable) -> Callable:
             refused = twice or _refused_outs(out, torch.Size(shape), x.dtype, x)
         if refused:
             return left_to_aten(atens, refused)(x, dim, keepdim, **out)
-        return logsumexp_calls.forward(x, tuple(dim), keepdim, out.get("out"))
+        return softmax_calls.forward(of, x, tuple(dim), x.dtype, out.get("out"), keepdim=keepdim)
 
-    kernel = _passing_on("logsumexp", atens, kernel)
+    kernel, name = _passing_on(of.name, atens, kernel), of.forward
 
     def seen_first(x: Tensor, dim: list[int], keepdim: bool = False, **out: Tensor) -> Tensor:
         if _depth and not out:
-            call = find("logsumexp_forward", (tuple(dim), keepdim), x, None)
+            call = find(name, (tuple(dim), x.dtype, keepdim), x, None)
             if call is not None:
                 return call(x, None, None, None)
         return kernel(x, dim, keepdim, **out)
@@ -317,7 +319,7 @@ def _attention(atens: Callable) -> Callable:
             if refused
             else partial(attention, **given)
         )
-        return keep(Prepared(ours), *look)(query, key, value, attn_mask)
+        return keep(Launched(ours), *look)(query, key, value, attn_mask)
 
     return seen_first
 

@@ -9,8 +9,6 @@ from fused_softmax.core.plan.rows import (
     candidate,
     fetches_ahead,
     most_parts,
-    most_registers,
-    plan_for,
     plan_loss,
     plan_reduction,
     plan_rows,
@@ -23,6 +21,5 @@ from fused_softmax.core.plan.strategies import Alignment, RowPlan, Strategy
 __all__ = [
     "COLUMN_POSITIONS", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment",
     "Device", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
-    "most_parts", "most_registers", "plan_for", "plan_loss",
-    "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
+    "most_parts", "plan_loss", "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
 ]  # fmt: skip

@@ -12,7 +12,6 @@ from fused_softmax.core.plan.ladders import (
     CAUSAL_WARPS,
     FEW_ROWS_COLS,
     GRADIENT_MOST_PARTS,
-    HELD_TO,
     LEAST_SHIFTED,
     RATHER_SPLIT,
     REDUCTION_NOTE,
@@ -261,20 +260,6 @@ def candidate(
     if plan.lanes < max(plan.parts, plan.copies):
         raise ValueError(f"a lane for each of {plan.parts} parts and {plan.copies} copies; got {plan.lanes}")
     return plan
-
-
-def plan_for(plan: RowPlan, n_rows: int) -> RowPlan | None:
-    """The plan for another number of rows, if the same decision holds for it."""
-    least, greatest = plan.same_rows
-    return plan.with_rows(n_rows) if least <= n_rows <= greatest else None
-
-
-def most_registers(plan: RowPlan, device: Device) -> int | None:
-    """Registers of a thread that a split kernel is held to, as far as nothing spills by it; None: what it takes."""
-    if plan.strategy != "split" or plan.itemsize != 2 or device.capability[0] != H200.capability[0]:
-        return None
-    held = plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps)
-    return HELD_TO[plan.inputs].get(held)
 
 
 def most_parts(plan: RowPlan, device: Device, registers: int | None = None) -> int:

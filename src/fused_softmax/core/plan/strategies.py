@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from fused_softmax.core.plan.device import Device
+from fused_softmax.core.plan.device import H200, Device
 from fused_softmax.core.plan.ladders import (
     FEW_ROWS_PARTS,
     FEW_ROWS_PARTS_OF,
+    HELD_TO,
     LEAST_SHIFTED,
     MASKED_PIECES,
     POLL_LAST_FIRST_PARTS,
@@ -80,6 +81,26 @@ class RowPlan:
         return self.parts * self.copies if self.strategy == "split" else 0
 
     @property
+    def slots(self) -> tuple[int, int]:
+        """(groups of programs that exchange, 64-bit messages of each)."""
+        return self.n_rows, self.slots_per_row
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What kernels are told of the plan, by the names of their parameters."""
+        return {
+            "n_rows": self.n_rows, "n_cols": self.n_cols, "n_parts": self.parts, "part_cols": self.part_cols,
+            "n_programs": self.programs, "ahead": self.prefetch,
+        }  # fmt: skip
+
+    def most_registers(self, device: Device) -> int | None:
+        """Registers of a thread that a split kernel is held to, as far as nothing spills by it; None: what it takes."""
+        if self.strategy != "split" or self.itemsize != 2 or device.capability[0] != H200.capability[0]:
+            return None
+        held = self.inputs * self.pieces * self.block_cols * self.itemsize // (4 * 32 * self.num_warps)
+        return HELD_TO[self.inputs].get(held)
+
+    @property
     def reads(self) -> int:
         """Elements read from memory, counting every read of the input."""
         return self.n_rows * self.n_cols * self.inputs * (2 if self.strategy == "stream" else 1)
@@ -92,6 +113,11 @@ class RowPlan:
     def data(self) -> dict[str, Any]:
         """The decision as a flat dict for JSON, without `reasons` and `same_rows`."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+
+    def for_rows(self, n_rows: int) -> "RowPlan | None":
+        """The plan for another number of rows, if the same decision holds for it."""
+        least, greatest = self.same_rows
+        return self.with_rows(n_rows) if least <= n_rows <= greatest else None
 
     def with_rows(self, n_rows: int) -> "RowPlan":
         """The plan for another number of rows in `same_rows`, without planning. ValueError for any other number.

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import autocast
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of, is_causal_bias
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import ATTENTION, refuse, refusing
 from fused_softmax.core.route import Route, batched, is_sharded, needs_grad, route_of
 from fused_softmax.ops.attention import reference as reference_attention
@@ -161,7 +162,7 @@ def _attention(query, key, value, beside, enable_gqa, options, cast, return_lse,
         made = _prepare(given, how, return_lse, needs_grad(*present), bool(lead))
         if readied is not None:
             made = _after(readied, made)
-        return (made if look is None else keep(Prepared(made), *look))(*as_given)
+        return (made if look is None else keep(Launched(made), *look))(*as_given)
     if route is Route.OPERATOR:
         output, lse, *stats = torch.ops.fused_softmax.attention.default(*given, *how.operator_arguments())
         by_name = _refusing({name: each for name, each in zip(STATS, stats, strict=True) if name in how.stats}, lse)
@@ -313,7 +314,7 @@ def backward(
             made = prepare_backward(given, how, do, dlse, output.contiguous(), lse, asked)
             if not output.is_contiguous():  # as cuDNN's need not be
                 made = _with_contiguous_output(made)
-        call = keep(Prepared(made), *look)
+        call = keep(Launched(made), *look)
     return call(do, dlse, output, lse, *given)
 
 

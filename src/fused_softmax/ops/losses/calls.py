@@ -15,11 +15,12 @@ import triton
 from torch import Tensor
 
 from fused_softmax.core import workspace
-from fused_softmax.core.calls import Prepared, allocator, find, keep
+from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.device import device_of
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of
-from fused_softmax.core.plan import RowPlan, plan_for, plan_loss, plan_reduction
+from fused_softmax.core.plan import RowPlan, plan_loss, plan_reduction
 from fused_softmax.core.runner import overlaps, prepare, spec_of
 from fused_softmax.ops.losses.kernels.gradient import _gradient
 from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
@@ -69,21 +70,20 @@ def forward(
     """
     given = given_of(x, dx, target, loss, totals)
     if plan is not None:
-        return prepare_losses(given, loss, plan, dtype, states).call(given, loss.numbers())
+        return prepare_losses(given, loss, plan, dtype, states)(given, loss.numbers())
     parts = None if totals is None else totals.shape[1]
     over = dx is not None and dx.data_ptr() == x.data_ptr()
     options = *loss.kind().values(), loss.ignore_index, parts, over, dtype, states
     apart = None if dx is x else dx  # a guard takes no tensor twice
-    call = find("losses", options, x, target, apart, loss.weight)
-    if call is None:
-        call = keep(prepare_losses(given, loss, None, dtype, states), "losses", options, x, target, apart, loss.weight)
+    tensors = x, target, apart, loss.weight
+    call = kept("losses", options, tensors, prepare_losses, given, loss, None, dtype, states)
     return call(given, loss.numbers())
 
 
 def prepare_losses(
     given: Given, loss: Loss, plan: RowPlan | None = None, dtype: torch.dtype | None = None, states: bool = True,
     result_dtype: torch.dtype | None = None, follows: bool = False,
-) -> Prepared:  # fmt: skip
+) -> Launched:  # fmt: skip
     """What runs the kernels on tensors like these: call(given, numbers) -> LossRows; dx is written too if given.
 
     result_dtype: for a loss that `is_whole`, of the result that the same launch writes. follows: whether the totals
@@ -116,7 +116,7 @@ def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
     return spec_of(LossSpec, plan, x.dtype, x.get_device(), itemsize=x.element_size(), **loss.kind(), **fields)
 
 
-def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, follows) -> Prepared:
+def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, follows) -> Launched:
     """Rows that wait in registers until their gradient is written, or that are short."""
     x, dx, tile = given.x, given.dx, plan.strategy == "tile"
     gradient = {} if dx is None else {
@@ -140,26 +140,25 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, 
     tensors["ticket"] = None if result_dtype is None else ticket_of(device)
     values = loss.values() | ({"dx_row_stride": x.stride(0)} if dx is None else {})
     kernel = _tile_loss if tile else _part_loss
-    run = prepare(kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS)
     picked = picked_of((*given, *rows))
 
-    def made(launched, n_rows):
+    def plan_alike(n):
+        counts_alike = not result_dtype or counted_by_each(n) == counted_by_each(plan.n_rows)
+        return plan.for_rows(n) if counts_alike else None
+
+    def build(n, launch):
         def call(given, numbers):
-            rows = rows_of(n_rows)
+            rows = rows_of(n)
             ticket = () if result_dtype is None else (ticket_of(device),)
-            launched(*picked((*given, *rows)), *ticket, *numbers)
+            launch(*picked((*given, *rows)), *ticket, *numbers)
             return rows
 
         return call
 
-    def again(n):
-        other = plan_for(plan, n)
-        if result_dtype and counted_by_each(n) != counted_by_each(plan.n_rows):
-            return None
-        found = other and run.again(other)
-        return made(found.__call__, n) if found else None
-
-    return Prepared(made(run.__call__, plan.n_rows), again, partial(rows_of, plan.n_rows))
+    launched = prepare(
+        kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS, plan_for=plan_alike
+    )  # fmt: skip
+    return compose(build, launched, n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
 
 
 def counted_by_each(n_rows: int) -> int:
@@ -198,7 +197,7 @@ def picked_of(tensors):
     return itemgetter(*places)
 
 
-def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Prepared:
+def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
     """Losses tile by tile, and the states of a row's parts merged; a gradient that is wanted makes a second read."""
     x, device, parts, stats = given.x, given.x.get_device(), plan.parts, loss.stats
     arithmetic, empty = arithmetic_of(x), allocator(x.device)
@@ -233,12 +232,10 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Prepared:
     picked = picked_of(tuple(tensors.values()))
     bare = replace(loss, weight=None)  # a call that is kept holds no tensor
 
-    def made(runs, n_rows):
-        launches = [run.__call__ for run in runs]
-
+    def build(n, *launches):
         def call(given, numbers):
-            rows = rows_of(n_rows)
-            arguments = picked(arranged(given, states_of(n_rows), rows))
+            rows = rows_of(n)
+            arguments = picked(arranged(given, states_of(n), rows))
             for each in launches:
                 each(*arguments, *numbers)
             if given.dx is not None:
@@ -247,12 +244,7 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Prepared:
 
         return call
 
-    def again(n):
-        other = plan_for(plan, n)
-        others = [other and run.again(other) for run in runs]
-        return made(others, n) if all(others) else None
-
-    return Prepared(made(runs, plan.n_rows), again, partial(rows_of, plan.n_rows))
+    return compose(build, *runs, n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
 
 
 def _blocks(block: int, plan: RowPlan) -> int:
@@ -278,7 +270,7 @@ def backward(
     given = given_of(x, dx, target, loss, totals)
     beside = m, ls, dy, dz, dlse
     if plan is not None:
-        return prepare_gradient(given, beside, loss, plan).call(given, beside, loss.numbers())
+        return prepare_gradient(given, beside, loss, plan)(given, beside, loss.numbers())
     return _gradient_call(given, beside, loss)(given, beside, loss.numbers())
 
 
@@ -288,11 +280,10 @@ def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Ten
     over = given.dx is given.x
     options = *loss.kind().values(), loss.ignore_index, parts, over
     tensors = given.x, given.target, None if over else given.dx, given.weight, *beside[2:]
-    call = find("loss_gradient", options, *tensors)
-    return keep(prepare_gradient(given, beside, loss), "loss_gradient", options, *tensors) if call is None else call
+    return kept("loss_gradient", options, tensors, prepare_gradient, given, beside, loss)
 
 
-def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Prepared:
+def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Launched:
     """What writes the gradient: call(given, (m, ls, dy, dz, dlse), numbers) -> dx."""
     x, dx, totals = given.x, given.dx, given.totals
     device = x.get_device()
@@ -311,23 +302,18 @@ def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | No
     values = loss.values() | {"dy_step": steps[0], "dz_step": steps[1]}
     numbers = tuple(name for name in LOSS_NUMBERS if name != "hidden")
     tensors = dict(zip(names, arranged, strict=True))
-    run = prepare(_gradient, plan, spec, tensors, values, device=device, numbers=numbers)
     picked = picked_of(arranged)
 
-    def made(launched):
+    def build(_, launch):
         def call(given, beside, numbers):
             factor, _, *rest = numbers
-            launched(*picked((*given, *beside)), factor, *rest)
+            launch(*picked((*given, *beside)), factor, *rest)
             return given.dx
 
         return call
 
-    def again(n):
-        other = plan_for(plan, n)
-        found = other and run.again(other)
-        return made(found.__call__) if found else None
-
-    return Prepared(made(run.__call__), again)
+    launched = prepare(_gradient, plan, spec, tensors, values, device=device, numbers=numbers)
+    return compose(build, launched, n=plan.n_rows, by_row=True)
 
 
 def _second_read(given: Given, rows: LossRows, loss: Loss, numbers) -> None:

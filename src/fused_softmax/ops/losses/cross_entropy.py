@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import autocast
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import LOSS, refusing
 from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses import reference
@@ -209,10 +210,10 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
     # Where lse is given, the forward pass holds no row that a gradient could be made of.
     at_once = at_once and (inplace or (input.dtype != torch.float16 and lse is None))
     kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
-    prepared = _prepare_call(kind, input, target, weight, numbers, lse)
+    launched = _prepare_call(kind, input, target, weight, numbers, lse)
     if options is not None:
-        keep(prepared, name, options, input, target, weight, *(() if lse is None else (lse,)))
-    return prepared.call(input, target, weight, *numbers, lse)
+        keep(launched, name, options, input, target, weight, *(() if lse is None else (lse,)))
+    return launched(input, target, weight, *numbers, lse)
 
 
 def dtype_of_loss(name: str, input: Tensor, target: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -273,10 +274,10 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
     peers = peers_of(name, transport, group, input, target)
     merging = peers if peers is not None and in_one_launch(input, target, loss, shards) else None
     if merging is not None and written_at_once(input, loss, wanted):
-        prepared = prepare_loss(input, target, loss, wanted, result_dtype, shards, merging)
+        launched = prepare_loss(input, target, loss, wanted, result_dtype, shards, merging)
         if options is not None:
-            keep(prepared, "cross_entropy by peers", (merging.number, options), input, target)
-        return prepared.call(merging, group, input, target, numbers[1], numbers[2])
+            keep(launched, "cross_entropy by peers", (merging.number, options), input, target)
+        return launched(merging, group, input, target, numbers[1], numbers[2])
     how = () if merging is None else ((), states_by(merging, wanted, result_dtype))
     shards = told_by(peers, name, shards)
     y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype, *how)
@@ -285,7 +286,7 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
 
 def prepare_plain(
     input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
-) -> Prepared:
+) -> Launched:
     """torch's own cross_entropy, for arguments that were checked: call(input, target, weight, label_smoothing, ...)."""
     loss = Loss(None, ignore_index, reduction, label_smoothing)
     at_once = needs_grad(input) and reduction != "none" and input.dtype != torch.float16
@@ -296,7 +297,7 @@ def prepare_plain(
 
 def _prepare_call(
     kind: Kind, input: Tensor, target: Tensor, weight: Tensor | None, numbers: tuple, lse: Tensor | None = None
-) -> Prepared:
+) -> Launched:
     """The call for tensors like these: call(input, target, weight, and the loss's numbers, lse)."""
     differentiates, given = needs_grad(input), kind.loss
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
@@ -304,7 +305,9 @@ def _prepare_call(
     of_rows = None if lse is None else lse_of_rows(lse, input)
     steps = prepare_steps(kind, *as_rows(input, target), _loss_now(given, weight, input, numbers), of_rows)
 
-    def made(steps, target_shape):
+    def build(n, *steps):
+        steps, shape = Steps(*steps), target_shape if n is None else (n,)
+
         def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
             claim = begin_overwriting(input) if kind.inplace else None
             rows, flat = (input, target) if simple else as_rows(input, target)
@@ -317,24 +320,17 @@ def _prepare_call(
             if differentiates:
                 results = differentiated(rows, flat, of_call, (kind, steps, claim))
                 if not kind.wanted.beside:
-                    return results if given.reduction != "none" else results.view(target_shape)
+                    return results if given.reduction != "none" else results.view(shape)
                 y, lse, z, *stats = results
             else:
                 y, lse, z, *stats = run_steps(steps, rows, flat, *of_call, kind, None)[0]
             lse = lse if given_lse is None else given_lse.detach()
-            return output_of(y, lse, z, stats, kind.wanted, given.reduction, target_shape)
+            return output_of(y, lse, z, stats, kind.wanted, given.reduction, shape)
 
         return call
 
-    def again(n):
-        others = [each and each.again and each.again(n) for each in steps]
-        if any(made_again is None for made_again, each in zip(others, steps, strict=True) if each is not None):
-            return None
-        return made(Steps(*others), (n, *target_shape[1:]))
-
     target_shape = tuple(target.shape)
-    calls = Steps(*[each and each.call for each in steps])
-    return Prepared(made(calls, target_shape), again if simple and target.ndim == 1 else None)
+    return compose(build, *steps, n=target_shape[0] if simple and target.ndim == 1 else None, by_row=True)
 
 
 def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) -> Loss:

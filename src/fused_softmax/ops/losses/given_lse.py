@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import launch
-from fused_softmax.core.calls import Prepared, allocator, find, keep
+from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import TLDTYPES, has_ptx
 from fused_softmax.ops.losses.calls import Given, LossRows, given_of
 from fused_softmax.ops.losses.kernels.online import _loss_given_lse
@@ -29,14 +30,12 @@ def forward_given_lse(x: Tensor, target: Tensor, lse: Tensor, loss: Loss, dtype:
     """
     given = given_of(x, None, target, loss, None)
     options = *loss.kind().values(), loss.ignore_index, dtype
-    call = find("losses_given_lse", options, x, target, loss.weight, lse)
-    if call is None:
-        prepared = prepare_given_lse(given, lse, loss, dtype)
-        call = keep(prepared, "losses_given_lse", options, x, target, loss.weight, lse)
+    tensors = x, target, loss.weight, lse
+    call = kept("losses_given_lse", options, tensors, prepare_given_lse, given, lse, loss, dtype)
     return call(given, loss.numbers(), lse)
 
 
-def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> Prepared:
+def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> Launched:
     """What runs the kernel on tensors like these: call(given, numbers, lse) -> LossRows."""
     x, device = given.x, given.x.get_device()
     n_rows, n_classes = x.shape
@@ -55,21 +54,18 @@ def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype 
     factor, _, cap, *_ = loss.numbers()
     tensors = arranged(given, lse, rows_of(n_rows, lse).loss)
     scalars = x.stride(0), n_rows, n_classes, loss.ignore_index, factor, cap
-    launched = launch.prepare(
+    reading = launch.prepare(
         _loss_given_lse, -(-n_rows // _ROWS), tensors, scalars, {"K": spec}, device=device, num_warps=4, numbers=(4, 5)
     )
     picked = itemgetter(*[i for i, each in enumerate(tensors) if each is not None])
 
-    def made(launched, n):
+    def build(n, launch):
         def call(given, numbers, lse):
             rows = rows_of(n, lse)
-            launched(*picked(arranged(given, lse, rows.loss)), numbers[0], numbers[2])
+            launch(*picked(arranged(given, lse, rows.loss)), numbers[0], numbers[2])
             return rows
 
         return call
 
-    def again(n):
-        found = launched.again(-(-n // _ROWS), {1: n})
-        return found and made(found.__call__, n)
-
-    return Prepared(made(launched.__call__, n_rows), again, lambda: rows_of(n_rows, None))
+    launched = of_rows(reading, lambda n: reading.again(-(-n // _ROWS), {1: n}), n_rows)
+    return compose(build, launched, n=n_rows, like=lambda: rows_of(n_rows, None), by_row=True)

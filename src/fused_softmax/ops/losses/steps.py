@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import kept
 from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
@@ -69,7 +70,7 @@ def rows_of(input: Tensor) -> Tensor:
 
 
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
-    """The steps of a loss for rows and targets like these, as Prepared. lse: of every row, where it is given."""
+    """The steps of a loss for rows and targets like these, as Launched. lse: of every row, where it is given."""
     arithmetic, wanted = arithmetic_of(x), kind.wanted
     dx = None
     if kind.at_once:
@@ -229,14 +230,22 @@ def _written_again(x, target, loss: Loss, numbers: tuple, kind: Kind) -> Tensor:
     """
     x = x if x.requires_grad else x.detach().requires_grad_()  # the steps of a loss with a gradient
     options = kind.wanted, kind.dtype, *loss.kind().values(), loss.ignore_index, loss.reduction
-    steps: Any = find("loss again", options, x, target, loss.weight)
-    if steps is None:
-        with torch.enable_grad():  # as in the forward pass: the gradient asks for the targets' totals
-            calls = Steps(*[each and each.call for each in prepare_steps(kind, x, target, loss)])
-        steps = keep(Prepared(calls), "loss again", options, x, target, loss.weight)  # type: ignore[arg-type]
+    tensors = x, target, loss.weight
+    steps: Any = kept("loss again", options, tensors, _prepare_again, kind, x, target, loss)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     run_steps(steps, x, target, loss, numbers, None, kind, dx)
     return dx
+
+
+def _prepare_again(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Launched:
+    with torch.enable_grad():  # as in the forward pass: the gradient asks for the targets' totals
+        steps = prepare_steps(kind, x, target, loss)
+    return Launched(functions_of(steps))  # type: ignore[arg-type]
+
+
+def functions_of(steps: Steps) -> Steps:
+    """What runs each of prepared steps."""
+    return Steps(*[each and each.__call__ for each in steps])
 
 
 def _states(x, target, loss, m, ls):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import launch
-from fused_softmax.core.calls import Prepared, allocator, find, keep
+from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
+from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import TLDTYPES, overlapping, overlaps
 from fused_softmax.ops.losses.calls import LossRows, picked_of, ticket_of
 from fused_softmax.ops.losses.kernels.gradient import _finish, _multiply, _totals
@@ -26,36 +27,34 @@ _MULTIPLIERS = 8  # programs a multiprocessor
 
 def totals_of(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Tensor:
     """[2, parts]: of every part of the targets, the weights and the number of those that count."""
-    call = find("totals", (loss.ignore_index, n_classes, dtype), target, loss.weight)
-    if call is None:
-        prepared = prepare_totals(target, loss, n_classes, dtype)
-        call = keep(prepared, "totals", (loss.ignore_index, n_classes, dtype), target, loss.weight)
-    return call(target, loss.weight)
+    options, tensors = (loss.ignore_index, n_classes, dtype), (target, loss.weight)
+    return kept("totals", options, tensors, prepare_totals, target, loss, n_classes, dtype)(*tensors)
 
 
-def prepare_totals(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Prepared:
+def prepare_totals(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Launched:
     """What counts targets like these: call(target, weight) -> totals."""
     n_rows, empty = target.numel(), allocator(target.device)
     parts = totals_parts(n_rows)
     totals = empty((2, parts), (parts, 1), dtype)
-    launched = launch.prepare(
+    counting = launch.prepare(
         _totals, parts, (target, loss.weight, totals), (n_rows, -(-n_rows // parts), n_classes, loss.ignore_index),
         {"BLOCK": _COUNTED, "LEADS": overlaps(target.get_device())}, device=target.get_device(), num_warps=8,
     )  # fmt: skip
 
-    def made(launched):
+    def for_targets(n):
+        return counting.again(parts, {0: n, 1: -(-n // parts)}) if totals_parts(n) == parts else None
+
+    def build(_, launch):
         def call(target, weight):
             totals = empty((2, parts), (parts, 1), dtype)
-            launched(*((target, totals) if weight is None else (target, weight, totals)))
+            launch(*((target, totals) if weight is None else (target, weight, totals)))
             return totals
 
         return call
 
-    def again(n):
-        found = launched.again(parts, {0: n, 1: -(-n // parts)}) if totals_parts(n) == parts else None
-        return made(found.__call__) if found else None
-
-    return Prepared(made(launched.__call__), again, partial(empty, (2, parts), (parts, 1), dtype))
+    return compose(
+        build, of_rows(counting, for_targets, n_rows), n=n_rows, like=partial(empty, (2, parts), (parts, 1), dtype)
+    )
 
 
 def totals_parts(n_rows: int) -> int:
@@ -65,10 +64,8 @@ def totals_parts(n_rows: int) -> int:
 def finish(rows: LossRows, totals: Tensor | None, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The sum or mean of all losses, and of the z-losses in it."""
     values, z = rows.loss, rows.z
-    call = find("finish", (loss.mean, dtype), values, z, totals)
-    if call is None:
-        prepared = prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype)
-        call = keep(prepared, "finish", (loss.mean, dtype), values, z, totals)
+    summed = LossRows(None, None, values, z), totals, None, loss, 0, dtype
+    call = kept("finish", (loss.mean, dtype), (values, z, totals), prepare_finish, *summed)
     return call(values, z, totals, None, None)
 
 
@@ -79,7 +76,7 @@ def counts_targets(target: Tensor, mean: bool, gradient: bool) -> bool:
 
 def prepare_finish(
     rows: LossRows, totals: Tensor | None, target: Tensor | None, loss: Loss, n_classes: int, dtype: torch.dtype
-) -> Prepared:
+) -> Launched:
     """What sums losses like these: call(values, z, totals, target, weight) -> (sum or mean, that of the z-losses).
 
     target: to be counted for a mean, instead of totals.
@@ -102,59 +99,55 @@ def prepare_finish(
     arranged = (values, z, totals, target, weight, *written())
     sizes = values.numel(), 0 if z is None else z.numel(), 0 if target is None else target.numel(), n_classes
     block = _COUNTED if counts else _ADDED // 2 if many else _ADDED
-    launched = launch.prepare(
+    summing = launch.prepare(
         _finish, spec.lanes, arranged, (*sizes, loss.ignore_index), {"K": spec, "BLOCK": block}, device=device,
         num_warps=8 if many else 16, **overlapping(spec.follows),
     )  # fmt: skip
     picked, per_row = picked_of(arranged), values.numel() // max(values.shape[0], 1)
 
-    def made(launched):
+    def for_losses(n):
+        if (n * per_row > _ADDED) != many or (counts and n > _COUNTED):
+            return None
+        return summing.again(spec.lanes, {0: n * per_row, 1: n if with_z else 0, 2: n if counts else 0})
+
+    def build(_, launch):
         def call(values, z, totals, target, weight):
             outputs = written()
-            launched(*picked((values, z, totals, target, weight, *outputs)))
+            launch(*picked((values, z, totals, target, weight, *outputs)))
             return outputs[:2]
 
         return call
 
-    def again(n):
-        if (n * per_row > _ADDED) != many or (counts and n > _COUNTED):
-            return None
-        found = launched.again(spec.lanes, {0: n * per_row, 1: n if with_z else 0, 2: n if counts else 0})
-        return found and made(found.__call__)
-
-    return Prepared(made(launched.__call__), again)
+    n = max(values.shape[0], 1)
+    return compose(build, of_rows(summing, for_losses, n), n=n, by_row=True)
 
 
 def multiply(dx: Tensor, factor: Tensor) -> Tensor:
     """dx times a factor of one element, in place; where that is 1 and dx is contiguous, nothing is read."""
-    call = find("multiply", None, dx, factor)
-    if call is None:
-        call = keep(prepare_multiply(dx, factor), "multiply", None, dx, factor)
-    call(dx, factor)
+    kept("multiply", None, (dx, factor), prepare_multiply, dx, factor)(dx, factor)
     return dx
 
 
-def prepare_multiply(dx: Tensor, factor: Tensor) -> Prepared:
+def prepare_multiply(dx: Tensor, factor: Tensor) -> Launched:
     """What multiplies in place: call(dx, factor)."""
     if not dx.is_contiguous():  # logits whose rows lie apart, and are overwritten
-        return Prepared(_multiply_apart, lambda _: _multiply_apart)
+        return compose(lambda _: _multiply_apart, n=len(dx))
     sm_count, per_row = device_of(dx.get_device()).sm_count, dx.numel() // max(dx.shape[0], 1)
 
     def programs_of(n):
         return min(-(-n // _MULTIPLIED), _MULTIPLIERS * sm_count)
 
     n = dx.numel()
-    launched = launch.prepare(
+    multiplying = launch.prepare(
         _multiply, programs_of(n), (dx, factor), (n, programs_of(n)), {"BLOCK": _MULTIPLIED},
         device=dx.get_device(), num_warps=8,
     )  # fmt: skip
 
-    def again(n_rows):
+    def for_rows(n_rows):
         n = n_rows * per_row
-        found = launched.again(programs_of(n), {0: n, 1: programs_of(n)})
-        return found and found.__call__
+        return multiplying.again(programs_of(n), {0: n, 1: programs_of(n)})
 
-    return Prepared(launched.__call__, again)
+    return of_rows(multiplying, for_rows, max(dx.shape[0], 1))
 
 
 def _multiply_apart(dx: Tensor, factor: Tensor) -> None:

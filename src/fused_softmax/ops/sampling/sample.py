@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import find, keep
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import refusing
 from fused_softmax.core.route import Route, is_sharded, needs_grad, route_of
 from fused_softmax.ops.sampling import reference
@@ -231,9 +232,9 @@ def _sample(logits, options, read, random, out, look):
         if route is Route.KERNEL:
             if look is None or not n_draws or not logits.shape[0]:
                 return draws_of(logits, options, seed, position, out)
-            prepared = Prepared(prepared_of(logits, options, seed, position, out))
+            launched = Launched(prepared_of(logits, options, seed, position, out))
             kind, *kinds = look
-            call = keep(prepared, name, kind, logits, *kinds, *read, out)
+            call = keep(launched, name, kind, logits, *kinds, *read, out)
             return call(logits, Numbers.of(options, seed, position), *read, out)
         seeds, positions = int64_of(seed, n_draws, logits.device), positions_of(position, n_draws, logits.device)
         if route is Route.OPERATOR:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, contiguous_strides, find, keep
+from fused_softmax.core.calls import contiguous_strides, find, keep
 from fused_softmax.core.kernels.spec import ScoreSpec
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of, flatten, held_bytes
 from fused_softmax.core.route import needs_grad
 from fused_softmax.core.runner import spec_of
@@ -20,7 +21,7 @@ from fused_softmax.ops.softmax.over_ranks import SoftmaxOfShard
 from fused_softmax.ops.softmax.scores import Scores
 from fused_softmax.ranks.gather import told_by
 from fused_softmax.ranks.groups import CHECK, Over, Shards
-from fused_softmax.ranks.launches import DTYPES, Facts, PeerLaunch, allocator, facts_of, plan_of, prepare_launch
+from fused_softmax.ranks.launches import DTYPES, Facts, allocator, facts_of, plan_of, prepare_launch
 from fused_softmax.ranks.peers import Peers, known
 
 
@@ -52,8 +53,8 @@ def softmax_by_peers(
 ) -> Tensor:
     """This rank's columns of the softmax, in the dtype `dtype`."""
     # The digest has the call's shape, and the call may be kept for others.
-    prepared = _prepare(name, x, dtype, facts_of(shards._replace(digest=None)), peers, shards.group)
-    call = keep(prepared, f"{name} by peers", (peers.number, dim, given_dtype, *over[1:]), x)
+    launched = _prepare(name, x, dtype, facts_of(shards._replace(digest=None)), peers, shards.group)
+    call = keep(launched, f"{name} by peers", (peers.number, dim, given_dtype, *over[1:]), x)
     return call(name, peers, shards.group, x)
 
 
@@ -61,19 +62,18 @@ def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _prepare(name: str, input: Tensor, dtype: torch.dtype, facts: Facts, peers: Peers, group: Any) -> Prepared:
+def _prepare(name: str, input: Tensor, dtype: torch.dtype, facts: Facts, peers: Peers, group: Any) -> Launched:
     """call(name, peers, group, input) -> y"""
     log, held, columns = name == "log_softmax", facts.of(None).held, input.shape[-1]
     differentiates = needs_grad(input)
     padded, simple = held < columns, flatten(input[..., :held]) is not None
-    n_rows, sizes = _rows(input), input.shape[1:-1]
     asked = f"{name} {input.dtype} {dtype} {facts.sizes} {facts.n_classes} {differentiates}"
     launched = _prepare_launch(log, _as_rows(input[..., :held]), dtype, facts, peers, group, asked)
     empty = allocator(input.device)
 
-    def made(launch: PeerLaunch, shape: tuple[int, ...]):
+    def build(n, run):
+        shape = (*input_shape[:-1], held) if n is None else (n, *input_shape[1:-1], held)
         strides = contiguous_strides(shape)
-        run = launch.run
 
         def written(x, peers, group):
             y = empty(shape, strides, dtype)
@@ -93,12 +93,8 @@ def _prepare(name: str, input: Tensor, dtype: torch.dtype, facts: Facts, peers: 
 
         return call
 
-    def again(n):
-        found = launched.again(n * (n_rows // input_rows)) if simple else None
-        return found and made(found, (n, *sizes, held))
-
-    input_rows = input.shape[0] if input.ndim > 1 else 1
-    return Prepared(made(launched, (*input.shape[:-1], held)), again if input.ndim > 1 else None)
+    input_shape = tuple(input.shape)
+    return compose(build, launched, n=input_shape[0] if simple and input.ndim > 1 else None)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -106,7 +102,7 @@ def _as_rows(x: Tensor) -> Tensor:
     return flatten(x.contiguous()) if rows is None else rows  # type: ignore[return-value]
 
 
-def _prepare_launch(log: bool, x: Tensor, dtype, facts: Facts, peers: Peers, group, asked: str) -> PeerLaunch:
+def _prepare_launch(log: bool, x: Tensor, dtype, facts: Facts, peers: Peers, group, asked: str) -> Launched:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     device, alignment, itemsize = x.get_device(), alignment_of(x, y), held_bytes(x)
 

@@ -1,15 +1,21 @@
-"""Prepared calls of softmax, log_softmax and their gradients: allocations, copies and launches.
+"""Prepared calls of softmax, log_softmax, logsumexp and their gradients: allocations, copies and launches.
 
-The tensors at hand decide once between rows and columns, whether the result is written where it lies, and which tensors
-are copied. The prepared call does the same for any tensors like these, and decides nothing.
+One pipeline computes every function of rows. The tensors at hand decide once between rows and columns, whether the
+result is written where it lies, and which tensors are copied. The prepared call does the same for any tensors like
+these, and decides nothing.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, allocator, bump_version, contiguous_strides, find, keep
+from fused_softmax.core.calls import allocator, bump_version, contiguous_strides, kept
+from fused_softmax.core.checks import sized
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import (
     as_rows,
     column_dims,
@@ -21,17 +27,20 @@ from fused_softmax.core.layout import (
     rows_of,
     rows_to_write,
 )
-from fused_softmax.core.plan import RowPlan, plan_for
+from fused_softmax.core.plan import RowPlan
 from fused_softmax.core.route import INTERPRET
 from fused_softmax.core.runner import READ
 from fused_softmax.ops.softmax.launches import (
     keep_first_max,
-    plan_backward,
     plan_forward,
+    plan_logsumexp,
     prepare_backward,
     prepare_columns,
     prepare_columns_backward,
     prepare_forward,
+    prepare_logsumexp,
+    prepare_logsumexp_backward,
+    prepare_logsumexp_columns,
 )
 from fused_softmax.ops.softmax.scores import (
     MASK,
@@ -40,63 +49,439 @@ from fused_softmax.ops.softmax.scores import (
     SINK,
     ScoreLayout,
     Scores,
-    scores_against,
+    kind_of_scale,
     scores_against_columns,
     supplied,
     supplier,
 )
 
+Dims = tuple[int, ...]
 
-def forward(log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None = None, scores: Scores = PLAIN):
-    """(log_)softmax on the kernels, with no gradient and no checks: what registered operators and stand-ins run."""
-    name = "log_softmax_forward" if log else "softmax_forward"
+
+@dataclass(frozen=True)
+class RowFunction:
+    """A function of rows, as the pipeline computes it.
+
+    plan: (rows, result, layout of scores) -> the planner's choice. over_rows: (rows, result, plan, layout) -> what
+    launches it. over_columns: (input, result, layout) of views [n_outer, n_cols, n_inner] -> what launches it, or None.
+    reads: (the input's dtype, the result's) -> whether kernels read it so; if not, it is converted first.
+    reduces: whether a row becomes one value. greedy: what makes rows of scale 0 among rows that stream, if anything.
+    """
+
+    name: str
+    plan: Callable[..., RowPlan]
+    over_rows: Callable[..., Launched]
+    over_columns: Callable[..., Launched | None]
+    reads: Callable[[torch.dtype, torch.dtype], bool]
+    reduces: bool = False
+    greedy: Callable[[Tensor, Tensor, Scores], None] | None = None
+
+    @cached_property
+    def forward(self) -> str:
+        """By what name `forward` keeps its calls."""
+        return f"{self.name} forward"
+
+    def shape(self, input: Tensor, dims: Dims, keepdim: bool) -> tuple[int, ...]:
+        """The shape of the result, or torch's error for the dims."""
+        if not self.reduces:
+            return tuple(input.shape)
+        like = torch.empty_like(input, device="meta", requires_grad=False)
+        return tuple(torch.logsumexp(like, dims[0] if len(dims) == 1 else dims, keepdim).shape)
+
+
+def _by_torch(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether torch rounds a tensor: Triton's interpreter takes fp64 to bf16 as if that were an integer."""
+    return INTERPRET and given == torch.float64 and wanted == torch.bfloat16
+
+
+def _of_softmax(log: bool) -> RowFunction:
+    return RowFunction(
+        "log_softmax" if log else "softmax", plan_forward, partial(prepare_forward, log=log),
+        partial(prepare_columns, log=log),
+        reads=lambda given, wanted: given in READ and not _by_torch(given, wanted),
+        greedy=partial(keep_first_max, log=log),
+    )  # fmt: skip
+
+
+SOFTMAX, LOG_SOFTMAX = _of_softmax(log=False), _of_softmax(log=True)
+LOGSUMEXP = RowFunction(
+    "logsumexp",
+    lambda rows, lse, layout: plan_logsumexp(rows, layout),
+    prepare_logsumexp,
+    lambda x, lse, layout: prepare_logsumexp_columns(x, lse),
+    reads=lambda given, wanted: given in READ and not wanted == torch.float64 != given,  # no plan is of fewer bytes
+    reduces=True,
+)
+
+
+def forward(
+    of: RowFunction, input: Tensor, dims: Dims, dtype: torch.dtype, out: Tensor | None = None, scores: Scores = PLAIN,
+    keepdim: bool = False,
+) -> Tensor:  # fmt: skip
+    """A function of rows on the kernels, with no gradient and no checks: what registered operators and stand-ins run.
+
+    Plain calls are kept by the name of.forward and the options (dims, dtype, keepdim).
+    """
     if not scores.plain:
-        prepared = prepare_call(log, input, dim, dtype, out, scores)
-        return prepared.call(input, out, scores.scale, scores.mask, scores.sink)
-    others = () if out is None else (out,)
-    call = find(name, (dim, dtype), input, *others)
-    if call is None:
-        call = keep(prepare_call(log, input, dim, dtype, out, PLAIN), name, (dim, dtype), input, *others)
-    return call(input, out, None, None)
+        call: Callable = prepare_call(of, input, dims, dtype, out, scores, keepdim)
+    else:
+        options = dims, dtype, keepdim
+        call = kept(of.forward, options, (input, out), prepare_call, of, input, dims, dtype, out, PLAIN, keepdim)
+    return call(input, out, scores.scale, scores.mask, scores.sink)
+
+
+def prepare_call(
+    of: RowFunction, input: Tensor, dims: Dims, dtype: torch.dtype, out: Tensor | None, scores: Scores,
+    keepdim: bool = False,
+) -> Launched:  # fmt: skip
+    """The function for tensors like these: call(input, out, scale, mask, sink) -> result, in `dtype`."""
+    if not of.reads(input.dtype, dtype):
+        inner = prepare_call(of, input.to(dtype), dims, dtype, out, scores, keepdim).__call__
+        return Launched(
+            lambda input, out, scale, mask, sink=None: inner(input.to(dtype), out, scale, mask, sink)
+        )  # fmt: skip
+    shape = of.shape(input, dims, keepdim)
+    if not input.numel() and not of.reduces:
+        return Launched(
+            lambda input, out, scale, mask, sink=None: torch.empty_like(input, dtype=dtype) if out is None else out
+        )
+    call = _Call(of, input, tuple(d % max(1, input.ndim) for d in dims), dtype, out, scores, keepdim, shape)
+    if out is not None and not call.may_write():
+        return call.copied_into()
+    return call.over_columns() or call.over_rows()
+
+
+class _Call:
+    """A call as it is prepared. What it returns holds none of its tensors."""
+
+    def __init__(
+        self, of: RowFunction, input: Tensor, dims: Dims, dtype: torch.dtype, out: Tensor | None, scores: Scores,
+        keepdim: bool, shape: tuple[int, ...],
+    ):  # fmt: skip
+        self.of, self.input, self.dims, self.dtype, self.out = of, input, dims, dtype, out
+        self.scores, self.keepdim, self.shape = scores, keepdim, shape
+        self.empty, self.strides = allocator(input.device), contiguous_strides(shape)
+        self.result = self.empty(shape, self.strides, dtype) if out is None else out
+
+    def may_write(self) -> bool:
+        """Whether kernels may write the caller's tensor. Of a row that is written, another may still be unread."""
+        out = self.result
+        if out.dtype != self.dtype or tuple(out.shape) != self.shape or (self.of.reduces and not out.is_contiguous()):
+            return False
+        return not any(overlap(each, out) for each in (self.input, *self.scores.tensors))
+
+    def copied_into(self) -> Launched:
+        """Into a new tensor, and from there into the caller's."""
+        new = prepare_call(self.of, self.input, self.dims, self.dtype, None, self.scores, self.keepdim).__call__
+        shape = self.shape
+        return Launched(
+            lambda input, out, scale, mask, sink=None: sized(out, shape).copy_(new(input, None, scale, mask, sink))
+        )
+
+    def over_columns(self) -> Launched | None:
+        """Along strided dims as they lie; None where there are rows, or scores that take them, or copies."""
+        of, (x, first) = self.of, _merged(self.input, self.dims)
+        if x is None or (of.reduces and not self.scores.plain):
+            return None
+        result = written = self.result
+        if of.reduces:
+            written = result.view(*x.shape[:first], 1, *x.shape[first + 1 :])
+        columns = columns_of(first, x, written)
+        if columns is None or (columns[0].ndim > 3 and not self.scores.plain):
+            return None
+        if of.reduces:
+            columns = columns[0], result.view(-1, 1, columns[0].shape[-1])
+        order = column_dims(first, x, written)
+        layout = scores_against_columns(self.scores.exact(self.dtype, x.device), tuple(x.shape), first, order)
+        launched = None if layout is None else of.over_columns(*columns, layout)
+        if layout is None or launched is None:
+            return None
+        supply = supplier(self.scores, layout, first, self.dtype, self.input)
+        return self.direct(launched, supply) if self.out is None else self.into(launched, supply)
+
+    def over_rows(self) -> Launched:
+        of, dim, input = self.of, self.dims[-1], self.input
+        source = rows_last(input, self.dims)
+        (rows,), (copied,) = as_rows(source)
+        copied = copied or source.data_ptr() != input.data_ptr()
+        target, in_place = self.result, True
+        if not of.reduces:
+            target, in_place = _to_write(last(self.result, dim))
+        if self.out is not None and (copied or not in_place):
+            return self.copied_into()
+        layout = self.scores.laid_out(dim, tuple(input.shape), self.dtype, input.device)
+        plan = of.plan(rows, target, layout)
+        launched = of.over_rows(rows, target, plan, layout)
+        supply = supplier(self.scores, layout, dim, self.dtype, input)
+        if plan.strategy == "stream" and layout.scores.greedy and of.greedy is not None:
+            return self.first_max_after(launched, supply, of.greedy)
+        if self.out is not None:
+            return self.into(launched, supply)
+        if copied or not in_place:
+            return self.through_copies(launched, supply, copied, in_place)
+        # The rows of a causal input of two dims are its queries, of which another number is another call.
+        leads = input.ndim > 1 and 0 not in self.dims and not (self.scores.is_causal and input.ndim == 2)
+        return self.direct(launched, supply, input.shape[0] if leads and not layout.copied else None)
+
+    def direct(self, launched: Launched, supply, n: int | None = None) -> Launched:
+        """Nothing but an allocation and a launch."""
+        dtype, empty, of_this = self.dtype, self.empty, (self.shape, self.strides)
+
+        def build(n, launch):
+            shape, strides = of_this
+            if n is not None and n != shape[0]:
+                shape = n, *shape[1:]
+                strides = contiguous_strides(shape)
+
+            def call(input, out, scale, mask, sink=None):
+                result = empty(shape, strides, dtype)
+                launch(input, result)
+                return result
+
+            def scaled_call(input, out, scale, mask, sink=None):
+                result = empty(shape, strides, dtype)
+                launch(input, result, scale)
+                return result
+
+            def masked_call(input, out, scale, mask, sink=None):
+                result = empty(shape, strides, dtype)
+                launch(input, result, mask)
+                return result
+
+            def sunk_call(input, out, scale, mask, sink=None):
+                result = empty(shape, strides, dtype)
+                launch(input, result, sink)
+                return result
+
+            def scored_call(input, out, scale, mask, sink=None):
+                result = empty(shape, strides, dtype)
+                launch(input, result, *supply(scale, mask, sink))
+                return result
+
+            return {None: call, SCALE: scaled_call, MASK: masked_call, SINK: sunk_call}.get(supply, scored_call)
+
+        return compose(build, launched, n=n)
+
+    def into(self, launched: Launched, supply) -> Launched:
+        """Into the caller's tensor, where it lies. It may overlap an argument in one call and not in the next."""
+        of, dims, dtype, keepdim, launch = self.of, self.dims, self.dtype, self.keepdim, launched.__call__
+        rules = self.scores.is_causal, self.scores.masked_rows
+        overlaps = overlap_like(self.result, self.input, self.scores.scale, self.scores.mask, self.scores.sink)
+
+        def call(input, out, scale, mask, sink=None):
+            if overlaps(out, input, scale, mask, sink):
+                of_this = Scores(scale, mask, *rules, sink=sink)
+                return prepare_call(of, input, dims, dtype, out, of_this, keepdim)(input, out, scale, mask, sink)
+            if supply is None:
+                launch(input, out)
+            else:
+                launch(input, out, *supplied(supply, scale, mask, sink))
+            if not out.is_inference():
+                bump_version((out,))  # autograd sees no write of a kernel's
+            return out
+
+        return Launched(call)
+
+    def through_copies(self, launched: Launched, supply, copied: bool, in_place: bool) -> Launched:
+        """Where no strides describe the rows of the input (copied), or of the result as it shall lie (not in_place)."""
+        launch, dims, shape, strides, dtype = launched.__call__, self.dims, self.shape, self.strides, self.dtype
+        moved, empty, device = tuple(rows_last(self.input, dims).shape), self.empty, self.input.device
+
+        def call(input, out, scale, mask, sink=None):
+            source = rows_last(input, dims).contiguous() if copied else input
+            result = empty(shape, strides, dtype)
+            target = result if in_place else torch.empty(moved, dtype=dtype, device=device)
+            launch(source, target, *supplied(supply, scale, mask, sink))
+            return result if in_place else result.copy_(target.movedim(-1, dims[0]))
+
+        return Launched(call)
+
+    def first_max_after(self, launched: Launched, supply, greedy: Callable[[Tensor, Tensor, Scores], None]) -> Launched:
+        """Rows that stream and may have scale 0, which torch's operations give their first maximum."""
+        launch, dtype, (dim,) = launched.__call__, self.dtype, self.dims
+        rules, empty, shape, strides = (
+            (self.scores.is_causal, self.scores.masked_rows),
+            self.empty,
+            self.shape,
+            self.strides,
+        )
+
+        def write(input, result, scale, mask, sink=None):
+            source, target = last(input, dim), last(result, dim)
+            (rows,), _ = as_rows(source)
+            moved = target if is_rows(target) else torch.empty(source.shape, dtype=dtype, device=source.device)
+            launch(rows, moved, *supplied(supply, scale, mask, sink))
+            of_this = Scores(scale, mask, *rules, sink=sink).along(dim, tuple(input.shape))
+            greedy(source, moved, of_this)
+            if moved is not target:
+                target.copy_(moved)
+            return result
+
+        if self.out is None:
+            return Launched(lambda input, out, *scored: write(input, empty(shape, strides, dtype), *scored))
+        return self.into(Launched(write), lambda *scored: scored)
+
+
+def _to_write(x: Tensor) -> tuple[Tensor, bool]:
+    """(rows to write, whether they are x's own): x as a view [n_rows, n_cols], or a new tensor where x has no rows."""
+    in_place = is_rows(x)
+    return rows_to_write(x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)), in_place
+
+
+def rows_last(x: Tensor, dims: Dims) -> Tensor:
+    """x with `dims` moved last and made one."""
+    if len(dims) == 1:
+        return last(x, dims[0])
+    return x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
+
+
+def _merged(x: Tensor, dims: Dims) -> tuple[Tensor | None, int]:
+    """(x with neighbouring dims made one, which one it is), or None where no one stride describes them."""
+    first, end = min(dims), max(dims) + 1
+    if not x.ndim or end - first != len(dims):
+        return None, first
+    if len(dims) == 1:
+        return x, first
+    try:
+        return x.view(*x.shape[:first], math.prod(x.shape[first:end]), *x.shape[end:]), first
+    except RuntimeError:
+        return None, first
 
 
 def backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, hides: bool, factor: float) -> Tensor:
     """dx in `dtype`, times a factor; contiguous as y is. hides: elements that were masked have no gradient."""
     name, options = backward_key(log, dim, dtype, hides, factor != 1)
-    call = find(name, options, y, dy)
-    if call is None:
-        call = keep(prepare_backward_call(log, dy, y, dim, dtype, hides, factor != 1), name, options, y, dy)
+    call = kept(name, options, (y, dy), prepare_backward_call, log, dy, y, dim, dtype, hides, factor != 1)
     return call(dy, y, factor)
-
-
-def backward_into(dy: Tensor, y: Tensor, out: Tensor, dim: int, log: bool) -> Tensor:
-    """The gradient of a plain call, written into out, which is of y's shape and overlaps neither dy nor y."""
-    name = "log_softmax_backward_out" if log else "softmax_backward_out"
-    call = find(name, dim, y, dy, out)
-    if call is None:
-        call = keep(_prepare_backward_into(log, dy, y, out, dim), name, dim, y, dy, out)
-    return call(dy, y, out)
-
-
-def _prepare_backward_into(log: bool, dy: Tensor, y: Tensor, out: Tensor, dim: int) -> Prepared:
-    moved = [last(each, dim) for each in (dy, y, out)]
-    rows = rows_of(*moved[:2]) if y.numel() and is_rows(moved[2]) else None
-    if rows is None:
-        inner = prepare_backward_call(log, dy, y, dim, out.dtype, False, False).call
-        return Prepared(lambda dy, y, out: out.copy_(inner(dy, y, 1.0)))
-    dy_rows, y_rows = rows
-    launch = prepare_backward(dy_rows, y_rows, rows_to_write(moved[2]), log=log).__call__
-
-    def call(dy, y, out):
-        launch(dy, y, out)
-        return out
-
-    return Prepared(call)
 
 
 def backward_key(log: bool, dim: int, dtype: torch.dtype, hides: bool, scaled: bool) -> tuple[str, tuple]:
     """Under what `backward` keeps its calls."""
     return "log_softmax_backward" if log else "softmax_backward", (dim, dtype, hides, scaled)
+
+
+def backward_into(dy: Tensor, y: Tensor, out: Tensor, dim: int, log: bool) -> Tensor:
+    """The gradient of a plain call, written into out, which is of y's shape and overlaps neither dy nor y."""
+    name = "log_softmax_backward_out" if log else "softmax_backward_out"
+    return kept(name, dim, (y, dy, out), _prepare_backward_into, log, dy, y, out, dim)(dy, y, out)
+
+
+def _prepare_backward_into(log: bool, dy: Tensor, y: Tensor, out: Tensor, dim: int) -> Launched:
+    moved = [last(each, dim) for each in (dy, y, out)]
+    rows = rows_of(*moved[:2]) if y.numel() and is_rows(moved[2]) else None
+    if rows is None:
+        inner = prepare_backward_call(log, dy, y, dim, out.dtype, False, False).__call__
+        return Launched(lambda dy, y, out: out.copy_(inner(dy, y, 1.0)))
+    launch = prepare_backward(*rows, rows_to_write(moved[2]), log=log).__call__
+
+    def call(dy, y, out):
+        launch(dy, y, out)
+        return out
+
+    return Launched(call)
+
+
+def prepare_backward_call(
+    log: bool, dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, hides: bool, scaled: bool
+) -> Launched:
+    """The gradient for tensors like these: call(dy, y, factor) -> dx."""
+    shape, strides, device = tuple(y.shape), contiguous_strides(y.shape), y.device
+    empty = allocator(device)
+    dx = empty(shape, strides, dtype)
+    if not y.numel():
+        return Launched(lambda dy, y, factor: torch.empty_like(y, dtype=dtype))
+    if _by_torch(y.dtype, dtype):
+        wide = prepare_backward_call(log, dy, y, dim, y.dtype, hides, scaled).__call__
+        return Launched(lambda dy, y, factor: wide(dy, y, factor).to(dtype))
+
+    def build(n, launch):
+        size = shape if n is None else (n, *shape[1:])
+        strides = contiguous_strides(size)
+
+        def call(dy, y, factor):
+            dx = empty(size, strides, dtype)
+            launch(dy, y, dx)
+            return dx
+
+        def scaled_call(dy, y, factor):
+            dx = empty(size, strides, dtype)
+            launch(dy, y, dx, factor)
+            return dx
+
+        return scaled_call if scaled else call
+
+    columns = columns_of(dim, dy, y, dx) if y.ndim else None
+    if columns is not None and (columns[0].ndim == 3 or not (hides or scaled)):
+        launched = prepare_columns_backward(*columns, log=log, hides=hides, scaled=scaled)
+        if launched is not None:
+            return compose(build, launched)
+    moved = [last(each, dim) for each in (dy, y, dx)]
+    (dy_rows, y_rows), copies = as_rows(*moved[:2])
+    in_place = is_rows(moved[2])
+    if not in_place:
+        moved[2] = torch.empty(moved[1].shape, dtype=dtype, device=device)
+    rows = prepare_backward(dy_rows, y_rows, rows_to_write(moved[2]), log=log, hides=hides, scaled=scaled)
+    if in_place and not any(copies):
+        return compose(build, rows, n=shape[0] if y.ndim > 1 and dim % y.ndim != 0 else None)
+    launch, moved_shape = rows.__call__, tuple(moved[1].shape)
+
+    def call(dy, y, factor):
+        sources = [last(each, dim).contiguous() if copy else each for each, copy in zip((dy, y), copies, strict=True)]
+        dx = empty(shape, strides, dtype)
+        target = dx if in_place else torch.empty(moved_shape, dtype=dtype, device=device)
+        launch(*sources, target, *((factor,) if scaled else ()))
+        return dx if in_place else dx.copy_(target.movedim(-1, dim))
+
+    return Launched(call)
+
+
+def logsumexp_backward(
+    x: Tensor, lse: Tensor, dlse: Tensor, dims: Dims, *, scores: Scores = PLAIN, dtype: torch.dtype | None = None,
+    hides: bool = False,
+) -> Tensor:  # fmt: skip
+    """exp(z - lse) * dlse of x's shape, in `dtype` or x's: the gradient of the scores z.
+
+    A sink is no part of it: lse counts it already. hides: whether rows whose dlse is 0 get 0, whatever they hold.
+    """
+    dtype = dtype or x.dtype
+    options = dims, dtype, scores.is_causal, scores.masked_rows, hides
+    tensors = x, lse, dlse, kind_of_scale(scores.scale), scores.mask
+    prepared = x, lse, dlse, dims, scores, dtype, hides
+    call = kept("logsumexp_backward", options, tensors, _prepare_logsumexp_backward, *prepared)
+    return call(x, lse, dlse, scores.scale, scores.mask)
+
+
+def _prepare_logsumexp_backward(
+    x: Tensor, lse: Tensor, dlse: Tensor, dims: Dims, scores: Scores, dtype: torch.dtype, hides: bool
+) -> Launched:
+    """The gradient for tensors like these: call(x, lse, dlse, scale, mask) -> dz."""
+    layout: ScoreLayout = scores.laid_out(dims[-1], tuple(x.shape), x.dtype, x.device)
+    source = rows_last(x, dims)
+    moved_shape, device = tuple(source.shape), x.device
+    (rows,), (copied,) = as_rows(source)
+    copied = copied or source.data_ptr() != x.data_ptr()
+    in_place = len(dims) == 1 and dims[0] == x.ndim - 1
+    dx = rows_to_write(torch.empty(moved_shape, dtype=dtype, device=device))
+    launched = prepare_logsumexp_backward(rows, lse.contiguous(), dlse.contiguous(), dx, layout=layout, hides=hides)
+    supply = supplier(scores, layout, dims[-1], x.dtype, x)
+    ends, sizes = tuple(range(-len(dims), 0)), [x.shape[d] for d in dims]
+
+    def build(n, launch):
+        shape = moved_shape if n is None else (n, *moved_shape[1:])
+
+        def call(x, lse, dlse, scale, mask):
+            dz = torch.empty(shape, dtype=dtype, device=device)
+            rows = rows_last(x, dims).contiguous() if copied else x
+            launch(rows, lse.contiguous(), dlse.contiguous(), dz, *supplied(supply, scale, mask))
+            if in_place:
+                return dz
+            return (dz if len(dims) == 1 else dz.unflatten(-1, sizes)).movedim(ends, dims)
+
+        return call
+
+    by_query = scores.is_causal and x.ndim == 2
+    leads = x.ndim > 1 and in_place and not copied and not layout.copied and not by_query
+    return compose(build, launched, n=moved_shape[0] if leads else None, by_row=True)
 
 
 def forward_by_plan(
@@ -109,14 +494,12 @@ def forward_by_plan(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
     if x.numel():
         ((x_rows,), _), y_rows = as_rows(x), rows_to_write(y)
-        against = scores.exact(y.dtype, x.device)
-        plan = plan or plan_forward(x_rows, y_rows, against)
-        scored = scores_against(against, tuple(x.shape)).tensors
-        number = (against.number,) if isinstance(against.scale, float) else ()
-        run = prepare_forward(x_rows, y_rows, plan, log=log, scores=against, shape=tuple(x.shape))
-        run(x_rows, y_rows, *scored, *number)
-        if plan.strategy == "stream" and against.greedy:
-            keep_first_max(x, y, log, scores)
+        layout = scores.laid_out(-1, tuple(x.shape), y.dtype, x.device)
+        plan = plan or plan_forward(x_rows, y_rows, layout)
+        number = [layout.scores.number for _ in layout.numbers]
+        prepare_forward(x_rows, y_rows, plan, layout, log=log)(x_rows, y_rows, *layout.tensors, *number)
+        if plan.strategy == "stream" and layout.scores.greedy:
+            keep_first_max(x, y, scores, log=log)
     return y
 
 
@@ -127,254 +510,6 @@ def backward_by_plan(
     """The gradient over the last dim into dx, its rows contiguous, by a plan, or the planner's."""
     if y.numel():
         ((dy_rows, y_rows), _), dx_rows = as_rows(dy, y), rows_to_write(dx)
-        run = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=factor != 1)
-        run(dy_rows, y_rows, dx_rows, *((factor,) if factor != 1 else ()))
+        launched = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=factor != 1)
+        launched(dy_rows, y_rows, dx_rows, *((factor,) if factor != 1 else ()))
     return dx
-
-
-def prepare_call(
-    log: bool, input: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None, scores: Scores
-) -> Prepared:
-    """The forward for tensors like these: call(input, out, scale, mask, sink) -> result."""
-    if input.dtype not in READ or _by_torch(input.dtype, dtype):
-        inner = prepare_call(log, input.to(dtype), dim, dtype, out, scores).call
-        return Prepared(
-            lambda input, out, scale, mask, sink=None: inner(input.to(dtype), out, scale, mask, sink)
-        )  # fmt: skip
-    if not input.numel():
-        return Prepared(
-            lambda input, out, scale, mask, sink=None: torch.empty_like(input, dtype=dtype) if out is None else out
-        )
-    read = input, *scores.tensors
-    if out is not None and any(overlap(each, out) for each in read):  # of a row that is written, another may be unread
-        return _copied_into(prepare_call(log, input, dim, dtype, None, scores))
-    if input.ndim:
-        prepared = _over_columns(log, input, dim, dtype, out, scores)
-        if prepared is not None:
-            return prepared
-    return _over_rows(log, input, dim, dtype, out, scores)
-
-
-def _by_torch(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether torch rounds a tensor: Triton's interpreter takes fp64 to bf16 as if that were an integer."""
-    return INTERPRET and given == torch.float64 and wanted == torch.bfloat16
-
-
-def _over_columns(log, input, dim, dtype, out, scores) -> Prepared | None:
-    """Along a strided dim as it lies, or None where the tensors have rows, or scores that take them, or need a copy."""
-    shape, strides, empty = tuple(input.shape), contiguous_strides(input.shape), allocator(input.device)
-    result = empty(shape, strides, dtype) if out is None else out
-    columns = columns_of(dim, input, result)
-    if columns is None or (columns[0].ndim > 3 and not scores.plain):
-        return None
-    layout = scores_against_columns(scores.exact(dtype, input.device), shape, dim, column_dims(dim, input, result))
-    run = None if layout is None else prepare_columns(*columns, log=log, layout=layout)
-    if layout is None or run is None:
-        return None
-    supply = supplier(scores, layout, dim, dtype, input)
-    if out is not None:
-        return _written(run.__call__, log, dim, dtype, scores, input, out, supply)
-    return _direct(run, input, dtype, strides, supply)
-
-
-def _over_rows(log, input, dim, dtype, out, scores) -> Prepared:
-    source = last(input, dim)
-    (rows,), (copies,) = as_rows(source)
-    whole, strides, empty = tuple(input.shape), contiguous_strides(input.shape), allocator(input.device)
-    result = empty(whole, strides, dtype) if out is None else out
-    in_place = is_rows(last(result, dim))
-    if out is not None and (copies or not in_place):
-        return _copied_into(_over_rows(log, input, dim, dtype, None, scores))
-
-    shape = tuple(source.shape)
-    against = (scores.along(dim, input.shape) if input.ndim else scores).exact(dtype, input.device)
-    target = last(result, dim) if in_place else torch.empty(shape, dtype=dtype, device=input.device)
-    y_rows = rows_to_write(target)
-    plan = plan_forward(rows, y_rows, against)
-    run = prepare_forward(rows, y_rows, plan, log=log, scores=against, shape=shape)
-    layout = scores_against(against, shape)
-    supply = supplier(scores, layout, dim, dtype, input)
-    if plan.strategy == "stream" and against.greedy:
-        write = _first_max_after(run.__call__, supply, log, dim, dtype, scores)
-        if out is None:
-            return Prepared(lambda input, out, *given: write(input, empty(whole, strides, dtype), *given))
-        return _written(write, log, dim, dtype, scores, input, out, lambda *given: given)
-    if out is not None:
-        return _written(run.__call__, log, dim, dtype, scores, input, out, supply)
-    if copies or not in_place:
-        return _through_copies(run, supply, dim, dtype, copies, in_place, shape)
-    leads = input.ndim > 1 and dim % input.ndim != 0 and not layout.copied
-    by_query = scores.is_causal and input.ndim == 2  # its rows are the queries
-    if not leads or by_query:
-        return _direct(run, input, dtype, strides, supply)
-    return _direct(run, input, dtype, strides, supply, plan, leading_of(layout, input.shape[0]))
-
-
-def _direct(run, input, dtype, strides, supply=None, plan=None, leading=None) -> Prepared:
-    """Nothing but an allocation and a launch. plan: of rows, if the call can be made for another number of them."""
-    shape, empty = tuple(input.shape), allocator(input.device)
-
-    def made(launch, shape):
-        def call(input, out, scale, mask, sink=None):
-            result = empty(shape, strides, dtype)
-            launch(input, result)
-            return result
-
-        def scaled_call(input, out, scale, mask, sink=None):
-            result = empty(shape, strides, dtype)
-            launch(input, result, scale)
-            return result
-
-        def masked_call(input, out, scale, mask, sink=None):
-            result = empty(shape, strides, dtype)
-            launch(input, result, mask)
-            return result
-
-        def sunk_call(input, out, scale, mask, sink=None):
-            result = empty(shape, strides, dtype)
-            launch(input, result, sink)
-            return result
-
-        def scored_call(input, out, scale, mask, sink=None):
-            result = empty(shape, strides, dtype)
-            launch(input, result, *supply(scale, mask, sink))
-            return result
-
-        return {None: call, SCALE: scaled_call, MASK: masked_call, SINK: sunk_call}.get(supply, scored_call)
-
-    def again(n):
-        other = plan_for(plan, n * (plan.n_rows // shape[0]))
-        found = other and run.again(other, leading(n))
-        return made(found.__call__, (n, *shape[1:])) if found else None
-
-    return Prepared(made(run.__call__, shape), again if plan is not None else None)
-
-
-def leading_of(layout: ScoreLayout, size: int) -> Callable[[int], dict[str, int]]:
-    """What gives the kernel's value that counts the rows' leading index, for another leading size than `size`."""
-    if layout.leading is None:
-        return lambda n: {}
-    name, inner = layout.leading, layout.values[layout.leading] // size
-    return lambda n: {name: inner * n}
-
-
-def _written(launch, log, dim, dtype, scores, input, out, supply=None) -> Prepared:
-    """Into the caller's tensor, where it lies. It may overlap an argument in one call and not in the next."""
-    rules = scores.is_causal, scores.masked_rows
-    overlaps = overlap_like(out, input, scores.scale, scores.mask, scores.sink)
-
-    def call(input, out, scale, mask, sink=None):
-        if overlaps(out, input, scale, mask, sink):
-            of_this = Scores(scale, mask, *rules, sink=sink)
-            return prepare_call(log, input, dim, dtype, out, of_this).call(input, out, scale, mask, sink)
-        if supply is None:
-            launch(input, out)
-        else:
-            launch(input, out, *supplied(supply, scale, mask, sink))
-        if not out.is_inference():
-            bump_version((out,))  # autograd sees no write of a kernel's
-        return out
-
-    return Prepared(call)
-
-
-def _copied_into(prepared) -> Prepared:
-    """Into a new tensor, and from there into the caller's."""
-    inner = prepared.call
-    return Prepared(lambda input, out, scale, mask, sink=None: out.copy_(inner(input, None, scale, mask, sink)))
-
-
-def _through_copies(run, supply, dim, dtype, copies, in_place, moved_shape) -> Prepared:
-    """Where no strides describe the rows of the input (copies), or of the result as it should lie (not in_place)."""
-    launch = run.__call__
-
-    def call(input, out, scale, mask, sink=None):
-        source = last(input, dim).contiguous() if copies else input
-        result = torch.empty(input.shape, dtype=dtype, device=input.device)
-        target = result if in_place else torch.empty(moved_shape, dtype=dtype, device=input.device)
-        launch(source, target, *supplied(supply, scale, mask, sink))
-        return result if in_place else result.copy_(target.movedim(-1, dim))
-
-    return Prepared(call)
-
-
-def _first_max_after(launch, supply, log, dim, dtype, scores):
-    """What writes rows that stream and may have scale 0, which torch's operations give their first maximum."""
-    rules = scores.is_causal, scores.masked_rows
-
-    def write(input, result, scale, mask, sink=None):
-        source, target = last(input, dim), last(result, dim)
-        (rows,), _ = as_rows(source)
-        moved = target if is_rows(target) else torch.empty(source.shape, dtype=dtype, device=input.device)
-        launch(rows, moved, *supplied(supply, scale, mask, sink))
-        of_this = Scores(scale, mask, *rules, sink=sink).along(dim, tuple(input.shape))
-        keep_first_max(source, moved, log, of_this)
-        if moved is not target:
-            target.copy_(moved)
-        return result
-
-    return write
-
-
-def prepare_backward_call(
-    log: bool, dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, hides: bool, scaled: bool
-) -> Prepared:
-    """The gradient for tensors like these: call(dy, y, factor) -> dx."""
-    shape, strides, device = tuple(y.shape), contiguous_strides(y.shape), y.device
-    empty = allocator(device)
-    dx = empty(shape, strides, dtype)
-    if not y.numel():
-        return Prepared(lambda dy, y, factor: torch.empty_like(y, dtype=dtype))
-    if _by_torch(y.dtype, dtype):
-        wide = prepare_backward_call(log, dy, y, dim, y.dtype, hides, scaled).call
-        return Prepared(lambda dy, y, factor: wide(dy, y, factor).to(dtype))
-    if y.ndim:
-        columns = columns_of(dim, dy, y, dx)
-        run = None
-        if columns is not None and (columns[0].ndim == 3 or not (hides or scaled)):
-            run = prepare_columns_backward(*columns, log=log, hides=hides, scaled=scaled)
-        if run is not None:
-            return _direct_backward(run, shape, strides, dtype, empty, scaled)
-    moved = [last(each, dim) for each in (dy, y, dx)]
-    (dy_rows, y_rows), copies = as_rows(*moved[:2])
-    in_place = is_rows(moved[2])
-    if not in_place:
-        moved[2] = torch.empty(moved[1].shape, dtype=dtype, device=device)
-    dx_rows = rows_to_write(moved[2])
-    plan = plan_backward(dy_rows, y_rows, dx_rows)
-    run = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=scaled)
-    if in_place and not any(copies):
-        leads = y.ndim > 1 and dim % y.ndim != 0
-        return _direct_backward(run, shape, strides, dtype, empty, scaled, plan if leads else None)
-    launch, moved_shape = run.__call__, tuple(moved[1].shape)
-
-    def call(dy, y, factor):
-        sources = [last(each, dim).contiguous() if copy else each for each, copy in zip((dy, y), copies, strict=True)]
-        dx = torch.empty(shape, dtype=dtype, device=device)
-        target = dx if in_place else torch.empty(moved_shape, dtype=dtype, device=device)
-        launch(*sources, target, *((factor,) if scaled else ()))
-        return dx if in_place else dx.copy_(target.movedim(-1, dim))
-
-    return Prepared(call)
-
-
-def _direct_backward(run, shape, strides, dtype, empty, scaled, plan=None) -> Prepared:
-    def made(launch, shape):
-        def call(dy, y, factor):
-            dx = empty(shape, strides, dtype)
-            launch(dy, y, dx)
-            return dx
-
-        def scaled_call(dy, y, factor):
-            dx = empty(shape, strides, dtype)
-            launch(dy, y, dx, factor)
-            return dx
-
-        return scaled_call if scaled else call
-
-    def again(n):
-        other = plan_for(plan, n * (plan.n_rows // shape[0]))
-        found = other and run.again(other)
-        return made(found.__call__, (n, *shape[1:])) if found else None
-
-    return Prepared(made(run.__call__, shape), again if plan is not None else None)

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, find
+from fused_softmax.core.calls import find
 from fused_softmax.core.checks import DTYPES, arithmetic_in, arithmetic_of
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.route import Route, route_of, runs_here
 from fused_softmax.core.runner import FP8
-from fused_softmax.ops.softmax import logsumexp_calls, reference
-from fused_softmax.ops.softmax.calls import backward, backward_key
+from fused_softmax.ops.softmax import reference
+from fused_softmax.ops.softmax.calls import LOGSUMEXP, backward, backward_key, prepare_call
 from fused_softmax.ops.softmax.scores import Scores
 
 
@@ -45,14 +46,16 @@ def _differentiated(log: bool, input: Tensor, dim: int, dtype: torch.dtype, scor
     return kind._replace(quick=backward_key(log, dim, input.dtype, scores.hides, scores.scale is not None))
 
 
-def with_gradient(prepared: Prepared, log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores):
+def with_gradient(
+    launched: Launched, log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores
+) -> Launched:
     """A prepared call as one that autograd differentiates."""
     kind = _differentiated(log, input, dim, dtype, scores)
     of_scores = scores.per_row is not None or (scores.mask is not None and scores.mask.requires_grad)
     of_sink = isinstance(scores.sink, Tensor) and scores.sink.requires_grad
     summed = _prepare_lse(input, dim, dtype, scores) if of_sink else None
 
-    def wrapped(forward, lse_of):
+    def build(n, forward, lse_of):
         def call(input, out, scale, mask, sink):
             return _apply_to_input(input, (forward, scale, mask, sink, kind))
 
@@ -62,28 +65,24 @@ def with_gradient(prepared: Prepared, log: bool, input: Tensor, dim: int, dtype:
 
         return scored_call if of_scores or of_sink else call
 
-    def again(n):
-        forward, lse_of = prepared.again(n), summed and summed.again and summed.again(n)  # type: ignore[misc]
-        return None if forward is None or (of_sink and lse_of is None) else wrapped(forward, lse_of)
-
-    return Prepared(wrapped(prepared.call, summed and summed.call), again if prepared.again else None)
+    return compose(build, launched, summed, n=input.shape[0] if launched.of_any_rows else None)
 
 
-def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Prepared:
+def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Launched:
     """lse of a call's rows, by which its sink has a gradient: in the dtype of the arithmetic, `dim` kept."""
     rounded = input.dtype not in (dtype, *FP8) and dtype != arithmetic_in(dtype)
     if rounded or not input.dtype.is_floating_point:
-        inner = _prepare_lse(input.to(dtype), dim, dtype, scores).call
-        return Prepared(lambda input, out, scale, mask, sink: inner(input.to(dtype), out, scale, mask, sink))
+        inner = _prepare_lse(input.to(dtype), dim, dtype, scores).__call__
+        return Launched(lambda input, out, scale, mask, sink: inner(input.to(dtype), out, scale, mask, sink))
     arithmetic, rules = arithmetic_in(dtype), (scores.is_causal, scores.masked_rows)
     if input.numel() and input.ndim:
-        return logsumexp_calls.prepare_call(input, (dim,), True, None, scores, arithmetic)
+        return prepare_call(LOGSUMEXP, input, (dim,), arithmetic, None, scores, True)
 
     def composed(input, out, scale, mask, sink):
         arguments = Scores(scale, mask, *rules, sink=sink).arguments()
         return reference.logsumexp(input, dim, True, dtype=arithmetic, arithmetic=arithmetic, **arguments)
 
-    return Prepared(composed)
+    return Launched(composed)
 
 
 class _OfInput(torch.autograd.Function):

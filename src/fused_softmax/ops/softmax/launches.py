@@ -1,35 +1,38 @@
-"""softmax, log_softmax and their gradients on rows and columns: the plan and the kernel, prepared for tensors at hand.
+"""The launches of softmax, log_softmax, logsumexp and their gradients: a plan and its kernel, for tensors at hand.
 
-Each `prepare_...` returns a Run, which takes any tensors like these, of the same alignment.
+Each `prepare_...` returns what takes any tensors like these, of the same alignment.
 """
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_softmax.core.device import device_of
 from fused_softmax.core.kernels.spec import ADDED_MASK, GradientSpec, ScoreSpec
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of, held_bytes, sizes_of
-from fused_softmax.core.plan import H200, VECTOR_BYTES, RowPlan, plan_rows
-from fused_softmax.core.runner import TLDTYPES, Run, format_of, has_ptx, prepare, spec_of
+from fused_softmax.core.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, RowPlan, plan_reduction, plan_rows
+from fused_softmax.core.runner import TLDTYPES, format_of, has_ptx, prepare, spec_of
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.kernels.causal import _causal_forward
 from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec
-from fused_softmax.ops.softmax.kernels.columns import _column_backward, _column_forward
+from fused_softmax.ops.softmax.kernels.columns import _column_backward, _column_forward, _column_logsumexp
 from fused_softmax.ops.softmax.kernels.forward import _part_forward, _stream_forward, _stream_state, _tile_forward
 from fused_softmax.ops.softmax.kernels.gradient import _part_backward, _stream_backward, _stream_dot, _tile_backward
+from fused_softmax.ops.softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
 from fused_softmax.ops.softmax.plan import ColumnPlan, plan_columns
-from fused_softmax.ops.softmax.scores import PLAIN, PLAIN_COLUMNS, ScoreLayout, Scores, scores_against
+from fused_softmax.ops.softmax.scores import PLAIN_COLUMNS, PLAIN_ROWS, ScoreLayout, Scores
 
 _SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the result's dtype
 _LENGTHS = 4  # of causal rows, each with code of its own
 
 
-def plan_forward(x: Tensor, y: Tensor, scores: Scores = PLAIN) -> RowPlan:
+def plan_forward(x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowPlan:
     """The planner's choice for rows x and y [n_rows, n_cols]."""
-    n_rows, n_cols = sizes_of(x)
+    scores, (n_rows, n_cols) = layout.scores, sizes_of(x)
     if held_bytes(x) < held_bytes(y) and n_cols <= _SAME_SUMS:
         x, y = y, x  # the plan for what is written sums in the order that an input of its dtype is summed in
     # The dtype of what is held: of the arithmetic where that is fp64, or where sums with a mask are held and not x.
@@ -41,65 +44,62 @@ def plan_forward(x: Tensor, y: Tensor, scores: Scores = PLAIN) -> RowPlan:
 
 
 def prepare_forward(
-    x: Tensor, y: Tensor, plan: RowPlan | None = None, *, log: bool = False, scores: Scores = PLAIN,
-    shape: tuple[int, ...] | None = None,
-) -> Run:  # fmt: skip
-    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: run(x, y, mask, scale, sink), less None.
+    x: Tensor, y: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS, *, log: bool = False
+) -> Launched:
+    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: call(x, y, mask, scale, sink), less None.
 
-    x: as `layout.rows_of` has it, as are inputs everywhere here; an output has one row stride.
-    shape: the input's own, against which mask, scale and sink broadcast; x's unless told. A scale that is a number
-    comes last, with each run. A sink is a tensor (`Scores.exact`).
+    x: as `layout.rows_of` has it, as are inputs everywhere here; an output has one row stride. A scale that is a number
+    comes last, with each call.
     """
     if plan is None:
-        plan = plan_forward(x, y, scores)
-    device = x.get_device()
-    layout = scores_against(scores, shape or tuple(x.shape))
-    numbers = ("scale",) if isinstance(scores.scale, float) else ()
-    kind = layout.kind | format_of(x)
+        plan = plan_forward(x, y, layout)
+    device, scores, kind = x.get_device(), layout.scores, layout.kind | format_of(x)
     spec = spec_of(ScoreSpec, plan, y.dtype, device, itemsize=x.element_size(), log=log, **kind)
     tensors = {"x": x, "y": y, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
-    values = layout.values
+    how = {"values": layout.values, "device": device, "numbers": layout.numbers, "leading": layout.leading}
     if plan.strategy == "tile":
         spec = replace(spec, edges_first=spec.shifted and (plan.pieces > 1 or y.dtype == torch.bfloat16))
-        return prepare(_tile_forward, plan, spec, tensors, values, device=device, numbers=numbers)
+        return prepare(_tile_forward, plan, spec, tensors, **how)
     if plan.strategy == "row" and scores.is_causal:
         spec = replace(spec, causal_step=-(-plan.pieces // _LENGTHS))
-        return prepare(_causal_forward, plan, spec, tensors, values, device=device, numbers=numbers)
+        return prepare(_causal_forward, plan, spec, tensors, **how)
     if plan.strategy == "stream":
-        return _prepare_stream(plan, spec, x, y, layout, numbers)
+        return _prepare_stream(plan, spec, x, y, layout)
     if plan.strategy == "row":
         spec = replace(spec, shared_dims=layout.shared_dims)
     capped = scores.mask is None and not scores.is_causal  # a mask takes more registers
-    return prepare(_part_forward, plan, spec, tensors, values, device=device, numbers=numbers, capped=capped)
+    return prepare(_part_forward, plan, spec, tensors, capped=capped, **how)
 
 
-def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout: ScoreLayout, numbers) -> Run:
+def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout: ScoreLayout) -> Launched:
     state_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
     shape = (2, plan.n_rows, -(-plan.parts // 4) * 4)  # rows of states on 16 bytes, so that m and s are aligned alike
     states = torch.empty(shape, dtype=state_dtype, device=x.device)
     scored = {"mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
-    index = x.get_device()
+    how = {"values": layout.values, "device": x.get_device(), "numbers": layout.numbers}
     spec = replace(spec, greedy=False)
     of_state = {"x": x, "m": states[0], "s": states[1], **scored}
     bare = replace(spec, log=False, zero_masked_rows=False, sink=False)
-    first = prepare(_stream_state, plan, bare, of_state, layout.values, device=index, numbers=numbers)
+    first = prepare(_stream_state, plan, bare, of_state, **how)
     of_result = {"x": x, "y": y, "m": states[0], "s": states[1], **scored}
     spec = replace(spec, lanes=plan.lanes)
-    second = prepare(_stream_forward, plan, spec, of_result, layout.values, device=index, numbers=numbers)
+    second = prepare(_stream_forward, plan, spec, of_result, **how)
     device = x.device
-    tensors = [layout.mask, layout.scale]
-    before = sum(each is not None for each in tensors)  # of the arguments, those that the sink follows
+    before = sum(each is not None for each in (layout.mask, layout.scale))  # of the arguments, those before the sink
     after = before + (layout.sink is not None)
 
-    def run(x, y, *scored):
-        m, s = torch.empty(shape, dtype=state_dtype, device=device)
-        first(x, m, s, *scored[:before], *scored[after:])
-        second(x, y, m, s, *scored)
+    def build(_, first, second):
+        def call(x, y, *scored):
+            m, s = torch.empty(shape, dtype=state_dtype, device=device)
+            first(x, m, s, *scored[:before], *scored[after:])
+            second(x, y, m, s, *scored)
 
-    return Run(run, lambda plan: None)
+        return call
+
+    return compose(build, first, second)
 
 
-def keep_first_max(x: Tensor, y: Tensor, log: bool, scores: Scores) -> None:
+def keep_first_max(x: Tensor, y: Tensor, scores: Scores, *, log: bool) -> None:
     """The rows of scale 0 among rows that stream: no kernel does it for them, torch's operations do."""
     greedy = reference.log_softmax if log else reference.softmax
     one_hot = greedy(
@@ -117,8 +117,8 @@ def plan_backward(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
 def prepare_backward(
     dy: Tensor, y: Tensor, dx: Tensor, plan: RowPlan | None = None, *, log: bool = False, hides: bool = False,
     scaled: bool = False,
-) -> Run:  # fmt: skip
-    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: run(dy, y, dx), and the factor if scaled.
+) -> Launched:  # fmt: skip
+    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: call(dy, y, dx), and the factor if scaled.
 
     dy, y: as `layout.rows_of` has them together.
     hides: elements that a mask hid, which are -inf in a log_softmax for it, have no gradient.
@@ -145,52 +145,50 @@ def prepare_backward(
     spec, tensors = replace(spec, lanes=plan.lanes), tensors | {"d": d}
     second = prepare(_stream_backward, plan, spec, tensors, values, device=device, numbers=numbers)
 
-    def run(dy, y, dx, *factor):
-        d = torch.empty(shape, dtype=state_dtype, device=torch_device)
-        first(dy, y, d)
-        second(dy, y, dx, d, *factor)
+    def build(_, first, second):
+        def call(dy, y, dx, *factor):
+            d = torch.empty(shape, dtype=state_dtype, device=torch_device)
+            first(dy, y, d)
+            second(dy, y, dx, d, *factor)
 
-    return Run(run, lambda plan: None)
+        return call
+
+    return compose(build, first, second)
 
 
 def prepare_columns(
-    x: Tensor, y: Tensor, *, log: bool = False, layout: ScoreLayout = PLAIN_COLUMNS, plan: ColumnPlan | None = None
-) -> Run | None:
-    """What runs the forward on views [n_outer, n_cols, n_inner]: run(x, y, mask, scale), less None.
+    x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_COLUMNS, *, log: bool = False, plan: ColumnPlan | None = None
+) -> Launched | None:
+    """What runs the forward on views [n_outer, n_cols, n_inner]: call(x, y, mask, scale), less None.
 
     None where no plan holds the columns, or where a scale of 0 would take the first maximum of several programs.
-    layout: of mask and scale (`scores_against_columns`). A scale that is a number comes last, with each run.
+    layout: of mask and scale (`scores_against_columns`). A scale that is a number comes last, with each call.
     """
     # Measured on sm_90, where log_softmax lost by it; for sm_80 Triton 3.6 spills.
     unpack = not log and device_of(x.get_device()).capability[0] == H200.capability[0]
     how = {"log": log, "unpack_bf16": unpack, "holds": True, **layout.kind}
-    scored = {"mask": layout.mask, "scale": layout.scale}
-    numbers = ("scale",) if how.get("scaled") and layout.scale is None else ()
-    return run_columns(
-        _column_forward, {"x": x}, {"y": y}, y.dtype, how, plan, scored=scored, values=layout.values, numbers=numbers
-    )  # fmt: skip
+    return _over_columns(_column_forward, {"x": x}, {"y": y}, y.dtype, how, plan, layout)
 
 
 def prepare_columns_backward(
     dy: Tensor, y: Tensor, dx: Tensor, *, log: bool = False, hides: bool = False, scaled: bool = False,
     plan: ColumnPlan | None = None,
-) -> Run | None:  # fmt: skip
-    """The same for the gradient dx: run(dy, y, dx), and the factor if scaled. hides: as `prepare_backward`'s."""
+) -> Launched | None:  # fmt: skip
+    """The same for the gradient dx: call(dy, y, dx), and the factor if scaled. hides: as `prepare_backward`'s."""
     how = {"log": log, "out_dtype": TLDTYPES[dx.dtype], "holds": True, "hides": hides, "scaled": scaled}
-    values, numbers = {"factor": 1.0 if scaled else None}, ("factor",) if scaled else ()
-    return run_columns(
-        _column_backward, {"dy": dy, "y": y}, {"dx": dx}, y.dtype, how, plan, values=values, numbers=numbers
-    )  # fmt: skip
+    of_factor = {"values": {"factor": 1.0 if scaled else None}, "numbers": ("factor",) if scaled else ()}
+    return _over_columns(_column_backward, {"dy": dy, "y": y}, {"dx": dx}, y.dtype, how, plan, **of_factor)
 
 
-def run_columns(
-    kernel, inputs, output, cast_dtype, how, plan: ColumnPlan | None, *, scored=None, values=None, numbers=()
-) -> Run | None:
+def _over_columns(
+    kernel: Any, inputs: dict[str, Tensor], output: dict[str, Tensor], cast_dtype: torch.dtype, how: dict[str, Any],
+    plan: ColumnPlan | None, layout: ScoreLayout | None = None, **options: Any,
+) -> Launched | None:  # fmt: skip
     """What runs a kernel over a strided dim of tensors [n_outer, n_cols, n_inner]; None where no plan holds it.
 
     The tensors are as `layout.columns_of` has them together.
-    how: the ColumnSpec's other fields; holds: whether a program holds what it reads until all is reduced. scored: mask
-    and scale by name, if the kernel has them. values, numbers: as `runner.prepare`'s.
+    how: the ColumnSpec's other fields; holds: whether a program holds what it reads until all is reduced. layout: of
+    mask and scale, if the kernel has them. options: `runner.prepare`'s.
     """
     tensors = {**inputs, **output}
     x, (result,) = list(inputs.values())[-1], output.values()
@@ -218,8 +216,11 @@ def run_columns(
         cast_dtype=TLDTYPES[cast_dtype], ptx=has_ptx(device), split=plan.parts > 1, lanes=plan.lanes,
         **format_of(x), **how,
     )  # fmt: skip
-    given = tensors | (scored or {})
-    return prepare(kernel, plan, spec, given, values, device=device, numbers=numbers, capped=plan.itemsize < 8)
+    given: dict[str, Tensor | None] = {**tensors}
+    if layout is not None:
+        given |= {"mask": layout.mask, "scale": layout.scale}
+        options = {"values": layout.values, "numbers": layout.numbers}
+    return prepare(kernel, plan, spec, given, device=device, capped=plan.itemsize < 8, **options)
 
 
 def access_of(tensors: list[Tensor], strides: list[int], x: Tensor) -> int:
@@ -228,3 +229,66 @@ def access_of(tensors: list[Tensor], strides: list[int], x: Tensor) -> int:
         return 1
     narrowest = min(held_bytes(tensor) for tensor in tensors)
     return math.gcd(VECTOR_BYTES // narrowest, x.shape[-1], *strides)
+
+
+def prepare_logsumexp_columns(x: Tensor, lse: Tensor, *, plan: ColumnPlan | None = None) -> Launched | None:
+    """What reduces views [n_outer, n_cols, n_inner] to lse [n_outer, 1, n_inner]; None where no plan holds them."""
+    how = {"positions": COLUMN_POSITIONS, "holds": False}
+    return _over_columns(_column_logsumexp, {"x": x}, {"lse": lse}, lse.dtype, how, plan)
+
+
+def plan_logsumexp(x: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowPlan:
+    """The planner's choice for rows x [n_rows, n_cols]."""
+    itemsize = max(held_bytes(x), 4 if layout.scores.added else 0)
+    n_rows, n_cols = sizes_of(x)
+    return plan_reduction(n_rows, n_cols, itemsize, device_of(x.get_device()), alignment=alignment_of(x))
+
+
+def prepare_logsumexp(
+    x: Tensor, lse: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS
+) -> Launched:
+    """What reduces rows x [n_rows, n_cols] into lse, contiguous: call(x, lse, mask, scale, sink), less None.
+
+    x is rounded to lse's dtype as it is read. A scale that is a number comes last, with each call.
+    """
+    plan = plan_logsumexp(x, layout) if plan is None else plan
+    device = x.get_device()
+    kind = {name: value for name, value in layout.kind.items() if name != "zero_masked_rows"}
+    spec = spec_of(ScoreSpec, plan, lse.dtype, device, itemsize=x.element_size(), **kind, **format_of(x))
+    # The bodies of short odd rows that are one piece keep their layout beside edges that are loaded after them.
+    spec = replace(spec, full_pieces=0, edges_first=spec.tile and spec.shifted and plan.pieces > 1)
+    tensors = {"x": x, "lse": lse, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
+    kernel = _tile_logsumexp
+    if plan.strategy != "tile":
+        kernel, spec = _part_logsumexp, replace(spec, axis=1, prefetch=spec.prefetch and plan.prefetch > 0)
+    return prepare(
+        kernel, plan, spec, tensors, layout.values, device=device, numbers=layout.numbers, leading=layout.leading
+    )  # fmt: skip
+
+
+def plan_logsumexp_backward(x: Tensor, dx: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowPlan:
+    """The planner's choice for rows x and dx [n_rows, n_cols]."""
+    itemsize = max(x.element_size(), 4 if layout.scores.added else 0)
+    n_rows, n_cols = sizes_of(x)
+    gpu = device_of(x.get_device())
+    return plan_reduction(n_rows, n_cols, itemsize, gpu, alignment=alignment_of(x, dx), writes=True)
+
+
+def prepare_logsumexp_backward(
+    x: Tensor, lse: Tensor, dlse: Tensor, dx: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS,
+    *, hides: bool = False,
+) -> Launched:  # fmt: skip
+    """What writes exp(z - lse) * dlse of rows [n_rows, n_cols]: call(x, lse, dlse, dx, mask, scale), less None.
+
+    hides: whether a row whose dlse is 0 gets 0, NaN or not; scores that hide elements have it so.
+    """
+    device = x.get_device()
+    plan = plan_logsumexp_backward(x, dx, layout) if plan is None else plan
+    kind = layout.kind | {"greedy": False, "hides": hides or layout.scores.hides}
+    spec = spec_of(ScoreSpec, plan, x.dtype, device, itemsize=x.element_size(), **kind)
+    spec = replace(spec, tile=True, axis=1, full_pieces=0, ptx=False, edges_first=False)
+    tensors = {"x": x, "lse": lse, "dlse": dlse, "dx": dx, "mask": layout.mask, "scale": layout.scale}
+    return prepare(
+        _logsumexp_backward, plan, spec, tensors, layout.values, device=device, numbers=layout.numbers,
+        leading=layout.leading,
+    )  # fmt: skip

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import autocast
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_of, check, dense_mask, sized
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.route import Route, needs_grad, route_of, runs_here
 from fused_softmax.ops.softmax import reference
-from fused_softmax.ops.softmax.logsumexp_calls import backward, prepare_call
+from fused_softmax.ops.softmax.calls import LOGSUMEXP, logsumexp_backward, prepare_call
 from fused_softmax.ops.softmax.over_ranks import logsumexp_of_shards, scores_of_shard, shards_of_dim
 from fused_softmax.ops.softmax.scores import MaskedRows, Scores, is_plain, kind_of_scale, kind_of_sink, scores_of
 from fused_softmax.ranks.dtensor import mesh_of, on_shards
@@ -134,12 +135,12 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         refused = f"no kernel reads {input.dtype}"
     route = route_of("logsumexp", *tensors, refused=refused, shards=out is None and several)
     if route is Route.KERNEL and input.numel():
-        prepared = prepare_call(input, dims, bool(keepdim), out, scores, of_kernel)
+        launched = prepare_call(LOGSUMEXP, input, dims, of_kernel, out, scores, bool(keepdim))
         if differentiates:
-            prepared = _with_gradient(prepared, input, dims, scores, dtype)
+            launched = _with_gradient(launched, input, dims, scores, dtype)
         bare = scale is None and mask is None and out is None and sink is None
         others = () if bare else (out, kind_of_scale(scale), mask, kind_of_sink(sink))
-        call = keep(prepared, "logsumexp", (dim, keepdim, is_causal, masked_rows), input, *others)
+        call = keep(launched, "logsumexp", (dim, keepdim, is_causal, masked_rows), input, *others)
         return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scores.arguments())
@@ -181,13 +182,13 @@ class Differentiated(NamedTuple):
 
 
 def _with_gradient(
-    prepared: Prepared, input: Tensor, dims: tuple[int, ...], scores: Scores, dtype: torch.dtype
-) -> Prepared:
+    launched: Launched, input: Tensor, dims: tuple[int, ...], scores: Scores, dtype: torch.dtype
+) -> Launched:
     """A prepared call as one that autograd differentiates. dtype: of its result."""
     kind = Differentiated(tuple(d % input.ndim for d in dims), scores.is_causal, scores.masked_rows)
     rounds = dtype != arithmetic_of(input)
 
-    def wrapped(forward):
+    def build(n, forward):
         def call(input, out, scale, mask, sink):
             per_row, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
             of_rows, same = (sink, None) if isinstance(sink, Tensor) else (None, sink)
@@ -196,15 +197,7 @@ def _with_gradient(
 
         return call
 
-    of_size = prepared.again
-    if of_size is None:
-        return Prepared(wrapped(prepared.call))
-
-    def again(n):
-        forward = of_size(n)
-        return None if forward is None else wrapped(forward)
-
-    return Prepared(wrapped(prepared.call), again)
+    return compose(build, launched, n=input.shape[0] if launched.of_any_rows else None)
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -267,7 +260,7 @@ def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: boo
         if scores.hides:
             dz = dz.masked_fill((dlse == 0).view(keepdim_shape), 0.0)  # a row of which nothing is kept has NaN
     else:
-        dz = backward(input, lse, dlse, dims, scores=scores, dtype=input.dtype if alone else arithmetic)
+        dz = logsumexp_backward(input, lse, dlse, dims, scores=scores, dtype=input.dtype if alone else arithmetic)
     dx = dmask = dscale = dsink = None
     if for_input:
         dx = (dz if isinstance(factor, float) and factor == 1.0 else dz * factor).to(input.dtype)

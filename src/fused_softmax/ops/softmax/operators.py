@@ -11,7 +11,7 @@ from fused_softmax.core.one_dim import in_front
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax import logsumexp as lse_ops
-from fused_softmax.ops.softmax import logsumexp_calls, reference
+from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.gradients import differentiable_backward, save_for_gradients
 from fused_softmax.ops.softmax.scores import Scores, scores_of
 
@@ -38,7 +38,8 @@ def softmax(log, input, dim, dtype=None, *scored):
     scores = scores_of(name, input, dim, **arguments)
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if on_device(input) and result_dtype in DTYPES:
-            return softmax_calls.forward(log, input, dim, result_dtype, None, scores)
+            of = softmax_calls.LOG_SOFTMAX if log else softmax_calls.SOFTMAX
+            return softmax_calls.forward(of, input, (dim,), result_dtype, None, scores)
         return getattr(reference, name)(input, dim, dtype=dtype, arithmetic=arithmetic_in(result_dtype), **arguments)
 
 
@@ -49,7 +50,7 @@ def logsumexp(input, dim, keepdim=False, *rest):
     scores = scores_of("logsumexp", input, dims[0] if dims else 0, **arguments)
     with torch._C.DisableTorchFunction():
         if on_device(input) and {input.dtype, result_dtype} <= {*DTYPES} and input.ndim and input.numel():
-            return logsumexp_calls.forward(input, dims, keepdim, None, scores, dtype)
+            return softmax_calls.forward(softmax_calls.LOGSUMEXP, input, dims, result_dtype, None, scores, keepdim)
         single, arithmetic = dims[0] if len(dims) == 1 else dims, arithmetic_in(result_dtype)
         return reference.logsumexp(input, single, keepdim, dtype=dtype, arithmetic=arithmetic, **arguments)
 

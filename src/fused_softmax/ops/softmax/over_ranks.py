@@ -16,22 +16,20 @@ Traffic of a shard of N columns: y and dy are read twice, and the gradient is wr
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, contiguous_strides, find, keep
+from fused_softmax.core.calls import contiguous_strides, kept
 from fused_softmax.core.checks import DTYPES, arithmetic_in, dense_mask
 from fused_softmax.core.device import device_of
 from fused_softmax.core.kernels.spec import GradientSpec
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.layout import alignment_of, flatten
 from fused_softmax.core.plan import RowPlan, candidate
 from fused_softmax.core.route import needs_grad, resolved, runs_here
 from fused_softmax.core.runner import TLDTYPES, prepare, spec_of
-from fused_softmax.ops.losses import calls as losses
-from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.softmax import logsumexp_calls
+from fused_softmax.ops.softmax.calls import LOGSUMEXP, logsumexp_backward, prepare_call
 from fused_softmax.ops.softmax.kernels.gradient import _stream_backward, _stream_dot
 from fused_softmax.ops.softmax.scores import PLAIN, Scores, kind_of_scale, scores_of
 from fused_softmax.ranks.first_derivative import once
@@ -39,7 +37,6 @@ from fused_softmax.ranks.groups import Over, Shards, gather, shards_of
 from fused_softmax.ranks.launches import allocator
 
 OfOne = Callable[..., Tensor]
-_NOWHERE = -100  # a target that no row has
 
 
 def scores_of_shard(name: str, x: Tensor, dim: int, scale, mask, is_causal, masked_rows, sink) -> Scores:
@@ -144,10 +141,8 @@ def _by_kernels(x: Tensor, *others: Tensor) -> bool:
 
 def _kept_lse(x: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Tensor:
     options, others = (dim, dtype, scores.masked_rows), (kind_of_scale(scores.scale), scores.mask)
-    call = find("lse of a shard", options, x, *others)
-    if call is None:
-        prepared = logsumexp_calls.prepare_call(x, (dim,), True, None, scores, dtype)
-        call = keep(prepared, "lse of a shard", options, x, *others)
+    prepared = LOGSUMEXP, x, (dim,), dtype, None, scores, True
+    call = kept("lse of a shard", options, (x, *others), prepare_call, *prepared)
     return call(x, None, scores.scale, scores.mask, None)
 
 
@@ -197,7 +192,7 @@ class _Merged(torch.autograd.Function):
 
 
 class _LseOfRows(torch.autograd.Function):
-    """lse of whole rows, from a shard's columns, which are read again for the gradient: p dlse, that of a loss."""
+    """lse of whole rows, from a shard's columns, which are read again for the gradient: p dlse."""
 
     @staticmethod
     def forward(ctx, x, shards):
@@ -210,14 +205,8 @@ class _LseOfRows(torch.autograd.Function):
     @once("logsumexp")
     def backward(ctx, dlse):
         x, lse = ctx.saved_tensors
-        rows: Any = flatten(x)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         (dlse,) = resolved(dlse)
-        lse, dlse = lse.reshape(-1), dlse.reshape(-1)
-        nowhere = torch.full_like(lse, _NOWHERE, dtype=torch.int64)
-        loss = Loss(None, _NOWHERE, "none")
-        losses.backward(rows, nowhere, lse, torch.zeros_like(lse), loss, dlse=dlse, dx=flatten(dx))
-        return dx, None
+        return logsumexp_backward(x, lse, dlse, (x.ndim - 1,), hides=True), None
 
 
 class _Others(torch.autograd.Function):
@@ -288,10 +277,7 @@ def gradient(
     """dx of arguments that it `takes`. summed: gives [n_rows] of all ranks for those of this one."""
     dy = dy if flatten(dy) is not None else dy.contiguous()
     options = log, hides, factor is not None, dtype
-    call = find("softmax gradient of shards", options, y, dy)
-    if call is None:
-        call = keep(_prepare(dy, y, *options), "softmax gradient of shards", options, y, dy)
-    return call(dy, y, factor, summed)
+    return kept("softmax gradient of shards", options, (y, dy), _prepare, dy, y, *options)(dy, y, factor, summed)
 
 
 def _plan(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
@@ -299,7 +285,7 @@ def _plan(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
     return candidate("stream", n_rows, n_cols, y.element_size(), gpu, alignment=alignment_of(y, dy, dx), inputs=2)
 
 
-def _prepare(dy: Tensor, y: Tensor, log: bool, hides: bool, scaled: bool, dtype: torch.dtype) -> Prepared:
+def _prepare(dy: Tensor, y: Tensor, log: bool, hides: bool, scaled: bool, dtype: torch.dtype) -> Launched:
     """call(dy, y, factor, summed) -> dx"""
     shape, strides = y.shape, contiguous_strides(y.shape)
     empty, state_dtype = allocator(y.device), arithmetic_in(y.dtype)
@@ -330,4 +316,4 @@ def _prepare(dy: Tensor, y: Tensor, log: bool, hides: bool, scaled: bool, dtype:
         second(dy, y, dx, d, *((factor,) if scaled else ()))
         return dx
 
-    return Prepared(call)
+    return Launched(call)

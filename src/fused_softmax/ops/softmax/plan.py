@@ -67,9 +67,28 @@ class ColumnPlan:
         return self.groups * self.parts
 
     @property
-    def slots_per_group(self) -> int:
-        """64-bit messages that the programs of one group exchange."""
-        return self.parts * self.block_inner if self.parts > 1 else 0
+    def slots(self) -> tuple[int, int]:
+        """(groups of programs that exchange, 64-bit messages of each)."""
+        return self.groups, self.parts * self.block_inner if self.parts > 1 else 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What kernels are told of the plan, by the names of their parameters."""
+        return {
+            "n_cols": self.n_cols, "n_inner": self.n_inner, "n_parts": self.parts, "part_cols": self.part_cols,
+            "n_programs": self.programs,
+        }  # fmt: skip
+
+    def for_rows(self, n_rows: int) -> None:
+        """No plan of columns holds for other sizes."""
+
+    def most_registers(self, device: Device) -> int | None:
+        """Registers of a thread that the plan's kernel is held to; None: what it takes."""
+        if device.backend != "cuda" or self.itemsize == 8:
+            return None
+        if not self.holds and self.num_warps >= 4:
+            return COLUMN_READ_REGISTERS
+        return COLUMN_REGISTERS if self.num_warps == 4 else None
 
 
 def plan_columns(
@@ -206,12 +225,3 @@ def _why_parts(parts: int, part_cols: int, holds: bool) -> str:
         return "one part: a program holds all columns" if holds else "one part: programs enough without a split"
     more = "more than one program holds" if holds else f"so that {COLUMN_WARPS} warps a multiprocessor have work"
     return f"{parts} parts of {part_cols} columns, {more}"
-
-
-def most_column_registers(plan: ColumnPlan, device: Device) -> int | None:
-    """Registers of a thread that the plan's kernel is held to; None: what it takes."""
-    if device.backend != "cuda" or plan.itemsize == 8:
-        return None
-    if not plan.holds and plan.num_warps >= 4:
-        return COLUMN_READ_REGISTERS
-    return COLUMN_REGISTERS if plan.num_warps == 4 else None

@@ -48,7 +48,7 @@ class Scores:
 
     @property
     def plain(self) -> bool:
-        return is_plain(self.scale, self.mask, self.is_causal, self.masked_rows, self.sink)
+        return self is PLAIN or is_plain(self.scale, self.mask, self.is_causal, self.masked_rows, self.sink)
 
     @property
     def greedy(self) -> bool:
@@ -129,6 +129,13 @@ class Scores:
             return scores
         number = torch.full((), self.scale, dtype=torch.float64, device=device)
         return replace(scores, scale=number, never_zero=self.scale != 0)
+
+    def laid_out(self, dim: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "ScoreLayout":
+        """How these lie against the rows of an input of `shape` along `dim`, for a result of `dtype`."""
+        if self.plain:
+            return PLAIN_ROWS
+        moved = (*(size for i, size in enumerate(shape) if i != dim % len(shape)), shape[dim]) if shape else shape
+        return scores_against((self.along(dim, shape) if shape else self).exact(dtype, device), moved)
 
 
 PLAIN = Scores()
@@ -218,6 +225,7 @@ _KEPT_BYTES = 16 << 20  # of a mask that L2 keeps beside the rows that stream th
 class ScoreLayout:
     """How mask, scale and sink lie against the rows of an input [n_rows, n_cols], for the kernels.
 
+    scores: what is laid out, with a sink that is a tensor (`Scores.exact`).
     A row's number splits into up to three indices (the last two of sizes n_1 and n_2); strides are of those.
 
     mask, scale, sink: the tensors, or None. values: a kernel's arguments by name.
@@ -227,6 +235,7 @@ class ScoreLayout:
     leading: the value, if any, that counts the rows' leading index, and so grows with the input's leading size.
     """
 
+    scores: Scores
     mask: Tensor | None
     scale: Tensor | None
     sink: Tensor | None
@@ -241,6 +250,11 @@ class ScoreLayout:
         """A launch's, in the kernels' order."""
         return tuple(each for each in (self.mask, self.scale, self.sink) if each is not None)
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of the values that every launch gives anew."""
+        return ("scale",) if isinstance(self.scores.scale, float) else ()
+
 
 _NAMES = (
     "n_1", "n_2", "mask_0", "mask_1", "mask_2", "mask_col_stride", "scale_0", "scale_1", "scale_2", "n_queries",
@@ -253,16 +267,16 @@ _SINK = ("sink_0", "sink_1", "sink_2")
 _COLUMN_NAMES = ("mask_outer", "mask_col", "mask_inner", "scale_outer", "scale_inner", "scale")
 
 
-_PLAIN = ScoreLayout(None, None, None, dict.fromkeys((*_NAMES, *_SINK, "scale")), {})
+PLAIN_ROWS = ScoreLayout(PLAIN, None, None, None, dict.fromkeys((*_NAMES, *_SINK, "scale")), {})
 
 
-PLAIN_COLUMNS = ScoreLayout(None, None, None, dict.fromkeys(_COLUMN_NAMES), {})
+PLAIN_COLUMNS = ScoreLayout(PLAIN, None, None, None, dict.fromkeys(_COLUMN_NAMES), {})
 
 
 def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     """The layout of scores for an input of `shape` whose rows run along its last dim."""
     if scores.plain:
-        return _PLAIN
+        return PLAIN_ROWS
     shape = shape or (1,)
     mask = scores.mask
     given = (mask, *(each if isinstance(each, Tensor) else None for each in (scores.scale, scores.sink)))
@@ -286,7 +300,7 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     values |= dict(zip(_SINK, (None,) * 3 if views[2] is None else strides[2], strict=True))
     kind = _kind_of(scores) | {"causal": scores.is_causal, "sink": views[2] is not None}
     values |= {"scale": scores.number}
-    return ScoreLayout(views[0], views[1], views[2], values, kind, shared, copied, leading)
+    return ScoreLayout(scores, views[0], views[1], views[2], values, kind, shared, copied, leading)
 
 
 def scores_against_columns(scores: Scores, shape: tuple[int, ...], dim: int, order: Order) -> ScoreLayout | None:
@@ -310,7 +324,7 @@ def scores_against_columns(scores: Scores, shape: tuple[int, ...], dim: int, ord
         "scale_inner": bool(of_scale[2]),
         "mask_vector": 1 if mask is None else _vector_of(mask, of_mask),
     }
-    return ScoreLayout(mask, scale, None, values, kind)
+    return ScoreLayout(scores, mask, scale, None, values, kind)
 
 
 def _strides_of_columns(

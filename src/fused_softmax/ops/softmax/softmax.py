@@ -18,7 +18,7 @@ from fused_softmax.core.checks import DTYPES, arithmetic_in, check, dense_mask, 
 from fused_softmax.core.route import Route, needs_grad, resolved, route_of
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.by_peers import in_one_launch, kept_softmax, softmax_by_peers
-from fused_softmax.ops.softmax.calls import prepare_call
+from fused_softmax.ops.softmax.calls import LOG_SOFTMAX, SOFTMAX, prepare_call
 from fused_softmax.ops.softmax.gradients import with_gradient
 from fused_softmax.ops.softmax.over_ranks import scores_of_shard, shards_of_dim, softmax_of_shards
 from fused_softmax.ops.softmax.scores import MaskedRows, is_plain, kind_of_scale, kind_of_sink, scores_of
@@ -196,12 +196,13 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
 
     if route is Route.KERNEL:
         out = None if out is None else sized(out, input.shape)
-        prepared = prepare_call(name == "log_softmax", input, dim, result_dtype, out, scores)
+        log = name == "log_softmax"
+        launched = prepare_call(LOG_SOFTMAX if log else SOFTMAX, input, (dim,), result_dtype, out, scores)
         if differentiates:
-            prepared = with_gradient(prepared, name == "log_softmax", input, dim, result_dtype, scores)
+            launched = with_gradient(launched, log, input, dim, result_dtype, scores)
         bare = scale is None and mask is None and out is None and sink is None
         others = () if bare else (out, kind_of_scale(scale), mask, kind_of_sink(sink))
-        call = keep(prepared, name, (dim, dtype, is_causal, masked_rows), input, *others)
+        call = keep(launched, name, (dim, dtype, is_causal, masked_rows), input, *others)
         return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         function = softmax if name == "softmax" else log_softmax

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import kept
+from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.route import runs_here
-from fused_softmax.core.runner import TLDTYPES, Run, has_ptx, prepare
+from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.calls import Given
 from fused_softmax.ops.losses.kernels.over_ranks import _merge, _put, _say, _share
@@ -26,8 +27,6 @@ ELSEWHERE = -100  # ops/losses/kernels/over_ranks.py
 HEADER = 4  # numbers behind a message
 _ROWS = 128  # of a program
 _NUMBERS = ("smoothing", "lse_square_scale")
-
-Call = Callable[..., Any]
 
 
 class OfShard(NamedTuple):
@@ -122,9 +121,10 @@ def _prepare_saying(given: OfShard) -> Call:
     own, smooth, weighted = _rows_loss(loss), loss.smooth, loss.weight is not None
     own = replace(own, stats=loss.stats)
     of_all, w_total = torch.zeros_like(target) if smooth else target, loss.weight_total()
-    read = _kept(
+    # As the losses of one GPU keep it: for another number of rows it costs little.
+    read = kept(
         "losses", (*own.kind().values(), own.ignore_index, None, False, None, True), (x, of_all, None, own.weight),
-        lambda: losses.prepare_losses(Given(x, None, of_all, own.weight, None, w_total), own),
+        losses.prepare_losses, Given(x, None, of_all, own.weight, None, w_total), own,
     )  # fmt: skip
     # Of what is written anew in each call only the dtype matters.
     of_row = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -143,12 +143,6 @@ def _prepare_saying(given: OfShard) -> Call:
     return call
 
 
-def _kept(name: str, options: tuple, tensors: tuple, prepare: Callable[[], Prepared]) -> Call:
-    """A call of one GPU's, found or kept as its own module does: for another number of rows it costs little."""
-    found = find(name, options, *tensors)
-    return keep(prepare(), name, options, *tensors) if found is None else found
-
-
 def prepare_gradient(
     given: OfShard, states: Tensor, totals: Tensor | None, beside: tuple[Tensor | None, ...], dx: Tensor
 ) -> Call:
@@ -162,12 +156,11 @@ def prepare_gradient(
     w_total, of_rows = loss.weight_total(), _rows_loss(loss)
     share = _prepare_share(given, (loss.weight, w_total, states, totals, *beside))
     local, m, ls, dy, dlse, own = _shares_maker(given)()
-    write = _kept(
+    # As the gradient of one GPU keeps it: for another number of rows it costs little.
+    write = kept(
         "loss_gradient", (*of_rows.kind().values(), of_rows.ignore_index, None, False),
-        (x, local, dx, loss.weight, dy, None, dlse),
-        lambda: losses.prepare_gradient(
-            Given(x, dx, local, loss.weight, None, w_total), (m, ls, dy, None, dlse), of_rows
-        ),
+        (x, local, dx, loss.weight, dy, None, dlse), losses.prepare_gradient,
+        Given(x, dx, local, loss.weight, None, w_total), (m, ls, dy, None, dlse), of_rows,
     )  # fmt: skip
     put = None if own is None else _prepare_put(given, dx, local, own)
 
@@ -183,7 +176,7 @@ def prepare_gradient(
 
 def _prepare_launch(
     kernel: Any, given: OfShard, tensors: dict, values: dict, numbers: tuple[str, ...], totals: int = 1
-) -> Run:
+) -> Launched:
     device, n_rows = given.x.get_device(), len(given.x)
     spec = LossShardSpec(
         block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[given.x.dtype], ptx=has_ptx(device),

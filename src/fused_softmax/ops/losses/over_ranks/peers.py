@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, find, keep
+from fused_softmax.core.calls import kept
+from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import batched, needs_grad, resolved
@@ -28,7 +29,7 @@ from fused_softmax.ops.losses.steps import as_rows
 from fused_softmax.ops.losses.sums import prepare_finish, prepare_multiply, prepare_totals
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards
-from fused_softmax.ranks.launches import DTYPES, Facts, PeerLaunch, allocator, facts_of, plan_of, prepare_launch
+from fused_softmax.ranks.launches import DTYPES, Facts, allocator, facts_of, plan_of, prepare_launch
 from fused_softmax.ranks.peers import Peers
 
 _NUMBERS = ("factor", "hidden", "cap")
@@ -77,16 +78,14 @@ def loss_by_peers(
 ) -> Tensor:
     """What `prepare_loss` gives, found or kept, of arguments that were checked."""
     options = peers.number, *loss.asked().items(), *wanted, dtype, facts_of(shards), torch.is_grad_enabled()
-    call = find("cross_entropy by peers", options, input, target)
-    if call is None:
-        prepared = prepare_loss(input, target, loss, wanted, dtype, shards, peers)
-        call = keep(prepared, "cross_entropy by peers", options, input, target)
+    prepared = input, target, loss, wanted, dtype, shards, peers
+    call = kept("cross_entropy by peers", options, (input, target), prepare_loss, *prepared)
     return call(peers, shards.group, input, target, loss.softcap, loss.scale)
 
 
 def prepare_loss(
     input: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype, shards: Shards, peers: Peers
-) -> Prepared:
+) -> Launched:
     """call(peers, group, input, target, softcap, scale) -> the loss, a sum or mean that is `written_at_once`."""
     gradient = needs_grad(input)
     inplace = wanted.inplace and gradient
@@ -97,7 +96,9 @@ def prepare_loss(
     steps = _prepare_steps(kind, x, flat, peers, shards.group)
     plain = loss.numbers()[:3] if loss.plain else None
 
-    def made(steps):
+    def build(_, *functions):
+        steps = _Steps(*functions)
+
         def call(peers, group, input, target, softcap, scale):
             peers.in_turn()
             claim = begin_overwriting(input) if kind.inplace else None
@@ -112,17 +113,11 @@ def prepare_loss(
 
         return call
 
-    def again(n):
-        others = [each and each.again(n) for each in steps]
-        if any(other is None for other, each in zip(others, steps, strict=True) if each is not None):
-            return None
-        return made(_called(_Steps(*others)))
-
-    return Prepared(made(_called(steps)), again if simple and target.ndim == 1 else None)
+    return compose(build, *steps, n=len(input) if simple and target.ndim == 1 else None, by_row=True)
 
 
 class _Steps(NamedTuple):
-    """The launches of a loss, as Prepared; None for one that a call has no need of."""
+    """The launches of a loss, as Launched; None for one that a call has no need of."""
 
     totals: Any
     rows: Any
@@ -136,10 +131,6 @@ class Found(NamedTuple):
     states: Tensor
     values: Tensor
     result: Tensor | None
-
-
-def _called(steps: _Steps) -> _Steps:
-    return _Steps(*[each.call if isinstance(each, Prepared) else each for each in steps])
 
 
 def _prepare_steps(kind: Kind, x: Tensor, target: Tensor, peers: Peers, group: Any) -> _Steps:
@@ -161,7 +152,7 @@ def _prepare_steps(kind: Kind, x: Tensor, target: Tensor, peers: Peers, group: A
 
 def _prepare_rows(
     kind: Kind, x: Tensor, target: Tensor, totals: Tensor | None, whole: bool, peers: Peers, group: Any
-) -> Prepared:
+) -> Launched:
     """call(peers, group, x, dx, target, totals, numbers) -> Found"""
     empty, n_rows = kind.empty, len(x)
     device, counts = x.get_device(), whole and kind.loss.mean
@@ -169,17 +160,21 @@ def _prepare_rows(
     if kind.at_once:
         dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     result = torch.empty((), dtype=kind.dtype, device=x.device) if whole else None
-    launch = _prepare_launch(
-        kind, x, dx, target, peers, group, totals=totals, result=result,
+
+    def counts_alike(n):
+        return not whole or (n <= WHOLE[-1] and (not counts or counted_by_each(n) == counted_by_each(n_rows)))
+
+    launched = _prepare_launch(
+        kind, x, dx, target, peers, group, totals=totals, result=result, alike=counts_alike,
         loss=torch.empty(n_rows, dtype=torch.float32, device=x.device),
         finishes=whole, counted=counted_by_each(n_rows) if counts else 0,
     )  # fmt: skip
 
-    def made(run, n_rows):
-        of_row = (n_rows,), (1,)
+    def build(n, run):
+        of_row = (n,), (1,)
 
         def call(peers, group, x, dx, target, totals, numbers):
-            states, loss = empty((2, n_rows), (n_rows, 1), torch.float32), empty(*of_row, torch.float32)
+            states, loss = empty((2, n), (n, 1), torch.float32), empty(*of_row, torch.float32)
             y = empty((), (), kind.dtype) if whole else None
             if whole:
                 run(peers, group, x, dx, target, states, loss, y, ticket_of(device), *numbers)
@@ -193,20 +188,18 @@ def _prepare_rows(
 
         return call
 
-    def again(n):
-        if whole and (n > WHOLE[-1] or (counts and counted_by_each(n) != counted_by_each(n_rows))):
-            return None
-        found = launch.again(n)
-        return found and Prepared(made(found.run, n))
-
-    return Prepared(made(launch.run, n_rows), again)
+    return compose(build, launched, n=n_rows, by_row=True)
 
 
 def _prepare_launch(
     kind: Kind, x: Tensor, dx: Tensor | None, target: Tensor, peers: Peers, group: Any, *, totals: Tensor | None,
     loss: Tensor | None, result: Tensor | None = None, finishes: bool = False, counted: int = 0,
-) -> PeerLaunch:  # fmt: skip
-    """run(peers, group, x, dx, target, totals, states, loss, result, ticket, *numbers), less what is None."""
+    alike: Callable[[int], bool] = lambda n: True,
+) -> Launched:  # fmt: skip
+    """call(peers, group, x, dx, target, totals, states, loss, result, ticket, *numbers), less what is None.
+
+    alike: whether another number of rows takes the same launch, if their plan is the same.
+    """
     asked, facts, device = kind.loss, kind.facts, x.get_device()
     alignment = alignment_of(*(each[:, : kind.held] for each in (x, dx) if each is not None))
     itemsize = 4 if asked.softcap is not None else x.element_size()
@@ -234,7 +227,7 @@ def _prepare_launch(
     } | ({} if dx is not None else {"dx_row_stride": 0})  # fmt: skip
     said = f"cross_entropy {x.dtype} {facts.sizes} {facts.n_classes} {kind.said}"
     return prepare_launch(
-        _peer_loss, plan_for, len(x), spec, tensors, values, _NUMBERS, peers, group, said
+        _peer_loss, plan_for, len(x), spec, tensors, values, _NUMBERS, peers, group, said, alike=alike
     )  # fmt: skip
 
 
@@ -307,23 +300,21 @@ def _states_of(
     peers.in_turn()
     facts, group = facts_of(shards), shards.group
     options = peers.number, *loss.asked().items(), facts, wanted, dtype
-    call = find("states by peers", options, x, target)
-    if call is None:
-        prepared = _prepare_states(loss, facts, x, target, peers, group, said_of(loss, wanted, dtype))
-        call = keep(prepared, "states by peers", options, x, target)
+    prepared = loss, facts, x, target, peers, group, said_of(loss, wanted, dtype)
+    call = kept("states by peers", options, (x, target), _prepare_states, *prepared)
     return call(peers, group, x, target, loss.numbers()[:3])
 
 
 def _prepare_states(
     loss: Loss, facts: Facts, x: Tensor, target: Tensor, peers: Peers, group: Any, said: str
-) -> Prepared:
+) -> Launched:
     n_rows, empty = len(x), allocator(x.device)
     kind = Kind(loss, torch.float32, False, False, facts, facts.of(None).held, empty, said)
-    run = _prepare_launch(kind, x.detach(), None, target, peers, group, totals=None, loss=None).run
+    run = _prepare_launch(kind, x.detach(), None, target, peers, group, totals=None, loss=None).__call__
 
     def call(peers, group, x, target, numbers):
         found = empty((3, n_rows), (n_rows, 1), torch.float32)
         run(peers, group, x, target, found, *numbers)
         return found
 
-    return Prepared(call)
+    return Launched(call)

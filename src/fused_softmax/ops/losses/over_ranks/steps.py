@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.core.calls import Prepared, contiguous_strides, find, keep
+from fused_softmax.core.calls import contiguous_strides, find, keep, kept
 from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import needs_grad, resolved
 from fused_softmax.ops.losses.calls import LossRows
@@ -58,8 +59,8 @@ def losses_by_kernels(
     if call is None:
         if not takes(x, target, loss):
             return None
-        prepared = _prepare(x, target, loss, shards, wanted, dtype, len(over) > 0, whole is not None)
-        call = keep(prepared, "losses over ranks", options, x, target, loss.weight)
+        launched = _prepare(x, target, loss, shards, wanted, dtype, len(over) > 0, whole is not None)
+        call = keep(launched, "losses over ranks", options, x, target, loss.weight)
     return call(x, target, loss, shards, over, whole)
 
 
@@ -76,7 +77,7 @@ def _own_weight(loss: Loss, x: Tensor, held: int) -> Tensor | None:
 def _prepare(
     x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, spread: bool,
     merges: bool,
-) -> Prepared:  # fmt: skip
+) -> Launched:  # fmt: skip
     """call(x, target, loss, shards, over, whole) -> (loss, lse, z-loss, *statistics)
 
     spread: whether the rows lie over ranks too. merges: whether `whole` merges the states of rows.
@@ -97,7 +98,7 @@ def _prepare(
             return _differentiated(x, target, run, of_call, of_gradient, True)
         return _differentiated(x, target, run, of_call, of_gradient, False), None, None
 
-    return Prepared(call)
+    return Launched(call)
 
 
 def _prepare_run(
@@ -121,7 +122,7 @@ def _prepare_run(
             headers = empty((ranks, HEADER), (HEADER, 1), torch.float32)
             notice = notice_of(shards.group, ranks, device)
     merge = prepare_merge(given, heard, headers, notice, 1 if merges else ranks, wanted.lse)
-    count = prepare_totals(target, bare, shards.n_classes, torch.float32).call if mean and not weighted else None
+    count = prepare_totals(target, bare, shards.n_classes, torch.float32).__call__ if mean and not weighted else None
     total = None if by_row else _prepare_total(x, loss, 1 if weighted or spread else totals_parts(n_rows), dtype)
 
     def run(x, target, of_call):
@@ -158,7 +159,7 @@ def _prepare_total(x: Tensor, loss: Loss, parts: int, dtype: torch.dtype) -> Cal
     values = torch.empty(len(x), dtype=torch.float32, device=x.device)
     totals = torch.empty(2, parts, dtype=torch.float32, device=x.device) if loss.mean else None
     z = torch.empty_like(values) if loss.lse_square_scale else None
-    return prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype).call
+    return prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype).__call__
 
 
 class _Losses(torch.autograd.Function):
@@ -211,14 +212,12 @@ def _gradient(
     """
     weight, numbers, loss, shards = of_call
     tensors = target, weight, states, totals, *beside
-    call = find("gradients over ranks", of_gradient.kinds, x, *tensors)
-    if call is None:
-        prepared = _prepare_gradient(x, tensors, replace(loss, weight=weight), shards, of_gradient.inplace)
-        call = keep(prepared, "gradients over ranks", of_gradient.kinds, x, *tensors)
+    prepared = x, tensors, replace(loss, weight=weight), shards, of_gradient.inplace
+    call = kept("gradients over ranks", of_gradient.kinds, (x, *tensors), _prepare_gradient, *prepared)
     return call(x, dx, *tensors[:4], beside, numbers)
 
 
-def _prepare_gradient(x: Tensor, tensors: tuple, loss: Loss, shards: Shards, inplace: bool) -> Prepared:
+def _prepare_gradient(x: Tensor, tensors: tuple, loss: Loss, shards: Shards, inplace: bool) -> Launched:
     """call(x, dx, target, weight, states, totals, beside, numbers) -> dx, which is new where none is given."""
     target, _, states, totals, *beside = tensors
     held, shape, dtype, empty = shards.held, tuple(x.shape), x.dtype, allocator(x.device)
@@ -240,4 +239,4 @@ def _prepare_gradient(x: Tensor, tensors: tuple, loss: Loss, shards: Shards, inp
             write(own, target, weight, states, totals, beside, numbers, of_own)
         return dx
 
-    return Prepared(call)
+    return Launched(call)
