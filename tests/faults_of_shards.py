@@ -100,7 +100,7 @@ SHARDS = (
     ),
     of(
         "shards", "call-of-other-classes", "ops/losses/cross_entropy.py",
-        "is_grad_enabled(), n_classes, shard_sizes, transport)", "is_grad_enabled(), shard_sizes, transport)",
+        "is_grad_enabled(), n_classes, shard_sizes, transport", "is_grad_enabled(), shard_sizes, transport",
         "test_peers.py::test_calls_of_other_classes_take_turns",
     ),
     of(

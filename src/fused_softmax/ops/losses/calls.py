@@ -26,7 +26,7 @@ from fused_softmax.ops.losses.kernels.gradient import _gradient
 from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
 from fused_softmax.ops.losses.kernels.online import _merge_losses, _online_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
-from fused_softmax.ops.losses.options import LOSS_NUMBERS, Loss
+from fused_softmax.ops.losses.options import Loss, LossNumbers
 
 WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 
@@ -73,7 +73,7 @@ def forward(
         return prepare_losses(given, loss, plan, dtype, states)(given, loss.numbers())
     parts = None if totals is None else totals.shape[1]
     over = dx is not None and dx.data_ptr() == x.data_ptr()
-    options = *loss.kind().values(), loss.ignore_index, parts, over, dtype, states
+    options = *loss.key(), parts, over, dtype, states
     apart = None if dx is x else dx  # a guard takes no tensor twice
     tensors = x, target, apart, loss.weight
     call = kept("losses", options, tensors, prepare_losses, given, loss, None, dtype, states)
@@ -156,7 +156,7 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, 
         return call
 
     launched = prepare(
-        kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS, plan_for=plan_alike
+        kernel, plan, spec, tensors, values, device=device, numbers=LossNumbers._fields, plan_for=plan_alike
     )  # fmt: skip
     return compose(build, launched, n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
 
@@ -217,7 +217,7 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
 
     names = ("x", "target", "weight", "w_total", "numbers", "states", "found", *LossRows._fields)
     tensors = dict(zip(names, arranged(given, states_of(plan.n_rows), rows_of(plan.n_rows)), strict=True))
-    options: dict[str, Any] = {"device": device, "numbers": LOSS_NUMBERS}
+    options: dict[str, Any] = {"device": device, "numbers": LossNumbers._fields}
     runs = [prepare(_online_loss, plan, spec, tensors, loss.values(), **options)]
     if parts > 1:
         lanes = triton.next_power_of_2(parts)
@@ -278,7 +278,7 @@ def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Ten
     """What `prepare_gradient` gives, found or kept."""
     parts = None if given.totals is None else given.totals.shape[1]
     over = given.dx is given.x
-    options = *loss.kind().values(), loss.ignore_index, parts, over
+    options = *loss.key(), parts, over
     tensors = given.x, given.target, None if over else given.dx, given.weight, *beside[2:]
     return kept("loss_gradient", options, tensors, prepare_gradient, given, beside, loss)
 
@@ -300,14 +300,14 @@ def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | No
     arranged = (*given, *beside)
     steps = [0 if each is None or each.numel() == 1 else 1 for each in beside[2:4]]
     values = loss.values() | {"dy_step": steps[0], "dz_step": steps[1]}
-    numbers = tuple(name for name in LOSS_NUMBERS if name != "hidden")
+    numbers = tuple(name for name in LossNumbers._fields if name != "hidden")
     tensors = dict(zip(names, arranged, strict=True))
     picked = picked_of(arranged)
 
     def build(_, launch):
         def call(given, beside, numbers):
-            factor, _, *rest = numbers
-            launch(*picked((*given, *beside)), factor, *rest)
+            read = numbers.factor, numbers.cap, numbers.smoothing, numbers.lse_square_scale
+            launch(*picked((*given, *beside)), *read)
             return given.dx
 
         return call

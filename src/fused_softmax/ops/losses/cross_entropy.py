@@ -15,13 +15,21 @@ from torch import Tensor
 
 from fused_softmax.core import autocast
 from fused_softmax.core.calls import find, keep
-from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import LOSS, refusing
 from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.given_lse import lse_of_rows
-from fused_softmax.ops.losses.options import Loss, check_logits, check_lse, loss_of, refused_loss
+from fused_softmax.ops.losses.options import (
+    NUMBERS,
+    WITHOUT_ROWS,
+    Loss,
+    check_logits,
+    check_lse,
+    loss_of,
+    refused_loss,
+    weight_for_kernels,
+)
 from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_of_whole_rows, loss_on_shards, mesh_of_loss
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, prepare_loss, states_by, written_at_once
@@ -124,27 +132,32 @@ def cross_entropy(
     """
     if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
         wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
-        numbers = label_smoothing, softcap, scale, lse_square_scale
-        over = over_of(group, n_classes, shard_sizes, transport)
-        return _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over)
-    options = _options_of(
+        options = {
+            "weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
+            "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
+        }  # fmt: skip
+        return _of_shards(input, target, options, wanted, lse, over_of(group, n_classes, shard_sizes, transport))
+    key = _key_of(
         ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
         # Without gradients a loss alone is another call, which reads the logits and writes none.
         (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype, torch.is_grad_enabled()),
     )  # fmt: skip
-    if options is not None:
+    if key is not None:
         if lse is None:
-            call = find("cross_entropy", options, input, target, weight)
+            call = find("cross_entropy", key, input, target, weight)
         else:
-            call = find("cross_entropy", options, input, target, weight, lse)
+            call = find("cross_entropy", key, input, target, weight, lse)
         if call is not None:
             return call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, lse)
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
-    numbers = label_smoothing, softcap, scale, lse_square_scale
-    return _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options)
+    options = {
+        "weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
+        "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
+    }  # fmt: skip
+    return _cross_entropy(input, target, options, wanted, lse, key)
 
 
-def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
+def _key_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
     """All that a kept call depends on but tensors and the values of numbers; None where a number wants a check."""
     if CHECK or type(ignore_index) is not int:
         return None
@@ -163,9 +176,10 @@ def _options_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_sq
     return ignore_index, reduction, wanted, kind
 
 
-def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, wanted, lse, options):
+def _cross_entropy(input, target, options, wanted, lse, key):
     name = "cross_entropy"
-    loss, n_classes = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
+    loss, n_classes = _checked(input, target, options, wanted)
+    weight, ignore_index, reduction = loss.weight, loss.ignore_index, loss.reduction
     if lse is not None:
         check_lse(name, lse, target, loss)
     result_dtype = dtype_of_loss(name, input, target, wanted.dtype)
@@ -210,9 +224,10 @@ def _cross_entropy(input, target, weight, ignore_index, reduction, numbers, want
     # Where lse is given, the forward pass holds no row that a gradient could be made of.
     at_once = at_once and (inplace or (input.dtype != torch.float16 and lse is None))
     kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
+    numbers = [options[name] for name in NUMBERS]
     launched = _prepare_call(kind, input, target, weight, numbers, lse)
-    if options is not None:
-        keep(launched, name, options, input, target, weight, *(() if lse is None else (lse,)))
+    if key is not None:
+        keep(launched, name, key, input, target, weight, *(() if lse is None else (lse,)))
     return launched(input, target, weight, *numbers, lse)
 
 
@@ -222,52 +237,45 @@ def dtype_of_loss(name: str, input: Tensor, target: Tensor, dtype: torch.dtype |
     return torch.promote_types(found, target.dtype) if dtype is None and target.is_floating_point() else found
 
 
-def _checked(input, target, weight, ignore_index, reduction, numbers, wanted) -> tuple[Loss, int]:
+def _checked(input, target, options, wanted) -> tuple[Loss, int]:
     """(what a call asks of its losses, columns), or an error that names the argument."""
     name = "cross_entropy"
-    label_smoothing, softcap, scale, lse_square_scale = numbers
     if not isinstance(input, Tensor):
         raise TypeError(f"{name}: input must be a Tensor, not {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
         raise RuntimeError(f"{name}: input must be a dense strided tensor, got {input.layout}")
     check_logits(name, "input", input.dtype, tuple(input.shape), target)
     n_classes = input.shape[0 if input.ndim == 1 else 1]
-    loss = loss_of(
-        name, input, target, n_classes, weight, ignore_index, reduction, label_smoothing, softcap, scale,
-        lse_square_scale, wanted.dtype, wanted.stats,
-    )  # fmt: skip
-    return loss, n_classes
+    return loss_of(name, input, target, n_classes, wanted.dtype, wanted.stats, **options), n_classes
 
 
-def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, lse, over):
+def _of_shards(input, target, options, wanted, lse, over):
     """A call whose classes lie over the ranks of a group."""
     name, (group, n_classes, shard_sizes, transport) = "cross_entropy", over
-    options = peers = None
+    weight, softcap, scale = options["weight"], options["softcap"], options["scale"]
+    key = peers = None
     if weight is None and lse is None and transport != "collective" and not CHECK:
         peers = known(group, getattr(input, "device", None))
-        label_smoothing, softcap, scale, lse_square_scale = numbers
-        options = _options_of(
-            ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
-            (*wanted, torch.is_grad_enabled(), n_classes, shard_sizes, transport),
-        )  # fmt: skip
-    if isinstance(peers, Peers) and options is not None:
-        call = find("cross_entropy by peers", (peers.number, options), input, target)
+        of_call = *wanted, torch.is_grad_enabled(), n_classes, shard_sizes, transport
+        key = _key_of(*[value for argument, value in options.items() if argument != "weight"], of_call)
+    if isinstance(peers, Peers) and key is not None:
+        call = find("cross_entropy by peers", (peers.number, key), input, target)
         if call is not None:
             peers.ready(name)
-            return call(peers, group, input, target, numbers[1], numbers[2])
+            return call(peers, group, input, target, softcap, scale)
     with Refusing(name, over, input, target):
         check_over(name, over, input, target, weight)
-        loss, columns = _checked(input, target, weight, ignore_index, reduction, numbers, wanted)
+        loss, columns = _checked(input, target, options, wanted)
         (input,) = resolved(input)
         if lse is not None:
             raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")
         if target.is_floating_point():
             raise ValueError(f"{name}: group= takes targets of class indices, got probabilities")
-        if wanted.inplace and reduction != "none" and needs_grad(input):
+        if wanted.inplace and loss.reduction != "none" and needs_grad(input):
             _check_inplace(input, rows_of(input), wanted)
         sizes = sizes_of(name, over, columns)
         if CHECK or (readable(target) and not on_device(input)):
-            check_targets_of_all(name, target, sizes, over, ignore_index)
+            check_targets_of_all(name, target, sizes, over, loss.ignore_index)
     asked = {"operation": name, "dtype": input.dtype, **loss.asked(), "wanted": tuple(wanted)}
     shards = shards_of(name, sizes, target.numel(), over, input.device, asked, target)
     result_dtype = autocast.result_dtype(name, input, wanted.dtype)
@@ -275,20 +283,20 @@ def _of_shards(input, target, weight, ignore_index, reduction, numbers, wanted, 
     merging = peers if peers is not None and in_one_launch(input, target, loss, shards) else None
     if merging is not None and written_at_once(input, loss, wanted):
         launched = prepare_loss(input, target, loss, wanted, result_dtype, shards, merging)
-        if options is not None:
-            keep(launched, "cross_entropy by peers", (merging.number, options), input, target)
-        return launched(merging, group, input, target, numbers[1], numbers[2])
+        if key is not None:
+            keep(launched, "cross_entropy by peers", (merging.number, key), input, target)
+        return launched(merging, group, input, target, softcap, scale)
     how = () if merging is None else ((), states_by(merging, wanted, result_dtype))
     shards = told_by(peers, name, shards)
     y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype, *how)
-    return output_of(y, of_rows, z, stats, wanted, reduction, tuple(target.shape))
+    return output_of(y, of_rows, z, stats, wanted, loss.reduction, tuple(target.shape))
 
 
 def prepare_plain(
     input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Launched:
     """torch's own cross_entropy, for arguments that were checked: call(input, target, weight, label_smoothing, ...)."""
-    loss = Loss(None, ignore_index, reduction, label_smoothing)
+    loss = Loss(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     at_once = needs_grad(input) and reduction != "none" and input.dtype != torch.float16
     # Below autograd autocast has cast nothing yet: on a GPU torch casts the operations that it composes of this one.
     kind = Kind(loss, Wanted(), autocast.result_dtype("cross_entropy", input), False, at_once)
@@ -337,9 +345,10 @@ def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) 
     """A kept call's loss with the weight and the numbers of one call."""
     label_smoothing, softcap, scale, lse_square_scale = numbers
     return Loss(
-        None if weight is None else weight.detach().to(arithmetic_of(input)).contiguous(), loss.ignore_index,
-        loss.reduction, label_smoothing if loss.smooth else 0.0, None if loss.softcap is None else softcap,
-        1.0 if scale is None else scale, lse_square_scale if loss.lse_square_scale else 0.0, loss.stats,
+        weight=weight_for_kernels(weight, input), ignore_index=loss.ignore_index, reduction=loss.reduction,
+        label_smoothing=label_smoothing if loss.smooth else 0.0, softcap=None if loss.softcap is None else softcap,
+        scale=1.0 if scale is None else scale, lse_square_scale=lse_square_scale if loss.lse_square_scale else 0.0,
+        stats=loss.stats,
     )  # fmt: skip
 
 
@@ -363,10 +372,9 @@ def composed(
 def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given_lse: Tensor | None):
     """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
     if given_lse is not None:
-        weight, ignore_index, reduction, _, softcap, scale, _ = loss.operator_arguments()
         y = torch.ops.fused_softmax.cross_entropy_given_lse.default(
-            rows_of(input), target.reshape(-1), given_lse.detach().reshape(-1), weight, ignore_index, reduction,
-            softcap, scale, dtype,
+            rows_of(input), target.reshape(-1), given_lse.detach().reshape(-1), *loss.operator_arguments(WITHOUT_ROWS),
+            dtype,
         )  # fmt: skip
         z = torch.zeros_like(y) if wanted.z_loss else None
         return output_of(y, given_lse.detach(), z, (), wanted, loss.reduction, target.shape)

@@ -29,7 +29,7 @@ def forward_given_lse(x: Tensor, target: Tensor, lse: Tensor, loss: Loss, dtype:
     dtype: of the losses; that of the arithmetic if None.
     """
     given = given_of(x, None, target, loss, None)
-    options = *loss.kind().values(), loss.ignore_index, dtype
+    options = *loss.key(), dtype
     tensors = x, target, loss.weight, lse
     call = kept("losses_given_lse", options, tensors, prepare_given_lse, given, lse, loss, dtype)
     return call(given, loss.numbers(), lse)
@@ -51,9 +51,9 @@ def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype 
         block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[x.dtype], ptx=has_ptx(device),
         **loss.kind() | {"mean": False},
     )  # fmt: skip
-    factor, _, cap, *_ = loss.numbers()
+    numbers = loss.numbers()
     tensors = arranged(given, lse, rows_of(n_rows, lse).loss)
-    scalars = x.stride(0), n_rows, n_classes, loss.ignore_index, factor, cap
+    scalars = x.stride(0), n_rows, n_classes, loss.ignore_index, numbers.factor, numbers.cap
     reading = launch.prepare(
         _loss_given_lse, -(-n_rows // _ROWS), tensors, scalars, {"K": spec}, device=device, num_warps=4, numbers=(4, 5)
     )
@@ -62,7 +62,7 @@ def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype 
     def build(n, launch):
         def call(given, numbers, lse):
             rows = rows_of(n, lse)
-            launch(*picked(arranged(given, lse, rows.loss)), numbers[0], numbers[2])
+            launch(*picked(arranged(given, lse, rows.loss)), numbers.factor, numbers.cap)
             return rows
 
         return call

@@ -38,7 +38,7 @@ from fused_softmax.ops.losses.linear_by_rows import (
     linear_of,
     whole_logits,
 )
-from fused_softmax.ops.losses.options import Loss, check_logits, loss_of, refused_loss
+from fused_softmax.ops.losses.options import Loss, check_logits, loss_of, refused_loss, weight_for_kernels
 from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.losses.over_ranks.dtensor import (
     linear_loss_on_shards,
@@ -127,18 +127,21 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
     """
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats))
-    options = ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype
+    options = {
+        "weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
+        "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
+    }  # fmt: skip
     return _linear_cross_entropy(
-        input, linear_weight, target, linear_bias, weight, options, wanted, chunk_size, accumulate, skip_ignored,
+        input, linear_weight, target, linear_bias, options, dtype, wanted, chunk_size, accumulate, skip_ignored,
         over_of(group, n_classes, shard_sizes, transport), input_sharded,
     )  # fmt: skip
 
 
 def _linear_cross_entropy(
-    input, linear_weight, target, linear_bias, weight, options, wanted, chunk_size, accumulate, skip_ignored, over,
+    input, linear_weight, target, linear_bias, options, dtype, wanted, chunk_size, accumulate, skip_ignored, over,
     input_sharded,
 ):  # fmt: skip
-    ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, dtype = options
+    weight, ignore_index, reduction = options["weight"], options["ignore_index"], options["reduction"]
     group, n_classes, _, transport = over
     over_group = input_sharded or any(each is not None for each in over)
     with Refusing(_NAME, over, input, linear_weight, target) if over_group else nullcontext():
@@ -159,10 +162,7 @@ def _linear_cross_entropy(
         if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
             of_target = target.movedim(-1, 1)
         check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
-        loss = loss_of(
-            _NAME, input, target, columns, weight, ignore_index, reduction, label_smoothing, softcap, scale,
-            lse_square_scale, dtype, wanted.stats,
-        )  # fmt: skip
+        loss = loss_of(_NAME, input, target, columns, dtype, wanted.stats, **options)
         if chunk_size is not None and target.is_floating_point():
             raise ValueError(
                 f"{_NAME}: chunk_size takes targets of class indices, got chunk_size={chunk_size} and probabilities, "
@@ -235,8 +235,8 @@ def _linear_cross_entropy(
     if CHECK:
         check_targets(_NAME, target, n_classes, ignore_index)
     if loss.weight is not None:
-        of_classes = loss.weight.detach().to(arithmetic_of(input)).contiguous().resolve_neg()
-        loss = replace(loss, weight=of_classes)
+        of_classes: Any = weight_for_kernels(loss.weight, input)
+        loss = replace(loss, weight=of_classes.resolve_neg())
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
     kept = None
     if skip_ignored:

@@ -6,6 +6,8 @@ beside the loss, as an eager call does, where someone asks for them and their sc
 operator makes the logits again. Under functorch's transforms and on devices without kernels torch's operations compute.
 """
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +20,12 @@ from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.linear_by_classes import left_out_of, without
 from fused_softmax.ops.losses.linear_by_rows import linear_of
-from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.options import OPTIONS, WITHOUT_ROWS, Loss, schema_of, weight_for_kernels
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.steps import Kind, differentiable_gradient, losses_of
 from fused_softmax.ops.losses.sums import totals_of
 
-_LOSS = (
-    'Tensor? weight=None, int ignore_index=-100, str reduction="mean", float label_smoothing=0.0, float? softcap=None, '
-    "float scale=1.0, float lse_square_scale=0.0"
-)
-_N_LOSS = 7
+_LOSS = schema_of()
 _MORE = "ScalarType? dtype=None, bool return_token_stats=False"
 # lse is m + ls, and its gradient that of ls. Statistics that are not asked for, z-losses too, are empty or 0.
 _STATS = "Tensor losses, Tensor entropy, Tensor predicted, Tensor correct"
@@ -36,12 +34,9 @@ CROSS_ENTROPY = f"(Tensor input, Tensor target, {_LOSS}, {_MORE}) -> {_ROWS}"
 CROSS_ENTROPY_BACKWARD = (
     f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor? dy, Tensor? dz, Tensor? dls, {_LOSS}) -> Tensor"
 )
-_GIVEN_LSE = (
-    'Tensor input, Tensor target, Tensor lse, Tensor? weight=None, int ignore_index=-100, str reduction="mean", '
-    "float? softcap=None, float scale=1.0, ScalarType? dtype=None"
+CROSS_ENTROPY_GIVEN_LSE = (
+    f"(Tensor input, Tensor target, Tensor lse, {schema_of(WITHOUT_ROWS)}, ScalarType? dtype=None) -> Tensor"
 )
-_GIVEN_LSE_DEFAULTS: tuple[Any, ...] = (None, -100, "mean", None, 1.0, None)
-CROSS_ENTROPY_GIVEN_LSE = f"({_GIVEN_LSE}) -> Tensor"
 _LINEAR = 'int? chunk_size=None, str accumulate="fp32", bool[] gradients=[]'
 _LINEAR_DEFAULTS: tuple[Any, ...] = (None, "fp32", [], False, False, False)
 _RETURNS = "bool return_lse=False, bool return_z_loss=False, bool return_token_stats=False"
@@ -51,14 +46,6 @@ _LINEAR_ROWS = f"(Tensor loss, {_GRADIENTS}, Tensor lse, Tensor z_loss, {_STATS}
 LINEAR_CROSS_ENTROPY = f"({_OF_LINEAR}, {_LOSS}, {_LINEAR}, {_RETURNS}) -> {_LINEAR_ROWS}"
 _LATER = "Tensor? dlse=None, Tensor? dz=None"
 LINEAR_BACKWARD = f"(Tensor dy, {_OF_LINEAR}, {_LOSS}, {_LINEAR}, {_LATER}) -> ({_GRADIENTS})"
-
-
-def _loss(
-    x, stats=False, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, scale=1.0,
-    lse_square_scale=0.0,
-) -> Loss:  # fmt: skip
-    weight = None if weight is None else weight.detach().to(arithmetic_of(x)).contiguous()
-    return Loss(weight, ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, stats)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -75,7 +62,7 @@ def _on_kernels(x: Tensor) -> bool:
 def cross_entropy(input, target, *given):
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         of_loss, (dtype, stats) = _split(given)
-        loss = _loss(input, stats, *of_loss)
+        loss = Loss.of_operator(input, of_loss, stats)
         dtype, target = dtype or input.dtype, target.contiguous()
         if not _on_kernels(input):
             return _composed(input, target, loss, dtype)
@@ -87,8 +74,8 @@ def cross_entropy(input, target, *given):
 
 def cross_entropy_given_lse(input, target, lse, *given):
     with torch._C.DisableTorchFunction():
-        of_loss, dtype = _of_given_lse(given)
-        loss = _loss(input, False, *of_loss)
+        of_loss, (dtype,) = _split(given, (None,), WITHOUT_ROWS)
+        loss = Loss.of_operator(input, of_loss, names=WITHOUT_ROWS)
         dtype, lse = dtype or input.dtype, lse.to(arithmetic_of(input)).contiguous()
         if not _on_kernels(input):
             return _composed(input, target, loss, dtype, lse)[0]
@@ -98,7 +85,7 @@ def cross_entropy_given_lse(input, target, lse, *given):
 
 def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
     with torch._C.DisableTorchFunction():
-        loss = _loss(input, False, *of_loss)
+        loss = Loss.of_operator(input, of_loss)
         target = target.contiguous()
         if not _on_kernels(input):
             return _gradient(input, target, m + ls, dy, dz, dls, loss)
@@ -114,7 +101,7 @@ def linear_cross_entropy(x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
         of_loss, (chunk_size, accumulate, asked, *more) = _split(given, _LINEAR_DEFAULTS)
         wanted = Wanted(*more)
-        loss = _loss(x, wanted.stats, *of_loss)
+        loss = Loss.of_operator(x, of_loss, wanted.stats)
         linear = linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
         asked = _at_once(x, loss.reduction, asked)
         if not _on_kernels(x):
@@ -135,7 +122,7 @@ def linear_cross_entropy(x, w, target, bias, *given):
 def linear_backward(dy, x, w, target, bias, *given):
     with torch._C.DisableTorchFunction():
         of_loss, (chunk_size, accumulate, asked, dlse, dz) = _split(given, (None, "fp32", [], None, None))
-        loss = _loss(x, False, *of_loss)
+        loss = Loss.of_operator(x, of_loss)
         linear = linear_of(x, w, chunk_size, accumulate, asked[1])
         if not _on_kernels(x):
             logits = torch.nn.functional.linear(x, w, bias)
@@ -148,16 +135,11 @@ def linear_backward(dy, x, w, target, bias, *given):
         return tuple(x.new_empty(0) if each is None else each for each in found)
 
 
-def _split(given: tuple, defaults: tuple = (None, False)) -> tuple[tuple, tuple]:
-    """What a loss is told, and what stands behind it; the dispatcher leaves out last arguments that are defaults."""
-    more = given[_N_LOSS:]
-    return given[:_N_LOSS], (*more, *defaults[len(more) :])
-
-
-def _of_given_lse(given: tuple) -> tuple[tuple, torch.dtype | None]:
-    """The arguments of `_loss`, and the dtype, of a loss whose lse is given."""
-    weight, ignore_index, reduction, softcap, scale, dtype = (*given, *_GIVEN_LSE_DEFAULTS[len(given) :])
-    return (weight, ignore_index, reduction, 0.0, softcap, scale), dtype
+def _split(given: tuple, defaults: tuple = (None, False), names: Collection[str] = OPTIONS) -> tuple[tuple, tuple]:
+    """A loss's options, and what stands behind them; the dispatcher leaves out last arguments that are defaults."""
+    n = len(names)
+    more = given[n:]
+    return given[:n], (*more, *defaults[len(more) :])
 
 
 def _at_once(x, reduction: str, asked) -> list[bool]:
@@ -241,7 +223,7 @@ def fake_cross_entropy(input, target, *given):
 
 
 def fake_given_lse(input, target, lse, *given):
-    of_loss, dtype = _of_given_lse(given)
+    of_loss, (dtype,) = _split(given, (None,), WITHOUT_ROWS)
     shape = [input.shape[0]] if _reduction(of_loss) == "none" else []
     return input.new_empty(shape, dtype=dtype or input.dtype)
 
@@ -293,7 +275,7 @@ def _fake_gradients(x, w, bias, asked):
 
 
 def _reduction(of_loss: tuple) -> str:
-    return of_loss[2] if len(of_loss) > 2 else "mean"
+    return Loss(*of_loss).reduction
 
 
 # Autograd.
@@ -313,7 +295,7 @@ def cross_entropy_gradient(ctx, dy, dz, dm, dls, *_):
     dx = None
     if ctx.needs_input_grad[0] and not (dy is None and dz is None and dls is None):
         if torch.is_grad_enabled():
-            loss = _loss(input, False, weight, *ctx.given)
+            loss = Loss.of_operator(input, (weight, *ctx.given))
             dx = differentiable_gradient(input, target, loss, dy, dls, dz)
         else:
             operator = torch.ops.fused_softmax.cross_entropy_backward.default
@@ -323,9 +305,9 @@ def cross_entropy_gradient(ctx, dy, dz, dm, dls, *_):
 
 def save_given_lse(ctx, inputs, output):
     input, target, lse, *given = inputs
-    of_loss, _ = _of_given_lse(tuple(given))
-    ctx.given = of_loss[1:]
-    ctx.save_for_backward(input, target, lse, of_loss[0])
+    of_loss, _ = _split(tuple(given), (None,), WITHOUT_ROWS)
+    ctx.loss = Loss.of_operator(input, (None, *of_loss[1:]), names=WITHOUT_ROWS)
+    ctx.save_for_backward(input, target, lse, of_loss[0] if of_loss else None)
 
 
 def given_lse_gradient(ctx, dy):
@@ -333,10 +315,12 @@ def given_lse_gradient(ctx, dy):
     input, target, lse, weight = ctx.saved_tensors
     dx, lse = None, lse.detach().to(arithmetic_of(input))
     if ctx.needs_input_grad[0] and torch.is_grad_enabled():
-        dx = differentiable_gradient(input, target, _loss(input, False, weight, *ctx.given), dy, None, None, lse)
+        loss = replace(ctx.loss, weight=weight_for_kernels(weight, input))
+        dx = differentiable_gradient(input, target, loss, dy, None, None, lse)
     elif ctx.needs_input_grad[0]:
         operator = torch.ops.fused_softmax.cross_entropy_backward.default
-        dx = operator(input, target, lse, torch.zeros_like(lse), dy, None, None, weight, *ctx.given)
+        arguments = replace(ctx.loss, weight=weight).operator_arguments()
+        dx = operator(input, target, lse, torch.zeros_like(lse), dy, None, None, *arguments)
     return (dx, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
@@ -353,7 +337,7 @@ def cross_entropy_second(ctx, g):
     with torch.enable_grad():
         given = [None if each is None else each.detach().requires_grad_() for each in (input, dy, dz, dls)]
         x, dy, dz, dls = given
-        loss = _loss(x, False, weight, *ctx.given)
+        loss = Loss.of_operator(x, (weight, *ctx.given))
         dx = differentiable_gradient(x, target, loss, dy, dls, dz)
         there = [each for each in given if each is not None]
         found = iter(torch.autograd.grad(dx, there, g, allow_unused=True))
@@ -381,7 +365,7 @@ def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz
         return (None,) * len(ctx.needs_input_grad)
     x, w, target, bias, weight, *gradients = ctx.saved_tensors
     asked = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    loss, alone = _loss(x, False, weight, *ctx.of_loss), dlse is None and dz is None
+    loss, alone = Loss.of_operator(x, (weight, *ctx.of_loss)), dlse is None and dz is None
     if torch.is_grad_enabled():
         gradients = linear_ops.differentiable_gradient(x, w, bias, target, loss, asked, dy, dlse, dz)
     elif alone and ctx.at_once and all(made or not wanted for made, wanted in zip(ctx.more[2], asked, strict=True)):

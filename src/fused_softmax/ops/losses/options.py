@@ -1,34 +1,105 @@
 """The options of a loss and their checks, and what kernels are given for its numbers."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_softmax.core.checks import DTYPES
+from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, typed
 
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
 
 
+class LossNumbers(NamedTuple):
+    """The numbers that each launch is given, by the names of kernels' parameters."""
+
+    factor: float
+    hidden: float
+    cap: float
+    smoothing: float
+    lse_square_scale: float
+
+
+@dataclass(frozen=True)
+class Option:
+    """How an option of a loss is checked and traced. Its name, type and default are the field's.
+
+    type: as torch.library writes it.
+    whole_rows: whether it needs more of a row than its lse and its target's logit.
+    check: raises an error that names the function and the argument for a value that is none; None leaves that to
+        `loss_of`, which knows the input.
+    """
+
+    type: str
+    check: Callable[[str, str, Any], None] | None = None
+    whole_rows: bool = False
+
+    def traced(self, value: Any) -> Any:
+        """A value as registered operators take it."""
+        return float(value) if value is not None and self.type.startswith("float") else value
+
+
+def _is_int(name: str, argument: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: {argument} must be an int, not {typed(value)}")
+
+
+def _is_reduction(name: str, argument: str, value: Any) -> None:
+    if value not in ("mean", "sum", "none"):
+        raise ValueError(f'{name}: {argument} must be "mean", "sum" or "none", got {described(value)}')
+
+
+def _is_number(name: str, argument: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: {argument} must be a number, not {typed(value)}")
+
+
+def _is_share(name: str, argument: str, value: Any) -> None:
+    _is_number(name, argument, value)
+    if not 0.0 <= value <= 1.0:
+        raise RuntimeError(f"{name}: {argument} must be in [0, 1], got {value}")
+
+
+def _is_finite(name: str, argument: str, value: Any) -> None:
+    if value is None:
+        return
+    _is_number(name, argument, value)
+    if not -math.inf < value < math.inf:  # isfinite takes no number that a compiler traces
+        raise ValueError(f"{name}: {argument} must be finite, got {value}")
+
+
+def _is_cap(name: str, argument: str, value: Any) -> None:
+    _is_finite(name, argument, value)
+    if value is not None and value <= 0:
+        raise ValueError(f"{name}: {argument} must be more than 0, got {value}")
+
+
+def _option(*given: Any, **named: Any) -> dict[str, Option]:
+    return {"option": Option(*given, **named)}
+
+
 @dataclass(frozen=True)
 class Loss:
-    """What a call asks of its losses, beside logits and targets.
+    """What a call asks of its losses, beside logits and targets. An option's type, default and check stand here alone.
 
     weight: [n_classes], in the dtype of the arithmetic, or None. scale, softcap: the logits are x * scale, and then
     softcap * tanh(of that / softcap). stats: whether the entropy and the likeliest class are wanted too.
+
+    Operators' schemas, their arguments, and those of the reference have the options in this order.
     """
 
-    weight: Tensor | None = None
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    scale: float = 1.0
-    lse_square_scale: float = 0.0
+    weight: Tensor | None = field(default=None, metadata=_option("Tensor?"))
+    ignore_index: int = field(default=-100, metadata=_option("int", _is_int))
+    reduction: str = field(default="mean", metadata=_option("str", _is_reduction))
+    label_smoothing: float = field(default=0.0, metadata=_option("float", _is_share, whole_rows=True))
+    softcap: float | None = field(default=None, metadata=_option("float?", _is_cap))
+    scale: float = field(default=1.0, metadata=_option("float", _is_finite))
+    lse_square_scale: float = field(default=0.0, metadata=_option("float", _is_number, whole_rows=True))
     stats: bool = False
 
     @property
@@ -52,16 +123,24 @@ class Loss:
             "z_loss": self.lse_square_scale != 0,
         }  # fmt: skip
 
-    def values(self) -> dict[str, Any]:
-        """A kernel's arguments by name. ignore_index stays with a launch; LOSS_NUMBERS are given with each."""
-        return {"ignore_index": self.ignore_index, **dict(zip(LOSS_NUMBERS, self.numbers(), strict=True))}
+    def key(self) -> tuple:
+        """What kept calls depend on of this, beside the values of its numbers and the weight."""
+        return *self.kind().values(), self.ignore_index
 
-    def numbers(self) -> tuple[float, ...]:
-        """LOSS_NUMBERS of this loss as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
-        scale = math.copysign(min(max(abs(self.scale), _LEAST_NORMAL), _GREATEST), self.scale)
-        softcap = min(max(self.softcap or 1.0, _LEAST_NORMAL), _GREATEST)
-        hidden = float("-inf") if self.scale >= 0 else float("inf")
-        return scale, hidden, softcap, float(self.label_smoothing), float(self.lse_square_scale)
+    def values(self) -> dict[str, Any]:
+        """A kernel's arguments by name. ignore_index stays with a launch; LossNumbers are given with each."""
+        return {"ignore_index": self.ignore_index, **self.numbers()._asdict()}
+
+    def numbers(self) -> LossNumbers:
+        """The numbers as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
+        scale, softcap = self.scale, self.softcap
+        return LossNumbers(
+            math.copysign(min(max(abs(scale), _LEAST_NORMAL), _GREATEST), scale),
+            float("-inf") if scale >= 0 else float("inf"),
+            min(max(softcap or 1.0, _LEAST_NORMAL), _GREATEST),
+            float(self.label_smoothing),
+            float(self.lse_square_scale),
+        )
 
     def exact_numbers(self, x: Tensor) -> Tensor | None:
         """The numbers in fp64, where the logits have it: a kernel's own have 32 bits."""
@@ -74,27 +153,47 @@ class Loss:
         """W = sum_c w_c, where smoothing asks for it."""
         return self.weight.sum(dtype=self.weight.dtype) if self.weight is not None and self.smooth else None
 
+    def options(self) -> dict[str, Any]:
+        """The options by name."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
     def asked(self) -> dict[str, Any]:
         """What every rank of a group has to ask alike."""
-        named = ("ignore_index", "reduction", "label_smoothing", "softcap", "scale", "lse_square_scale")
-        return {"weighted": self.weight is not None, **{name: getattr(self, name) for name in named}}
+        return self.options() | {"weight": self.weight is not None}
 
-    def operator_arguments(self) -> tuple:
-        """As the registered operators take them."""
-        return (
-            self.weight, self.ignore_index, self.reduction, float(self.label_smoothing),
-            None if self.softcap is None else float(self.softcap), self.scale, float(self.lse_square_scale),
-        )  # fmt: skip
+    def operator_arguments(self, names: Iterable[str] | None = None) -> tuple:
+        """As the registered operators take them. names: of some options, if not of all."""
+        return tuple(OPTIONS[name].traced(getattr(self, name)) for name in names or OPTIONS)
 
     def reference_arguments(self) -> dict[str, Any]:
         """As `reference.cross_entropy` takes them, but for the reduction."""
-        return {
-            "weight": self.weight, "ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing,
-            "softcap": self.softcap, "scale": self.scale, "lse_square_scale": self.lse_square_scale,
-        }  # fmt: skip
+        return {name: each for name, each in self.options().items() if name != "reduction"}
+
+    @staticmethod
+    def of_operator(x: Tensor, given: Sequence[Any], stats: bool = False, names: Iterable[str] | None = None) -> "Loss":
+        """From such arguments, less those that were left out at the end; x: the logits, or what they are made of."""
+        options = dict(zip(names or OPTIONS, given, strict=False))
+        return Loss(**options | {"weight": weight_for_kernels(options.get("weight"), x)}, stats=stats)
 
 
-LOSS_NUMBERS = ("factor", "hidden", "cap", "smoothing", "lse_square_scale")
+OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Loss) if "option" in each.metadata}
+NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
+WITHOUT_ROWS = tuple(name for name, option in OPTIONS.items() if not option.whole_rows)  # where lse is given
+
+
+def schema_of(names: Iterable[str] = OPTIONS) -> str:
+    """Options as arguments of a registered operator, as torch.library writes them."""
+    return ", ".join(f"{OPTIONS[name].type} {name}={_written(getattr(Loss(), name))}" for name in names)
+
+
+def _written(default: Any) -> str:
+    return f'"{default}"' if isinstance(default, str) else str(default)
+
+
+def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """Class weights in the dtype of the arithmetic, contiguous, as constants. x: the logits, or what they are of."""
+    return None if weight is None else weight.detach().to(arithmetic_of(x)).contiguous()
+
 
 _INDICES = (torch.int64, torch.int32, torch.uint8)
 
@@ -129,14 +228,16 @@ def check_logits(name: str, argument: str, dtype: torch.dtype, shape: tuple[int,
 
 
 def loss_of(
-    name: str, input: Tensor, target: Tensor, n_classes: int, weight: Any, ignore_index: Any, reduction: Any,
-    label_smoothing: Any, softcap: Any, scale: Any, lse_square_scale: Any, dtype: Any, stats: bool = False,
-) -> Loss:  # fmt: skip
+    name: str, input: Tensor, target: Tensor, n_classes: int, dtype: Any, stats: bool = False, **options: Any
+) -> Loss:
     """The Loss of a call, its weight as given, or an error that names the argument."""
     if target.device != input.device:
         raise RuntimeError(f"{name}: target must be on the input's device {input.device}, got {target.device}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'{name}: reduction must be "mean", "sum" or "none", got {described(reduction)}')
+    for argument, value in options.items():
+        check = OPTIONS[argument].check
+        if check is not None:
+            check(name, argument, value)
+    weight = options["weight"]
     if weight is not None:
         if not isinstance(weight, Tensor):
             raise TypeError(f"{name}: weight must be a Tensor, not {type(weight).__name__}")
@@ -150,27 +251,10 @@ def loss_of(
             raise RuntimeError(f"{name}: weight must be of a float dtype, got {weight.dtype}")
         if not target.is_floating_point():
             check_constant(name, weight)
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"{name}: ignore_index must be an int, not {typed(ignore_index)}")
-    for argument, value in (("label_smoothing", label_smoothing), ("lse_square_scale", lse_square_scale)):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}: {argument} must be a number, not {typed(value)}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise RuntimeError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    for argument, value in (("softcap", softcap), ("scale", scale)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-            raise TypeError(f"{name}: {argument} must be a number, not {typed(value)}")
-        # isfinite takes no number that a compiler traces
-        if value is not None and not -math.inf < value < math.inf:  # type: ignore[operator]
-            raise ValueError(f"{name}: {argument} must be finite, got {value}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: softcap must be more than 0, got {softcap}")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"{name}: dtype must be a float torch.dtype, got {described(dtype)}")
-    return Loss(
-        weight, ignore_index, reduction, label_smoothing, softcap, 1.0 if scale is None else float(scale),
-        lse_square_scale, stats,
-    )  # fmt: skip
+    scale = options.pop("scale")
+    return Loss(**options, scale=1.0 if scale is None else float(scale), stats=stats)
 
 
 def refused_loss(input: Tensor, result_dtype: torch.dtype, target: Tensor, loss: Loss) -> str:
@@ -208,9 +292,8 @@ def check_lse(name: str, lse: Any, target: Tensor, loss: Loss) -> None:
         raise ValueError(f"{name}: lse must have the targets' shape {tuple(target.shape)}, got {tuple(lse.shape)}")
     if lse.device != target.device:
         raise RuntimeError(f"{name}: lse must be on the input's device {target.device}, got {lse.device}")
-    whole = {
-        "label_smoothing": loss.smooth, "lse_square_scale": loss.lse_square_scale, "return_token_stats": loss.stats,
-    }  # fmt: skip
+    whole = {name: getattr(loss, name) for name, option in OPTIONS.items() if option.whole_rows}
+    whole["return_token_stats"] = loss.stats
     for argument, asked in whole.items():
         if asked:
             raise ValueError(f"{name}: {argument} takes whole rows, and lse= is of longer ones")

@@ -229,7 +229,7 @@ def _written_again(x, target, loss: Loss, numbers: tuple, kind: Kind) -> Tensor:
     x may lie otherwise than it did, and need no gradient, for what autograd saves may have been moved.
     """
     x = x if x.requires_grad else x.detach().requires_grad_()  # the steps of a loss with a gradient
-    options = kind.wanted, kind.dtype, *loss.kind().values(), loss.ignore_index, loss.reduction
+    options = kind.wanted, kind.dtype, *loss.key(), loss.reduction
     tensors = x, target, loss.weight
     steps: Any = kept("loss again", options, tensors, _prepare_again, kind, x, target, loss)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

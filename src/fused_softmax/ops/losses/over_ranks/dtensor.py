@@ -234,7 +234,7 @@ def loss_as_aten(
     )
     if not fits:
         return None
-    loss = Loss(weight, ignore_index, ("none", "mean", "sum")[reduction], label_smoothing)
+    loss = Loss(weight, ignore_index, ("none", "mean", "sum")[reduction], label_smoothing=label_smoothing)
     return loss_on_shards(x, target, loss, Wanted(), result_dtype("cross_entropy", x))
 
 

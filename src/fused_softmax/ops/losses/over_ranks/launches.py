@@ -19,7 +19,7 @@ from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.calls import Given
 from fused_softmax.ops.losses.kernels.over_ranks import _merge, _put, _say, _share
 from fused_softmax.ops.losses.kernels.spec import LossShardSpec, numbers_of
-from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.options import Loss, LossNumbers
 from fused_softmax.ranks.groups import Shards, exchange, headers_of
 from fused_softmax.ranks.launches import allocator
 
@@ -63,12 +63,12 @@ def takes(x: Tensor, target: Tensor, loss: Loss) -> bool:
 
 def own_loss(loss: Loss) -> Loss:
     """What of a loss is each row's own: its logits and class weights."""
-    return Loss(loss.weight, ELSEWHERE, "none", 0.0, loss.softcap, loss.scale)
+    return Loss(loss.weight, ELSEWHERE, "none", softcap=loss.softcap, scale=loss.scale)
 
 
-def rows_numbers(loss: Loss, numbers: tuple[float, ...]) -> tuple[float, ...]:
+def rows_numbers(loss: Loss, numbers: LossNumbers) -> LossNumbers:
     """The numbers of `_rows_loss`, by those of the whole loss."""
-    return *numbers[:3], 1.0 if loss.smooth else 0.0, 0.0
+    return numbers._replace(smoothing=1.0 if loss.smooth else 0.0, lse_square_scale=0.0)
 
 
 def _rows_loss(loss: Loss) -> Loss:
@@ -123,7 +123,7 @@ def _prepare_saying(given: OfShard) -> Call:
     of_all, w_total = torch.zeros_like(target) if smooth else target, loss.weight_total()
     # As the losses of one GPU keep it: for another number of rows it costs little.
     read = kept(
-        "losses", (*own.kind().values(), own.ignore_index, None, False, None, True), (x, of_all, None, own.weight),
+        "losses", (*own.key(), None, False, None, True), (x, of_all, None, own.weight),
         losses.prepare_losses, Given(x, None, of_all, own.weight, None, w_total), own,
     )  # fmt: skip
     # Of what is written anew in each call only the dtype matters.
@@ -158,7 +158,7 @@ def prepare_gradient(
     local, m, ls, dy, dlse, own = _shares_maker(given)()
     # As the gradient of one GPU keeps it: for another number of rows it costs little.
     write = kept(
-        "loss_gradient", (*of_rows.kind().values(), of_rows.ignore_index, None, False),
+        "loss_gradient", (*of_rows.key(), None, False),
         (x, local, dx, loss.weight, dy, None, dlse), losses.prepare_gradient,
         Given(x, dx, local, loss.weight, None, w_total), (m, ls, dy, None, dlse), of_rows,
     )  # fmt: skip
@@ -205,7 +205,7 @@ def _prepare_say(given: OfShard, beside: tuple) -> Call:
 
     def call(x, target, beside, numbers):
         said = empty((n,), (1,), torch.float32)
-        run(*picked((x, target, *beside, said)), numbers[0], numbers[2])
+        run(*picked((x, target, *beside, said)), numbers.factor, numbers.cap)
         return said
 
     return call
@@ -241,7 +241,7 @@ def prepare_merge(
 
     def call(heard, headers, notice, target, numbers):
         found = made()
-        run(*picked((heard, headers, notice, target, *found)), *numbers[3:])
+        run(*picked((heard, headers, notice, target, *found)), numbers.smoothing, numbers.lse_square_scale)
         return found
 
     return call
@@ -280,7 +280,8 @@ def _prepare_share(given: OfShard, tensors: tuple) -> Call:
 
     def call(x, target, tensors, numbers):
         found = made()
-        run(*picked((x, target, *tensors, *found)), numbers[0], *numbers[2:])
+        given = numbers.factor, numbers.cap, numbers.smoothing, numbers.lse_square_scale
+        run(*picked((x, target, *tensors, *found)), *given)
         return found
 
     return call

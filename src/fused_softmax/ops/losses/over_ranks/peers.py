@@ -60,6 +60,12 @@ class Kind(NamedTuple):
     said: str
 
 
+def _numbers_of(loss: Loss) -> tuple[float, float, float]:
+    """_NUMBERS of a loss, which each launch is given."""
+    numbers = loss.numbers()
+    return numbers.factor, numbers.hidden, numbers.cap
+
+
 def said_of(loss: Loss, wanted: Wanted, dtype: torch.dtype) -> str:
     """What ranks have to ask alike of a loss, but softcap and scale, which each launch is given."""
     of_loss = loss.ignore_index, loss.reduction, loss.lse_square_scale, sorted(loss.kind().items())
@@ -94,7 +100,7 @@ def prepare_loss(
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] <= 1) and target.is_contiguous()
     x, flat = as_rows(input.detach(), target)
     steps = _prepare_steps(kind, x, flat, peers, shards.group)
-    plain = loss.numbers()[:3] if loss.plain else None
+    plain = _numbers_of(loss) if loss.plain else None
 
     def build(_, *functions):
         steps = _Steps(*functions)
@@ -105,7 +111,7 @@ def prepare_loss(
             x, flat = (input, target) if simple else as_rows(input, target)
             numbers = plain
             if numbers is None:
-                numbers = replace(loss, softcap=softcap, scale=1.0 if scale is None else scale).numbers()[:3]
+                numbers = _numbers_of(replace(loss, softcap=softcap, scale=1.0 if scale is None else scale))
             how = kind, steps, numbers, peers, group, claim
             if not gradient:
                 return _run(x, flat, how)[0]
@@ -220,10 +226,9 @@ def _prepare_launch(
         "x": x, "dx": dx, "target": target, "totals": totals if dx is not None else None,
         "states": states, "loss": loss, "result": result, "ticket": ticket_of(device) if finishes else None,
     }  # fmt: skip
-    factor, hidden, cap, *_ = asked.numbers()
     values = {
         "n_classes": facts.n_classes, "first": facts.of(None).first, "ignore_index": asked.ignore_index,
-        "factor": factor, "hidden": hidden, "cap": cap,
+        **dict(zip(_NUMBERS, _numbers_of(asked), strict=True)),
     } | ({} if dx is not None else {"dx_row_stride": 0})  # fmt: skip
     said = f"cross_entropy {x.dtype} {facts.sizes} {facts.n_classes} {kind.said}"
     return prepare_launch(
@@ -302,7 +307,7 @@ def _states_of(
     options = peers.number, *loss.asked().items(), facts, wanted, dtype
     prepared = loss, facts, x, target, peers, group, said_of(loss, wanted, dtype)
     call = kept("states by peers", options, (x, target), _prepare_states, *prepared)
-    return call(peers, group, x, target, loss.numbers()[:3])
+    return call(peers, group, x, target, _numbers_of(loss))
 
 
 def _prepare_states(

@@ -188,10 +188,10 @@ def _scaled(x: Tensor, loss: Loss) -> Tensor:
 
 def _numbers(x: Tensor, loss: Loss) -> tuple[float, float | None]:
     """scale and softcap as the kernels have them."""
-    scale, _, softcap, *_ = loss.numbers()
     if arithmetic_of(x) == torch.float64 or loss.scale == 0:
         return loss.scale, loss.softcap
-    return scale, None if loss.softcap is None else softcap
+    numbers = loss.numbers()
+    return numbers.factor, None if loss.softcap is None else numbers.cap
 
 
 class Counts(NamedTuple):

@@ -17,7 +17,7 @@ from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import needs_grad, resolved
 from fused_softmax.ops.losses.calls import LossRows
-from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.options import Loss, LossNumbers
 from fused_softmax.ops.losses.output import STATISTICS, Wanted
 from fused_softmax.ops.losses.over_ranks.launches import (
     HEADER,
@@ -64,7 +64,7 @@ def losses_by_kernels(
     return call(x, target, loss, shards, over, whole)
 
 
-def _numbers(loss: Loss) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _numbers(loss: Loss) -> tuple[LossNumbers, LossNumbers]:
     """The numbers of the loss, and those of the launches that read and write rows."""
     numbers = loss.numbers()
     return numbers, rows_numbers(loss, numbers)
@@ -85,7 +85,7 @@ def _prepare(
     held, differentiates, beside = shards.held, needs_grad(x), wanted.beside
     plain = _numbers(loss) if loss.plain and not loss.smooth else None
     inplace = wanted.inplace and loss.reduction != "none"
-    of_gradient = OfGradient((*loss.kind().values(), loss.ignore_index, *shards[1:4], inplace), inplace)
+    of_gradient = OfGradient((*loss.key(), *shards[1:4], inplace), inplace)
     with torch.no_grad():
         run = _prepare_run(x, target, loss, shards, wanted, dtype, spread, merges)
 
