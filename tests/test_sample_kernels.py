@@ -59,7 +59,7 @@ def assert_as_reference(x, options, plan=None):
     options = replace(options, return_kept=options.return_kept or options.return_logprobs is not None)
     logprobs = options.return_logprobs == "processed"
     drawn = drawn_by(prepare_draws(x, options, seed, position, None, logprobs=logprobs, plan=plan), x, options)
-    wanted = reference.sample(x, seed, position, **options.arguments())
+    wanted = reference.sample(x, seed, position, **options.options())
     assert torch.equal(drawn.valid, wanted.valid)
     assert torch.equal(drawn.tokens, wanted.tokens)
     if options.return_kept:
@@ -202,7 +202,7 @@ def test_narrow_logits_with_bias_bitmask_and_rows(dtype, device):
     )  # fmt: skip
     seed, position = random_numbers(7, device)
     drawn = drawn_by(prepare_draws(x, options, seed, position, None), x, options)
-    wanted = reference.sample(x, seed, position, **options.arguments())
+    wanted = reference.sample(x, seed, position, **options.options())
     for name in ("valid", "tokens", "kept"):
         assert torch.equal(getattr(drawn, name), getattr(wanted, name)), name
 
@@ -234,7 +234,7 @@ def test_numbers_are_given_anew_with_every_call(device):
         options = Sampling(temperature, k, 0.9)
         many = [torch.full((3,), number, device=device) for number in (seed, position)]
         assert torch.equal(
-            drawn_by(draw, x, options, seed, position).tokens, reference.sample(x, *many, **options.arguments()).tokens
+            drawn_by(draw, x, options, seed, position).tokens, reference.sample(x, *many, **options.options()).tokens
         )
 
 
@@ -295,7 +295,7 @@ def test_memory_that_is_new_holds_anything(device):
 def assert_reported(x, options, plan=None):
     seed, position = random_numbers(len(x) if options.row_indices is None else len(options.row_indices), x.device)
     drawn = drawn_by(prepare_sample(x, options, seed, position, None, plan), x, options)
-    wanted = reference.sample(x, seed, position, **options.arguments())
+    wanted = reference.sample(x, seed, position, **options.options())
     assert torch.equal(drawn.tokens, wanted.tokens)
     assert drawn.kept is None
     near = {"rtol": 1e-5, "atol": 2e-5, "equal_nan": True}

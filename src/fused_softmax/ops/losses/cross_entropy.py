@@ -373,13 +373,13 @@ def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given
     """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
     if given_lse is not None:
         y = torch.ops.fused_softmax.cross_entropy_given_lse.default(
-            rows_of(input), target.reshape(-1), given_lse.detach().reshape(-1), *loss.operator_arguments(WITHOUT_ROWS),
+            rows_of(input), target.reshape(-1), given_lse.detach().reshape(-1), *loss.traced(WITHOUT_ROWS),
             dtype,
         )  # fmt: skip
         z = torch.zeros_like(y) if wanted.z_loss else None
         return output_of(y, given_lse.detach(), z, (), wanted, loss.reduction, target.shape)
     y, z, m, ls, *stats = torch.ops.fused_softmax.cross_entropy.default(
-        rows_of(input), target.reshape(-1), *loss.operator_arguments(), dtype, wanted.stats
+        rows_of(input), target.reshape(-1), *loss.traced(), dtype, wanted.stats
     )
     stats = refusing("cross_entropy", STATISTICS, stats, y, LOSS) if wanted.stats else stats
     return output_of(y, m + ls if wanted.lse else None, z, stats, wanted, loss.reduction, target.shape)

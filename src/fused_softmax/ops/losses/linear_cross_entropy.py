@@ -221,7 +221,7 @@ def _linear_cross_entropy(
         asked = _asked(input, linear_weight, linear_bias)
         y, _, _, _, lse, z, *stats = torch.ops.fused_softmax.linear_cross_entropy.default(
             input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), linear_bias,
-            *loss.operator_arguments(), chunk_size, accumulate, asked, *(wanted[:3] if wanted.beside else ()),
+            *loss.traced(), chunk_size, accumulate, asked, *(wanted[:3] if wanted.beside else ()),
         )  # fmt: skip
         stats = refusing(_NAME, STATISTICS, stats, y, LOSS) if wanted.stats else stats
         return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
@@ -333,7 +333,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device)
         if batched(dy, dlse, dz):
             found = torch.ops.fused_softmax.linear_cross_entropy_backward.default(
-                dy, x, w, target, bias, *loss.operator_arguments(), linear.chunk_size,
+                dy, x, w, target, bias, *loss.traced(), linear.chunk_size,
                 "fp32" if linear.accumulate else "input", asked, *(() if alone else (dlse, dz)),
             )  # fmt: skip
             return *[each if wanted else None for each, wanted in zip(found, asked, strict=True)], *nothing

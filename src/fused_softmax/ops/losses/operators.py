@@ -20,12 +20,12 @@ from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.linear_by_classes import left_out_of, without
 from fused_softmax.ops.losses.linear_by_rows import linear_of
-from fused_softmax.ops.losses.options import OPTIONS, WITHOUT_ROWS, Loss, schema_of, weight_for_kernels
+from fused_softmax.ops.losses.options import OPTIONS, WITHOUT_ROWS, Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.steps import Kind, differentiable_gradient, losses_of
 from fused_softmax.ops.losses.sums import totals_of
 
-_LOSS = schema_of()
+_LOSS = Loss.schema()
 _MORE = "ScalarType? dtype=None, bool return_token_stats=False"
 # lse is m + ls, and its gradient that of ls. Statistics that are not asked for, z-losses too, are empty or 0.
 _STATS = "Tensor losses, Tensor entropy, Tensor predicted, Tensor correct"
@@ -35,7 +35,7 @@ CROSS_ENTROPY_BACKWARD = (
     f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor? dy, Tensor? dz, Tensor? dls, {_LOSS}) -> Tensor"
 )
 CROSS_ENTROPY_GIVEN_LSE = (
-    f"(Tensor input, Tensor target, Tensor lse, {schema_of(WITHOUT_ROWS)}, ScalarType? dtype=None) -> Tensor"
+    f"(Tensor input, Tensor target, Tensor lse, {Loss.schema(WITHOUT_ROWS)}, ScalarType? dtype=None) -> Tensor"
 )
 _LINEAR = 'int? chunk_size=None, str accumulate="fp32", bool[] gradients=[]'
 _LINEAR_DEFAULTS: tuple[Any, ...] = (None, "fp32", [], False, False, False)
@@ -75,7 +75,7 @@ def cross_entropy(input, target, *given):
 def cross_entropy_given_lse(input, target, lse, *given):
     with torch._C.DisableTorchFunction():
         of_loss, (dtype,) = _split(given, (None,), WITHOUT_ROWS)
-        loss = Loss.of_operator(input, of_loss, names=WITHOUT_ROWS)
+        loss = Loss.of_traced(of_loss, WITHOUT_ROWS).for_kernels(input)
         dtype, lse = dtype or input.dtype, lse.to(arithmetic_of(input)).contiguous()
         if not _on_kernels(input):
             return _composed(input, target, loss, dtype, lse)[0]
@@ -306,8 +306,9 @@ def cross_entropy_gradient(ctx, dy, dz, dm, dls, *_):
 def save_given_lse(ctx, inputs, output):
     input, target, lse, *given = inputs
     of_loss, _ = _split(tuple(given), (None,), WITHOUT_ROWS)
-    ctx.loss = Loss.of_operator(input, (None, *of_loss[1:]), names=WITHOUT_ROWS)
-    ctx.save_for_backward(input, target, lse, of_loss[0] if of_loss else None)
+    loss = Loss.of_traced(of_loss, WITHOUT_ROWS)
+    ctx.loss = replace(loss, weight=None)
+    ctx.save_for_backward(input, target, lse, loss.weight)
 
 
 def given_lse_gradient(ctx, dy):
@@ -315,11 +316,11 @@ def given_lse_gradient(ctx, dy):
     input, target, lse, weight = ctx.saved_tensors
     dx, lse = None, lse.detach().to(arithmetic_of(input))
     if ctx.needs_input_grad[0] and torch.is_grad_enabled():
-        loss = replace(ctx.loss, weight=weight_for_kernels(weight, input))
+        loss = replace(ctx.loss, weight=weight).for_kernels(input)
         dx = differentiable_gradient(input, target, loss, dy, None, None, lse)
     elif ctx.needs_input_grad[0]:
         operator = torch.ops.fused_softmax.cross_entropy_backward.default
-        arguments = replace(ctx.loss, weight=weight).operator_arguments()
+        arguments = replace(ctx.loss, weight=weight).traced()
         dx = operator(input, target, lse, torch.zeros_like(lse), dy, None, None, *arguments)
     return (dx, *[None] * (len(ctx.needs_input_grad) - 1))
 

@@ -1,16 +1,17 @@
 """The options of a loss and their checks, and what kernels are given for its numbers."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, typed
+from fused_softmax.core.options import Options, option
 
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
 
@@ -23,25 +24,6 @@ class LossNumbers(NamedTuple):
     cap: float
     smoothing: float
     lse_square_scale: float
-
-
-@dataclass(frozen=True)
-class Option:
-    """How an option of a loss is checked and traced. Its name, type and default are the field's.
-
-    type: as torch.library writes it.
-    whole_rows: whether it needs more of a row than its lse and its target's logit.
-    check: raises an error that names the function and the argument for a value that is none; None leaves that to
-        `loss_of`, which knows the input.
-    """
-
-    type: str
-    check: Callable[[str, str, Any], None] | None = None
-    whole_rows: bool = False
-
-    def traced(self, value: Any) -> Any:
-        """A value as registered operators take it."""
-        return float(value) if value is not None and self.type.startswith("float") else value
 
 
 def _is_int(name: str, argument: str, value: Any) -> None:
@@ -79,12 +61,8 @@ def _is_cap(name: str, argument: str, value: Any) -> None:
         raise ValueError(f"{name}: {argument} must be more than 0, got {value}")
 
 
-def _option(*given: Any, **named: Any) -> dict[str, Option]:
-    return {"option": Option(*given, **named)}
-
-
 @dataclass(frozen=True)
-class Loss:
+class Loss(Options):
     """What a call asks of its losses, beside logits and targets. An option's type, default and check stand here alone.
 
     weight: [n_classes], in the dtype of the arithmetic, or None. scale, softcap: the logits are x * scale, and then
@@ -93,13 +71,13 @@ class Loss:
     Operators' schemas, their arguments, and those of the reference have the options in this order.
     """
 
-    weight: Tensor | None = field(default=None, metadata=_option("Tensor?"))
-    ignore_index: int = field(default=-100, metadata=_option("int", _is_int))
-    reduction: str = field(default="mean", metadata=_option("str", _is_reduction))
-    label_smoothing: float = field(default=0.0, metadata=_option("float", _is_share, whole_rows=True))
-    softcap: float | None = field(default=None, metadata=_option("float?", _is_cap))
-    scale: float = field(default=1.0, metadata=_option("float", _is_finite))
-    lse_square_scale: float = field(default=0.0, metadata=_option("float", _is_number, whole_rows=True))
+    weight: Tensor | None = option(None, "Tensor?")
+    ignore_index: int = option(-100, "int", _is_int)
+    reduction: str = option("mean", "str", _is_reduction)
+    label_smoothing: float = option(0.0, "float", _is_share, whole_rows=True)
+    softcap: float | None = option(None, "float?", _is_cap)
+    scale: float = option(1.0, "float", _is_finite)
+    lse_square_scale: float = option(0.0, "float", _is_number, whole_rows=True)
     stats: bool = False
 
     @property
@@ -153,41 +131,27 @@ class Loss:
         """W = sum_c w_c, where smoothing asks for it."""
         return self.weight.sum(dtype=self.weight.dtype) if self.weight is not None and self.smooth else None
 
-    def options(self) -> dict[str, Any]:
-        """The options by name."""
-        return {name: getattr(self, name) for name in OPTIONS}
-
     def asked(self) -> dict[str, Any]:
         """What every rank of a group has to ask alike."""
         return self.options() | {"weight": self.weight is not None}
 
-    def operator_arguments(self, names: Iterable[str] | None = None) -> tuple:
-        """As the registered operators take them. names: of some options, if not of all."""
-        return tuple(OPTIONS[name].traced(getattr(self, name)) for name in names or OPTIONS)
-
     def reference_arguments(self) -> dict[str, Any]:
         """As `reference.cross_entropy` takes them, but for the reduction."""
-        return {name: each for name, each in self.options().items() if name != "reduction"}
+        return {name: value for name, value in self.options().items() if name != "reduction"}
 
-    @staticmethod
-    def of_operator(x: Tensor, given: Sequence[Any], stats: bool = False, names: Iterable[str] | None = None) -> "Loss":
-        """From such arguments, less those that were left out at the end; x: the logits, or what they are made of."""
-        options = dict(zip(names or OPTIONS, given, strict=False))
-        return Loss(**options | {"weight": weight_for_kernels(options.get("weight"), x)}, stats=stats)
+    @classmethod
+    def of_operator(cls, x: Tensor, given: Sequence[Any], stats: bool = False) -> Self:
+        """From a registered operator's arguments; x: the logits, or what they are made of."""
+        return cls.of_traced(given, stats=stats).for_kernels(x)
+
+    def for_kernels(self, x: Tensor) -> Self:
+        """With class weights as kernels take them."""
+        return self if self.weight is None else replace(self, weight=weight_for_kernels(self.weight, x))
 
 
-OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Loss) if "option" in each.metadata}
+OPTIONS = Loss.OPTIONS
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
 WITHOUT_ROWS = tuple(name for name, option in OPTIONS.items() if not option.whole_rows)  # where lse is given
-
-
-def schema_of(names: Iterable[str] = OPTIONS) -> str:
-    """Options as arguments of a registered operator, as torch.library writes them."""
-    return ", ".join(f"{OPTIONS[name].type} {name}={_written(getattr(Loss(), name))}" for name in names)
-
-
-def _written(default: Any) -> str:
-    return f'"{default}"' if isinstance(default, str) else str(default)
 
 
 def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:

@@ -263,7 +263,7 @@ def _one_by_one(x, target, m, ls, loss, dy, dlse, dz):
     """The gradients of a batch, each by the operator, which PyTorch calls for one after the other."""
     m, ls = _states(x, target, loss, m, ls)
     operator = torch.ops.fused_softmax.cross_entropy_backward.default
-    return operator(x, target, m, ls, dy, dz, dlse, *loss.operator_arguments())
+    return operator(x, target, m, ls, dy, dz, dlse, *loss.traced())
 
 
 def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz, given_lse=None):

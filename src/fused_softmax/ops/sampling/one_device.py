@@ -36,7 +36,7 @@ def draws_of(
     n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
     if not n_draws or not logits.shape[0]:  # nothing to launch, or no row to read
         seeds, positions = int64_of(seed, n_draws, logits.device), positions_of(position, n_draws, logits.device)
-        none = reference.sample(logits, seeds, positions, **options.arguments())
+        none = reference.sample(logits, seeds, positions, **options.options())
         return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
     if options.top_logprobs <= FEW:  # more are found by torch's operations
         call = prepared_of(logits, options, seed, position, out)

@@ -12,22 +12,19 @@ from fused_softmax.ops.sampling.options import Sampling
 
 # Results that are not asked for are empty. A number of rows counts where there is no tensor of it.
 SAMPLE = (
-    "(Tensor logits, Tensor seed, Tensor position, float temperature=1.0, Tensor? row_temperature=None, "
-    "int? top_k=None, Tensor? row_top_k=None, float? top_p=None, Tensor? row_top_p=None, float? min_p=None, "
-    'Tensor? row_min_p=None, str order="sequential", Tensor? logit_bias=None, Tensor? bitmask=None, '
-    "Tensor? row_indices=None, str? return_logprobs=None, int top_logprobs=0, bool return_kept=False) -> "
+    f"(Tensor logits, Tensor seed, Tensor position, {Sampling.schema()}) -> "
     "(Tensor tokens, Tensor valid, Tensor logprobs, Tensor top_logprobs, Tensor top_tokens, Tensor kept)"
 )
 _DTYPES = torch.int64, torch.bool, torch.float32, torch.float32, torch.int64, torch.int32
 
 
 def sample(logits, seed, position, *given):
-    options = Sampling.of_operator(*given)
+    options = Sampling.of_traced(given)
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if on_device(logits):
             found = tuple(draws_of(logits, options, seed, position))
         else:
-            found = tuple(reference.sample(logits, seed, position, **options.arguments()))
+            found = tuple(reference.sample(logits, seed, position, **options.options()))
         return tuple(
             logits.new_empty(0, dtype=dtype) if each is None else each.contiguous()
             for each, dtype in zip(found, _DTYPES, strict=True)
@@ -35,7 +32,7 @@ def sample(logits, seed, position, *given):
 
 
 def fake_sample(logits, seed, position, *given):
-    options = Sampling.of_operator(*given)
+    options = Sampling.of_traced(given)
     n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
     n_top = options.top_logprobs
     shapes = (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.described import described, typed
+from fused_softmax.core.options import Options, option
 
 Order = Literal["sequential", "joint"]
 Logprobs = Literal["raw", "processed"]
@@ -23,46 +24,32 @@ _LEAST, _GREATEST = 2.0**-149, float(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Options):
     """The filters of one call, what is done to its logits before, and what it returns.
 
     temperature, top_k, top_p, min_p: a number for all rows, or a tensor [n_rows] or [].
     top_k, top_p, min_p: None where they are off for every row.
     """
 
-    temperature: float | Tensor = 1.0
-    top_k: int | Tensor | None = None
-    top_p: float | Tensor | None = None
-    min_p: float | Tensor | None = None
-    order: Order = "sequential"
-    logit_bias: Tensor | None = None
-    bitmask: Tensor | None = None
-    row_indices: Tensor | None = None
-    return_logprobs: Logprobs | None = None
-    top_logprobs: int = 0
-    return_kept: bool = False
+    temperature: float | Tensor = option(1.0, "float", by_row=True)
+    top_k: int | Tensor | None = option(None, "int?", by_row=True)
+    top_p: float | Tensor | None = option(None, "float?", by_row=True)
+    min_p: float | Tensor | None = option(None, "float?", by_row=True)
+    order: Order = option("sequential", "str")
+    logit_bias: Tensor | None = option(None, "Tensor?")
+    bitmask: Tensor | None = option(None, "Tensor?")
+    row_indices: Tensor | None = option(None, "Tensor?")
+    return_logprobs: Logprobs | None = option(None, "str?")
+    top_logprobs: int = option(0, "int")
+    return_kept: bool = option(False, "bool")
 
     @property
     def tensors(self) -> list[Tensor]:
-        given = (
-            self.temperature, self.top_k, self.top_p, self.min_p, self.logit_bias, self.bitmask, self.row_indices,
-        )  # fmt: skip
-        return [each for each in given if isinstance(each, Tensor)]
+        return [each for each in self.options().values() if isinstance(each, Tensor)]
 
     def filters(self) -> dict[str, Any]:
         """As the public functions take them."""
-        return {
-            "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p,
-            "order": self.order,
-        }  # fmt: skip
-
-    def arguments(self) -> dict[str, Any]:
-        """As `sample` takes all of them."""
-        return self.filters() | {
-            "logit_bias": self.logit_bias, "bitmask": self.bitmask, "row_indices": self.row_indices,
-            "return_logprobs": self.return_logprobs, "top_logprobs": self.top_logprobs,
-            "return_kept": self.return_kept,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in FILTERS}
 
     def asked(self, tokens: Any, valid: Any, logprobs: Any, top_logprobs: Any, top_tokens: Any, kept: Any) -> tuple:
         """The results of a call, None for those that it did not ask for."""
@@ -72,26 +59,9 @@ class Sampling:
             top_tokens if n_top else None, kept if self.return_kept else None,
         )  # fmt: skip
 
-    def operator_arguments(self) -> tuple:
-        """As the registered operator takes them after logits, seed and position."""
-        parameters = (self.temperature, 1.0), (self.top_k, None), (self.top_p, None), (self.min_p, None)
-        pairs = [(off, value) if isinstance(value, Tensor) else (value, None) for value, off in parameters]
-        return (
-            *(each for pair in pairs for each in pair), self.order, self.logit_bias, self.bitmask, self.row_indices,
-            self.return_logprobs, self.top_logprobs, self.return_kept,
-        )  # fmt: skip
 
-    @staticmethod
-    def of_operator(
-        temperature: float = 1.0, row_temperature: Tensor | None = None, top_k: int | None = None,
-        row_top_k: Tensor | None = None, top_p: float | None = None, row_top_p: Tensor | None = None,
-        min_p: float | None = None, row_min_p: Tensor | None = None, *rest: Any,
-    ) -> "Sampling":  # fmt: skip
-        """From such arguments, less those that were left out at the end. A tensor of rows stands before a number."""
-        return Sampling(
-            temperature if row_temperature is None else row_temperature, top_k if row_top_k is None else row_top_k,
-            top_p if row_top_p is None else row_top_p, min_p if row_min_p is None else row_min_p, *rest,
-        )  # fmt: skip
+OPTIONS = Sampling.OPTIONS
+FILTERS = "temperature", "top_k", "top_p", "min_p", "order"
 
 
 def sampling_of(
@@ -133,12 +103,18 @@ def sampling_of(
     if not isinstance(return_kept, bool):
         raise TypeError(f"{name}: return_kept must be a bool, not {typed(return_kept)}")
     return Sampling(
-        temperature_of(name, temperature, logits, n_draws),
-        None if top_k is None else top_k_of(name, top_k, logits, n_draws),
-        None if top_p is None else top_p_of(name, top_p, logits, n_draws),
-        None if min_p is None else min_p_of(name, min_p, logits, n_draws),
-        order, logit_bias, bitmask, row_indices, return_logprobs, top_logprobs, return_kept,
-    )  # fmt: skip
+        temperature=temperature_of(name, temperature, logits, n_draws),
+        top_k=None if top_k is None else top_k_of(name, top_k, logits, n_draws),
+        top_p=None if top_p is None else top_p_of(name, top_p, logits, n_draws),
+        min_p=None if min_p is None else min_p_of(name, min_p, logits, n_draws),
+        order=order,
+        logit_bias=logit_bias,
+        bitmask=bitmask,
+        row_indices=row_indices,
+        return_logprobs=return_logprobs,
+        top_logprobs=top_logprobs,
+        return_kept=return_kept,
+    )
 
 
 def temperature_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:

@@ -176,7 +176,7 @@ def _drawn(
     if there is not None:  # one that is out of range cannot be drawn from
         here = part.mine(there)
         rows = torch.where(here, torch.arange(len(here), device=here.device), -1)
-    given = {name: part.mine(value) for name, value in options.arguments().items()}
+    given = {name: part.mine(value) for name, value in options.options().items()}
     seed, position, _ = map(part.mine, random)
     given |= {"logit_bias": bias, "row_indices": rows, "seed": seed, "position": position}
     return draw(_whole_rows(x, part, shards), **given)

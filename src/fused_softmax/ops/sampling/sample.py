@@ -33,6 +33,7 @@ from fused_softmax.ops.sampling.one_device import (
     signed,
 )
 from fused_softmax.ops.sampling.options import (
+    OPTIONS,
     Logprobs,
     Order,
     check_logits,
@@ -203,16 +204,20 @@ def sample(
                 of_seed = seed_of(generator, logits.device)
             numbers = Numbers(t, k, p, least_p, of_seed, of_position)
             return call(logits, numbers, logit_bias, bitmask, row_indices, out)
-    read, random = (logit_bias, bitmask, row_indices), (seed, position, generator)
-    options = temperature, top_k, top_p, min_p, order, *read, return_logprobs, top_logprobs, return_kept
-    return _sample(logits, options, read, random, out, look)
+    options = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "order": order,
+        "logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices, "return_logprobs": return_logprobs,
+        "top_logprobs": top_logprobs, "return_kept": return_kept,
+    }  # fmt: skip
+    return _sample(logits, options, (seed, position, generator), out, look)
 
 
-def _sample(logits, options, read, random, out, look):
+def _sample(logits, as_given, random, out, look):
     """look: what tells a call that is kept from others, if it may be kept."""
-    name, (_, _, row_indices), (seed, position, generator) = "sample", read, random
+    name, row_indices, (seed, position, generator) = "sample", as_given["row_indices"], random
     check_logits(name, "logits", logits, "[n_rows, vocab]")
-    as_given, options = options, sampling_of(name, logits, *options)
+    options = sampling_of(name, logits, **as_given)
+    read = options.logit_bias, options.bitmask, options.row_indices
     n_draws = logits.shape[0] if row_indices is None else row_indices.shape[0]
     check_random(name, seed, position, generator, logits, n_draws)
     if out is not None:
@@ -238,22 +243,21 @@ def _sample(logits, options, read, random, out, look):
             return call(logits, Numbers.of(options, seed, position), *read, out)
         seeds, positions = int64_of(seed, n_draws, logits.device), positions_of(position, n_draws, logits.device)
         if route is Route.OPERATOR:
-            drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.operator_arguments())
+            drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.traced())
             drawn = options.asked(*drawn)
         else:
-            drawn = reference.sample(logits, seeds, positions, **options.arguments())
+            drawn = reference.sample(logits, seeds, positions, **options.options())
         return SampleOutput(drawn[0] if out is None else out.copy_(drawn[0]), *drawn[1:])
 
 
 def _sample_on_shards(logits, options, n_draws, random):
-    temperature, top_k, top_p, min_p, order, logit_bias, bitmask, row_indices, *asked = options
     seed, position, generator = random
-    given = {"logits": logits, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given |= {"logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices}
-    names = "return_logprobs", "top_logprobs", "return_kept"
-    draw = partial(sample, order=order, **dict(zip(names, asked, strict=True)))
-    other: dict[str, Axes] = {} if logit_bias is None or logit_bias.ndim == 2 else {"logit_bias": (None,)}
-    if row_indices is not None:  # which count the rows of all ranks
+    of_rows = [name for name, option in OPTIONS.items() if option.by_row or option.type == "Tensor?"]
+    given = {"logits": logits, **{name: options[name] for name in of_rows}}
+    draw = partial(sample, **{name: options[name] for name in OPTIONS if name not in of_rows})
+    bias = options["logit_bias"]
+    other: dict[str, Axes] = {} if bias is None or bias.ndim == 2 else {"logit_bias": (None,)}
+    if options["row_indices"] is not None:  # which count the rows of all ranks
         other["logits"] = None, None
     return draws_on_shards(
         "sample", draw, given, n_draws, (seed, position, lambda: seed_of(generator, logits.device)), other
@@ -323,11 +327,12 @@ def speculative_sample(
     >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]
     (tensor([[ 1,  0, -1]], device='cuda:0'), tensor([1], device='cuda:0'))
     """
-    options, random = (temperature, top_k, top_p, min_p, order), (seed, position, generator)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "order": order}
+    random = seed, position, generator
     return _speculative(target_logits, draft_tokens, draft_logits, options, random)
 
 
-def _speculative(target_logits, draft_tokens, draft_logits, options, random):
+def _speculative(target_logits, draft_tokens, draft_logits, as_given, random):
     name, (seed, position, generator) = "speculative_sample", random
     check_logits(name, "target_logits", target_logits, "[n, k + 1, vocab]")
     n, k_and_1, n_cols = target_logits.shape
@@ -341,13 +346,12 @@ def _speculative(target_logits, draft_tokens, draft_logits, options, random):
             "float32, float16 or bfloat16",
         )  # fmt: skip
         check_shape(name, "draft_logits", draft_logits, (n, k_and_1 - 1, n_cols))
-    as_given, options = options, sampling_of(name, target_logits, *options)
+    options = sampling_of(name, target_logits, **as_given)
     check_random(name, seed, position, generator, target_logits, n)
     tensors = {"target_logits": target_logits, "draft_tokens": draft_tokens, "draft_logits": draft_logits}
-    *of_rows, order = as_given
-    filters = dict(zip(("temperature", "top_k", "top_p", "min_p"), of_rows, strict=True))
+    filters = {name: value for name, value in as_given.items() if name != "order"}
     found = draws_on_shards(
-        name, partial(speculative_sample, order=order), tensors | filters, n,
+        name, partial(speculative_sample, order=as_given["order"]), tensors | filters, n,
         (seed, position, lambda: seed_of(generator, target_logits.device)), step=k_and_1,
     )  # fmt: skip
     if found is not None:

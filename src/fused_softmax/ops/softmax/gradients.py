@@ -79,7 +79,7 @@ def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) ->
         return prepare_call(LOGSUMEXP, input, (dim,), arithmetic, None, scores, True)
 
     def composed(input, out, scale, mask, sink):
-        arguments = Scores(scale, mask, *rules, sink=sink).arguments()
+        arguments = Scores(scale, mask, *rules, sink=sink).options()
         return reference.logsumexp(input, dim, True, dtype=arithmetic, arithmetic=arithmetic, **arguments)
 
     return Launched(composed)

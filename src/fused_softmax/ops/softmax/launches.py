@@ -103,7 +103,7 @@ def keep_first_max(x: Tensor, y: Tensor, scores: Scores, *, log: bool) -> None:
     """The rows of scale 0 among rows that stream: no kernel does it for them, torch's operations do."""
     greedy = reference.log_softmax if log else reference.softmax
     one_hot = greedy(
-        x, dtype=y.dtype, **scores.arguments() | {"scale": 0.0}, arithmetic=torch.promote_types(y.dtype, torch.float32)
+        x, dtype=y.dtype, **scores.options() | {"scale": 0.0}, arithmetic=torch.promote_types(y.dtype, torch.float32)
     )
     y.copy_(torch.where(torch.as_tensor(scores.scale, device=x.device) == 0, one_hot, y))
 

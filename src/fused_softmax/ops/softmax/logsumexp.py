@@ -143,7 +143,7 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         call = keep(launched, "logsumexp", (dim, keepdim, is_causal, masked_rows), input, *others)
         return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
-        on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scores.arguments())
+        on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scores.options())
         whole = (*dims, -2) if is_causal else dims
 
         def in_parts(x, shards, **beside):
@@ -160,7 +160,7 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))
     else:
         compute = partial(reference.logsumexp, dtype=dtype, arithmetic=arithmetic_of(input))
-        result = compute(input, dim, keepdim, **scores.arguments())
+        result = compute(input, dim, keepdim, **scores.options())
     return result if out is None else sized(out, result.shape).copy_(result)
 
 

@@ -15,14 +15,11 @@ from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.gradients import differentiable_backward, save_for_gradients
 from fused_softmax.ops.softmax.scores import Scores, scores_of
 
-SCORED = (
-    'float? scale=None, Tensor? row_scale=None, Tensor? mask=None, bool is_causal=False, str masked_rows="nan", '
-    "float? sink=None, Tensor? row_sink=None"
-)
+SCORED = Scores.schema()
 SOFTMAX = one_dim.forward_schema(SCORED)
 # dtype: of the result, to which the input is rounded as it is read.
 LOGSUMEXP = f"(Tensor input, int[] dim, bool keepdim=False, {SCORED}, ScalarType? dtype=None) -> Tensor"
-_N_SCORED = 7
+_N_SCORED = len(Scores().traced())
 _PLACES = 5, 4, 9  # of mask, row_scale and row_sink among the arguments of each of the three
 # scale: of scores that may be masked; an element that is -inf in y then was masked, and has no gradient.
 BACKWARD = one_dim.backward_schema("float? scale=None")
@@ -66,7 +63,7 @@ def softmax_backward(log, dy, y, dim, dtype=None, scale=None):
 
 def _arguments(*scored) -> dict[str, Any]:
     """The keyword arguments of the public function."""
-    return Scores.of_operator(*scored).arguments()
+    return Scores.of_traced(scored).options()
 
 
 def _with_dtype(rest: tuple) -> tuple[tuple, torch.dtype | None]:
@@ -86,12 +83,12 @@ def fake_logsumexp(input, dim, keepdim=False, *rest):
 
 def save_softmax(log, ctx, inputs, output):
     input, dim, _, *scored = inputs
-    save_for_gradients(ctx, log, input, dim, output, Scores.of_operator(*scored))
+    save_for_gradients(ctx, log, input, dim, output, Scores.of_traced(scored))
 
 
 def save_logsumexp(ctx, inputs, output):
     input, dim, _, *rest = inputs
-    lse_ops.save_for_gradients(ctx, input, dim, output, Scores.of_operator(*_with_dtype(tuple(rest))[0]))
+    lse_ops.save_for_gradients(ctx, input, dim, output, Scores.of_traced(_with_dtype(tuple(rest))[0]))
 
 
 def gradients_of(gradients, ctx, dy):

@@ -156,7 +156,7 @@ def _beside(of_one: OfOne, x: Tensor, dim: int, dtype: torch.dtype, scores: Scor
     if not x.shape[dim]:
         return x.to(dtype) + others.to(dtype)  # nothing, by way of what has to be gathered in the backward pass too
     sink = others if scores.sink is None else torch.logaddexp(others, _sink_of(scores, others))
-    return of_one(x, dim, dtype=dtype, **replace(scores, sink=sink).arguments())
+    return of_one(x, dim, dtype=dtype, **replace(scores, sink=sink).options())
 
 
 def _hollow(scores: Scores) -> float:

@@ -19,6 +19,7 @@ from fused_softmax.core.checks import DTYPES, arithmetic_in, broadcast
 from fused_softmax.core.described import described, typed
 from fused_softmax.core.kernels.spec import ADDED_MASK, BOOL_MASK, NO_MASK
 from fused_softmax.core.layout import Order, coalesced, last
+from fused_softmax.core.options import Options, option
 
 MaskedRows = Literal["nan", "zero"]
 
@@ -27,7 +28,7 @@ _LEAST = 2.0**-149  # of fp32, above 0
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(Options):
     """scale, mask, causality and sink of one call, in torch's terms.
 
     scale: a number, or a tensor that broadcasts against the input with its last dim 1.
@@ -38,13 +39,13 @@ class Scores:
     sink: a number, or a tensor that broadcasts as a scale does.
     """
 
-    scale: float | Tensor | None = None
-    mask: Tensor | None = None
-    is_causal: bool = False
-    masked_rows: MaskedRows = "nan"
+    scale: float | Tensor | None = option(None, "float?", by_row=True)
+    mask: Tensor | None = option(None, "Tensor?")
+    is_causal: bool = option(False, "bool")
+    masked_rows: MaskedRows = option("nan", "str")
+    sink: float | Tensor | None = option(None, "float?", by_row=True)
     never_zero: bool = False
     moved: bool = False
-    sink: float | Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -75,13 +76,6 @@ class Scores:
         """The scale of all rows as a kernel is given it, in 32 bits; 1 where it is a tensor or there is none."""
         return 1.0 if self.scale is None or isinstance(self.scale, Tensor) else kernel_number(self.scale)
 
-    def arguments(self) -> dict[str, Any]:
-        """As the public functions take them."""
-        return {
-            "scale": self.scale, "mask": self.mask, "is_causal": self.is_causal, "masked_rows": self.masked_rows,
-            "sink": self.sink,
-        }  # fmt: skip
-
     @property
     def tensors(self) -> list[Tensor]:
         """Those among mask, scale and sink."""
@@ -95,17 +89,7 @@ class Scores:
 
     def operator_arguments(self) -> tuple:
         """The last arguments of a registered operator; left out where all are defaults."""
-        scale, sink = (
-            (None, each) if isinstance(each, Tensor) else (each, None) for each in (self.scale, self.sink)
-        )  # fmt: skip
-        return () if self.plain else (*scale, self.mask, self.is_causal, self.masked_rows, *sink)
-
-    @staticmethod
-    def of_operator(
-        scale=None, row_scale=None, mask=None, is_causal=False, masked_rows="nan", sink=None, row_sink=None
-    ) -> "Scores":
-        scale, sink = (scale if row_scale is None else row_scale), (sink if row_sink is None else row_sink)
-        return Scores(scale, mask, is_causal, masked_rows, sink=sink)
+        return () if self.plain else self.traced()
 
     def along(self, dim: int, shape: tuple[int, ...]) -> "Scores":
         """For the input with `dim` moved last: its mask, scale and sink moved likewise, as views."""

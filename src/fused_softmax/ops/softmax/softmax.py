@@ -206,7 +206,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         function = softmax if name == "softmax" else log_softmax
-        on_shard = partial(function, dim=dim, dtype=dtype, **scores.arguments())
+        on_shard = partial(function, dim=dim, dtype=dtype, **scores.options())
         return on_shards(on_shard, input, (dim, -2) if is_causal else (dim,), beside=scores.by_name)
     if route is Route.OPERATOR and (out is None or not plain):  # torch's own writes out without a copy
         operator = getattr(torch.ops.fused_softmax, name)
@@ -215,5 +215,5 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
     else:
         arithmetic, composed = arithmetic_in(result_dtype), getattr(reference, name)
-        result = composed(input, dim, dtype=result_dtype, **scores.arguments(), arithmetic=arithmetic)
+        result = composed(input, dim, dtype=result_dtype, **scores.options(), arithmetic=arithmetic)
     return result if out is None else sized(out, result.shape).copy_(result)

@@ -1,0 +1,83 @@
+"""An operator's options as the fields of a dataclass, each declared once: its name, type, default and check.
+
+All that lists options follows from them: checks, and the schema and the arguments of the registered operator.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option is beside its name and default, which are the field's.
+
+    type: as torch.library writes it.
+    check: raises an error that names the function and the argument for a value that is none; None where a room checks
+        it with what it knows of the input.
+    by_row: whether it is a number for all rows or a tensor of one a row. A registered operator takes two arguments.
+    whole_rows: of a loss, whether it needs more of a row than its lse and its target's logit.
+    """
+
+    type: str
+    check: Callable[[str, str, Any], None] | None = None
+    by_row: bool = False
+    whole_rows: bool = False
+
+
+def option(default: Any, *given: Any, **named: Any) -> Any:
+    """A field that is an option: its default, and an Option's arguments."""
+    return field(default=default, metadata={"option": Option(*given, **named)})
+
+
+class Options:
+    """A dataclass whose fields are options, or some of them. names: of some options, where not of all."""
+
+    OPTIONS: ClassVar[dict[str, Option]]
+    DEFAULTS: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls):
+        declared = {name: each for name, each in vars(cls).items() if isinstance(each, Field) and each.metadata}
+        cls.OPTIONS = {name: each.metadata["option"] for name, each in declared.items()}
+        cls.DEFAULTS = {name: each.default for name, each in declared.items()}
+
+    def options(self) -> dict[str, Any]:
+        """As the public functions take them."""
+        return {name: getattr(self, name) for name in self.OPTIONS}
+
+    @classmethod
+    def schema(cls, names: Iterable[str] | None = None) -> str:
+        """As arguments of a registered operator, as torch.library writes them."""
+        written = []
+        for name in cls.OPTIONS if names is None else names:
+            default = cls.DEFAULTS[name]
+            default = f'"{default}"' if isinstance(default, str) else default
+            written.append(f"{cls.OPTIONS[name].type} {name}={default}")
+            if cls.OPTIONS[name].by_row:
+                written.append(f"Tensor? row_{name}=None")
+        return ", ".join(written)
+
+    def traced(self, names: Iterable[str] | None = None) -> tuple[Any, ...]:
+        """As the registered operator takes them."""
+        arguments: list[Any] = []
+        for name in self.OPTIONS if names is None else names:
+            value, option = getattr(self, name), self.OPTIONS[name]
+            if option.by_row and isinstance(value, Tensor):
+                arguments += [self.DEFAULTS[name], value]
+                continue
+            arguments.append(float(value) if value is not None and option.type.startswith("float") else value)
+            if option.by_row:
+                arguments.append(None)
+        return tuple(arguments)
+
+    @classmethod
+    def of_traced(cls, given: Sequence[Any], names: Iterable[str] | None = None, **more: Any) -> Self:
+        """From such arguments less those that were left out at the end, and other fields, which may overrule them."""
+        rest, values = iter(given), {}
+        for name in cls.OPTIONS if names is None else names:
+            number = next(rest, cls.DEFAULTS[name])
+            by_row = next(rest, None) if cls.OPTIONS[name].by_row else None
+            values[name] = number if by_row is None else by_row
+        return cls(**values | more)
