@@ -558,26 +558,26 @@ REGISTER = (
 
 AUTOCAST = (
     of(
-        "ops", "softmax-cast-on-a-cpu", "core/autocast.py",
+        "ops", "softmax-cast-on-a-cpu", "ops/autocast.py",
         '"softmax": Rule(("cuda",),', '"softmax": Rule(_EVERYWHERE,',
         "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
     ),
     of(
-        "ops", "losses-not-cast-on-a-cpu", "core/autocast.py",
+        "ops", "losses-not-cast-on-a-cpu", "ops/autocast.py",
         '"cross_entropy": Rule(_EVERYWHERE, result', '"cross_entropy": Rule(("cuda",), result',
         "test_autocast.py::test_options_that_torch_lacks_change_no_dtype",
     ),
     of(
-        "ops", "attention-not-cast-on-a-cpu", "core/autocast.py",
+        "ops", "attention-not-cast-on-a-cpu", "ops/autocast.py",
         '"attention": Rule(_EVERYWHERE', '"attention": Rule(("cuda",)',
         "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
     ),
     of(
-        "ops", "float64-is-cast", "core/autocast.py", "and each.dtype != torch.float64 for", "for",
+        "ops", "float64-is-cast", "ops/autocast.py", "and each.dtype != torch.float64 for", "for",
         "test_autocast.py::test_results_and_gradients_have_torchs_dtypes",
     ),
     of(
-        "ops", "composed-operations-are-cast", "core/autocast.py",
+        "ops", "composed-operations-are-cast", "ops/autocast.py",
         "return torch.autocast(device, enabled=False)", "return nullcontext()",
         "test_autocast.py::test_a_second_derivative_within_autocast_keeps_its_arithmetic",
     ),

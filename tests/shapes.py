@@ -18,7 +18,7 @@ def edges(itemsize: int, alignment: str = "even") -> list[int]:
     """The widths that end a rung of a ladder, ascending."""
     held = 1, itemsize
     climbed = [ladders.ROW_WARPS[held], ladders.SPLIT_PARTS.get(held, ())]
-    climbed.append(tiles.TILES.get(("softmax", alignment, itemsize), ()))
+    climbed.append(tiles.TILES.get(("forward", alignment, itemsize), ()))
     found = {tiles.TILE_COLS, ladders.FEW_ROWS_COLS}
     found |= {tiles.TILE_BLOCK_COLS, tiles.TILE_BYTES // itemsize}  # one piece of a tile, and a whole program
     found |= {size // itemsize for size, _ in ladders.prefetch_bytes(held) if size < UNBOUNDED}

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import fused_softmax
 from fused_softmax import nn
-from fused_softmax.core import autocast as rules
 from fused_softmax.core import calls
+from fused_softmax.ops import autocast as rules
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.losses import operators as loss_rules
 

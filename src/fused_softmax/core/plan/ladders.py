@@ -91,7 +91,7 @@ FEW_ROWS_PARTS = Ladder(
     note="1 x 32768 2.5 us, 1 x 1 Mi fp32 6.0 us, 132 x 32768 11.3 us",
 )  # fmt: skip
 FEW_ROWS_PARTS_OF = {  # (work, itemsize) where they are others
-    ("softmax", 2): Ladder(
+    ("forward", 2): Ladder(
         (1024, 1, 8, 128), (2048, 4, 12, 256), (4096, 4, 8, 256), (8192, 4, 16, 256),
         note="2 x 262144 by 128 parts 3.6 us, by 256 4.5; 16 x 201088 7.2 us, in parts of 4096 7.6; 128 x 128256 21.9, "
         "in parts of 16384 22.5",

@@ -290,12 +290,12 @@ def row_rung_ends(itemsize: int, device: Device, inputs: int = 1) -> list[int]:
     held = inputs, itemsize
     ladders: list[Ladder] = [ROW_WARPS[held]]
     ladders += [ladder[held] for ladder in (SPLIT_PARTS, SHIFTED_SPLIT_PARTS) if held in ladder]
-    works = ("softmax", "gradient")[:inputs]
+    works = ("forward", "gradient")[:inputs]
     ladders += [ladder for (work, _, size), ladder in TILES.items() if size == itemsize and work in works]
-    ends = {longest("softmax", "even", itemsize), FEW_ROWS_COLS, LEAST_SHIFTED[itemsize] - 1}
+    ends = {longest("forward", "even", itemsize), FEW_ROWS_COLS, LEAST_SHIFTED[itemsize] - 1}
     ends |= {size // itemsize for size, _ in prefetch_bytes(held, device.table)}
     ends |= {*RATHER_SPLIT.get(held, ())}
-    if inputs == 1 and (ragged := TILES.get(("softmax", "even", itemsize))):
+    if inputs == 1 and (ragged := TILES.get(("forward", "even", itemsize))):
         # A whole number of tiles of 128 columns is a rung of one length.
         ends |= set(range(TILE_BLOCK_COLS, ragged.end + 1, TILE_BLOCK_COLS))
     ends |= {rung[0] for ladder in ladders for rung in ladder}

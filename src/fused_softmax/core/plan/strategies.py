@@ -168,7 +168,7 @@ def rows_of(
         alignment = "scalar"
     vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
     body = n_cols // vector * vector
-    work = work or ("softmax" if inputs == 1 else "gradient")
+    work = work or ("forward" if inputs == 1 else "gradient")
     return Rows(n_rows, n_cols, itemsize, inputs, alignment, device, (inputs, itemsize), work, vector, body)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from fused_softmax.core.plan.ladders import Ladder
 
 # reduction: logsumexp, or losses alone. lse_gradient: logsumexp's. gradient: softmax's.
-Work = Literal["softmax", "gradient", "loss", "reduction", "lse_gradient"]
+Work = Literal["forward", "gradient", "loss", "reduction", "lse_gradient"]
 Alignment = Literal["even", "shifted", "scalar"]
 
 TILE_COLS = 512  # rows longer than this get programs of their own
@@ -26,29 +26,29 @@ _SHIFTED = "131 3.6, 147 3.6, 197 3.6, 255 3.6, 287 3.8, 387 3.9; before 3.5, 2.
 
 # (columns up to, rows, columns of a tile, warps)
 TILES: dict[tuple[Work, Alignment, int], Ladder] = {
-    ("softmax", "even", 2): Ladder(
+    ("forward", "even", 2): Ladder(
         (96, 16, 64, 4), (128, 8, 128, 1), (160, 8, 64, 2), (448, 8, 128, 4), (1016, 4, 256, 4), note=_RAGGED
     ),
-    ("softmax", "even", 4): Ladder(
+    ("forward", "even", 4): Ladder(
         (128, 4, 128, 1), (160, 4, 128, 2), (320, 4, 128, 4), (636, 2, 128, 2),
         note="136 1.00, 264 1.00 of a copy; by one-warp programs 0.84, 0.82",
     ),
-    ("softmax", "scalar", 2): Ladder(
+    ("forward", "scalar", 2): Ladder(
         (5, 256, 1, 8), (10, 64, 2, 4), (12, 64, 4, 4), (23, 32, 4, 4), (49, 16, 8, 4), (63, 16, 16, 4),
         (104, 8, 16, 4), note=_BY_ELEMENTS,
     ),
-    ("softmax", "scalar", 4): Ladder(
+    ("forward", "scalar", 4): Ladder(
         (5, 128, 1, 4), (11, 64, 2, 4), (24, 32, 4, 4), (48, 16, 8, 4), (64, 8, 16, 4),
         note="fp32 by elements: 3 3.8, 9 3.8, 20 3.8, 40 3.9; by one-warp programs 2.3, 1.5, 1.9, 3.2",
     ),
-    ("softmax", "shifted", 1): Ladder((1024, 4, 128, 4)),
-    ("softmax", "shifted", 2): Ladder((224, 16, 64, 4), (352, 8, 64, 2), (1024, 4, 128, 2), note=_SHIFTED),
-    ("softmax", "shifted", 4): Ladder(
+    ("forward", "shifted", 1): Ladder((1024, 4, 128, 4)),
+    ("forward", "shifted", 2): Ladder((224, 16, 64, 4), (352, 8, 64, 2), (1024, 4, 128, 2), note=_SHIFTED),
+    ("forward", "shifted", 4): Ladder(
         (23, 16, 8, 1), (35, 16, 32, 2), (48, 8, 16, 1), (64, 8, 64, 1), (131, 4, 128, 1), (160, 2, 128, 1),
         (512, 4, 128, 4), (1024, 2, 1024, 4),
         note="17 3.4, 33 3.9, 37 3.5, 781 4.0; by blocks of the whole row 2.4, 3.6, 2.9",
     ),
-    ("softmax", "shifted", 8): Ladder((64, 4, 64, 1), (128, 2, 128, 1), (512, 1, 128, 1), note="unmeasured"),
+    ("forward", "shifted", 8): Ladder((64, 4, 64, 1), (128, 2, 128, 1), (512, 1, 128, 1), note="unmeasured"),
     ("gradient", "scalar", 2): Ladder(
         (5, 128, 1, 4), (8, 64, 4, 4), (12, 32, 4, 4), (15, 32, 8, 4), (36, 16, 8, 4), (64, 8, 16, 4),
         (128, 8, 128, 1),
@@ -117,7 +117,7 @@ TILES: dict[tuple[Work, Alignment, int], Ladder] = {
 def longest(work: Work, alignment: Alignment, itemsize: int) -> int:
     """Columns up to which all rows share programs."""
     if alignment == "shifted":
-        return TILES["softmax", "shifted", itemsize].end
+        return TILES["forward", "shifted", itemsize].end
     if work == "reduction" and alignment == "even" and ("reduction", "even", itemsize) in TILES:
         return TILES["reduction", "even", itemsize].end
     return TILE_COLS
@@ -125,11 +125,11 @@ def longest(work: Work, alignment: Alignment, itemsize: int) -> int:
 
 def tiles_of(work: Work, alignment: Alignment, itemsize: int, n_cols: int) -> Ladder | None:
     """The ladder that has a rung for such a row, if one has: that of the work, or else that of softmax."""
-    for each in (work, "softmax"):
+    for each in (work, "forward"):
         ladder = TILES.get((each, alignment, itemsize))
         # Of even rows softmax's ladder is for those that tiles of 128 columns do not divide, and its gradient has none.
         whole = (
-            each == "softmax"
+            each == "forward"
             and alignment == "even"
             and (n_cols <= TILE_BLOCK_COLS // 2 or n_cols % TILE_BLOCK_COLS == 0 or work == "gradient")
         )

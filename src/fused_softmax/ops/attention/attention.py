@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core import autocast
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of, is_causal_bias
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import ATTENTION, refuse, refusing
 from fused_softmax.core.route import Route, batched, is_sharded, needs_grad, route_of
+from fused_softmax.ops import autocast
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.calls import Gradients, Inputs, Results, prepare_backward, prepare_forward

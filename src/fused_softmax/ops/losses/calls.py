@@ -26,7 +26,7 @@ from fused_softmax.ops.losses.kernels.gradient import _gradient
 from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
 from fused_softmax.ops.losses.kernels.online import _merge_losses, _online_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
-from fused_softmax.ops.losses.options import Loss, LossNumbers
+from fused_softmax.ops.losses.options import LOSS_NUMBERS, Loss
 
 WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 
@@ -156,7 +156,7 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, 
         return call
 
     launched = prepare(
-        kernel, plan, spec, tensors, values, device=device, numbers=LossNumbers._fields, plan_for=plan_alike
+        kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS, plan_for=plan_alike
     )  # fmt: skip
     return compose(build, launched, n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
 
@@ -217,7 +217,7 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
 
     names = ("x", "target", "weight", "w_total", "numbers", "states", "found", *LossRows._fields)
     tensors = dict(zip(names, arranged(given, states_of(plan.n_rows), rows_of(plan.n_rows)), strict=True))
-    options: dict[str, Any] = {"device": device, "numbers": LossNumbers._fields}
+    options: dict[str, Any] = {"device": device, "numbers": LOSS_NUMBERS}
     runs = [prepare(_online_loss, plan, spec, tensors, loss.values(), **options)]
     if parts > 1:
         lanes = triton.next_power_of_2(parts)
@@ -300,7 +300,7 @@ def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | No
     arranged = (*given, *beside)
     steps = [0 if each is None or each.numel() == 1 else 1 for each in beside[2:4]]
     values = loss.values() | {"dy_step": steps[0], "dz_step": steps[1]}
-    numbers = tuple(name for name in LossNumbers._fields if name != "hidden")
+    numbers = tuple(name for name in LOSS_NUMBERS if name != "hidden")
     tensors = dict(zip(names, arranged, strict=True))
     picked = picked_of(arranged)
 

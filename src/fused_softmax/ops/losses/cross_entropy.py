@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core import autocast
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import LOSS, refusing
 from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.options import (

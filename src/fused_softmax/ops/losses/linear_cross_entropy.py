@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core import autocast
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
 from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.cross_entropy import (
     CHECK,

@@ -149,7 +149,7 @@ class Loss(Options):
         return self if self.weight is None else replace(self, weight=weight_for_kernels(self.weight, x))
 
 
-OPTIONS = Loss.OPTIONS
+OPTIONS, LOSS_NUMBERS = Loss.OPTIONS, LossNumbers._fields
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
 WITHOUT_ROWS = tuple(name for name, option in OPTIONS.items() if not option.whole_rows)  # where lse is given
 

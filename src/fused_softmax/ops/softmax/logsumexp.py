@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.core import autocast
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_of, check, dense_mask, sized
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.route import Route, needs_grad, route_of, runs_here
+from fused_softmax.ops import autocast
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.calls import LOGSUMEXP, logsumexp_backward, prepare_call
 from fused_softmax.ops.softmax.over_ranks import logsumexp_of_shards, scores_of_shard, shards_of_dim

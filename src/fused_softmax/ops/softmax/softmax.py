@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from fused_softmax.core import autocast
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_in, check, dense_mask, sized
 from fused_softmax.core.route import Route, needs_grad, resolved, route_of
+from fused_softmax.ops import autocast
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.by_peers import in_one_launch, kept_softmax, softmax_by_peers
 from fused_softmax.ops.softmax.calls import LOG_SOFTMAX, SOFTMAX, prepare_call

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_softmax.core.autocast import result_dtype
 from fused_softmax.core.checks import DTYPES, arithmetic_in
 from fused_softmax.core.route import is_sharded, needs_grad, resolved
+from fused_softmax.ops.autocast import result_dtype
 from fused_softmax.ops.losses.linear_by_rows import linear_of
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats, Wanted
