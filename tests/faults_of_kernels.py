@@ -322,8 +322,8 @@ RUNNER = (
     ),
     of(
         "runner", "slots-of-fewer-rows", "core/runner.py",
-        "else _launched(others, other, grown, kind)",
-        "else _launched(others, plan, grown, kind)",
+        "return _launched(there, other, grown, kind)",
+        "return _launched(there, plan, grown, kind)",
         "test_runner.py::test_a_run_for_more_rows_has_slots_for_all",
     ),
     of(

@@ -46,7 +46,6 @@ MAY_IMPORT = {
     "interrupt": set(),
     "__main__": {"interrupt", "cli"},
 }
-# What still points the other way, by the file that imports.
 
 
 def python(script):

@@ -123,7 +123,7 @@ def prepare(
 
     specs = [replace(spec, **only) for only in IN_TURN] if device < 0 and (exchanges or spec.peers) else [spec]
     slots = _slots(device, plan) if exchanges else None
-    grows = {leading: scalars[names.scalars.index(leading)]} if leading in names.scalars else {}
+    grows = {name: scalars[i] for i, name in enumerate(names.scalars) if name == leading}
     kind = _Kind(names.scalars, device, exchanges, count, plan_for)
     return _launched([launch_of(each, slots) for each in specs], plan, grows, kind)
 
@@ -150,7 +150,8 @@ def _launched(launches: list[launch.Launch], plan: Any, grows: Mapping[str, int]
         of_plan = {"n_rows": other.n_rows, "n_programs": other.programs, **grown}
         changed = {i: of_plan[name] for i, name in enumerate(kind.scalars) if name in of_plan}
         others = [each.again(kind.programs(other), changed) for each in launches]
-        return None if None in others else _launched(others, other, grown, kind)
+        there = [each for each in others if each is not None]
+        return _launched(there, other, grown, kind) if len(there) == len(others) else None
 
     return Launched(_call_of([each.__call__ for each in launches], plan, kind), remake)
 

@@ -224,7 +224,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     # Where lse is given, the forward pass holds no row that a gradient could be made of.
     at_once = at_once and (inplace or (input.dtype != torch.float16 and lse is None))
     kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
-    numbers = [options[name] for name in NUMBERS]
+    numbers = tuple(options[name] for name in NUMBERS)
     launched = _prepare_call(kind, input, target, weight, numbers, lse)
     if key is not None:
         keep(launched, name, key, input, target, weight, *(() if lse is None else (lse,)))
@@ -257,7 +257,7 @@ def _of_shards(input, target, options, wanted, lse, over):
     if weight is None and lse is None and transport != "collective" and not CHECK:
         peers = known(group, getattr(input, "device", None))
         of_call = *wanted, torch.is_grad_enabled(), n_classes, shard_sizes, transport
-        key = _key_of(*[value for argument, value in options.items() if argument != "weight"], of_call)
+        key = _key_of(**{name: value for name, value in options.items() if name != "weight"}, wanted=of_call)
     if isinstance(peers, Peers) and key is not None:
         call = find("cross_entropy by peers", (peers.number, key), input, target)
         if call is not None:

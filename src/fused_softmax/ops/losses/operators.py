@@ -338,7 +338,7 @@ def cross_entropy_second(ctx, g):
     with torch.enable_grad():
         given = [None if each is None else each.detach().requires_grad_() for each in (input, dy, dz, dls)]
         x, dy, dz, dls = given
-        loss = Loss.of_operator(x, (weight, *ctx.given))
+        loss = Loss.of_operator(input, (weight, *ctx.given))
         dx = differentiable_gradient(x, target, loss, dy, dls, dz)
         there = [each for each in given if each is not None]
         found = iter(torch.autograd.grad(dx, there, g, allow_unused=True))

@@ -372,7 +372,8 @@ def _prepare_backward_into(log: bool, dy: Tensor, y: Tensor, out: Tensor, dim: i
     if rows is None:
         inner = prepare_backward_call(log, dy, y, dim, out.dtype, False, False).__call__
         return Launched(lambda dy, y, out: out.copy_(inner(dy, y, 1.0)))
-    launch = prepare_backward(*rows, rows_to_write(moved[2]), log=log).__call__
+    dy_rows, y_rows = rows
+    launch = prepare_backward(dy_rows, y_rows, rows_to_write(moved[2]), log=log).__call__
 
     def call(dy, y, out):
         launch(dy, y, out)

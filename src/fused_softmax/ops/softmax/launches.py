@@ -56,7 +56,8 @@ def prepare_forward(
     device, scores, kind = x.get_device(), layout.scores, layout.kind | format_of(x)
     spec = spec_of(ScoreSpec, plan, y.dtype, device, itemsize=x.element_size(), log=log, **kind)
     tensors = {"x": x, "y": y, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
-    how = {"values": layout.values, "device": device, "numbers": layout.numbers, "leading": layout.leading}
+    how: dict[str, Any] = {"values": layout.values, "device": device, "numbers": layout.numbers}
+    how["leading"] = layout.leading
     if plan.strategy == "tile":
         spec = replace(spec, edges_first=spec.shifted and (plan.pieces > 1 or y.dtype == torch.bfloat16))
         return prepare(_tile_forward, plan, spec, tensors, **how)
@@ -76,7 +77,7 @@ def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout
     shape = (2, plan.n_rows, -(-plan.parts // 4) * 4)  # rows of states on 16 bytes, so that m and s are aligned alike
     states = torch.empty(shape, dtype=state_dtype, device=x.device)
     scored = {"mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
-    how = {"values": layout.values, "device": x.get_device(), "numbers": layout.numbers}
+    how: dict[str, Any] = {"values": layout.values, "device": x.get_device(), "numbers": layout.numbers}
     spec = replace(spec, greedy=False)
     of_state = {"x": x, "m": states[0], "s": states[1], **scored}
     bare = replace(spec, log=False, zero_masked_rows=False, sink=False)
@@ -176,7 +177,10 @@ def prepare_columns_backward(
 ) -> Launched | None:  # fmt: skip
     """The same for the gradient dx: call(dy, y, dx), and the factor if scaled. hides: as `prepare_backward`'s."""
     how = {"log": log, "out_dtype": TLDTYPES[dx.dtype], "holds": True, "hides": hides, "scaled": scaled}
-    of_factor = {"values": {"factor": 1.0 if scaled else None}, "numbers": ("factor",) if scaled else ()}
+    of_factor: dict[str, Any] = {
+        "values": {"factor": 1.0 if scaled else None},
+        "numbers": ("factor",) if scaled else (),
+    }
     return _over_columns(_column_backward, {"dy": dy, "y": y}, {"dx": dx}, y.dtype, how, plan, **of_factor)
 
 
