@@ -18,8 +18,8 @@ from fused_softmax.bench.show import summary
 pytest.importorskip("altair", reason="the report's extra is not installed")
 pytest.importorskip("vl_convert", reason="the report's extra is not installed")
 
+from fused_softmax.bench import catalog
 from fused_softmax.bench.show import charts, page
-from fused_softmax.bench.show.looks import LOOKS
 
 
 def charts_of(run):
@@ -67,7 +67,7 @@ def test_a_curve_for_every_provider_and_the_ceiling_over_what_varies():
 
 
 def test_providers_are_told_apart_by_colour_by_shape_and_by_dash():
-    names = [*LOOKS, "stranger"]
+    names = [*catalog.provider_names(), "stranger"]
     run = run_of(*(timed(4096, n, name) for n in (256, 512) for name in names))
     spec = charts_of(run)["Speed"].spec
     for channel in ("color", "shape", "strokeDash"):

@@ -66,12 +66,12 @@ def profile(
     require_known(operation, names)
     device, gpu = find_device()
     with importing():
-        from fused_softmax.bench.entries import operations, providers
+        from fused_softmax.bench.entries import operations
         from fused_softmax.profile import run, table
     found: list[table.Profile] = []
     stopped = False
     try:
-        for name in names or [providers.OWN, providers.TORCH]:
+        for name in names or [catalog.OWN, catalog.TORCH]:
             with busy(f"{name} at {case}"):
                 found.append(run.profile(case, name, device, gpu=gpu))
     except KeyboardInterrupt:
@@ -223,7 +223,7 @@ def trace(
             click.echo(f"{kernel.name:14}{kernel.title}")
         return
     try:
-        wanted = [catalog.find("kernel", name, tracing.kernels()) for name in wanted]
+        wanted = [cases.find("kernel", name, tracing.kernels()) for name in wanted]
         requests = []
         if wanted or matrix or block is not None or dtype:
             if matrix and matrix != "-":

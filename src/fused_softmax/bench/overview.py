@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from fused_softmax.bench import tables
-from fused_softmax.bench.entries.providers import OWN
+from fused_softmax.bench.catalog import OWN, PROVIDERS
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, Run
 from fused_softmax.bench.show.summary import pairs
@@ -28,14 +28,7 @@ NOTES = {
     BY_EVENTS: "Timed by events around eager calls, because it could not be captured in a CUDA graph.",
     CALLS_CUDNN: "This package calls cuDNN for some of these cases.",
 }
-PEERS = {
-    "torch": "torch",
-    "torch.compile": "torch.compile",
-    "liger": "Liger",
-    "quack": "QuACK",
-    "flashinfer": "FlashInfer",
-    "sdpa cudnn": "cuDNN",
-}
+HEADINGS = {each.name: each.heading for each in PROVIDERS if each.heading}
 
 
 def render(runs: Mapping[str, Run]) -> str:
@@ -43,14 +36,14 @@ def render(runs: Mapping[str, Run]) -> str:
 
     runs: by the name of the file. A file that is missing leaves its row without figures.
     """
-    header = ["operation", *PEERS.values(), "MiB, ours / torch", "host us, ours / torch"]
+    header = ["operation", *HEADINGS.values(), "MiB, ours / torch", "host us, ours / torch"]
     lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
     enqueued = set()
     for line in LINES:
         run = runs.get(line.file)
         found = pairs(run, line.operation)
         enqueued.add(len(_enqueued(found.get("torch", []))))
-        cells = [_speed_up(found.get(peer, [])) for peer in PEERS]
+        cells = [_speed_up(found.get(peer, [])) for peer in HEADINGS]
         title = line.title + (CALLS_CUDNN if _calls_cudnn(run, line.operation) else "")
         lines.append(table_row([title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
     notes = [each for mark, note in NOTES.items() if mark in "".join(lines) for each in (f"{mark.strip()} {note}", "")]

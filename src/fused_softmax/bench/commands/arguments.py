@@ -57,12 +57,12 @@ def listed(parse: Callable[[str], str]) -> Callable[[str], list[str]]:
 
 
 parse_dtypes = listed(cases.parse_dtype)
-parse_operation = partial(catalog.find, "operation", known=catalog.PEERS)
+parse_operation = partial(cases.find, "operation", known=catalog.PEERS)
 parse_operations = listed(parse_operation)
 
 
 def parse_provider(text: str) -> str:
-    return catalog.find("provider", text, catalog.provider_names(), catalog.PROVIDER_ALIASES)
+    return cases.find("provider", text, catalog.provider_names(), catalog.PROVIDER_ALIASES)
 
 
 parse_providers = listed(parse_provider)
@@ -71,7 +71,7 @@ parse_providers = listed(parse_provider)
 def parse_sweep(text: str) -> str:
     from fused_softmax.bench.measure import sweeps
 
-    return catalog.find("sweep", text, sweeps.SWEEPS)
+    return cases.find("sweep", text, sweeps.SWEEPS)
 
 
 def parse_tunable(text: str) -> list[str]:

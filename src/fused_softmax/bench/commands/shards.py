@@ -47,12 +47,12 @@ class _Keeping(Listing):
 
 
 def _operations(text: str) -> list[str]:
-    return [catalog.find("operation", part, catalog.PEERS_OF_SHARDS) for part in text.split(",")]
+    return [cases.find("operation", part, catalog.PEERS_OF_SHARDS) for part in text.split(",")]
 
 
 def _providers(text: str) -> list[str]:
     known = dict.fromkeys((catalog.OWN, *(name for names in catalog.PEERS_OF_SHARDS.values() for name in names)))
-    found = [catalog.find("provider", part, known, catalog.PROVIDER_ALIASES) for part in text.split(",")]
+    found = [cases.find("provider", part, known, catalog.PROVIDER_ALIASES) for part in text.split(",")]
     return [each for name in found for each in (catalog.BY_TRANSPORT if name == catalog.OWN else (name,))]
 
 

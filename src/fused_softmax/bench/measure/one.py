@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.entries.providers import OWN, Call
+from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.measure import check, measure
 from fused_softmax.bench.measure.check import judge_of
 from fused_softmax.bench.measure.timing import quantiles

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries.operations import provider_names
+from fused_softmax.bench.catalog import provider_names
 from fused_softmax.bench.measure import measure, saving, sweeps
 from fused_softmax.bench.measure.timing import ContextLost
 from fused_softmax.bench.measure.verify import verify

@@ -15,12 +15,11 @@ from typing import Any
 import altair as alt
 
 from fused_softmax.bench.cases import Case, in_time
+from fused_softmax.bench.catalog import OWN, in_order, look_of
 from fused_softmax.bench.results.record import Point, Run, ceiling_of, floor_of
 from fused_softmax.bench.show import summary
-from fused_softmax.bench.show.looks import LOOKS, UNKNOWN, in_order
 from fused_softmax.bench.show.plot import axis_of
 
-OWN = "fused_softmax"
 INK = "#1a1c1f"  # the ceiling's colour; the dark page replaces it by a light one
 CEILING_DASH = [3, 1]
 BAR = "M-.9,-.12L.9,-.12L.9,.12L-.9,.12Z"
@@ -99,7 +98,7 @@ class Panel:
     def looks(self, ceiling: bool) -> dict[str, Any]:
         """The encodings that tell providers apart, each the whole legend."""
         names = [*self.names, *([self.ceiling] if ceiling else [])]
-        looks = [LOOKS.get(name, UNKNOWN) for name in self.names]
+        looks = [look_of(name) for name in self.names]
         colours, marks = [look.colour for look in looks], [look.shape for look in looks]
         dashes = [list(look.dash) for look in looks]
         if ceiling:

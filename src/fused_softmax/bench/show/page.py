@@ -13,6 +13,7 @@ import jinja2
 import vl_convert
 
 from fused_softmax.bench import committed
+from fused_softmax.bench.catalog import PROVIDERS
 from fused_softmax.bench.results import fingerprint, record
 from fused_softmax.bench.results.record import Run
 from fused_softmax.bench.show import charts, summary
@@ -20,10 +21,7 @@ from fused_softmax.bench.show import titles as show_titles
 
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 # Colours for a white page, and their replacements on a black one.
-DARK = {
-    charts.INK: "#e8e6e1", "#5D3A9B": "#b39ae0", "#0072B2": "#6f8dff", "#8B6D05": "#cdaa33", "#D55E00": "#ff8740",
-    "#00441B": "#3db46d", "#7F2704": "#c96a3a", "#1B3A57": "#7fa9d6",
-}  # fmt: skip
+DARK = {charts.INK: "#e8e6e1"} | {each.look.colour: each.look.dark for each in PROVIDERS if each.look.dark}
 SUFFIXES = ("svg", "png")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

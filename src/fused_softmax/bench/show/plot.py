@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import in_order, look_of
 from fused_softmax.bench.results.record import Point, Run, ceiling_of, floor_of, write_whole
-from fused_softmax.bench.show.looks import LOOKS, UNKNOWN, in_order
 from fused_softmax.bench.show.summary import title_of
 
 SOURCE = "figures of fused-softmax bench "
@@ -65,7 +65,7 @@ def draw_panel(panel, points: list[Point], on_gpu: bool, ceiling: str) -> None:
     names = {point.provider for point in points}
     for name in in_order(names):
         line = sorted((at[p.case], speed(p, on_gpu)) for p in points if p.provider == name)
-        look = LOOKS.get(name, UNKNOWN)
+        look = look_of(name)
         kind = {"color": look.colour, "marker": look.marker, "markersize": 4, "linewidth": 1.2}
         panel.plot(*zip(*line, strict=True), label=name, **kind)
     ceilings = sorted({(at[p.case], p.ceiling.gb_per_s) for p in points if p.ceiling})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fused_softmax.bench.cases import ITEMSIZE, Case
-from fused_softmax.bench.entries.providers import OWN, TORCH, VARIANTS
+from fused_softmax.bench.catalog import OWN, TORCH, VARIANTS
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.compare import geometric_mean
 from fused_softmax.bench.results.record import Figure, Point, Run
