@@ -26,7 +26,7 @@ from fused_softmax.bench.measure import check, clocks, measure, sweeps, timing, 
 from fused_softmax.bench.results import compare, record
 from fused_softmax.bench.results import record as resume
 from fused_softmax.bench.results.record import Ceiling, Figure, Point, Run
-from fused_softmax.bench.show import plot, report
+from fused_softmax.bench.show import charts, plot, report
 from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.register.table import OPERATORS
 
@@ -578,7 +578,7 @@ def test_a_plot_has_every_provider_and_the_ceiling(tmp_path, cols):
 
 def test_a_plot_stands_on_what_varies(tmp_path):
     def axis(*cases):
-        return plot.axis_of(cases)[0]
+        return charts.axis_of(cases)[0]
 
     assert axis(Case((64, 256)), Case((128, 512))) == "n_cols"
     assert axis(Case((64, 256)), Case((128, 256))) == "n_rows"

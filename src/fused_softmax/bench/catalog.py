@@ -31,17 +31,16 @@ Maker = Callable[[Any], Any]  # a case, or a rank's place, to a call
 class Look:
     """How it looks in every chart. shape: a mark of Vega's, by name or as a path. dash: of a line, in pixels.
 
-    dark: the colour on a dark page, if it is another. marker: matplotlib's.
+    dark: the colour on a dark page, if it is another.
     """
 
     colour: str
-    marker: str
     shape: str
     dash: tuple[int, ...]
     dark: str = ""
 
 
-UNKNOWN = Look("#777777", "$?$", "wedge", (15, 6))  # of a provider that a results file names and nobody knows
+UNKNOWN = Look("#777777", "wedge", (15, 6))  # of a provider that a results file names and nobody knows
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,12 @@ def _over_ranks(maker: Maker) -> dict[str, Maker]:
 
 # In the order in which tables and charts have them. Okabe and Ito's colours can be told apart without colour vision.
 PROVIDERS = (
-    Provider(OWN, Look("#D55E00", "o", "circle", (1, 0), dark="#ff8740"), aliases=("fused", "triton")),
+    Provider(OWN, Look("#D55E00", "circle", (1, 0), dark="#ff8740"), aliases=("fused", "triton")),
     Provider(f"{OWN} collective", over_ranks=_over_ranks(by("shards.own", transport="collective"))),
     Provider(f"{OWN} peer", over_ranks=_over_ranks(by("shards.own", transport="peer"))),
     Provider(ONE_GPU, over_ranks=_over_ranks(by("shards.one_gpu"))),
-    Provider(TORCH, Look("#0072B2", "s", "square", (6, 2), dark="#6f8dff"), heading="torch"),
-    Provider(COMPILED, Look("#56B4E9", "D", "diamond", (2, 2)), aliases=("compile",), heading="torch.compile"),
+    Provider(TORCH, Look("#0072B2", "square", (6, 2), dark="#6f8dff"), heading="torch"),
+    Provider(COMPILED, Look("#56B4E9", "diamond", (2, 2)), aliases=("compile",), heading="torch.compile"),
     Provider(
         "loss_parallel",
         over_ranks={
@@ -101,27 +100,27 @@ PROVIDERS = (
     Provider("torch DTensor", over_ranks={"softmax": by("shards.gathered")}),
     Provider(
         "naive",
-        Look("#999999", "x", "M-1,-.7L-.7,-1L0,-.3L.7,-1L1,-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0Z", (8, 2, 2, 2)),
+        Look("#999999", "M-1,-.7L-.7,-1L0,-.3L.7,-1L1,-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0Z", (8, 2, 2, 2)),
         {"softmax": by("softmaxes.classic", name="naive_softmax")},
         kind="classic",
     ),
     Provider(
         "persistent",
-        Look("#009E73", "^", "triangle-up", (4, 4)),
+        Look("#009E73", "triangle-up", (4, 4)),
         {"softmax": by("softmaxes.classic", name="persistent_softmax")},
         needs_gpu=True,
         kind="classic",
     ),
     Provider(
         "hybrid",
-        Look("#CC79A7", "v", "triangle-down", (10, 3)),
+        Look("#CC79A7", "triangle-down", (10, 3)),
         {"softmax": by("softmaxes.classic", name="hybrid_softmax")},
         needs_gpu=True,
         kind="classic",
     ),
     Provider(
         "online",
-        Look("#E69F00", "P", "cross", (1, 3)),
+        Look("#E69F00", "cross", (1, 3)),
         {"softmax": by("softmaxes.classic", name="online_softmax")},
         needs_gpu=True,
         kind="classic",
@@ -129,7 +128,7 @@ PROVIDERS = (
     Provider(
         "liger",
         Look(
-            "#8B6D05", "*", "M0,-1L.25,-.35L.95,-.3L.4,.15L.6,.8L0,.45L-.6,.8L-.4,.15L-.95,-.3L-.25,-.35Z",
+            "#8B6D05", "M0,-1L.25,-.35L.95,-.3L.4,.15L.6,.8L0,.45L-.6,.8L-.4,.15L-.95,-.3L-.25,-.35Z",
             (5, 1, 1, 1), dark="#cdaa33",
         ),
         {
@@ -143,7 +142,7 @@ PROVIDERS = (
     ),
     Provider(
         "quack",
-        Look("#5D3A9B", "<", "triangle-left", (12, 2, 2, 2, 2, 2), dark="#b39ae0"),
+        Look("#5D3A9B", "triangle-left", (12, 2, 2, 2, 2, 2), dark="#b39ae0"),
         {
             "softmax": by("softmaxes.quack"),
             "softmax_backward": by("softmaxes.quack_backward"),
@@ -156,67 +155,67 @@ PROVIDERS = (
     Provider("flash-attn", over_ranks={"cross_entropy_gradient": by("shards.flash_attn")}),
     Provider(
         "torch chunked",
-        Look("#1B3A57", ">", "triangle-right", (3, 3, 1, 3), dark="#7fa9d6"),
+        Look("#1B3A57", "triangle-right", (3, 3, 1, 3), dark="#7fa9d6"),
         {"linear_cross_entropy": by("layers.torch_chunked")},
     ),
     Provider(
         "cce",
-        Look("#6A6A00", "8", "M-.4,-.95L.4,-.95L.95,-.4L.95,.4L.4,.95L-.4,.95L-.95,.4L-.95,-.4Z", (14, 4)),
+        Look("#6A6A00", "M-.4,-.95L.4,-.95L.95,-.4L.95,.4L.4,.95L-.4,.95L-.95,.4L-.95,-.4Z", (14, 4)),
         {"linear_cross_entropy": by("layers.cut_cross_entropy")},
     ),
     Provider(
         "transformers",
         Look(
-            "#FFB000", "+",
+            "#FFB000",
             "M-.15,-1L.15,-1L.15,-.15L1,-.15L1,.15L.15,.15L.15,1L-.15,1L-.15,.15L-1,.15L-1,-.15L-.15,-.15Z", (7, 5),
         ),
         dict.fromkeys(FILTERS, by("sampling.by_transformers")),
     ),
     Provider(
         "vllm",
-        Look("#648FFF", "1", "M-.15,1L-.15,.1L-.9,-.6L-.7,-.85L0,-.2L.7,-.85L.9,-.6L.15,.1L.15,1Z", (2, 5)),
+        Look("#648FFF", "M-.15,1L-.15,.1L-.9,-.6L-.7,-.85L0,-.2L.7,-.85L.9,-.6L.15,.1L.15,1Z", (2, 5)),
         dict.fromkeys(FILTERS, by("sampling.by_vllm")),
     ),
     Provider(
         "flashinfer",
-        Look("#76B900", "2", "M-.15,-1L-.15,-.1L-.9,.6L-.7,.85L0,.2L.7,.85L.9,.6L.15,-.1L.15,-1Z", (9, 1, 3, 1)),
+        Look("#76B900", "M-.15,-1L-.15,-.1L-.9,.6L-.7,.85L0,.2L.7,.85L.9,.6L.15,-.1L.15,-1Z", (9, 1, 3, 1)),
         # It has no sampler that takes the greatest.
         {name: by("sampling.by_flashinfer") for name, filters in FILTERS.items() if filters.temperature},
         heading="FlashInfer",
     ),
     Provider(
         "sdpa cudnn",
-        Look("#3B7A00", "3", "M1,-.15L.1,-.15L-.6,-.9L-.85,-.7L-.2,0L-.85,.7L-.6,.9L.1,.15L1,.15Z", (16, 2, 2, 2)),
+        Look("#3B7A00", "M1,-.15L.1,-.15L-.6,-.9L-.85,-.7L-.2,0L-.85,.7L-.6,.9L.1,.15L1,.15Z", (16, 2, 2, 2)),
         _attention(by("attention.by_sdpa", backend="CUDNN_ATTENTION"), plain=True),
         needs_gpu=True,
         heading="cuDNN",
     ),
     Provider(
         "sdpa flash",
-        Look("#0B559F", "4", "M-1,-.15L-.1,-.15L.6,-.9L.85,-.7L.2,0L.85,.7L.6,.9L-.1,.15L-1,.15Z", (1, 1)),
+        Look("#0B559F", "M-1,-.15L-.1,-.15L.6,-.9L.85,-.7L.2,0L.85,.7L.6,.9L-.1,.15L-1,.15Z", (1, 1)),
         _attention(by("attention.by_sdpa", backend="FLASH_ATTENTION"), plain=True),
     ),
     Provider(
         "sdpa efficient",
-        Look("#6BAED6", "|", "M-.15,-1L.15,-1L.15,1L-.15,1Z", (5, 5, 1, 5)),
+        Look("#6BAED6", "M-.15,-1L.15,-1L.15,1L-.15,1Z", (5, 5, 1, 5)),
         _attention(by("attention.by_sdpa", backend="EFFICIENT_ATTENTION"), plain=True),
         needs_gpu=True,
     ),
     Provider(
         "sdpa math",
-        Look("#525252", "_", "M-1,-.3L1,-.3L1,.3L-1,.3Z", (11, 2, 5, 2)),
+        Look("#525252", "M-1,-.3L1,-.3L1,.3L-1,.3Z", (11, 2, 5, 2)),
         _attention(by("attention.by_sdpa", backend="MATH"), plain=True),
     ),
     Provider(
         "flex",
-        Look("#AA4499", "$F$", "M-.6,-1L.6,-1L.6,-.7L-.3,-.7L-.3,-.1L.4,-.1L.4,.2L-.3,.2L-.3,1L-.6,1Z", (2, 2, 6, 2)),
+        Look("#AA4499", "M-.6,-1L.6,-1L.6,-.7L-.3,-.7L-.3,-.1L.4,-.1L.4,.2L-.3,.2L-.3,1L-.6,1Z", (2, 2, 6, 2)),
         _attention(by("attention.by_flex")),
         needs_gpu=True,
     ),
     Provider(
         "xformers",
         Look(
-            "#DDCC77", "$x$", "M-.8,-.6L-.6,-.8L0,-.2L.6,-.8L.8,-.6L.2,0L.8,.6L.6,.8L0,.2L-.6,.8L-.8,.6L-.2,0Z", (8, 5),
+            "#DDCC77", "M-.8,-.6L-.6,-.8L0,-.2L.6,-.8L.8,-.6L.2,0L.8,.6L.6,.8L0,.2L-.6,.8L-.8,.6L-.2,0Z", (8, 5),
         ),
         _attention(by("attention.by_xformers"), plain=True, group=1),
         needs_gpu=True,
@@ -224,7 +223,7 @@ PROVIDERS = (
     Provider(
         "flash-attn 3",
         Look(
-            "#117733", "$3$",
+            "#117733",
             "M-.6,-1L.6,-1L.6,1L-.6,1L-.6,.7L.3,.7L.3,.15L-.4,.15L-.4,-.15L.3,-.15L.3,-.7L-.6,-.7Z", (4, 1, 4, 5),
         ),
         _attention(by("attention.by_flash_attention_3"), bias=False, window=None),
@@ -232,43 +231,43 @@ PROVIDERS = (
     ),
     Provider(
         "cuequivariance",
-        Look("#882255", "$c$", "M.6,-.8L-.6,-.8L-.6,.8L.6,.8L.6,.5L-.3,.5L-.3,-.5L.6,-.5Z", (6, 6)),
+        Look("#882255", "M.6,-.8L-.6,-.8L-.6,.8L.6,.8L.6,.5L-.3,.5L-.3,-.5L.6,-.5Z", (6, 6)),
         _attention(by("attention.by_cuequivariance"), bias=True),
         needs_gpu=True,
     ),
     Provider(
         "in one chunk",
-        Look("#7F2704", "p", "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z", (13, 2), dark="#c96a3a"),
+        Look("#7F2704", "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z", (13, 2), dark="#c96a3a"),
         {"linear_cross_entropy": by("layers.own_in_one_chunk")},
         kind="variant",
     ),
     Provider(
         "chunks of 1024",
-        Look("#F4A582", "d", "M0,-1L.55,0L0,1L-.55,0Z", (3, 1, 1, 1)),
+        Look("#F4A582", "M0,-1L.55,0L0,1L-.55,0Z", (3, 1, 1, 1)),
         {"linear_cross_entropy": by("layers.own", chunk_size=1024)},
         kind="variant",
     ),
     Provider(
         "chunks of 256",
-        Look("#C51B7D", "X", "M-1,-.5L-.5,-1L0,-.5L.5,-1L1,-.5L.5,0L1,.5L.5,1L0,.5L-.5,1L-1,.5L-.5,0Z", (7, 1)),
+        Look("#C51B7D", "M-1,-.5L-.5,-1L0,-.5L.5,-1L1,-.5L.5,0L1,.5L.5,1L0,.5L-.5,1L-1,.5L-.5,0Z", (7, 1)),
         {"linear_cross_entropy": by("layers.own", chunk_size=256)},
         kind="variant",
     ),
     Provider(
         "summed in place",
-        Look("#4D9221", "h", "M0,-1L.87,-.5L.87,.5L0,1L-.87,.5L-.87,-.5Z", (1, 5)),
+        Look("#4D9221", "M0,-1L.87,-.5L.87,.5L0,1L-.87,.5L-.87,-.5Z", (1, 5)),
         {"linear_cross_entropy": by("layers.own", accumulate="input")},
         kind="variant",
     ),
     Provider(
         "32 in place",
-        Look("#00441B", "H", "M-1,0L-.5,-.87L.5,-.87L1,0L.5,.87L-.5,.87Z", (9, 3, 3, 3), dark="#3db46d"),
+        Look("#00441B", "M-1,0L-.5,-.87L.5,-.87L1,0L.5,.87L-.5,.87Z", (9, 3, 3, 3), dark="#3db46d"),
         {"linear_cross_entropy": by("layers.own", chunk_size=32, accumulate="input")},
         kind="variant",
     ),
     Provider(
         "own kernels",
-        Look("#FB6A4A", ".", "M-.4,-.4L.4,-.4L.4,.4L-.4,.4Z", (4, 2, 1, 2)),
+        Look("#FB6A4A", "M-.4,-.4L.4,-.4L.4,.4L-.4,.4Z", (4, 2, 1, 2)),
         _attention(by("attention.own", deterministic=True)),
         kind="variant",
     ),

@@ -26,8 +26,9 @@ def ending(*suffixes: str) -> Callable[..., Path | None]:
 
 def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
     """A click callback for a picture."""
-    if path and importlib.util.find_spec("matplotlib") is None:
-        raise click.BadParameter("matplotlib is missing: pip install 'fused-softmax[cli]'", ctx, param)
+    missing = [name for name in ("altair", "vl_convert") if importlib.util.find_spec(name) is None]
+    if path and missing:
+        raise click.BadParameter(f"{missing[0]} is missing: pip install 'fused-softmax[cli]'", ctx, param)
     return ending(*PICTURES)(ctx, param, path)
 
 

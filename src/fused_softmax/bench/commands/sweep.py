@@ -97,7 +97,7 @@ class _Keeping(Listing):
     "--plot",
     type=paths.FILE,
     callback=paths.drawable,
-    help="Draw GB/s over the columns, or over whatever else varies, as .png, .svg or .pdf.",
+    help="Draw GB/s, or times of matrix products, over the columns or whatever else varies, as .png, .svg or .pdf.",
 )
 @force_option
 @list_option

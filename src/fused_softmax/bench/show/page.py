@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import altair
 import jinja2
 import vl_convert
 
@@ -19,10 +18,9 @@ from fused_softmax.bench.results.record import Run
 from fused_softmax.bench.show import charts, summary
 from fused_softmax.bench.show import titles as show_titles
 
-VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 # Colours for a white page, and their replacements on a black one.
 DARK = {charts.INK: "#e8e6e1"} | {each.look.colour: each.look.dark for each in PROVIDERS if each.look.dark}
-SUFFIXES = ("svg", "png")
+SUFFIXES = (".svg", ".png")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -131,7 +129,7 @@ def render(parts: Sequence[Part], title: str) -> str:
     for each in parts:
         if each.difference:
             of_others.setdefault(each.difference, []).append(each)
-    specs = {chart.name: bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
+    specs = {chart.name: charts.bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
     gpus = dict.fromkeys(each.gpu for each in parts)
     return environment.get_template("report.html").render(
         title=title,
@@ -145,7 +143,7 @@ def render(parts: Sequence[Part], title: str) -> str:
         kernels=fingerprint.kernels(),
         dark=json.dumps(DARK),
         font=json.dumps(FONT),
-        bundle=vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
+        bundle=vl_convert.javascript_bundle(vl_version=charts.VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
     )
 
 
@@ -161,7 +159,7 @@ def packed(specs: dict[str, Any]) -> str:
 
 def chart_files(each: Part, folder: Path) -> list[Path]:
     """The files that `save_charts` writes for a part."""
-    return [folder / f"{chart.name}.{suffix}" for group in each.groups for chart in group.charts for suffix in SUFFIXES]
+    return [folder / f"{chart.name}{suffix}" for group in each.groups for chart in group.charts for suffix in SUFFIXES]
 
 
 def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object] = lambda name: None) -> list[Path]:
@@ -171,20 +169,13 @@ def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object
     shown = ((each, chart) for each in parts for group in each.groups for chart in group.charts)
     for each, chart in shown:
         title = {"text": chart.title, "subtitle": ", ".join(filter(None, (each.gpu, chart.shown, each.age)))}
-        spec = bare(chart.spec) | {"width": 640, "title": title, "background": "white"}
-        svg = vl_convert.vegalite_to_svg(json.dumps(spec), vl_version=VEGA_LITE).encode()
-        png = vl_convert.vegalite_to_png(json.dumps(spec), vl_version=VEGA_LITE, scale=2)
-        for suffix, content in (("svg", svg), ("png", png)):
-            path = folder / f"{chart.name}.{suffix}"
-            record.write_whole(path, content)
+        spec = chart.spec | {"width": 640, "title": title}
+        for suffix in SUFFIXES:
+            path = folder / f"{chart.name}{suffix}"
+            record.write_whole(path, charts.drawn(spec, suffix, scale=2))
             written.append(path)
         say(chart.name)
     return written
-
-
-def bare(spec: dict[str, Any]) -> dict[str, Any]:
-    """A specification without its schema's address, which nothing reads, and without Altair's own sizes."""
-    return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
 
 def number(value: float | None, form: str) -> str:
