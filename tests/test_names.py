@@ -76,9 +76,7 @@ def test_every_spelling_is_taken_by_every_command(here, monkeypatch, command, op
 @pytest.mark.parametrize("name", ["fused", "triton", "Fused-Softmax"])
 def test_over_ranks_our_spellings_are_both_transports(monkeypatch, option, name):
     seen = []
-    monkeypatch.setattr(
-        "fused_softmax.bench.measure.shards.run", lambda asked, standing, names, *_: seen.append(names) or 0
-    )
+    monkeypatch.setattr("fused_softmax.bench.measure.shards.run", lambda asked, *_: seen.append(asked.names) or 0)
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(variable, "1")
     assert fused_softmax("bench", "shards", option, f"{name},one-gpu").exit_code == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 FILE = click.Path(path_type=Path)
+OVERWRITE = "--force overwrites it"
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -52,7 +53,9 @@ def require_writable(path: Path, what: str = "") -> None:
         raise click.UsageError(f"cannot write {what or path}: {why}") from None
 
 
-def require_outputs(outputs: Sequence[Path], inputs: Iterable[Path] = (), *, replace: bool, how: str) -> None:
+def require_outputs(
+    outputs: Sequence[Path], inputs: Iterable[Path] = (), *, replace: bool, how: str = OVERWRITE
+) -> None:
     """UsageError for an output that is an input or another output, and, unless `replace`, for one that exists.
 
     how: what replaces it, in words.

@@ -29,7 +29,7 @@ from fused_softmax.bench.entries.shards import PROVIDERS, Place
 from fused_softmax.bench.measure import check, saving, sweeps
 from fused_softmax.bench.measure.check import Judge
 from fused_softmax.bench.measure.measure import Effort, point
-from fused_softmax.bench.measure.run import CPU_ELEMENTS, gpu_facts
+from fused_softmax.bench.measure.run import CPU_ELEMENTS, Asked, gpu_facts
 from fused_softmax.bench.measure.timing import WALL_BATCHES, figure, rotation
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Ceiling, Figure, Point, one_line
@@ -326,25 +326,22 @@ def _point(case: Case, name: str, ranks: Ranks, status: str, message: str = "", 
     return made
 
 
-def run(
-    asked: Sequence[Case], standing: bool, names: Sequence[str], effort: Effort, command: str, out: Path | None,
-    console: Console,
-) -> int:  # fmt: skip
-    """Measure, and on rank 0 print and save. The exit code, the same on every rank: 1 if a result is wrong.
-
-    standing: the user gave no shapes, so ranks on CPUs measure smaller ones.
-    """
+def run(asked: Asked, out: Path | None, console: Console) -> int:
+    """Measure, and on rank 0 print and save. The exit code, the same on every rank: 1 if a result is wrong."""
     with ranks_of_torchrun() as ranks:
         gpu = ranks.device.type == "cuda"
         speaks = ranks.rank == 0
-        done = record.Run(record.environment(*gpu_facts() if gpu else ()), command, options=effort.recorded())
+        done = record.Run(record.environment(*gpu_facts() if gpu else ()), asked.command)
+        done.options = asked.effort.recorded()
         done.options["ranks"] = ranks.n
         if speaks:
-            _print_head(done, ranks, standing, console)
-        cases = asked if gpu or not standing else sweeps.cut(asked, CPU_ELEMENTS)
+            _print_head(done, ranks, asked.standing, console)
+        cases = asked.chosen if gpu or not asked.standing else sweeps.cut(asked.chosen, CPU_ELEMENTS)
         for case in cases:
-            mine = [name for name in names or PEERS_OF_SHARDS[case.operation] if name in PROVIDERS[case.operation]]
-            done.points += measure(case, mine, effort, ranks)
+            mine = [
+                name for name in asked.names or PEERS_OF_SHARDS[case.operation] if name in PROVIDERS[case.operation]
+            ]
+            done.points += measure(case, mine, asked.effort, ranks)
             if speaks and out:
                 saving.save(done, out)  # as far as it is, for a machine may be lent for minutes
         done.complete = True
