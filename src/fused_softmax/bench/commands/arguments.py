@@ -195,7 +195,9 @@ def effort_options(quick: str) -> Decorator:
         click.option("--quick", is_flag=True, help=f"Measure {quick}."),
         click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing."),
         click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns."),
-        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the inputs."),
+        click.option(
+            "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs."
+        ),
     )
     return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 

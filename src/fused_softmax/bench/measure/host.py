@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from fused_softmax import cross_entropy, enabled, log_softmax, logsumexp, softmax
 from fused_softmax.bench.entries.providers import Call
+from fused_softmax.bench.measure.timing import idle
 from fused_softmax.bench.show import report
 
 SHAPE = (64, 1024)
@@ -208,18 +209,13 @@ def measure(pair: Pair, rounds: int = ROUNDS, most_calls: int = MOST_CALLS) -> R
 def _seconds_per_call(call: Call, arguments: Sequence[tuple[Any, ...]]) -> float:
     """The mean over the arguments but the first, whose call finds the caches that the other side has left."""
     call(*arguments[0])
-    _idle(arguments[0][0])
+    idle(arguments[0][0])
     start = time.perf_counter()
     for each in arguments[1:]:
         call(*each)
     seconds = (time.perf_counter() - start) / (len(arguments) - 1)
-    _idle(arguments[0][0])
+    idle(arguments[0][0])
     return seconds
-
-
-def _idle(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
 
 
 def measure_all(device: str) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from fused_softmax.bench.entries.operations import operation_of
 from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.measure import check, measure
 from fused_softmax.bench.measure.check import judge_of
-from fused_softmax.bench.measure.timing import quantiles
+from fused_softmax.bench.measure.timing import idle, quantiles
 from fused_softmax.bench.results.record import one_line
 
 TRIMMED = 0.1  # of the times at each end
@@ -96,7 +96,7 @@ def call_once(case: Case, name: str, seed: int = 0) -> None:
     call, inputs = prepared(case, name, seed)
     try:
         call(*inputs)
-        _idle()
+        idle(inputs[0])
     except Exception as error:
         raise NoFigure(f"{name} failed at {case}: {one_line(error)}") from error
 
@@ -143,8 +143,3 @@ def _wall_around(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _idle() -> None:
-    if measure.on_gpu():
-        torch.cuda.synchronize()
