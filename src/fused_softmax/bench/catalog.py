@@ -18,11 +18,39 @@ from fused_softmax.bench.entries.filters import FILTERS
 OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"  # which every operation has
 ONE_GPU = "one GPU"  # beside the ranks of a group
 
-OPERATIONS = (
-    "softmax", "softmax_dim", "softmax_float32", "softmax_causal", "softmax_masked", "softmax_biased",
-    "softmax_backward", "log_softmax_backward", "logsumexp", "cross_entropy", "cross_entropy_gradient",
-    "linear_cross_entropy", *FILTERS, *KINDS,
-)  # fmt: skip
+# Each with its title, in the order in which a report has them.
+OPERATIONS = {
+    "softmax": "softmax",
+    "softmax_float32": "softmax to float32",
+    "softmax_dim": "softmax over a strided dim",
+    "softmax_causal": "softmax, causal",
+    "softmax_masked": "softmax, bool mask",
+    "softmax_biased": "softmax, added mask",
+    "softmax_backward": "softmax's gradient",
+    "log_softmax_backward": "log_softmax's gradient",
+    "logsumexp": "logsumexp",
+    "cross_entropy": "cross_entropy",
+    "cross_entropy_gradient": "cross_entropy, gradient",
+    "linear_cross_entropy": "linear_cross_entropy, gradient",
+    "sample": "sample",
+    "sample_greedy": "sample, the greatest",
+    "sample_top_k": "sample, top-k 50",
+    "sample_top_p": "sample, top-p 0.9",
+    "sample_top_p_peaked": "sample, top-p 0.9, peaked rows",
+    "sample_top_k_top_p": "sample, top-k 50 and top-p 0.9",
+    "sample_min_p": "sample, min-p 0.05",
+    "attention": "attention, plain",
+    "attention_gradient": "attention, plain, gradient",
+    "attention_causal": "attention, causal",
+    "attention_causal_gradient": "attention, causal, gradient",
+    "attention_biased": "attention, bias",
+    "attention_biased_gradient": "attention, bias, gradient",
+    "attention_softcap": "attention, softcap",
+    "attention_softcap_gradient": "attention, softcap, gradient",
+    "attention_sinks": "attention, sinks and window",
+    "attention_sinks_gradient": "attention, sinks and window, gradient",
+    "attention_decode": "attention, one query",
+}
 
 Maker = Callable[[Any], Any]  # a case, or a rank's place, to a call
 

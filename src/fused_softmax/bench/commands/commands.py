@@ -207,7 +207,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         from fused_softmax.bench.results import record
 
     chosen = [
-        renew.Renewal(name, asked(shlex.split(COMMITTED[name]), f"{name}.json"), folder)
+        renew.Renewal(name, asked(shlex.split(COMMITTED[name].arguments), f"{name}.json"), folder)
         for name in COMMITTED
         if name in names or not names
     ]

@@ -109,8 +109,8 @@ def time_calls(case: Case, name: str, warmup: int, iterations: int, seed: int = 
     call, inputs = prepared(case, name, seed)
     judge = judge_of(case, inputs)
     try:
-        wrong, _ = judge.complaint(judge.poisoned(call), judge.allowed(name == OWN))
-        if wrong := wrong or judge.habit(call, name == OWN):
+        wrong, _ = check.verdict(judge, call, name == OWN)
+        if wrong:
             raise NoFigure(f"{name} is wrong at {case}: {wrong}")
         for _ in range(warmup):
             call(*inputs)

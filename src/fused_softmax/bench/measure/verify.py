@@ -89,8 +89,7 @@ def check_kernel(kernel: str, case: Case | None = None) -> Check:
         else:
             call = operation.providers[kernel if kernel in CLASSICS else OWN](case)
         judge = check.judge_of(case, inputs)
-        wrong, found = judge.complaint(judge.poisoned(call), judge.allowed(own=kernel not in CLASSICS))
-        wrong = wrong or judge.habit(call, own=kernel not in CLASSICS)
+        wrong, found = check.verdict(judge, call, own=kernel not in CLASSICS)
     except Exception as error:
         return replace(result, status="failed", message=one_line(error))
     return replace(result, status="wrong" if wrong else "ok", error=found.largest if found else None, message=wrong)

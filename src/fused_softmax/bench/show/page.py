@@ -16,7 +16,6 @@ from fused_softmax.bench.catalog import PROVIDERS
 from fused_softmax.bench.results import fingerprint, record
 from fused_softmax.bench.results.record import Run
 from fused_softmax.bench.show import charts, summary
-from fused_softmax.bench.show import titles as show_titles
 
 # Colours for a white page, and their replacements on a black one.
 DARK = {charts.INK: "#e8e6e1"} | {each.look.colour: each.look.dark for each in PROVIDERS if each.look.dark}
@@ -41,7 +40,9 @@ class Part:
     def title(self) -> str:
         """Its name for people: of a file that is not committed, its operations."""
         operations = dict.fromkeys(summary.title_of(point.operation) for point in self.run.points)
-        return show_titles.TITLES.get(self.stem) or ", ".join(operations) or "No results"
+        if self.stem in committed.COMMITTED:
+            return committed.COMMITTED[self.stem].title
+        return ", ".join(operations) or "No results"
 
     @property
     def about(self) -> str:
