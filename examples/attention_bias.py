@@ -8,7 +8,7 @@ tokens. Their curves should coincide; the picture also shows the table that was 
     python examples/attention_bias.py -o attention_bias.png
     python examples/attention_bias.py --length 1024 --heads 12 --dim 64 --batch 16 --dtype bfloat16   # T5's, on a GPU
 
-Needs matplotlib, which the extra `cli` installs. Without a GPU both are torch's operations, and the time shows nothing.
+Needs altair, which the extra `cli` installs. Without a GPU both are torch's operations, and the time shows nothing.
 """
 
 import argparse
@@ -109,20 +109,21 @@ def train(name: str, given: argparse.Namespace) -> Run:
 
 def draw(runs: list[Run], furthest: int, path: Path) -> None:
     """Draw the picture, in the format of the path's suffix."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import altair as alt
+    import pictures
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2)
-    for run, (colour, line) in zip(runs, (("#0072B2", "-"), ("#D55E00", "--")), strict=True):
-        panels[0].plot(run.losses, line, color=colour, label=run.name)
-        panels[1].plot(range(-furthest, furthest + 1), run.table.T, line, color=colour)
-    panels[0].set(xlabel="step", ylabel="loss", title="the same model, tokens and steps")
-    panels[0].legend()
-    panels[1].axvline(-BACK, color="0.7", zorder=0)
-    panels[1].set(xlabel="distance from query to key", ylabel="bias", title=f"the table learnt: look {BACK} back")
-    figure.savefig(path, dpi=150)
+    rows = [
+        {"name": run.name, "head": head, "distance": i - furthest, "bias": bias}
+        for run in runs
+        for head, biases in enumerate(run.table.tolist())
+        for i, bias in enumerate(biases)
+    ]
+    table = pictures.data(rows).mark_line().encode(
+        x=alt.X("distance:Q", title="distance from query to key"), y="bias:Q", detail="head:N", **pictures.by_name()
+    )  # fmt: skip
+    back = pictures.data([{"distance": -BACK}]).mark_rule(color="#b3b3b3").encode(x="distance:Q")
+    learnt = (back + table).properties(title=f"the table learnt: look {BACK} back", width=300)
+    pictures.save(path, pictures.losses({run.name: run.losses for run in runs}), learnt)
 
 
 def main(arguments: list[str] | None = None) -> list[Run]:

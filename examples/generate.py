@@ -12,7 +12,7 @@ give it. On a CPU both samplers are torch's operations, and the times say nothin
     python examples/generate.py -o generate.png
     python examples/generate.py --model gpt2 --prompt "The sea" --prompt "Once" --top-p 0.9   # a model of your own
 
-Needs transformers and matplotlib, which the extra `dev` installs. Without --model, a small Llama with random weights
+Needs transformers and altair, which the extra `dev` installs. Without --model, a small Llama with random weights
 says nothing.
 """
 
@@ -139,24 +139,25 @@ def seconds_of(call: Any) -> float:
 
 def draw(figures: Figures, path: Path) -> None:
     """Draw the picture, in the format of the path's suffix."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import altair as alt
+    import pictures
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, width_ratios=[3, 1])
     order = figures.expected.argsort(descending=True)[:40]
-    expected, drawn = figures.expected[order].tolist(), figures.drawn[order].tolist()
-    places = range(len(order))
-    panels[0].bar(places, expected, color="#0072B2", label="probability, by Hugging Face's filters")
-    panels[0].plot(places, drawn, "o", color="#D55E00", markersize=4, label="share of our draws")
-    panels[0].set(xlabel="tokens, the likeliest first", title="the next token after the first prompt", ylim=0)
-    panels[0].legend()
-    bars = panels[1].bar(list(figures.us), list(figures.us.values()), color=["#D55E00", "#0072B2"])
-    panels[1].bar_label(bars, fmt="%.0f")
-    panels[1].set(ylabel="us", title="a new token, model included")
-    panels[1].margins(y=0.1)
-    figure.savefig(path, dpi=150)
+    expected, drawn = "probability, by Hugging Face's filters", "share of our draws"
+    rows = [
+        {"name": name, "token": i, "value": value}
+        for name, values in ((expected, figures.expected), (drawn, figures.drawn))
+        for i, value in enumerate(values[order].tolist())
+    ]
+    tokens = pictures.data(rows).encode(
+        x=alt.X("token:O", title="tokens, the likeliest first", axis=alt.Axis(labels=False)),
+        y=alt.Y("value:Q", title=None),
+        color=pictures.by_name()["color"],
+    )
+    bars = tokens.mark_bar().transform_filter(alt.datum.name == expected)
+    points = tokens.mark_circle(opacity=1, size=40).transform_filter(alt.datum.name == drawn)
+    both = (bars + points).properties(title="the next token after the first prompt", width=450)
+    pictures.save(path, both, pictures.bars(figures.us, "us", "a new token, model included", ".0f"))
 
 
 def require_model(name: str) -> None:

@@ -7,7 +7,7 @@ the same tokens. Their curves should coincide, and their memory peaks should dif
     python examples/train_tiny.py -o train_tiny.png
     python examples/train_tiny.py --vocab 128256 --tokens 8192 --hidden 1024 -o train_gpu.png   # on a GPU
 
-Needs transformers and matplotlib, which the extra `dev` installs. Without a GPU both losses are torch's operations, and
+Needs transformers and altair, which the extra `dev` installs. Without a GPU both losses are torch's operations, and
 linear_cross_entropy makes all logits. The curves then show that the results agree; the memory shows nothing.
 """
 
@@ -136,22 +136,12 @@ def peak_on_cpu(step: Callable[[], None]) -> int:
 
 def draw(curves: list[Curve], path: Path, on_gpu: bool) -> None:
     """Draw the picture, in the format of the path's suffix."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import pictures
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, width_ratios=[3, 1])
-    for curve, (colour, line) in zip(curves, (("#0072B2", "-"), ("#D55E00", "--")), strict=True):
-        panels[0].plot(curve.losses, line, color=colour, label=curve.name)
-    panels[0].set(xlabel="step", ylabel="loss", title="the same model, tokens and steps")
-    panels[0].legend()
-    names = [curve.name.split(":")[0] for curve in curves]
-    bars = panels[1].bar(names, [curve.peak_bytes / 2**20 for curve in curves], color=["#0072B2", "#D55E00"])
-    panels[1].bar_label(bars, fmt="%.1f")
-    panels[1].set(ylabel="MiB", title="peak memory", xlabel="GPU" if on_gpu else "CPU, which has no kernels")
-    panels[1].margins(y=0.1)
-    figure.savefig(path, dpi=150)
+    peaks = {curve.name.split(":")[0]: curve.peak_bytes / 2**20 for curve in curves}
+    where = "GPU" if on_gpu else "CPU, which has no kernels"
+    losses = pictures.losses({curve.name: curve.losses for curve in curves})
+    pictures.save(path, losses, pictures.bars(peaks, "MiB", "peak memory", ".1f", where))
 
 
 def main(arguments: list[str] | None = None) -> list[Curve]:

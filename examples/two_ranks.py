@@ -10,7 +10,7 @@ differently, and training makes such differences grow; with --dtype float64 they
     python examples/two_ranks.py --ranks 3 --dtype float64 -o three_ranks.png
     python examples/two_ranks.py --vocab 128256 --tokens 8192 --hidden 1024   # with a GPU for each rank
 
-Needs matplotlib, which the extra `dev` installs. With a GPU for each rank the ranks talk by NCCL. Elsewhere they are
+Needs altair, which the extra `dev` installs. With a GPU for each rank the ranks talk by NCCL. Elsewhere they are
 processes of the CPU and talk by gloo; the curves then show that the results agree, and nothing about speed.
 """
 
@@ -169,22 +169,11 @@ def logits_bytes(setup: Setup, ranks: int) -> int:
 
 def draw(curves: list[Curve], path: Path) -> None:
     """Draw the picture, in the format of the path's suffix."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import pictures
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, width_ratios=[3, 1])
-    for curve, (colour, line) in zip(curves, (("#0072B2", "-"), ("#D55E00", "--")), strict=True):
-        panels[0].plot(curve.losses[0], line, color=colour, label=curve.name)
-    panels[0].set(xlabel="step", ylabel="loss", title="the same model, tokens and steps")
-    panels[0].legend()
-    names = [curve.name for curve in curves]
-    bars = panels[1].bar(names, [curve.logits_bytes / 2**20 for curve in curves], color=["#0072B2", "#D55E00"])
-    panels[1].bar_label(bars, fmt="%.3g")
-    panels[1].set(ylabel="MiB", title="a rank's logits of a step")
-    panels[1].margins(y=0.1)
-    figure.savefig(path, dpi=150)
+    logits = {curve.name: curve.logits_bytes / 2**20 for curve in curves}
+    losses = pictures.losses({curve.name: curve.losses[0] for curve in curves})
+    pictures.save(path, losses, pictures.bars(logits, "MiB", "a rank's logits of a step", ".3~g"))
 
 
 def main(arguments: list[str] | None = None) -> list[Curve]:

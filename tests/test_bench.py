@@ -16,9 +16,9 @@ import torch
 from products import one_in
 from rich.console import Console
 
-from fused_softmax.bench import cases
+from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries import ceiling, layers, operations, providers, sampling, softmaxes
+from fused_softmax.bench.entries import ceiling, layers, providers, sampling, softmaxes
 from fused_softmax.bench.entries import filters as entries_filters
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.operations import OPERATIONS
@@ -26,8 +26,7 @@ from fused_softmax.bench.measure import check, clocks, measure, sweeps, timing, 
 from fused_softmax.bench.results import compare, record
 from fused_softmax.bench.results import record as resume
 from fused_softmax.bench.results.record import Ceiling, Figure, Point, Run
-from fused_softmax.bench.show import plot, report
-from fused_softmax.bench.show.looks import LOOKS, UNKNOWN
+from fused_softmax.bench.show import charts, plot, report
 from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.register.table import OPERATORS
 
@@ -242,7 +241,7 @@ def test_a_sampler_is_told_from_one_that_draws_what_is_not_kept_or_too_often(nam
 
 
 def test_sweeps_name_the_samplers_that_are_measured():
-    assert list(sweeps.DRAWS) == list(entries_filters.FILTERS) == SAMPLERS
+    assert list(entries_filters.FILTERS) == SAMPLERS
     assert sweeps.build("sampling")[0] == Case((8, 128256), "float32", "sample")
 
 
@@ -572,14 +571,14 @@ def test_a_plot_has_every_provider_and_the_ceiling(tmp_path, cols):
     run = run_of(*(point(n, name) for n in cols for name in ("fused_softmax", "torch", "mine")))
     plot.plot(run, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    for each in zip(*map(astuple, [*LOOKS.values(), UNKNOWN]), strict=True):
+    looks = [catalog.look_of(name) for name in [*catalog.provider_names(), "mine"]]
+    for each in zip(*[astuple(replace(look, dark=look.colour)) for look in looks], strict=True):
         assert len(set(each)) == len(each)
-    assert set(LOOKS) == set(operations.provider_names())
 
 
 def test_a_plot_stands_on_what_varies(tmp_path):
     def axis(*cases):
-        return plot.axis_of(cases)[0]
+        return charts.axis_of(cases)[0]
 
     assert axis(Case((64, 256)), Case((128, 512))) == "n_cols"
     assert axis(Case((64, 256)), Case((128, 256))) == "n_rows"

@@ -28,7 +28,7 @@ def test_every_gradient_of_attention_is_judged(name):
     case, kind = sample(name), KINDS[name]
     inputs = check.inputs(case, 1, "cpu", seed=0)[0]
     judge = check.Judge(case, inputs)
-    right = attention.by_torch(kind)(case)
+    right = attention.by_torch(case)
     assert judge.complaint(right(*inputs), judge.allowed(own=True))[0] == ""
     in_one = attention.in_one
     there = {0, 1, 2} | ({3} if kind.bias else set()) | ({4} if kind.sinks else set())
@@ -50,7 +50,7 @@ def test_the_truth_is_the_same_whatever_part_of_a_batch_a_step_takes(name, monke
     found = []
     for batches in (1, 2, 5):
         monkeypatch.setattr(attention, "batches_at_once", lambda scores, n=batches: n)
-        found.append(attention.by_heads(KINDS[name])(*inputs))
+        found.append(attention.by_heads(case)(*inputs))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)
 

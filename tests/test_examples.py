@@ -37,7 +37,7 @@ def run_example(name, *arguments, cwd, path=()):
 @pytest.fixture
 def train_tiny():
     pytest.importorskip("transformers", reason="the example trains a model of the transformers package")
-    pytest.importorskip("matplotlib", reason="the example draws its curves")
+    pytest.importorskip("altair", reason="the example draws its curves")
     return module_of("train_tiny")
 
 
@@ -49,7 +49,7 @@ def generate():
 
 @pytest.fixture
 def attention_bias():
-    pytest.importorskip("matplotlib", reason="the example draws its curves")
+    pytest.importorskip("altair", reason="the example draws its curves")
     return module_of("attention_bias")
 
 
@@ -60,7 +60,7 @@ def server_step():
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    pytest.importorskip("matplotlib", reason="the example draws its curves")
+    pytest.importorskip("altair", reason="the example draws its curves")
     monkeypatch.syspath_prepend(EXAMPLES)  # where the ranks, which are other processes, find what they run
     return module_of("two_ranks")
 
@@ -324,7 +324,7 @@ def test_a_gpu_that_is_not_there_is_said(request, name, capsys):
 
 @pytest.mark.parametrize(("name", "package", "arguments"), [
     ("generate", "transformers", []),
-    ("attention_bias", "matplotlib", ["--steps", "1", "--vocab", "5", "--batch", "1", "--length", "8"]),
+    ("attention_bias", "altair", ["--steps", "1", "--vocab", "5", "--batch", "1", "--length", "8"]),
 ])  # fmt: skip
 def test_a_package_that_is_missing_is_named_in_one_line(name, package, arguments, tmp_path):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name={package!r})")

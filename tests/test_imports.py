@@ -142,7 +142,6 @@ def test_public_names_are_imported_for_type_checkers_too():
         "bench.measure.clocks",
         "bench.committed",
         "bench.results.fingerprint",
-        "bench.show.looks",
         "bench.show.plot",
         "bench.overview",
         "bench.readme",

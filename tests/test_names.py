@@ -3,12 +3,13 @@
 import json
 import re
 import time
+from importlib import import_module
 
 import pytest
 from commands import SHAPE, folder_without_work, fused_softmax, started
 
 from fused_softmax import cli
-from fused_softmax.bench import catalog
+from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.cases import ALIASES, DTYPE, ITEMSIZE
 from fused_softmax.bench.entries import operations
 from fused_softmax.bench.measure import measure, one, run, sweeps
@@ -25,7 +26,13 @@ def test_the_catalog_names_what_is_measured():
     assert {name: list(each.providers) for name, each in operations.OPERATIONS.items()} == {
         name: catalog.provider_names([name]) for name in catalog.PEERS
     }
-    assert catalog.provider_names() == operations.provider_names()
+
+
+def test_what_makes_each_call_is_a_function_of_its_file():
+    for provider in catalog.PROVIDERS:
+        for maker in (*provider.makes.values(), *provider.over_ranks.values()):
+            file, name = maker.args[0].split(".")
+            assert callable(getattr(import_module(f"fused_softmax.bench.entries.{file}"), name)), provider.name
 
 
 @pytest.mark.parametrize("command", ["bench", "bench one", "bench compare", "bench tune", "profile"])
@@ -69,9 +76,7 @@ def test_every_spelling_is_taken_by_every_command(here, monkeypatch, command, op
 @pytest.mark.parametrize("name", ["fused", "triton", "Fused-Softmax"])
 def test_over_ranks_our_spellings_are_both_transports(monkeypatch, option, name):
     seen = []
-    monkeypatch.setattr(
-        "fused_softmax.bench.measure.shards.run", lambda asked, standing, names, *_: seen.append(names) or 0
-    )
+    monkeypatch.setattr("fused_softmax.bench.measure.shards.run", lambda asked, *_: seen.append(asked.names) or 0)
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(variable, "1")
     assert fused_softmax("bench", "shards", option, f"{name},one-gpu").exit_code == 0
@@ -92,13 +97,13 @@ def test_names_are_found_however_they_are_spelled():
         ("compile", "torch.compile"),
         ("torch_chunked", "torch chunked"),
     ):
-        assert catalog.find("provider", text, catalog.provider_names(), catalog.PROVIDER_ALIASES) == name
-    assert catalog.find("sweep", "cross_entropy", sweeps.SWEEPS) == "cross-entropy"
-    assert catalog.find("operation", "cross-entropy", catalog.PEERS) == "cross_entropy"
+        assert cases.find("provider", text, catalog.provider_names(), catalog.PROVIDER_ALIASES) == name
+    assert cases.find("sweep", "cross_entropy", sweeps.SWEEPS) == "cross-entropy"
+    assert cases.find("operation", "cross-entropy", catalog.PEERS) == "cross_entropy"
     for known in (catalog.PEERS, sweeps.SWEEPS, catalog.provider_names()):
-        assert [catalog.find("name", name, known) for name in known] == list(known)
+        assert [cases.find("name", name, known) for name in known] == list(known)
     with pytest.raises(ValueError, match="unknown sweep 'nothing'; known: tutorial"):
-        catalog.find("sweep", "nothing", sweeps.SWEEPS)
+        cases.find("sweep", "nothing", sweeps.SWEEPS)
 
 
 def test_a_single_figure_says_which_path_was_timed(monkeypatch):

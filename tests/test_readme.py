@@ -7,7 +7,6 @@ import pytest
 from fused_softmax.bench import overview, readme, simulated, tables
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Ceiling, Figure, Point, Run
-from fused_softmax.bench.show import titles as show_titles
 
 ENVIRONMENT = {"torch": "2.11.0", "triton": "3.6.0", "gpu": {"name": "NVIDIA H200", "driver_version": "580.159"}}
 COMMAND = "fused-softmax bench --quick --out h200_softmax.json"
@@ -167,7 +166,7 @@ def test_a_row_of_the_overview_is_the_mean_of_a_file():
         point(256, "quack", 100.0, status="wrong"),
     )
     table, rows = overview_of(softmax=run)
-    assert len(rows) == len(show_titles.LINES)
+    assert len(rows) == len(overview.LINES)
     assert rows["softmax"]["torch"] == "4.00 (2.00)"
     assert rows["softmax"]["QuACK"] == "3.00\\*"
     assert rows["softmax"]["MiB, ours / torch"] == "8 / 16"

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from fused_softmax.bench.commands.sweep import asked
-from fused_softmax.bench.committed import COMMITTED, state
+from fused_softmax.bench.committed import COMMITTED, Row, state
 from fused_softmax.bench.measure import measure, run, saving
 from fused_softmax.bench.measure.timing import ContextLost
 from fused_softmax.bench.results import fingerprint, record
@@ -30,7 +30,7 @@ def test_the_table_is_of_the_committed_files():
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_the_tables_arguments_make_what_a_file_has(name):
-    kept, made = record.load(RESULTS / f"{name}.json"), asked(shlex.split(COMMITTED[name]), f"{name}.json")
+    kept, made = record.load(RESULTS / f"{name}.json"), asked(shlex.split(COMMITTED[name].arguments), f"{name}.json")
     assert made.command.endswith(f"--out {name}.json")
     assert kept.options in ({}, made.effort.recorded())
     points = {(point.case, point.provider) for point in kept.points}
@@ -49,7 +49,7 @@ def table(monkeypatch, request):
     for name in list(COMMITTED):
         monkeypatch.delitem(COMMITTED, name)
     for name, arguments in TABLE.items():
-        monkeypatch.setitem(COMMITTED, name, arguments)
+        monkeypatch.setitem(COMMITTED, name, Row(name, arguments))
 
 
 class Stand:

@@ -18,8 +18,8 @@ from fused_softmax.bench.show import summary
 pytest.importorskip("altair", reason="the report's extra is not installed")
 pytest.importorskip("vl_convert", reason="the report's extra is not installed")
 
+from fused_softmax.bench import catalog
 from fused_softmax.bench.show import charts, page
-from fused_softmax.bench.show.looks import LOOKS
 
 
 def charts_of(run):
@@ -67,7 +67,7 @@ def test_a_curve_for_every_provider_and_the_ceiling_over_what_varies():
 
 
 def test_providers_are_told_apart_by_colour_by_shape_and_by_dash():
-    names = [*LOOKS, "stranger"]
+    names = [*catalog.provider_names(), "stranger"]
     run = run_of(*(timed(4096, n, name) for n in (256, 512) for name in names))
     spec = charts_of(run)["Speed"].spec
     for channel in ("color", "shape", "strokeDash"):
@@ -302,7 +302,7 @@ def test_what_is_no_result_is_refused_and_an_earlier_page_stays(tmp_path):
 def test_every_operation_has_a_title_for_people():
     names = {"softmax", "logsumexp", "cross_entropy", "sample"}  # of functions, which people write so
     titles = {name: summary.title_of(name) for name in OPERATIONS}
-    assert summary.TITLES.keys() == OPERATIONS.keys()
+    assert catalog.OPERATIONS.keys() == OPERATIONS.keys()
     assert {name for name, title in titles.items() if name == title} == names
     assert len(set(titles.values())) == len(titles)
     for title in titles.values():

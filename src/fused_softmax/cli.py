@@ -29,12 +29,12 @@ from fused_softmax.bench.commands.arguments import (
     providers_option,
     read_results,
     require_known,
+    say_interrupted,
     shape_options,
 )
 from fused_softmax.bench.commands.commands import bench
 from fused_softmax.bench.commands.front import NO_ROOM, Front
 from fused_softmax.bench.show.progress import busy, importing
-from fused_softmax.interrupt import INTERRUPTED
 
 
 @click.group(cls=Front, context_settings={"help_option_names": ["-h", "--help"]})
@@ -63,15 +63,15 @@ def profile(
     Triton's profiler Proton.
     """
     case = case_of(n_rows, n_cols, dtype, operation)
-    require_known(operation, names)
+    require_known(names, [operation], operation)
     device, gpu = find_device()
     with importing():
-        from fused_softmax.bench.entries import operations, providers
+        from fused_softmax.bench.entries import operations
         from fused_softmax.profile import run, table
     found: list[table.Profile] = []
     stopped = False
     try:
-        for name in names or [providers.OWN, providers.TORCH]:
+        for name in names or [catalog.OWN, catalog.TORCH]:
             with busy(f"{name} at {case}"):
                 found.append(run.profile(case, name, device, gpu=gpu))
     except KeyboardInterrupt:
@@ -82,8 +82,7 @@ def profile(
     elif found:
         run.print_table(case, found, floor_bytes, device, new_console())
     if stopped:
-        click.echo(f"interrupted: {len(found)} providers were profiled", err=True)
-        ctx.exit(INTERRUPTED)
+        say_interrupted(ctx, f"{len(found)} providers were profiled")
 
 
 @main.command("report", short_help="Turn results into one page of charts and tables.")
@@ -99,7 +98,7 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
     names = [path.stem for path in results]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise click.UsageError(f"two results files are named {twice[0]}: rename one")
-    paths.require_outputs([out], results, replace=force, how="--force overwrites it")
+    paths.require_outputs([out], results, replace=force)
     if folder and not force and folder.exists() and next(folder.iterdir(), None):
         raise click.UsageError(f"{folder} is not empty; --force overwrites the charts in it")
     for path in results:
@@ -223,7 +222,7 @@ def trace(
             click.echo(f"{kernel.name:14}{kernel.title}")
         return
     try:
-        wanted = [catalog.find("kernel", name, tracing.kernels()) for name in wanted]
+        wanted = [cases.find("kernel", name, tracing.kernels()) for name in wanted]
         requests = []
         if wanted or matrix or block is not None or dtype:
             if matrix and matrix != "-":
@@ -271,7 +270,7 @@ def _required_out(out: Path | None, matrix: str | None, force: bool) -> Path:
         raise click.UsageError(f"{out.name} must end in .html (a page) or .json (only the recordings)")
     paths.require_writable(out)
     inputs = [Path("/dev/stdin" if matrix == "-" else matrix)] if matrix else []
-    paths.require_outputs([out], inputs, replace=force, how="--force overwrites it")
+    paths.require_outputs([out], inputs, replace=force)
     return out
 
 

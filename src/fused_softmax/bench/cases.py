@@ -1,12 +1,10 @@
-"""Cases: a case is one measured call. Also parses shapes and dtypes."""
+"""Cases: a case is one measured call. Also parses shapes, dtypes and names."""
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from fused_softmax.bench import catalog
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ALIASES = {
@@ -114,7 +112,24 @@ def parse_shapes(text: str) -> list[Case]:
 
 
 def parse_dtype(text: str) -> str:
-    return catalog.find("dtype", text.strip().lower().removeprefix("torch."), ITEMSIZE, ALIASES)
+    return find("dtype", text.strip().lower().removeprefix("torch."), ITEMSIZE, ALIASES)
+
+
+def find(what: str, text: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
+    """The known name that a text spells, whatever its case, hyphens, underscores, dots and spaces, or by an alias.
+
+    Raises ValueError, with all names, for a text that spells none.
+    """
+    names = list(known)
+    spelled = {_key(name): name for name in names}
+    spelled |= {_key(alias): name for alias, name in (aliases or {}).items() if name in names}
+    if (found := spelled.get(_key(text))) is None:
+        raise ValueError(f"unknown {what} {text.strip()!r}; known: {', '.join(names)}")
+    return found
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[-_. ]", "", text.lower())
 
 
 def unique(cases: Iterable[Case]) -> list[Case]:

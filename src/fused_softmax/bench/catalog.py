@@ -1,65 +1,325 @@
-"""The names that commands take: operations, their providers, and other spellings. Of the standard library alone.
+"""What is measured, by name: operations, and a row for each provider. Of the standard library alone.
 
-Help and a wrong name need no PyTorch, so the names are here, and a test holds `operations.OPERATIONS` to them.
+A row has all that the bench knows of a provider, so that a new one needs no other place. Its call is made by a function
+in a file of `entries`, which is imported when it is first called: help and a wrong name need no PyTorch. That function
+is given a case, or, over ranks, a rank's `Place`. It imports what it needs, and returns `call(*inputs)`. If the import
+fails, the provider is absent, and the error is shown as the reason.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
 
-OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"
-PROVIDER_ALIASES = {"fused": OWN, "triton": OWN, "compile": COMPILED}
-CLASSIC = ("naive", "persistent", "hybrid", "online")
-SAMPLERS = ("transformers", "vllm", "flashinfer")
+from fused_softmax.bench.entries.attention_kinds import KINDS
+from fused_softmax.bench.entries.filters import FILTERS
 
-SDPA = ("sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math")
-PLAIN_ATTENTION = ("own kernels", *SDPA, "flex", "xformers", "flash-attn 3")
-BIASED_ATTENTION = ("own kernels", *SDPA, "flex", "xformers", "cuequivariance")
+OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"  # which every operation has
+ONE_GPU = "one GPU"  # beside the ranks of a group
 
-# Of each operation, the providers beside this package, torch and torch.compile, which all have.
-PEERS: dict[str, tuple[str, ...]] = {
-    "softmax": (*CLASSIC, "liger", "quack"),
-    "softmax_dim": (),
-    "softmax_float32": (),
-    "softmax_causal": (),
-    "softmax_masked": (),
-    "softmax_biased": (),
-    "softmax_backward": ("liger", "quack"),
-    "log_softmax_backward": (),
-    "logsumexp": (),
-    "cross_entropy": (),
-    "cross_entropy_gradient": ("quack",),
-    "linear_cross_entropy": (
-        "torch chunked", "liger", "cce", "in one chunk", "chunks of 1024", "chunks of 256", "summed in place",
-        "32 in place",
-    ),
-    "sample": SAMPLERS,
-    "sample_greedy": ("transformers", "vllm"),
-    "sample_top_k": SAMPLERS,
-    "sample_top_p": SAMPLERS,
-    "sample_top_p_peaked": SAMPLERS,
-    "sample_top_k_top_p": SAMPLERS,
-    "sample_min_p": SAMPLERS,
-    "attention": PLAIN_ATTENTION,
-    "attention_gradient": PLAIN_ATTENTION,
-    "attention_causal": PLAIN_ATTENTION,
-    "attention_causal_gradient": PLAIN_ATTENTION,
-    "attention_biased": BIASED_ATTENTION,
-    "attention_biased_gradient": BIASED_ATTENTION,
-    "attention_softcap": ("own kernels", "flex", "flash-attn 3"),
-    "attention_softcap_gradient": ("own kernels", "flex", "flash-attn 3"),
-    "attention_sinks": ("own kernels", "flex"),
-    "attention_sinks_gradient": ("own kernels", "flex"),
-    "attention_decode": ("own kernels", *SDPA, "flex", "flash-attn 3"),
-}  # fmt: skip
-
-# Of rows in shards over ranks: each operation that `bench shards` measures, and all of its providers.
-ONE_GPU = "one GPU"
-BY_TRANSPORT = (f"{OWN} collective", f"{OWN} peer")
-PEERS_OF_SHARDS: dict[str, tuple[str, ...]] = {
-    "cross_entropy_gradient": (*BY_TRANSPORT, ONE_GPU, "loss_parallel", "liger", "megatron", "flash-attn"),
-    "linear_cross_entropy": (*BY_TRANSPORT, ONE_GPU, "loss_parallel"),
-    "softmax": (*BY_TRANSPORT, ONE_GPU, "torch DTensor"),
+# Each with its title, in the order in which a report has them.
+OPERATIONS = {
+    "softmax": "softmax",
+    "softmax_float32": "softmax to float32",
+    "softmax_dim": "softmax over a strided dim",
+    "softmax_causal": "softmax, causal",
+    "softmax_masked": "softmax, bool mask",
+    "softmax_biased": "softmax, added mask",
+    "softmax_backward": "softmax's gradient",
+    "log_softmax_backward": "log_softmax's gradient",
+    "logsumexp": "logsumexp",
+    "cross_entropy": "cross_entropy",
+    "cross_entropy_gradient": "cross_entropy, gradient",
+    "linear_cross_entropy": "linear_cross_entropy, gradient",
+    "sample": "sample",
+    "sample_greedy": "sample, the greatest",
+    "sample_top_k": "sample, top-k 50",
+    "sample_top_p": "sample, top-p 0.9",
+    "sample_top_p_peaked": "sample, top-p 0.9, peaked rows",
+    "sample_top_k_top_p": "sample, top-k 50 and top-p 0.9",
+    "sample_min_p": "sample, min-p 0.05",
+    "attention": "attention, plain",
+    "attention_gradient": "attention, plain, gradient",
+    "attention_causal": "attention, causal",
+    "attention_causal_gradient": "attention, causal, gradient",
+    "attention_biased": "attention, bias",
+    "attention_biased_gradient": "attention, bias, gradient",
+    "attention_softcap": "attention, softcap",
+    "attention_softcap_gradient": "attention, softcap, gradient",
+    "attention_sinks": "attention, sinks and window",
+    "attention_sinks_gradient": "attention, sinks and window, gradient",
+    "attention_decode": "attention, one query",
 }
+
+Maker = Callable[[Any], Any]  # a case, or a rank's place, to a call
+
+
+@dataclass(frozen=True)
+class Look:
+    """How it looks in every chart. shape: a mark of Vega's, by name or as a path. dash: of a line, in pixels.
+
+    dark: the colour on a dark page, if it is another.
+    """
+
+    colour: str
+    shape: str
+    dash: tuple[int, ...]
+    dark: str = ""
+
+
+UNKNOWN = Look("#777777", "wedge", (15, 6))  # of a provider that a results file names and nobody knows
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An implementation that is measured.
+
+    makes: what makes its call, for each operation that it has. over_ranks: the same for rows in shards over ranks.
+    needs_gpu: it has no CPU path.
+    kind: a peer; a kernel that this project grew from; or this package with other options than the default.
+    aliases: its other spellings. heading: of its column in the README's table, if it has one.
+    """
+
+    name: str
+    look: Look = UNKNOWN
+    makes: Mapping[str, Maker] = field(default_factory=dict)
+    over_ranks: Mapping[str, Maker] = field(default_factory=dict)
+    needs_gpu: bool = False
+    kind: Literal["peer", "classic", "variant"] = "peer"
+    aliases: tuple[str, ...] = ()
+    heading: str = ""
+
+
+def by(function: str, **options: Any) -> Maker:
+    """The maker `file.function` of `entries`, with options."""
+    return partial(_make, function, options)
+
+
+def _make(function: str, options: Mapping[str, Any], at: Any) -> Any:
+    file, _, name = function.partition(".")
+    return getattr(import_module(f"fused_softmax.bench.entries.{file}"), name)(at, **options)
+
+
+def _attention(maker: Maker, **facts: Any) -> dict[str, Maker]:
+    """The maker for every kind of attention of which these facts hold."""
+    return {name: maker for name, kind in KINDS.items() if all(getattr(kind, k) == v for k, v in facts.items())}
+
+
+def _over_ranks(maker: Maker) -> dict[str, Maker]:
+    return dict.fromkeys(("softmax", "cross_entropy_gradient", "linear_cross_entropy"), maker)
+
+
+# In the order in which tables and charts have them. Okabe and Ito's colours can be told apart without colour vision.
+PROVIDERS = (
+    Provider(OWN, Look("#D55E00", "circle", (1, 0), dark="#ff8740"), aliases=("fused", "triton")),
+    Provider(f"{OWN} collective", over_ranks=_over_ranks(by("shards.own", transport="collective"))),
+    Provider(f"{OWN} peer", over_ranks=_over_ranks(by("shards.own", transport="peer"))),
+    Provider(ONE_GPU, over_ranks=_over_ranks(by("shards.one_gpu"))),
+    Provider(TORCH, Look("#0072B2", "square", (6, 2), dark="#6f8dff"), heading="torch"),
+    Provider(COMPILED, Look("#56B4E9", "diamond", (2, 2)), aliases=("compile",), heading="torch.compile"),
+    Provider(
+        "loss_parallel",
+        over_ranks={
+            "cross_entropy_gradient": by("shards.loss_parallel"),
+            "linear_cross_entropy": by("shards.loss_parallel_of_layer"),
+        },
+    ),
+    Provider("torch DTensor", over_ranks={"softmax": by("shards.gathered")}),
+    Provider(
+        "naive",
+        Look("#999999", "M-1,-.7L-.7,-1L0,-.3L.7,-1L1,-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0Z", (8, 2, 2, 2)),
+        {"softmax": by("softmaxes.classic", name="naive_softmax")},
+        kind="classic",
+    ),
+    Provider(
+        "persistent",
+        Look("#009E73", "triangle-up", (4, 4)),
+        {"softmax": by("softmaxes.classic", name="persistent_softmax")},
+        needs_gpu=True,
+        kind="classic",
+    ),
+    Provider(
+        "hybrid",
+        Look("#CC79A7", "triangle-down", (10, 3)),
+        {"softmax": by("softmaxes.classic", name="hybrid_softmax")},
+        needs_gpu=True,
+        kind="classic",
+    ),
+    Provider(
+        "online",
+        Look("#E69F00", "cross", (1, 3)),
+        {"softmax": by("softmaxes.classic", name="online_softmax")},
+        needs_gpu=True,
+        kind="classic",
+    ),
+    Provider(
+        "liger",
+        Look(
+            "#8B6D05", "M0,-1L.25,-.35L.95,-.3L.4,.15L.6,.8L0,.45L-.6,.8L-.4,.15L-.95,-.3L-.25,-.35Z",
+            (5, 1, 1, 1), dark="#cdaa33",
+        ),
+        {
+            "softmax": by("softmaxes.liger"),
+            "softmax_backward": by("softmaxes.liger_backward"),
+            "linear_cross_entropy": by("layers.liger"),
+        },
+        over_ranks={"cross_entropy_gradient": by("shards.liger")},
+        needs_gpu=True,
+        heading="Liger",
+    ),
+    Provider(
+        "quack",
+        Look("#5D3A9B", "triangle-left", (12, 2, 2, 2, 2, 2), dark="#b39ae0"),
+        {
+            "softmax": by("softmaxes.quack"),
+            "softmax_backward": by("softmaxes.quack_backward"),
+            "cross_entropy_gradient": by("losses.quack"),
+        },
+        needs_gpu=True,
+        heading="QuACK",
+    ),
+    Provider("megatron", over_ranks={"cross_entropy_gradient": by("shards.megatron")}),
+    Provider("flash-attn", over_ranks={"cross_entropy_gradient": by("shards.flash_attn")}),
+    Provider(
+        "torch chunked",
+        Look("#1B3A57", "triangle-right", (3, 3, 1, 3), dark="#7fa9d6"),
+        {"linear_cross_entropy": by("layers.torch_chunked")},
+    ),
+    Provider(
+        "cce",
+        Look("#6A6A00", "M-.4,-.95L.4,-.95L.95,-.4L.95,.4L.4,.95L-.4,.95L-.95,.4L-.95,-.4Z", (14, 4)),
+        {"linear_cross_entropy": by("layers.cut_cross_entropy")},
+    ),
+    Provider(
+        "transformers",
+        Look(
+            "#FFB000",
+            "M-.15,-1L.15,-1L.15,-.15L1,-.15L1,.15L.15,.15L.15,1L-.15,1L-.15,.15L-1,.15L-1,-.15L-.15,-.15Z", (7, 5),
+        ),
+        dict.fromkeys(FILTERS, by("sampling.by_transformers")),
+    ),
+    Provider(
+        "vllm",
+        Look("#648FFF", "M-.15,1L-.15,.1L-.9,-.6L-.7,-.85L0,-.2L.7,-.85L.9,-.6L.15,.1L.15,1Z", (2, 5)),
+        dict.fromkeys(FILTERS, by("sampling.by_vllm")),
+    ),
+    Provider(
+        "flashinfer",
+        Look("#76B900", "M-.15,-1L-.15,-.1L-.9,.6L-.7,.85L0,.2L.7,.85L.9,.6L.15,-.1L.15,-1Z", (9, 1, 3, 1)),
+        # It has no sampler that takes the greatest.
+        {name: by("sampling.by_flashinfer") for name, filters in FILTERS.items() if filters.temperature},
+        heading="FlashInfer",
+    ),
+    Provider(
+        "sdpa cudnn",
+        Look("#3B7A00", "M1,-.15L.1,-.15L-.6,-.9L-.85,-.7L-.2,0L-.85,.7L-.6,.9L.1,.15L1,.15Z", (16, 2, 2, 2)),
+        _attention(by("attention.by_sdpa", backend="CUDNN_ATTENTION"), plain=True),
+        needs_gpu=True,
+        heading="cuDNN",
+    ),
+    Provider(
+        "sdpa flash",
+        Look("#0B559F", "M-1,-.15L-.1,-.15L.6,-.9L.85,-.7L.2,0L.85,.7L.6,.9L-.1,.15L-1,.15Z", (1, 1)),
+        _attention(by("attention.by_sdpa", backend="FLASH_ATTENTION"), plain=True),
+    ),
+    Provider(
+        "sdpa efficient",
+        Look("#6BAED6", "M-.15,-1L.15,-1L.15,1L-.15,1Z", (5, 5, 1, 5)),
+        _attention(by("attention.by_sdpa", backend="EFFICIENT_ATTENTION"), plain=True),
+        needs_gpu=True,
+    ),
+    Provider(
+        "sdpa math",
+        Look("#525252", "M-1,-.3L1,-.3L1,.3L-1,.3Z", (11, 2, 5, 2)),
+        _attention(by("attention.by_sdpa", backend="MATH"), plain=True),
+    ),
+    Provider(
+        "flex",
+        Look("#AA4499", "M-.6,-1L.6,-1L.6,-.7L-.3,-.7L-.3,-.1L.4,-.1L.4,.2L-.3,.2L-.3,1L-.6,1Z", (2, 2, 6, 2)),
+        _attention(by("attention.by_flex")),
+        needs_gpu=True,
+    ),
+    Provider(
+        "xformers",
+        Look(
+            "#DDCC77", "M-.8,-.6L-.6,-.8L0,-.2L.6,-.8L.8,-.6L.2,0L.8,.6L.6,.8L0,.2L-.6,.8L-.8,.6L-.2,0Z", (8, 5),
+        ),
+        _attention(by("attention.by_xformers"), plain=True, group=1),
+        needs_gpu=True,
+    ),
+    Provider(
+        "flash-attn 3",
+        Look(
+            "#117733",
+            "M-.6,-1L.6,-1L.6,1L-.6,1L-.6,.7L.3,.7L.3,.15L-.4,.15L-.4,-.15L.3,-.15L.3,-.7L-.6,-.7Z", (4, 1, 4, 5),
+        ),
+        _attention(by("attention.by_flash_attention_3"), bias=False, window=None),
+        needs_gpu=True,
+    ),
+    Provider(
+        "cuequivariance",
+        Look("#882255", "M.6,-.8L-.6,-.8L-.6,.8L.6,.8L.6,.5L-.3,.5L-.3,-.5L.6,-.5Z", (6, 6)),
+        _attention(by("attention.by_cuequivariance"), bias=True),
+        needs_gpu=True,
+    ),
+    Provider(
+        "in one chunk",
+        Look("#7F2704", "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z", (13, 2), dark="#c96a3a"),
+        {"linear_cross_entropy": by("layers.own_in_one_chunk")},
+        kind="variant",
+    ),
+    Provider(
+        "chunks of 1024",
+        Look("#F4A582", "M0,-1L.55,0L0,1L-.55,0Z", (3, 1, 1, 1)),
+        {"linear_cross_entropy": by("layers.own", chunk_size=1024)},
+        kind="variant",
+    ),
+    Provider(
+        "chunks of 256",
+        Look("#C51B7D", "M-1,-.5L-.5,-1L0,-.5L.5,-1L1,-.5L.5,0L1,.5L.5,1L0,.5L-.5,1L-1,.5L-.5,0Z", (7, 1)),
+        {"linear_cross_entropy": by("layers.own", chunk_size=256)},
+        kind="variant",
+    ),
+    Provider(
+        "summed in place",
+        Look("#4D9221", "M0,-1L.87,-.5L.87,.5L0,1L-.87,.5L-.87,-.5Z", (1, 5)),
+        {"linear_cross_entropy": by("layers.own", accumulate="input")},
+        kind="variant",
+    ),
+    Provider(
+        "32 in place",
+        Look("#00441B", "M-1,0L-.5,-.87L.5,-.87L1,0L.5,.87L-.5,.87Z", (9, 3, 3, 3), dark="#3db46d"),
+        {"linear_cross_entropy": by("layers.own", chunk_size=32, accumulate="input")},
+        kind="variant",
+    ),
+    Provider(
+        "own kernels",
+        Look("#FB6A4A", "M-.4,-.4L.4,-.4L.4,.4L-.4,.4Z", (4, 2, 1, 2)),
+        _attention(by("attention.own", deterministic=True)),
+        kind="variant",
+    ),
+)  # fmt: skip
+
+NAMED = {each.name: each for each in PROVIDERS}
+PROVIDER_ALIASES = {alias: each.name for each in PROVIDERS for alias in each.aliases}
+CLASSICS = tuple(each.name for each in PROVIDERS if each.kind == "classic")
+NEEDS_GPU = frozenset(each.name for each in PROVIDERS if each.needs_gpu)
+VARIANTS = frozenset(each.name for each in PROVIDERS if each.kind == "variant")
+# Of each operation, the providers beside this package, torch and torch.compile, which all have.
+PEERS = {operation: tuple(each.name for each in PROVIDERS if operation in each.makes) for operation in OPERATIONS}
+# Of rows in shards over ranks: each operation that `bench shards` measures, and all of its providers.
+PEERS_OF_SHARDS = {
+    operation: names
+    for operation in OPERATIONS
+    if (names := tuple(each.name for each in PROVIDERS if operation in each.over_ranks))
+}
+BY_TRANSPORT = tuple(name for name in NAMED if name.startswith(f"{OWN} "))
+
+
+def makers(operation: str) -> dict[str, Maker]:
+    """Of an operation's providers beside the three that all have, what makes the call of each."""
+    return {name: NAMED[name].makes[operation] for name in PEERS[operation]}
 
 
 def provider_names(operations: Iterable[str] = ()) -> list[str]:
@@ -68,18 +328,10 @@ def provider_names(operations: Iterable[str] = ()) -> list[str]:
     return list(dict.fromkeys((OWN, TORCH, COMPILED, *peers)))
 
 
-def find(what: str, text: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
-    """The known name that a text spells, whatever its case, hyphens, underscores, dots and spaces, or by an alias.
-
-    Raises ValueError, with all names, for a text that spells none.
-    """
-    names = list(known)
-    spelled = {_key(name): name for name in names}
-    spelled |= {_key(alias): name for alias, name in (aliases or {}).items() if name in names}
-    if (found := spelled.get(_key(text))) is None:
-        raise ValueError(f"unknown {what} {text.strip()!r}; known: {', '.join(names)}")
-    return found
+def look_of(name: str) -> Look:
+    return NAMED[name].look if name in NAMED else UNKNOWN
 
 
-def _key(text: str) -> str:
-    return re.sub(r"[-_. ]", "", text.lower())
+def in_order(names: Collection[str]) -> list[str]:
+    """The names of providers in the order of their rows, then those that nobody knows."""
+    return [*(name for name in NAMED if name in names), *sorted(set(names) - NAMED.keys())]

@@ -6,7 +6,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.measure import sweeps
@@ -20,32 +20,63 @@ COLS = ",".join(map(str, (*sweeps.WIDTHS, 2097152)))
 LONG_COLS = "50257,65536,100003,128256,131072,151936,262144,524288,1048576,2097152"
 LONG_SHAPES = "4185x128256,4096x131072,2048x262144,1024x524288,512x1048576,256x2097152"
 
-# Each file, and the arguments of `fused-softmax bench` that make it, without --out.
+
+class Row(NamedTuple):
+    """A file: what a report calls it, and the arguments of `fused-softmax bench` that make it, without --out."""
+
+    title: str
+    arguments: str
+
+
 COMMITTED = {
-    "h200_softmax": f"tutorial --cols {COLS} --dtype float32,bfloat16 {BESIDE_PEERS},torch.compile,hybrid",
-    "h200_cross_entropy": f"cross-entropy {BESIDE_TORCH},quack",
-    "h200_linear_cross_entropy": (
-        "linear-cross-entropy --quick --provider "
-        "'fused_softmax,torch,liger,cce,in one chunk,chunks of 256,summed in place,32 in place'"
+    "h200_softmax": Row(
+        "softmax, 128 to 2 Mi columns, beside torch.compile",
+        f"tutorial --cols {COLS} --dtype float32,bfloat16 {BESIDE_PEERS},torch.compile,hybrid",
     ),
-    "h200_tutorial": "tutorial --provider fused_softmax,torch,naive",
-    "h200_backward": f"backward {BESIDE_PEERS}",
-    "h200_logsumexp": f"logsumexp {BESIDE_TORCH}",
-    "h200_masked": f"masked {BESIDE_TORCH}",
-    "h200_dims": f"dims {BESIDE_TORCH}",
-    "h200_few_rows": f"few-rows {BESIDE_PEERS}",
-    "h200_batch": f"batch {BESIDE_TORCH} --quick",
-    "h200_small": f"small {BESIDE_TORCH} --quick",
-    "h200_vocab": f"vocab {BESIDE_PEERS} --quick",
-    "h200_float16": f"custom --cols {COLS} --elements 134217728 --dtype float16 {BESIDE_TORCH}",
-    "h200_long_bf16": f"custom --cols {LONG_COLS} --elements 134217728 --dtype bfloat16 {BESIDE_TORCH}",
-    "h200_long_rows": f"custom --shape {LONG_SHAPES} --dtype bfloat16 {BESIDE_TORCH}",
-    "h200_sweep_fp32": f"tutorial --quick --cols 256:40961:256 --elements 128Mi --dtype float32 {ALONE}",
-    "h200_sweep_bf16": f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype bfloat16 {ALONE}",
-    "h200_sweep_fp16": f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
-    "h200_peaks": f"peaks {ALONE}",
-    "h200_sampling": f"sampling --quick {BESIDE_TORCH},flashinfer",
-    "h200_attention": "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
+    "h200_cross_entropy": Row("Cross entropy and its gradient", f"cross-entropy {BESIDE_TORCH},quack"),
+    "h200_linear_cross_entropy": Row(
+        "Cross entropy of a linear layer",
+        "linear-cross-entropy --quick --provider "
+        "'fused_softmax,torch,liger,cce,in one chunk,chunks of 256,summed in place,32 in place'",
+    ),
+    "h200_tutorial": Row("softmax of 4096 rows, 256 to 12672 columns", "tutorial --provider fused_softmax,torch,naive"),
+    "h200_backward": Row("Gradients of softmax and log_softmax", f"backward {BESIDE_PEERS}"),
+    "h200_logsumexp": Row("logsumexp", f"logsumexp {BESIDE_TORCH}"),
+    "h200_masked": Row("softmax of attention scores: causal, masked, biased", f"masked {BESIDE_TORCH}"),
+    "h200_dims": Row("softmax over strided dims", f"dims {BESIDE_TORCH}"),
+    "h200_few_rows": Row("softmax of 1 to 132 rows", f"few-rows {BESIDE_PEERS}"),
+    "h200_batch": Row("softmax of 4096 columns, few to many rows", f"batch {BESIDE_TORCH} --quick"),
+    "h200_small": Row("softmax of short rows and of few rows", f"small {BESIDE_TORCH} --quick"),
+    "h200_vocab": Row("softmax of real vocabularies, also to float32", f"vocab {BESIDE_PEERS} --quick"),
+    "h200_float16": Row(
+        "softmax in float16, 128 to 2 Mi columns",
+        f"custom --cols {COLS} --elements 134217728 --dtype float16 {BESIDE_TORCH}",
+    ),
+    "h200_long_bf16": Row(
+        "softmax of long bfloat16 rows",
+        f"custom --cols {LONG_COLS} --elements 134217728 --dtype bfloat16 {BESIDE_TORCH}",
+    ),
+    "h200_long_rows": Row(
+        "softmax of 512 Mi bfloat16 elements", f"custom --shape {LONG_SHAPES} --dtype bfloat16 {BESIDE_TORCH}"
+    ),
+    "h200_sweep_fp32": Row(
+        "softmax of float32, every 256 columns",
+        f"tutorial --quick --cols 256:40961:256 --elements 128Mi --dtype float32 {ALONE}",
+    ),
+    "h200_sweep_bf16": Row(
+        "softmax of bfloat16, every 128 columns",
+        f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype bfloat16 {ALONE}",
+    ),
+    "h200_sweep_fp16": Row(
+        "softmax of float16, every 1024 columns",
+        f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
+    ),
+    "h200_peaks": Row("Widths around each of the planner's thresholds", f"peaks {ALONE}"),
+    "h200_sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH},flashinfer"),
+    "h200_attention": Row(
+        "Attention and its gradient, also with a bias, softcap or sinks",
+        "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
+    ),
 }
 
 

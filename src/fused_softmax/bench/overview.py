@@ -12,13 +12,13 @@ import statistics
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from fused_softmax.bench import tables
-from fused_softmax.bench.entries.providers import OWN
+from fused_softmax.bench.catalog import OWN, PROVIDERS
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, Run
-from fused_softmax.bench.show.summary import pairs
-from fused_softmax.bench.show.titles import LINES
+from fused_softmax.bench.show.summary import pairs, title_of
 from fused_softmax.bench.tables import table_row
 
 PLACE = "overview"
@@ -28,14 +28,44 @@ NOTES = {
     BY_EVENTS: "Timed by events around eager calls, because it could not be captured in a CUDA graph.",
     CALLS_CUDNN: "This package calls cuDNN for some of these cases.",
 }
-PEERS = {
-    "torch": "torch",
-    "torch.compile": "torch.compile",
-    "liger": "Liger",
-    "quack": "QuACK",
-    "flashinfer": "FlashInfer",
-    "sdpa cudnn": "cuDNN",
-}
+
+
+class Line(NamedTuple):
+    """A row of the table: the file it is made of, the operation in it, and its title, if it is not the operation's."""
+
+    file: str
+    operation: str
+    title: str = ""
+
+
+LINES = (
+    Line("h200_softmax", "softmax"),
+    Line("h200_few_rows", "softmax", "softmax, few rows"),
+    Line("h200_vocab", "softmax_float32", "softmax, bf16 to fp32"),
+    Line("h200_dims", "softmax_dim"),
+    Line("h200_masked", "softmax_causal"),
+    Line("h200_masked", "softmax_masked"),
+    Line("h200_masked", "softmax_biased"),
+    Line("h200_backward", "softmax_backward"),
+    Line("h200_backward", "log_softmax_backward"),
+    Line("h200_logsumexp", "logsumexp"),
+    Line("h200_cross_entropy", "cross_entropy"),
+    Line("h200_cross_entropy", "cross_entropy_gradient"),
+    Line("h200_linear_cross_entropy", "linear_cross_entropy"),
+    Line("h200_sampling", "sample"),
+    Line("h200_sampling", "sample_top_k"),
+    Line("h200_sampling", "sample_top_p"),
+    Line("h200_sampling", "sample_top_p_peaked"),
+    Line("h200_sampling", "sample_min_p"),
+    Line("h200_attention", "attention_causal"),
+    Line("h200_attention", "attention_causal_gradient"),
+    Line("h200_attention", "attention_biased"),
+    Line("h200_attention", "attention_biased_gradient"),
+    Line("h200_attention", "attention_softcap_gradient"),
+    Line("h200_attention", "attention_sinks_gradient"),
+    Line("h200_attention", "attention_decode"),
+)
+HEADINGS = {each.name: each.heading for each in PROVIDERS if each.heading}
 
 
 def render(runs: Mapping[str, Run]) -> str:
@@ -43,15 +73,15 @@ def render(runs: Mapping[str, Run]) -> str:
 
     runs: by the name of the file. A file that is missing leaves its row without figures.
     """
-    header = ["operation", *PEERS.values(), "MiB, ours / torch", "host us, ours / torch"]
+    header = ["operation", *HEADINGS.values(), "MiB, ours / torch", "host us, ours / torch"]
     lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
     enqueued = set()
     for line in LINES:
         run = runs.get(line.file)
         found = pairs(run, line.operation)
         enqueued.add(len(_enqueued(found.get("torch", []))))
-        cells = [_speed_up(found.get(peer, [])) for peer in PEERS]
-        title = line.title + (CALLS_CUDNN if _calls_cudnn(run, line.operation) else "")
+        cells = [_speed_up(found.get(peer, [])) for peer in HEADINGS]
+        title = (line.title or title_of(line.operation)) + (CALLS_CUDNN if _calls_cudnn(run, line.operation) else "")
         lines.append(table_row([title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
     notes = [each for mark, note in NOTES.items() if mark in "".join(lines) for each in (f"{mark.strip()} {note}", "")]
     return "\n".join([_about(runs, enqueued - {0}), "", *lines, "", *notes, _kernels(runs)])

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from fused_softmax.bench import tables
 from fused_softmax.bench.cases import Case, in_time
+from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.entries.attention_kinds import flops
-from fused_softmax.bench.entries.providers import OWN
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, Run
 from fused_softmax.bench.show import plot

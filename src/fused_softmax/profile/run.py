@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries.providers import OWN
+from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.results.record import one_line
 from fused_softmax.bench.show.report import say
 from fused_softmax.core.plan import Device

@@ -3,15 +3,16 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.commands.front import Option
 from fused_softmax.bench.show.progress import importing
+from fused_softmax.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,12 +58,12 @@ def listed(parse: Callable[[str], str]) -> Callable[[str], list[str]]:
 
 
 parse_dtypes = listed(cases.parse_dtype)
-parse_operation = partial(catalog.find, "operation", known=catalog.PEERS)
+parse_operation = partial(cases.find, "operation", known=catalog.PEERS)
 parse_operations = listed(parse_operation)
 
 
 def parse_provider(text: str) -> str:
-    return catalog.find("provider", text, catalog.provider_names(), catalog.PROVIDER_ALIASES)
+    return cases.find("provider", text, catalog.provider_names(), catalog.PROVIDER_ALIASES)
 
 
 parse_providers = listed(parse_provider)
@@ -71,7 +72,7 @@ parse_providers = listed(parse_provider)
 def parse_sweep(text: str) -> str:
     from fused_softmax.bench.measure import sweeps
 
-    return catalog.find("sweep", text, sweeps.SWEEPS)
+    return cases.find("sweep", text, sweeps.SWEEPS)
 
 
 def parse_tunable(text: str) -> list[str]:
@@ -138,6 +139,14 @@ class Listing(click.Command):
             formatter.write_text(columns(title, lines))
 
 
+class Recorded(Listing):
+    """A command that records its arguments as they were typed: a run that continues or replaces another is the same."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["typed"] = [argument for argument in args if argument not in ("--resume", "--force")]
+        return super().parse_args(ctx, args)
+
+
 def _list(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
         found = ctx.command.facts() if isinstance(ctx.command, Listing) else facts_of_names()
@@ -180,6 +189,19 @@ def providers_option(help: str, parse: Callable[[str], list[str]] = parse_provid
     )  # fmt: skip
 
 
+def effort_options(quick: str) -> Decorator:
+    """How long a command measures. quick: what --quick measures."""
+    options = (
+        click.option("--quick", is_flag=True, help=f"Measure {quick}."),
+        click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing."),
+        click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns."),
+        click.option(
+            "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs."
+        ),
+    )
+    return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
+
+
 def provider_option(default: str) -> Decorator:
     return click.option(
         "--provider", "--backend", "provider", cls=Option, metavar="NAME", default=default, show_default=True,
@@ -201,11 +223,11 @@ def out_option(suffix: str, what: str, *, required: bool = False, default: str =
     return click.option("-o", "--out", type=FILE, required=required, callback=ending(suffix), help=text)
 
 
-def require_known(operation: str, names: Iterable[str]) -> None:
-    """UsageError for a provider that the operation does not have."""
-    known = catalog.provider_names([operation])
+def require_known(names: Iterable[str], operations: Iterable[str], what: str) -> None:
+    """UsageError for a provider that none of the operations has. what: has the operations, in words."""
+    known = catalog.provider_names(dict.fromkeys(operations))
     if strangers := [name for name in names if name not in known]:
-        raise click.UsageError(f"{operation} has no provider {strangers[0]!r}; it has {', '.join(known)}")
+        raise click.UsageError(f"{what} has no provider {strangers[0]!r}; it has {', '.join(known)}")
 
 
 def case_of(n_rows: int, n_cols: int, dtype: str, operation: str) -> cases.Case:
@@ -230,6 +252,12 @@ def read_results(path: Path) -> "Run":
         raise click.UsageError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+
+
+def say_interrupted(ctx: click.Context, what: str = "") -> NoReturn:
+    """End a command that Ctrl-C stopped. what: was kept, or was measured until then."""
+    click.echo(": ".join(filter(None, ("interrupted", what))), err=True)
+    ctx.exit(INTERRUPTED)
 
 
 def find_device() -> "tuple[Device, bool]":

@@ -29,6 +29,7 @@ from fused_softmax.bench.commands.arguments import (
     providers_option,
     read_results,
     require_known,
+    say_interrupted,
     shape_options,
     value_of,
     values_of,
@@ -36,7 +37,6 @@ from fused_softmax.bench.commands.arguments import (
 from fused_softmax.bench.commands.shards import shards
 from fused_softmax.bench.commands.sweep import asked, sweep_command
 from fused_softmax.bench.show.progress import busy, importing
-from fused_softmax.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from fused_softmax.bench.results.record import Point
@@ -107,7 +107,7 @@ def one(
     average of those that were made.
     """
     case = case_of(n_rows, n_cols, dtype, operation)
-    require_known(operation, [provider])
+    require_known([provider], [operation], operation)
     with importing():
         from fused_softmax.bench.measure import one as single
 
@@ -124,8 +124,7 @@ def one(
         return
     print_facts(found.facts(), as_json)
     if len(found.seconds) < iters:
-        click.echo(f"interrupted: the average is of {len(found.seconds)} calls", err=True)
-        ctx.exit(INTERRUPTED)
+        say_interrupted(ctx, f"the average is of {len(found.seconds)} calls")
 
 
 @bench.command(short_help="Time what one small eager call costs the CPU, beside torch's own.")
@@ -142,7 +141,7 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     from fused_softmax.bench.results import record
 
     if out:
-        paths.require_outputs([out, record.partial_path(out)], replace=force, how="--force overwrites it")
+        paths.require_outputs([out, record.partial_path(out)], replace=force)
     _, gpu = find_device()
     with importing():
         from fused_softmax.bench.measure import host as hosts
@@ -156,8 +155,7 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     environment, stopped = {}, False
     try:
         if out:  # before the rows, for whoever stops it then has none to lose
-            with busy("reading the environment"):
-                environment = record.environment(*run.gpu_facts())
+            environment = run.environment()
         with busy("timing calls"):
             for row in hosts.measure_all("cuda" if gpu else "cpu"):
                 rows.append(row)
@@ -175,8 +173,8 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
     if out and not stopped:
         record.partial_path(out).unlink(missing_ok=True)
     if stopped:
-        click.echo(f"interrupted: {len(rows)} rows were measured", err=True)
-    ctx.exit(INTERRUPTED if stopped else int(any(row.wrong for row in rows)))
+        say_interrupted(ctx, f"{len(rows)} rows were measured")
+    ctx.exit(int(any(row.wrong for row in rows)))
 
 
 @bench.command("all", short_help="Measure all committed results files again, or say which are current.")
@@ -209,13 +207,12 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         from fused_softmax.bench.results import record
 
     chosen = [
-        renew.Renewal(name, asked(shlex.split(COMMITTED[name]), f"{name}.json"), folder)
+        renew.Renewal(name, asked(shlex.split(COMMITTED[name].arguments), f"{name}.json"), folder)
         for name in COMMITTED
         if name in names or not names
     ]
     if dry_run:
-        with busy("reading the environment"):
-            environment = record.environment(*run.gpu_facts())
+        environment = run.environment()
         if not environment["gpu"]:
             click.echo("No GPU: of each file the kernels are compared, and neither its GPU nor its versions.")
         for renewal in chosen:
@@ -229,15 +226,11 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         )
     if not measure.on_gpu():
         raise click.ClickException("no GPU: nothing was measured; --dry-run says which files are current")
-    with busy("reading the environment"):
-        environment = record.environment(*run.gpu_facts())
+    environment = run.environment()
     if environment["gpu"]["name"] != GPU:
         click.echo(f"note: the files are named after an {GPU}, and this is an {environment['gpu']['name']}", err=True)
-    try:
-        for renewal in chosen:
-            record.require_writable(renewal.out)
-    except OSError as error:
-        raise click.UsageError(f"cannot write into {folder}: {error.strerror or error}") from None
+    for renewal in chosen:
+        paths.require_writable(renewal.out, f"into {folder}")
     ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
 
 
@@ -337,9 +330,9 @@ def tune(
 
     chosen, dtypes = chosen or ["softmax"], dtypes or ["float32", "bfloat16"]
     where = out or tuned.path()
+    if not print_only:
+        paths.require_writable(where)
     try:
-        if not print_only:
-            record.require_writable(where)
         kept = tuned.load(where) if where.exists() and not print_only else {}  # a bad file fails before the work
     except OSError as error:
         raise click.UsageError(f"cannot write {where}: {error.strerror or error}") from None
@@ -363,9 +356,7 @@ def tune(
     if table.ladders:
         try:
             if not print_only:
-                with busy("reading the environment"):
-                    environment = record.environment(*run.gpu_facts())
-                tuned.save(where, device.name, table, environment)
+                tuned.save(where, device.name, table, run.environment())
         except OSError as error:
             why = error.strerror or error
             said = f"cannot write {where}: {why}; the ladders are printed, and nowhere else"
@@ -374,8 +365,7 @@ def tune(
             click.echo(tuner.source(table))
     if stopped:
         kept_in = f"{where} has the ladders until then" if table.ladders and not print_only else "nothing was written"
-        click.echo(f"interrupted: {kept_in}", err=True)
-        ctx.exit(INTERRUPTED)
+        say_interrupted(ctx, kept_in)
     if not print_only:
         click.echo(f"wrote {where}: plans for {device.name} use it from the next process on")
 

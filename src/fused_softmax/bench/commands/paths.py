@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 FILE = click.Path(path_type=Path)
+OVERWRITE = "--force overwrites it"
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -26,8 +27,9 @@ def ending(*suffixes: str) -> Callable[..., Path | None]:
 
 def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
     """A click callback for a picture."""
-    if path and importlib.util.find_spec("matplotlib") is None:
-        raise click.BadParameter("matplotlib is missing: pip install 'fused-softmax[cli]'", ctx, param)
+    missing = [name for name in ("altair", "vl_convert") if importlib.util.find_spec(name) is None]
+    if path and missing:
+        raise click.BadParameter(f"{missing[0]} is missing: pip install 'fused-softmax[cli]'", ctx, param)
     return ending(*PICTURES)(ctx, param, path)
 
 
@@ -51,7 +53,9 @@ def require_writable(path: Path, what: str = "") -> None:
         raise click.UsageError(f"cannot write {what or path}: {why}") from None
 
 
-def require_outputs(outputs: Sequence[Path], inputs: Iterable[Path] = (), *, replace: bool, how: str) -> None:
+def require_outputs(
+    outputs: Sequence[Path], inputs: Iterable[Path] = (), *, replace: bool, how: str = OVERWRITE
+) -> None:
     """UsageError for an output that is an input or another output, and, unless `replace`, for one that exists.
 
     how: what replaces it, in words.

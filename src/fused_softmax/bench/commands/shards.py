@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,9 +10,10 @@ import click
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.commands import paths
 from fused_softmax.bench.commands.arguments import (
-    Listing,
+    Recorded,
     also,
     dtypes_option,
+    effort_options,
     force_option,
     list_option,
     new_console,
@@ -33,13 +33,7 @@ CASES = (
 )  # as sweeps have them: operation, shapes of whole rows, dtypes
 
 
-class _Keeping(Listing):
-    """A command that records its arguments as they were typed."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["typed"] = [argument for argument in args if argument != "--force"]
-        return super().parse_args(ctx, args)
-
+class _OverRanks(Recorded):
     def facts(self) -> dict[str, dict[str, str]]:
         of = {name: ", ".join(providers) for name, providers in catalog.PEERS_OF_SHARDS.items()}
         own = f"{' and '.join(catalog.BY_TRANSPORT)}; {also([catalog.OWN])[catalog.OWN]}"
@@ -47,12 +41,12 @@ class _Keeping(Listing):
 
 
 def _operations(text: str) -> list[str]:
-    return [catalog.find("operation", part, catalog.PEERS_OF_SHARDS) for part in text.split(",")]
+    return [cases.find("operation", part, catalog.PEERS_OF_SHARDS) for part in text.split(",")]
 
 
 def _providers(text: str) -> list[str]:
     known = dict.fromkeys((catalog.OWN, *(name for names in catalog.PEERS_OF_SHARDS.values() for name in names)))
-    found = [catalog.find("provider", part, known, catalog.PROVIDER_ALIASES) for part in text.split(",")]
+    found = [cases.find("provider", part, known, catalog.PROVIDER_ALIASES) for part in text.split(",")]
     return [each for name in found for each in (catalog.BY_TRANSPORT if name == catalog.OWN else (name,))]
 
 
@@ -76,7 +70,7 @@ def chosen(
     return [found[0], found[-1]] if quick and not shapes else found
 
 
-@click.command(cls=_Keeping, short_help="Measure rows whose columns lie in shards over ranks, beside one GPU.")
+@click.command(cls=_OverRanks, short_help="Measure rows whose columns lie in shards over ranks, beside one GPU.")
 @click.option("--op", "operations", metavar="NAME", multiple=True, callback=values_of(_operations), help="Only these.")
 @click.option(
     "--shape", "shapes", metavar="ROWSxCOLS", multiple=True, callback=values_of(cases.parse_shapes),
@@ -84,10 +78,7 @@ def chosen(
 )  # fmt: skip
 @dtypes_option("each shape's")
 @providers_option("Repeat, or separate by commas; --list names them.  [default: all]", _providers)
-@click.option("--quick", is_flag=True, help="Measure the first and the last shape.")
-@click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
-@click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs.")
+@effort_options("the first and the last shape")
 @out_option(".json", "the results")
 @force_option
 @list_option
@@ -98,29 +89,16 @@ def shards(ctx: click.Context, /, **options: Any) -> None:
     Run it by torchrun, which starts the ranks: by NCCL on GPUs, by gloo on CPUs. Rank 0 prints and writes. A time is
     that of the slowest rank, and GB/s count what one rank must read and write of its shard.
     """
-    asked = chosen(options["operations"], options["shapes"], options["dtypes"], options["quick"])
-    out: Path | None = options["out"]
+    shapes, out, force = options.pop("shapes"), options.pop("out"), options.pop("force")
+    found = chosen(options.pop("operations"), shapes, options.pop("dtypes"), options["quick"])
     if out:
-        paths.require_outputs([out], replace=options["force"], how="--force overwrites it")
+        paths.require_outputs([out], replace=force)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise click.UsageError(f"there are no ranks: run {TORCHRUN}")
     with importing():
         from fused_softmax.bench.measure import shards as measuring
+        from fused_softmax.bench.measure.run import Asked
+        from fused_softmax.bench.results import record
 
-        effort, command = _effort(options), _command(ctx)
-    code = measuring.run(asked, not options["shapes"], options["names"], effort, command, out, new_console())
-    ctx.exit(code)
-
-
-def _effort(options: dict[str, Any]) -> Any:
-    from fused_softmax.bench.measure.measure import Effort
-
-    rounds, budget_ms = (2, 12) if options["quick"] else (3, 25)
-    time = not options["verify_only"]
-    return Effort(options["reps"] or rounds, budget_ms, options["seed"], time, bool(options["names"]))
-
-
-def _command(ctx: click.Context) -> str:
-    from fused_softmax.bench.results import record
-
-    return record.command_line(["bench", "shards", *ctx.meta["typed"]])
+        command = record.command_line(["bench", "shards", *ctx.meta["typed"]])
+    ctx.exit(measuring.run(Asked(command, found, standing=not shapes, **options), out, new_console()))

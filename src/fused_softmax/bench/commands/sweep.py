@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fused_softmax.bench import cases, catalog
+from fused_softmax.bench import cases
 from fused_softmax.bench.commands import paths
 from fused_softmax.bench.commands.arguments import (
-    Listing,
+    Recorded,
     dtypes_option,
+    effort_options,
     force_option,
     list_option,
     new_console,
@@ -18,6 +19,8 @@ from fused_softmax.bench.commands.arguments import (
     parse_operations,
     parse_sweep,
     providers_option,
+    require_known,
+    say_interrupted,
     value_of,
     values_of,
 )
@@ -29,18 +32,11 @@ if TYPE_CHECKING:
     from fused_softmax.bench.measure.run import Asked
 
 
-class _Keeping(Listing):
-    """A command that records its arguments as they were typed."""
-
+class _Sweep(Recorded):
     sweeps = True
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # A resumed run is still the same run, and so is one that replaces another.
-        ctx.meta["typed"] = [argument for argument in args if argument not in ("--resume", "--force")]
-        return super().parse_args(ctx, args)
 
-
-@click.command(cls=_Keeping)
+@click.command(cls=_Sweep)
 @click.argument("names_of_sweeps", metavar="[SWEEP]...", nargs=-1, callback=values_of(parse_sweep))
 @click.option(
     "--op",
@@ -83,10 +79,7 @@ class _Keeping(Listing):
 )
 @dtypes_option("the sweep's")
 @providers_option("Providers; --list names them.  [default: all]")
-@click.option("--quick", is_flag=True, help="Measure a short, representative set.")
-@click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing.")
-@click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs.")
+@effort_options("a short, representative set")
 @out_option(".json", "the results")
 @click.option(
     "--resume",
@@ -97,7 +90,7 @@ class _Keeping(Listing):
     "--plot",
     type=paths.FILE,
     callback=paths.drawable,
-    help="Draw GB/s over the columns, or over whatever else varies, as .png, .svg or .pdf.",
+    help="Draw GB/s, or times of matrix products, over the columns or whatever else varies, as .png, .svg or .pdf.",
 )
 @force_option
 @list_option
@@ -131,7 +124,7 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     except CannotResume as error:
         raise click.UsageError(str(error)) from None
     if code == INTERRUPTED:  # the tables, which say what was kept, are on standard output
-        click.echo("interrupted", err=True)
+        say_interrupted(ctx)
     ctx.exit(code)
 
 
@@ -139,7 +132,7 @@ def _require_files(out: Path | None, plot: Path | None, *, replace: bool) -> Non
     from fused_softmax.bench.results import record
 
     outputs = [path for path in (out, out and record.partial_path(out), plot) if path]
-    resumed = "--force overwrites it" + (", --resume continues the run in --out" if out else "")
+    resumed = paths.OVERWRITE + (", --resume continues the run in --out" if out else "")
     paths.require_outputs(outputs, replace=replace, how=resumed)
 
 
@@ -165,9 +158,7 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     chosen = cases.unique(found)
-    known = catalog.provider_names(dict.fromkeys(case.operation for case in chosen))
-    if strangers := [name for name in options["names"] if name not in known]:
-        raise click.UsageError(f"{' '.join(named)} has no provider {strangers[0]!r}; it has {', '.join(known)}")
+    require_known(options["names"], (case.operation for case in chosen), " ".join(named))
     standing = not (given["shapes"] or given["rows"] or given["elements"])
     return {"chosen": chosen, "standing": standing, **options}
 

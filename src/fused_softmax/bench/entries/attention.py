@@ -4,7 +4,6 @@ A gradient is that of all inputs, with the forward pass, as one tensor: parts of
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,61 +15,53 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.attention_kinds import KINDS, Kind, flops
 from fused_softmax.bench.entries.operation import Operation
-from fused_softmax.bench.entries.providers import Call, Provider
+from fused_softmax.bench.entries.providers import Call
 from fused_softmax.core.plan import Device
 from fused_softmax.ops.attention.plan.sdpa import entry_of
 
-OURS_ALONE = "own kernels"
 SCORES = 2**26  # elements of a step of the formula in float64: half a GiB for each of its tensors
-SDPA = {"sdpa cudnn": "CUDNN_ATTENTION", "sdpa flash": "FLASH_ATTENTION", "sdpa efficient": "EFFICIENT_ATTENTION",
-        "sdpa math": "MATH"}  # fmt: skip
 
 
-def inputs_of(kind: Kind) -> Callable[[Case, torch.Generator], tuple[Tensor, ...]]:
+def kind_of(case: Case) -> Kind:
+    return KINDS[case.operation]
+
+
+def inputs(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
     """(query, key, value, and the output's gradient, a bias or sinks where there are); of decode the keys first."""
+    kind = kind_of(case)
+    n_batches, n_heads, length, dim = case.shape
 
-    def inputs(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
-        n_batches, n_heads, length, dim = case.shape
+    def normal(*shape: int) -> Tensor:
+        options: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "device": generator.device}
+        return torch.randn(shape, generator=generator, **options)
 
-        def normal(*shape: int) -> Tensor:
-            options: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "device": generator.device}
-            return torch.randn(shape, generator=generator, **options)
-
-        if kind.decode:
-            k, v = (normal(*case.shape) for _ in range(2))
-            return k, v, normal(n_batches, n_heads * kind.group, 1, dim)
-        of_keys = n_batches, max(1, n_heads // kind.group), length, dim
-        q, k, v = normal(*case.shape).mul_(2), normal(*of_keys), normal(*of_keys)
-        do = (normal(*case.shape),) if kind.gradient else ()
-        bias = (normal(1, n_heads, length, length),) if kind.bias else ()
-        return q, k, v, *do, *bias, *((normal(n_heads),) if kind.sinks else ())
-
-    return inputs
+    if kind.decode:
+        k, v = (normal(*case.shape) for _ in range(2))
+        return k, v, normal(n_batches, n_heads * kind.group, 1, dim)
+    of_keys = n_batches, max(1, n_heads // kind.group), length, dim
+    q, k, v = normal(*case.shape).mul_(2), normal(*of_keys), normal(*of_keys)
+    do = (normal(*case.shape),) if kind.gradient else ()
+    bias = (normal(1, n_heads, length, length),) if kind.bias else ()
+    return q, k, v, *do, *bias, *((normal(n_heads),) if kind.sinks else ())
 
 
-def bytes_of(kind: Kind) -> Callable[[Case], int]:
+def held_bytes(case: Case) -> int:
     """Of the inputs and the result."""
-
-    def held(case: Case) -> int:
-        n_batches, n_heads, length, dim = case.shape
-        keys = case.elements // (1 if kind.decode else kind.group)
-        queries = n_batches * n_heads * kind.group * dim if kind.decode else case.elements
-        result = keys if kind.gradient else queries
-        n = queries + 2 * keys + result + (queries if kind.gradient else 0)
-        return case.itemsize * (n + kind.bias * n_heads * length * length + kind.sinks * n_heads)
-
-    return held
+    kind = kind_of(case)
+    n_batches, n_heads, length, dim = case.shape
+    keys = case.elements // (1 if kind.decode else kind.group)
+    queries = n_batches * n_heads * kind.group * dim if kind.decode else case.elements
+    result = keys if kind.gradient else queries
+    n = queries + 2 * keys + result + (queries if kind.gradient else 0)
+    return case.itemsize * (n + kind.bias * n_heads * length * length + kind.sinks * n_heads)
 
 
-def checking_bytes(kind: Kind) -> Callable[[Case], int]:
+def checking_bytes(case: Case) -> int:
     """Of the inputs and the scores of a step of `by_heads`, in float64, some eight times."""
-
-    def checking(case: Case) -> int:
-        scores = kind.group * (1 if kind.decode else case.shape[-2]) * case.shape[-2]
-        step = min(case.shape[0], batches_at_once(scores))
-        return 8 * 8 * (step * scores + case.elements) + 8 * bytes_of(kind)(case)
-
-    return checking
+    kind = kind_of(case)
+    scores = kind.group * (1 if kind.decode else case.shape[-2]) * case.shape[-2]
+    step = min(case.shape[0], batches_at_once(scores))
+    return 8 * 8 * (step * scores + case.elements) + 8 * held_bytes(case)
 
 
 def _parts(kind: Kind, given: tuple[Tensor, ...]) -> Any:
@@ -83,8 +74,9 @@ def _parts(kind: Kind, given: tuple[Tensor, ...]) -> Any:
     return q, k, v, more[0] if kind.bias else None, more[-1] if kind.sinks else None, do
 
 
-def as_call(kind: Kind, function: Callable[..., Tensor]) -> Call:
+def as_call(case: Case, function: Callable[..., Tensor]) -> Call:
     """A call of function(query, key, value, bias, sinks), or of its gradient."""
+    kind = kind_of(case)
 
     def forward(*given: Tensor) -> Tensor:
         q, k, v, bias, sinks, _ = _parts(kind, given)
@@ -121,21 +113,23 @@ def in_one(dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any) -> Tensor:
 # By torch's operations.
 
 
-def formula(kind: Kind) -> Provider:
+def formula(case: Case) -> Call:
     """Composed. In float64 head by head, for their scores together would fill a GPU's memory."""
+    kind = kind_of(case)
 
     def whole(*given: Tensor) -> Tensor:
         found = _composed(kind, *_parts(kind, given))
         return in_one(*found) if kind.gradient else found[0]
 
     def call(*given: Tensor) -> Tensor:
-        return by_heads(kind)(*given) if given[0].dtype == torch.float64 else whole(*given)
+        return by_heads(case)(*given) if given[0].dtype == torch.float64 else whole(*given)
 
-    return lambda case: call
+    return call
 
 
-def by_heads(kind: Kind) -> Call:
+def by_heads(case: Case) -> Call:
     """The formula for one head of keys after another, each of as many of the batch at once as SCORES allow."""
+    kind = kind_of(case)
 
     def call(*given: Tensor) -> Tensor:
         q, k, v, bias, sinks, do = _parts(kind, given)
@@ -206,139 +200,113 @@ def _composed(kind: Kind, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any
 # Calls.
 
 
-def own(kind: Kind, **options: Any) -> Provider:
-    window = None if kind.window is None else (kind.window, None)
+def own(case: Case, **options: Any) -> Call:
+    kind = kind_of(case)
     given: dict[str, Any] = {
         "is_causal": kind.is_causal,
         "softcap": kind.softcap,
-        "window": window,
+        "window": None if kind.window is None else (kind.window, None),
         "enable_gqa": kind.group > 1,
     }
 
     def function(q, k, v, bias, sinks):
         return attention(q, k, v, bias=bias, sinks=sinks, **given, **options)
 
-    return lambda case: as_call(kind, function)
+    return as_call(case, function)
 
 
-def by_torch(kind: Kind) -> Provider:
+def by_torch(case: Case) -> Call:
     """scaled_dot_product_attention; composed, head by head, of what that has not."""
+    kind = kind_of(case)
 
     def function(q, k, v, bias, sinks):
         return F.scaled_dot_product_attention(q, k, v, bias, is_causal=kind.is_causal, enable_gqa=kind.group > 1)
 
-    return lambda case: as_call(kind, function) if kind.plain else by_heads(kind)
+    return as_call(case, function) if kind.plain else by_heads(case)
 
 
-def by_sdpa(kind: Kind, backend: str) -> Provider:
+def by_sdpa(case: Case, backend: str) -> Call:
     """One of its four ways."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def provide(case: Case) -> Call:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+    call = by_torch(case)
 
-        call = by_torch(kind)(case)
+    def forced(*given: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return call(*given)
 
-        def forced(*given: Tensor) -> Tensor:
-            with sdpa_kernel(getattr(SDPBackend, backend)):
-                return call(*given)
-
-        return forced
-
-    return provide
+    return forced
 
 
-def by_flex(kind: Kind) -> Provider:
+def by_flex(case: Case) -> Call:
     """FlexAttention, compiled for the shape; sinks by its lse."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def provide(case: Case) -> Call:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    kind, length, mask = kind_of(case), case.shape[-2], None
+    if kind.is_causal:
+        reach = length if kind.window is None else kind.window
+        mask = create_block_mask(lambda b, h, i, j: (j <= i) & (j >= i - reach), None, None, length, length)
 
-        torch.compiler.reset()
-        compiled = torch.compile(flex_attention, dynamic=False)
-        length, mask = case.shape[-2], None
-        if kind.is_causal:
-            reach = length if kind.window is None else kind.window
-            mask = create_block_mask(lambda b, h, i, j: (j <= i) & (j >= i - reach), None, None, length, length)
+    def function(q, k, v, bias, sinks):
+        def scored(score, b, h, i, j):
+            if kind.softcap is not None:
+                score = kind.softcap * torch.tanh(score / kind.softcap)
+            return score if bias is None else score + bias[0, h, i, j]
 
-        def function(q, k, v, bias, sinks):
-            def scored(score, b, h, i, j):
-                if kind.softcap is not None:
-                    score = kind.softcap * torch.tanh(score / kind.softcap)
-                return score if bias is None else score + bias[0, h, i, j]
+        score_mod = None if bias is None and kind.softcap is None else scored
+        options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": kind.group > 1}
+        options["return_lse"] = sinks is not None
+        found: Any = compiled(q, k, v, **options)
+        if sinks is None:
+            return found
+        y, lse = found
+        return y * torch.sigmoid(lse - sinks.float()[:, None])[..., None].to(y.dtype)
 
-            score_mod = None if bias is None and kind.softcap is None else scored
-            options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": kind.group > 1}
-            options["return_lse"] = sinks is not None
-            found: Any = compiled(q, k, v, **options)
-            if sinks is None:
-                return found
-            y, lse = found
-            return y * torch.sigmoid(lse - sinks.float()[:, None])[..., None].to(y.dtype)
-
-        return as_call(kind, function)
-
-    return provide
+    return as_call(case, function)
 
 
-def by_xformers(kind: Kind) -> Provider:
-    def provide(case: Case) -> Call:
-        from xformers.ops import LowerTriangularMask, memory_efficient_attention
+def by_xformers(case: Case) -> Call:
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
-        def function(q, k, v, bias, sinks):
-            added = LowerTriangularMask() if kind.is_causal else None
-            if bias is not None:
-                added = bias.expand(q.shape[0], -1, -1, -1)
-            return memory_efficient_attention(*(each.transpose(1, 2) for each in (q, k, v)), added).transpose(1, 2)
+    kind = kind_of(case)
 
-        return as_call(kind, function)
+    def function(q, k, v, bias, sinks):
+        added = LowerTriangularMask() if kind.is_causal else None
+        if bias is not None:
+            added = bias.expand(q.shape[0], -1, -1, -1)
+        return memory_efficient_attention(*(each.transpose(1, 2) for each in (q, k, v)), added).transpose(1, 2)
 
-    return provide
-
-
-def by_flash_attention_3(kind: Kind) -> Provider:
-    def provide(case: Case) -> Call:
-        from flash_attn_interface import flash_attn_func
-
-        def function(q, k, v, bias, sinks):
-            found = flash_attn_func(
-                *(each.transpose(1, 2) for each in (q, k, v)), causal=kind.is_causal, softcap=kind.softcap or 0.0
-            )
-            return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
-
-        return as_call(kind, function)
-
-    return provide
+    return as_call(case, function)
 
 
-def by_cuequivariance(kind: Kind) -> Provider:
-    def provide(case: Case) -> Call:
-        from cuequivariance_torch import triangle_attention
+def by_flash_attention_3(case: Case) -> Call:
+    from flash_attn_interface import flash_attn_func
 
-        def function(q, k, v, bias, sinks):
-            return triangle_attention(q[None], k[None], v[None], bias[None], scale=q.shape[-1] ** -0.5)[0]
+    kind = kind_of(case)
 
-        return as_call(kind, function)
+    def function(q, k, v, bias, sinks):
+        found = flash_attn_func(
+            *(each.transpose(1, 2) for each in (q, k, v)), causal=kind.is_causal, softcap=kind.softcap or 0.0
+        )
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
-    return provide
-
-
-def peers(kind: Kind) -> dict[str, Provider]:
-    """Those that have it."""
-    found: dict[str, Provider] = {OURS_ALONE: own(kind, deterministic=True)}
-    if kind.plain:
-        found |= {name: by_sdpa(kind, backend) for name, backend in SDPA.items()}
-    found["flex"] = by_flex(kind)
-    if kind.plain and kind.group == 1:
-        found["xformers"] = by_xformers(kind)
-    if not kind.bias and kind.window is None:
-        found["flash-attn 3"] = by_flash_attention_3(kind)
-    if kind.bias:
-        found["cuequivariance"] = by_cuequivariance(kind)
-    return found
+    return as_call(case, function)
 
 
-def handed_over(kind: Kind, case: Case, device: Device) -> dict[str, str]:
+def by_cuequivariance(case: Case) -> Call:
+    from cuequivariance_torch import triangle_attention
+
+    def function(q, k, v, bias, sinks):
+        return triangle_attention(q[None], k[None], v[None], bias[None], scale=q.shape[-1] ** -0.5)[0]
+
+    return as_call(case, function)
+
+
+def handed_over(case: Case, device: Device) -> dict[str, str]:
     """Who computes each pass of our call, for the record."""
+    kind = kind_of(case)
     plain = kind == Kind(is_causal=kind.is_causal, gradient=kind.gradient)
     length, dim = case.shape[-2:]
     found = {}
@@ -348,16 +316,10 @@ def handed_over(kind: Kind, case: Case, device: Device) -> dict[str, str]:
     return found
 
 
-def ceilings_of(kind: Kind) -> Callable[[Case], list[ceiling.Ceiling]]:
+def ceilings(case: Case) -> list[ceiling.Ceiling]:
     """A product of matrices; of a single query a kernel that reads as much."""
-
-    def ceilings(case: Case) -> list[ceiling.Ceiling]:
-        done = flops(case)
-        if done is None:
-            return ceiling.reads()
-        return [ceiling.Square(bytes_of(kind)(case), done)]
-
-    return ceilings
+    done = flops(case)
+    return ceiling.reads() if done is None else [ceiling.Square(held_bytes(case), done)]
 
 
 # One query for each of four heads of keys, or as many rows as a tile of the interpreted kernels takes.
@@ -365,19 +327,18 @@ _SAMPLES = {"attention_decode": Case((2, 2, 70, 16)), "attention_sinks": Case((2
 
 ENTRIES = {
     name: Operation(
-        inputs=inputs_of(kind),
-        own=own(kind),
-        formula=formula(kind),
-        eager=by_torch(kind),
-        peers=peers(kind),
-        held_bytes=bytes_of(kind),
-        ceilings=ceilings_of(kind),
-        parameters=lambda case, kind=kind: kind.parameters,  # type: ignore[misc]
+        inputs=inputs,
+        own=own,
+        formula=formula,
+        eager=by_torch,
+        held_bytes=held_bytes,
+        ceilings=ceilings,
+        parameters=lambda case: kind_of(case).parameters,
         whole=True,
-        checking_bytes=checking_bytes(kind),
+        checking_bytes=checking_bytes,
         of_torchs=2.0,
-        who=partial(handed_over, kind),
+        who=handed_over,
         sample=_SAMPLES.get(name.removesuffix("_gradient"), Case((2, 2, 41, 16))),
     )
-    for name, kind in KINDS.items()
+    for name in KINDS
 }

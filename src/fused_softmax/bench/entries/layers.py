@@ -12,7 +12,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.losses import loss_gradient_formula
 from fused_softmax.bench.entries.operation import Inputs, Operation, widest
-from fused_softmax.bench.entries.providers import Call, Provider
+from fused_softmax.bench.entries.providers import Call, Maker
 
 
 def layer(case: Case, generator: torch.Generator) -> Inputs:
@@ -24,7 +24,7 @@ def layer(case: Case, generator: torch.Generator) -> Inputs:
     return x.mul_(scale), w.mul_(scale), torch.randint(n_classes, (n,), **options)
 
 
-def layer_gradient(function: Call) -> Provider:
+def layer_gradient(function: Call) -> Maker:
     """The gradients of a linear layer's mean loss as one result: the tokens' is summed into the weights' first row.
 
     An error in either gradient shows in it, and nothing is copied.
@@ -68,7 +68,15 @@ def layer_checking_bytes(case: Case) -> int:
     return 8 * (5 * n * n_classes + 4 * (n + n_classes) * n_features)
 
 
-def liger_linear_cross_entropy(case: Case) -> Call:
+def own(case: Case, **options: Any) -> Call:
+    return layer_gradient(partial(linear_cross_entropy, **options))(case)
+
+
+def own_in_one_chunk(case: Case) -> Call:
+    return own(case, chunk_size=case.shape[0])
+
+
+def liger(case: Case) -> Call:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return layer_gradient(liger_fused_linear_cross_entropy)(case)
@@ -91,19 +99,9 @@ def torch_chunked(case: Case) -> Call:
 ENTRIES = {
     "linear_cross_entropy": Operation(
         inputs=layer,
-        own=layer_gradient(linear_cross_entropy),
+        own=own,
         formula=layer_gradient_formula,
         eager=layer_gradient(linear_then_loss),
-        peers={
-            "torch chunked": torch_chunked,
-            "liger": liger_linear_cross_entropy,
-            "cce": cut_cross_entropy,
-            "in one chunk": lambda case: layer_gradient(partial(linear_cross_entropy, chunk_size=case.shape[0]))(case),
-            "chunks of 1024": layer_gradient(partial(linear_cross_entropy, chunk_size=1024)),
-            "chunks of 256": layer_gradient(partial(linear_cross_entropy, chunk_size=256)),
-            "summed in place": layer_gradient(partial(linear_cross_entropy, accumulate="input")),
-            "32 in place": layer_gradient(partial(linear_cross_entropy, chunk_size=32, accumulate="input")),
-        },
         held_bytes=layer_bytes,
         ceilings=lambda case: ceiling.products(),
         parameters=lambda case: {"reduction": "mean"},

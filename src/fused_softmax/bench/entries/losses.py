@@ -6,7 +6,7 @@ from fused_softmax import cross_entropy
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.operation import Inputs, Operation, logits, widest
-from fused_softmax.bench.entries.providers import Call, Provider
+from fused_softmax.bench.entries.providers import Call, Maker
 
 
 def with_targets(case: Case, generator: torch.Generator) -> Inputs:
@@ -19,7 +19,7 @@ def losses(case: Case) -> Call:
     return lambda x, target: x.logsumexp(-1) - x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
-def loss_gradient(function: Call) -> Provider:
+def loss_gradient(function: Call) -> Maker:
     """The gradient of the mean loss, including the forward pass."""
 
     def call(x, target):
@@ -39,7 +39,7 @@ def loss_gradient_formula(case: Case) -> Call:
     return call
 
 
-def quack_cross_entropy_gradient(case: Case) -> Call:
+def quack(case: Case) -> Call:
     from quack.cross_entropy import cross_entropy
 
     return loss_gradient(cross_entropy)(case)
@@ -60,7 +60,6 @@ ENTRIES = {
         own=loss_gradient(cross_entropy),
         formula=loss_gradient_formula,
         eager=loss_gradient(torch.nn.functional.cross_entropy),
-        peers={"quack": quack_cross_entropy_gradient},
         held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
         ceilings=lambda case: ceiling.copies(),
         parameters=lambda case: {"reduction": "mean"},

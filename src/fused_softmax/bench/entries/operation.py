@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import COMPILED, NEEDS_GPU, OWN, TORCH
 from fused_softmax.bench.entries.ceiling import Ceiling
-from fused_softmax.bench.entries.providers import COMPILED, NEEDS_GPU, OWN, TORCH, Call, Provider, compiled
+from fused_softmax.bench.entries.providers import Call, Maker, compiled
 from fused_softmax.core.plan import Device
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Operation:
     own: this package's call.
     formula: the same in torch's functions. On float64 tensors it is the truth; compiled, it is the provider
         torch.compile.
-    eager: torch's own call, if it is not the formula. peers: the other providers.
+    eager: torch's own call, if it is not the formula. peers: the other providers, of `catalog`.
     held_bytes: bytes of the inputs and the result. unread_bytes: the part that need not move; the rest is the floor.
     ceilings: the plain kernels that the figures are compared with, called with the same inputs.
     parameters: facts that the case does not give, for the record.
@@ -44,12 +45,12 @@ class Operation:
     """
 
     inputs: Callable[[Case, torch.Generator], Inputs]
-    own: Provider
-    formula: Provider
+    own: Maker
+    formula: Maker
     held_bytes: Callable[[Case], int]
     ceilings: Callable[[Case], list[Ceiling]]
-    eager: Provider | None = None
-    peers: Mapping[str, Provider] = field(default_factory=dict)
+    eager: Maker | None = None
+    peers: Mapping[str, Maker] = field(default_factory=dict)
     unread_bytes: Callable[[Case], int] = lambda case: 0
     parameters: Callable[[Case], dict[str, Any]] = lambda case: {}
     planned: int = 0
@@ -62,11 +63,11 @@ class Operation:
     sample: Case = SAMPLE
 
     @cached_property
-    def providers(self) -> dict[str, Provider]:
+    def providers(self) -> dict[str, Maker]:
         return {OWN: self.own, TORCH: self.baseline, COMPILED: compiled(self.formula), **self.peers}
 
     @property
-    def baseline(self) -> Provider:
+    def baseline(self) -> Maker:
         """torch's own call. Its errors in the case's dtype bound the others'."""
         return self.eager or self.formula
 
@@ -88,7 +89,7 @@ def logits(case: Case, generator: torch.Generator) -> Tensor:
     return x.scatter_(case.dim, column, height.to(dtype))
 
 
-def along(function: Call) -> Provider:
+def along(function: Call) -> Maker:
     def provide(case: Case) -> Call:
         dim = case.dim
         return lambda x: function(x, dim=dim)

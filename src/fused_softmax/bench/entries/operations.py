@@ -1,7 +1,9 @@
 """The operations that can be measured, of all families. Sweeps name them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
+from fused_softmax.bench import catalog
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import attention, layers, losses, sampling, softmaxes
 from fused_softmax.bench.entries.operation import Operation
@@ -14,17 +16,12 @@ def operation_of(case: Case) -> Operation:
     return OPERATIONS[case.operation]
 
 
-def provider_names(names: Iterable[str] = ()) -> list[str]:
-    """The providers of the named operations, or of all operations."""
-    return list(dict.fromkeys(who for name in names or OPERATIONS for who in OPERATIONS[name].providers))
-
-
 def _as_registered(entries: Mapping[str, Operation]) -> dict[str, Operation]:
-    """The entries in the order of the operators that they are of; each is named by one operator."""
+    """The entries with their peers, in the order of the operators that they are of; each is named by one operator."""
     named = [name for operator in OPERATORS for name in operator.bench]
     if sorted(named) != sorted(entries):
         raise ValueError(f"operators name {sorted(named)} for the bench, and its entries are {sorted(entries)}")
-    return {name: entries[name] for name in named}
+    return {name: replace(entries[name], peers=catalog.makers(name)) for name in named}
 
 
 OPERATIONS = _as_registered({name: entry for family in FAMILIES for name, entry in family.ENTRIES.items()})

@@ -1,67 +1,27 @@
-"""What a provider is, the classics, and which plan our own calls follow. Others stand in the files of their families.
-
-A provider is a function of a case. It imports what it needs and returns `call(*inputs)`. If the import fails, the
-provider is absent, and the error is shown as the reason.
-"""
+"""What makes a provider's call, and which plan our own calls follow. `catalog.PROVIDERS` has the providers."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.catalog import COMPILED, OWN, TORCH  # noqa: F401
 from fused_softmax.core.plan import Alignment, Device, RowPlan, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Call = Callable[..., Any]  # tensors to a tensor
-Provider = Callable[[Case], Call]
+Maker = Callable[[Case], Call]
 
 
-def compiled(provider: Provider) -> Provider:
-    """A provider under torch.compile, for one shape: its best case. The reset avoids the recompile limit."""
+def compiled(maker: Maker) -> Maker:
+    """The call under torch.compile, for one shape: its best case. The reset avoids the recompile limit."""
     import torch
 
     def provide(case: Case) -> Call:
         torch.compiler.reset()
-        return torch.compile(provider(case), dynamic=False)
+        return torch.compile(maker(case), dynamic=False)
 
     return provide
-
-
-def naive(case: Case) -> Call:
-    from fused_softmax.classic import naive_softmax
-
-    return naive_softmax
-
-
-def persistent(case: Case) -> Call:
-    from fused_softmax.classic import persistent_softmax
-
-    return persistent_softmax
-
-
-def hybrid(case: Case) -> Call:
-    from fused_softmax.classic import hybrid_softmax
-
-    return hybrid_softmax
-
-
-def online(case: Case) -> Call:
-    from fused_softmax.classic import online_softmax
-
-    return online_softmax
-
-
-CLASSIC: dict[str, Provider] = {"naive": naive, "persistent": persistent, "hybrid": hybrid, "online": online}
-# This package with other options than the default: no peer of its own.
-VARIANTS = frozenset(
-    {"in one chunk", "chunks of 1024", "chunks of 256", "summed in place", "32 in place", "own kernels"}
-)
-NEEDS_GPU = frozenset({
-    "persistent", "hybrid", "online", "liger", "quack", "sdpa cudnn", "sdpa efficient", "flex", "xformers",
-    "flash-attn 3", "cuequivariance",
-})  # fmt: skip
 
 
 def forced(strategy: Strategy, x: "Tensor") -> Call:

@@ -7,7 +7,6 @@ one row have to be spread like its probabilities.
 
 import math
 import os
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.filters import FILTERS, VOCABULARY, Filters
 from fused_softmax.bench.entries.operation import Operation
-from fused_softmax.bench.entries.providers import Call, Provider
+from fused_softmax.bench.entries.providers import Call
 from fused_softmax.ops.sampling import reference
 
 FLASHINFER_LONG = 65536  # columns from which its top-k goes before all else, and takes logits of 16 bits
@@ -25,15 +24,12 @@ FLASHINFER_LONG = 65536  # columns from which its top-k goes before all else, an
 OWN_SLACK, OTHERS_SLACK = 1e-5, 1e-3
 
 
-def inputs_of(filters: Filters) -> Callable[[Case, torch.Generator], tuple[Tensor, ...]]:
-    def inputs(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Normal logits, and a seed and a position for every row."""
-        device, dtype = generator.device, getattr(torch, case.dtype)
-        x = torch.randn(case.shape, device=device, dtype=dtype, generator=generator).mul_(filters.deviation)
-        seed = torch.randint(2**62, (case.n_rows,), device=device, generator=generator)
-        return x, seed, torch.arange(case.n_rows, device=device)
-
-    return inputs
+def inputs(case: Case, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Normal logits, and a seed and a position for every row."""
+    device, dtype, deviation = generator.device, getattr(torch, case.dtype), FILTERS[case.operation].deviation
+    x = torch.randn(case.shape, device=device, dtype=dtype, generator=generator).mul_(deviation)
+    seed = torch.randint(2**62, (case.n_rows,), device=device, generator=generator)
+    return x, seed, torch.arange(case.n_rows, device=device)
 
 
 def bytes_of(case: Case) -> int:
@@ -44,13 +40,14 @@ def bytes_of(case: Case) -> int:
 # The samplers.
 
 
-def own(filters: Filters) -> Provider:
-    given = filters.given
-    return lambda case: lambda x, seed, position: sample(x, **given, seed=seed, position=position).tokens
+def own(case: Case) -> Call:
+    given = FILTERS[case.operation].given
+    return lambda x, seed, position: sample(x, **given, seed=seed, position=position).tokens
 
 
-def by_torch(filters: Filters) -> Provider:
+def by_torch(case: Case) -> Call:
     """By topk or sort where one is needed, softmax and multinomial."""
+    filters = FILTERS[case.operation]
     temperature, k, p, min_p = filters.temperature, filters.top_k, filters.top_p, filters.min_p
 
     def call(x, seed, position):
@@ -71,89 +68,75 @@ def by_torch(filters: Filters) -> Provider:
         at = torch.multinomial(probs, 1)
         return (at if cols is None else cols.gather(-1, at)).squeeze(-1)
 
-    return lambda case: call
+    return call
 
 
-def by_transformers(filters: Filters) -> Provider:
+def by_transformers(case: Case) -> Call:
     """As generate() draws: its warpers in their order, then softmax and multinomial."""
+    from transformers.generation import logits_process as warpers
 
-    def provide(case: Case) -> Call:
-        from transformers.generation import logits_process as warpers
+    filters = FILTERS[case.operation]
+    chain = [
+        getattr(warpers, f"{name}LogitsWarper")(value)
+        for name, value in (("TopK", filters.top_k), ("TopP", filters.top_p), ("MinP", filters.min_p))
+        if value is not None
+    ]
 
-        chain = [
-            getattr(warpers, f"{name}LogitsWarper")(value)
-            for name, value in (("TopK", filters.top_k), ("TopP", filters.top_p), ("MinP", filters.min_p))
-            if value is not None
-        ]
+    def call(x, seed, position):
+        scores = x.float()
+        if filters.temperature == 0:
+            return scores.argmax(-1)
+        for warper in chain:
+            scores = warper(None, scores)
+        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
 
-        def call(x, seed, position):
-            scores = x.float()
-            if filters.temperature == 0:
-                return scores.argmax(-1)
-            for warper in chain:
-                scores = warper(None, scores)
-            return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-
-        return call
-
-    return provide
+    return call
 
 
-def by_vllm(filters: Filters) -> Provider:
+def by_vllm(case: Case) -> Call:
     """As its sampler draws: its own top-k and top-p, and probabilities over exponential noise. Min-p comes first."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
 
-    def provide(case: Case) -> Call:
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
+    filters = FILTERS[case.operation]
 
-        def call(x, seed, position):
-            if filters.temperature == 0:
-                return x.float().argmax(-1)
-            logits = x.to(torch.float32, copy=True)  # which it may overwrite
-            if filters.min_p is not None:
-                probs = logits.softmax(-1)
-                logits.masked_fill_(probs < filters.min_p * probs.amax(-1, keepdim=True), -math.inf)
-            k, p = (
-                None if value is None else torch.full((len(x),), value, device=x.device)
-                for value in (filters.top_k, filters.top_p)
-            )
-            return random_sample(apply_top_k_top_p(logits, k, p).softmax(-1, dtype=torch.float32), {})
+    def call(x, seed, position):
+        if filters.temperature == 0:
+            return x.float().argmax(-1)
+        logits = x.to(torch.float32, copy=True)  # which it may overwrite
+        if filters.min_p is not None:
+            probs = logits.softmax(-1)
+            logits.masked_fill_(probs < filters.min_p * probs.amax(-1, keepdim=True), -math.inf)
+        k, p = (
+            None if value is None else torch.full((len(x),), value, device=x.device)
+            for value in (filters.top_k, filters.top_p)
+        )
+        return random_sample(apply_top_k_top_p(logits, k, p).softmax(-1, dtype=torch.float32), {})
 
-        return call
-
-    return provide
+    return call
 
 
-def by_flashinfer(filters: Filters) -> Provider:
+def by_flashinfer(case: Case) -> Call:
     """By its fastest way. Its seeds are tensors, because it cannot be captured in a graph with a generator's."""
+    from flashinfer import sampling
 
-    def provide(case: Case) -> Call:
-        from flashinfer import sampling
+    filters = FILTERS[case.operation]
+    k, p, min_p = filters.top_k, filters.top_p, filters.min_p
 
-        k, p, min_p = filters.top_k, filters.top_p, filters.min_p
+    def call(x, seed, position):
+        given = {"seed": seed[:1], "offset": position[:1]}  # of all rows: it tells rows apart by their numbers
+        if k is not None:
+            x = x if x.shape[1] >= FLASHINFER_LONG else x.float()
+            return sampling.top_k_top_p_sampling_from_logits(
+                x, k, 1.0 if p is None else p, filter_apply_order="top_k_first", **given
+            )
+        x = x.float()
+        if p is not None:
+            return sampling.top_p_sampling_from_probs(sampling.softmax(x), p, **given)
+        if min_p is not None:
+            return sampling.min_p_sampling_from_probs(sampling.softmax(x), min_p, **given)
+        return sampling.sampling_from_logits(x, **given)
 
-        def call(x, seed, position):
-            given = {"seed": seed[:1], "offset": position[:1]}  # of all rows: it tells rows apart by their numbers
-            if k is not None:
-                x = x if x.shape[1] >= FLASHINFER_LONG else x.float()
-                return sampling.top_k_top_p_sampling_from_logits(
-                    x, k, 1.0 if p is None else p, filter_apply_order="top_k_first", **given
-                )
-            x = x.float()
-            if p is not None:
-                return sampling.top_p_sampling_from_probs(sampling.softmax(x), p, **given)
-            if min_p is not None:
-                return sampling.min_p_sampling_from_probs(sampling.softmax(x), min_p, **given)
-            return sampling.sampling_from_logits(x, **given)
-
-        return call
-
-    return provide
-
-
-def peers(filters: Filters) -> Mapping[str, Provider]:
-    """FlashInfer has no sampler that takes the greatest."""
-    found = {"transformers": by_transformers(filters), "vllm": by_vllm(filters)}
-    return found if filters.temperature == 0 else found | {"flashinfer": by_flashinfer(filters)}
+    return call
 
 
 # What tells a right one from a wrong one.
@@ -215,10 +198,9 @@ def misspread(filters: Filters, call: Call, dtype: torch.dtype, device: torch.de
 
 ENTRIES = {
     name: Operation(
-        inputs=inputs_of(filters),
-        own=own(filters),
-        formula=by_torch(filters),
-        peers=peers(filters),
+        inputs=inputs,
+        own=own,
+        formula=by_torch,
         held_bytes=bytes_of,
         ceilings=lambda case: ceiling.reads(),
         parameters=lambda case, filters=filters: {**filters.given, "deviation": filters.deviation},  # type: ignore[misc]

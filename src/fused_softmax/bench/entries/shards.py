@@ -1,10 +1,8 @@
 """What is measured of rows in shards over ranks: this package by each transport, torch, one GPU, and other packages.
 
-A provider is a function of a `Place`. It imports what it needs and returns `call(*inputs)`, which takes this rank's
-shard and gives its part of the result. One GPU takes and gives the whole.
+`call(*inputs)` takes this rank's shard and gives its part of the result. One GPU takes and gives the whole.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,13 +12,12 @@ from torch import Tensor
 
 import fused_softmax
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.catalog import ONE_GPU, OWN, PEERS_OF_SHARDS
+from fused_softmax.bench.catalog import NAMED, PEERS_OF_SHARDS, Maker
+from fused_softmax.bench.entries.layers import layer_gradient, with_sum
 from fused_softmax.bench.entries.losses import loss_gradient
-from fused_softmax.bench.entries.operation import Inputs, widest
+from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import OPERATIONS
 from fused_softmax.bench.entries.providers import Call
-
-Provider = Callable[["Place"], Call]
 
 
 @dataclass(frozen=True)
@@ -71,38 +68,16 @@ class Place:
         return tuple(turned)
 
 
-def own(transport: str, function: Callable[[Place, str], Call]) -> Provider:
-    def provide(place: Place) -> Call:
-        if transport == "peer" and place.device.type != "cuda":
-            raise ImportError("the transport 'peer' is for GPUs of one host")
-        return function(place, transport)
-
-    return provide
-
-
-def _own_softmax(place: Place, transport: Any) -> Call:
-    return lambda x: fused_softmax.softmax(x, group=place.group, transport=transport)
-
-
-def _own_loss(place: Place, transport: Any) -> Call:
-    return loss_gradient(partial(fused_softmax.cross_entropy, group=place.group, transport=transport))(place.case)
-
-
-def _own_linear(place: Place, transport: Any) -> Call:
-    return _layer(place, partial(fused_softmax.linear_cross_entropy, group=place.group, transport=transport))
-
-
-def _layer(place: Place, function: Call) -> Call:
-    """The gradient of this rank's classes; that of the tokens, which all ranks have, is summed into the first one."""
-
-    def call(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x, w = (each.detach().requires_grad_() for each in (x, w))
-            dx, dw = torch.autograd.grad(function(x, w, target), (x, w))
-        dw[0] += dx.sum(0, dtype=widest(dx)) * dx.shape[0] ** -0.5
-        return dw
-
-    return call
+def own(place: Place, transport: Any) -> Call:
+    """This package by a transport. Of a linear layer the gradient of this rank's classes and of all tokens."""
+    if transport == "peer" and place.device.type != "cuda":
+        raise ImportError("the transport 'peer' is for GPUs of one host")
+    given: dict[str, Any] = {"group": place.group, "transport": transport}
+    if place.case.operation == "softmax":
+        return partial(fused_softmax.softmax, **given)
+    if place.case.operation == "linear_cross_entropy":
+        return layer_gradient(partial(fused_softmax.linear_cross_entropy, **given))(place.case)
+    return loss_gradient(partial(fused_softmax.cross_entropy, **given))(place.case)
 
 
 def _mesh(place: Place) -> Any:
@@ -145,8 +120,7 @@ def loss_parallel_of_layer(place: Place) -> Call:
         dx, dw = x.grad, w.grad
         assert dx is not None
         assert dw is not None
-        dw[0] += dx.sum(0, dtype=widest(dx)) * dx.shape[0] ** -0.5
-        return dw
+        return with_sum(dx, dw)
 
     return call
 
@@ -196,21 +170,7 @@ def flash_attn(place: Place) -> Call:
     )
 
 
-_FUNCTIONS = {
-    "softmax": (_own_softmax, {"torch DTensor": gathered}),
-    "cross_entropy_gradient": (
-        _own_loss,
-        {"loss_parallel": loss_parallel, "liger": liger, "megatron": megatron, "flash-attn": flash_attn},
-    ),
-    "linear_cross_entropy": (_own_linear, {"loss_parallel": loss_parallel_of_layer}),
+PROVIDERS: dict[str, dict[str, Maker]] = {
+    operation: {name: NAMED[name].over_ranks[operation] for name in names}
+    for operation, names in PEERS_OF_SHARDS.items()
 }
-
-
-def _providers(operation: str) -> dict[str, Provider]:
-    function, others = _FUNCTIONS[operation]
-    ours = {f"{OWN} {transport}": own(transport, function) for transport in ("collective", "peer")}
-    found: dict[str, Provider] = {**ours, ONE_GPU: one_gpu, **others}
-    return {name: found[name] for name in PEERS_OF_SHARDS[operation]}
-
-
-PROVIDERS = {operation: _providers(operation) for operation in PEERS_OF_SHARDS}

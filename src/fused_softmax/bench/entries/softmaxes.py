@@ -7,11 +7,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fused_softmax import classic as classics
 from fused_softmax import logsumexp, softmax
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.operation import Inputs, Operation, alone, along, logits, widest
-from fused_softmax.bench.entries.providers import CLASSIC, Call, Provider
+from fused_softmax.bench.entries.providers import Call, Maker
 from fused_softmax.ops.softmax import calls as softmax_calls
 
 SCALE = 0.125  # of causal scores; a power of two, so that scaling rounds nothing
@@ -27,11 +28,11 @@ def output_and_gradient(function: Call, mean: float) -> Callable[[Case, torch.Ge
     return inputs
 
 
-def own_backward(log: bool) -> Provider:
+def own_backward(log: bool) -> Maker:
     return lambda case: lambda dy, y: softmax_calls.backward(dy, y, -1, y.dtype, log, False, 1.0)
 
 
-def torch_backward(function: Call) -> Provider:
+def torch_backward(function: Call) -> Maker:
     return lambda case: lambda dy, y: function(dy, y, -1, y.dtype)
 
 
@@ -112,6 +113,10 @@ def with_bias(case: Case, generator: torch.Generator) -> Inputs:
     return logits(case, generator), bias
 
 
+def classic(case: Case, name: str) -> Call:
+    return getattr(classics, name)
+
+
 def liger(case: Case) -> Call:
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
@@ -146,7 +151,6 @@ ENTRIES = {
         inputs=alone,
         own=lambda case: softmax,
         formula=along(torch.softmax),
-        peers={**CLASSIC, "liger": liger, "quack": quack},
         held_bytes=lambda case: 2 * case.tensor_bytes,
         ceilings=lambda case: ceiling.copies(),
         planned=1,
@@ -202,7 +206,6 @@ ENTRIES = {
         own=own_backward(log=False),
         formula=softmax_gradient,
         eager=torch_backward(torch._softmax_backward_data),
-        peers={"liger": liger_backward, "quack": quack_backward},
         held_bytes=lambda case: 3 * case.tensor_bytes,
         ceilings=lambda case: ceiling.adds(),
         planned=2,

@@ -182,6 +182,12 @@ class JudgeOfDraws:
         return sampling.misspread(self.filters, call, x.dtype, x.device, own)
 
 
+def verdict(judge: Judge | JudgeOfDraws, call: Call, own: bool) -> tuple[str, Errors | None]:
+    """What is wrong with a call ("" if nothing is), and the errors of its result."""
+    wrong, found = judge.complaint(judge.poisoned(call), judge.allowed(own))
+    return wrong or judge.habit(call, own), found
+
+
 def _in_float64(inputs: Iterable[Tensor]) -> Inputs:
     return tuple(x.double() if x.is_floating_point() else x for x in inputs)
 

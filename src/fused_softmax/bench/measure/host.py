@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from fused_softmax import cross_entropy, enabled, log_softmax, logsumexp, softmax
 from fused_softmax.bench.entries.providers import Call
+from fused_softmax.bench.measure.timing import idle
 from fused_softmax.bench.show import report
 
 SHAPE = (64, 1024)
@@ -72,7 +73,7 @@ def pairs(device: str, shape: tuple[int, int] = SHAPE) -> Iterator[Pair]:
     yield from _plain(x)
     yield from _with_options(x, keep)
     yield from _differentiated(x, target)
-    yield from _by_torchs_name(x, target)
+    yield from map(_by_torchs_name, [*_plain(x), *_differentiated(x, target)])
     yield from _never_seen(x, target)
 
 
@@ -120,20 +121,9 @@ def _differentiated(x: Tensor, target: Tensor) -> Iterator[Pair]:
     yield Pair("cross_entropy, forward and backward", own, others, _always(leaf, target))
 
 
-def _by_torchs_name(x: Tensor, target: Tensor) -> Iterator[Pair]:
-    leaf, dy = x.clone().requires_grad_(), torch.randn_like(x)
-
-    def pair(name: str, call: Call, *arguments: Any) -> Pair:
-        return Pair(f"torch's {name}, enabled", call, call, _always(*arguments), enabled)
-
-    for name, _, torchs in _FUNCTIONS:
-        for short, dtype in DTYPES.items():
-            yield pair(f"{name} {short}", partial(torchs, dim=-1), x.to(dtype))
-    yield pair("softmax, input requires grad", partial(torch.softmax, dim=-1), leaf)
-    for name, _, torchs in _FUNCTIONS[:2]:
-        yield pair(f"{name}, forward and backward", _and_backward(partial(torchs, dim=-1)), leaf, dy)
-    yield pair("cross_entropy", functional.cross_entropy, x, target)
-    yield pair("cross_entropy, forward and backward", _loss_and_backward(functional.cross_entropy), leaf, target)
+def _by_torchs_name(pair: Pair) -> Pair:
+    """The same call of torch's function, which `enabled` replaces by ours."""
+    return replace(pair, name=f"torch's {pair.name}, enabled", ours=pair.torchs, within=enabled)
 
 
 def _never_seen(x: Tensor, target: Tensor) -> Iterator[Pair]:
@@ -208,18 +198,13 @@ def measure(pair: Pair, rounds: int = ROUNDS, most_calls: int = MOST_CALLS) -> R
 def _seconds_per_call(call: Call, arguments: Sequence[tuple[Any, ...]]) -> float:
     """The mean over the arguments but the first, whose call finds the caches that the other side has left."""
     call(*arguments[0])
-    _idle(arguments[0][0])
+    idle(arguments[0][0])
     start = time.perf_counter()
     for each in arguments[1:]:
         call(*each)
     seconds = (time.perf_counter() - start) / (len(arguments) - 1)
-    _idle(arguments[0][0])
+    idle(arguments[0][0])
     return seconds
-
-
-def _idle(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
 
 
 def measure_all(device: str) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import COMPILED, OWN
 from fused_softmax.bench.entries.ceiling import Products, Square
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.entries.providers import COMPILED, OWN, Call, plan_of
+from fused_softmax.bench.entries.providers import Call, plan_of
 from fused_softmax.bench.measure import check, clocks
 from fused_softmax.bench.measure.check import Judge, JudgeOfDraws, judge_of
 from fused_softmax.bench.measure.timing import (
     ContextLost,
     Entrant,
     GraphTimer,
+    best_of,
     figure,
     host,
     require_context,
@@ -27,7 +29,7 @@ from fused_softmax.bench.measure.timing import (
     walls,
 )
 from fused_softmax.bench.measure.verify import interpreting
-from fused_softmax.bench.results.record import Ceiling, Point, one_line
+from fused_softmax.bench.results.record import Ceiling, Figure, Point, one_line
 from fused_softmax.core.device import device_of
 
 # Host time matters only if the GPU does not keep the queue full anyway.
@@ -117,26 +119,31 @@ def _time(
         [*timed, *ceilings], effort.rounds, effort.budget_ms, lambda: readings.append(_clocks().read()),
         SETTLE_MS if of_products else 0,
     )  # fmt: skip
-    tops = {entrant.name: figure(entrant.moved_bytes, entrant.samples) for entrant in ceilings}
-    best = max(tops, key=lambda name: tops[name].gb_per_s)
+    best = best_of(ceilings)
     calls = walls(floor, timed, sets, effort.budget_ms)
     for entrant in timed:
-        kernel = figure(floor, entrant.samples)
-        done[entrant.name] = replace(
-            points[entrant.name],
-            status="ok",
-            message=entrant.note,
-            kernel=kernel,
-            call=calls[entrant.name],
-            host_us=host(entrant.call, sets) if kernel.p50_us < SMALL_CALL_US else None,
-            ratio=kernel.gb_per_s / tops[best].gb_per_s,
-            ceiling=Ceiling(best, tops[best].p50_us, tops[best].gb_per_s),
-            method=entrant.method,
-            buffers=len(sets),
-            rotated_bytes=len(sets) * floor,
-            clocks=clocks.summary(readings),
-        )
+        found = with_figures(points[entrant.name], entrant, floor, len(sets), calls[entrant.name], best)
+        small = found.kernel and found.kernel.p50_us < SMALL_CALL_US
+        host_us = host(entrant.call, sets) if small else None
+        done[entrant.name] = replace(found, host_us=host_us, clocks=clocks.summary(readings))
     return done
+
+
+def with_figures(point: Point, entrant: Entrant, floor: int, buffers: int, call: Figure, best: Ceiling | None) -> Point:
+    """The point of an entrant that was timed. best: of the ceilings, if there are any."""
+    kernel = figure(floor, entrant.samples)
+    return replace(
+        point,
+        status="ok",
+        message=entrant.note,
+        kernel=kernel,
+        call=call,
+        ratio=kernel.gb_per_s / best.gb_per_s if best else None,
+        ceiling=best,
+        method=entrant.method,
+        buffers=buffers,
+        rotated_bytes=buffers * floor,
+    )
 
 
 @cache
@@ -180,7 +187,7 @@ def _check_all(
             continue
         limits = judge.allowed(name == OWN)
         try:
-            y, memory = _with_memory(judge, call)
+            y, memory = with_memory(judge, call)
             wrong, found = judge.complaint(y, limits)
             del y
             wrong = wrong or judge.habit(call, name == OWN)
@@ -202,14 +209,18 @@ def _check_all(
     return points, entrants
 
 
-def _with_memory(judge: Judge | JudgeOfDraws, call: Call) -> tuple[object, int | None]:
-    """The call's result, and on a GPU the most bytes that the call allocated."""
+def with_memory(
+    judge: Judge | JudgeOfDraws, call: Call, idle: Callable[[], object] = lambda: None
+) -> tuple[object, int | None]:
+    """The call's result, and on a GPU the most bytes that the call allocated. idle: waits for what a call leaves."""
     if not judge.inputs[0].is_cuda:
         return judge.poisoned(call), None
     judge.poisoned(call)  # compilers and caches allocate on the first call
+    idle()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = judge.poisoned(call)
+    idle()
     return y, torch.cuda.max_memory_allocated() - before
 
 

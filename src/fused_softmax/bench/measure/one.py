@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.entries.providers import OWN, Call
+from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.measure import check, measure
 from fused_softmax.bench.measure.check import judge_of
-from fused_softmax.bench.measure.timing import quantiles
+from fused_softmax.bench.measure.timing import idle, quantiles
 from fused_softmax.bench.results.record import one_line
 
 TRIMMED = 0.1  # of the times at each end
@@ -95,7 +96,7 @@ def call_once(case: Case, name: str, seed: int = 0) -> None:
     call, inputs = prepared(case, name, seed)
     try:
         call(*inputs)
-        _idle()
+        idle(inputs[0])
     except Exception as error:
         raise NoFigure(f"{name} failed at {case}: {one_line(error)}") from error
 
@@ -108,8 +109,8 @@ def time_calls(case: Case, name: str, warmup: int, iterations: int, seed: int = 
     call, inputs = prepared(case, name, seed)
     judge = judge_of(case, inputs)
     try:
-        wrong, _ = judge.complaint(judge.poisoned(call), judge.allowed(name == OWN))
-        if wrong := wrong or judge.habit(call, name == OWN):
+        wrong, _ = check.verdict(judge, call, name == OWN)
+        if wrong:
             raise NoFigure(f"{name} is wrong at {case}: {wrong}")
         for _ in range(warmup):
             call(*inputs)
@@ -142,8 +143,3 @@ def _wall_around(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _idle() -> None:
-    if measure.on_gpu():
-        torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries.operations import provider_names
+from fused_softmax.bench.catalog import provider_names
 from fused_softmax.bench.measure import measure, saving, sweeps
 from fused_softmax.bench.measure.timing import ContextLost
 from fused_softmax.bench.measure.verify import verify
@@ -98,9 +98,7 @@ def measured(
     cannot be written: at once, for nothing that is measured later could be kept either.
     """
     gpu, chosen = measure.on_gpu(), asked.chosen
-    with busy("reading the environment"):
-        environment = record.environment(*gpu_facts())
-    run = Run(environment, asked.command, options=asked.effort.recorded())
+    run = Run(environment(), asked.command, options=asked.effort.recorded())
     held = hold(run, out) if resume and out else Held()
     report.print_head(run, console, gpu)
     if not gpu and asked.standing:
@@ -199,6 +197,12 @@ def exit_code(run: Run, stopped: str) -> int:
     if stopped:
         return 130 if stopped == INTERRUPTED else 1
     return int(bool(record.failures(run)) or any(check.status in ("wrong", "failed") for check in run.checks))
+
+
+def environment() -> dict[str, Any]:
+    """What results are recorded with."""
+    with busy("reading the environment"):
+        return record.environment(*gpu_facts())
 
 
 def gpu_facts() -> tuple[dict[str, Any] | None, str | None]:

@@ -9,9 +9,10 @@ import datetime
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,18 @@ from rich.console import Console
 from torch import Tensor
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.catalog import PEERS_OF_SHARDS
+from fused_softmax.bench.catalog import ONE_GPU, OWN, PEERS_OF_SHARDS
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import OPERATIONS
 from fused_softmax.bench.entries.providers import Call
-from fused_softmax.bench.entries.shards import ONE_GPU, OWN, PROVIDERS, Place
+from fused_softmax.bench.entries.shards import PROVIDERS, Place
 from fused_softmax.bench.measure import check, saving, sweeps
 from fused_softmax.bench.measure.check import Judge
-from fused_softmax.bench.measure.measure import Effort, point
-from fused_softmax.bench.measure.run import CPU_ELEMENTS, gpu_facts
-from fused_softmax.bench.measure.timing import WALL_BATCHES, figure, rotation
+from fused_softmax.bench.measure.measure import Effort, point, with_figures, with_memory
+from fused_softmax.bench.measure.run import CPU_ELEMENTS, Asked, gpu_facts
+from fused_softmax.bench.measure.timing import WALL_BATCHES, Entrant, best_of, figure, in_batches, rotation
 from fused_softmax.bench.results import record
-from fused_softmax.bench.results.record import Ceiling, Figure, Point, one_line
+from fused_softmax.bench.results.record import Point, one_line
 from fused_softmax.bench.show import report
 
 WAITS = datetime.timedelta(minutes=5)  # for a rank that says nothing
@@ -81,20 +82,6 @@ def ranks_of_torchrun() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-@dataclass
-class _Entrant:
-    """A provider that passed, and its calls: one for each set of inputs. replay: a captured pass over the sets."""
-
-    name: str
-    calls: Sequence[Callable[[], object]]
-    replay: Callable[[], object] | None = None
-    note: str = ""
-
-    def one_pass(self) -> None:
-        for call in self.calls:
-            call()
-
-
 class JudgeOfShard(Judge):
     """Judges this rank's part of a result.
 
@@ -131,7 +118,7 @@ def measure(case: Case, names: Sequence[str], effort: Effort, ranks: Ranks) -> l
         return [_point(case, name, ranks, "skipped", said) for name in names]
     assert sets
     points: dict[str, Point] = {}
-    entrants: list[_Entrant] = []
+    entrants: list[Entrant] = []
     for name in names:
         points[name], entrant = _checked(name, sets, judge, place, effort.seed, ranks)
         if entrant:
@@ -172,7 +159,7 @@ def _sets(case: Case, floor: int, ranks: Ranks) -> int:
 
 def _checked(
     name: str, sets: Sets, judge: Judge, place: Place, seed: int, ranks: Ranks
-) -> tuple[Point, _Entrant | None]:
+) -> tuple[Point, Entrant | None]:
     case = place.case
     call, said = None, ""
     try:
@@ -185,7 +172,7 @@ def _checked(
     limits = judge.allowed(name.startswith(OWN))
     before, found, memory = check.fingerprint(inputs[0]), None, None
     try:
-        y, memory = _with_memory(judge, call, inputs[0], ranks)
+        y, memory = with_memory(judge, lambda *_: call(*inputs[0]), ranks.idle)
         if name == ONE_GPU and isinstance(y, Tensor):
             y = y.narrow(place.class_axis, 0, place.columns)
         wrong, found = judge.complaint(y, limits)
@@ -208,116 +195,87 @@ def _checked(
     if memory is not None:
         figures["memory_bytes"] = int(ranks.most(memory))
     made = _point(case, name, ranks, "wrong" if wrong else "untimed", wrong, **figures)
-    return made, None if wrong else _Entrant(name, [_bound(call, each) for each in inputs])
+    return made, None if wrong else _entrant(name, call, inputs)
 
 
-def _with_memory(judge: Judge, call: Call, inputs: Inputs, ranks: Ranks) -> tuple[object, int | None]:
-    """The call's result, and on a GPU the most bytes that it allocated on this rank."""
-    if ranks.device.type != "cuda":
-        return call(*inputs), None
-    call(*inputs)  # compilers and caches allocate on the first call
-    ranks.idle()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    poison = torch.full(judge.shape, float("nan"), dtype=judge.dtype, device=ranks.device)
-    del poison
-    y = call(*inputs)
-    ranks.idle()
-    return y, torch.cuda.max_memory_allocated() - before
+def _entrant(name: str, call: Call, sets: Sequence[Inputs], moved_bytes: int = 0) -> Entrant:
+    """Of eager passes over the sets."""
 
+    def one_pass() -> None:
+        for inputs in sets:
+            call(*inputs)
 
-def _bound(call: Call, inputs: Inputs) -> Callable[[], object]:
-    return lambda: call(*inputs)
+    return Entrant(name, call, moved_bytes, one_pass, calls=len(sets))
 
 
 def _time(
-    sets: Sets, floor: int, points: dict[str, Point], entrants: list[_Entrant], effort: Effort, ranks: Ranks,
+    sets: Sets, floor: int, points: dict[str, Point], entrants: list[Entrant], effort: Effort, ranks: Ranks,
     place: Place,
 ) -> None:  # fmt: skip
     """Put figures into the points of the entrants: eager calls, and on GPUs graphs of them beside a plain kernel."""
-    n_sets = len(sets.shard)
-    eager = _rounds({each.name: (each.one_pass, n_sets) for each in entrants}, effort, ranks)
-    replayed: dict[str, list[float]] = {}
-    best: tuple[str, Figure] | None = None
-    if ranks.device.type == "cuda":
-        for entrant in entrants:
-            _capture(entrant, ranks)
-        passes = {each.name: (each.replay or each.one_pass, n_sets) for each in entrants}
-        plain = _plain(place, sets, ranks)
-        passes |= {name: (one_pass, n_sets) for name, (one_pass, _) in plain.items()}
-        replayed = _rounds(passes, effort, ranks)
-        tops = {name: figure(moved, replayed[name]) for name, (_, moved) in plain.items()}
-        if tops:
-            best = max(tops.items(), key=lambda item: item[1].gb_per_s)
+    _rounds(entrants, effort, ranks)
+    eager = {each.name: figure(floor, each.samples) for each in entrants}
+    if ranks.device.type != "cuda":
+        for name, call in eager.items():
+            points[name] = replace(points[name], status="ok", call=call)
+        return
     for entrant in entrants:
-        more: dict[str, Any] = {"call": figure(floor, eager[entrant.name]), "status": "ok", "message": entrant.note}
-        if entrant.name in replayed:
-            kernel = figure(floor, replayed[entrant.name])
-            more |= {"kernel": kernel, "method": "graph" if entrant.replay else "events", "buffers": n_sets}
-            more["rotated_bytes"] = n_sets * floor
-            if best:
-                more["ratio"] = kernel.gb_per_s / best[1].gb_per_s
-                more["ceiling"] = Ceiling(best[0], best[1].p50_us, best[1].gb_per_s)
-        facts = {name: value for name, value in vars(points[entrant.name]).items() if name not in more}
-        points[entrant.name] = Point(**facts, **more)
+        _capture(entrant, ranks)
+    ceilings = _plain(place, sets, ranks)
+    _rounds([*entrants, *ceilings], effort, ranks)
+    best = best_of(ceilings) if ceilings else None
+    for each in entrants:
+        points[each.name] = with_figures(points[each.name], each, floor, each.calls, eager[each.name], best)
 
 
-def _plain(place: Place, sets: Sets, ranks: Ranks) -> dict[str, tuple[Callable[[], object], int]]:
-    """Passes of plain kernels over shards of this size, and the bytes that one call of each moves."""
-    found: dict[str, tuple[Callable[[], object], int]] = {}
+def _plain(place: Place, sets: Sets, ranks: Ranks) -> list[Entrant]:
+    """The plain kernels that all ranks have, over shards of this size."""
+    found = []
     for each in OPERATIONS[place.case.operation].ceilings(place.shard):
-        calls = [_bound(each, inputs) for inputs in sets.shard]
+        said = ""
         try:
-            calls[0]()
+            each(*sets.shard[0])
             ranks.idle()
-            said = ""
         except Exception as error:
             said = one_line(error)
         if not ranks.first_word(said):
-            found[each.name] = (_Entrant(each.name, calls).one_pass, each.moved_bytes(*sets.shard[0]))
+            found.append(_entrant(each.name, each, sets.shard, each.moved_bytes(*sets.shard[0])))
     return found
 
 
-def _capture(entrant: _Entrant, ranks: Ranks) -> None:
+def _capture(entrant: Entrant, ranks: Ranks) -> None:
     """A graph of one pass over the sets; where any rank cannot, all go on with eager passes."""
     graph, said, outer = torch.cuda.CUDAGraph(), "", torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread of NCCL's asks for its events
-            entrant.one_pass()
+            entrant.enqueue()
     except Exception as error:
         torch.cuda.set_stream(outer)
         said = one_line(error.__context__ or error)
     if said := ranks.first_word(said):
-        entrant.note = f"not captured: {said}"
+        entrant.note, entrant.method = f"not captured: {said}", "events"
     else:
-        entrant.replay = graph.replay
+        entrant.graph, entrant.enqueue = graph, graph.replay
         graph.replay()
     ranks.idle()
 
 
-def _rounds(
-    passes: dict[str, tuple[Callable[[], object], int]], effort: Effort, ranks: Ranks
-) -> dict[str, list[float]]:
-    """Seconds a call, of the slowest rank, in batches that take turns. passes: what runs, and how many calls it is."""
+def _rounds(entrants: Sequence[Entrant], effort: Effort, ranks: Ranks) -> None:
+    """Sample all entrants, as the slowest rank has them, in batches that take turns."""
 
-    def seconds(run: Callable[[], object], times: int) -> float:
+    def seconds(entrant: Entrant, times: int) -> float:
         ranks.idle()
         ranks.most(0.0)  # all begin together
         start = time.perf_counter()
         for _ in range(times):
-            run()
+            entrant.enqueue()
         ranks.idle()
-        return ranks.most(time.perf_counter() - start) / times
+        return ranks.most(time.perf_counter() - start) / times  # the same on every rank
 
-    counts = {}
-    for name, (run, _) in passes.items():
-        seconds(run, 2)
-        counts[name] = max(1, min(1000, int(effort.budget_ms * 1e-3 / seconds(run, 2))))  # the same on every rank
-    samples: dict[str, list[float]] = {name: [] for name in passes}
-    for _ in range(effort.rounds * WALL_BATCHES):
-        for name, (run, calls) in passes.items():
-            samples[name].append(seconds(run, counts[name]) / calls)
-    return samples
+    passes = {each.name: partial(seconds, each) for each in entrants}
+    samples = in_batches(passes, effort.rounds * WALL_BATCHES, effort.budget_ms * 1e-3)
+    for each in entrants:
+        each.samples = [found / each.calls for found in samples[each.name]]
 
 
 def _point(case: Case, name: str, ranks: Ranks, status: str, message: str = "", **figures: Any) -> Point:
@@ -326,25 +284,22 @@ def _point(case: Case, name: str, ranks: Ranks, status: str, message: str = "", 
     return made
 
 
-def run(
-    asked: Sequence[Case], standing: bool, names: Sequence[str], effort: Effort, command: str, out: Path | None,
-    console: Console,
-) -> int:  # fmt: skip
-    """Measure, and on rank 0 print and save. The exit code, the same on every rank: 1 if a result is wrong.
-
-    standing: the user gave no shapes, so ranks on CPUs measure smaller ones.
-    """
+def run(asked: Asked, out: Path | None, console: Console) -> int:
+    """Measure, and on rank 0 print and save. The exit code, the same on every rank: 1 if a result is wrong."""
     with ranks_of_torchrun() as ranks:
         gpu = ranks.device.type == "cuda"
         speaks = ranks.rank == 0
-        done = record.Run(record.environment(*gpu_facts() if gpu else ()), command, options=effort.recorded())
+        done = record.Run(record.environment(*gpu_facts() if gpu else ()), asked.command)
+        done.options = asked.effort.recorded()
         done.options["ranks"] = ranks.n
         if speaks:
-            _print_head(done, ranks, standing, console)
-        cases = asked if gpu or not standing else sweeps.cut(asked, CPU_ELEMENTS)
+            _print_head(done, ranks, asked.standing, console)
+        cases = asked.chosen if gpu or not asked.standing else sweeps.cut(asked.chosen, CPU_ELEMENTS)
         for case in cases:
-            mine = [name for name in names or PEERS_OF_SHARDS[case.operation] if name in PROVIDERS[case.operation]]
-            done.points += measure(case, mine, effort, ranks)
+            mine = [
+                name for name in asked.names or PEERS_OF_SHARDS[case.operation] if name in PROVIDERS[case.operation]
+            ]
+            done.points += measure(case, mine, asked.effort, ranks)
             if speaks and out:
                 saving.save(done, out)  # as far as it is, for a machine may be lent for minutes
         done.complete = True

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fused_softmax.bench.cases import ITEMSIZE, Case, parse_shapes, unique
 from fused_softmax.bench.entries.attention_kinds import KINDS
+from fused_softmax.bench.entries.filters import FILTERS
 from fused_softmax.core.plan import H200, VECTOR_BYTES, reduction_rung_ends, row_rung_ends
 
 TUTORIAL, CUSTOM = "tutorial", "custom"
@@ -21,11 +22,6 @@ LONG_ROWS = "32768x4096,4096x32768,2670x50257,1024x131072,128x1048576,1x1048576"
 FEW_ROWS = "1x32768,1x131072,8x32000,32x128256,132x32768"
 FEWEST_ROWS = f"64x1024,{FEW_ROWS},1x1048576,16x8388608,1x8388608,1x67108864"
 BOTH = ("float32", "bfloat16")
-# As `sampling.FILTERS` names them.
-DRAWS = (
-    "sample", "sample_greedy", "sample_top_k", "sample_top_p", "sample_top_p_peaked", "sample_top_k_top_p",
-    "sample_min_p",
-)  # fmt: skip
 # Skipped for inputs as wide as the result: nothing is widened.
 WIDENING = "softmax_float32"
 
@@ -129,7 +125,7 @@ SWEEPS = {
     ),
     "sampling": Sweep(
         "a token of each row of logits: no filter, the greatest, top-k, top-p of flat and of peaked rows, both, min-p",
-        dict.fromkeys(DRAWS, BOTH),
+        dict.fromkeys(FILTERS, BOTH),
         shapes="8x128256,256x128256,512x128256,512x262144",
     ),
     "attention": Sweep(

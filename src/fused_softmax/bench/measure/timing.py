@@ -13,8 +13,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from fused_softmax.bench.entries.ceiling import Ceiling
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.providers import Call
+from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Figure, one_line
 
 MAX_BUFFERS = 256
@@ -182,27 +184,41 @@ def sample(entrant: Entrant, count: int, untimed: int = 1) -> None:
 
 def walls(floor_bytes: int, entrants: Sequence[Entrant], sets: Sequence[Inputs], budget_ms: float) -> dict[str, Figure]:
     """Eager wall time of each entrant: batches of back-to-back calls, in turns. The device is idle around a batch."""
-    idle = torch.cuda.synchronize if sets[0][0].is_cuda else lambda: None
 
     def seconds(call: Call, calls: int) -> float:
         arguments = list(itertools.islice(itertools.cycle(sets), calls))
-        idle()
+        idle(sets[0][0])
         start = time.perf_counter()
         for inputs in arguments:
             call(*inputs)
-        idle()
+        idle(sets[0][0])
         return (time.perf_counter() - start) / calls
 
-    counts = {}
-    for entrant in entrants:
-        seconds(entrant.call, 2)
-        one = seconds(entrant.call, 2)
-        counts[entrant.name] = max(1, min(1000, int(budget_ms * 1e-3 / WALL_BATCHES / one)))
-    samples: dict[str, list[float]] = {entrant.name: [] for entrant in entrants}
-    for _ in range(WALL_BATCHES):
-        for entrant in entrants:
-            samples[entrant.name].append(seconds(entrant.call, counts[entrant.name]))
+    calls = {entrant.name: partial(seconds, entrant.call) for entrant in entrants}
+    samples = in_batches(calls, WALL_BATCHES, budget_ms * 1e-3 / WALL_BATCHES)
     return {name: figure(floor_bytes, values) for name, values in samples.items()}
+
+
+def in_batches(passes: Mapping[str, Callable[[int], float]], batches: int, budget_s: float) -> dict[str, list[float]]:
+    """Seconds of a pass, in batches that take turns. passes: what makes so many and gives the seconds of one.
+
+    budget_s: of a batch. How many passes it has is decided by two that are not counted.
+    """
+    counts = {}
+    for name, seconds in passes.items():
+        seconds(2)
+        counts[name] = max(1, min(1000, int(budget_s / seconds(2))))
+    samples: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(batches):
+        for name, seconds in passes.items():
+            samples[name].append(seconds(counts[name]))
+    return samples
+
+
+def idle(x: Tensor) -> None:
+    """Wait until the device that has x has nothing to do."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
 
 
 def host(call: Call, sets: Sequence[Inputs], calls: int = 64, batches: int = 9) -> float:
@@ -222,6 +238,13 @@ def host(call: Call, sets: Sequence[Inputs], calls: int = 64, batches: int = 9) 
 def figure(moved_bytes: int, seconds: Sequence[float]) -> Figure:
     p20, p50, p80 = (q * 1e6 for q in quantiles(seconds))
     return Figure(p20, p50, p80, moved_bytes / p50 * 1e-3)
+
+
+def best_of(ceilings: Sequence[Entrant]) -> record.Ceiling:
+    """The fastest of the ceilings that were timed."""
+    tops = {each.name: figure(each.moved_bytes, each.samples) for each in ceilings}
+    best = max(tops, key=lambda name: tops[name].gb_per_s)
+    return record.Ceiling(best, tops[best].p50_us, tops[best].gb_per_s)
 
 
 def quantiles(values: Sequence[float]) -> list[float]:

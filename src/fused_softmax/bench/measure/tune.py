@@ -19,7 +19,7 @@ from fused_softmax.bench.entries.operations import operation_of
 from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.measure import check, measure
 from fused_softmax.bench.measure.check import Judge
-from fused_softmax.bench.measure.timing import Entrant, GraphTimer, figure, require_context, rotation
+from fused_softmax.bench.measure.timing import Entrant, GraphTimer, best_of, figure, require_context, rotation
 from fused_softmax.core.plan import (
     HELD_BYTES,
     TUNABLE,
@@ -189,7 +189,7 @@ def time_plans(case: Case, plans: Sequence[RowPlan], device: Device) -> list[Tri
         return []
     ceilings = timer.ceilings(operation.ceilings(case))
     timer.rounds([*(entrant for entrant, _ in entrants.values()), *ceilings], ROUNDS, BUDGET_MS)
-    top = max(figure(each.moved_bytes, each.samples).gb_per_s for each in ceilings)
+    top = best_of(ceilings).gb_per_s
     found = []
     for entrant, plan in entrants.values():
         speed = figure(floor, entrant.samples)

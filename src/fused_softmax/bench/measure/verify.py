@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import CLASSICS, OWN
 from fused_softmax.bench.entries.operations import OPERATIONS
-from fused_softmax.bench.entries.providers import CLASSIC, forced
+from fused_softmax.bench.entries.providers import forced
 from fused_softmax.bench.measure import check
 from fused_softmax.bench.results.record import Check, one_line
 from fused_softmax.core.plan import Strategy
@@ -68,7 +69,7 @@ def complete(line: str) -> bool:
 
 def kernels(operations: Sequence[str] = ("softmax",)) -> dict[str, str]:
     """The kernels that are checked, each with its operation."""
-    of_softmax = dict.fromkeys((*STRATEGIES, *CLASSIC), "softmax") if "softmax" in operations else {}
+    of_softmax = dict.fromkeys((*STRATEGIES, *CLASSICS), "softmax") if "softmax" in operations else {}
     return of_softmax | {name: name for name in operations if name != "softmax"}
 
 
@@ -86,10 +87,9 @@ def check_kernel(kernel: str, case: Case | None = None) -> Check:
         if kernel in STRATEGIES:
             call = forced(kernel, inputs[0])
         else:
-            call = CLASSIC.get(kernel, operation.own)(case)
+            call = operation.providers[kernel if kernel in CLASSICS else OWN](case)
         judge = check.judge_of(case, inputs)
-        wrong, found = judge.complaint(judge.poisoned(call), judge.allowed(own=kernel not in CLASSIC))
-        wrong = wrong or judge.habit(call, own=kernel not in CLASSIC)
+        wrong, found = check.verdict(judge, call, own=kernel not in CLASSICS)
     except Exception as error:
         return replace(result, status="failed", message=one_line(error))
     return replace(result, status="wrong" if wrong else "ok", error=found.largest if found else None, message=wrong)

@@ -1,8 +1,9 @@
-"""A run's charts, as Vega-Lite by Altair. The page and the image files show the same ones.
+"""A run's charts, as Vega-Lite by Altair. The page, its image files and the picture of a run show the same ones.
 
 A provider has the same colour, shape and dash everywhere; the ceiling is a line of its own.
 """
 
+import json
 import math
 import re
 import statistics
@@ -13,16 +14,16 @@ from itertools import pairwise
 from typing import Any
 
 import altair as alt
+import vl_convert
 
 from fused_softmax.bench.cases import Case, in_time
+from fused_softmax.bench.catalog import OWN, in_order, look_of
 from fused_softmax.bench.results.record import Point, Run, ceiling_of, floor_of
 from fused_softmax.bench.show import summary
-from fused_softmax.bench.show.looks import LOOKS, UNKNOWN, in_order
-from fused_softmax.bench.show.plot import axis_of
 
-OWN = "fused_softmax"
 INK = "#1a1c1f"  # the ceiling's colour; the dark page replaces it by a light one
 CEILING_DASH = [3, 1]
+VEGA_LITE = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 BAR = "M-.9,-.12L.9,-.12L.9,.12L-.9,.12Z"
 SIZE_LABEL = (
     "datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + 'Mi' : "
@@ -59,13 +60,14 @@ class Group:
 class Panel:
     """The points of one operation and dtype as rows of data, and everything that their charts share."""
 
-    def __init__(self, run: Run, points: Sequence[Point], stem: str):
-        self.run, self.stem = run, stem
+    def __init__(self, run: Run, points: Sequence[Point], stem: str, interactive: bool = True):
+        """interactive: a reader can choose providers, and of a grid of rows by columns the line that is shown."""
+        self.run, self.stem, self.interactive = run, stem, interactive
         self.on_gpu = any(point.kernel for point in run.points)
         self.points = [point for point in points if (point.kernel if self.on_gpu else point.call)]
         self.axis, self.at = axis_of([point.case for point in self.points])
         self.by = ""  # in a grid, the size that stays the same along a line
-        if self.axis == "shape" and (grid := grid_of([point.case for point in self.points])):
+        if interactive and self.axis == "shape" and (grid := grid_of([point.case for point in self.points])):
             self.axis, self.by = grid
             self.at = {case: getattr(case, self.axis) for case in self.at}
         names = {point.provider for point in self.points}
@@ -99,7 +101,7 @@ class Panel:
     def looks(self, ceiling: bool) -> dict[str, Any]:
         """The encodings that tell providers apart, each the whole legend."""
         names = [*self.names, *([self.ceiling] if ceiling else [])]
-        looks = [LOOKS.get(name, UNKNOWN) for name in self.names]
+        looks = [look_of(name) for name in self.names]
         colours, marks = [look.colour for look in looks], [look.shape for look in looks]
         dashes = [list(look.dash) for look in looks]
         if ceiling:
@@ -122,7 +124,8 @@ class Panel:
             alt.Tooltip(f"{field}:Q", title=title, format=".4~g"),
         ]
         picked = alt.selection_point(fields=["provider"], bind="legend")
-        faint = {"opacity": alt.when(picked).then(alt.value(1)).otherwise(alt.value(0.12))}
+        picks = [picked] if self.interactive else []
+        faint = {"opacity": alt.when(picked).then(alt.value(1)).otherwise(alt.value(0.12)) if picks else alt.value(1)}
         data = alt.Chart(alt.Data(values=rows))
         if self.axis == "shape":
             places = alt.Y("shape:N", sort=self.shapes, title=None, axis=alt.Axis(labelLimit=190, grid=True))
@@ -132,7 +135,7 @@ class Panel:
             marks = data.mark_point(filled=True, size=70, strokeWidth=2).encode(
                 *where, looks["shape"], tooltip=tooltip, **faint
             )
-            marks = marks.transform_filter(f"!({of_ceiling})").add_params(picked)
+            marks = marks.transform_filter(f"!({of_ceiling})").add_params(*picks)
             return (alt.layer(tops, marks) if ceiling else marks).properties(height=26 * len(self.shapes))
         x, y = self.along(), alt.Y(f"{field}:Q", **value)
         crowded = len({row["at"] for row in rows}) > CROWDED
@@ -150,7 +153,7 @@ class Panel:
                 size=alt.value(42)
             )
         hover = data.mark_point(size=120, opacity=0).encode(x, y, tooltip=tooltip)
-        layers = alt.layer(*([] if scattered else [line]), shown, hover).add_params(picked).properties(height=300)
+        layers = alt.layer(*([] if scattered else [line]), shown, hover).add_params(*picks).properties(height=300)
         if not self.by:
             return layers
         sizes = sorted({row["by"] for row in rows})
@@ -179,31 +182,30 @@ class Panel:
         return rows
 
     def speed(self) -> Chart:
-        if self.points and in_time(self.points[0].case):
-            return self.time()
-        rows = [self.row(p, value=_figure(p, self.on_gpu).gb_per_s) for p in self.points]
-        rows += [
-            {**self.place(case), "provider": self.ceiling, "value": top.gb_per_s} for case, top in self.tops.items()
-        ]
-        what = f"GB/s of {self.floor}" + ("" if self.on_gpu else ", eager wall time")
-        caption = f"{what}; higher is better." + (
-            f" The {self.ceiling} moved as many bytes in the same run and computed nothing." if self.tops else ""
-        )
-        return self.chart(
-            "speed", "Speed", caption, self.lines(self.placed(rows), "value", "GB/s", ceiling=bool(self.tops))
-        )
+        if self.in_time:
+            what, better = "Time" + (" on the GPU" if self.on_gpu else ", eager wall time"), "lower"
+            top = "is a product of matrices alone, in the same run"
+        else:
+            what, better = f"GB/s of {self.floor}" + ("" if self.on_gpu else ", eager wall time"), "higher"
+            top = "moved as many bytes in the same run and computed nothing"
+        caption = f"{what}; {better} is better." + (f" The {self.ceiling} {top}." if self.tops else "")
+        return self.chart("speed", "Time" if self.in_time else "Speed", caption, self.speed_lines())
 
-    def time(self) -> Chart:
-        rows = [self.row(p, value=_figure(p, self.on_gpu).p50_us / 1e3) for p in self.points]
-        rows += [{**self.place(c), "provider": self.ceiling, "value": top.p50_us / 1e3} for c, top in self.tops.items()]
-        caption = (
-            "Time"
-            + (" on the GPU" if self.on_gpu else ", eager wall time")
-            + "; lower is better."
-            + (f" The {self.ceiling} is a product of matrices alone, in the same run." if self.tops else "")
-        )
-        chart = self.lines(self.placed(rows), "value", "ms", ceiling=bool(self.tops), log=True)
-        return self.chart("speed", "Time", caption, chart)
+    @property
+    def in_time(self) -> bool:
+        """Whether its figures are times, and not GB/s."""
+        return in_time(self.points[0].case)
+
+    def speed_lines(self) -> Any:
+        """GB/s of every provider and the ceiling, or ms of what is timed."""
+
+        def value(figure: Any) -> float:
+            return figure.p50_us / 1e3 if self.in_time else figure.gb_per_s
+
+        rows = [self.row(p, value=value(_figure(p, self.on_gpu))) for p in self.points]
+        rows += [{**self.place(case), "provider": self.ceiling, "value": value(top)} for case, top in self.tops.items()]
+        unit = "ms" if self.in_time else "GB/s"
+        return self.lines(self.placed(rows), "value", unit, ceiling=bool(self.tops), log=self.in_time)
 
     def ratio(self) -> Chart | None:
         rows = [self.row(p, value=p.ratio) for p in self.points if p.ratio is not None]
@@ -363,21 +365,73 @@ def clustered(places: Iterable[int]) -> bool:
     return bool(gaps) and statistics.median(gaps) < statistics.fmean(gaps) / 8
 
 
-def groups(run: Run, stem: str) -> list[Group]:
-    """A run's charts, by operation and dtype. Charts without figures are left out."""
+def axis_of(cases: Iterable[Case]) -> tuple[str, dict[Case, int]]:
+    """The axis that tells the cases apart (row length, number of rows, or shape) and each case's place on it."""
+    different = list(dict.fromkeys(cases))
+    if all(len(case.shape) == 2 for case in different):
+        for axis in ("n_cols", "n_rows"):
+            at = {case: getattr(case, axis) for case in different}
+            if len(set(at.values())) == len(at):
+                return axis, at
+    return "shape", {case: place for place, case in enumerate(different)}
+
+
+def rows_of(counts: Iterable[int]) -> str:
+    low, *others = sorted(set(counts))
+    if others:
+        return f"{low} to {others[-1]} rows"
+    return f"{low} row" + "s" * (low > 1)
+
+
+def _panels(run: Run, stem: str = "", interactive: bool = True) -> list[Panel]:
+    """A panel for each operation and dtype of which a run has figures."""
     kinds: dict[tuple[str, str], list[Point]] = {}
     for point in run.points:
         kinds.setdefault((point.operation, point.dtype), []).append(point)
+    return [panel for points in kinds.values() if (panel := Panel(run, points, stem, interactive)).points]
+
+
+def groups(run: Run, stem: str) -> list[Group]:
+    """A run's charts, by operation and dtype. Charts without figures are left out."""
     found = []
-    for (operation, dtype), points in kinds.items():
-        panel = Panel(run, points, stem)
-        if panel.points:
-            makers: list[Callable[[], Chart | None]] = [
-                panel.speed, panel.ratio, panel.speed_up, panel.call_against_kernel, panel.memory, panel.frontier,
-            ]  # fmt: skip
-            charts = [chart for make in makers if (chart := make())]
-            found.append(Group(operation, dtype, charts))
+    for panel in _panels(run, stem):
+        makers: list[Callable[[], Chart | None]] = [
+            panel.speed, panel.ratio, panel.speed_up, panel.call_against_kernel, panel.memory, panel.frontier,
+        ]  # fmt: skip
+        charts = [chart for make in makers if (chart := make())]
+        found.append(Group(panel.points[0].operation, panel.points[0].dtype, charts))
     return found
+
+
+def picture(run: Run) -> dict[str, Any]:
+    """The speed at every operation and dtype, side by side, with one legend."""
+    panels = _panels(run, interactive=False)
+    names = in_order({name for panel in panels for name in panel.names})
+    charts = []
+    for panel in panels:
+        panel.names = names
+        rows = f", {rows_of(p.n_rows for p in panel.points)}" if panel.axis == "n_cols" else ""
+        charts.append(panel.speed_lines().properties(width=520, title=f"{panel.title}{rows}"))
+    floor = "" if all(panel.in_time for panel in panels) else f"; GB/s of {floor_of(run)}"
+    where = summary.machine_of(run) + floor + ("" if panels[0].on_gpu else "; eager wall time")
+    shared = all(panel.axis != "shape" and not panel.in_time for panel in panels)
+    whole = alt.concat(*charts, columns=2, title=where).resolve_scale(y="shared" if shared else "independent")
+    return whole.to_dict(validate=VALIDATE)
+
+
+def drawn(spec: dict[str, Any], suffix: str, scale: float) -> bytes:
+    """The image file of a specification. suffix: ".png", ".svg" or ".pdf". scale: pixels of a PNG for each of ours."""
+    text = json.dumps(bare(spec) | {"background": "white"})
+    if suffix == ".png":
+        return vl_convert.vegalite_to_png(text, vl_version=VEGA_LITE, scale=scale)
+    if suffix == ".pdf":
+        return vl_convert.vegalite_to_pdf(text, vl_version=VEGA_LITE)
+    return vl_convert.vegalite_to_svg(text, vl_version=VEGA_LITE).encode()
+
+
+def bare(spec: dict[str, Any]) -> dict[str, Any]:
+    """A specification without its schema's address, which nothing reads, and without Altair's own sizes."""
+    return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
 
 def _figure(point: Point, on_gpu: bool) -> Any:

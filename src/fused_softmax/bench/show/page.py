@@ -8,23 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import altair
 import jinja2
 import vl_convert
 
 from fused_softmax.bench import committed
+from fused_softmax.bench.catalog import PROVIDERS
 from fused_softmax.bench.results import fingerprint, record
 from fused_softmax.bench.results.record import Run
 from fused_softmax.bench.show import charts, summary
-from fused_softmax.bench.show import titles as show_titles
 
-VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 # Colours for a white page, and their replacements on a black one.
-DARK = {
-    charts.INK: "#e8e6e1", "#5D3A9B": "#b39ae0", "#0072B2": "#6f8dff", "#8B6D05": "#cdaa33", "#D55E00": "#ff8740",
-    "#00441B": "#3db46d", "#7F2704": "#c96a3a", "#1B3A57": "#7fa9d6",
-}  # fmt: skip
-SUFFIXES = ("svg", "png")
+DARK = {charts.INK: "#e8e6e1"} | {each.look.colour: each.look.dark for each in PROVIDERS if each.look.dark}
+SUFFIXES = (".svg", ".png")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -45,7 +40,9 @@ class Part:
     def title(self) -> str:
         """Its name for people: of a file that is not committed, its operations."""
         operations = dict.fromkeys(summary.title_of(point.operation) for point in self.run.points)
-        return show_titles.TITLES.get(self.stem) or ", ".join(operations) or "No results"
+        if self.stem in committed.COMMITTED:
+            return committed.COMMITTED[self.stem].title
+        return ", ".join(operations) or "No results"
 
     @property
     def about(self) -> str:
@@ -133,7 +130,7 @@ def render(parts: Sequence[Part], title: str) -> str:
     for each in parts:
         if each.difference:
             of_others.setdefault(each.difference, []).append(each)
-    specs = {chart.name: bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
+    specs = {chart.name: charts.bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
     gpus = dict.fromkeys(each.gpu for each in parts)
     return environment.get_template("report.html").render(
         title=title,
@@ -147,7 +144,7 @@ def render(parts: Sequence[Part], title: str) -> str:
         kernels=fingerprint.kernels(),
         dark=json.dumps(DARK),
         font=json.dumps(FONT),
-        bundle=vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
+        bundle=vl_convert.javascript_bundle(vl_version=charts.VEGA_LITE).replace("</script", "<\\/script"),  # type: ignore[call-arg]
     )
 
 
@@ -163,7 +160,7 @@ def packed(specs: dict[str, Any]) -> str:
 
 def chart_files(each: Part, folder: Path) -> list[Path]:
     """The files that `save_charts` writes for a part."""
-    return [folder / f"{chart.name}.{suffix}" for group in each.groups for chart in group.charts for suffix in SUFFIXES]
+    return [folder / f"{chart.name}{suffix}" for group in each.groups for chart in group.charts for suffix in SUFFIXES]
 
 
 def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object] = lambda name: None) -> list[Path]:
@@ -173,20 +170,13 @@ def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object
     shown = ((each, chart) for each in parts for group in each.groups for chart in group.charts)
     for each, chart in shown:
         title = {"text": chart.title, "subtitle": ", ".join(filter(None, (each.gpu, chart.shown, each.age)))}
-        spec = bare(chart.spec) | {"width": 640, "title": title, "background": "white"}
-        svg = vl_convert.vegalite_to_svg(json.dumps(spec), vl_version=VEGA_LITE).encode()
-        png = vl_convert.vegalite_to_png(json.dumps(spec), vl_version=VEGA_LITE, scale=2)
-        for suffix, content in (("svg", svg), ("png", png)):
-            path = folder / f"{chart.name}.{suffix}"
-            record.write_whole(path, content)
+        spec = chart.spec | {"width": 640, "title": title}
+        for suffix in SUFFIXES:
+            path = folder / f"{chart.name}{suffix}"
+            record.write_whole(path, charts.drawn(spec, suffix, scale=2))
             written.append(path)
         say(chart.name)
     return written
-
-
-def bare(spec: dict[str, Any]) -> dict[str, Any]:
-    """A specification without its schema's address, which nothing reads, and without Altair's own sizes."""
-    return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
 
 def number(value: float | None, form: str) -> str:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fused_softmax.bench.cases import ITEMSIZE, Case
-from fused_softmax.bench.entries.providers import OWN, TORCH, VARIANTS
+from fused_softmax.bench.catalog import OPERATIONS, OWN, TORCH, VARIANTS
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.compare import geometric_mean
 from fused_softmax.bench.results.record import Figure, Point, Run
-from fused_softmax.bench.show import titles as show_titles
 
 Pairs = dict[str, list[tuple[Point, Point]]]
 
@@ -26,17 +25,6 @@ def pairs(run: Run | None, operation: str, dtype: str | None = None) -> Pairs:
         if p.provider != OWN and p.case in own:
             found.setdefault(p.provider, []).append((own[p.case], p))
     return found
-
-
-TITLES = {line.operation: line.title for line in reversed(show_titles.LINES)} | {
-    "softmax_float32": "softmax to float32",
-    "sample_greedy": "sample, the greatest",
-    "sample_top_k_top_p": "sample, top-k 50 and top-p 0.9",
-    "attention": "attention, plain",
-    "attention_gradient": "attention, plain, gradient",
-    "attention_softcap": "attention, softcap",
-    "attention_sinks": "attention, sinks and window",
-}
 
 
 class Speed(NamedTuple):
@@ -83,11 +71,11 @@ def machine_of(run: Run) -> str:
 
 def title_of(operation: str) -> str:
     """An operation's name for people."""
-    return TITLES.get(operation, operation)
+    return OPERATIONS.get(operation, operation)
 
 
 def summaries(runs: Mapping[str, Run]) -> list[Summary]:
-    """One for each operation, dtype and machine for which this package has figures, in the order of the README.
+    """One for each operation, dtype and machine for which this package has figures, in the order of `OPERATIONS`.
 
     runs: by the stems of their files. Points are compared within a file and never between two.
     """
@@ -96,7 +84,7 @@ def summaries(runs: Mapping[str, Run]) -> list[Summary]:
         for point in run.points:
             if point.provider == OWN and _figure(run, point):
                 kinds.setdefault((point.operation, point.dtype, machine_of(run)), {})[stem] = run
-    order, dtypes = [line.operation for line in show_titles.LINES], list(ITEMSIZE)
+    order, dtypes = list(OPERATIONS), list(ITEMSIZE)
 
     def place(kind: tuple[str, str, str]) -> tuple[int, int]:
         operation, dtype, _ = kind
