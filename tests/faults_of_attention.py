@@ -8,7 +8,8 @@ DECODE, SHORT, GRADIENT = (
     "ops/attention/kernels/short.py",
     "ops/attention/kernels/gradient.py",
 )
-CALLS, OF_SHORT, CUDNN = "ops/attention/calls.py", "ops/attention/special.py", "ops/attention/sdpa.py"
+CALL, CALLS, WAYS = "ops/attention/call.py", "ops/attention/calls.py", "ops/attention/ways.py"
+OF_SHORT, CUDNN = "ops/attention/special.py", "ops/attention/sdpa.py"
 HIDDEN = "ops/attention/kernels/hidden.py"
 WINDOW = "ops/attention/plan/hopper.py"
 HF, MODELS = "hf.py", "test_hf_models.py"
@@ -25,6 +26,7 @@ SHORT_BIAS = "test_attention_short.py::test_a_bias_that_batches_share_has_its_gr
 STAY = "test_attention_sdpa.py::test_other_calls_stay"
 WRONG = "test_attention_sdpa.py::test_what_cudnn_would_get_wrong_stays_with_the_kernels"
 LAYOUTS = "test_attention_sdpa.py::test_gradients_of_one_kind_have_the_layouts_of_the_first"
+IN_ORDER = "test_attention_ways.py::test_the_first_way_that_takes_a_forward_pass"
 LARGE = "test_attention_large_scores.py::test_large_scores"
 LARGE_SHORT = "test_attention_large_scores.py::test_large_scores_of_short_heads"
 
@@ -153,8 +155,8 @@ ATTENTION = (
         "base = m[None, :]", "test_attention_decode.py::test_parts_and_rows_that_see_nothing",
     ),
     of(
-        "attention", "parts-lose-the-entropy", "ops/attention/special.py",
-        "if tensors[-2] is not None or tensors[-1] is not None:", "if tensors[-1] is not None:",
+        "attention", "parts-lose-the-entropy", OF_SHORT, "return c.stats_refused or plan_decode(",
+        "return plan_decode(",
         "test_attention_decode.py::test_statistics_are_for_the_plain_kernel",
     ),
     of(
@@ -193,25 +195,24 @@ ATTENTION = (
         SHORT_BIAS,
     ),
     of(
-        "attention", "bias-of-a-batch-held", OF_SHORT, 'any(c.strides["bias"][:2])', 'any(c.strides["bias"][:1])',
+        "attention", "bias-of-a-batch-held", OF_SHORT, 'any(c.strides_of("bias")[:2])', 'any(c.strides_of("bias")[:1])',
         "test_attention_short.py::test_other_biases",
     ),
     of(
-        "attention", "short-gradients-of-shared-keys", OF_SHORT, "plan is None or c.group != 1 or", "plan is None or",
+        "attention", "short-gradients-of-shared-keys", OF_SHORT, "if c.group != 1 or c.spec.sinks:", "if c.spec.sinks:",
         "test_attention_short.py::test_gradients_that_are_other_kernels_work",
     ),
     of(
-        "attention", "two-gradients-from-one-sum", OF_SHORT, "or c.spec.sinks or len(wanted) > 1:", "or c.spec.sinks:",
+        "attention", "two-gradients-from-one-sum", OF_SHORT, "if len(beside) > 1:", "if False:",
         "test_attention_short.py::test_gradients_that_are_other_kernels_work",
     ),
     of(
-        "attention", "short-gradients-without-the-sinks", OF_SHORT, "or c.spec.sinks or len(wanted) > 1:",
-        "or len(wanted) > 1:", "test_attention_short.py::test_gradients_that_are_other_kernels_work",
+        "attention", "short-gradients-without-the-sinks", OF_SHORT, "if c.group != 1 or c.spec.sinks:",
+        "if c.group != 1:", "test_attention_short.py::test_gradients_that_are_other_kernels_work",
     ),
     of(
         "attention", "short-lengths-lose-the-entropy", OF_SHORT,
-        "if plan is None or tensors[-2] is not None or tensors[-1] is not None:",
-        "if plan is None or tensors[-1] is not None:",
+        "else asked.call.stats_refused or plan", "else plan",
         "test_attention_short.py::test_statistics_are_for_the_plain_kernel",
     ),
     of(
@@ -295,7 +296,7 @@ ATTENTION = (
     ),
     of(
         "attention", "one-mask-for-all-heads-of-a-tile", "ops/attention/special.py",
-        'not (c.spec.mask_rows or c.strides["mask"][2])', "not c.spec.mask_rows",
+        'not (c.spec.mask_rows or c.strides_of("mask")[2])', "not c.spec.mask_rows",
         "test_attention_hidden.py::test_few_queries_over_padded_keys",
     ),
     of(
@@ -308,41 +309,42 @@ ATTENTION = (
         "test_attention.py::test_stats",
     ),
     of(
-        "attention", "least-score-as-a-maximum", CALLS, "how.softcap is None and how.scale > 0", "how.softcap is None",
+        "attention", "least-score-as-a-maximum", CALL, "how.softcap is None and how.scale > 0", "how.softcap is None",
         OPTIONS,
     ),
     of(
-        "attention", "last-keys-by-the-tile-of-queries", CALLS, "self.n_keys % tiles.block_n",
+        "attention", "last-keys-by-the-tile-of-queries", CALL, "self.n_keys % tiles.block_n",
         "self.n_keys % tiles.block_m", "test_attention.py::test_keys_after_the_last_tile",
     ),
     of(
-        "attention", "window-that-hides-one-key", CALLS, "return None if left is None or left >= most else left",
+        "attention", "window-that-hides-one-key", CALL, "return None if left is None or left >= most else left",
         "return None if left is None or left >= most - 1 else left", EDGES,
     ),
     of(
-        "attention", "window-that-hides-one-query", CALLS, "return None if right is None or right >= most else right",
+        "attention", "window-that-hides-one-query", CALL, "return None if right is None or right >= most else right",
         "return None if right is None or right >= most - 1 else right", EDGES,
     ),
     of(
-        "attention", "keys-that-the-last-query-sees", CALLS, "max(0, offset - self._left)",
+        "attention", "keys-that-the-last-query-sees", CALL, "max(0, offset - self._left)",
         "max(0, self.n_queries - 1 + offset - self._left)",
         "test_attention_decode.py::test_plans_are_of_the_keys_that_are_seen",
     ),
     of(
         "attention", "two-gradients-of-one-memory", CALLS,
-        "found.clone() if found is ds and len(full) > 1 else found", "found",
+        "found.clone() if found is own.ds and len(full) > 1 else found", "found",
         "test_attention.py::test_gradients_share_no_memory",
     ),
     of(
-        "attention", "hidden-gradients-left-unwritten", CALLS, "make = torch.zeros if c.how.bounded else torch.empty",
+        "attention", "hidden-gradients-left-unwritten", CALLS,
+        "make = torch.zeros if asked.how.bounded else torch.empty",
         "make = torch.empty", UNWRITTEN,
     ),
     of(
-        "attention", "gradients-of-no-queries-unwritten", CALLS, " if n_rows else (dk.zero_(), dv.zero_())",
-        "", UNWRITTEN,
+        "attention", "gradients-of-no-queries-unwritten", CALLS,
+        "    if c.all_heads * c.n_queries:\n", "    if True:\n", UNWRITTEN,
     ),
     of(
-        "attention", "a-bias-alone-without-its-gradient", CALLS, "bool(asked[0] or full)", "bool(asked[0])",
+        "attention", "a-bias-alone-without-its-gradient", CALLS, "(wanted.query or bool(full))", "wanted.query",
         "test_attention.py::test_only_what_is_asked_for",
     ),
     of(
@@ -355,25 +357,24 @@ ATTENTION = (
     ),
     of(
         "attention", "bottom-right-by-cudnn", CUDNN,
-        "(how.left, how.right, how.offset(n_queries, n_keys)) == (None, 0, 0)",
+        "(how.left, how.right, how.offset(query.shape[-2], given.key.shape[-2])) == (None, 0, 0)",
         "(how.left, how.right) == (None, 0)", STAY,
     ),
-    of("attention", "softcap-by-cudnn", CUDNN, "        and how.softcap is None\n", "", STAY),
-    of("attention", "negative-scale-by-cudnn", CUDNN, "        and how.scale > 0\n", "", STAY),
+    of("attention", "softcap-by-cudnn", CUDNN, '"it has a softcap": how.softcap is not None,', "", STAY),
+    of("attention", "negative-scale-by-cudnn", CUDNN, '"its scale is not positive": how.scale <= 0,', "", STAY),
     of(
         "attention", "broadcast-keys-by-cudnn", CUDNN,
-        "        and not any(0 in each.stride() for each in given[:3])  # broadcast\n", "", STAY,
+        '"a tensor is broadcast": any(0 in each.stride() for each in given[:3]),', "", STAY,
     ),
     of(
-        "attention", "not-deterministic-where-asked", CUDNN, "if how.deterministic or not is_plain(",
-        "if not is_plain(", STAY,
+        "attention", "not-deterministic-where-asked", CUDNN, "if how.deterministic:", "if False:", STAY,
     ),
     of(
-        "attention", "gradient-of-lse-lost-by-cudnn", CUDNN, "if dlse is not None or not all(", "if not all(",
+        "attention", "gradient-of-lse-lost-by-cudnn", CUDNN, "if asked.dlse is not None:", "if False:",
         "test_attention_sdpa.py::test_a_gradient_of_lse_is_the_kernels_of_what_cudnn_left",
     ),
     of(
-        "attention", "all-gradients-for-one", CUDNN, "not all(asked[:3])", "not any(asked[:3])",
+        "attention", "all-gradients-for-one", CUDNN, "not all(asked.wanted[:3])", "not any(asked.wanted[:3])",
         "test_attention_sdpa.py::test_what_is_asked_beside_the_output",
     ),
     of(
@@ -403,7 +404,7 @@ ATTENTION = (
     ),
     of(
         "attention", "room-for-ds-that-no-kernel-makes", BY_SUM,
-        ' or not attention_hopper.takes(c, "keys", read, bias, do)', "",
+        "    if isinstance(tiles, str):\n        return tiles\n", "",
         "test_attention_hopper_bias.py::test_where_other_kernels_compute_no_room_is_made",
     ),
     of(
@@ -426,7 +427,7 @@ ATTENTION = (
     ),
     of(
         "attention", "heads-of-the-group-counted-as-one", BY_SUM,
-        "slice(which.start * c.group, which.stop * c.group)", "which",
+        "slice(turn.first * c.group, turn.last * c.group)", "slice(turn.first, turn.last)",
         "test_attention_hopper_bias.py::test_gradients_by_the_sum_of_ds",
     ),
     of("attention", "ds-of-no-key-counts", DS, "tl.where(cols < n_keys, ", "tl.where(cols < width, ", ONE_READ),
@@ -460,6 +461,14 @@ ATTENTION = (
     of(
         "attention", "widened-gradients-uncut", CALLS, "each[..., : like.shape[-1]].contiguous()", "each",
         "test_attention.py::test_heads_of_16_bits_that_no_vectors_fill",
+    ),
+    of(
+        "attention", "the-last-way-that-takes-a-pass", WAYS, "for way in ways:", "for way in reversed(ways):", IN_ORDER,
+    ),
+    of("attention", "ways-refuse-without-a-word", WAYS, "refused[way.name] = plan", "pass", IN_ORDER),
+    of(
+        "attention", "the-calls-number-for-a-launchs-own", CALL, "self.numbers | dict(values)",
+        "dict(values) | self.numbers", "test_attention_ways.py::test_arguments_are_found_by_the_names_of_parameters",
     ),
     of(
         "attention", "two-patterns-of-shared-memory", "ops/attention/plan/tiles.py", "least = min(SWIZZLE, max(dims))",

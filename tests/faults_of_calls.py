@@ -702,8 +702,11 @@ EXPLAIN = (
         "test_explanation.py::test_what_triton_says_of_compiling_is_the_calls_that_compiles",
     ),
     of(
-        "explain", "a-pass-of-cudnns-by-the-kernels", "explanation.py", "if made is not None and now is not None:",
-        "if False:",
+        "explain", "a-pass-of-cudnns-by-the-kernels", "explanation.py", "if choice.way.name == CUDNN:", "if False:",
         "test_explanation.py::test_a_pass_that_is_handed_to_cudnn",
+    ),
+    of(
+        "explain", "no-word-of-the-ways", "explanation.py", "now.record.ways = *now.record.ways,", "_ =",
+        "test_attention_ways.py::test_explain_says_which_way_and_why",
     ),
 )  # fmt: skip

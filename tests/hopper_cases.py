@@ -5,26 +5,24 @@ import torch
 from attention_cases import FP64
 
 import fused_softmax
-from fused_softmax.ops.attention import hopper as attention_hopper
 from fused_softmax.ops.attention import reference as reference_attention
+from fused_softmax.ops.attention import ways
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90")
 
 
-def watched(monkeypatch, *names, module=attention_hopper):
-    """A list that gets what these functions of a module return: None where they leave a call to others."""
-    found = []
+def watched(monkeypatch, name, *passes):
+    """A list that gets the choice of each of these passes that reached a way: None where it left the pass to others."""
+    found, chosen = [], ways.chosen
 
-    def watch(name, prepare):
-        def spy(*given):
-            found.append(prepare(*given))
-            return found[-1]
+    def spy(of, table, asked):
+        choice = chosen(of, table, asked)
+        if of in passes and name in (choice.way.name, *choice.refused):
+            found.append(choice if choice.way.name == name else None)
+        return choice
 
-        monkeypatch.setattr(module, name, spy)
-
-    for name in names:
-        watch(name, getattr(module, name))
+    monkeypatch.setattr(ways, "chosen", spy)
     return found
 
 

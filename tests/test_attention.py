@@ -9,7 +9,7 @@ from products import pairwise
 
 import fused_softmax
 from fused_softmax.ops.attention import bias as attention_bias
-from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention import reference as reference_attention
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -32,7 +32,7 @@ OPTIONS = {
 @pytest.fixture(params=["square"])
 def tiles(request, monkeypatch):
     """Tiles of which a short length has several; the planner's own are of a GPU."""
-    monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS[request.param])
+    monkeypatch.setattr(attention_call, "plan_attention", lambda *_: PLANS[request.param])
 
 
 every_plan = pytest.mark.parametrize("tiles", PLANS, indirect=True)

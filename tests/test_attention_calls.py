@@ -9,9 +9,9 @@ from attention_cases import BF16, FP16, FP32, FP64, qkv, tensors
 
 import fused_softmax
 from fused_softmax.core.plan import H200
-from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention import reference as reference_attention
-from fused_softmax.ops.attention.calls import Inputs
+from fused_softmax.ops.attention.call import Inputs
 from fused_softmax.ops.attention.options import Attention
 from fused_softmax.ops.attention.plan.tiles import padded, plan_attention
 
@@ -136,7 +136,7 @@ def test_a_mask_whose_rows_lie_far_apart_is_copied(name):
     """As a query, key or value is: 127 times this stride is more than a tile's offsets hold."""
     q, k, v = (each.to("meta") for each in qkv(128, 16, dtype=BF16))
     rows = torch.empty(128, 17_000_000, device="meta")[:, :16]
-    call = attention_calls._Call(Inputs(q, k, v)._replace(**{name: rows}), Attention(scale=0.25))
+    call = attention_call.Call(Inputs(q, k, v)._replace(**{name: rows}), Attention(scale=0.25))
     assert name.removeprefix("attn_") in call.ready
 
 

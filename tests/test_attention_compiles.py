@@ -9,6 +9,7 @@ import triton
 from launches import GPUS, launched
 from products import pairwise
 
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention import calls as attention_calls
 from fused_softmax.ops.attention import hopper as attention_hopper
 from fused_softmax.ops.attention.options import Attention
@@ -57,7 +58,7 @@ def binaries(
         torch.empty(n_batches, key_heads, n_keys, dims[0], dtype=dtype),
     )
     v, rows = torch.empty(n_batches, key_heads, n_keys, dims[1], dtype=dtype), torch.empty(n_batches, heads, n_queries)
-    given = attention_calls.Inputs(
+    given = attention_call.Inputs(
         q, k, v, KEEP[: n_queries if mask is True else 1, :n_keys].contiguous() if mask else None,
         None if bias is None else torch.empty(bias, dtype=dtype),
         torch.empty(heads) if sinks else None, torch.empty(heads) if alibi else None,
@@ -68,12 +69,12 @@ def binaries(
         if not backward:
             return
         o = torch.empty(n_batches, heads, n_queries, dims[1], dtype=dtype)
-        asked = (True, True, True, False, bias is not None, sinks)
-        attention_calls.prepare_backward(given, how, o, rows, o, rows, asked)
+        wanted = attention_call.Wanted(True, True, True, False, bias is not None, sinks)
+        attention_calls.prepare_backward(given, how, o, rows, o, rows, wanted)
 
     on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
-    plain = mock.patch.object(attention_hopper, "_planned", return_value=None)
-    with on_gpu, plain, mock.patch.object(attention_calls, "device_of", return_value=GPUS[target]):
+    plain = mock.patch.object(attention_hopper, "plan_hopper", return_value="the plain kernels are compiled")
+    with on_gpu, plain, mock.patch.object(attention_call, "device_of", return_value=GPUS[target]):
         recorded = launched(GPUS[target], run)
     return {launch.kernel.__name__: launch.compile(target) for launch in recorded}
 

@@ -8,7 +8,7 @@ from attention_cases import BF16, FP16, FP32, PLANS, assert_attention, qkv, tens
 
 import fused_softmax
 from fused_softmax.core.plan import H200
-from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import special as attention_decode
 from fused_softmax.ops.attention.plan.tiles import LEAST_KEYS, DecodePlan, Tiles, plan_decode
@@ -31,7 +31,7 @@ def parts(request, monkeypatch):
         return DecodePlan(Tiles(max(16, block_r), 16, 4, 1), request.param, block_r, chunk=2)
 
     monkeypatch.setattr(attention_decode, "plan_decode", plan)
-    monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS["square"])
+    monkeypatch.setattr(attention_call, "plan_attention", lambda *_: PLANS["square"])
     yield request.param
     assert taken
 
@@ -125,13 +125,13 @@ def test_the_same_bits_and_tickets_that_start_anew(parts, device):
 @needs_kernels
 def test_tickets_are_0_again(parts, device, monkeypatch):
     """At the end of a launch, for the next one takes them as they are."""
-    prepare, tickets = attention_calls._Call.prepare, []
+    prepare, tickets = attention_call.Call.prepare, []
 
     def spied(self, *given, **fields):
-        run = prepare(self, *given, **fields)
-        return lambda *tensors: run(*tensors) or tickets.append(tensors[-1])
+        launch = prepare(self, *given, **fields)
+        return launch._replace(run=lambda *tensors: launch.run(*tensors) or tickets.append(tensors[-1]))
 
-    monkeypatch.setattr(attention_calls._Call, "prepare", spied)
+    monkeypatch.setattr(attention_call.Call, "prepare", spied)
     fused_softmax.attention(*qkv(1, 70, heads=4, key_heads=2, device=device), enable_gqa=True)
     assert len(tickets) == 1
     assert tickets[0].dtype == torch.int64
@@ -153,7 +153,7 @@ SEEN = {
 def test_plans_are_of_the_keys_that_are_seen(option, device, monkeypatch):
     """By some of three queries, of 50 keys."""
     planned = []
-    monkeypatch.setattr(attention_decode, "plan_decode", lambda *given: planned.append(given[6]))
+    monkeypatch.setattr(attention_decode, "plan_decode", lambda *given: planned.append(given[6]) or "no plan")
     options, seen = SEEN[option]
     fused_softmax.attention(*qkv(3, 50, lead=(1,), device=device), **options)
     assert planned == [seen]
@@ -161,7 +161,7 @@ def test_plans_are_of_the_keys_that_are_seen(option, device, monkeypatch):
 
 def test_statistics_are_for_the_plain_kernel(device, monkeypatch):
     taken = []
-    monkeypatch.setattr(attention_decode, "plan_decode", lambda *given: taken.append(given))
+    monkeypatch.setattr(attention_decode, "plan_decode", lambda *given: taken.append(given) or "no plan")
     given = qkv(1, 50, lead=(1,), device=device)
     for names in ("entropy", "row_max"):
         fused_softmax.attention(*given, return_stats=names)
@@ -176,7 +176,7 @@ def test_statistics_are_for_the_plain_kernel(device, monkeypatch):
 def test_plans(group, n_keys, n_heads):
     """Every part has keys; together they have all; merging reads no more than a part does."""
     plan = plan_decode(128, 128, 2, 1, group, n_heads, n_keys, H200)
-    if plan is None:
+    if isinstance(plan, str):
         assert group == 1
         return
     tiles = -(-n_keys // plan.tiles.block_n)
@@ -184,8 +184,8 @@ def test_plans(group, n_keys, n_heads):
     assert (plan.parts - 1) * of_each < tiles <= plan.parts * of_each
     assert plan.parts == 1 or 4 * plan.parts * plan.block_r * 128 <= 2 * 256 * n_keys / plan.parts + 512
     assert plan.lanes % plan.chunk == 0
-    assert plan_decode(128, 128, 2, 65, 1, n_heads, n_keys, H200) is None
-    assert plan_decode(128, 128, 2, 1, group, n_heads, LEAST_KEYS - 1, H200) is None
+    assert plan_decode(128, 128, 2, 65, 1, n_heads, n_keys, H200) == "65 rows share a head of keys, more than 64"
+    assert "keys are seen, fewer than" in plan_decode(128, 128, 2, 1, group, n_heads, LEAST_KEYS - 1, H200)
 
 
 def test_tiles_of_dims_that_differ():

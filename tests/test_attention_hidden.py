@@ -8,7 +8,7 @@ from attention_cases import BF16, FP32, PLANS, assert_attention, qkv, tensors
 from products import pairwise
 
 import fused_softmax
-from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention import special as attention_decode
 from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 
@@ -23,7 +23,7 @@ NAN, HIDES = float("nan"), -float("inf")
 
 @pytest.fixture(params=["square", "oblong"], autouse=True)
 def tiles(request, monkeypatch):
-    monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS[request.param])
+    monkeypatch.setattr(attention_call, "plan_attention", lambda *_: PLANS[request.param])
 
 
 def padding():

@@ -4,6 +4,7 @@ The kernel that stores dS runs on such a GPU alone (`test_attention_hopper.py`).
 """
 
 import math
+from operator import itemgetter
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from hopper_cases import on_hopper
 from fused_softmax.core.route import INTERPRET
 from fused_softmax.ops.attention import hopper as attention_hopper
 from fused_softmax.ops.attention import hopper_bias as attention_hopper_bias
+from fused_softmax.ops.attention.call import Launch
+from fused_softmax.ops.attention.plan.hopper import HopperTiles
+
+PLAN = HopperTiles(2, 64, 2, 240, 64, 64)  # of a kernel that torch stands in for
 
 
-def keys_by_torch(c, read, bias, do, rows, record, coarse, dk, dv, ds=None, first_head=0):
+def keys_by_torch(c, plan, tensors, first_head):
     """In place of the kernel of dK and dV for sm_90: what it stores, and NaN where it stores nothing."""
-    if ds is None:
-        return None
-    of_keys = slice(first_head, first_head + ds.shape[1] // c.group)
+    of_keys = slice(first_head, first_head + tensors["ds"].shape[1] // c.group)
     of_queries = slice(of_keys.start * c.group, of_keys.stop * c.group)
 
     def run(q, k, v, bias, do, rows, record, coarse, dk, dv, ds):
@@ -35,7 +38,8 @@ def keys_by_torch(c, read, bias, do, rows, record, coarse, dk, dv, ds=None, firs
         for into, each in ((dk, found.mT @ q * c.how.scale), (dv, p.mT @ do)):
             into[:, of_keys] = each.unflatten(1, (-1, c.group)).sum(2)
 
-    return run
+    names = "q", "k", "v", "bias", "do", "rows", "record", "coarse", "dk", "dv", "ds"
+    return [Launch(run, itemgetter(*[list(tensors).index(name) for name in names]))]
 
 
 @pytest.mark.skipif(not INTERPRET, reason="torch stands in for a kernel beside interpreted ones")
@@ -46,17 +50,17 @@ def test_gradients_by_the_sum_of_ds(monkeypatch, room, shape, options):
     """Room for so many of 3 heads of keys; the last turn may have fewer."""
     turns = []
 
-    def prepare(*given):
-        turns.append(given[9:])
-        return keys_by_torch(*given)
+    def prepare(c, plan, tensors, first_head):
+        turns.append(tensors["ds"].shape[1])
+        return keys_by_torch(c, plan, tensors, first_head)
 
     monkeypatch.setattr(attention_hopper, "prepare_keys", prepare)
-    monkeypatch.setattr(attention_hopper, "takes", lambda *_: True)
+    monkeypatch.setattr(attention_hopper, "keys_plan", lambda asked: PLAN)
     monkeypatch.setattr(attention_hopper_bias, "_DS_BYTES", room * 2 * 2 * 20 * 40 * 4)
     bias = torch.randn(*shape, 20, 35, generator=torch.Generator().manual_seed(3))
     assert_attention(*qkv(20, 35, heads=6, key_heads=3), enable_gqa=True, bias=bias, **options)
     assert len(turns) == -(-3 // room)
-    assert sum(ds.shape[1] for ds, _ in turns) == 6
+    assert sum(turns) == 6
 
 
 @pytest.mark.skipif(not INTERPRET, reason="torch stands in for a kernel beside interpreted ones")
@@ -79,7 +83,7 @@ def test_few_keys_and_many_batches_take_one_read_of_ds(monkeypatch, n_keys, room
     prepare_both = attention_hopper_bias._prepare_both
     monkeypatch.setattr(attention_hopper_bias, "_prepare_both", watched)
     monkeypatch.setattr(attention_hopper, "prepare_keys", keys_by_torch)
-    monkeypatch.setattr(attention_hopper, "takes", lambda *_: True)
+    monkeypatch.setattr(attention_hopper, "keys_plan", lambda asked: PLAN)
     width = -(-n_keys // 8) * 8
     monkeypatch.setattr(attention_hopper_bias, "_DS_BYTES", room * batches * 2 * 70 * width * 4)
     bias = torch.randn(*shape, 70, n_keys, generator=torch.Generator().manual_seed(3))

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, on_hopper]
 @pytest.fixture
 def taken(monkeypatch):
     """Whether each kernel that was prepared was of those for sm_90."""
-    return watched(monkeypatch, "prepare_forward", "prepare_keys", "prepare_queries")
+    return watched(monkeypatch, "hopper", "the forward pass", "dK and dV", "dQ")
 
 
 # Scores with other keys are up to about half as high: a weight is e^60 times any other's, or more than fp32 holds.

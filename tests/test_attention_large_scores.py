@@ -12,7 +12,7 @@ from attention_cases import BF16, FP16, FP32, FP64, PLANS
 
 import fused_softmax
 from fused_softmax.core.route import INTERPRET
-from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.kernels.scores import less_maximum
 
@@ -101,7 +101,7 @@ def assert_exact(given, options, tolerance, stats=()):
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_scores(monkeypatch, device, kind, factor):
     if device == "cpu":
-        monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS["oblong"])
+        monkeypatch.setattr(attention_call, "plan_attention", lambda *_: PLANS["oblong"])
     given, options = case(KINDS[kind], FP32, factor, device)
     assert_exact(given, options, 5e-3 if kind in ("cap", "slopes") else 2e-5, ("column_sums",))
 
@@ -136,7 +136,7 @@ def test_a_score_that_rounding_lifts_above_its_maximum_is_the_maximum():
 @pytest.mark.skipif(not INTERPRET, reason="every launch's flag lies on the host")
 def test_one_large_call_leaves_the_next_its_own_kernel(monkeypatch):
     """Which of two kernels computes is told from call to call."""
-    monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS["oblong"])
+    monkeypatch.setattr(attention_call, "plan_attention", lambda *_: PLANS["oblong"])
     for factor in (1 / 4, 256, 1 / 4):
         torch.manual_seed(1)
         given, options = case(KINDS["causal"], FP32, factor, "cpu")

@@ -8,7 +8,7 @@ from attention_cases import BF16, FP16, PLANS, assert_attention, qkv, tensors
 
 import fused_softmax
 from fused_softmax.core.plan import H200
-from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import special as attention_short
 from fused_softmax.ops.attention.plan.tiles import LEAST_HEADS, MOST_LENGTH, ShortPlan, Tiles, plan_short
@@ -30,7 +30,7 @@ def short(monkeypatch):
         return ShortPlan(Tiles(side, side, 4, 1), 2, -(-n_batches // 2))
 
     monkeypatch.setattr(attention_short, "plan_short", plan)
-    monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS["square"])
+    monkeypatch.setattr(attention_call, "plan_attention", lambda *_: PLANS["square"])
     yield
     assert set(taken) == {"forward", "backward"}
 
@@ -180,10 +180,16 @@ def test_plans(kernel):
         assert (plan.parts - 1) * plan.steps < n_batches <= plan.parts * plan.steps
         assert min(plan.tiles.block_m, plan.tiles.block_n) >= 49
     many = LEAST_HEADS * H200.sm_count
-    assert plan_short(kernel, 32, 32, 2, 49, 49, many - 1, 1, H200) is None
-    assert plan_short(kernel, 32, 32, 2, MOST_LENGTH + 1, 49, many, 1, H200) is None
-    assert plan_short(kernel, 32, 32, 4, 49, 49, many, 1, H200) is None
-    assert plan_short(kernel, 32, 128, 2, 49, 49, many, 1, H200) is None
+    assert (
+        plan_short(kernel, 32, 32, 2, 49, 49, many - 1, 1, H200)
+        == f"{many - 1} heads of all batches are fewer than {many}"
+    )
+    assert (
+        plan_short(kernel, 32, 32, 2, MOST_LENGTH + 1, 49, many, 1, H200)
+        == "65 queries and 49 keys are not 1 to 64 each"
+    )
+    assert plan_short(kernel, 32, 32, 4, 49, 49, many, 1, H200) == "elements have 4 bytes, not 2"
+    assert plan_short(kernel, 32, 128, 2, 49, 49, many, 1, H200) == "heads have more than 64 dims"
 
 
 @pytest.mark.gpu

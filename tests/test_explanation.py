@@ -14,9 +14,9 @@ import fused_softmax
 from fused_softmax import explain, explanation
 from fused_softmax.core import calls, launch, route
 from fused_softmax.core.plan import RowPlan
-from fused_softmax.ops.attention import attention as attention_ops
+from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
-from fused_softmax.ops.attention.calls import Gradients, Inputs, Results
+from fused_softmax.ops.attention import ways
 from fused_softmax.ops.attention.plan.sdpa import LEAST_LENGTH, Entry
 from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 from fused_softmax.ops.sampling.plan import DrawPlan
@@ -303,27 +303,23 @@ def test_a_call_of_torchs_that_attention_takes_over(q, monkeypatch):
     assert [each.depth for each in explained] == [0, 1]
 
 
+def forward_by_the_reference(query, key, value, *rest, scale):
+    found = reference_attention.attention(query, key, value, scale=scale, return_lse=True, arithmetic=torch.float32)
+    return found.output, found.lse.contiguous()
+
+
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_a_pass_that_is_handed_to_cudnn(which, device, monkeypatch):
-    def prepare_forward(given, how, with_lse):
-        def call(*given):
-            found = attention_ops.composed(Inputs(*given), how, torch.float32, return_lse=True)
-            return Results(found.output.half(), found.lse, None, None, None)
-
-        return call
-
-    def prepare_backward(given, how, do, dlse, output, asked):
-        return lambda do, dlse, output, lse, *given: Gradients(*given[:3], None, None, None)
-
-    fakes = {"forward": prepare_forward, "backward": prepare_backward}
-    monkeypatch.setattr(attention_sdpa, f"prepare_{which}", fakes[which])
-    dim = {"forward": 64, "backward": 128}[which]
+    monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: True)
+    monkeypatch.setattr(attention_sdpa, "_forward", forward_by_the_reference)
+    monkeypatch.setattr(attention_sdpa, "_backward", lambda do, *given, **_: given[:3])
+    dim, of = {"forward": (64, "the forward pass"), "backward": (128, "the gradients")}[which]
     leaves = [torch.randn(1, 1, LEAST_LENGTH, dim, device=device).half().requires_grad_() for _ in range(3)]
     with explain() as explained:
         fused_softmax.attention(*leaves).sum().backward()
     forward, backward = explained
     handed, other = (forward, backward) if which == "forward" else (backward, forward)
-    assert (handed.route, handed.reason) == ("cuDNN", f"cuDNN was measured to be faster at this {which} pass")
+    assert (handed.route, handed.reason) == ("cuDNN", f"cuDNN was measured to be faster at {of}")
     assert [type(each) for each in handed.plan] == [Entry]
     assert handed.plan[0].which == which
     assert handed.kernels == []
@@ -498,7 +494,7 @@ def places():
     named += [
         (route, "decide"), (route, "watcher_of"), (patch, "watcher_of"), (patch, "left_to_aten"), (patch, "listener"),
         (library, "listener"), (launch, "prepare"), (knobs.compilation, "listener"), (calls, "_is_compiling"),
-        (attention_sdpa, "prepare_forward"), (attention_sdpa, "prepare_backward"), (calls, "_look"),
+        (ways, "chosen"), (calls, "_look"),
     ]  # fmt: skip
     found = [(name, getattr(where, name)) for where, name in named]
     return found + [

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_softmax
 from fused_softmax.core.route import INTERPRET
-from fused_softmax.ops.attention import calls as attention_calls
+from fused_softmax.ops.attention import call as attention_call
 from fused_softmax.ops.attention.plan import sdpa as plan
 from fused_softmax.register import patch
 
@@ -25,7 +25,7 @@ def ran(monkeypatch):
     ours = patch.attention
     monkeypatch.setattr(patch, "attention", lambda *given, **more: calls.append(1) or ours(*given, **more))
     monkeypatch.setattr(plan, "BIASED", (plan.Biased((9, 0), 16, 128, "a test"),))
-    monkeypatch.setattr(attention_calls, "plan_attention", lambda *_: PLANS["square"])
+    monkeypatch.setattr(attention_call, "plan_attention", lambda *_: PLANS["square"])
     threads = [frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]
     waiting = {(frame.f_globals["__name__"], frame.f_code.co_name) for frame in threads}
     monkeypatch.setattr(patch, "_IDLE", patch._IDLE | waiting)

@@ -136,7 +136,8 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
     """Print how softmax of contiguous ROWS x COLS runs on this GPU, and why.
 
     It also prints how many bytes this plan, torch and a naive softmax move, and the least possible time. For the four
-    sizes of attention, it prints who computes each pass of plain attention, and why, and the kernels' tiles.
+    sizes of attention, it prints who computes each pass of plain attention, and why, the kernels' tiles, and why the
+    ways that stand before the one taken do not take it.
     """
     given = [size for size in (n_rows, n_cols) if size is not None]
     of_attention = len(shape) == 4 and not given
@@ -148,12 +149,18 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
         from fused_softmax.bench.show import report
 
     if of_attention:
+        import torch
+
+        from fused_softmax.ops.attention.calls import planned
+        from fused_softmax.ops.attention.options import KERNEL_DTYPES
         from fused_softmax.ops.attention.plan.tiles import HALF
 
         most = max(HALF["forward"])  # the ladder's end
         if shape[-1] > most:
             raise click.UsageError(f"attention's heads have at most {most} dims, not {shape[-1]}")
         facts = report.attention_facts(shape, cases.ITEMSIZE[dtype], device)
+        if getattr(torch, dtype) in KERNEL_DTYPES and 0 not in shape:
+            facts |= report.ways_facts(planned(shape, getattr(torch, dtype), device))
     else:
         n_rows, n_cols = shape or given
         facts = report.plan_facts(providers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype]), device)

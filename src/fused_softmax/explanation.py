@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import knobs
 
 from fused_softmax.core import calls, launch, no_gradient, route
-from fused_softmax.core.device import device_of
 from fused_softmax.core.route import Decision, Route
 from fused_softmax.ops.attention import attention
-from fused_softmax.ops.attention import sdpa as attention_sdpa
-from fused_softmax.ops.attention.plan.sdpa import entry_of
+from fused_softmax.ops.attention import ways as attention_ways
 from fused_softmax.ops.losses import cross_entropy, linear_cross_entropy
 from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
@@ -71,6 +69,17 @@ _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
 )
 
 
+class Taken(NamedTuple):
+    """The way that takes a pass of attention, or a part of it.
+
+    of: the pass. name: of the way. refused: of each way that stands before it, by name, why it does not take the pass.
+    """
+
+    of: str
+    name: str
+    refused: dict[str, str]
+
+
 @dataclass
 class Record:
     """One call, or one backward pass.
@@ -81,6 +90,8 @@ class Record:
     route: "kernel", "operator" (of torch.ops.fused_softmax), "sharded", "cuDNN", "composed" (of torch's operations), or
         "ATen" (a call that `enable()` left to it); "none" of a call that raised before it had one.
     reason: why it went there.
+    ways: of a pass of attention, which way of its table takes it, and why the ones before it do not: in the order in
+        which they were asked, each with `of`, `name` and `refused`.
     plan: the frozen records by which its kernels were launched, in the order of their first launch.
     kernels: names of this package's kernels in the order of their launches.
     compile_seconds: how long Triton compiled for it; 0.0 if it compiled nothing.
@@ -91,6 +102,7 @@ class Record:
     shapes: tuple[tuple[int, ...], ...] = ()
     route: str = ""
     reason: str = ""
+    ways: tuple[Taken, ...] = ()
     plan: tuple[Any, ...] = ()
     kernels: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
@@ -100,6 +112,9 @@ class Record:
         indent = "    " * self.depth
         shapes = ", ".join(" x ".join(map(str, shape)) or "one element" for shape in self.shapes)
         lines = [f"{indent}{self.function}{f' ({shapes})' if shapes else ''}: {self.route}, {self.reason}"]
+        for each in self.ways:
+            lines.append(f"{indent}  {each.of}: by {each.name}")
+            lines += [f"{indent}    not by {name}: {why}" for name, why in each.refused.items()]
         lines += [f"{indent}  plan: {each}" for each in self.plan]
         runs = [(name, len(list(run))) for name, run in groupby(self.kernels)]
         if runs:
@@ -328,17 +343,15 @@ def _leaving(real: Callable) -> Callable:
     return listened
 
 
-def _handing_over(real: Callable, which: Any) -> Callable:
-    def listened(given, how, *rest):
-        made, now = real(given, how, *rest), _now()
-        if made is not None and now is not None:
-            query, key, value = given[:3]
-            dims, lengths = (query.shape[-1], value.shape[-1]), (query.shape[-2], key.shape[-2])
-            entry = entry_of(which, *dims, query.element_size(), *lengths, device_of(query.get_device()))
-            now.settle((CUDNN, f"cuDNN was measured to be faster at this {which} pass"))
-            if entry is not None:
-                now.record.plan = entry, *now.record.plan
-        return made
+def _choosing(real: Callable) -> Callable:
+    def listened(of, table, asked):
+        choice, now = real(of, table, asked), _now()
+        if now is not None:
+            now.record.ways = *now.record.ways, Taken(of, choice.way.name, choice.refused)
+            if choice.way.name == CUDNN:
+                now.settle((CUDNN, f"cuDNN was measured to be faster at {of}"))
+                now.record.plan = choice.plan, *now.record.plan
+        return choice
 
     return listened
 
@@ -455,8 +468,7 @@ def _replace_all() -> None:
         home = _OF_ROOMS.get(room, room) if home not in _OPERATORS else home
         _replace(each, "forward", staticmethod(_going_forward(each.forward)))
         _replace(each, "backward", staticmethod(_going_back(each.backward, home)))
-    _replace(attention_sdpa, "prepare_forward", _handing_over(attention_sdpa.prepare_forward, "forward"))
-    _replace(attention_sdpa, "prepare_backward", _handing_over(attention_sdpa.prepare_backward, "backward"))
+    _replace(attention_ways, "chosen", _choosing(attention_ways.chosen))
     _replace(route, "decide", _deciding(route.decide))
     _replace(route, "watcher_of", _watching(route.watcher_of))
     _replace(patch, "watcher_of", route.watcher_of)

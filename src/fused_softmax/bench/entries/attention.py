@@ -311,8 +311,8 @@ def handed_over(case: Case, device: Device) -> dict[str, str]:
     length, dim = case.shape[-2:]
     found = {}
     for which in ("forward", "backward")[: 1 + kind.gradient]:
-        entry = plain and entry_of(which, dim, dim, case.itemsize, length, length, device)  # type: ignore[arg-type]
-        found[which] = "cuDNN" if entry else "own kernels"
+        entry = entry_of(which, dim, dim, case.itemsize, length, length, device)  # type: ignore[arg-type]
+        found[which] = "cuDNN" if plain and not isinstance(entry, str) else "own kernels"
     return found
 
 

@@ -17,6 +17,7 @@ from fused_softmax.core.plan import Device, RowPlan
 from fused_softmax.ops.attention.plan.hopper import plan_hopper
 from fused_softmax.ops.attention.plan.sdpa import Pass, entry_of
 from fused_softmax.ops.attention.plan.tiles import Tiles, plan_attention
+from fused_softmax.ops.attention.ways import Choice
 
 # Statuses that get a column even without a figure. Providers with another status are named beneath the table.
 SHOWN = ("ok", "wrong", "refused", "skipped")
@@ -234,7 +235,7 @@ def attention_facts(shape: Sequence[int], itemsize: int, device: Device) -> dict
     passes: tuple[Pass, ...] = ("forward", "backward")
     for which in passes:
         entry = entry_of(which, dim, dim, itemsize, length, length, device)
-        found[f"plain {which}"] = ours if entry is None else f"cuDNN, by torch; measured, {entry.note}"
+        found[f"plain {which}"] = ours if isinstance(entry, str) else f"cuDNN, by torch; measured, {entry.note}"
     if gluon:
         found["Gluon kernels"] = gluon
     for extras, what in enumerate(("nothing done to scores", "one thing, as a bias", "two or more")):
@@ -247,6 +248,14 @@ def attention_facts(shape: Sequence[int], itemsize: int, device: Device) -> dict
     return found
 
 
+def ways_facts(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Which way takes each pass of attention, and why those that stand before it do not."""
+    return {
+        f"{each.of}, by {each.way.name}": {f"not by {name}": why for name, why in each.refused.items()}
+        for each in choices
+    }
+
+
 def gluon_tiles(length: int, dim: int, itemsize: int, device: Device) -> dict[str, str]:
     """Of each kernel of plain attention, where the GPU and the heads have one."""
     found = {}
@@ -256,7 +265,7 @@ def gluon_tiles(length: int, dim: int, itemsize: int, device: Device) -> dict[st
         ("queries", "queries", "keys"),
     ):
         plan = plan_hopper(dim, dim, itemsize, length, device, kernel)
-        if plan is not None:
+        if not isinstance(plan, str):
             found[kernel] = f"{plan.consumers * CONSUMER_ROWS} {mine} x {plan.block} {by}, {plan.stages} stages"
     return found
 

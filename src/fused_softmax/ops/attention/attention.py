@@ -19,7 +19,8 @@ from fused_softmax.core.route import Route, batched, is_sharded, needs_grad, rou
 from fused_softmax.ops import autocast
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
-from fused_softmax.ops.attention.calls import Gradients, Inputs, Results, prepare_backward, prepare_forward
+from fused_softmax.ops.attention.call import Gradients, Inputs, Wanted
+from fused_softmax.ops.attention.calls import prepare_backward, prepare_forward
 from fused_softmax.ops.attention.options import (
     KERNEL_DTYPES,
     NAME,
@@ -220,7 +221,7 @@ def _after(ready: Callable[..., Inputs], call: Callable[..., Any]) -> Callable[.
 
 def _prepare(given: Inputs, how: Attention, return_lse: bool, with_gradient: bool, headed: bool):
     """What computes a call on the kernels."""
-    forward = prepare(given, how, with_lse=return_lse or with_gradient)
+    forward = prepare_forward(given, how, with_lse=return_lse or with_gradient)
     if not with_gradient:
 
         def call(*given):
@@ -235,11 +236,6 @@ def _prepare(given: Inputs, how: Attention, return_lse: bool, with_gradient: boo
         return _output(output, lse, stats, how, return_lse, headed)
 
     return differentiable
-
-
-def prepare(given: Inputs, how: Attention, with_lse: bool = True) -> Callable[..., Results]:
-    """What computes the forward pass: cuDNN where the plan hands it over, or the kernels."""
-    return attention_sdpa.prepare_forward(given, how, with_lse) or prepare_forward(given, how)
 
 
 def _output(output: Tensor, lse: Tensor, stats: Any, how: Attention, return_lse: bool, headed: bool):
@@ -302,29 +298,20 @@ def gradients(
 def backward(
     given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: tuple[bool, ...]
 ) -> Gradients:
-    """By cuDNN where the plan hands it over, or by the kernels."""
+    """By what is kept for a pass like this one, or is prepared for it."""
     do = do.to(output.dtype)
     if dlse is not None:
         dlse = dlse.to(lse.dtype).contiguous()
     look = _looked_up(given, how, do, dlse, output, lse, asked)
     call = find(*look)
     if call is None:
-        made = attention_sdpa.prepare_backward(given, how, do, dlse, output, asked)
-        if made is None:
-            made = prepare_backward(given, how, do, dlse, output.contiguous(), lse, asked)
-            if not output.is_contiguous():  # as cuDNN's need not be
-                made = _with_contiguous_output(made)
-        call = keep(Launched(made), *look)
+        call = keep(Launched(prepare_backward(given, how, do, dlse, output, lse, Wanted(*asked))), *look)
     return call(do, dlse, output, lse, *given)
 
 
 def _looked_up(given: Inputs, how: Attention, do, dlse, output, lse, asked: tuple[bool, ...]) -> tuple[Any, ...]:
     """What tells a kept call of the gradients."""
     return f"{NAME}_backward", (how, asked, attention_sdpa.switch()), *given, do, dlse, output, lse
-
-
-def _with_contiguous_output(call: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    return lambda do, dlse, output, *rest: call(do, dlse, output.contiguous(), *rest)
 
 
 def differentiable_gradients(

@@ -1,47 +1,57 @@
 """The launches of the gradient of a bias that is broadcast, prepared once."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fused_softmax.ops.attention.call import Call, Launch, Tensors
 from fused_softmax.ops.attention.kernels.gradient import _bias_gradient
+from fused_softmax.ops.attention.layout import blocks
 
 _PART_BYTES = 2**26  # of the parts of a gradient, at most
 _PROGRAMS = 2  # a multiprocessor, that the parts of a gradient are to give
 
 
-def prepare_bias(c: Any, name: str, read: tuple, strides: list, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """What computes the gradient of a mask or bias that is broadcast, in the shape that it is laid out in."""
-    pattern, tiles, device = c.patterns[name], c.plan.bias, read[0].device
+@dataclass(frozen=True)
+class BiasGradient:
+    """The gradient of a mask or bias that is broadcast, in the shape that it is laid out in.
+
+    launch: None where there is nothing to sum. parts: of the sum, each of which a launch writes in made_dtype.
+    """
+
+    launch: Launch | None
+    shape: tuple[int, ...]
+    parts: int
+    dtype: torch.dtype
+    made_dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, tensors: tuple) -> Tensor:
+        if self.launch is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        found = torch.empty((self.parts, *self.shape), dtype=self.made_dtype, device=self.device)
+        self.launch.run(*self.launch.takes(tensors), found)
+        return found[0] if self.parts == 1 else found.sum(0).to(self.dtype)
+
+
+def prepare_bias(c: Call, name: str, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> BiasGradient:
+    """name: "mask" or "bias", and dtype: of which the gradient is."""
+    pattern, tiles, shape = c.patterns[name], c.plan.bias, c.own[name]
+    if 0 in pattern.sizes:
+        return BiasGradient(None, shape, 1, dtype, dtype, device)
     sizes, own = list(pattern.sizes), list(pattern.own)
     for d, block in ((3, tiles.block_m), (4, tiles.block_n)):
         sizes[d], own[d] = blocks(sizes[d], block), 1 if own[d] < sizes[d] else blocks(own[d], block)
-    repeats = tuple(n // each if each else 0 for n, each in zip(sizes, own, strict=True))
+    repeats = tuple(n // each for n, each in zip(sizes, own, strict=True))
     programs, steps, n = math.prod(own), math.prod(repeats), math.prod(pattern.own)
-    shape = c.own[name]
-    if 0 in pattern.sizes:
-        return lambda read: torch.zeros(shape, dtype=dtype, device=device)
-    parts = _PROGRAMS * c.gpu.sm_count // programs
-    parts = max(1, min(parts, steps, _PART_BYTES // (4 * n)))
+    parts = max(1, min(_PROGRAMS * c.gpu.sm_count // programs, steps, _PART_BYTES // (4 * n)))
     made_dtype = dtype if parts == 1 else torch.float32
-    of_dbias = (n, *pattern.strides)
-    like = torch.empty(1, dtype=made_dtype, device=device)
-    run = c.prepare(
-        _bias_gradient, programs * parts, tiles, (*read, like), (*strides, of_dbias, repeats, tuple(own), parts,
-        *c.numbers()),
+    numbers = {"dbias_strides": (n, *pattern.strides), "repeats": repeats, "tiles": tuple(own), "n_parts": parts}
+    launch = c.prepare(
+        _bias_gradient, programs * parts, tiles, tensors, numbers,
+        own={"dbias": torch.empty(1, dtype=made_dtype, device=device)},
         sums_rows=pattern.own[3] < pattern.sizes[3], sums_cols=pattern.own[4] < pattern.sizes[4],
     )  # fmt: skip
-
-    def call(read: list[Tensor]) -> Tensor:
-        found = torch.empty((parts, *shape), dtype=made_dtype, device=device)
-        run(*read, found)
-        return found[0] if parts == 1 else found.sum(0).to(dtype)
-
-    return call
-
-
-def blocks(n: int, block: int) -> int:
-    return -(-n // block)
+    return BiasGradient(launch, shape, parts, dtype, made_dtype, device)

@@ -1,143 +1,162 @@
-"""The launches of attention's kernels for sm_90, prepared for tensors that TMA can read as they lie."""
+"""The kernels for sm_90: which calls they take, of tensors that TMA can read as they lie, and their launches.
 
-from collections.abc import Iterable, Sequence
+The gradients of heads of more than 128 dims have kernels of their own, launched as the others are.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from fused_softmax.core import launch
-from fused_softmax.core.device import device_of
+from fused_softmax.ops.attention.call import Backward, Call, Forward, Launch, Pass, Tensors
 from fused_softmax.ops.attention.kernels.hopper.spec import ROW_VECTOR, ROWS, HopperSpec
 from fused_softmax.ops.attention.kernels.spec import NO_MASK
+from fused_softmax.ops.attention.layout import blocks
 from fused_softmax.ops.attention.plan.hopper import VECTOR, HopperTiles, plan_hopper, shift_of
 
 LOG2E = 1.4426950408889634
+_OF_QUERIES, _OF_VALUES = {"q", "do", "o", "dq"}, {"v", "do", "o", "dv"}  # with a row a query; with a value's dims
+_RESULTS = {"o", "dq", "dk", "dv"}  # which are contiguous
 
 
-def prepare_forward(
-    c: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-    o: Tensor, lse: Tensor,
-) -> Any:  # fmt: skip
-    """What launches a call `c` on (query, key, value, bias, sinks, slopes, output, lse), made ready by `c`.
+def forward_plan(asked: Forward) -> HopperTiles | str:
+    return asked.call.stats_refused or _plan(asked, "forward", "q", "k", "v")
 
-    None where the plain kernel is to compute them.
-    """
-    plan = _planned(c, "forward", bias)
-    if plan is None or {"entropy", "row_max"} & set(c.how.stats) or not tiled(c, {"q": q, "k": k, "v": v}):
-        return None
+
+def keys_plan(asked: Backward) -> HopperTiles | str:
+    """Of dK and dV."""
+    return _plan(asked, "keys", "q", "k", "v", "do")
+
+
+def queries_plan(asked: Backward) -> HopperTiles | str:
+    """Of dQ."""
+    if asked.full_beside:
+        return f"the gradient of the {asked.full_beside[0]} is dS, which its kernel does not store"
+    return _plan(asked, "queries", "q", "k", "v", "do")
+
+
+def _plan(asked: Pass, kernel: str, *read: str) -> HopperTiles | str:
+    """read: the names of what TMA is to read."""
+    c, spec = asked.call, asked.call.spec
+    if c.device < 0:
+        return "the tensors are on no GPU"
+    if c.how.scale <= 0:
+        return "the scale is not positive"
+    if spec.mask != NO_MASK:
+        return "attn_mask"
+    if spec.alibi and not _reads_slopes(c):
+        return "alibi_slopes lie neither as [heads] nor as [batches, heads]"
+    if not (c.n_queries and c.n_keys):
+        return "there are no queries or no keys"
+    if spec.bias and not _tiles_bias(c, asked.tensors["bias"]):
+        return "TMA does not read the bias as it lies"
+    plan = plan_hopper(
+        c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, c.gpu, kernel, spec.left, spec.bias, c.window,
+        spec.softcap, spec.alibi,
+    )  # fmt: skip
+    return plan if isinstance(plan, str) else untiled(asked, *read) or plan
+
+
+def _reads_slopes(c: Call) -> bool:
+    """Whether they lie as [heads] or [batches, heads]."""
+    _, of_batches, of_heads = c.strides_of("slopes")
+    return of_heads == (c.n_heads > 1) and of_batches in (0, c.n_heads)
+
+
+def _tiles_bias(c: Call, bias: Any) -> bool:
+    """Whether TMA reads it: a row of its own for each query, one element for each key."""
+    own, strides = c.patterns["bias"].own, c.strides_of("bias")
+    if bias.dtype != c.dtype or own[0] > 1 or own[3:] != (c.n_queries, c.n_keys) or bias.data_ptr() % 16:
+        return False
+    steps = [step for n, step in zip(own[1:4], strides[1:4], strict=True) if n > 1]
+    return strides[4] == 1 and not any(step == 0 or step % VECTOR for step in steps)
+
+
+def untiled(asked: Pass, *names: str) -> str:
+    """Why TMA does not read these tensors: batches in one dim, and steps of 16 bytes; empty where it does."""
+    c = asked.call
+    if c.inner != c.n_batches:
+        return "batches lie in two dims"
+    for name in names:
+        tensor: Any = asked.tensors[name]
+        sizes = c.inner, *tensor.shape[-3:-1]
+        steps = [step for n, step in zip(sizes, c.strides_of(name)[1:4], strict=True) if n > 1]
+        if tensor.data_ptr() % 16 or any(step == 0 or step % VECTOR for step in steps):
+            return f"TMA does not read {name} as it lies"
+    return ""
+
+
+def prepare_forward(asked: Forward, plan: HopperTiles) -> Launch:
     from fused_softmax.ops.attention.kernels.hopper.forward import _attention_hopper
 
-    reuses = plan.reuses or (bias is not None and max(plan.block_d, plan.block_v) > 64)
-    spec = _spec(c, plan, sinks=sinks is not None, reuses=reuses)
-    key_heads = c.n_heads // c.group
-    maps = (
-        of_heads(c, "q", q, (c.n_heads, c.n_queries, c.head_dim), ROWS, plan.block_d),
-        of_heads(c, "k", k, (key_heads, c.n_keys, c.head_dim), plan.block, plan.block_d),
-        of_heads(c, "v", v, (key_heads, c.n_keys, c.value_dim), plan.block, plan.block_v),
+    c = asked.call
+    reuses = plan.reuses or (c.spec.bias and max(plan.block_d, plan.block_v) > 64)
+    spec, (rate, cap) = _spec(c, plan, sinks=c.spec.sinks, reuses=reuses), _rate(c)
+    rows = {"q": ROWS, "k": plan.block, "v": plan.block, "o": ROWS}
+    maps = maps_of(c, asked.tensors, rows, plan.block_d, plan.block_v) | _map_of_bias(
+        c, asked.tensors, ROWS, plan.block
     )
-    into = of_rows(o, (c.n_batches * c.n_heads, c.n_queries, c.value_dim), ROWS, plan.block_v)
-    programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), c.n_batches * c.n_heads)
-    return launch.prepare(
-        _attention_hopper, programs, (*maps, _of_bias(c, bias, ROWS, plan.block), sinks, slopes, into, lse),
-        (*c.numbers()[1:8], *turns, *_rate(c)), {"K": spec}, device=c.device, num_warps=4, plan=plan,
-    )  # fmt: skip
+    turns = _turns(c, blocks(c.n_queries, spec.block_m), c.all_heads)
+    return _launch(c, _attention_hopper, plan, spec, asked.tensors, maps, turns | {"scale": rate, "cap": cap})
 
 
-def prepare_keys(
-    c: Any, read: Sequence[Any], bias: Tensor | None, do: Tensor, rows: Tensor, record: Tensor, coarse: Tensor,
-    dk: Tensor, dv: Tensor, ds: Tensor | None = None, first_head: int = 0,
-) -> Any:  # fmt: skip
-    """What launches dK and dV of a call on (query, key, value, bias, slopes, dO, rows, record, coarse, dK, dV, dS).
+def prepare_keys(c: Call, plan: HopperTiles, tensors: Tensors, first_head: int | None = None) -> list[Launch]:
+    """What computes dK and dV.
 
-    None where the plain kernel is to compute them. read: query, key, value and slopes. ds: if it is kept, [batch, head
-    of queries, query, key], of as many heads from that of the keys' first_head on as are to be computed.
+    first_head: where dS is kept, [batch, head of queries, query, key], of as many heads from that one of the keys' on
+    as it has.
     """
-    if not takes(c, "keys", read, bias, do):
-        return None
-    plan: Any = _planned(c, "keys", bias)
-    specs = [_spec(c, plan, of_keys=True, stores_ds=ds is not None, recorded=recorded) for recorded in (False, True)]
-    spec = specs[0]
-    heads = c.n_heads // c.group if ds is None else ds.shape[1] // c.group
-    of_ds = None if ds is None else _descriptor(ds, list(ds.shape), list(ds.stride()), [1, 1, plan.block, ROWS])
-    into = [
-        of_rows(each, (c.n_batches * (c.n_heads // c.group), c.n_keys, dim), ROWS, block)
-        for each, dim, block in ((dk, c.head_dim, plan.block_d), (dv, c.value_dim, plan.block_v))
-    ]
-    programs, *turns = _turns(c, -(-c.n_keys // spec.block_m), c.n_batches * heads)
-    *maps, of_do = _maps(c, plan, (*read[:3], do), plan.block, ROWS)
-    numbers = [*c.numbers()[1:8], *turns]
     if plan.wide:
         from fused_softmax.ops.attention.kernels.hopper.wide import _keys_gradient_wide as kernel
     else:
         from fused_softmax.ops.attention.kernels.hopper.gradient import _keys_gradient_hopper as kernel
 
-        maps.append(_of_bias(c, bias, plan.block, ROWS))
-        into.append(of_ds)
-        numbers += [first_head, heads]
-    return both(
-        launch.prepare(
-            kernel, programs, (*maps, read[3], of_do, _of_floats(rows, plan.block), record, coarse, *into),
-            (*numbers, float(c.how.scale), *_rate(c)), {"K": each}, device=c.device, num_warps=4, plan=plan,
-        )
-        for each in specs
-    )  # fmt: skip
+    ds: Any = None if first_head is None else tensors["ds"]
+    rows = {"q": plan.block, "k": ROWS, "v": ROWS, "do": plan.block, "dk": ROWS, "dv": ROWS}
+    maps = maps_of(c, tensors, rows, plan.block_d, plan.block_v) | _map_of_bias(c, tensors, plan.block, ROWS)
+    maps["rows"] = _map_of_floats(tensors["rows"], plan.block)
+    if ds is not None:
+        maps["ds"] = _descriptor(ds, list(ds.shape), list(ds.stride()), [1, 1, plan.block, ROWS])
+    heads = c.key_heads if ds is None else ds.shape[1] // c.group
+    numbers = {"first_head": first_head or 0, "heads": heads} | _rates(c)
+    specs = [_spec(c, plan, of_keys=True, stores_ds=ds is not None, recorded=recorded) for recorded in (False, True)]
+    turns = _turns(c, blocks(c.n_keys, specs[0].block_m), c.n_batches * heads)
+    return [_launch(c, kernel, plan, spec, tensors, maps, turns | numbers) for spec in specs]
 
 
-def both(launches: Iterable[Any]) -> Any:
-    """What launches one kernel after another on the same tensors, of which one has nothing to do."""
-    first, second = launches
-
-    def run(*tensors: Tensor) -> None:
-        first(*tensors)
-        second(*tensors)
-
-    return run
-
-
-def takes(c: Any, kernel: str, read: Sequence[Any], bias: Tensor | None, do: Tensor) -> bool:
-    """Whether a kernel of the gradients, "keys" or "queries", is to compute. read: query, key, value and slopes."""
-    planned = _planned(c, kernel, bias) is not None
-    return planned and tiled(c, dict(zip(("q", "k", "v", "do"), (*read[:3], do), strict=True)))
-
-
-def prepare_queries(
-    c: Any,
-    read: Sequence[Any],
-    bias: Tensor | None,
-    do: Tensor,
-    rows: Tensor,
-    record: Tensor,
-    coarse: Tensor,
-    dq: Tensor,
-) -> Any:
-    """As `prepare_keys`, of dQ."""
-    if not takes(c, "queries", read, bias, do):
-        return None
-    plan: Any = _planned(c, "queries", bias)
-    spec = _spec(c, plan)
-    heads = c.n_batches * c.n_heads
-    into = of_rows(dq, (heads, c.n_queries, c.head_dim), ROWS, plan.block_d)
-    programs, *turns = _turns(c, -(-c.n_queries // spec.block_m), heads)
-    *maps, of_do = _maps(c, plan, (*read[:3], do), ROWS, plan.block)
-    numbers = (*c.numbers()[1:8], *turns, float(c.how.scale), *_rate(c))
+def prepare_queries(c: Call, plan: HopperTiles, tensors: Tensors) -> list[Launch]:
+    """What computes dQ."""
     if plan.wide:
         from fused_softmax.ops.attention.kernels.hopper.wide import _queries_gradient_wide as kernel
     else:
         from fused_softmax.ops.attention.kernels.hopper.gradient import _queries_gradient_hopper as kernel
 
-        maps.append(_of_bias(c, bias, ROWS, plan.block))
-    return launch.prepare(
-        kernel, programs, (*maps, read[3], of_do, rows, record, coarse, into), numbers, {"K": spec}, device=c.device,
-        num_warps=4, plan=plan,
-    )  # fmt: skip
+    rows = {"q": ROWS, "k": plan.block, "v": plan.block, "do": ROWS, "dq": ROWS}
+    maps = maps_of(c, tensors, rows, plan.block_d, plan.block_v) | _map_of_bias(c, tensors, ROWS, plan.block)
+    spec = _spec(c, plan)
+    turns = _turns(c, blocks(c.n_queries, spec.block_m), c.all_heads)
+    return [_launch(c, kernel, plan, spec, tensors, maps, turns | _rates(c))]
 
 
-def rows_shape(c: Any) -> tuple[int, int, int]:
+def _launch(
+    c: Call, kernel: Any, plan: HopperTiles, spec: HopperSpec, tensors: Tensors, maps: Mapping[str, Any],
+    numbers: dict[str, Any],
+) -> Launch:  # fmt: skip
+    programs = min(numbers["n_tiles"], c.gpu.sm_count)
+    return c.launch(kernel, programs, spec, tensors, numbers, maps=maps, num_warps=4, plan=plan)
+
+
+def _turns(c: Call, head_tiles: int, heads: int) -> dict[str, Any]:
+    """How programs go through the tiles of all heads."""
+    n_tiles = head_tiles * heads
+    shift = shift_of(head_tiles, heads, min(n_tiles, c.gpu.sm_count)) if c.how.bounded else 0
+    return {"head_tiles": head_tiles, "n_tiles": n_tiles, "shift": shift}
+
+
+def rows_shape(c: Call) -> tuple[int, int, int]:
     """Of what `_delta` stores for these kernels: rows of floats that TMA reads."""
-    return c.n_batches * c.n_heads, 2, -(-c.n_queries // ROW_VECTOR) * ROW_VECTOR
+    return c.all_heads, 2, blocks(c.n_queries, ROW_VECTOR) * ROW_VECTOR
 
 
-def _rate(c: Any) -> tuple[float, float]:
+def _rate(c: Call) -> tuple[float, float]:
     """(rate, cap) of scores in units of log 2, as `capped` takes them; without a softcap the rate alone is of use.
 
     With a bias the rate is the scale, for the bias is added in natural units.
@@ -148,7 +167,11 @@ def _rate(c: Any) -> tuple[float, float]:
     return (scale, 1.0) if cap is None else (2.0 * scale / cap, cap * LOG2E)
 
 
-def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
+def _rates(c: Call) -> dict[str, float]:
+    return dict(zip(("rate", "cap"), _rate(c), strict=True))
+
+
+def _spec(c: Call, plan: HopperTiles, **fields: Any) -> HopperSpec:
     if c.spec.bias:
         own = c.patterns["bias"].own
         fields |= {"bias": True, "bias_batches": int(own[1] > 1), "bias_heads": int(own[2] > 1)}
@@ -156,97 +179,43 @@ def _spec(c: Any, plan: HopperTiles, **fields: Any) -> HopperSpec:
         consumers=plan.consumers, block=plan.block, stages=plan.stages, registers=plan.registers, block_d=plan.block_d,
         block_v=plan.block_v, left=c.spec.left, right=c.spec.right, ragged=c.n_keys % plan.block != 0,
         softcap=c.spec.softcap, alibi=c.spec.alibi,
-        slope_batches=int(c.spec.alibi and c.strides["slopes"][1] != 0), **fields,
+        slope_batches=int(c.spec.alibi and c.strides_of("slopes")[1] != 0), **fields,
     )  # fmt: skip
 
 
-def _maps(c: Any, plan: HopperTiles, read: Sequence[Tensor], of_queries: int, of_keys: int) -> list[Any]:
-    """Of query, key, value and dO, in tiles of so many rows."""
-    key_heads = c.n_heads // c.group
-    return [
-        of_heads(c, name, tensor, (heads, n, dim), rows, block)
-        for name, tensor, heads, n, dim, rows, block in (
-            ("q", read[0], c.n_heads, c.n_queries, c.head_dim, of_queries, plan.block_d),
-            ("k", read[1], key_heads, c.n_keys, c.head_dim, of_keys, plan.block_d),
-            ("v", read[2], key_heads, c.n_keys, c.value_dim, of_keys, plan.block_v),
-            ("do", read[3], c.n_heads, c.n_queries, c.value_dim, of_queries, plan.block_v),
-        )
-    ]
+def maps_of(c: Call, tensors: Tensors, rows: Mapping[str, int], block_d: int, block_v: int) -> dict[str, Any]:
+    """Descriptors by name, in tiles of so many rows, each as wide as the power of two that holds the dims.
+
+    [batch, head, row, dim] of what is read, and [head of all, row, dim] of results.
+    """
+    found = {}
+    for name, n in rows.items():
+        heads, length = (c.n_heads, c.n_queries) if name in _OF_QUERIES else (c.key_heads, c.n_keys)
+        dim, block = (c.value_dim, block_v) if name in _OF_VALUES else (c.head_dim, block_d)
+        if name in _RESULTS:
+            shape, strides, tile = [c.n_batches * heads, length, dim], [length * dim, dim, 1], [1, n, block]
+        else:
+            shape, tile = [c.inner, heads, length, dim], [1, 1, n, block]
+            strides = _steps(shape, c.strides_of(name)[1:4], dim)
+        found[name] = _descriptor(tensors[name], shape, strides, tile)
+    return found
 
 
-def _turns(c: Any, head_tiles: int, heads: int) -> tuple[int, int, int, int]:
-    """(programs, tiles of a head, of all heads, shift)"""
-    n_tiles = head_tiles * heads
-    programs = min(n_tiles, device_of(c.device).sm_count)
-    shift = shift_of(head_tiles, heads, programs) if c.how.bounded else 0
-    return programs, head_tiles, n_tiles, shift
-
-
-def _planned(c: Any, kernel: str, bias: Tensor | None) -> HopperTiles | None:
-    spec, how = c.spec, c.how
-    plain = how.scale > 0 and spec.mask == NO_MASK and (not spec.alibi or _reads_slopes(c))
-    if c.device < 0 or not plain or not (c.n_queries and c.n_keys) or not (bias is None or _tiles_bias(c, bias)):
-        return None
-    window = None if how.left is None or how.right is None else how.left + how.right + 1
-    return plan_hopper(
-        c.head_dim, c.value_dim, c.dtype.itemsize, c.n_queries, device_of(c.device), kernel, spec.left, spec.bias,
-        window, spec.softcap, spec.alibi,
-    )  # fmt: skip
-
-
-def _reads_slopes(c: Any) -> bool:
-    """Whether they lie as [heads] or [batches, heads]."""
-    _, of_batches, of_heads = c.strides["slopes"]
-    return of_heads == (c.n_heads > 1) and of_batches in (0, c.n_heads)
-
-
-def _tiles_bias(c: Any, bias: Tensor) -> bool:
-    """Whether TMA reads it: a row of its own for each query, one element for each key."""
-    own, strides = c.patterns["bias"].own, c.strides["bias"]
-    if bias.dtype != c.dtype or own[0] > 1 or own[3:] != (c.n_queries, c.n_keys) or bias.data_ptr() % 16:
-        return False
-    steps = [step for n, step in zip(own[1:4], strides[1:4], strict=True) if n > 1]
-    return strides[4] == 1 and not any(step == 0 or step % VECTOR for step in steps)
-
-
-def tiled(c: Any, tensors: dict[str, Tensor]) -> bool:
-    """Whether TMA reads these: batches in one dim, and steps of 16 bytes."""
-    if c.inner != c.n_batches:
-        return False
-    for name, tensor in tensors.items():
-        sizes = c.inner, *tensor.shape[-3:-1]
-        strides = c.strides[name][1:4]
-        steps = [step for n, step in zip(sizes, strides, strict=True) if n > 1]
-        if tensor.data_ptr() % 16 or any(step == 0 or step % VECTOR for step in steps):
-            return False
-    return True
-
-
-def of_heads(c: Any, name: str, tensor: Tensor, sizes: tuple[int, int, int], rows: int, dims: int) -> Any:
-    """[batch, head, row, dim] in tiles of rows x dims."""
-    shape = [c.inner, *sizes]
-    strides = [step if n > 1 else shape[-1] for n, step in zip(shape, c.strides[name][1:4], strict=False)]
-    return _descriptor(tensor, shape, [*strides, 1], [1, 1, rows, dims])
-
-
-def _of_bias(c: Any, bias: Tensor | None, rows: int, cols: int) -> Any:
+def _map_of_bias(c: Call, tensors: Tensors, rows: int, cols: int) -> dict[str, Any]:
     """[batch, head, query, key], where 1 is the size of what it is broadcast over."""
-    if bias is None:
-        return None
+    if not c.spec.bias:
+        return {}
     shape = list(c.patterns["bias"].own[1:])
-    strides = [
-        step if n > 1 else -(-c.n_keys // VECTOR) * VECTOR
-        for n, step in zip(shape, c.strides["bias"][1:4], strict=False)
-    ]
-    return _descriptor(bias, shape, [*strides, 1], [1, 1, rows, cols])
+    strides = _steps(shape, c.strides_of("bias")[1:4], blocks(c.n_keys, VECTOR) * VECTOR)
+    return {"bias": _descriptor(tensors["bias"], shape, strides, [1, 1, rows, cols])}
 
 
-def of_rows(tensor: Tensor, shape: tuple[int, int, int], rows: int, dims: int) -> Any:
-    """[head of all, row, dim] of a contiguous tensor."""
-    return _descriptor(tensor, list(shape), [shape[1] * shape[2], shape[2], 1], [1, rows, dims])
+def _steps(shape: Sequence[int], strides: Sequence[int], of_one: int) -> list[int]:
+    """Strides of all dims but the last, which is contiguous; of_one: that of a dim of one."""
+    return [*(step if n > 1 else of_one for n, step in zip(shape, strides, strict=False)), 1]
 
 
-def _of_floats(rows: Tensor, block: int) -> Any:
+def _map_of_floats(rows: Any, block: int) -> Any:
     """[row, float] of a contiguous tensor of 32 bits."""
     from fused_softmax.ops.attention.kernels.hopper.gluon_names import TensorDescriptor, gl
 
@@ -255,7 +224,7 @@ def _of_floats(rows: Tensor, block: int) -> Any:
     return TensorDescriptor(rows, [rows.numel() // n, n], [n, 1], [1, block], layout)
 
 
-def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+def _descriptor(tensor: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
     from fused_softmax.ops.attention.kernels.hopper.gluon_names import TensorDescriptor, gl
 
     dtype = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16}[str(tensor.dtype)]

@@ -5,101 +5,155 @@ keys are few and batches share the bias, one kernel computes both; elsewhere tor
 time, in the inputs' dtype, so that it takes bounded memory.
 """
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax.ops.attention import hopper as attention_hopper
-from fused_softmax.ops.attention.bias import blocks
+from fused_softmax.ops.attention import hopper
+from fused_softmax.ops.attention.call import Backward, Call, Launch, Tensors
 from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
-from fused_softmax.ops.attention.plan.hopper import VECTOR
+from fused_softmax.ops.attention.layout import blocks
+from fused_softmax.ops.attention.plan.hopper import VECTOR, HopperTiles
 from fused_softmax.ops.attention.plan.tiles import plan_ds
 
 _DS_BYTES = 2**30  # of dS, at most
 _PROGRAMS, _LEAST_BATCHES = 2, 4  # of a multiprocessor, and those of each part, where a kernel reads dS once
 
 
-def prepare_by_sum(
-    c: Any,
-    read: Sequence[Tensor],
-    bias: Tensor | None,
-    do: Tensor,
-    rows: Tensor,
-    record: Tensor,
-    coarse: Tensor,
-    asks_query: bool,
-) -> Callable[..., tuple[Tensor | None, Tensor, Tensor, Tensor]] | None:
-    """What computes the gradients of query, key, value and bias on (query, key, value, bias, dO, rows, record, coarse).
+@dataclass(frozen=True)
+class StoredDs:
+    """tiles: of the kernel of dK and dV. heads: of keys, whose dS is kept at a time.
 
-    None where other kernels are to compute them, as those of a head for which dS is too large. read: query, key, value.
+    width: of a row of dS, as TMA wants it. of_head: elements of dS of a head of keys.
     """
-    key_heads = c.n_heads // c.group
-    width = -(-c.n_keys // VECTOR) * VECTOR  # as TMA wants it
-    of_head = c.n_batches * c.group * c.n_queries * width  # elements of dS
+
+    tiles: HopperTiles
+    heads: int
+    width: int
+    of_head: int
+
+
+def stored_ds_plan(asked: Backward) -> StoredDs | str:
+    if asked.wanted_beside != ["bias"]:
+        return "it is for a bias that has a gradient, and no mask that has one"
+    c = asked.call
+    width = blocks(c.n_keys, VECTOR) * VECTOR
+    of_head = c.n_batches * c.group * c.n_queries * width
     most = _DS_BYTES // max(of_head * c.dtype.itemsize, 1)
-    if bias is None or not (most and of_head) or not attention_hopper.takes(c, "keys", read, bias, do):
-        return None
-    heads = -(-key_heads // -(-key_heads // most))  # at a time
-    device = rows.device
+    if not of_head:
+        return "there are no queries or no keys"
+    if not most:
+        return f"dS of a head of keys takes more than {_DS_BYTES} bytes"
+    tiles = hopper.keys_plan(asked)
+    if isinstance(tiles, str):
+        return tiles
+    turns = blocks(c.key_heads, most)
+    return StoredDs(tiles, blocks(c.key_heads, turns), width, of_head)
 
-    def keys_made() -> list[Tensor]:
-        shape = (*c.lead, key_heads, c.n_keys)
-        return [torch.empty((*shape, dim), dtype=c.dtype, device=device) for dim in (c.head_dim, c.value_dim)]
 
-    def ds_of(room: Tensor, n: int) -> Tensor:
+@dataclass(frozen=True)
+class _Turn:
+    """The heads of keys from `first` to `last`: what stores their dS, and what reads it once, if anything does."""
+
+    first: int
+    last: int
+    keys: list[Launch]
+    both: "_Both | None"
+
+
+class GradientsByDs:
+    """The gradients of query, key, value and bias of tensors like those of a pass: call it with them, in their order.
+
+    tensors: of which the last are dK, dV, dQ and dS, that it makes itself.
+    """
+
+    def __init__(self, asked: Backward, plan: StoredDs, tensors: Tensors):
+        self.call, self.plan, self.wants_query = asked.call, plan, asked.wanted.query
+        self.device = asked.given.query.device
+        c = self.call
+        (dk, dv), dq, room = self._keys_made(), self._dq_made(), self._room()
+        self.turns = []
+        for first in range(0, c.key_heads, plan.heads):
+            last = min(first + plan.heads, c.key_heads)
+            ds = self._ds_of(room, last - first)
+            every = {**tensors, "dk": dk, "dv": dv, "dq": dq, "ds": ds}
+            keys = hopper.prepare_keys(c, plan.tiles, every, first)
+            self.turns.append(_Turn(first, last, keys, _prepare_both(c, every, first) if self.wants_query else None))
+
+    def _keys_made(self) -> list[Tensor]:
+        c = self.call
+        shape = (*c.lead, c.key_heads, c.n_keys)
+        return [torch.empty((*shape, dim), dtype=c.dtype, device=self.device) for dim in (c.head_dim, c.value_dim)]
+
+    def _dq_made(self) -> Tensor | None:
+        if not self.wants_query:
+            return None
+        return torch.empty((*self.call.rows, self.call.head_dim), dtype=self.call.dtype, device=self.device)
+
+    def _room(self) -> Tensor:
+        return torch.empty(self.plan.heads * self.plan.of_head, dtype=self.call.dtype, device=self.device)
+
+    def _ds_of(self, room: Tensor, n: int) -> Tensor:
         """Of n heads of keys."""
-        return room[: n * of_head].view(c.n_batches, n * c.group, c.n_queries, width)
+        c, plan = self.call, self.plan
+        return room[: n * plan.of_head].view(c.n_batches, n * c.group, c.n_queries, plan.width)
 
-    def dq_made() -> Tensor:
-        return torch.empty((*c.rows, c.head_dim), dtype=c.dtype, device=device)
-
-    (dk, dv), room = keys_made(), torch.empty(heads * of_head, dtype=c.dtype, device=device)
-    launches = []
-    for first in range(0, key_heads, heads):
-        n = min(heads, key_heads - first)
-        run = attention_hopper.prepare_keys(c, read, bias, do, rows, record, coarse, dk, dv, ds_of(room, n), first)
-        of_ds = _prepare_both(c, ds_of(room, n), read[1], dq_made, first) if asks_query else None
-        launches.append((slice(first, first + n), n, run, of_ds))
-
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, bias: Tensor, do: Tensor, rows: Tensor, record: Tensor, coarse: Tensor
-    ) -> Any:
-        dk, dv = keys_made()
-        dq = dq_made() if asks_query else None
-        room, sums = torch.empty(heads * of_head, dtype=c.dtype, device=device), _Sums(c, len(launches) == 1, device)
-        for which, n, run, of_ds in launches:
-            ds, of_queries = ds_of(room, n), slice(which.start * c.group, which.stop * c.group)
+    def __call__(self, tensors: tuple, k: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        c = self.call
+        dk, dv = self._keys_made()
+        dq, room = self._dq_made(), self._room()
+        sums = _Sums(c, len(self.turns) == 1, self.device)
+        for turn in self.turns:
+            ds, of_queries = self._ds_of(room, turn.last - turn.first), slice(turn.first * c.group, turn.last * c.group)
             if c.how.bounded:
                 ds.zero_()  # what is hidden is not visited
-            run(q, k, v, bias, do, rows, record, coarse, dk, dv, ds)
-            if of_ds is not None:
-                sums.add(of_ds(ds, k, dq), of_queries)
+            every = (*tensors[:-4], dk, dv, dq, ds)
+            for launch in turn.keys:
+                launch.run(*launch.takes(every))
+            if turn.both is not None:
+                sums.add(turn.both(every), of_queries)
                 continue
             if dq is not None:
-                keys = k.reshape(c.n_batches, key_heads, c.n_keys, c.head_dim)[:, which].flatten(0, 1)
-                into = dq.view(c.n_batches, key_heads, -1, c.head_dim)[:, which]
-                shape = len(keys), c.group * c.n_queries, c.head_dim
-                whole = into.is_contiguous()
-                found = into.view(shape) if whole else into.new_empty(shape)
-                of_keys = ds.view(*shape[:2], width)[..., : c.n_keys]
-                torch.baddbmm(found, of_keys, keys, beta=0, alpha=c.how.scale, out=found)
-                if not whole:
-                    into.copy_(found.view(into.shape))
+                self._multiply(ds, k, dq, slice(turn.first, turn.last))
             sums.add(ds[..., : c.n_keys], of_queries)
         return dq, dk, dv, sums.whole().reshape(c.own["bias"])
 
-    return call
+    def _multiply(self, ds: Tensor, k: Tensor, dq: Tensor, which: slice) -> None:
+        """dQ of these heads of keys, by torch."""
+        c = self.call
+        keys = k.reshape(c.n_batches, c.key_heads, c.n_keys, c.head_dim)[:, which].flatten(0, 1)
+        into = dq.view(c.n_batches, c.key_heads, -1, c.head_dim)[:, which]
+        shape = len(keys), c.group * c.n_queries, c.head_dim
+        whole = into.is_contiguous()
+        found = into.view(shape) if whole else into.new_empty(shape)
+        of_keys = ds.view(*shape[:2], self.plan.width)[..., : c.n_keys]
+        torch.baddbmm(found, of_keys, keys, beta=0, alpha=c.how.scale, out=found)
+        if not whole:
+            into.copy_(found.view(into.shape))
 
 
-def _prepare_both(
-    c: Any, ds: Tensor, k: Tensor, dq_made: Callable[[], Tensor], first_head: int
-) -> Callable[..., Tensor] | None:
-    """What computes dQ, into the last of (dS, key, dQ), and sums [parts, heads, query, key] of dS in float32.
+@dataclass(frozen=True)
+class _Both:
+    """One launch that reads dS once: it writes dQ, and gives sums [parts, heads, query, key] of dS in float32."""
 
-    None where a program has no room for all keys, or the bias is not shared. ds: of the heads of keys from first_head.
+    launch: Launch
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def __call__(self, tensors: tuple) -> Tensor:
+        sums = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+        self.launch.run(*self.launch.takes(tensors), sums)
+        return sums
+
+
+def _prepare_both(c: Call, tensors: Tensors, first_head: int) -> _Both | None:
+    """None where a program has no room for all keys, or the bias is not shared.
+
+    tensors: those of a pass; dS is of the heads of keys from first_head.
     """
+    ds: Any = tensors["ds"]
     heads, width = ds.shape[1], ds.shape[3]
     tiles = plan_ds(c.head_dim, c.n_keys)
     if tiles is None or c.patterns["bias"].own[1] > 1 or c.n_batches < _LEAST_BATCHES:
@@ -107,21 +161,16 @@ def _prepare_both(
     programs = heads * blocks(c.n_queries, tiles.block_m)
     parts = max(1, min(_PROGRAMS * c.gpu.sm_count // programs, c.n_batches // _LEAST_BATCHES))
     steps = blocks(c.n_batches, parts)
-    shape, device = (blocks(c.n_batches, steps), heads, c.n_queries, c.n_keys), ds.device
-    run = c.prepare(
-        _product_and_sum, programs * shape[0], tiles,
-        (ds, k, dq_made(), torch.empty(shape, dtype=torch.float32, device=device)),
-        (c.strides["k"][1:4], c.n_batches, c.n_heads, first_head * c.group, heads, c.group, c.n_queries, c.n_keys,
-         width // VECTOR, steps, float(c.how.scale)),
-        pieces=blocks(c.n_keys, tiles.block_n),
-    )  # fmt: skip
-
-    def call(ds: Tensor, k: Tensor, dq: Tensor) -> Tensor:
-        sums = torch.empty(shape, dtype=torch.float32, device=device)
-        run(ds, k, dq, sums)
-        return sums
-
-    return call
+    shape = (blocks(c.n_batches, steps), heads, c.n_queries, c.n_keys)
+    numbers = {
+        "k_strides": c.strides_of("k")[1:4], "all_heads": c.n_heads, "first_head": first_head * c.group,
+        "n_heads": heads, "octets": width // VECTOR, "steps": steps,
+    }  # fmt: skip
+    own = {"sums": torch.empty(shape, dtype=torch.float32, device=ds.device)}
+    launch = c.prepare(
+        _product_and_sum, programs * shape[0], tiles, tensors, numbers, own=own, pieces=blocks(c.n_keys, tiles.block_n)
+    )
+    return _Both(launch, shape, ds.device)
 
 
 class _Sums:
@@ -130,7 +179,7 @@ class _Sums:
     What is added is dS, or parts of its sum over batches in float32.
     """
 
-    def __init__(self, c: Any, at_once: bool, device: torch.device):
+    def __init__(self, c: Call, at_once: bool, device: torch.device):
         own = c.patterns["bias"].own
         sizes = c.n_batches, c.n_heads
         self.dims = [d for d in (0, 1) if own[d + 1] < sizes[d]]

@@ -89,14 +89,14 @@ class Groups:
 
 
 def skipping(
-    mask: Tensor | None, strides: Sequence[int], rows: bool, n_keys: int, copied: bool
+    mask: Tensor | None, strides: Sequence[int] | None, rows: bool, n_keys: int, copied: bool
 ) -> tuple[bool, int]:  # fmt: skip
     """Whether tiles that a mask hides whole are found, and how many of its keys are looked at together.
 
     strides: of (outer, inner, head, query, key). rows: whether it differs between queries. It is then looked at 8 bytes
     at a time, since single ones take long. copied: whether it is made contiguous first.
     """
-    if mask is None or strides[4] != 1:
+    if mask is None or strides is None or strides[4] != 1:
         return False, 1
     places = *strides[:4], n_keys, 0 if copied else mask.data_ptr()
     fits = mask.dtype == torch.bool and not any(each % _WORD for each in places)
@@ -111,3 +111,8 @@ def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
     """What makes an empty tensor, contiguous."""
     empty, strides = allocator(device), contiguous_strides(shape)
     return lambda: empty(shape, strides, dtype)
+
+
+def blocks(n: int, block: int) -> int:
+    """How many blocks hold n."""
+    return -(-n // block)

@@ -12,7 +12,8 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.one_dim import in_front
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.attention import attention as ops
-from fused_softmax.ops.attention.calls import Inputs, Results
+from fused_softmax.ops.attention.call import Inputs, Results
+from fused_softmax.ops.attention.calls import prepare_forward
 from fused_softmax.ops.attention.options import KERNEL_DTYPES, STATS, Attention
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
@@ -39,7 +40,7 @@ def attention(*arguments):
     given, how = Inputs(*arguments[:_N_INPUTS]), Attention.of_operator(*arguments[_N_INPUTS:])
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if _runs(given):
-            found: Any = ops.prepare(given, how)(*given)
+            found: Any = prepare_forward(given, how)(*given)
             found = found._replace(output=found.output.contiguous())
         else:
             more: dict[str, Any] = {"return_lse": True, "return_stats": how.stats}

@@ -4,7 +4,8 @@
 pass is handed over by itself, because output and lse are all that goes from one to the other. cuDNN's gradients may
 differ in their last bits from run to run.
 
-`wrong_for` says which calls cuDNN gets wrong. Two more things are wrong where nothing can be asked of a call:
+`forward_plan` and `backward_plan` say which passes go there, or why one does not; `wrong_for`, which calls cuDNN gets
+wrong. Two more things are wrong where nothing can be asked of a call:
 
 - torch keeps cuDNN's graph of a gradient by the layouts of query, key and value, and uses it for outputs and gradients
   of any layout: whoever came first has fixed them (aten/src/ATen/native/cudnn/MHA.cpp). So graphs here are apart from
@@ -22,7 +23,8 @@ from torch.nn.attention import SDPBackend
 from fused_softmax.core.calls import contiguous_strides
 from fused_softmax.core.device import device_of
 from fused_softmax.core.route import needs_grad
-from fused_softmax.ops.attention.calls import Gradients, Inputs, Results
+from fused_softmax.ops.attention.call import Backward, Forward, Gradients, Inputs, Results
+from fused_softmax.ops.attention.call import Pass as AttentionPass
 from fused_softmax.ops.attention.options import MOST_DIM, Attention
 from fused_softmax.ops.attention.plan.sdpa import Entry, Pass, biased_of, entry_of
 
@@ -33,29 +35,52 @@ MOST_ELEMENTS = 2**31
 switch = torch._C._get_cudnn_sdp_enabled  # whether the user lets cuDNN compute attention: part of what is kept
 
 
-def is_plain(given: Inputs, how: Attention) -> bool:
-    """Whether cuDNN computes the same: nothing beside query, key and value, and no bound but top-left causality."""
-    n_queries, n_keys = given.query.shape[-2], given.key.shape[-2]
-    causal = (how.left, how.right, how.offset(n_queries, n_keys)) == (None, 0, 0)
-    return (
-        all(each is None for each in given[3:])
-        and (causal or not how.bounded)
-        and how.softcap is None
-        and not how.stats
-        and how.scale > 0
-        and given.query.ndim == 4
-        and 0 not in given.query.shape
-        and not any(0 in each.stride() for each in given[:3])  # broadcast
-    )
+def forward_plan(asked: Forward) -> Entry | str:
+    return _entry("forward", asked)
 
 
-def taken(which: Pass, given: Inputs, how: Attention) -> Entry | None:
-    """The entry of the plan by which cuDNN has this pass, or None if the kernels of this package compute it."""
-    query, key, value = given[:3]
-    if how.deterministic or not is_plain(given, how) or wrong_for(query, key, value) or not _has_cudnn(given, how):
-        return None
-    dims, lengths = (query.shape[-1], value.shape[-1]), (query.shape[-2], key.shape[-2])
-    return entry_of(which, *dims, query.element_size(), *lengths, device_of(query.get_device()))
+def backward_plan(asked: Backward) -> Entry | str:
+    if asked.dlse is not None:
+        return "lse has a gradient"
+    if not all(asked.wanted[:3]):
+        return "query, key and value do not all have a gradient"
+    if asked.output.numel() >= MOST_ELEMENTS:
+        return "2 ** 31 elements or more"
+    return _entry("backward", asked)
+
+
+def _entry(which: Pass, asked: AttentionPass) -> Entry | str:
+    """The entry of the plan by which cuDNN has this pass, or why the kernels of this package compute it."""
+    given, how = asked.given, asked.how
+    query, key, value = given.query, given.key, given.value
+    if how.deterministic:
+        return "the same bits are asked for at every run"
+    refused = not_plain(given, how) or wrong_for(query, key, value)
+    if refused:
+        return refused
+    if asked.gpu is None and not _has_cudnn(given, how):
+        return "torch does not let cuDNN have the call: it is switched off, or knows no such tensors"
+    gpu = device_of(query.get_device()) if asked.gpu is None else asked.gpu
+    lengths = query.shape[-2], key.shape[-2]
+    return entry_of(which, query.shape[-1], value.shape[-1], query.element_size(), *lengths, gpu)
+
+
+def not_plain(given: Inputs, how: Attention) -> str | None:
+    """What of a call cuDNN does not compute; None where it is query, key and value, and at most top-left causality."""
+    query = given.query
+    beside = [name for name, each in given._asdict().items() if each is not None][3:]
+    causal = (how.left, how.right, how.offset(query.shape[-2], given.key.shape[-2])) == (None, 0, 0)
+    whys = {
+        f"it has {' and '.join(beside)}": bool(beside),
+        "its window is not top-left causality": how.bounded and not causal,
+        "it has a softcap": how.softcap is not None,
+        "statistics are asked for": bool(how.stats),
+        "its scale is not positive": how.scale <= 0,
+        "its tensors do not have four dims": query.ndim != 4,
+        "there is nothing to compute": 0 in query.shape,
+        "a tensor is broadcast": any(0 in each.stride() for each in given[:3]),
+    }
+    return next((why for why, holds in whys.items() if holds), None)
 
 
 def wrong_for(*tensors: Tensor) -> str | None:
@@ -113,11 +138,9 @@ def takes_over(
     return choice == SDPBackend.MATH.value
 
 
-def prepare_forward(given: Inputs, how: Attention, with_lse: bool) -> Callable[..., Results] | None:
-    """As attention_calls.prepare_forward; None where cuDNN has no part in it."""
-    if taken("forward", given, how) is None:
-        return None
-    rows, is_causal, scale = given.query.shape[:-1], how.right == 0, float(how.scale)
+def prepare_forward(asked: Forward, entry: Entry) -> Callable[..., Results]:
+    rows, is_causal, scale = asked.given.query.shape[:-1], asked.how.right == 0, float(asked.how.scale)
+    with_lse = asked.with_lse
 
     def call(query: Tensor, key: Tensor, value: Tensor, *_: None) -> Results:
         output, lse, *_ = _forward(query, key, value, None, with_lse, _APART, is_causal, scale=scale)
@@ -126,16 +149,10 @@ def prepare_forward(given: Inputs, how: Attention, with_lse: bool) -> Callable[.
     return call
 
 
-def prepare_backward(
-    given: Inputs, how: Attention, do: Tensor, dlse: Tensor | None, output: Tensor, asked: tuple[bool, ...]
-) -> Callable[..., Gradients] | None:
-    """As attention_calls.prepare_backward; None where cuDNN has no part in it, as in a gradient of lse."""
-    if dlse is not None or not all(asked[:3]) or taken("backward", given, how) is None:
-        return None
-    layouts = _layouts_of(given, how, output, do)
-    of_output, of_do = (_laid_out(each, layout) for each, layout in zip((output, do), layouts, strict=True))
-    if output.numel() >= MOST_ELEMENTS:
-        return None
+def prepare_backward(asked: Backward, entry: Entry) -> Callable[..., Gradients]:
+    given, how = asked.given, asked.how
+    layouts = _layouts_of(given, how, asked.output, asked.do)
+    of_output, of_do = (_laid_out(each, layout) for each, layout in zip((asked.output, asked.do), layouts, strict=True))
     n_queries, n_keys = given.query.shape[-2], given.key.shape[-2]
     is_causal, scale = how.right == 0, float(how.scale)
 

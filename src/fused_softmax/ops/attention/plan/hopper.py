@@ -71,8 +71,8 @@ def plan_hopper(
     head_dim: int, value_dim: int, itemsize: int, n_queries: int, device: Device, kernel: str = "forward",
     left: bool = False, bias: bool = False, window: int | None = None, softcap: bool = False,
     alibi: bool = False,
-) -> HopperTiles | None:  # fmt: skip
-    """The tiles of a kernel, "forward", "keys" or "queries", or None where the plain one is to compute.
+) -> HopperTiles | str:  # fmt: skip
+    """The tiles of a kernel, "forward", "keys" or "queries"; or why the plain one is to compute.
 
     left: whether the window has a bound there. window: keys that each query sees, where it has one on both sides.
     bias, softcap, alibi: whether scores have one, or slopes.
@@ -81,13 +81,14 @@ def plan_hopper(
     >>> plan_hopper(128, 128, 2, 4096, H200)
     HopperTiles(consumers=2, block=128, stages=2, registers=240, block_d=128, block_v=128)
     """
-    if device.backend != "cuda" or device.capability != CAPABILITY or itemsize != 2:
-        return None
-    if head_dim % VECTOR or value_dim % VECTOR:
-        return None
+    refused = _no_kernel(head_dim, value_dim, itemsize, device)
+    if refused:
+        return refused
     dims = max(LEAST, padded(head_dim)), max(LEAST, padded(value_dim))
-    if (max(dims) > 128 and dims[0] != dims[1]) or bias + softcap + alibi > 1:
-        return None
+    if max(dims) > 128 and dims[0] != dims[1]:
+        return f"heads of {head_dim} dims have values of {value_dim}"
+    if bias + softcap + alibi > 1:
+        return "more than one of a bias, a softcap and slopes is added"
     most = max(64, *dims)
     rung: Rung | None = None
     if kernel != "forward":
@@ -96,12 +97,23 @@ def plan_hopper(
         if rung is not None and most <= 128 and spills:
             rung = SMALL
     elif most == 64 and (alibi or (window is not None and window < NARROW)):
-        return None
+        return "the plain kernel is faster with slopes and narrow windows at heads of at most 64 dims"
     elif bias:
         rung = BIASED[kernel].get(most) if max(dims) >= LEAST_BIASED else None
     else:
         rung = WINDOWED_FORWARD if left and most == 64 else FORWARD[most, n_queries < LONG]
-    return None if rung is None else HopperTiles(*rung, *dims)
+    return f"no tiles are planned for a bias at heads of {head_dim} dims" if rung is None else HopperTiles(*rung, *dims)
+
+
+def _no_kernel(head_dim: int, value_dim: int, itemsize: int, device: Device) -> str:
+    """Why no kernel for sm_90 takes heads on a device; empty where one may."""
+    if device.backend != "cuda" or device.capability != CAPABILITY:
+        return f"{device.name} is no sm_90"
+    if itemsize != 2:
+        return f"elements have {itemsize} bytes, not 2"
+    if head_dim % VECTOR or value_dim % VECTOR:
+        return f"{head_dim} and {value_dim} dims are no multiples of {VECTOR}"
+    return ""
 
 
 def shift_of(head_tiles: int, heads: int, programs: int) -> int:
@@ -162,31 +174,34 @@ class WindowPlan:
 def plan_window(
     head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_heads: int, group: int, left: int | None,
     right: int | None, device: Device,
-) -> WindowPlan | None:  # fmt: skip
+) -> WindowPlan | str:  # fmt: skip
     """The plan for windows from `left` keys before a query to `right` keys after it.
 
-    n_heads: of all batches; group: those that share keys. None where windows are wide or unbounded, or queries few.
+    n_heads: of all batches; group: those that share keys. Or why there is none.
 
     >>> from fused_softmax.core.plan import H200
     >>> plan_window(64, 64, 2, 8192, 128, 8, 127, 0, H200)
     WindowPlan(pieces=3, cut_left=1, key_stages=2, span=8)
     """
-    if device.backend != "cuda" or device.capability != CAPABILITY or itemsize != 2:
-        return None
-    if left is None or right is None or head_dim % VECTOR or value_dim % VECTOR:
-        return None
+    if left is None or right is None:
+        return "no window has a bound on both sides"
+    refused = _no_kernel(head_dim, value_dim, itemsize, device)
+    if refused:
+        return refused
     most = max(64, padded(head_dim), padded(value_dim))
     key_stages = KEY_STAGES.get(most)
     width = left + right + 1
     pieces = -(-(width + ROWS - 1) // ROWS)
     tiles = -(-n_queries // (CONSUMERS * ROWS)) * n_heads
-    if key_stages is None or pieces > MOST_PIECES:
-        return None
+    if key_stages is None:
+        return f"heads have more than {max(KEY_STAGES)} dims"
+    if pieces > MOST_PIECES:
+        return f"windows of {width} keys are not narrow"
     if n_queries < LEAST_QUERIES or tiles < LEAST_TILES[most] * device.sm_count:
-        return None
+        return f"{n_queries} queries of {n_heads} heads are too few"
     # 64 heads of 4096 x 64 take 66 us, and 62 by the plain kernel; of 2 x 64 x 8192 x 64, 210 and 231.
     if most == 64 and pieces == MOST_PIECES and group == 1:
-        return None
+        return "another kernel is faster where no heads share keys"
 
     def steps(span: int) -> int:
         """Of the busiest program, of which reading the keys is one more for each of its turns."""

@@ -78,20 +78,26 @@ def biased_of(
 
 def entry_of(
     which: Pass, head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device
-) -> Entry | None:
-    """The entry by which this pass of plain attention goes to cuDNN; None if the kernels of this package compute it.
+) -> Entry | str:
+    """The entry by which this pass of plain attention goes to cuDNN; or why the kernels of this package compute it.
 
     >>> from fused_softmax.core.plan import H200
     >>> entry_of("backward", 128, 128, 2, 4096, 4096, H200).most_dim
     128
-    >>> entry_of("backward", 96, 96, 2, 1001, 1001, H200) is None
-    True
+    >>> entry_of("backward", 96, 96, 2, 1001, 1001, H200)
+    'cuDNN was not measured to be faster at heads of 96 dims and 1001 queries'
     """
-    if itemsize != 2 or head_dim != value_dim or min(n_queries, n_keys) < LEAST_LENGTH or device.backend != "cuda":
-        return None
-    for entry in ENTRIES:
-        of_device = (entry.which, entry.capability) == (which, device.capability)
+    if itemsize != 2:
+        return f"elements have {itemsize} bytes, not 2"
+    if head_dim != value_dim:
+        return f"heads of {head_dim} dims have values of {value_dim}"
+    if min(n_queries, n_keys) < LEAST_LENGTH:
+        return f"{n_queries} queries and {n_keys} keys are not {LEAST_LENGTH} each"
+    entries = [entry for entry in ENTRIES if (entry.which, entry.capability) == (which, device.capability)]
+    if device.backend != "cuda" or not entries:
+        return f"nothing was measured on {device.name}"
+    for entry in entries:
         fits = n_queries >= entry.least and (entry.below is None or n_queries < entry.below)
-        if of_device and fits and entry.above < head_dim <= entry.most_dim:
+        if fits and entry.above < head_dim <= entry.most_dim:
             return entry
-    return None
+    return f"cuDNN was not measured to be faster at heads of {head_dim} dims and {n_queries} queries"

@@ -200,8 +200,8 @@ class DecodePlan:
 
 def plan_decode(
     head_dim: int, value_dim: int, itemsize: int, n_queries: int, group: int, n_heads: int, n_keys: int, device: Device
-) -> DecodePlan | None:
-    """The plan for n_heads heads of keys, of which each has group heads of n_queries queries; None if it is not short.
+) -> DecodePlan | str:
+    """The plan for n_heads heads of keys, of which each has group heads of n_queries queries; or why there is none.
 
     n_keys: those that are seen.
 
@@ -210,8 +210,10 @@ def plan_decode(
     32
     """
     n_rows = group * n_queries
-    if n_rows > MOST_ROWS[itemsize] or n_keys < LEAST_KEYS:
-        return None
+    if n_rows > MOST_ROWS[itemsize]:
+        return f"{n_rows} rows share a head of keys, more than {MOST_ROWS[itemsize]}"
+    if n_keys < LEAST_KEYS:
+        return f"{n_keys} keys are seen, fewer than {LEAST_KEYS}"
     dims = blocks_of(head_dim, value_dim, itemsize)
     block_n = min(max(TILE_BYTES // (2 * itemsize * max(dims)), TILE_KEYS[0]), TILE_KEYS[1])
     block_r = next_power_of_2(n_rows)
@@ -223,7 +225,7 @@ def plan_decode(
         parts -= 1
     parts = -(-tiles // -(-tiles // parts))
     if parts == 1 and group == 1:
-        return None
+        return "no heads share keys, and there are heads enough without cutting them into parts"
     chunk = max(1, min(next_power_of_2(parts), CHUNK // (block_r * dims[1])))
     num_stages = 2 if device.backend == "hip" else 3
     wide = block_r > LEAST or (itemsize > 2 and max(dims) > 128)  # by 4 warps these spill
@@ -260,18 +262,20 @@ class ShortPlan:
 def plan_short(
     kernel: str, head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, n_batches: int,
     n_heads: int, device: Device, masked: bool = False,
-) -> ShortPlan | None:  # fmt: skip
-    """The plan of "forward" or "backward"; None where heads are too long, or too few.
+) -> ShortPlan | str:  # fmt: skip
+    """The plan of "forward" or "backward"; or why there is none.
 
     >>> from fused_softmax.core.plan import H200
     >>> plan_short("forward", 32, 32, 2, 49, 49, 4096, 4, H200).parts
     132
     """
     dims = max(padded(head_dim), padded(value_dim))
-    if max(n_queries, n_keys) > MOST_LENGTH or dims > MOST_DIM or itemsize > 2 or 0 in (n_queries, n_keys):
-        return None
+    if max(n_queries, n_keys) > MOST_LENGTH or 0 in (n_queries, n_keys):
+        return f"{n_queries} queries and {n_keys} keys are not 1 to {MOST_LENGTH} each"
+    if dims > MOST_DIM or itemsize > 2:
+        return f"heads have more than {MOST_DIM} dims" if itemsize == 2 else f"elements have {itemsize} bytes, not 2"
     if n_batches * n_heads < LEAST_HEADS * device.sm_count:
-        return None
+        return f"{n_batches * n_heads} heads of all batches are fewer than {LEAST_HEADS * device.sm_count}"
     rungs = (FORWARD_MASKED, BACKWARD_MASKED) if masked else (FORWARD, BACKWARD)
     rungs = (FORWARD_OF_MORE, BACKWARD_OF_MORE) if dims > MEASURED_DIM else rungs
     num_warps, num_stages, programs = rungs[kernel == "backward"]
