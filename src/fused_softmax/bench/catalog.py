@@ -21,8 +21,8 @@ ONE_GPU = "one GPU"  # beside the ranks of a group
 # Each with its title, in the order in which a report has them.
 OPERATIONS = {
     "softmax": "softmax",
-    "softmax_float32": "softmax to float32",
     "softmax_dim": "softmax over a strided dim",
+    "softmax_float32": "softmax to float32",
     "softmax_causal": "softmax, causal",
     "softmax_masked": "softmax, bool mask",
     "softmax_biased": "softmax, added mask",
