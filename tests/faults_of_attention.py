@@ -509,4 +509,9 @@ ATTENTION = (
         "attention", "collected-weights-are-none", HF, 'others.get("output_attentions") or _weights_are_collected()',
         'others.get("output_attentions")', f"{MODELS}::test_weights_that_are_asked_for_raise",
     ),
+    of(
+        "attention", "cleared-before-stored-ds", "ops/attention/calls.py",
+        "dq, dk, dv, dbias = self.by_ds(", "own.coarse.zero_()\n            dq, dk, dv, dbias = self.by_ds(",
+        "test_attention_ways.py::test_gradients_by_stored_ds_are_told_of_a_coarse_lse_and_leave_no_word_of_it",
+    ),
 )  # fmt: skip

@@ -4,6 +4,7 @@ Passes are planned for tensors without memory, on an H200 that need not be prese
 """
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,3 +292,20 @@ def test_what_is_kept_holds_none_of_the_tensors_it_was_prepared_for():
     del leaves, bias
     gc.collect()
     assert [each() for each in there] == [None] * 4
+
+
+def test_gradients_by_stored_ds_are_told_of_a_coarse_lse_and_leave_no_word_of_it():
+    coarse, told = torch.zeros(1, dtype=torch.int64), []
+
+    def by_ds(tensors, key):
+        told.append(coarse.item())
+        return None, None, None, torch.zeros(SHARED)
+
+    query, bias = torch.zeros(1, 4, 49, 16), torch.zeros(SHARED)
+    call = SimpleNamespace(readied=lambda given: given, of=lambda name, tensor: tensor)
+    marks = SimpleNamespace(takes=lambda tensors: (), run=lambda: coarse.fill_(1))
+    makers = calls._Own(None, lambda: coarse, None, None, None, None, None)
+    wanted = Wanted(query=False, key=False, value=False, attn_mask=False, bias=True, sinks=False)
+    pass_ = calls._ByLaunches(call, wanted, makers, [marks], by_ds, {}, [], True)
+    pass_(query, None, query, query[..., 0], query, query, query, None, bias, None, None)
+    assert (told, coarse.item()) == ([1], 0)

@@ -150,13 +150,12 @@ class _ByLaunches:
         tensors = (*inputs, c.of("do", do), output, lse, dlse, *own)
         for launch in self.launches:
             launch.run(*launch.takes(tensors))
-        if self.clears:
-            own.coarse.zero_()
         dq, dk, dv, added = own.dq, own.dk, own.dv, {}
         if self.by_ds is not None:
             dq, dk, dv, dbias = self.by_ds(tensors, inputs.key)
-            own.coarse.zero_()
             added["bias"] = dbias.sum_to_size(given[NAMES.index("bias")].shape)
+        if self.clears:  # the launches of dK and dV have read it
+            own.coarse.zero_()
         for name in (*full, *self.beside):
             like = given[NAMES.index(name)]
             if name in full:
