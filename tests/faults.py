@@ -19,18 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from fault import Fault
-from faults_of_attention import ATTENTION
-from faults_of_calls import AUTOCAST, CALLS, EXPLAIN, OPS, REGISTER
-from faults_of_help import HELP
-from faults_of_kernels import KERNELS, PLAN, RUNNER
-from faults_of_sampling import SAMPLING
-from faults_of_shards import SHARDS
-from faults_of_trace import TRACE
+from fault import FAULTS, Fault
 
-FAULTS = (
-    KERNELS + HELP + PLAN + RUNNER + CALLS + OPS + REGISTER + AUTOCAST + EXPLAIN + SAMPLING + ATTENTION + SHARDS + TRACE
-)
 ROOT = Path(__file__).parents[1]
 SOURCE = Path("src", "fused_softmax")
 # As `make test` has them.
