@@ -62,7 +62,7 @@ def test_forward(dim, length, dtype, kind):
     softcap = "softcap" in KINDS[kind]
     alibi = "alibi" in KINDS[kind]
     plan = plan_hopper(dim, dim, 2, length, H200, left="left" in KINDS[kind], bias=bias, softcap=softcap, alibi=alibi)
-    if plan is None:
+    if isinstance(plan, str):
         assert (dim, bias) == (256, True) or (dim, alibi) == (64, True)
         return
     spec = HopperSpec(
@@ -97,7 +97,7 @@ def test_gradients(dim, dtype, kind, kernel):
         dim, dim, 2, 4096, H200, kernel.split()[0], "left" in options, "bias" in options, None, "softcap" in options,
         "alibi" in options,
     )  # fmt: skip
-    if plan is None:
+    if isinstance(plan, str):
         assert (dim, "bias" in options) == (256, True)
         return
     spec = HopperSpec(
