@@ -58,7 +58,7 @@ def way(request, monkeypatch):
 def ran(monkeypatch):
     """The passes that were prepared and run by kernels."""
     calls = []
-    for name in ("prepare", "backward"):
+    for name in ("prepare_forward", "backward"):
         real = getattr(attention_ops, name)
 
         def run(*given, _real=real, _name=name, **options):
@@ -222,7 +222,7 @@ def test_kernels_run_once_for_all(case, launches, ran, device):
     names, given, in_dims = arguments_of(CASES[case], device)
     leaves = [each.requires_grad_() for each in given]
     (output, _), (expected, _) = torch.vmap(call(names), in_dims)(*given), looped(exact(names), given, in_dims)
-    assert ran == ["prepare"] * launches
+    assert ran == ["prepare_forward"] * launches
     close(output, expected)
     ran.clear()
     found = torch.autograd.grad(output.square().sum(), leaves)
@@ -240,7 +240,7 @@ def test_many_gradients_take_one_launch(ran, device):
         )
         for y in (function(names)(*given)[0] for function in (call, exact))
     )
-    assert ran == ["prepare", "backward"]
+    assert ran == ["prepare_forward", "backward"]
     close(found, expected)
 
 

@@ -70,8 +70,6 @@ def sample_of_shards(
     """
     bias, rows = tensors["logit_bias"], tensors["row_indices"]
     with Refusing(_NAME, over, logits):
-        if over.transport == "peer":
-            raise ValueError(f"{_NAME}: transport='peer' is for softmax, log_softmax, logsumexp and the losses")
         check_over(_NAME, over, logits, *numbers.values(), *tensors.values())
         if asked["return_kept"]:
             raise ValueError(f"{_NAME}: return_kept is of whole rows, and group= gives a part of their columns")
