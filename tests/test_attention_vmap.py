@@ -10,6 +10,7 @@ from attention_cases import tensors
 import fused_softmax
 from fused_softmax.core.route import Route
 from fused_softmax.ops.attention import attention as attention_ops
+from fused_softmax.ops.attention import operators
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 
@@ -58,14 +59,15 @@ def way(request, monkeypatch):
 def ran(monkeypatch):
     """The passes that were prepared and run by kernels."""
     calls = []
-    for name in ("prepare_forward", "backward"):
-        real = getattr(attention_ops, name)
+    places = (operators, "prepare_forward"), (attention_ops, "prepare_forward"), (attention_ops, "backward")
+    for module, name in places:
+        real = getattr(module, name)
 
         def run(*given, _real=real, _name=name, **options):
             calls.append(_name)
             return _real(*given, **options)
 
-        monkeypatch.setattr(attention_ops, name, run)
+        monkeypatch.setattr(module, name, run)
     return calls
 
 
