@@ -27,6 +27,7 @@ from fused_softmax.ranks.peers import UNEVEN, choose
 CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["peer", "collective"]
 TRANSPORTS = get_args(Transport)
+WITHOUT_PEERS: set[str] = set()  # functions whose ranks exchange by the backend alone; their rooms add their names
 _SAID = 1024  # bytes of what a rank says of a call
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)  # of 2.11
 _HEADER = 4  # numbers at the end of each message: a rank's columns, n_classes, rows, a digest of all that is asked
@@ -170,6 +171,8 @@ def check_over(name: str, over: Over, *tensors: Any) -> None:
     _, n_classes, sizes, transport = over
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {described(transport)}")
+    if transport == "peer" and name in WITHOUT_PEERS:
+        raise ValueError(f"{name}: transport='peer' is not for this function; leave it out, or give 'collective'")
     if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
         raise TypeError(f"{name}: n_classes must be an int, not {typed(n_classes)}")
     if n_classes is not None and n_classes < 1:

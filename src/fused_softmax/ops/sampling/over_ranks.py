@@ -25,10 +25,11 @@ from fused_softmax.ops.sampling.options import (
     sampling_of,
 )
 from fused_softmax.ops.sampling.reference import SampleOutput
-from fused_softmax.ranks.groups import Over, Refusing, Shards, check_over, gather, shards_of, sizes_of
+from fused_softmax.ranks.groups import WITHOUT_PEERS, Over, Refusing, Shards, check_over, gather, shards_of, sizes_of
 from fused_softmax.ranks.peers import choose
 
 _NAME = "sample"
+WITHOUT_PEERS.add(_NAME)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 

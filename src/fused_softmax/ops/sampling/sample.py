@@ -175,8 +175,6 @@ def sample(
             "order": order, "return_logprobs": return_logprobs, "top_logprobs": top_logprobs,
             "return_kept": return_kept,
         }  # fmt: skip
-        if transport == "peer":
-            raise ValueError(f"{name}: transport='peer' is for softmax, log_softmax, logsumexp and the losses")
         over = over_of(group, n_classes, shard_sizes, transport)
         random = seed, position, generator
         of_shards = sample_of_shards(logits, filters, tensors, asked, random, out, over, sample)
