@@ -233,6 +233,7 @@ class _Call:
                 shape = n, *shape[1:]
                 strides = contiguous_strides(shape)
 
+            # One for each kind of scores: to unpack last arguments would cost every small call.
             def call(input, out, scale, mask, sink=None):
                 result = empty(shape, strides, dtype)
                 launch(input, result)
