@@ -81,7 +81,7 @@ report: $(ENV)
 
 # The site, in build/site. A link without a target, or a page that loads from the network, is an error.
 docs: $(ENV)
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # The wheel and the sdist, which RELEASING.md is about.
 dist: $(ENV)

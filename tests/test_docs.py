@@ -212,7 +212,7 @@ def test_the_site_opens_in_a_browser_without_errors_and_without_a_network(tmp_pa
     pytest.importorskip("mkdocs", reason="the site's packages are not installed")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium") or pytest.skip("chromium is not installed")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     wrong = []
     with sync_api.sync_playwright() as playwright:
