@@ -182,7 +182,7 @@ def check_against_fp64(name, call, g, device, cast):
         arithmetic = torch.finfo(FP64 if ours.dtype == FP64 else FP32).eps
         allowed = 1.2 * (theirs - true).abs().max() + 2 * torch.finfo(ours.dtype).eps * size
         allowed = allowed + 8 * arithmetic * size.clamp(min=1.0)
-        if cast is not None and name.startswith("attention"):  # of rounded inputs torch may err less by chance
+        if cast is not None and name.startswith(("attention", "linear")):  # torch may err less, by chance
             allowed = allowed + 2 * torch.finfo(cast).eps * size
         assert (ours - true).abs().max() <= allowed, name
 

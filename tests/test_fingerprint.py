@@ -79,8 +79,7 @@ def test_a_definition_and_a_module_may_be_called_otherwise(source, present):
     using = file_of(source, "\ndef _softmax(name")
     text = re.sub(r"(?<![\w.])autocast\.", "known_by.", using.read_text())
     assert "known_by.result_dtype(" in text
-    package = "fused_softmax" if (source / "autocast.py").exists() else "fused_softmax.core"
-    using.write_text(f"{text}\nfrom {package} import autocast as known_by\n")
+    using.write_text(f"{text}\nfrom fused_softmax.ops import autocast as known_by\n")
     assert changed_by(source, present) == set()
 
 
