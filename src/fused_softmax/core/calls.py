@@ -127,13 +127,16 @@ def _of_other_size(name, options, input, others):
         tensors, kinds = _sorted(input, others)
         for check, places, launched, of, led in _kept.get((name, options, "rows", shape[1:], *kinds), ()):
             n = shape[0]
-            if n > 1 and check(*tensors) and places == _places(tensors) and all(tensors[i].shape[0] == n for i in led):
-                found = launched.for_rows(n, of)
-                if found is not None:
-                    call = found.__call__
-                    # The key has the input's shape, so that a guard of any leading size does where no other has one.
-                    _put((name, options, shape, *kinds), (check if led == (0,) else _guard(tensors), places, call))
-                    return call
+            if n < 2 or not check(*tensors) or places != _places(tensors):
+                continue
+            alone = led == (0,)  # the key has the input's shape, so that this guard does for the new number too
+            if not alone and not all(tensors[i].shape[0] == n for i in led):
+                continue
+            found = launched.for_rows(n, of)
+            if found is not None:
+                call = found.__call__
+                _put((name, options, shape, *kinds), (check if alone else _guard(tensors), places, call))
+                return call
     except (AttributeError, RuntimeError, TypeError):
         pass
     return None
@@ -174,7 +177,7 @@ def _put(key: tuple, entry: tuple) -> None:
 
 
 def _places(tensors) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() & 15 for tensor in tensors)
+    return tuple([tensor.data_ptr() & 15 for tensor in tensors])
 
 
 def _has_rows(input: Tensor, by_row: bool) -> bool:

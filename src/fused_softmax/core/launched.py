@@ -6,38 +6,37 @@ from typing import Any
 Call = Callable[..., Any]
 
 
+def for_its_own_number(n: int, of: int) -> None:
+    """`for_rows` of a call that is for its own number of rows alone."""
+
+
 class Launched:
     """A prepared call: call it with tensors like those that it was prepared for.
 
     It allocates and launches, and decides nothing. It holds no tensor of any call.
 
+    for_rows: (n, of) -> the same call for tensors of which n leading rows stand where it had `of`; None where that takes
+        another plan or another kernel.
     like: what allocates its result, for preparing a call that takes that.
     by_row: whether its tensors of one dim less than the input hold one value a row.
     """
 
-    # A function in the slot of `__call__` is called with no Python method in between.
-    __slots__ = ("__call__", "_remake", "by_row", "like")
+    # Functions in the slots are called with no Python method in between.
+    __slots__ = ("__call__", "by_row", "for_rows", "like")
 
     def __init__(
         self,
         call: Call,
-        remake: "Callable[[int, int], Launched | None] | None" = None,
+        for_rows: "Callable[[int, int], Launched | None]" = for_its_own_number,
         *,
         like: Callable[[], Any] | None = None,
         by_row: bool = False,
     ):
-        self.__call__, self._remake, self.like, self.by_row = call, remake, like, by_row
-
-    def for_rows(self, n: int, of: int) -> "Launched | None":
-        """The same call for tensors of which n leading rows stand where it had `of`.
-
-        None where that takes another plan or another kernel, and where the call is for its own number alone.
-        """
-        return None if self._remake is None else self._remake(n, of)
+        self.__call__, self.for_rows, self.like, self.by_row = call, for_rows, like, by_row
 
     @property
     def of_any_rows(self) -> bool:
-        return self._remake is not None
+        return self.for_rows is not for_its_own_number
 
 
 def compose(
@@ -53,14 +52,16 @@ def compose(
     """
 
     def remake(m: int, of: int) -> Launched | None:
-        assert n is not None
-        others = [part and part.for_rows(m, of) for part in parts]
-        if any(other is None for other, part in zip(others, parts, strict=True) if part is not None):
-            return None
-        return compose(build, *others, n=n // of * m, like=like, by_row=by_row)
+        others = []
+        for part in parts:  # a server's new batch size: no frame more than needed
+            other = part and part.for_rows(m, of)
+            if other is None and part is not None:
+                return None
+            others.append(other)
+        return compose(build, *others, n=n // of * m, like=like, by_row=by_row)  # type: ignore[operator]
 
     call = build(n, *[part and part.__call__ for part in parts])
-    return Launched(call, None if n is None else remake, like=like, by_row=by_row)
+    return Launched(call, for_its_own_number if n is None else remake, like=like, by_row=by_row)
 
 
 def of_rows(launch: Any, for_rows: Callable[[int], Any], n: int) -> Launched:

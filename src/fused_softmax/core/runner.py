@@ -149,9 +149,13 @@ def _launched(launches: list[launch.Launch], plan: Any, grows: Mapping[str, int]
         grown = {name: value // of * n for name, value in grows.items()}
         of_plan = {"n_rows": other.n_rows, "n_programs": other.programs, **grown}
         changed = {i: of_plan[name] for i, name in enumerate(kind.scalars) if name in of_plan}
-        others = [each.again(kind.programs(other), changed) for each in launches]
-        there = [each for each in others if each is not None]
-        return _launched(there, other, grown, kind) if len(there) == len(others) else None
+        others = []
+        for each in launches:
+            found = each.again(kind.programs(other), changed)
+            if found is None:
+                return None
+            others.append(found)
+        return _launched(others, other, grown, kind)
 
     return Launched(_call_of([each.__call__ for each in launches], plan, kind), remake)
 

@@ -229,9 +229,8 @@ class _Call:
 
         def build(n, launch):
             shape, strides = of_this
-            if n is not None and n != shape[0]:
-                shape = n, *shape[1:]
-                strides = contiguous_strides(shape)
+            if n is not None:
+                shape = n, *shape[1:]  # whose strides are the same
 
             # One for each kind of scores: to unpack last arguments would cost every small call.
             def call(input, out, scale, mask, sink=None):
