@@ -180,14 +180,16 @@ def test_a_linear_layers_loss(gpus, transport):
 
 
 def dtensors(group, parallel, options):
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel
 
     mesh = init_device_mesh("cuda", (2,))
     x, target = logits(64, 5121, dtype=torch.bfloat16), targets(64, 5121)
     given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+    # Without loss_parallel torch takes no plain tensor beside a DTensor.
+    of_given = target if parallel else distribute_tensor(target, mesh, [Replicate()])
     with fused_softmax.enabled(), loss_parallel() if parallel else contextlib.nullcontext():
-        y = torch.nn.functional.cross_entropy(given, target, **options)
+        y = torch.nn.functional.cross_entropy(given, of_given, **options)
         y.backward()
     whole = x.double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(whole, target, **options)
