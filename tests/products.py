@@ -25,21 +25,26 @@ QUICK = False
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
-    "attention_vmap": 8, "bench_shards": 12, "docs": 1, "examples": 1, "family_compiles": 1,
+    "attention_vmap": 8, "bench_shards": 12, "compiled_options": 6, "docs": 1, "examples": 1, "family_compiles": 1,
     "fingerprint": 1, "fp8_compiles": 1,
-    "front_door": 1, "fuzz": 1, "hf": 8, "hf_sweep": 32, "host": 1, "interrupts": 1, "layouts_compile": 1, "library": 8,
-    "library_losses": 8, "library_sampling": 4, "losses_compile": 1, "losses_fuzz": 1, "multihead": 8, "names": 1,
-    "opinfo": 8, "opinfo_losses": 8, "page": 8, "peers": 24, "peers_gathered": 4, "peers_runner": 1, "peers_waits": 1,
-    "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sanitize": 2, "serve": 1, "serve_hostile": 6,
-    "shards": 8, "shards_dtensor": 8, "shards_linear": 8, "shards_losses": 8, "shards_misuse": 1,
-    "shards_sampling": 12, "trace_attention": 1, "without_triton": 1,
+    "front_door": 1, "fuzz": 1, "hf": 8, "hf_sweep": 32, "host": 1, "imports": 8, "interrupts": 1, "layouts_compile": 1,
+    "library": 8, "library_losses": 8, "library_sampling": 4, "losses_compile": 1, "losses_fuzz": 1, "multihead": 8,
+    "names": 1, "opinfo": 8, "opinfo_losses": 8, "page": 8, "peers": 24, "peers_gathered": 4, "peers_runner": 1,
+    "peers_waits": 1, "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sampling_turns": 4, "sanitize": 2,
+    "serve": 1, "serve_hostile": 6, "shards": 8, "shards_by_kernels": 8, "shards_dtensor": 8, "shards_fsdp": 12,
+    "shards_in_disorder": 4, "shards_kept": 4, "shards_linear": 8, "shards_losses": 8, "shards_misuse": 1,
+    "shards_of_calls": 12, "shards_sampling": 12, "shards_seams": 8, "trace_attention": 1, "trace_notes": 4,
+    "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes a fourth as many again.
 ONE_IN = {
-    "alone": 5, "attention": 2, "attention_decode": 3, "attention_hidden": 2, "attention_short": 3, "backward": 3,
-    "calls": 3, "classic": 3, "column_scores": 3, "cross_entropy": 3, "exact": 3, "fp8": 5, "layouts": 5,
-    "linear_by_classes": 5, "linear_outputs": 2, "loss_given_lse": 3, "operators": 2, "sample_kernels": 6,
-    "sampling_options": 2, "scores": 3, "shelf": 2, "sink": 3, "softmax": 5, "whole_losses": 5,
+    "alone": 12, "attention": 6, "attention_decode": 6, "attention_hidden": 6, "attention_hopper_bias": 6,
+    "attention_large_scores": 5, "attention_short": 6, "autocast": 6, "backward": 5, "bench": 3, "calls": 6,
+    "classic": 3, "column_scores": 4, "cross_entropy": 4, "exact": 5, "flops": 3, "fp8": 12, "layouts": 8,
+    "linear_by_classes": 16, "linear_outputs": 4, "logsumexp_gradients": 4, "loss_defects": 3, "loss_given_lse": 5,
+    "losses_seams": 6, "modes": 6, "neg_bit": 4, "no_gradient": 6, "no_room": 3, "operators": 5, "out_overlaps": 4,
+    "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4, "sampling_gradients": 4, "sampling_options": 5,
+    "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
 }  # fmt: skip
 
 # Of the cases that compile kernels for sm_90, one in so many; by the newest Triton half as many, for other GPUs a

@@ -41,7 +41,7 @@ KINDS = {
     "all": (
         (4, 2, 500, 500),
         {"right": 0, "left": 100, "softcap": 50.0, "bias": (1, 4, 500, 500), "mask": True, "alibi": True,
-         "stats": STATS},
+         **dict.fromkeys(STATS, True)},
     ),
 }  # fmt: skip
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}

@@ -30,7 +30,7 @@ TABLES = {
     "KEYS": ("hopper", "plain"),
     "QUERIES": ("hopper", "plain"),
 }
-OPTIONS = "softcap", "left", "right", "bottom_right", "stats", "deterministic", "scale"
+OPTIONS = "softcap", "left", "right", "bottom_right", "entropy", "row_max", "deterministic", "scale"
 SHARED = (1, 4, 49, 49)  # a bias of each head, that all batches share
 
 
@@ -131,7 +131,7 @@ REFUSED = [
     ("cuDNN", {"alibi_slopes": (4,)}, "it has alibi_slopes"),
     ("cuDNN", {"left": 5}, "its window is not top-left causality"),
     ("cuDNN", {"softcap": 5.0}, "it has a softcap"),
-    ("cuDNN", {"stats": ("entropy",)}, "statistics are asked for"),
+    ("cuDNN", {"entropy": True}, "statistics are asked for"),
     ("cuDNN", {"scale": -1.0}, "its scale is not positive"),
     ("cuDNN", {"lead": (2, 3)}, "its tensors do not have four dims"),
     ("cuDNN", {"laid_out": lambda each: each[:1].expand(each.shape)}, "a tensor is broadcast"),
@@ -141,11 +141,11 @@ REFUSED = [
     ("cuDNN", {"value_dim": 32}, "heads of 64 dims have values of 32"),
     ("cuDNN", {"gpu": GPUS["sm_80"]}, "nothing was measured on NVIDIA A100"),
     ("decode", {"heads": 128}, "128 rows share a head of keys, more than 64"),
-    ("decode", {"stats": ("row_max",)}, "its kernel computes no row_max"),
+    ("decode", {"row_max": True}, "its kernel computes no row_max"),
     ("decode", {"left": 0, "right": 10}, "11 keys are seen, fewer than 256"),
     ("decode", {"key_heads": 4, "lead": (600,)}, "no heads share keys"),
     ("short", {"lead": (2,)}, "8 heads of all batches are fewer than 1056"),
-    ("short", {"stats": ("entropy",)}, "its kernel computes no entropy"),
+    ("short", {"entropy": True}, "its kernel computes no entropy"),
     ("short", {"dtype": FP32}, "elements have 4 bytes, not 2"),
     ("short", {"value_dim": 128}, "heads have more than 64 dims"),
     ("window", {"softcap": 5.0}, "its scores are query times key"),
@@ -157,7 +157,7 @@ REFUSED = [
      "batches lie in two dims"),
     ("hopper", {"scale": -1.0}, "the scale is not positive"),
     ("hopper", {"attn_mask": (4096, 4096)}, "attn_mask"),
-    ("hopper", {"stats": ("entropy", "row_max")}, "its kernel computes no entropy and no row_max"),
+    ("hopper", {"entropy": True, "row_max": True}, "its kernel computes no entropy and no row_max"),
     ("hopper", {"alibi_slopes": (2, 4), "softcap": 5.0}, "more than one of a bias, a softcap and slopes is added"),
     ("hopper", {"bias": (4096, 1)}, "TMA does not read the bias as it lies"),
     ("hopper", {"value_dim": 256}, "heads of 128 dims have values of 256"),

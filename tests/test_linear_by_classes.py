@@ -241,6 +241,7 @@ def test_logits_in_memory_are_rounded_once(name, device, small, monkeypatch):
         torch.testing.assert_close(logits.double(), exact, rtol=torch.finfo(BF16).eps / 2, atol=1e-4)
 
 
+@pytest.mark.guard
 @kernels
 def test_a_bias_that_takes_most_of_the_product_back(device, small):
     """As of a layer whose tokens have a part in common: products are four times as large as logits."""
@@ -263,6 +264,7 @@ def test_a_bias_that_takes_most_of_the_product_back(device, small):
         assert (one.double() - exact).norm() <= 1.1 * (other.double() - exact).norm(), what
 
 
+@pytest.mark.guard
 @kernels
 @pytest.mark.parametrize(
     "options",

@@ -15,8 +15,8 @@ class Launched:
 
     It allocates and launches, and decides nothing. It holds no tensor of any call.
 
-    for_rows: (n, of) -> the same call for tensors of which n leading rows stand where it had `of`; None where that takes
-        another plan or another kernel.
+    for_rows: (n, of) -> the same call for tensors of which n leading rows stand where it had `of`; None where that
+        takes another plan or another kernel.
     like: what allocates its result, for preparing a call that takes that.
     by_row: whether its tensors of one dim less than the input hold one value a row.
     """

@@ -4,7 +4,8 @@ All that lists options follows from them: checks, and the schema and the argumen
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class Option:
 
 
 def option(default: Any, *given: Any, **named: Any) -> Any:
-    """A field that is an option: its default, and an Option's arguments."""
+    """A field that is an option: its default, or MISSING, and an Option's arguments."""
     return field(default=default, metadata={"option": Option(*given, **named)})
 
 
@@ -54,7 +55,7 @@ class Options:
         for name in cls.OPTIONS if names is None else names:
             default = cls.DEFAULTS[name]
             default = f'"{default}"' if isinstance(default, str) else default
-            written.append(f"{cls.OPTIONS[name].type} {name}={default}")
+            written.append(f"{cls.OPTIONS[name].type} {name}" + ("" if default is MISSING else f"={default}"))
             if cls.OPTIONS[name].by_row:
                 written.append(f"Tensor? row_{name}=None")
         return ", ".join(written)
@@ -67,7 +68,8 @@ class Options:
             if option.by_row and isinstance(value, Tensor):
                 arguments += [self.DEFAULTS[name], value]
                 continue
-            arguments.append(float(value) if value is not None and option.type.startswith("float") else value)
+            is_number = option.type.startswith("float") and isinstance(value, Real)  # and none that a compiler traces
+            arguments.append(float(value) if is_number else value)
             if option.by_row:
                 arguments.append(None)
         return tuple(arguments)

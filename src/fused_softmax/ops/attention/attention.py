@@ -165,8 +165,8 @@ def _attention(query, key, value, beside, enable_gqa, options, cast, return_lse,
             made = _after(readied, made)
         return (made if look is None else keep(Launched(made), *look))(*as_given)
     if route is Route.OPERATOR:
-        output, lse, *stats = torch.ops.fused_softmax.attention.default(*given, *how.operator_arguments())
-        by_name = _refusing({name: each for name, each in zip(STATS, stats, strict=True) if name in how.stats}, lse)
+        output, lse, *stats = torch.ops.fused_softmax.attention.default(*given, *how.traced())
+        by_name = _refusing({name: each for name, each in zip(STATS, stats, strict=True) if getattr(how, name)}, lse)
         stats = [by_name.get(name) for name in STATS]
         return _output(output, lse, stats, how, return_lse, bool(lead))
     arithmetic = arithmetic_of(given.query)
@@ -291,7 +291,7 @@ def gradients(
     if not batched(do, dlse) and route_of(f"{NAME}_backward", *present) is Route.KERNEL:
         return backward(given, how, do, dlse, output, lse, tuple(asked))
     operator = torch.ops.fused_softmax.attention_backward.default
-    found = operator(do, dlse, output, lse, *given, asked, *how.operator_arguments())
+    found = operator(do, dlse, output, lse, *given, asked, *how.traced())
     return tuple(each if wanted else None for each, wanted in zip(found, asked, strict=True))
 
 

@@ -135,7 +135,7 @@ class Call:
         self.plan = plan_attention(
             self.head_dim, self.value_dim, self.dtype.itemsize, self.n_queries, self.n_keys, self.gpu,
             (spec.mask != NO_MASK) + spec.bias + spec.softcap + spec.alibi + spec.left
-            + 2 * ("entropy" in self.how.stats) + self._unaligned,
+            + 2 * self.how.entropy + self._unaligned,
             self.window,
         )  # fmt: skip
 
@@ -227,7 +227,7 @@ class Call:
     @cached_property
     def stats_refused(self) -> str:
         """Why a kernel that stores output and lse alone does not take the call; empty where it does."""
-        asked = [name for name in ("entropy", "row_max") if name in self.how.stats]
+        asked = [name for name in ("entropy", "row_max") if getattr(self.how, name)]
         return f"its kernel computes no {' and no '.join(asked)}" if asked else ""
 
     @cached_property

@@ -96,10 +96,8 @@ def _by_launch(prepare: Callable[[Forward, Any], Launch], asked: Forward, plan: 
 
 def _prepare_plain(asked: Forward, tiles: Tiles) -> Launch:
     c = asked.call
-    programs, stats = blocks(c.n_queries, tiles.block_m) * c.all_heads, c.how.stats
-    return c.prepare(
-        _attention, programs, tiles, asked.tensors, capped=True, entropy="entropy" in stats, row_max="row_max" in stats
-    )
+    programs, how = blocks(c.n_queries, tiles.block_m) * c.all_heads, c.how
+    return c.prepare(_attention, programs, tiles, asked.tensors, capped=True, entropy=how.entropy, row_max=how.row_max)
 
 
 def _of_record(c: Call, device: torch.device) -> Callable[[], Tensor]:

@@ -17,10 +17,7 @@ from fused_softmax.ops.attention.calls import prepare_forward
 from fused_softmax.ops.attention.options import KERNEL_DTYPES, STATS, Attention
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes"
-_HOW = (
-    "float scale, float? softcap=None, int? left=None, int? right=None, bool bottom_right=False, "
-    "bool enable_gqa=False, bool entropy=False, bool row_max=False, bool column_sums=False, bool deterministic=False"
-)
+_HOW = Attention.schema()
 # Query, key and value have the same leading shape. Results that are not asked for are empty.
 ATTENTION = f"({_INPUTS}, {_HOW}) -> (Tensor output, Tensor lse, Tensor entropy, Tensor row_max, Tensor column_sums)"
 ATTENTION_BACKWARD = (
@@ -37,7 +34,7 @@ def _runs(given: Inputs) -> bool:
 
 
 def attention(*arguments):
-    given, how = Inputs(*arguments[:_N_INPUTS]), Attention.of_operator(*arguments[_N_INPUTS:])
+    given, how = Inputs(*arguments[:_N_INPUTS]), Attention.of_traced(arguments[_N_INPUTS:])
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if _runs(given):
             found: Any = prepare_forward(given, how)(*given)
@@ -50,7 +47,7 @@ def attention(*arguments):
 
 
 def fake_attention(*arguments):
-    given, how = Inputs(*arguments[:_N_INPUTS]), Attention.of_operator(*arguments[_N_INPUTS:])
+    given, how = Inputs(*arguments[:_N_INPUTS]), Attention.of_traced(arguments[_N_INPUTS:])
     query, value = given.query, given.value
     rows = query.shape[:-1]
     columns = (*query.shape[:-2], value.shape[-2])
@@ -58,13 +55,13 @@ def fake_attention(*arguments):
     shapes = {"entropy": rows, "row_max": rows, "column_sums": columns}
     return (
         query.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=beside),
-        *[query.new_empty(shapes[name] if name in how.stats else [0], dtype=beside) for name in STATS],
+        *[query.new_empty(shapes[name] if getattr(how, name) else [0], dtype=beside) for name in STATS],
     )  # fmt: skip
 
 
 def attention_backward(do, dlse, output, lse, *arguments):
     given, asked = Inputs(*arguments[:_N_INPUTS]), list(arguments[_N_INPUTS])
-    how = Attention.of_operator(*arguments[_N_INPUTS + 1 :])
+    how = Attention.of_traced(arguments[_N_INPUTS + 1 :])
     with torch._C.DisableTorchFunction():
         if _runs(given):
             found: Any = ops.backward(given, how, do, dlse, output.contiguous(), lse.contiguous(), tuple(asked))
@@ -115,7 +112,7 @@ def save_attention(ctx, inputs, output):
 
 def attention_gradient(ctx, do, dlse, *_):
     *given, output, lse = ctx.saved_tensors
-    how, rest = Attention.of_operator(*ctx.given), len(ctx.needs_input_grad) - _N_DIFFERENTIABLE
+    how, rest = Attention.of_traced(ctx.given), len(ctx.needs_input_grad) - _N_DIFFERENTIABLE
     asked = ctx.needs_input_grad[:_N_DIFFERENTIABLE]
     return *ops.gradients(Inputs(*given), how, do, dlse, output, lse, asked), *[None] * rest
 

@@ -5,7 +5,7 @@ Shapes and dtypes are checked as scaled_dot_product_attention checks them, befor
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_softmax.core.checks import dense_mask, is_causal_bias
 from fused_softmax.core.described import described
+from fused_softmax.core.options import Options, option
 
 NAME = "attention"
 STATS = ("entropy", "row_max", "column_sums")
@@ -22,27 +23,48 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def _is_number(name: str, argument: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real | torch.SymFloat):
+        raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__}")
+
+
+def _is_cap(name: str, argument: str, value: Any) -> None:
+    if value is None:
+        return
+    _is_number(name, argument, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: {argument} must be more than 0 and finite, got {value}")
+
+
 @dataclass(frozen=True)
-class Attention:
+class Attention(Options):
     """scores = softcap(scale query key^T) + bias + attn_mask + ALiBi, of which keys within the window are visible.
 
     left, right: query i sees key j where i + offset - left <= j <= i + offset + right; None is unbounded. offset is 0,
     or keys - queries where bottom_right. enable_gqa: whether several heads of query share one of key and value.
-    stats: names among STATS. deterministic: whether every run is to give the same bits.
+    entropy, row_max, column_sums: which statistics are asked for. deterministic: whether every run is to give the same
+    bits.
     """
 
-    scale: float
-    softcap: float | None = None
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
-    enable_gqa: bool = False
-    stats: tuple[str, ...] = ()
-    deterministic: bool = False
+    scale: float = option(MISSING, "float", _is_number)
+    softcap: float | None = option(None, "float?", _is_cap)
+    left: int | None = option(None, "int?")
+    right: int | None = option(None, "int?")
+    bottom_right: bool = option(False, "bool")
+    enable_gqa: bool = option(False, "bool")
+    entropy: bool = option(False, "bool")
+    row_max: bool = option(False, "bool")
+    column_sums: bool = option(False, "bool")
+    deterministic: bool = option(False, "bool")
 
     @property
     def bounded(self) -> bool:
         return self.left is not None or self.right is not None
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        """The names of those that are asked for."""
+        return tuple(name for name in STATS if getattr(self, name))
 
     def offset(self, n_queries: int, n_keys: int) -> int:
         return n_keys - n_queries if self.bottom_right else 0
@@ -53,22 +75,6 @@ class Attention:
             "scale": self.scale, "softcap": self.softcap, "window": (self.left, self.right),
             "causal_align": "bottom_right" if self.bottom_right else "top_left", "enable_gqa": self.enable_gqa,
         }  # fmt: skip
-
-    def operator_arguments(self) -> tuple:
-        """As the registered operators take them."""
-        return (
-            self.scale, self.softcap, self.left, self.right, self.bottom_right, self.enable_gqa,
-            *[name in self.stats for name in STATS], self.deterministic,
-        )  # fmt: skip
-
-    @staticmethod
-    def of_operator(
-        scale: float, softcap: float | None = None, left: int | None = None, right: int | None = None,
-        bottom_right: bool = False, enable_gqa: bool = False, entropy: bool = False, row_max: bool = False,
-        column_sums: bool = False, deterministic: bool = False,
-    ) -> "Attention":  # fmt: skip
-        stats = tuple(name for name, asks in zip(STATS, (entropy, row_max, column_sums), strict=True) if asks)
-        return Attention(scale, softcap, left, right, bottom_right, enable_gqa, stats, deterministic)
 
 
 class Beside(NamedTuple):
@@ -117,15 +123,10 @@ def attention_of(
             )
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
-    elif isinstance(scale, bool) or not isinstance(scale, Real | torch.SymFloat):
-        raise TypeError(f"{NAME}: scale must be a number, not {type(scale).__name__}")
-    elif isinstance(scale, Real):
-        scale = float(scale)
-    if softcap is not None:
-        if isinstance(softcap, bool) or not isinstance(softcap, Real | torch.SymFloat):
-            raise TypeError(f"{NAME}: softcap must be a number, not {type(softcap).__name__}")
-        if not 0 < softcap < math.inf:  # type: ignore[operator]
-            raise ValueError(f"{NAME}: softcap must be more than 0 and finite, got {softcap}")
+    else:
+        _is_number(NAME, "scale", scale)
+        scale = float(scale) if isinstance(scale, Real) else scale
+    _is_cap(NAME, "softcap", softcap)
     left, right = _window(window)
     if is_causal:
         right = 0 if right is None else min(right, 0)
@@ -136,8 +137,8 @@ def attention_of(
         if each not in STATS:
             raise ValueError(f"{NAME}: return_stats takes names among {STATS}, got {described(each)}")
     return Attention(
-        scale, softcap, left, right, causal_align == "bottom_right", bool(enable_gqa), tuple(dict.fromkeys(stats)),
-        bool(deterministic),
+        scale=scale, softcap=softcap, left=left, right=right, bottom_right=causal_align == "bottom_right",
+        enable_gqa=bool(enable_gqa), deterministic=bool(deterministic), **dict.fromkeys(stats, True),
     )  # fmt: skip
 
 
