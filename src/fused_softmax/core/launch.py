@@ -116,9 +116,11 @@ class Launch:
 
         None where Triton would compile another kernel for one of them.
         """
-        scalars = list(self._scalars)
+        kernel, first, scalars = self._loaded.kernel, len(self._given), list(self._scalars)
         for i, value in changed.items():
-            fixed = self._loaded.is_fixed(len(self._given) + i)
+            if value == scalars[i]:
+                continue
+            fixed = kernel.arg_names[first + i] in _unspecialised(kernel)
             if _kind(value, fixed) != _kind(scalars[i], fixed):
                 return None
             scalars[i] = value
@@ -144,9 +146,6 @@ class _Loaded:
         self.kernel, self.compiled, self.constexprs = kernel, compiled, constexprs
         self.device, self.options, self.keeps = device, options, keeps
         self._direct = direct
-
-    def is_fixed(self, place: int) -> bool:
-        return self.kernel.arg_names[place] in _unspecialised(self.kernel)
 
     def bind(self, grid, given, scalars, numbers, maps):
         public = self._public(grid, given, scalars, numbers, maps)
