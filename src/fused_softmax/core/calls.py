@@ -1,4 +1,4 @@
-"""Calls seen before: one cache, one bound, one way to what runs a call.
+"""The cache of prepared calls: `find` looks one up, `keep` stores one, and `kept` does both.
 
 A call is kept as a function of its tensors and numbers, which allocates the result and launches: it flattens nothing,
 plans nothing and prepares nothing. Beside it stands what makes the same call for another number of rows, so that a

@@ -17,7 +17,7 @@ class Launched:
 
     for_rows: (n, of) -> the same call for tensors of which n leading rows stand where it had `of`; None where that
         takes another plan or another kernel.
-    like: what allocates its result, for preparing a call that takes that.
+    like: allocates a result as this call does, so that a call which takes such a result can be prepared.
     by_row: whether its tensors of one dim less than the input hold one value a row.
     """
 

@@ -126,8 +126,9 @@ def stand_in(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexp
     """The messages of all parts: those missing are computed here, STATE(part, given, K) being a part's (m, s).
 
     Nothing is written: a part's slot is its own, which tells it the launch's tag when it starts. A part overwrites its
-    data, if it does, once it has all messages, its own among them. So one that still is missing after its data was read
-    had not, and what was read is whole. All warps compute a part that any of them misses.
+    data, if it does, once it has all messages, its own among them. So where a message is still missing after its part's
+    data was read, the part had not overwritten it, and what was read is whole. All warps compute a part that any of
+    them misses.
     """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -179,7 +180,7 @@ def merged(message, n_parts, K: tl.constexpr):
 def merged_greedy(message, part, n_parts, greedy, sink, K: tl.constexpr):
     """`merged`, of rows that may be greedy: of parts that share the maximum the first has it, and s counts all.
 
-    Of a greedy row its own s is left, or NaN; and an m of +inf for all parts but the winner. The sink counts already.
+    In a greedy row s is the winner's alone, or NaN, and all other parts get m = +inf. The sink is counted already.
     """
     m_parts, s_parts = states_of(message, n_parts, K)
     m = tl.max(m_parts, axis=0)

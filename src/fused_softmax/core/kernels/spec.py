@@ -29,8 +29,8 @@ class Spec:
     edges_first: whether a tile loads its edges before its pieces, and both get the layout of the pieces.
     cast_dtype: inputs are rounded to it as they are read.
     fp8: the format of an input of bytes, held as fp16. converts_fp8: whether the chip has an instruction that does it.
-    axis: of a piece, which is reduced.
-    ptx: whether inline PTX may stand in.
+    axis: of a piece, along which it is reduced.
+    ptx: whether the kernel may use inline PTX.
     prefetch: whether programs ask L2 for the data of a later program.
     split: whether a row's programs exchange messages. lanes, copies, poll_last_first: the plan's.
     helps: whether a program that waited long computes the missing parts' states. A kernel without it is compiled for
@@ -100,7 +100,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSpec(Spec):
-    """Of rows of scores. z = x * scale + mask: see `options.Scores`.
+    """Of rows of scores. z = x * scale + mask: see `ops/softmax/scores.py`.
 
     log: log_softmax. mask: NO_MASK, BOOL_MASK or ADDED_MASK. greedy: whether a row may have scale 0. hides: whether
     something may be masked, which then has no gradient. zero_masked_rows: a row of which nothing is kept is no NaN.

@@ -136,7 +136,8 @@ class RowPlan:
 class Rows(NamedTuple):
     """The rows that a plan is for. Made by `rows_of`, which checks them.
 
-    held, work: the keys of ladders, held (inputs, itemsize). body: the longest that the aligned part of a row can be.
+    held: (inputs, itemsize). Ladders are found by it, or by work.
+    body: the longest that the aligned part of a row can be.
     """
 
     n_rows: int

@@ -1,7 +1,7 @@
 """Prepared calls of the losses of rows of logits and their gradient: the plan, the kernel, allocations and launches.
 
-Traffic: the losses alone read the logits once (MN), each of few rows by many programs. Together with the gradient they
-read once and write once (2MN); rows that the chip cannot hold are read a second time.
+Traffic: the losses alone read the logits once (MN); if rows are few, many programs share each. Together with the
+gradient they read once and write once (2MN); rows that the chip cannot hold are read a second time.
 """
 
 from collections.abc import Callable

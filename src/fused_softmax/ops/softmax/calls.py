@@ -164,7 +164,7 @@ class _Call:
         self.result = self.empty(shape, self.strides, dtype) if out is None else out
 
     def may_write(self) -> bool:
-        """Whether kernels may write the caller's tensor. Of a row that is written, another may still be unread."""
+        """Whether kernels may write the caller's tensor: not where it overlaps what another program may still read."""
         out = self.result
         if out.dtype != self.dtype or tuple(out.shape) != self.shape or (self.of.reduces and not out.is_contiguous()):
             return False

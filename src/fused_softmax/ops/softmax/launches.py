@@ -46,7 +46,8 @@ def plan_forward(x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowP
 def prepare_forward(
     x: Tensor, y: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS, *, log: bool = False
 ) -> Launched:
-    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: call(x, y, mask, scale, sink), less None.
+    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: call(x, y, mask, scale, sink), those
+    that are not None.
 
     x: as `layout.rows_of` has it, as are inputs everywhere here; an output has one row stride. A scale that is a number
     comes last, with each call.
@@ -160,7 +161,7 @@ def prepare_backward(
 def prepare_columns(
     x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_COLUMNS, *, log: bool = False, plan: ColumnPlan | None = None
 ) -> Launched | None:
-    """What runs the forward on views [n_outer, n_cols, n_inner]: call(x, y, mask, scale), less None.
+    """What runs the forward on views [n_outer, n_cols, n_inner]: call(x, y, mask, scale), those that are not None.
 
     None where no plan holds the columns, or where a scale of 0 would take the first maximum of several programs.
     layout: of mask and scale (`scores_against_columns`). A scale that is a number comes last, with each call.
@@ -251,7 +252,7 @@ def plan_logsumexp(x: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowPlan:
 def prepare_logsumexp(
     x: Tensor, lse: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS
 ) -> Launched:
-    """What reduces rows x [n_rows, n_cols] into lse, contiguous: call(x, lse, mask, scale, sink), less None.
+    """What reduces rows x [n_rows, n_cols] into lse, contiguous: call(x, lse, mask, scale, sink), those there are.
 
     x is rounded to lse's dtype as it is read. A scale that is a number comes last, with each call.
     """
@@ -282,7 +283,7 @@ def prepare_logsumexp_backward(
     x: Tensor, lse: Tensor, dlse: Tensor, dx: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS,
     *, hides: bool = False,
 ) -> Launched:  # fmt: skip
-    """What writes exp(z - lse) * dlse of rows [n_rows, n_cols]: call(x, lse, dlse, dx, mask, scale), less None.
+    """What writes exp(z - lse) * dlse of rows [n_rows, n_cols]: call(x, lse, dlse, dx, mask, scale), those there are.
 
     hides: whether a row whose dlse is 0 gets 0, NaN or not; scores that hide elements have it so.
     """

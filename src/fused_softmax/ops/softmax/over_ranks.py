@@ -6,10 +6,9 @@ is the softmax of its own columns beside that sink.
 Traffic of a shard of N columns: it is read for its lse, then read and written (3MN); its gradient is made of y and dy
 by the two launches below (5MN), or by torch's operations.
 
-The gradient of softmax and log_softmax of one rank's columns, by the two launches of rows that are read twice.
-
-The first sums a row's part of y dy (of log_softmax dy), the ranks tell each other their sums, and the second writes
-the gradient by the sum of all of them.
+The gradient of softmax and log_softmax takes two launches, `_stream_dot` and `_stream_backward`. The first sums a row's
+part of y dy (of log_softmax dy), the ranks tell each other their sums, and the second writes the gradient by the sum of
+all of them.
 Traffic of a shard of N columns: y and dy are read twice, and the gradient is written once (5MN).
 """
 

@@ -364,7 +364,7 @@ _numbers: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 def supplier(scores: Scores, layout: ScoreLayout, dim: int, dtype: torch.dtype, input: Tensor):
     """What makes a launch's last arguments of a call's scale, mask and sink: see `supplied`. None if it has none.
 
-    SCALE, MASK or SINK where that alone, as it is given, is all.
+    SCALE, MASK or SINK if a launch takes that one alone, as the caller gave it.
     """
     masked, scaled, sunk = (each is not None for each in (scores.mask, scores.scale, scores.sink))
     if not (masked or scaled or sunk):

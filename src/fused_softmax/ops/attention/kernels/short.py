@@ -4,7 +4,7 @@ A program has one head of several batches and goes through them, so that a bias 
 the next batch is fetched while one is computed. No row needs a running state, and delta is a sum over the tile:
 
     p = exp(z - lse);  dP = dO V^T;  delta = sum_j p dP - dlse;  dS = p (dP - delta);  dV = p^T dO;
-    dQ = scale dS' K;  dK = scale dS'^T Q, with dS' as in attention_grad.py
+    dQ = scale dS' K;  dK = scale dS'^T Q, with dS' as in gradient.py
 
 A shared bias's gradient, the sum of dS, stays in registers until the end; each program writes its part.
 Traffic: forward query, key, value, output and lse once; backward query, key, value, dO, lse and the results once.

@@ -169,7 +169,7 @@ def _part_loss(
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, tag, L, K: tl.constexpr):
-    """`finish_part` of a row whose other parts are not all there: see `softmax.finish_alone`."""
+    """`finish_part` of a row whose other parts are not all there: see `finish_alone` of softmax's forward.py."""
     row, part = row_of_part(tl.program_id(0), L.n_parts, K), tl.program_id(0) % L.n_parts
     given = Parts(row, L.x, L.n_cols, L.n_parts, L.part_cols, L)
     slots_ptr = slots_again(slots_ptr, row, L.n_parts, K.copies)
@@ -263,7 +263,7 @@ def finish_part(z, edge, m, s, H, r, L, K: tl.constexpr):
 
 @triton.jit
 def sum_losses(L, n_losses, g, K: tl.constexpr):
-    """The result, by the program that draws the last ticket; which is then the first one's again."""
+    """The result, by the program that draws the last ticket. It then sets the ticket back to 0."""
     # A release of the loss before it, and an acquire of all others'.
     if tl.atomic_add(L.ticket_ptr, 1, sem="acq_rel") == n_losses - 1:
         BLOCK: tl.constexpr = 1024

@@ -1,4 +1,4 @@
-"""Losses without a gradient: logits are read once (MN), each of few rows by many programs.
+"""Losses without a gradient: logits are read once (MN); if rows are few, many programs share each.
 
 Beside them, the loss of rows whose log-sum-exp is given, that of a longer row:  loss = w (lse - z_t).  It reads the
 target's logit and the lse of every row. The gradient is `gradient._gradient` with m = lse and ls = 0.

@@ -20,7 +20,7 @@ NO_COLUMN = tl.constexpr(2147483647)
 UNIT = tl.constexpr(1099511627776.0)  # 2 ** 40: what a weight of 1 counts in a sum of integers
 COLUMN_BITS, LAST_COLUMN = tl.constexpr(24), tl.constexpr(16777215)
 LOWEST = tl.constexpr(-2139095041)  # the order of -inf
-# As reference_sampling.REACHED, and once more as far: fp32 numbers and weights have their own roundings.
+# As REACHED of ops/sampling/reference.py, and twice as far: fp32 numbers and weights have their own roundings.
 REACHED = tl.constexpr(1 - 2.0**-21)
 GROUPS, MEMBERS = tl.constexpr(0), tl.constexpr(1)  # streams of noise
 # A kernel's strides, of its tensors' first dims. Of a number in a tensor's place: how much more each draw has.

@@ -1,6 +1,6 @@
 """The lanes of a row with the greatest maxima: they hold every logit above a certain one.
 
-A lane has 32 columns (`draw`), and the launch that reads a row leaves the maximum of each.
+A lane has 32 columns (`common.py`), and the launch that reads a row leaves the maximum of each.
 """
 
 import triton

@@ -141,7 +141,7 @@ def _column_backward(
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, x, y, n_cols, n_inner, n_parts, part_cols, tag, S, K: tl.constexpr):
-    """The results of a part of a group whose other parts are not all there: see `softmax.finish_alone`."""
+    """The results of a part of a group whose other parts are not all there: see `forward.finish_alone`."""
     group, part = place_of(n_parts, K)
     given = ColumnParts(group, n_cols, n_inner, part_cols, (x, S))
     slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)

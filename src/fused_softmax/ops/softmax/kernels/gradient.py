@@ -155,7 +155,7 @@ def dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K: tl.constexpr):
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols, factor, tag, K: tl.constexpr):
-    """The gradient of a part of a row whose other parts are not all there: see `softmax.finish_alone`."""
+    """The gradient of a part of a row whose other parts are not all there: see `forward.finish_alone`."""
     row, part = row_of_part(tl.program_id(0), n_parts, K), tl.program_id(0) % n_parts
     given = Parts(row, y_rows, n_cols, n_parts, part_cols, dy_rows)
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)

@@ -1,6 +1,7 @@
 """logsumexp of rows and its gradient.  lse = m + log s,  dx = exp(z - lse) * dlse.
 
-Traffic: the input is read once (MN), and each of few rows by many programs; the gradient reads it again and writes dx.
+Traffic: the input is read once (MN), and if rows are few, many programs share each; the gradient reads it again and
+writes dx.
 """
 
 import triton
@@ -121,7 +122,7 @@ def _part_logsumexp(
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, x, lse_ptr, n_cols, n_parts, part_cols, tag, S, K: tl.constexpr):
-    """lse of a row whose parts are not all there: see `softmax.finish_alone`."""
+    """lse of a row whose parts are not all there: see `forward.finish_alone`."""
     row = row_of_part(tl.program_id(0), n_parts, K)
     given = Parts(row, x, n_cols, n_parts, part_cols, S)
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)

@@ -315,7 +315,7 @@ def huge_unit(unit):
 
 @jit
 def huge_from(unit):
-    """The maximum of a row from which on its scores are multiplied by `huge_unit`, as attention_scores.py says why."""
+    """The maximum of a row from which on its scores are multiplied by `huge_unit`, as kernels/scores.py says why."""
     return (1.0 / unit) * _HUGE
 
 
