@@ -395,7 +395,7 @@ def test_integers_past_a_double_are_text():
     assert numbers(np.array([2**53, 2**53 + 1, -(2**62)]), "int64") == [2**53, str(2**53 + 1), str(-(2**62))]
 
 
-@pytest.mark.guard
+@pytest.mark.exhaustive
 def test_a_worker_records_what_this_process_does(example):
     worker = trace._worker()
     request = {
@@ -410,7 +410,7 @@ def test_a_worker_records_what_this_process_does(example):
         worker.ask({"do": "kernel", "kernel": "fast", "matrix": [[1.0]]})
 
 
-@pytest.mark.guard
+@pytest.mark.exhaustive
 def test_a_late_worker_is_ended_and_the_next_recording_has_another():
     worker = trace.Worker()
     request = {"do": "kernel", "kernel": "hybrid-tiled", "matrix": [[1.0] * 1024], "block": 1, "dtype": "float32"}

@@ -384,5 +384,5 @@ def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz
 
 def _all_of(of_loss: tuple) -> tuple:
     """With the defaults that the dispatcher left out."""
-    defaults = (None, -100, "mean", 0.0, None, 1.0, 0.0)
+    defaults = tuple(Loss.DEFAULTS.values())
     return (*of_loss, *defaults[len(of_loss) :])
