@@ -75,7 +75,7 @@ def test_a_backward_pass_through_token_stats_raises_and_names_what_has_a_gradien
     assert not out.token_stats.predicted.requires_grad
 
 
-@pytest.mark.parametrize("way", ["compiled", "inductor", "torch compiled"])
+@pytest.mark.parametrize("way", ["compiled", pytest.param("inductor", marks=pytest.mark.exhaustive), "torch compiled"])
 def test_a_statistic_that_compiled_code_adds_to_a_loss_raises(way, device, monkeypatch):
     of = loss("cross_entropy", device)
     function = on(
