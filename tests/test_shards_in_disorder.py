@@ -27,6 +27,7 @@ def by_peers(group, asked):
     return outcomes(group, CPU, "peer", asked, lambda: None, recovers=True)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2])
 def test_no_group_is_lost_by_peers(ranks, seed):
     check(ranks.values(2, by_peers, list(cases(60, 26, ALL[:-1], seed, widest=8)), limit=300), 60, 26)
