@@ -56,6 +56,7 @@ class Attention(Options):
     row_max: bool = option(False, "bool")
     column_sums: bool = option(False, "bool")
     deterministic: bool = option(False, "bool")
+    asked_stats: tuple[str, ...] = ()
 
     @property
     def bounded(self) -> bool:
@@ -63,8 +64,8 @@ class Attention(Options):
 
     @property
     def stats(self) -> tuple[str, ...]:
-        """The names of those that are asked for."""
-        return tuple(name for name in STATS if getattr(self, name))
+        """The names of those that are asked for, in the order in which the caller did."""
+        return self.asked_stats or tuple(name for name in STATS if getattr(self, name))
 
     def offset(self, n_queries: int, n_keys: int) -> int:
         return n_keys - n_queries if self.bottom_right else 0
@@ -138,7 +139,8 @@ def attention_of(
             raise ValueError(f"{NAME}: return_stats takes names among {STATS}, got {described(each)}")
     return Attention(
         scale=scale, softcap=softcap, left=left, right=right, bottom_right=causal_align == "bottom_right",
-        enable_gqa=bool(enable_gqa), deterministic=bool(deterministic), **dict.fromkeys(stats, True),
+        enable_gqa=bool(enable_gqa), deterministic=bool(deterministic), asked_stats=tuple(dict.fromkeys(stats)),
+        **dict.fromkeys(stats, True),
     )  # fmt: skip
 
 
