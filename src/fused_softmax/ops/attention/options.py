@@ -43,7 +43,7 @@ class Attention(Options):
     left, right: query i sees key j where i + offset - left <= j <= i + offset + right; None is unbounded. offset is 0,
     or keys - queries where bottom_right. enable_gqa: whether several heads of query share one of key and value.
     entropy, row_max, column_sums: which statistics are asked for. deterministic: whether every run is to give the same
-    bits.
+    bits. asked_stats: the names of the statistics in the order in which they were asked for.
     """
 
     scale: float = option(MISSING, "float", _is_number)
