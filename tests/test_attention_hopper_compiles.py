@@ -1,5 +1,7 @@
 """attention's kernels for sm_90, compiled without a GPU: no spills, wgmma, and shared memory that a program has."""
 
+from typing import NamedTuple
+
 import pytest
 import triton
 import triton.language as tl
@@ -19,12 +21,25 @@ from fused_softmax.ops.attention.plan.hopper import REGISTERS, STAGES, plan_hopp
 from fused_softmax.ops.attention.plan.tiles import plan_ds
 
 pytestmark = pytest.mark.compiles
-# Bytes in local memory of a thread: what a tile of keys needs before and after its loops over queries, and one of large
-# queries with a window or, by Triton 3.9, with slopes.
-STACK_OF_KEYS, STACK_OF_LARGE, STACK_OF_SLOPES = 104, 64, 168 if triton.__version__ >= "3.9" else 112
-STACK_OF_QUERIES = 40  # what a tile of queries of 128 dims needs before and after its loop over keys
-# Of 128 dims and three tiles of keys.
-STACK_OF_WINDOWS = 264 if triton.__version__ >= "3.9" else 64
+
+
+class Stack(NamedTuple):
+    """Bytes in local memory of a thread, which are read and written outside of the loops over tiles."""
+
+    keys: int  # a tile of keys, before and after its loop over queries
+    queries: int  # a tile of queries of 128 dims, before and after its loop over keys
+    large: int  # a tile of 256 dims with a window, and forward with slopes
+    slopes: int  # a tile of 256 dims with slopes
+    windows: int  # narrow windows of 128 dims and three tiles of keys
+    small_windows: int = 0  # narrow windows of fewer dims
+
+
+STACKS = {
+    "3.6": Stack(keys=104, queries=40, large=64, slopes=112, windows=64),
+    "3.7": Stack(keys=144, queries=56, large=104, slopes=112, windows=168, small_windows=40),
+    "3.9": Stack(keys=104, queries=40, large=64, slopes=168, windows=264),
+}
+STACK = STACKS.get(triton.__version__[:3], STACKS["3.9"])
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 KINDS = {
     "full": {"ragged": False},
@@ -80,7 +95,7 @@ def test_forward(dim, length, dtype, kind):
         },
     )  # fmt: skip
     assert set(SIZES) < set(_attention_hopper.arg_names)
-    assert binary.stack_bytes <= (STACK_OF_LARGE if alibi and dim > 128 else 0)
+    assert binary.stack_bytes <= (STACK.large if alibi and dim > 128 else 0)
     assert binary.ptx.count("wgmma.mma_async") >= 2 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024
 
@@ -142,8 +157,8 @@ def test_gradients(dim, dtype, kind, kernel):
             binary = compiled(_queries_gradient_wide, spec, types)
         else:
             binary = compiled(_queries_gradient_hopper, spec, types | bias_map)
-    large = (STACK_OF_SLOPES if "alibi" in options else STACK_OF_LARGE) if plan.wide else STACK_OF_QUERIES
-    assert binary.stack_bytes <= (STACK_OF_KEYS if of_keys else large)
+    of_queries = (STACK.slopes if "alibi" in options else STACK.large) if plan.wide else STACK.queries
+    assert binary.stack_bytes <= (STACK.keys if of_keys else of_queries)
     assert binary.ptx.count("wgmma.mma_async") >= 3 * plan.consumers
     assert binary.shared_bytes <= 227 * 1024
 
@@ -161,7 +176,7 @@ def test_narrow_windows(dim, dtype, window, sinks):
     mine = tiled(dtype, 1, 1, ROWS, dim)
     types = {"q_map": mine, "k_map": mine, "v_map": mine, "o_map": tiled(dtype, 1, ROWS, dim), "lse_ptr": "*fp32"}
     binary = compiled(_window_hopper, spec, types | {"sinks_ptr": "*fp32" if sinks else None})
-    assert binary.stack_bytes <= (STACK_OF_WINDOWS if dim == 128 else 0)
+    assert binary.stack_bytes <= (STACK.windows if dim == 128 else STACK.small_windows)
     copies = 2 * spec.consumers  # with keys that are all there, and where some are not
     assert binary.ptx.count("wgmma.mma_async") == copies * plan.pieces * (dim // 16 + ROWS // 16)
     assert binary.ptx.count("wgmma.wait_group") <= 3 * copies
