@@ -9,6 +9,7 @@ from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, differentiat
 
 import fused_softmax
 from fused_softmax import cross_entropy
+from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.over_ranks.states import States, merged
 
 
@@ -39,6 +40,11 @@ LOSSES = {
         "return_lse": True, "return_token_stats": True, "ignore_index": 7,
     },
 }  # fmt: skip
+
+
+def test_every_option_of_a_loss_is_tried():
+    """One that a part of the way over ranks forgets would be left out of the loss without a word."""
+    assert {name for name in Loss.OPTIONS if not any(name in each for each in LOSSES.values())} == {"weight"}
 
 
 @pairwise()

@@ -8,7 +8,7 @@ from conftest import peaked
 
 from fused_softmax import cross_entropy
 from fused_softmax.ops.losses import calls as losses
-from fused_softmax.ops.losses.calls import Given, is_whole, prepare_losses
+from fused_softmax.ops.losses.calls import Given, is_whole, plan_forward, prepare_losses
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import finish
 
@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_torchs(n_rows, n_classes, options, device, nvidi
 def test_one_launch_does_it_all(device, nvidia):
     x, target = peaked(3, 20000).to(device), torch.tensor([5, -100, 19999], device=device)
     loss, dx = Loss(), torch.empty_like(x)
-    assert is_whole(x, dx, loss)
+    assert is_whole(plan_forward(x, dx, loss), dx, loss)
     prepared = prepare_losses(Given(x, dx, target), loss, None, None, False, torch.float32)
     rows = prepared(Given(x, dx, target), loss.numbers())
     exact = x.double().requires_grad_()
@@ -103,10 +103,12 @@ def test_no_target_and_wrong_ones(target, expected, device, nvidia):
 def test_more_rows_than_a_program_counts_go_another_way(device):
     loss = Loss()
     x = torch.empty(1, 1, device=device).expand(1025, 20000)
-    assert not is_whole(x, x, loss)
-    assert not is_whole(x[:4], None, loss)
-    assert not is_whole(x[:4], x[:4], Loss(reduction="none"))
-    assert not is_whole(x[:4], x[:4], Loss(lse_square_scale=0.1))
+    assert not is_whole(plan_forward(x, x, loss), x, loss)
+    assert not is_whole(plan_forward(x[:4], None, loss), None, loss)
+    few = plan_forward(x[:4], x[:4], loss)
+    assert is_whole(few, x, loss)
+    assert not is_whole(few, x, Loss(reduction="none"))
+    assert not is_whole(few, x, Loss(lse_square_scale=0.1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="no GPU")

@@ -256,7 +256,7 @@ def _cross_entropy(atens: Callable) -> Callable:
         prepared = prepare_plain(x, target, weight, ignore_index, name, label_smoothing)
         options = reduction, ignore_index, label_smoothing > 0, True, torch.is_grad_enabled()
         call = keep(prepared, "aten::cross_entropy", options, x, target, weight)
-        return call(x, target, weight, label_smoothing, None, None, 0.0)
+        return call(x, target, weight, label_smoothing)
 
     kernel = _passing_on("cross_entropy", atens, kernel)
 
@@ -269,7 +269,7 @@ def _cross_entropy(atens: Callable) -> Callable:
             options = reduction, ignore_index, label_smoothing > 0, in_range, torch.is_grad_enabled()
             call = find("aten::cross_entropy", options, x, target, weight)
             if call is not None:
-                return call(x, target, weight, label_smoothing, None, None, 0.0)
+                return call(x, target, weight, label_smoothing)
         return kernel(x, target, weight, reduction, ignore_index, label_smoothing)
 
     return seen_first

@@ -97,11 +97,11 @@ def prepare_losses(
     return _online(given, loss, plan, dtype, states or dx is not None)
 
 
-def is_whole(x: Tensor, dx: Tensor | None, loss: Loss) -> bool:
-    """Whether one launch counts the targets, writes losses and gradient, and sums the losses."""
-    if dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale or len(x) > WHOLE[-1]:
+def is_whole(plan: RowPlan, dx: Tensor | None, loss: Loss) -> bool:
+    """Whether one launch counts the targets, writes losses and gradient, and sums the losses. plan: `plan_forward`."""
+    if dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale:
         return False
-    return plan_forward(x, dx, loss).strategy in ("row", "split")
+    return plan.n_rows <= WHOLE[-1] and plan.strategy in ("row", "split")
 
 
 def plan_forward(x: Tensor, dx: Tensor | None, loss: Loss) -> RowPlan:

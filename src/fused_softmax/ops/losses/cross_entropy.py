@@ -300,7 +300,7 @@ def prepare_plain(
     at_once = needs_grad(input) and reduction != "none" and input.dtype != torch.float16
     # Below autograd autocast has cast nothing yet: on a GPU torch casts the operations that it composes of this one.
     kind = Kind(loss, Wanted(), autocast.result_dtype("cross_entropy", input), False, at_once)
-    return _prepare_call(kind, input, target, weight, (label_smoothing, None, None, 0.0))
+    return _prepare_call(kind, input, target, weight, tuple(getattr(loss, name) for name in NUMBERS))
 
 
 def _prepare_call(
@@ -316,7 +316,9 @@ def _prepare_call(
     def build(n, *steps):
         steps, shape = Steps(*steps), target_shape if n is None else (n,)
 
-        def call(input, target, weight, label_smoothing, softcap, scale, lse_square_scale, given_lse=None):
+        def call(
+            input, target, weight, label_smoothing=0.0, softcap=None, scale=None, lse_square_scale=0.0, given_lse=None
+        ):
             claim = begin_overwriting(input) if kind.inplace else None
             rows, flat = (input, target) if simple else as_rows(input, target)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)

@@ -135,6 +135,10 @@ class Loss(Options):
         """What every rank of a group has to ask alike."""
         return self.options() | {"weight": self.weight is not None}
 
+    def without_rows(self) -> Self:
+        """Less the options that need more of a row than its lse and its target's logit."""
+        return replace(self, **{name: self.DEFAULTS[name] for name in WITH_ROWS})
+
     def reference_arguments(self) -> dict[str, Any]:
         """As `reference.cross_entropy` takes them, but for the reduction."""
         return {name: value for name, value in self.options().items() if name != "reduction"}
@@ -151,7 +155,8 @@ class Loss(Options):
 
 OPTIONS, LOSS_NUMBERS = Loss.OPTIONS, LossNumbers._fields
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
-WITHOUT_ROWS = tuple(name for name, option in OPTIONS.items() if not option.whole_rows)  # where lse is given
+WITH_ROWS = tuple(name for name, option in OPTIONS.items() if option.whole_rows)
+WITHOUT_ROWS = tuple(name for name in OPTIONS if name not in WITH_ROWS)  # where lse is given
 
 
 def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:
@@ -256,7 +261,7 @@ def check_lse(name: str, lse: Any, target: Tensor, loss: Loss) -> None:
         raise ValueError(f"{name}: lse must have the targets' shape {tuple(target.shape)}, got {tuple(lse.shape)}")
     if lse.device != target.device:
         raise RuntimeError(f"{name}: lse must be on the input's device {target.device}, got {lse.device}")
-    whole = {name: getattr(loss, name) for name, option in OPTIONS.items() if option.whole_rows}
+    whole = {name: getattr(loss, name) for name in WITH_ROWS}
     whole["return_token_stats"] = loss.stats
     for argument, asked in whole.items():
         if asked:

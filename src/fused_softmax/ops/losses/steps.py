@@ -17,7 +17,7 @@ from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.calls import LossRows, backward, forward, given_of, is_whole, prepare_losses
+from fused_softmax.ops.losses.calls import LossRows, backward, forward, given_of, is_whole, plan_forward, prepare_losses
 from fused_softmax.ops.losses.given_lse import forward_given_lse, prepare_given_lse
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS, Wanted, stats_of
@@ -75,7 +75,8 @@ def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor
     dx = None
     if kind.at_once:
         dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    whole = lse is None and not wanted.z_loss and is_whole(x, dx, loss)
+    plan = plan_forward(x, dx, loss) if lse is None else None
+    whole = plan is not None and not wanted.z_loss and is_whole(plan, dx, loss)
     counts = whole or counts_targets(target, loss.mean, needs_grad(x))
     totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
     counted = None if totals is None or totals.like is None else totals.like()
@@ -84,7 +85,7 @@ def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor
     if lse is None:
         result_dtype = kind.dtype if whole else None
         dtype, follows = _dtype_of_rows(loss, kind), counted is not None
-        rows = prepare_losses(given, loss, None, dtype, states, result_dtype, follows)
+        rows = prepare_losses(given, loss, plan, dtype, states, result_dtype, follows)
     else:
         rows = prepare_given_lse(given, lse, loss, _dtype_of_rows(loss, kind))
     if loss.reduction == "none":

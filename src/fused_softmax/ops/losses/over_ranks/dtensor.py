@@ -152,12 +152,10 @@ def loss_of_whole_rows(
     by_class = not target.is_floating_point()
     t = placed.targets(target) if by_class else cut.local(target, axes)
     weight = None if loss.weight is None else cut.local(loss.weight, (None,))
-    arguments: dict[str, Any] = {"label_smoothing": loss.label_smoothing, "softcap": loss.softcap, "scale": loss.scale}
     x, given_lse = cut.local(input, axes), {} if lse is None else {"lse": cut.local(lse, rows)}
     found = function(
-        x, t, weight, ignore_index=loss.ignore_index, reduction="none", **arguments, **given_lse,
-        lse_square_scale=loss.lse_square_scale, return_lse=True, return_z_loss=True, return_token_stats=loss.stats,
-        dtype=arithmetic_in(dtype),
+        x, t, **loss.options() | {"weight": weight, "reduction": "none"}, **given_lse, return_lse=True,
+        return_z_loss=True, return_token_stats=loss.stats, dtype=arithmetic_in(dtype),
     )  # fmt: skip
     of_rows = tied(found.loss, x, t, weight), found.z_loss
     if loss.reduction != "none":

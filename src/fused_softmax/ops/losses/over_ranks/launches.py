@@ -53,17 +53,17 @@ class OfShard(NamedTuple):
         return _numbers_of(self.loss) * len(self.x) + HEADER * self.headed
 
 
-def takes(x: Tensor, target: Tensor, loss: Loss) -> bool:
+def takes(x: Tensor, target: Tensor) -> bool:
     """Whether kernels make the losses; for fp64 numbers have 64 bits, and torch's operations make them.
 
     By what is the same on all ranks, those without columns too: only by one way do all get the same bits.
     """
-    return len(x) > 0 and loss.scale != 0 and x.dtype != torch.float64 and runs_here(x, target)
+    return len(x) > 0 and x.dtype != torch.float64 and runs_here(x, target)
 
 
 def own_loss(loss: Loss) -> Loss:
     """What of a loss is each row's own: its logits and class weights."""
-    return Loss(loss.weight, ELSEWHERE, "none", softcap=loss.softcap, scale=loss.scale)
+    return replace(loss.without_rows(), ignore_index=ELSEWHERE, reduction="none", stats=False)
 
 
 def rows_numbers(loss: Loss, numbers: LossNumbers) -> LossNumbers:

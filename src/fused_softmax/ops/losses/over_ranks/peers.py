@@ -7,6 +7,7 @@ rows from such a launch (MN), and goes on as `states` does.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -60,16 +61,18 @@ class Kind(NamedTuple):
     said: str
 
 
+_numbers_in = attrgetter(*_NUMBERS)
+
+
 def _numbers_of(loss: Loss) -> tuple[float, float, float]:
     """_NUMBERS of a loss, which each launch is given."""
-    numbers = loss.numbers()
-    return numbers.factor, numbers.hidden, numbers.cap
+    return _numbers_in(loss.numbers())
 
 
 def said_of(loss: Loss, wanted: Wanted, dtype: torch.dtype) -> str:
     """What ranks have to ask alike of a loss, but softcap and scale, which each launch is given."""
-    of_loss = loss.ignore_index, loss.reduction, loss.lse_square_scale, sorted(loss.kind().items())
-    return f"{of_loss} {tuple(wanted[:3])} {dtype}"
+    of_loss = {name: value for name, value in loss.asked().items() if name not in ("softcap", "scale")}
+    return f"{of_loss} {loss.kind()} {tuple(wanted[:3])} {dtype}"
 
 
 def written_at_once(input: Tensor, loss: Loss, wanted: Wanted) -> bool:

@@ -30,7 +30,6 @@ from fused_softmax.ops.losses.over_ranks.launches import (
 )
 from fused_softmax.ops.losses.overwritten import Overwritten
 from fused_softmax.ops.losses.sums import prepare_finish, prepare_totals, totals_parts
-from fused_softmax.ops.softmax.scores import kind_of_scale
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards, notice_of
 from fused_softmax.ranks.launches import allocator
@@ -50,14 +49,15 @@ def losses_by_kernels(
     whole: Whole | None,
 ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
     """What `states.sharded` gives, without an lse that is not wanted; None if kernels do not make it."""
+    if loss.scale == 0:
+        return None
     options = (
-        *wanted, dtype, torch.is_grad_enabled(), loss.reduction, loss.ignore_index, loss.label_smoothing > 0,
-        loss.softcap is None, kind_of_scale(loss.scale), loss.lse_square_scale == 0, loss.stats, *shards[1:4],
+        *wanted, dtype, torch.is_grad_enabled(), loss.reduction, *loss.key(), *shards[1:4],
         shards.digest is None, shards.by_peers is None, whole is None, len(over) > 0,
     )  # fmt: skip
     call = find("losses over ranks", options, x, target, loss.weight)
     if call is None:
-        if not takes(x, target, loss):
+        if not takes(x, target):
             return None
         launched = _prepare(x, target, loss, shards, wanted, dtype, len(over) > 0, whole is not None)
         call = keep(launched, "losses over ranks", options, x, target, loss.weight)
