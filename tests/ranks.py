@@ -32,7 +32,7 @@ class Ranks:
     """Processes, each a rank, which `serve` until they are sent None. They end with the pool."""
 
     def __init__(self, directory: Path, most: int = MOST, serve: Callable | None = None) -> None:
-        self._of_start = directory, most, serve or _serve
+        self._of_start, self._asked = (directory, most, serve or _serve), 0
         self._start()
 
     def _start(self) -> None:
@@ -53,8 +53,9 @@ class Ranks:
         TimeoutError after `limit` seconds without an answer. Other processes then take their place, for a late answer
         would be taken for that to the next question.
         """
+        self._asked += 1
         for pipe in self._pipes[:n]:
-            pipe.send((n, function, args))
+            pipe.send((n, function, args, self._asked))
         found = []
         for rank, pipe in enumerate(self._pipes[:n]):
             if not pipe.poll(limit):
@@ -90,8 +91,9 @@ def _serve(rank: int, directory: Path, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=MOST, timeout=waits)
     groups = {n: dist.new_group(list(range(n)), timeout=waits) for n in range(1, MOST + 1)}
     while (asked := pipe.recv()) is not None:
-        n, function, args = asked
+        n, function, args, number = asked
         route.INTERPRET = interprets  # whatever the function before has set
+        name_groups_by(number)
         faulthandler.dump_traceback_later(LIMIT - 5)  # where it stood, for who reads what the test printed
         try:
             pipe.send(function(groups[n], *args))
@@ -100,6 +102,14 @@ def _serve(rank: int, directory: Path, pipe: Connection) -> None:
         finally:
             faulthandler.cancel_dump_traceback_later()
     os._exit(0)  # gloo's own end waits for ranks that may be gone
+
+
+def name_groups_by(number: int) -> None:
+    """Let ranks name new groups alike: torch counts those of a process, and not all of them answer every question.
+
+    A name that one of them has used leads to the address of another group, which may have ended.
+    """
+    dist.distributed_c10d._world.group_count = 1000 * number
 
 
 @contextlib.contextmanager

@@ -307,6 +307,27 @@ def test_a_second_backward_and_no_second_derivative(ranks):
         ]
 
 
+def again_by_other_numbers(group, x, target, kinds):
+    """The gradients of a second backward of calls of which one is kept for all."""
+    in_parts()
+    found = []
+    for kind in kinds:
+        mine = wide_shard(x, group).requires_grad_()
+        y = loss(mine, target, group, **kind)
+        found += [torch.autograd.grad(y, [mine], retain_graph=True)[0] for _ in range(2)]
+    return found
+
+
+@pytest.mark.parametrize("kinds", [({"scale": 0.5}, {"scale": 2.0}), ({"softcap": 30.0}, {"softcap": 2.0})], ids=str)
+def test_a_second_backward_has_the_numbers_of_its_call(ranks, kinds):
+    x, target = wide().float(), torch.tensor(TARGETS)
+    found = ranks.values(2, again_by_other_numbers, x, target, kinds)
+    for i, kind in enumerate(kinds):
+        _, dx = of_one(x, target, kind, 2.0)
+        for j in (2 * i, 2 * i + 1):
+            close(torch.cat([each[j] for each in found], 1), dx)
+
+
 def of_other_rows(group, x, target):
     """Calls for other numbers of rows, made from those that are kept."""
     in_parts()

@@ -8,7 +8,9 @@ import torch
 from launches import GPUS, launched
 
 from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.over_ranks import peers as loss_peers
+from fused_softmax.ops.losses.steps import Kind
 from fused_softmax.ops.softmax import by_peers as softmax_peers
 from fused_softmax.ranks import gather as gather_peers
 from fused_softmax.ranks import launches as peer_launches
@@ -57,7 +59,8 @@ def test_losses(target, dtype, kind, columns, way):
     n_rows = 8192 if way == "of many rows" else 64
     x, dx = (torch.empty(n_rows, columns, dtype=dtype) for _ in range(2))
     loss, of_row = Loss(**kind), torch.empty(n_rows)
-    of_kind = loss_peers.Kind(loss, dtype, False, way != "states", facts(columns), columns, torch.empty_strided, "")
+    kind = Kind(loss, Wanted(), dtype, False, way != "states")
+    of_ranks = loss_peers.OfRanks(kind, facts(columns), columns, torch.empty_strided, "")
     given = {
         "whole": {"totals": None, "loss": of_row, "result": of_row[0], "finishes": True, "counted": 256},
         "of many rows": {"totals": torch.ones(2, 16), "loss": of_row},
@@ -66,7 +69,7 @@ def test_losses(target, dtype, kind, columns, way):
 
     def run():
         target, written = torch.zeros(n_rows, dtype=torch.int64), None if way == "states" else dx
-        loss_peers._prepare_launch(of_kind, x, written, target, PEERS, None, **given)
+        loss_peers._prepare_launch(of_ranks, x, written, target, PEERS, None, **given)
 
     ticket = mock.patch.object(loss_peers, "ticket_of", return_value=SLOTS)
     with ticket:

@@ -42,7 +42,7 @@ def serve(rank, directory, pipe):
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=waits, device_id=device)
     while (asked := pipe.recv()) is not None:
-        _, function, args = asked
+        _, function, args, _ = asked
         try:
             pipe.send(function(dist.group.WORLD, *args))
         except Exception as error:

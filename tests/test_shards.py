@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from products import pairwise
 from sharded import INF, N_CLASSES, N_ROWS, SIZES, WAYS, by, close, logits, over, same_on_all, shard
 
@@ -148,3 +149,15 @@ def test_a_row_whose_scale_is_0_gives_nan(ranks, name):
     wanted[2] = math.nan
     found = ranks.values(3, cold, name, x, scale)
     close(found[0][0] if name == "logsumexp" else torch.cat([each[0] for each in found], 1), wanted)
+
+
+def sum_over_new_groups(group):
+    total = torch.ones(())
+    dist.all_reduce(total, group=dist.new_group(list(range(dist.get_world_size(group)))))
+    return total.item()
+
+
+def test_new_groups_of_some_ranks_and_then_of_others(ranks):
+    """Ranks that other questions leave out name their next group as the others do."""
+    for n in (2, 4, 2, 3, 4):
+        assert ranks.values(n, sum_over_new_groups) == [float(n)] * n

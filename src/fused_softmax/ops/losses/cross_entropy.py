@@ -33,7 +33,7 @@ from fused_softmax.ops.losses.options import (
 from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_of_whole_rows, loss_on_shards, mesh_of_loss
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, prepare_loss, states_by, written_at_once
-from fused_softmax.ops.losses.over_ranks.states import sharded
+from fused_softmax.ops.losses.over_ranks.steps import sharded
 from fused_softmax.ops.losses.overwritten import begin_overwriting, check_overwritten
 from fused_softmax.ops.losses.steps import Kind, Steps, as_rows, differentiated, prepare_steps, rows_of, run_steps
 from fused_softmax.ops.softmax.scores import kind_of_scale
@@ -328,7 +328,7 @@ def _prepare_call(
                 loss = _loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
                 of_call = loss, loss.numbers(), of_rows
             if differentiates:
-                results = differentiated(rows, flat, of_call, (kind, steps, claim))
+                results = differentiated(rows, flat, of_call, (kind, steps, claim, None))
                 if not kind.wanted.beside:
                     return results if given.reduction != "none" else results.view(shape)
                 y, lse, z, *stats = results

@@ -4,6 +4,7 @@ The gradient of a sum or mean is written together with the losses if that saves 
 backward it is written so again. Otherwise it is computed from the logits and each row's m and ls.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from fused_softmax.ops.losses.sums import (
     prepare_totals,
     totals_of,
 )
+from fused_softmax.ranks.groups import Shards
 
 
 class Kind(NamedTuple):
@@ -54,6 +56,16 @@ class Steps(NamedTuple):
     multiply: Any = None
 
 
+class OverRanks(NamedTuple):
+    """Of a loss that ranks have merged in its launch: its shards, and what makes its gradient another time.
+
+    gradient: (ctx, dy) -> (dx,), by what the Function keeps, of which `m` is m and ls of rows [2, n].
+    """
+
+    shards: Shards
+    gradient: Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+
+
 def as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [n, n_classes] with contiguous columns, and targets [n]."""
     rows = rows_of(input)
@@ -71,31 +83,45 @@ def rows_of(input: Tensor) -> Tensor:
 
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
     """The steps of a loss for rows and targets like these, as Launched. lse: of every row, where it is given."""
-    arithmetic, wanted = arithmetic_of(x), kind.wanted
-    dx = None
-    if kind.at_once:
-        dx = x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx, dtype = dx_like(kind, x), _dtype_of_rows(loss, kind)
     plan = plan_forward(x, dx, loss) if lse is None else None
-    whole = plan is not None and not wanted.z_loss and is_whole(plan, dx, loss)
+    whole = plan is not None and not kind.wanted.z_loss and is_whole(plan, dx, loss)
     counts = whole or counts_targets(target, loss.mean, needs_grad(x))
-    totals = prepare_totals(target, loss, x.shape[1], arithmetic) if loss.mean and not counts else None
+    states = (dx is None and needs_grad(x)) or kind.wanted.lse or loss.stats
+
+    def prepare_rows(totals):
+        given = given_of(x, dx, target, loss, totals)
+        if lse is not None:
+            return prepare_given_lse(given, lse, loss, dtype)
+        return prepare_losses(given, loss, plan, dtype, states, kind.dtype if whole else None, totals is not None)
+
+    return prepare_around(prepare_rows, kind, dx, target, loss, x.shape[1], arithmetic_of(x), whole, counts)
+
+
+def dx_like(kind: Kind, x: Tensor) -> Tensor | None:
+    """Where a gradient like that of x goes, if it is written with the loss."""
+    if not kind.at_once:
+        return None
+    return x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def prepare_around(
+    prepare_rows: Callable[[Tensor | None], Launched], kind: Kind, dx: Tensor | None, target: Tensor, loss: Loss,
+    n_classes: int, arithmetic: torch.dtype, whole: bool, counts: bool,
+) -> Steps:  # fmt: skip
+    """The steps of which `prepare_rows` gives that of the rows, by the targets' totals or without.
+
+    whole: whether the rows' launch sums their losses. counts: whether it, or the launch that sums them, counts targets.
+    """
+    totals = prepare_totals(target, loss, n_classes, arithmetic) if loss.mean and not counts else None
     counted = None if totals is None or totals.like is None else totals.like()
-    states = (dx is None and needs_grad(x)) or wanted.lse or loss.stats
-    given = given_of(x, dx, target, loss, counted)
-    if lse is None:
-        result_dtype = kind.dtype if whole else None
-        dtype, follows = _dtype_of_rows(loss, kind), counted is not None
-        rows = prepare_losses(given, loss, plan, dtype, states, result_dtype, follows)
-    else:
-        rows = prepare_given_lse(given, lse, loss, _dtype_of_rows(loss, kind))
-    if loss.reduction == "none":
-        return Steps(totals, rows, None)
-    multiplying = None if dx is None else prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=x.device))
-    if whole:
-        return Steps(None, rows, None, multiplying)
-    assert rows.like is not None
-    like = rows.like()
-    finishing = prepare_finish(like, counted, target if counts else None, loss, x.shape[1], kind.dtype)
+    rows = prepare_rows(counted)
+    multiplying = finishing = None
+    if dx is not None and dx.numel():
+        multiplying = prepare_multiply(dx, torch.empty((), dtype=kind.dtype, device=dx.device))
+    if not whole and loss.reduction != "none":
+        assert rows.like is not None
+        finishing = prepare_finish(rows.like(), counted, target if counts else None, loss, n_classes, kind.dtype)
     return Steps(totals, rows, finishing, multiplying)
 
 
@@ -163,7 +189,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, x, target, of_call, how):
         ctx.set_materialize_grads(False)
         loss, numbers, lse = of_call
-        kind, steps, ctx.claim = how
+        kind, steps, ctx.claim, ctx.ranks = how
         dx = None
         if kind.at_once:
             dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -182,7 +208,8 @@ class _CrossEntropy(torch.autograd.Function):
             return None, None, None, None
         dy, dlse, dz = resolved(dy, dlse, dz)
         alone = dlse is None and dz is None and not torch.is_grad_enabled() and not batched(dy)
-        if ctx.kind.at_once and alone and not (ctx.kind.inplace and ctx.dx is None):
+        only_once = ctx.kind.inplace or ctx.ranks is not None
+        if ctx.kind.at_once and alone and not (only_once and ctx.dx is None):
             # Given away: whoever has it may change it, and a second backward writes it again.
             dx, ctx.dx = ctx.dx, None
             if dx is None:
@@ -190,8 +217,11 @@ class _CrossEntropy(torch.autograd.Function):
                 dx = _written_again(x, target, loss, ctx.numbers, ctx.kind)
             else:
                 check_claim(ctx)
-            ctx.multiply(dx, dy)
+            if ctx.multiply is not None:
+                ctx.multiply(dx, dy)
             return dx, None, None, None
+        if ctx.ranks is not None:
+            return *ctx.ranks.gradient(ctx, dy), None, None, None
         x, target, totals, m, ls, loss = _saved(ctx)
         if torch.is_grad_enabled():
             if x is None:

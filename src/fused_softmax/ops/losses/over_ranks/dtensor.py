@@ -17,7 +17,7 @@ from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats, Wanted
 from fused_softmax.ops.losses.over_ranks.linear import LinearSharded, OfCall
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, loss_by_peers, states_by, written_at_once
-from fused_softmax.ops.losses.over_ranks.states import sharded
+from fused_softmax.ops.losses.over_ranks.steps import sharded
 from fused_softmax.ops.losses.steps import as_rows
 from fused_softmax.ranks import groups as distributed
 from fused_softmax.ranks.dtensor import Cut, as_dtensor, mesh_of, replicates_plain, shards_of_mesh, tied

@@ -53,12 +53,12 @@ class OfShard(NamedTuple):
         return _numbers_of(self.loss) * len(self.x) + HEADER * self.headed
 
 
-def takes(x: Tensor, target: Tensor) -> bool:
+def takes(x: Tensor, target: Tensor, loss: Loss) -> bool:
     """Whether kernels make the losses; for fp64 numbers have 64 bits, and torch's operations make them.
 
     By what is the same on all ranks, those without columns too: only by one way do all get the same bits.
     """
-    return len(x) > 0 and x.dtype != torch.float64 and runs_here(x, target)
+    return len(x) > 0 and loss.scale != 0 and x.dtype != torch.float64 and runs_here(x, target)
 
 
 def own_loss(loss: Loss) -> Loss:

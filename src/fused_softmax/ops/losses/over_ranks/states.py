@@ -6,7 +6,7 @@ gradient reads the shard again and writes it. It needs no exchange: every rank h
 Traffic of a shard of N columns: MN, with a gradient 3MN; between ranks at most 8 numbers a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,15 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
-from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import runs_here
 from fused_softmax.ops.losses import calls as losses
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.losses.output import STATISTICS, Wanted
 from fused_softmax.ops.losses.over_ranks.launches import ELSEWHERE, own_loss
-from fused_softmax.ops.losses.over_ranks.steps import losses_by_kernels
-from fused_softmax.ops.losses.overwritten import Overwritten
-from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards, gather
 
 
@@ -340,39 +335,6 @@ def reduced(values: tuple[Tensor, Tensor], counts: Counts, loss: Loss) -> list[T
     return [y, z if counts.of_z is None or not loss.lse_square_scale else z / counts.of_z]
 
 
-class _Sharded(torch.autograd.Function):
-    """(loss, lse, z-loss, statistics) of rows, the same on every rank, with the gradient of this rank's logits."""
-
-    @staticmethod
-    def forward(ctx, x, target, loss, shards, wanted, dtype, over, whole):
-        ctx.set_materialize_grads(False)
-        shard = shard_of(x, target, loss, shards)
-        states = states_of(shard) if whole is None else States(*whole(x, target, loss, shards).unbind())
-        counts = counts_of(shard, states, over)
-        y, z = losses_of(shard, states, counts)
-        of_loss, of_z = reduced((y, z), counts, loss)
-        results = (of_loss + of_z).to(dtype), states.lse, of_z.to(dtype), *stats_of(shard, states, counts, y)
-        ctx.of_call = loss, shards
-        ctx.overwritten = Overwritten(x) if wanted.inplace and loss.reduction != "none" else None
-        kept = x if ctx.overwritten is None else None
-        ctx.save_for_backward(kept, target, *states[:6], counts.of_loss, counts.of_z)
-        ctx.mark_non_differentiable(*results[5:])
-        return results
-
-    @staticmethod
-    @once("cross_entropy")
-    def backward(ctx, dy, dlse, dz, *of_stats):
-        refuse("cross_entropy", STATISTICS, of_stats, LOSS)
-        x, target, *of_rows, of_loss, of_z = saved_of(ctx, "cross_entropy")
-        x = x if ctx.overwritten is None else ctx.overwritten.memory()
-        shard, states = shard_of(x, target, *ctx.of_call), States(*of_rows)
-        counts = counts_of(shard, states, totals=() if of_loss is None else (of_loss, of_z))
-        wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
-        given = coefficients_of(shard, states, counts, *wide)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.overwritten is None else x
-        return gradient_of(shard, states, given, dx), *(None,) * 7
-
-
 def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Tensor]:
     """The TokenStats of the targets, if they are asked for."""
     if states.expected is None or states.best_at is None:
@@ -380,16 +342,3 @@ def stats_of(shard: Shard, states: States, counts: Counts, y: Tensor) -> list[Te
     entropy = (states.lse - states.expected).masked_fill(~counts.on, 0.0)
     correct = (states.best_at == shard.target.long()) & counts.on
     return [y.clone(), entropy, states.best_at.masked_fill(~counts.on, 0), correct]
-
-
-def sharded(
-    rows: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype,
-    over: Sequence[Any] = (), whole: Callable[[Tensor, Tensor, Loss, Shards], Tensor] | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns].
-
-    over: groups over whose ranks the rows lie: a mean is of all, and what is returned is this rank's part of it.
-    whole: what makes m, ls and the targets' logits of whole rows [3, n] of a shard, where they need no other exchange.
-    """
-    found = losses_by_kernels(rows, target, loss, shards, wanted, dtype, over, whole)
-    return _Sharded.apply(rows, target, loss, shards, wanted, dtype, over, whole) if found is None else found

@@ -1,10 +1,13 @@
-"""The loss of a shard by kernels as one kept call: its launches, the exchange among them, its gradient for autograd.
+"""The loss of a shard, whoever makes its numbers and however ranks exchange them, and its gradient for autograd.
 
+Kernels make them, as one kept call with its launches; else torch's operations. Ranks exchange by a collective, by
+messages in each other's memory (`Shards.by_peers`), or in the launch that reads the logits (`whole`).
 A kept call serves all calls with like tensors, options and shards. It holds none of these, nor their group.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +31,17 @@ from fused_softmax.ops.losses.over_ranks.launches import (
     rows_numbers,
     takes,
 )
+from fused_softmax.ops.losses.over_ranks.states import (
+    States,
+    coefficients_of,
+    counts_of,
+    gradient_of,
+    losses_of,
+    reduced,
+    shard_of,
+    states_of,
+    stats_of,
+)
 from fused_softmax.ops.losses.overwritten import Overwritten
 from fused_softmax.ops.losses.sums import prepare_finish, prepare_totals, totals_parts
 from fused_softmax.ranks.first_derivative import once
@@ -37,31 +51,117 @@ from fused_softmax.ranks.launches import allocator
 Whole = Callable[[Tensor, Tensor, Loss, Shards], Tensor]
 
 
-class OfGradient(NamedTuple):
-    """kinds: what finds a kept gradient, beside tensors. inplace: whether the gradient is written over the logits."""
+class OfCall(NamedTuple):
+    """What a call has beside its tensors.
 
-    kinds: tuple
+    over: groups over whose ranks the rows lie. whole: what makes the states of whole rows, where a launch does. weight:
+    of the shard's classes, and numbers: `_numbers`, where kernels make the losses.
+    """
+
+    loss: Loss
+    shards: Shards
+    over: Sequence[Any]
+    whole: Whole | None
+    weight: Tensor | None = None
+    numbers: Any = None
+
+
+class Way(NamedTuple):
+    """What makes the losses of calls: kernels, prepared for calls like one, or torch's operations, for any.
+
+    run: (x, target, OfCall) -> ((loss, lse, z-loss, *statistics), tensors that the gradient takes)
+    gradient: (x, dx, target, these tensors, gradients of (loss, z-loss, lse), OfCall) -> dx, which is new if none is
+        given.
+    beside: whether more than the loss is wanted. inplace: whether the gradient is written over the logits.
+    """
+
+    run: Callable[[Tensor, Tensor, OfCall], tuple[tuple, Sequence[Tensor | None]]]
+    gradient: Callable[..., Tensor]
+    beside: bool
     inplace: bool
 
 
-def losses_by_kernels(
-    x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, over: Sequence[Any],
-    whole: Whole | None,
-) -> tuple[Tensor | None, ...] | None:  # fmt: skip
-    """What `states.sharded` gives, without an lse that is not wanted; None if kernels do not make it."""
-    if loss.scale == 0:
-        return None
+def sharded(
+    x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype,
+    over: Sequence[Any] = (), whole: Whole | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns].
+
+    over: groups over whose ranks the rows lie: a mean is of all, and what is returned is this rank's part of it.
+    whole: what makes m, ls and the targets' logits of whole rows [3, n] of a shard, where they need no other exchange.
+    What is not wanted may be None.
+    """
     options = (
-        *wanted, dtype, torch.is_grad_enabled(), loss.reduction, *loss.key(), *shards[1:4],
+        *wanted, dtype, torch.is_grad_enabled(), loss.reduction, *loss.key(), loss.scale == 0, *shards[1:4],
         shards.digest is None, shards.by_peers is None, whole is None, len(over) > 0,
     )  # fmt: skip
     call = find("losses over ranks", options, x, target, loss.weight)
-    if call is None:
-        if not takes(x, target):
-            return None
+    if call is None and takes(x, target, loss):
         launched = _prepare(x, target, loss, shards, wanted, dtype, len(over) > 0, whole is not None)
         call = keep(launched, "losses over ranks", options, x, target, loss.weight)
-    return call(x, target, loss, shards, over, whole)
+    if call is not None:
+        return call(x, target, loss, shards, over, whole)
+    way = Way(partial(_by_operations, wanted, dtype), _gradient_by_operations, wanted.beside, _is_inplace(wanted, loss))
+    found = _Losses.apply(x, target, way, OfCall(loss, shards, over, whole))
+    return found if wanted.beside else (found, None, None)
+
+
+def _is_inplace(wanted: Wanted, loss: Loss) -> bool:
+    return wanted.inplace and loss.reduction != "none"
+
+
+class _Losses(torch.autograd.Function):
+    """(loss, lse, z-loss, statistics) of rows, the same on every rank, with the gradient of this rank's logits."""
+
+    @staticmethod
+    def forward(ctx, x, target, way, of_call):
+        ctx.set_materialize_grads(False)
+        results, kept = way.run(x, target, of_call)
+        ctx.way, ctx.of_call = way, of_call
+        ctx.overwritten = Overwritten(x) if way.inplace else None
+        ctx.save_for_backward(x if ctx.overwritten is None else None, target, *kept)
+        if not way.beside:
+            return results[0]
+        ctx.mark_non_differentiable(*results[5:])
+        return results
+
+    @staticmethod
+    @once("cross_entropy")
+    def backward(ctx, dy, dlse=None, dz=None, *of_stats):
+        refuse("cross_entropy", STATISTICS, of_stats, LOSS)
+        x, target, *kept = saved_of(ctx, "cross_entropy")
+        dy, dlse, dz = resolved(dy, dlse, dz)
+        # Results that are added have one gradient, and a guard takes no tensor twice.
+        dz, dlse = (None if each is None else each.detach() for each in (dz, dlse))
+        dx = None
+        if ctx.overwritten is not None:
+            x = dx = ctx.overwritten.memory()
+        return ctx.way.gradient(x, dx, target, kept, (dy, dz, dlse), ctx.of_call), None, None, None
+
+
+# As _Losses.apply, less its search for functorch's wrappers: a call that a transform watches is not prepared.
+_differentiated = super(torch.autograd.Function, _Losses).apply
+
+
+def _by_operations(wanted: Wanted, dtype: torch.dtype, x: Tensor, target: Tensor, of_call: OfCall):
+    """`Way.run` by torch's operations, and kernels that read and write logits where they take them."""
+    loss, shards, over, whole, *_ = of_call
+    shard = shard_of(x, target, loss, shards)
+    states = states_of(shard) if whole is None else States(*whole(x, target, loss, shards).unbind())
+    counts = counts_of(shard, states, over)
+    y, z = losses_of(shard, states, counts)
+    of_loss, of_z = reduced((y, z), counts, loss)
+    results = (of_loss + of_z).to(dtype), states.lse, of_z.to(dtype), *stats_of(shard, states, counts, y)
+    return results, (*states[:6], counts.of_loss, counts.of_z)
+
+
+def _gradient_by_operations(x, dx, target, kept, beside, of_call):
+    *of_rows, of_loss, of_z = kept
+    shard, states = shard_of(x, target, of_call.loss, of_call.shards), States(*of_rows)
+    counts = counts_of(shard, states, totals=() if of_loss is None else (of_loss, of_z))
+    dy, dz, dlse = (None if each is None else each.to(states.lse.dtype) for each in beside)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
+    return gradient_of(shard, states, coefficients_of(shard, states, counts, dy, dlse, dz), dx)
 
 
 def _numbers(loss: Loss) -> tuple[LossNumbers, LossNumbers]:
@@ -82,21 +182,20 @@ def _prepare(
 
     spread: whether the rows lie over ranks too. merges: whether `whole` merges the states of rows.
     """
-    held, differentiates, beside = shards.held, needs_grad(x), wanted.beside
+    held, differentiates, inplace = shards.held, needs_grad(x), _is_inplace(wanted, loss)
     plain = _numbers(loss) if loss.plain and not loss.smooth else None
-    inplace = wanted.inplace and loss.reduction != "none"
-    of_gradient = OfGradient((*loss.key(), *shards[1:4], inplace), inplace)
     with torch.no_grad():
         run = _prepare_run(x, target, loss, shards, wanted, dtype, spread, merges)
+    kinds = *loss.key(), *shards[1:4], inplace
+    way = Way(run, partial(_gradient_by_kernels, kinds, inplace), wanted.beside, inplace)
 
     def call(x, target, loss, shards, over, whole):
         weight = None if loss.weight is None else _own_weight(loss, x, held)
-        of_call = weight, plain or _numbers(loss), loss, shards, over, whole
+        of_call = OfCall(loss, shards, over, whole, weight, plain or _numbers(loss))
         if not differentiates:
             return run(x, target, of_call)[0]
-        if beside:
-            return _differentiated(x, target, run, of_call, of_gradient, True)
-        return _differentiated(x, target, run, of_call, of_gradient, False), None, None
+        found = _differentiated(x, target, way, of_call)
+        return found if way.beside else (found, None, None)
 
     return Launched(call)
 
@@ -104,11 +203,8 @@ def _prepare(
 def _prepare_run(
     x: Tensor, target: Tensor, loss: Loss, shards: Shards, wanted: Wanted, dtype: torch.dtype, spread: bool,
     merges: bool,
-) -> Callable[[Tensor, Tensor, tuple], tuple]:  # fmt: skip
-    """run(x, target, of_call) -> ((loss, lse, z-loss, *statistics), the states of rows, a mean's totals)
-
-    of_call: the weight of the shard's classes, `_numbers`, and the loss, shards, over and whole of a call.
-    """
+) -> Callable[[Tensor, Tensor, OfCall], tuple]:  # fmt: skip
+    """`Way.run`; what the gradient takes is the states of rows, and a mean's totals."""
     held, n_rows, device, ranks, empty = shards.held, len(x), x.device, len(shards.sizes), allocator(x.device)
     padded, weighted, mean, by_row = held < x.shape[1], loss.weight is not None, loss.mean, loss.reduction == "none"
     bare, ignore_index, z_loss = replace(loss, weight=None), loss.ignore_index, wanted.z_loss
@@ -126,7 +222,7 @@ def _prepare_run(
     total = None if by_row else _prepare_total(x, loss, 1 if weighted or spread else totals_parts(n_rows), dtype)
 
     def run(x, target, of_call):
-        weight, numbers, loss, shards, over, whole = of_call
+        loss, shards, over, whole, weight, numbers = of_call
         if tell is None:
             heard, headers, notice = whole(x, target, loss, shards), None, None
         else:
@@ -147,9 +243,9 @@ def _prepare_run(
         if z is None and z_loss:
             z = torch.zeros_like(y)
         if entropy is None:
-            return (y, lse, z), states, totals
+            return (y, lse, z), (states, totals)
         correct = (best_at == target) & (target.long() != ignore_index)  # of uint8, -100 would be 156
-        return (y, lse, z, values.clone(), entropy, best_at, correct), states, totals
+        return (y, lse, z, values.clone(), entropy, best_at, correct), (states, totals)
 
     return run
 
@@ -162,59 +258,20 @@ def _prepare_total(x: Tensor, loss: Loss, parts: int, dtype: torch.dtype) -> Cal
     return prepare_finish(LossRows(None, None, values, z), totals, None, loss, 0, dtype).__call__
 
 
-class _Losses(torch.autograd.Function):
-    """(loss, lse, z-loss, statistics) of rows, the same on every rank, with the gradient of this rank's logits."""
-
-    @staticmethod
-    def forward(ctx, x, target, run, of_call, of_gradient, beside):
-        ctx.set_materialize_grads(False)
-        results, states, totals = run(x, target, of_call)
-        ctx.of_call, ctx.of_gradient = of_call[:4], of_gradient
-        ctx.overwritten = Overwritten(x) if of_gradient.inplace else None
-        ctx.save_for_backward(x if ctx.overwritten is None else None, target, states, totals)
-        if not beside:
-            return results[0]
-        ctx.mark_non_differentiable(*results[5:])
-        return results
-
-    @staticmethod
-    @once("cross_entropy")
-    def backward(ctx, dy, dlse=None, dz=None, *of_stats):
-        refuse("cross_entropy", STATISTICS, of_stats, LOSS)
-        x, target, states, totals = saved_of(ctx, "cross_entropy")
-        dy, dlse, dz = resolved(dy, dlse, dz)
-        # Results that are added have one gradient, and a guard takes no tensor twice.
-        dz, dlse = (None if each is None else each.detach() for each in (dz, dlse))
-        beside = _dense(dy), _dense(dz), _dense(dlse)
-        dx = None
-        if ctx.overwritten is not None:
-            x = dx = ctx.overwritten.memory()
-        dx = _gradient(x, dx, target, states, totals, beside, ctx.of_call, ctx.of_gradient)
-        return dx, None, None, None, None, None
-
-
-# As _Losses.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
-_differentiated = super(torch.autograd.Function, _Losses).apply
-
-
 def _dense(dy: Tensor | None) -> Tensor | None:
     """A gradient of one value; or of one value a row, which then lie side by side."""
     return dy if dy is None or not dy.ndim else dy.contiguous()
 
 
-def _gradient(
-    x: Tensor, dx: Tensor | None, target: Tensor, states: Tensor, totals: Tensor | None,
-    beside: tuple[Tensor | None, ...], of_call: tuple, of_gradient: OfGradient,
+def _gradient_by_kernels(
+    kinds: tuple, inplace: bool, x: Tensor, dx: Tensor | None, target: Tensor, kept_by: Sequence[Tensor | None],
+    beside: Sequence[Tensor | None], of_call: OfCall,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a shard's logits. Autograd may have moved what it saved, so this call is looked up by itself.
-
-    dx: where the gradient goes, if that is the logits' memory.
-    """
-    weight, numbers, loss, shards = of_call
-    tensors = target, weight, states, totals, *beside
-    prepared = x, tensors, replace(loss, weight=weight), shards, of_gradient.inplace
-    call = kept("gradients over ranks", of_gradient.kinds, (x, *tensors), _prepare_gradient, *prepared)
-    return call(x, dx, *tensors[:4], beside, numbers)
+    """Autograd may have moved what it saved, so this call is looked up by itself, by kinds and tensors."""
+    tensors = target, of_call.weight, *kept_by, *map(_dense, beside)
+    prepared = x, tensors, replace(of_call.loss, weight=of_call.weight), of_call.shards, inplace
+    call = kept("gradients over ranks", kinds, (x, *tensors), _prepare_gradient, *prepared)
+    return call(x, dx, *tensors[:4], tensors[4:], of_call.numbers)
 
 
 def _prepare_gradient(x: Tensor, tensors: tuple, loss: Loss, shards: Shards, inplace: bool) -> Launched:
