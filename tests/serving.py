@@ -9,11 +9,9 @@ import sys
 
 SERVER = """
 import sys
-from functools import partial
-from fused_softmax.trace.server import connections, serve
-serve.BODY_SECONDS, serve.MOST_WAITING = 3.0, 2
-connections.HEADER_SECONDS = connections.READ_SECONDS = 3.0
-serve.app = partial(serve.app, seconds=float(sys.argv[1]), workers=1)
+from fused_softmax.trace.server import serve
+serve.BODY_SECONDS = serve.HEADER_SECONDS = serve.READ_SECONDS = 3.0
+serve.SECONDS, serve.WORKERS, serve.MOST_WAITING = float(sys.argv[1]), 1, 2
 serve.serve("<title>the page</title>" + " " * int(sys.argv[2]), "127.0.0.1", 0, lambda at: print(at, flush=True))
 """
 

@@ -13,8 +13,6 @@ import jsonschema
 import pytest
 from serving import ask, refused, started
 
-pytest.importorskip("uvicorn", reason="the viz extra is not installed")
-
 from fused_softmax import trace
 from fused_softmax.trace.server import serve
 

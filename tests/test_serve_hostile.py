@@ -11,8 +11,6 @@ import time
 import pytest
 from serving import ask, started
 
-pytest.importorskip("uvicorn", reason="the viz extra is not installed")
-
 MEGABYTE = 2**20
 RECORD = b"POST /record HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
 HOSTILE = {

@@ -24,7 +24,7 @@ from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUB
 from fused_softmax import sample, trace
 from fused_softmax.cli import main
 from fused_softmax.register.table import OPERATORS
-from fused_softmax.trace import files, page, presets
+from fused_softmax.trace import asked, files, page, presets, run
 from fused_softmax.trace.entries.attention import ATTENTION
 from fused_softmax.trace.entries.rows import OURS
 from fused_softmax.trace.entries.sampling import DRAWS, SEED
@@ -398,26 +398,18 @@ def test_integers_past_a_double_are_text():
 @pytest.mark.exhaustive
 def test_a_worker_records_what_this_process_does(example):
     worker = trace._worker()
-    request = {
-        "do": "kernel",
-        "kernel": "split",
-        "matrix": [list(row) for row in EXAMPLE],
-        "block": 4,
-        "dtype": "float32",
-    }
-    assert worker.ask(request) == example["split"]
-    with pytest.raises(ValueError, match="unknown kernel 'fast'"):
-        worker.ask({"do": "kernel", "kernel": "fast", "matrix": [[1.0]]})
+    assert worker.ask(run.kernel, asked.asked("split", EXAMPLE, 4)) == example["split"]
+    with pytest.raises(ValueError, match="8 columns are not longer than 8"):
+        worker.ask(run.kernel, asked.asked("hybrid-tiled", EXAMPLE, 8))
 
 
 @pytest.mark.exhaustive
 def test_a_late_worker_is_ended_and_the_next_recording_has_another():
     worker = trace.Worker()
-    request = {"do": "kernel", "kernel": "hybrid-tiled", "matrix": [[1.0] * 1024], "block": 1, "dtype": "float32"}
     worker.start()
     with pytest.raises(trace.Late, match=r"took longer than 0\.05 s and was stopped"):
-        worker.ask(request, timeout=0.05)
-    assert worker.ask({"do": "kernel", "kernel": "naive", "matrix": [[1.0]]})["kernel"] == "naive"
+        worker.ask(run.kernel, asked.asked("hybrid-tiled", [[1.0] * 1024], 1), timeout=0.05)
+    assert worker.ask(run.kernel, asked.asked("naive", [[1.0]]))["kernel"] == "naive"
     worker.close()
 
 

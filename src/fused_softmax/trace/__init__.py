@@ -70,7 +70,7 @@ def record(
     wanted = _asked.asked(kernel, matrix, block, dtype)
     if interpreting() or kernels()[kernel].watch is not None:
         return _run.kernel(wanted, title)
-    return _worker().ask(wanted.request() | {"title": title})
+    return _worker().ask(_run.kernel, wanted, title)
 
 
 def record_kernel(
@@ -113,10 +113,10 @@ def record_kernel(
         recording = trace.record_kernel(double, outputs=("y_ptr",))[(2,)](x, torch.empty_like(x), 7, BLOCK=4)
     """
     told = {
-        "title": title, "summary": summary, "operation": operation, "phases": phases or {},
-        "outputs": list(outputs), "scratch": list(scratch), "row": row, "m": m, "s": s,
+        "title": title, "summary": summary, "operation": operation, "phases": phases,
+        "outputs": outputs, "scratch": scratch, "row": row, "m": m, "s": s,
     }  # fmt: skip
-    return _custom.Launches(kernel, lambda request: _worker().ask(request), **told)
+    return _custom.Launches(kernel, told, lambda *launch: _worker().ask(*launch))
 
 
 def show(kernel: str | dict[str, Any], matrix: Any = None, *, height: int = 900, **options: Any) -> Page:

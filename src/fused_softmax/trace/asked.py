@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.trace.entries.catalogue import kernels
-from fused_softmax.trace.recorder.encode import dtype_name, tensor_numbers
+from fused_softmax.trace.recorder.encode import dtype_name
 
 MOST_ELEMENTS = 4096
 MOST_BLOCK = 4096
@@ -29,13 +29,6 @@ class Asked:
     kernel: str
     x: Tensor
     block: int
-
-    def request(self) -> dict[str, Any]:
-        """The request as JSON."""
-        values, n_cols = tensor_numbers(self.x), self.x.shape[1]
-        rows = [values[at : at + n_cols] for at in range(0, len(values), n_cols)]
-        dtype = dtype_name(self.x.dtype)
-        return {"do": "kernel", "kernel": self.kernel, "matrix": rows, "block": self.block, "dtype": dtype}
 
 
 def asked(kernel: Any, matrix: Any, block: Any = None, dtype: Any = None) -> Asked:
@@ -75,7 +68,7 @@ def to_matrix(matrix: Any, dtype: Any = None) -> Tensor:
         _check_shape(tuple(x.shape))
         if x.dtype.is_complex:
             raise ValueError(f"matrix holds {x.dtype}, not real numbers")
-        return _fit(x.double(), wanted or own).contiguous()
+        return _fit(x.double(), wanted or own).clone(memory_format=torch.contiguous_format)
     rows = _rows(matrix)
     return _fit(torch.tensor(rows, dtype=torch.float64), wanted or torch.float32)
 

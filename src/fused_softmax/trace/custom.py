@@ -1,6 +1,6 @@
-"""Records other kernels: packs a launch as text for a worker, and runs it there."""
+"""Records other kernels: checks a launch, and runs it here or in a worker."""
 
-import base64
+import copy
 import importlib
 import importlib.util
 import sys
@@ -8,14 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from fused_softmax.trace import results, run
-from fused_softmax.trace.recorder.encode import dtype_name, number
 from fused_softmax.trace.recorder.hooks import interpreting
 from fused_softmax.trace.recorder.memory import MOST_ELEMENTS, RecordingError
 from fused_softmax.trace.recorder.recorder import Recorder
@@ -25,10 +23,13 @@ _ELSE = "define it in a module, or set TRITON_INTERPRET=1 before anything import
 
 
 class Launches:
-    """`Launches(kernel, ...)[grid](*arguments, **constants)` records one launch, spelt like `kernel[grid](...)`."""
+    """`Launches(kernel, ...)[grid](*arguments, **constants)` records one launch, spelt like `kernel[grid](...)`.
 
-    def __init__(self, kernel: Any, ask: Any, **told: Any) -> None:
-        self._kernel, self._ask, self._told = kernel, ask, told
+    told: the options of `record_kernel`. ask: a worker's, for a process that does not interpret.
+    """
+
+    def __init__(self, kernel: Any, told: dict[str, Any], ask: Any) -> None:
+        self._kernel, self._told, self._ask = kernel, told, ask
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **constants: Any) -> dict[str, Any]:
@@ -43,10 +44,10 @@ class Launches:
             given |= known  # the rest are Triton's options
             size = grid(given) if callable(grid) else grid
             size = (size,) if isinstance(size, int) else tuple(int(each) for each in size)
-            request = {"grid": list(size), "told": self._told} | pack(given)
+            plain = {name: checked(name, value) for name, value in given.items()}
             if interpreting():
-                return record(kernel, request)
-            return self._ask({"do": "launch", "where": whereabouts(kernel)} | request)
+                return record(kernel, size, copy.deepcopy(plain), self._told)
+            return self._ask(record_found, whereabouts(kernel), size, plain, self._told)
 
         return launch
 
@@ -60,14 +61,12 @@ def unwrapped(kernel: Any) -> Any:
     return kernel
 
 
-def record(kernel: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Record a launch in this process."""
-    told = request["told"]
+def record(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """Record a launch in this process. Its tensors change."""
     story = Story(
-        {kernel.__name__: Told(told["phases"], told["row"], (told["m"],), (told["s"],))},
+        {kernel.__name__: Told(told["phases"] or {}, told["row"], (told["m"],), (told["s"],))},
         roles=dict.fromkeys(told["scratch"], "scratch") | dict.fromkeys(told["outputs"], "output"),
     )
-    given = unpack(request)
     recorder = Recorder(story)
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     # The matrix in which steps have a place: preferably one of two dims, and read rather than written.
@@ -77,11 +76,11 @@ def record(kernel: Any, request: dict[str, Any]) -> dict[str, Any]:
         x = tensors[main].clone()
         recorder.memory.hold(main.removesuffix("_ptr"), tensors[main], story.roles.get(main, "input"), main)
     with recorder:
-        kernel[tuple(request["grid"])](**given)
+        kernel[grid](**given)
     for at, held in enumerate(recorder.memory.tensors):
         if held.role == "input" and at in recorder.writes:
             held.role = "output"
-    title = told["title"] or f"{kernel.__name__}, grid {' x '.join(map(str, request['grid']))}"
+    title = told["title"] or f"{kernel.__name__}, grid {' x '.join(map(str, grid))}"
     softmax = told["operation"] == "softmax" and x is not None and x.ndim == 2
     return (
         run.heading(title, "custom", told["operation"], told["summary"], {})
@@ -105,8 +104,8 @@ def whereabouts(kernel: Any) -> dict[str, str]:
     return {"file": str(Path(file).resolve()), "name": name}
 
 
-def found(where: dict[str, str]) -> Any:
-    """In a worker, the kernel that `whereabouts` described. A file is imported under a name other than __main__."""
+def record_found(where: dict[str, str], *launch: Any) -> dict[str, Any]:
+    """In a worker, record a launch of the kernel that `whereabouts` described."""
     if "module" in where:
         holder: Any = importlib.import_module(where["module"])
     else:
@@ -115,10 +114,11 @@ def found(where: dict[str, str]) -> Any:
         holder = getattr(holder, name)
     while isinstance(holder, triton.runtime.Autotuner | triton.runtime.Heuristics):
         holder = holder.fn  # the name leads to the kernel with everything wrapped around it
-    return unwrapped(holder)
+    return record(unwrapped(holder), *launch)
 
 
 def _import_file(file: str) -> ModuleType:
+    """The module of a file, under a name other than __main__."""
     spec = importlib.util.spec_from_file_location("__recorded__", file)
     if spec is None or spec.loader is None:
         raise RecordingError(f"{Path(file).name} cannot be imported")
@@ -128,54 +128,19 @@ def _import_file(file: str) -> ModuleType:
     return module
 
 
-def pack(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, as JSON. Tensors are views of storages, so tensors that share memory still share it."""
-    storages: dict[int, int] = {}
-    bytes_of: list[str] = []
-
-    def packed(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = value.detach().cpu()
-            storage = value.untyped_storage()
-            if value.numel() > MOST_ELEMENTS or storage.nbytes() > 16 * MOST_ELEMENTS:
-                raise RecordingError(
-                    f"{name} has {value.numel()} elements; a recording takes small examples, up to {MOST_ELEMENTS}"
-                )
-            if storage.data_ptr() not in storages:
-                storages[storage.data_ptr()] = len(bytes_of)
-                memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-                bytes_of.append(base64.b64encode(memory.numpy().tobytes()).decode())
-            place = [storages[storage.data_ptr()], value.storage_offset(), list(value.shape), list(value.stride())]
-            return {"tensor": place, "dtype": dtype_name(value.dtype)}
-        if isinstance(value, tl.constexpr):
-            value = value.value
-        if isinstance(value, tl.dtype):
-            return {"dtype": value.name}
-        if isinstance(value, float):
-            return {"float": number(value, "float64")}
-        if value is None or isinstance(value, bool | int | str):
-            return value
-        if type(value) is tuple:
-            return {"tuple": [packed(name, each) for each in value]}
-        raise TypeError(f"{name}: a recording cannot take {type(value).__name__}")
-
-    return {"arguments": {name: packed(name, value) for name, value in given.items()}, "storages": bytes_of}
-
-
-def unpack(request: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `pack` packed, in new memory."""
-    storages = [torch.frombuffer(bytearray(base64.b64decode(text)) or bytearray(8), dtype=torch.uint8)
-                for text in request["storages"]]  # fmt: skip
-
-    def unpacked(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if "tensor" in value:
-            at, first, shape, strides = value["tensor"]
-            whole = torch.empty(0, dtype=getattr(torch, value["dtype"])).set_(storages[at].untyped_storage())
-            return whole.as_strided(shape, strides, first)
-        if "tuple" in value:
-            return tuple(unpacked(each) for each in value["tuple"])
-        return float(value["float"]) if "float" in value else tl.str_to_ty(value["dtype"], None)
-
-    return {name: unpacked(value) for name, value in request["arguments"].items()}
+def checked(name: str, value: Any) -> Any:
+    """An argument as a recording takes it. Raises TypeError for what it cannot take."""
+    if isinstance(value, tl.constexpr):
+        value = value.value
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        if value.numel() > MOST_ELEMENTS or value.untyped_storage().nbytes() > 16 * MOST_ELEMENTS:
+            raise RecordingError(
+                f"{name} has {value.numel()} elements; a recording takes small examples, up to {MOST_ELEMENTS}"
+            )
+        return value
+    if type(value) is tuple:
+        return tuple(checked(name, each) for each in value)
+    if value is None or isinstance(value, bool | int | float | str | tl.dtype):
+        return value
+    raise TypeError(f"{name}: a recording cannot take {type(value).__name__}")

@@ -29,16 +29,16 @@ def parse(text: str) -> Host | None:
     if found is None:
         return None
     port = int(found["port"]) if found["port"] else None
-    name = _one_spelling(found["v6"] or found["name"])
-    if (port or 0) > 65535 or (":" in name) != bool(found["v6"]):
+    address = _address(found["v6"] or found["name"])
+    if (port or 0) > 65535 or bool(found["v6"]) != isinstance(address, ipaddress.IPv6Address):
         return None
-    return None if found["v6"] and not _is_address(name) else Host(name, port)
+    return Host(str(address or found["name"]), port)
 
 
 def is_loopback(address: str) -> bool:
     """Whether a server that listens on this address is reached from its own machine alone."""
-    name = _one_spelling(address.lower())
-    return ipaddress.ip_address(name).is_loopback if _is_address(name) else name == "localhost"
+    known = _address(address)
+    return known.is_loopback if known else address.lower() == "localhost"
 
 
 def answered(address: str, allowed: Iterable[str] = ()) -> frozenset[str]:
@@ -55,7 +55,7 @@ def answered(address: str, allowed: Iterable[str] = ()) -> frozenset[str]:
             raise ValueError(f"{each[:60]!r} is no name or address of a host, without a port")
         names.add(host.name)
     if is_loopback(address):
-        return LOOPBACK | names | {_one_spelling(address.lower())}
+        return LOOPBACK | names | {str(_address(address) or address.lower())}
     if not names:
         raise ValueError(f"{address} can be reached from elsewhere: say by --allow-host under which name or address")
     return LOOPBACK | names
@@ -79,16 +79,8 @@ def refusal(host: str, origin: str | None, names: frozenset[str]) -> str | None:
     return None
 
 
-def _one_spelling(name: str) -> str:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return str(ipaddress.ip_address(name))
+        return ipaddress.ip_address(name)
     except ValueError:
-        return name
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return None

@@ -3,231 +3,215 @@
 No part of a request runs: it names a kernel of the registry and holds numbers. Sizes are limited before anything is
 parsed. A recording is made in a process of its own, which is killed when it is late; only a few run at a time. The
 server answers only to the names it is given (`hosts.py`), so that no site can reach it under a name of its own. It
-takes only JSON, which no form of another site can send. No client can keep others out (`connections.py`).
+takes only JSON, which no form of another site can send. No client can keep others out: each has a thread, and a
+deadline for whatever the server awaits of it.
 """
 
-import asyncio
 import gc
 import json
+import queue
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from fused_softmax.trace import asked as asking
+from fused_softmax.trace import run
 from fused_softmax.trace.entries.catalogue import kernels
 from fused_softmax.trace.recorder.memory import RecordingError
 from fused_softmax.trace.server import hosts
-from fused_softmax.trace.server.connections import Connection
-from fused_softmax.trace.server.worker import Late, Worker
+from fused_softmax.trace.server.worker import Worker
 
 MOST_BYTES = 2**18
-PIECE_BYTES = 2**16
 SECONDS = 5.0  # of a recording
-BODY_SECONDS = 10.0  # for a request to arrive
+HEADER_SECONDS = 5.0  # from a connection, or from its last response, to the end of the next request's headers
+BODY_SECONDS = 10.0  # for the rest of a request to arrive
+READ_SECONDS = 30.0  # for a client to read what is sent to it
 WORKERS = 2
 MOST_WAITING = 8
+MOST_CONNECTIONS = 256
+METHODS = {"/": "GET", "/kernels": "GET", "/record": "POST"}
 FIELDS = ("kernel", "matrix", "block", "dtype")
 HEADERS = {
-    "Content-Security-Policy": (
+    "content-security-policy": (
         "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
         "font-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
 }
-
-
-def app(
-    page: str, names: frozenset[str] = hosts.LOOPBACK, *, seconds: float = SECONDS, workers: int = WORKERS
-) -> Starlette:
-    """The server: `GET /` is the page, `GET /kernels` lists kernels and limits, `POST /record` makes a recording.
-
-    names: the hosts it answers to. seconds: how long a recording may take. workers: how many are made at a time.
-    `app.state.stop()` ends the recordings that are being made.
-    """
-    pool = _Pool(workers, seconds)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        pool.open()
-        try:
-            yield
-        finally:
-            await pool.close()
-
-    shown = _InPieces(page, media_type="text/html", headers=HEADERS)
-
-    async def index(_: Request) -> Response:
-        return shown
-
-    async def known(_: Request) -> Response:
-        limits = {"elements": asking.MOST_ELEMENTS, "block": asking.MOST_BLOCK, "bytes": MOST_BYTES, "seconds": seconds}
-        names = ("name", "title", "summary", "operation", "block", "dtypes")
-        found = [{name: getattr(kernel, name) for name in names} for kernel in kernels().values()]
-        return JSONResponse({"kernels": found, "limits": limits}, headers=HEADERS)
-
-    async def record(request: Request) -> Response:
-        wanted = _asked(await _body(request))
-        return JSONResponse(await pool.record(wanted), headers=HEADERS)
-
-    routes = [
-        Route("/", index),
-        Route("/kernels", known),
-        Route("/record", record, methods=["POST"]),
-    ]
-    handlers: Any = {HTTPException: _refused, Exception: _failed}
-    middleware = [Middleware(_Names, names=names)]
-    made = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
-    made.state.stop = pool.stop
-    return made
 
 
 def serve(page: str, host: str, port: int, say: Callable[[str], None], names: frozenset[str] = hosts.LOOPBACK) -> None:
     """Serve until interrupted. Calls `say` with the address once it answers. Port 0 takes any free port.
 
-    names: the hosts it answers to, by `hosts.answered`. Raises OSError if it cannot listen, or what `say` raises.
+    `GET /` is the page, `GET /kernels` lists kernels and limits, `POST /record` makes a recording. names: the hosts it
+    answers to, by `hosts.answered`. Raises OSError if it cannot listen, or what `say` raises.
     """
-    served = app(page, names)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE_BYTES)  # of every connection
-    shown = f"[{host}]" if ":" in host else host
-    gc.freeze()  # or the interpreter searches all of torch for cycles when it ends, which takes a second
-    address = f"http://{shown}:{listening.getsockname()[1]}"
-    with suppress(KeyboardInterrupt):
-        config = uvicorn.Config(
-            served, http=Connection, ws="none", log_level="error", access_log=False, server_header=False,
-            proxy_headers=False, backlog=128, timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        server = _Server(config, lambda: say(address), served.state.stop)
-        server.run(sockets=[listening])
-        if server.unsaid:
-            raise server.unsaid
+    with suppress(KeyboardInterrupt), _Server(page, host, port, names) as server:
+
+        def end(number: int, _: Any) -> None:
+            server.server_close()
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+        signal.signal(signal.SIGTERM, end)
+        gc.freeze()  # or the interpreter searches all of torch for cycles when it ends, which takes a second
+        shown = f"[{host}]" if ":" in host else host
+        say(f"http://{shown}:{server.server_address[1]}")
+        server.serve_forever(poll_interval=0.25)
 
 
-class _InPieces(Response):
-    """A response that is handed over as the client reads it, so that one who does not read holds one piece."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for begin in range(0, len(self.body), PIECE_BYTES):
-            piece = self.body[begin : begin + PIECE_BYTES]
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+class _Refused(Exception):
+    """A request that is not answered: an HTTP status, and why."""
 
 
-class _Server(uvicorn.Server):
-    """Says when it answers, and stops recordings before it waits for what is under way.
+class _Server(ThreadingTCPServer):
+    """waiting: connections that wait for their clients, the longest first, with a deadline and what it shuts."""
 
-    unsaid: why it could not say so, which ends it; uvicorn would log a traceback.
-    """
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
 
-    unsaid: OSError | None = None
+    def __init__(self, page: str, host: str, port: int, names: frozenset[str]) -> None:
+        self.page, self.names = page.encode(), names
+        self.waiting: dict[socket.socket, tuple[float, int]] = {}
+        self.workers = [Worker() for _ in range(WORKERS)]
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Client)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)  # of every connection
+        self.free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self.places = threading.Semaphore(WORKERS + MOST_WAITING)
+        for worker in self.workers:
+            worker.start()  # so that no request waits for an import
+            self.free.put(worker)
 
-    def __init__(self, config: uvicorn.Config, say: Callable[[], None], stop: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._say, self._stop = say, stop
+    def service_actions(self) -> None:
+        """Cut off the clients that are late, and those that have waited longest if there are too many."""
+        waiting = self.waiting.copy()
+        for at, (connection, (deadline, what)) in enumerate(waiting.items()):
+            if deadline < time.monotonic() or at < len(waiting) - MOST_CONNECTIONS:
+                with suppress(OSError):
+                    connection.shutdown(what)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        try:
-            self._say()
-        except OSError as error:
-            self.unsaid, self.should_exit = error, True
-            self._stop()
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client may leave at any time
+            super().handle_error(request, client_address)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stop()
-        await super().shutdown(sockets)
-
-
-class _Pool:
-    """Workers that make recordings, and a short queue for them."""
-
-    def __init__(self, size: int, seconds: float) -> None:
-        self._workers = [Worker() for _ in range(size)]
-        self._free: asyncio.Queue[Worker] = asyncio.Queue()
-        self._seconds = seconds
-        self._waiting = 0
-        self._starting: set[asyncio.Future[Any]] = set()
-
-    def open(self) -> None:
-        """Start all workers, so that no request waits for an import."""
-        for worker in self._workers:
-            self._start(worker)
-            self._free.put_nowait(worker)
-
-    def stop(self) -> None:
-        """Kill all workers; what they were asked for fails."""
-        for worker in self._workers:
-            worker.kill()
-
-    async def close(self) -> None:
-        self.stop()
-        await asyncio.gather(*self._starting, return_exceptions=True)
-        for worker in self._workers:
+    def server_close(self) -> None:
+        super().server_close()
+        for worker in self.workers:
             worker.close()
 
-    async def record(self, wanted: asking.Asked) -> dict[str, Any]:
-        if self._waiting >= MOST_WAITING:
-            raise HTTPException(503, "too many recordings are in the queue; ask again in a few seconds")
-        self._waiting += 1
-        try:
-            worker = await self._free.get()
-        finally:
-            self._waiting -= 1
-        # If the client goes away, its worker becomes free when the recording is done, which is soon.
-        return await asyncio.shield(asyncio.ensure_future(self._record(worker, wanted)))
 
-    async def _record(self, worker: Worker, wanted: asking.Asked) -> dict[str, Any]:
+class _Client(BaseHTTPRequestHandler):
+    """The requests of one connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def handle_one_request(self) -> None:
+        self._await(HEADER_SECONDS)
+        super().handle_one_request()
+
+    def answer(self) -> None:
+        # What is left of a body must not be read as a request: another site's page may have written it.
+        self.close_connection |= "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         try:
-            return await asyncio.to_thread(worker.ask, wanted.request(), self._seconds)
-        except Late as error:
-            self._start(worker)
-            raise HTTPException(422, f"the recording {error}") from None
+            host = ", ".join(self.headers.get_all("Host", []))  # two names are none
+            if wrong := hosts.refusal(host, self.headers.get("Origin"), self.server.names):
+                raise _Refused(403, wrong)
+            path = self.path.partition("?")[0]
+            if path not in METHODS:
+                raise _Refused(404, "there is no such page")
+            if self.command != METHODS[path]:
+                raise _Refused(405, f"{path} takes {METHODS[path]}")
+            if path == "/":
+                self._send(200, self.server.page, "text/html; charset=utf-8")
+            else:
+                self._say(200, _known() if path == "/kernels" else self._record(_asked(self._body())))
+        except _Refused as refused:
+            self._say(*refused.args)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no request at all."""
+        self.close_connection = True
+        self._say(code, message or "this is no request")
+
+    def finish(self) -> None:
+        # A client that still sends would lose its answer if the connection ended now.
+        with suppress(OSError):
+            self._await(HEADER_SECONDS)
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.connection.recv(MOST_BYTES):
+                pass
+        self.server.waiting.pop(self.connection, None)
+        super().finish()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of requests."""
+
+    def _await(self, seconds: float, what: int = socket.SHUT_RDWR) -> None:
+        self.server.waiting.pop(self.connection, None)
+        self.server.waiting[self.connection] = time.monotonic() + seconds, what
+
+    def _say(self, status: int, content: dict[str, Any] | str) -> None:
+        content = {"error": content} if isinstance(content, str) else content
+        self._send(status, json.dumps(content, separators=(",", ":"), allow_nan=False).encode(), "application/json")
+
+    def _send(self, status: int, content: bytes, kind: str) -> None:
+        headers = HEADERS | {"content-type": kind, "content-length": str(len(content))}
+        headers |= {"retry-after": "3"} if status == 503 else {}
+        headers |= {"connection": "close"} if self.close_connection else {}
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self._await(READ_SECONDS)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _body(self) -> bytes:
+        if self.headers.get_content_type() != "application/json":
+            raise _Refused(415, "a request must be JSON, with Content-Type: application/json")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or len(length) > 18 or int(length) > MOST_BYTES:
+            raise _Refused(413, f"a request may have at most {MOST_BYTES} bytes, and says how many it has")
+        self._await(BODY_SECONDS, socket.SHUT_RD)  # it can still be told so
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise _Refused(408, f"the request did not arrive within {BODY_SECONDS:g} s")
+        return body
+
+    def _record(self, wanted: asking.Asked) -> dict[str, Any]:
+        server = self.server
+        if not server.places.acquire(blocking=False):
+            raise _Refused(503, "too many recordings are in the queue; ask again in a few seconds")
+        del server.waiting[self.connection]  # its client waits for us
+        worker = server.free.get()
+        try:
+            return worker.ask(run.kernel, wanted, timeout=SECONDS)
         except (RecordingError, ValueError) as error:
-            raise HTTPException(422, str(error)) from None
+            raise _Refused(422, str(error)) from None
         finally:
-            self._free.put_nowait(worker)
-
-    def _start(self, worker: Worker) -> None:
-        future = asyncio.ensure_future(asyncio.to_thread(worker.start))
-        self._starting.add(future)
-        future.add_done_callback(self._starting.discard)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next request meets it again
+            server.free.put(worker)
+            server.places.release()
 
 
-async def _body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HTTPException(415, "a request must be JSON, with Content-Type: application/json")
-    too_large = HTTPException(413, f"a request may have at most {MOST_BYTES} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > 18 or int(length) > MOST_BYTES):
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > MOST_BYTES:
-                    raise too_large
-    except TimeoutError:
-        raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "the request did not arrive") from None
-    return bytes(body)
+def _known() -> dict[str, Any]:
+    limits = {"elements": asking.MOST_ELEMENTS, "block": asking.MOST_BLOCK, "bytes": MOST_BYTES, "seconds": SECONDS}
+    names = ("name", "title", "summary", "operation", "block", "dtypes")
+    found = [{name: getattr(kernel, name) for name in names} for kernel in kernels().values()]
+    return {"kernels": found, "limits": limits}
 
 
 def _asked(body: bytes) -> asking.Asked:
@@ -242,46 +226,17 @@ def _asked(body: bytes) -> asking.Asked:
 
     try:
         request = json.loads(body, parse_constant=refuse, parse_float=finite)
-    except json.JSONDecodeError as error:
-        raise HTTPException(400, f"not JSON: {error}") from None
-    except UnicodeDecodeError:
-        raise HTTPException(400, "not JSON: not UTF-8") from None
-    except RecursionError:
-        raise HTTPException(400, "the JSON is nested too deeply") from None
-    except ValueError as error:
-        raise HTTPException(400, "an integer with too many digits" if "digits" in str(error) else str(error)) from None
-    if not isinstance(request, dict):
-        raise HTTPException(400, 'a request must be an object: {"kernel": ..., "matrix": [[...], ...]}')
-    if unknown := sorted(request.keys() - set(FIELDS)):
-        raise HTTPException(400, f"unknown field {unknown[0][:40]!r}; a request has {', '.join(FIELDS)}")
-    if missing := [name for name in FIELDS[:2] if name not in request]:
-        raise HTTPException(400, f"{missing[0]} is missing")
-    try:
+        if not isinstance(request, dict):
+            raise ValueError('a request must be an object: {"kernel": ..., "matrix": [[...], ...]}')
+        if unknown := sorted(request.keys() - set(FIELDS)):
+            raise ValueError(f"unknown field {unknown[0][:40]!r}; a request has {', '.join(FIELDS)}")
+        if missing := [name for name in FIELDS[:2] if name not in request]:
+            raise ValueError(f"{missing[0]} is missing")
         return asking.asked(*(request.get(name) for name in FIELDS))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _Refused(400, f"not JSON: {error}") from None
+    except RecursionError:
+        raise _Refused(400, "the JSON is nested too deeply") from None
     except ValueError as error:
-        raise HTTPException(400, str(error)) from None
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    headers = HEADERS | dict(error.headers or {}) | ({"Retry-After": "3"} if error.status_code == 503 else {})
-    return JSONResponse({"error": error.detail}, error.status_code, headers=headers)
-
-
-async def _failed(_: Request, __: Exception) -> Response:
-    return JSONResponse({"error": "the server failed; its log says why"}, 500, headers=HEADERS)
-
-
-class _Names:
-    """Refuses requests that use another name for the server, or come from another site's page."""
-
-    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
-        self._app, self._allowed = app, names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given: dict[bytes, str] = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            if wrong := hosts.refusal(given.get(b"host", ""), given.get(b"origin"), self._allowed):
-                await JSONResponse({"error": wrong}, 403, headers=HEADERS)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        said = str(error)
+        raise _Refused(400, "an integer with too many digits" if "integer string" in said else said) from None

@@ -1,22 +1,21 @@
-"""Makes recordings in another process, which interprets where this one compiles and can be killed when it is late.
+"""Makes recordings in another process, which interprets where this one compiles and can be killed when it is late."""
 
-A request is a line of JSON on its input, an answer is a line on its output.
-"""
-
-import contextlib
-import json
+import io
 import os
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 from fused_softmax.trace.recorder.memory import RecordingError
 
 START_SECONDS = 120.0  # to import torch and Triton and use them once, on a busy machine
-
-_KINDS = {"RecordingError": RecordingError, "ValueError": ValueError, "TypeError": TypeError}
 
 
 class Late(RecordingError):
@@ -28,126 +27,91 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._asking = threading.Lock()
+        self._asking, self._starting = threading.Lock(), threading.Lock()
         self._closed = False
 
     def start(self) -> None:
-        """Start the process, and wait until it has imported its modules."""
-        with self._asking:
-            self._ready()
+        """Start the process. The first request waits until it has imported its modules."""
+        here = {"TRITON_INTERPRET": "1", "FUSED_SOFTMAX_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        # Neither -m nor its working directory: it must import only what this process would.
+        here["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with self._starting:
+            if self._closed:
+                raise RecordingError("the recording process was ended")
+            self._pipe, theirs = Pipe()
+            self._ready = False
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()})"],
+                    stdin=subprocess.DEVNULL, stdout=2, env=os.environ | here, start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                )  # fmt: skip
 
-    def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """The requested recording.
+    def ask(self, make: Callable[..., dict[str, Any]], *arguments: Any, timeout: float | None = None) -> dict[str, Any]:
+        """The recording that a function of a module makes of these arguments.
 
-        Raises Late after `timeout` seconds. A ValueError, TypeError or RecordingError in the worker is raised here too,
-        anything else as a RuntimeError.
+        Raises Late after `timeout` seconds. A ValueError or TypeError in the worker is raised here too, anything else
+        as a RecordingError.
         """
+        packed = io.BytesIO()
+        torch.save((make, arguments), packed)  # tensors that share memory still share it
         with self._asking:
-            process = self._ready()
+            if self._process is None or self._process.poll() is not None:
+                self.start()
             try:
-                answer = self._answer(process, json.dumps(request).encode() + b"\n", timeout)
-            except BaseException:
-                self._end()
+                if not self._ready:
+                    self._ready = self._answer(START_SECONDS)
+                self._pipe.send_bytes(packed.getvalue())
+                answer = self._answer(timeout)
+            except BaseException as error:
+                self._kill()
+                self._pipe.close()
+                if isinstance(error, EOFError | ConnectionError):
+                    raise RecordingError("the recording process has ended; its error is above") from None
+                if isinstance(error, Late):
+                    self.start()  # so that the next request need not wait
                 raise
-        if "recording" in answer:
-            return answer["recording"]
-        raise _KINDS.get(answer["kind"], RuntimeError)(answer["error"])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self) -> None:
-        """End the process, for good, and wait until it has ended; what it was asked for fails."""
-        self.kill()
-        with self._asking:
-            self._end()
+        """End the process, for good; whoever waits for its answer gets a RecordingError."""
+        with self._starting:
+            self._closed = True
+        self._kill()
 
-    def kill(self) -> None:
-        """Tell the process to end, for good; whoever waits for its answer gets a RecordingError."""
-        self._closed = True
-        if process := self._process:
-            process.kill()
+    def _kill(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
 
-    def _ready(self) -> "subprocess.Popen[bytes]":
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            here = {"TRITON_INTERPRET": "1", "FUSED_SOFTMAX_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-            # Neither -m nor its working directory: it must import only what this process would.
-            here["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", "from fused_softmax.trace.server.worker import main; main()"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | here, start_new_session=True,
-            )  # fmt: skip
-            try:
-                if self._closed:
-                    raise RecordingError("the recording process was ended")
-                self._answer(self._process, b"", START_SECONDS)
-            except BaseException:
-                self._end()
-                raise
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
-
-    def _answer(self, process: "subprocess.Popen[bytes]", line: bytes, timeout: float | None) -> dict[str, Any]:
-        """Write a line and read one. At the deadline the process is killed, which ends both."""
-        late = threading.Event()
-        before = time.monotonic()
-
-        def give_up() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(timeout, give_up) if timeout is not None else None
-        if timer:
-            timer.daemon = True
-            timer.start()
-        answer = b""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(line)
-                process.stdin.flush()
-                answer = process.stdout.readline()
-        finally:
-            if timer:
-                timer.cancel()
-        if answer.endswith(b"\n"):
-            return json.loads(answer)
-        if late.is_set():
-            raise Late(f"took longer than {timeout:g} s and was stopped: use fewer rows or columns, or larger blocks")
-        raise RecordingError(f"the recording process ended after {time.monotonic() - before:.1f} s; its error is above")
+    def _answer(self, timeout: float | None) -> Any:
+        if not self._pipe.poll(timeout):
+            raise Late(
+                f"the recording took longer than {timeout:g} s and was stopped: use fewer rows or columns, or larger "
+                "blocks"
+            )
+        return self._pipe.recv()
 
 
-def main() -> None:
-    """The process: it answers requests until its input ends."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a kernel's prints must not look like answers
-    from fused_softmax.trace import asked, custom, run
-
-    def recording(request: dict[str, Any]) -> dict[str, Any]:
-        if request["do"] == "launch":
-            return custom.record(custom.found(request["where"]), request)
-        wanted = asked.asked(*(request.get(name) for name in ("kernel", "matrix", "block", "dtype")))
-        return run.kernel(wanted, request.get("title"))
-
-    def say(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
-        answers.flush()
+def main(number: int) -> None:
+    """The process: it answers what comes through a pipe until nobody holds the other end."""
+    from fused_softmax.trace import asked, run
 
     for warm in ("naive", "online"):  # pays for torch's and Triton's imports on first use
         run.kernel(asked.asked(warm, [[0.0, 1.0]]))
-    say({})
-    for line in sys.stdin.buffer:
-        try:
-            say({"recording": recording(json.loads(line))})
-        except Exception as error:
-            kind = next(
-                (each.__name__ for each in (ValueError, TypeError) if isinstance(error, each)), "RecordingError"
-            )
-            say({"error": str(error), "kind": kind})
+    pipe: Connection[Any, Any] = Connection(number)
+    pipe.send(True)
+    with suppress(EOFError):
+        while request := pipe.recv_bytes():
+            pipe.send(_answered(request))
+
+
+def _answered(request: bytes) -> dict[str, Any] | Exception:
+    try:
+        make, arguments = torch.load(io.BytesIO(request), weights_only=False)
+        return make(*arguments)
+    except Exception as error:
+        kinds = (each for each in (ValueError, TypeError) if isinstance(error, each))
+        return next(kinds, RecordingError)(str(error))
