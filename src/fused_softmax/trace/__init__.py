@@ -38,8 +38,7 @@ from typing import Any
 from fused_softmax.trace import asked as _asked
 from fused_softmax.trace import custom as _custom
 from fused_softmax.trace import run as _run
-from fused_softmax.trace.entries.catalogue import kernels
-from fused_softmax.trace.entries.kernel import Kernel
+from fused_softmax.trace.entries.kernel import Kernel, kernels
 from fused_softmax.trace.page import Page
 from fused_softmax.trace.recorder.encode import read_number
 from fused_softmax.trace.recorder.hooks import interpreting

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_softmax.trace.entries.catalogue import kernels
+from fused_softmax.trace.entries.kernel import kernels
 from fused_softmax.trace.recorder.encode import dtype_name
 
 MOST_ELEMENTS = 4096

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from fused_softmax.trace import results, run
+from fused_softmax.trace import run
 from fused_softmax.trace.recorder.hooks import interpreting
 from fused_softmax.trace.recorder.memory import MOST_ELEMENTS, RecordingError
 from fused_softmax.trace.recorder.recorder import Recorder
@@ -81,13 +81,8 @@ def record(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], told: dict
         if held.role == "input" and at in recorder.writes:
             held.role = "output"
     title = told["title"] or f"{kernel.__name__}, grid {' x '.join(map(str, grid))}"
-    softmax = told["operation"] == "softmax" and x is not None and x.ndim == 2
-    return (
-        run.heading(title, "custom", told["operation"], told["summary"], {})
-        | run.content(recorder)
-        | {"rows": results.rows("softmax", recorder, x) if softmax and x is not None else []}
-        | {"traffic": results.traffic(recorder)}
-    )
+    rows = x if told["operation"] == "softmax" and x is not None and x.ndim == 2 else None
+    return run.recording(recorder, title, "custom", told["operation"], told["summary"], {}, rows)
 
 
 def whereabouts(kernel: Any) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_softmax.trace import asked, files, run
-from fused_softmax.trace.entries.catalogue import kernels
+from fused_softmax.trace.entries.kernel import kernels
 from fused_softmax.trace.recorder.hooks import interpreting
 
 FILE = Path(__file__).with_name("presets.json")

@@ -63,3 +63,13 @@ class Kernel:
     merge: bool = False
     check: Callable[[Tensor], None] | None = None
     watch: Callable[..., Any] | None = None
+
+
+def kernels() -> dict[str, Kernel]:
+    """All kernels by name, in the order in which to learn them."""
+    from fused_softmax.trace.entries.attention import ATTENTION
+    from fused_softmax.trace.entries.classic import CLASSIC
+    from fused_softmax.trace.entries.rows import OURS
+    from fused_softmax.trace.entries.sampling import DRAWS
+
+    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS, *DRAWS, *ATTENTION)}

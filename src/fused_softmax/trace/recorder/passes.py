@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_softmax.trace.recorder.encode import dtype_name, tensor_numbers
-from fused_softmax.trace.recorder.memory import Held, Memory
+from fused_softmax.trace.recorder.memory import Held
+from fused_softmax.trace.recorder.recorded import Recorded
 from fused_softmax.trace.recorder.story import Source, Story, Told
 
 
-class Passes(TorchDispatchMode):
+class Passes(TorchDispatchMode, Recorded):
     """While entered, records the reads and writes of a function of torch operations, one step an operation.
 
     Views move nothing and count as the tensor they view. Every result is a tensor in memory: the function's last one is
@@ -25,17 +26,10 @@ class Passes(TorchDispatchMode):
     counts_scratch = True
 
     def __init__(self, story: Story, function: Callable[..., Any]) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
+        Recorded.__init__(self, story)
         told = story.told.get(function.__name__, Told())
-        self.memory = Memory()
         self.sources = [Source(function, f"classic/{inspect.getfile(function).rsplit('/', 1)[-1]}", told)]
-        self.frames: list[dict[str, Any]] = []
-        self.launches: list[dict[str, Any]] = []
-        self.steps: list[dict[str, Any]] = []
-        self.phases = list(told.phases)
-        self.reads: dict[int, np.ndarray] = {}
-        self.writes: dict[int, np.ndarray] = {}
-        self.states: dict[int, dict[str, Any]] = {}
         self._function = function
         self._tensors: dict[int, int] = {}  # storage to number
         self._alive: list[Tensor] = []

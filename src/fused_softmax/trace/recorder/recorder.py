@@ -17,12 +17,12 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_softmax.trace.recorder.accesses import Accesses, OutsideError
 from fused_softmax.trace.recorder.encode import numbers
 from fused_softmax.trace.recorder.hooks import Hooks
 from fused_softmax.trace.recorder.locals import changed, constants, encode, flat, item, plain
 from fused_softmax.trace.recorder.matrix import Matrix, Place
-from fused_softmax.trace.recorder.memory import Memory, RecordingError
+from fused_softmax.trace.recorder.memory import RecordingError
+from fused_softmax.trace.recorder.recorded import OutsideError, Recorded
 from fused_softmax.trace.recorder.story import Source, Story, Told
 
 MOST_STEPS = 20000
@@ -67,7 +67,7 @@ class _Program:
     part: int | None = None
 
 
-class Recorder:
+class Recorder(Recorded):
     """While entered, records the steps of all launched kernels.
 
         recorder = Recorder(story)
@@ -79,21 +79,11 @@ class Recorder:
     merge: runs a launch that only publishes and the next one, which only collects, as the one launch of a GPU.
     """
 
-    counts_scratch = False
-
     def __init__(self, story: Story | None = None, *, merge: bool = False) -> None:
         self.story = story or Story()
-        self.memory = Memory()
-        self.phases = self.story.in_order()
+        super().__init__(self.story)
         self._told = bool(self.phases)
-        self.sources: list[Source] = []
-        self.launches: list[dict[str, Any]] = []
-        self.frames: list[dict[str, Any]] = []
-        self.steps: list[dict[str, Any]] = []
-        self._accesses = Accesses(self.memory)
-        self.reads, self.writes = self._accesses.reads, self._accesses.writes
         self._matrix = Matrix(self.memory)
-        self.states: dict[int, dict[str, Any]] = {}
         self.take_turns = bool(self.story.waits)
         self._merge = merge
         self._hooks = Hooks(self)
@@ -334,7 +324,7 @@ class Recorder:
             return
         top, place = program.frames[-1], program.place
         try:
-            entries = self._accesses.note(kind, ptrs, mask, value)
+            entries = self.note(kind, ptrs, mask, value)
         except OutsideError as error:
             line = top.line or top.source.first_line
             raise RecordingError(

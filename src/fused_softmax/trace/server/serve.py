@@ -23,7 +23,7 @@ from typing import Any
 
 from fused_softmax.trace import asked as asking
 from fused_softmax.trace import run
-from fused_softmax.trace.entries.catalogue import kernels
+from fused_softmax.trace.entries.kernel import kernels
 from fused_softmax.trace.recorder.memory import RecordingError
 from fused_softmax.trace.server import hosts
 from fused_softmax.trace.server.worker import Worker

@@ -1,4 +1,4 @@
-"""Kernels' reads and writes: the elements of each access, and how often each element was moved."""
+"""What a recording has so far, and each access as one of its entries."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fused_softmax.trace.recorder.encode import numbers
 from fused_softmax.trace.recorder.memory import Memory
+from fused_softmax.trace.recorder.story import Source, Story
 
 
 class OutsideError(Exception):
@@ -18,11 +19,22 @@ class OutsideError(Exception):
         self.elements = elements
 
 
-class Accesses:
-    """The accesses of one recording. reads, writes: for each tensor, how often each element was moved."""
+class Recorded:
+    """What has been recorded so far.
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    reads, writes: for each tensor, how often each element was moved. states: all that is known of each row at the end.
+    """
+
+    counts_scratch = False  # whether scratch tensors are part of the traffic
+
+    def __init__(self, story: Story) -> None:
+        self.memory = Memory()
+        self.phases = story.in_order()
+        self.sources: list[Source] = []
+        self.launches: list[dict[str, Any]] = []
+        self.frames: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
+        self.states: dict[int, dict[str, Any]] = {}
         self.reads: dict[int, np.ndarray] = {}
         self.writes: dict[int, np.ndarray] = {}
 
@@ -35,7 +47,7 @@ class Accesses:
         addresses = np.asarray(ptrs.data)
         on = np.ones(addresses.shape, bool) if mask is None else np.asarray(getattr(mask, "data", mask), bool)
         on = np.broadcast_to(on, addresses.shape).reshape(-1)
-        tensor, index = self._memory.locate(addresses)
+        tensor, index = self.memory.locate(addresses)
         outside = int((tensor[on] < 0).sum())
         if outside:
             raise OutsideError(outside)
@@ -43,7 +55,7 @@ class Accesses:
         counted = self.reads if kind == "loads" else self.writes
         entries = []
         for each in dict.fromkeys(tensor[on].tolist()):
-            held = self._memory.tensors[each]
+            held = self.memory.tensors[each]
             lanes = np.flatnonzero(on & (tensor == each))
             at, first = np.unique(index[lanes], return_index=True)
             order = np.argsort(first)
