@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_softmax.trace.entries.kernel import kernels
+from fused_softmax.trace.entries.kernel import DTYPES, kernels
 from fused_softmax.trace.recorder.encode import dtype_name
 
 MOST_ELEMENTS = 4096
 MOST_BLOCK = 4096
-DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 _NOT_FINITE = {"inf": math.inf, "+inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -64,7 +63,7 @@ def to_matrix(matrix: Any, dtype: Any = None) -> Tensor:
             raise ValueError(f"matrix does not hold numbers: {error}") from None
     if isinstance(matrix, Tensor):
         x = matrix.detach().cpu()
-        own = x.dtype if x.dtype in DTYPES.values() else torch.float32
+        own = x.dtype if x.dtype in _DTYPES.values() else torch.float32
         _check_shape(tuple(x.shape))
         if x.dtype.is_complex:
             raise ValueError(f"matrix holds {x.dtype}, not real numbers")
@@ -124,11 +123,10 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 
 def _dtype(dtype: Any) -> torch.dtype:
-    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    name = _SHORT.get(name, name) if isinstance(name, str) else None
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype | str) else None
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {_shown(dtype)}")
-    return DTYPES[name]
+    return _DTYPES[name]
 
 
 def _shown(value: Any) -> str:

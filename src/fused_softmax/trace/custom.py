@@ -47,7 +47,7 @@ class Launches:
             plain = {name: checked(name, value) for name, value in given.items()}
             if interpreting():
                 return record(kernel, size, copy.deepcopy(plain), self._told)
-            return self._ask(record_found, whereabouts(kernel), size, plain, self._told)
+            return self._ask(record_found, *whereabouts(kernel), size, plain, self._told)
 
         return launch
 
@@ -85,28 +85,25 @@ def record(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], told: dict
     return run.recording(recorder, title, "custom", told["operation"], told["summary"], {}, rows)
 
 
-def whereabouts(kernel: Any) -> dict[str, str]:
-    """Where a worker finds a kernel: its name, and its module or the file that is being run."""
+def whereabouts(kernel: Any) -> tuple[str, str]:
+    """Where a worker finds a kernel: its module or the file that is being run, and its name."""
     function = kernel.fn
     name, module = function.__qualname__, function.__module__
     if "<" in name:
         raise RecordingError(f"{name} is made within a function, where a worker cannot find it: {_ELSE}")
     if module != "__main__":
-        return {"module": module, "name": name}
+        return module, name
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
         raise RecordingError(f"{name} is in no file in which a worker could find it: {_ELSE}")
-    return {"file": str(Path(file).resolve()), "name": name}
+    return str(Path(file).resolve()), name
 
 
-def record_found(where: dict[str, str], *launch: Any) -> dict[str, Any]:
+def record_found(place: str, name: str, *launch: Any) -> dict[str, Any]:
     """In a worker, record a launch of the kernel that `whereabouts` described."""
-    if "module" in where:
-        holder: Any = importlib.import_module(where["module"])
-    else:
-        holder = _import_file(where["file"])
-    for name in where["name"].split("."):
-        holder = getattr(holder, name)
+    holder: Any = _import_file(place) if Path(place).is_absolute() else importlib.import_module(place)
+    for each in name.split("."):
+        holder = getattr(holder, each)
     while isinstance(holder, triton.runtime.Autotuner | triton.runtime.Heuristics):
         holder = holder.fn  # the name leads to the kernel with everything wrapped around it
     return record(unwrapped(holder), *launch)

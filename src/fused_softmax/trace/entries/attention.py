@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_softmax.ops.attention.kernels.forward import _attention
 from fused_softmax.ops.attention.kernels.spec import AttentionSpec
 from fused_softmax.ops.attention.options import MOST_DIM
-from fused_softmax.trace.entries.kernel import Kernel
+from fused_softmax.trace.entries.kernel import NARROW, Kernel
 from fused_softmax.trace.recorder.encode import dtype_name
 from fused_softmax.trace.recorder.memory import MOST_ELEMENTS
 from fused_softmax.trace.recorder.recorder import Recorder
@@ -165,20 +165,8 @@ ATTENTION = (
                     unused=("n", "unit"),
                 ),
             },
-            phases=(
-                "find the tile",
-                "query",
-                "keys",
-                "scores",
-                "maximum",
-                "weights",
-                "sum",
-                "values",
-                "rescaled output",
-                "output",
-            ),
             step_over=_PLACES,
         ),
-        dtypes=("float32", "float16", "bfloat16"),
+        dtypes=NARROW,
     ),
 )

@@ -11,6 +11,9 @@ from fused_softmax.trace.recorder.story import Story
 
 Run = Callable[[Recorder, Tensor, int], dict[str, Any]]
 
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+NARROW = DTYPES[:3]
+
 
 @dataclass(frozen=True)
 class Formula:
@@ -59,7 +62,7 @@ class Kernel:
     formula: Formula | str
     story: Story = field(default_factory=Story)
     block: bool = True
-    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16", "float64")
+    dtypes: tuple[str, ...] = DTYPES
     merge: bool = False
     check: Callable[[Tensor], None] | None = None
     watch: Callable[..., Any] | None = None

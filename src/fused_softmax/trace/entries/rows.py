@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fused_softmax.core.plan import H200, RowPlan, Strategy, candidate
 from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses.kernels.spec import Numbers
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import totals_of
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax.launches import prepare_columns
 from fused_softmax.ops.softmax.plan import ColumnPlan
-from fused_softmax.trace.entries.kernel import Formula, Kernel, Run
+from fused_softmax.trace.entries.kernel import NARROW, Formula, Kernel, Run
 from fused_softmax.trace.recorder.memory import Role
 from fused_softmax.trace.recorder.recorder import Recorder
 from fused_softmax.trace.recorder.story import Story, Told
@@ -43,7 +44,6 @@ _ROLES: dict[str, Role] = {"y_ptr": "output", "dx_ptr": "output"}
 _STATES = frozenset({"m_ptr", "s_ptr", "d_ptr", "ls_ptr", "loss_ptr"})
 _SMALL = ("slots_ptr", "target_ptr", "totals_ptr")  # beside the matrix
 _ROLES |= dict.fromkeys((*_STATES, *_SMALL), "scratch")
-_NARROW = ("float32", "float16", "bfloat16")  # messages are fp32
 
 
 def row_plan(strategy: Strategy, x: Tensor, block: int, *, inputs: int = 1) -> RowPlan:
@@ -182,7 +182,7 @@ _STORE_PART = Told(
     unused=("sink",),
     state=True,
 )
-_AS_N = ("L.factor", "L.cap", "L.smoothing", "L.lse_square_scale")  # `numbers_of` makes one N of them
+_AS_N = tuple(f"L.{name}" for name in Numbers._fields)  # `numbers_of` makes one N of them
 _PUBLISH = Told(
     notes={"tl.atomic_xchg": "One 64-bit message holds everything the others need. Written whole, it needs no flag."}
 )
@@ -231,7 +231,6 @@ OURS = (
         run=_forward("row"),
         formula=Formula(1, 1),
         story=_story(
-            phases=("find the row", "load", "maximum", "sum", "output"),
             _part_forward=_ROW_FORWARD,
             load_part=_LOAD_PART,
         ),
@@ -246,13 +245,12 @@ OURS = (
         run=_forward("split"),
         formula=Formula(1, 1),
         story=_story(
-            phases=("find the part", "load", "maximum", "sum", "exchange", "output"),
             waits=True,
             _part_forward=_PART_FORWARD,
             load_part=_LOAD_PART,
             store_part=_STORE_PART,
         ),
-        dtypes=_NARROW,
+        dtypes=NARROW,  # messages are fp32
         merge=True,
     ),
     Kernel(
@@ -293,7 +291,6 @@ OURS = (
         run=_run_column,
         formula=Formula(1, 1),
         story=_story(
-            phases=("find the columns", "load", "maximum", "sum", "output"),
             _column_forward=Told(
                 {
                     "find the columns": "group, part = place_of",
@@ -338,7 +335,7 @@ OURS = (
                 }
             ),
         ),
-        dtypes=_NARROW,
+        dtypes=NARROW,  # messages are fp32
         merge=True,
     ),
     Kernel(
@@ -394,7 +391,7 @@ OURS = (
                 },
             ),
         ),
-        dtypes=_NARROW,
+        dtypes=NARROW,  # messages are fp32
         merge=True,
     ),
 )

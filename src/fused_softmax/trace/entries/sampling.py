@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fused_softmax.ops.sampling.launches import Numbers, prepare_draws
 from fused_softmax.ops.sampling.options import Sampling
-from fused_softmax.trace.entries.kernel import Formula, Kernel
+from fused_softmax.trace.entries.kernel import NARROW, Formula, Kernel
 from fused_softmax.trace.recorder.memory import Role
 from fused_softmax.trace.recorder.recorder import Recorder
 from fused_softmax.trace.recorder.story import Story, Told
@@ -84,6 +84,6 @@ DRAWS = (
             step_over=_PLACES,
         ),
         block=False,
-        dtypes=("float32", "float16", "bfloat16"),
+        dtypes=NARROW,
     ),
 )

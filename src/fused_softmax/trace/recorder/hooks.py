@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
 from triton.runtime import interpreter
@@ -19,6 +19,9 @@ from fused_softmax.trace.recorder.as_a_gpu import CORRECTIONS
 from fused_softmax.trace.recorder.memory import RecordingError
 from fused_softmax.trace.recorder.shortcuts import SHORTCUTS
 from fused_softmax.trace.recorder.turns import Turns
+
+if TYPE_CHECKING:
+    from fused_softmax.trace.recorder.recorder import Recorder
 
 _one_at_a_time = threading.Lock()
 _FUNCTIONS = ("exp", "exp2", "log", "log2")
@@ -30,36 +33,11 @@ def interpreting() -> bool:
     return isinstance(tl.max, InterpretedFunction)
 
 
-class Listener(Protocol):
-    """Hears about a run. take_turns: whether the programs of a launch wait for each other."""
-
-    take_turns: bool
-
-    def prepare(self, function: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments to launch a kernel with, from those of its call, or None to skip the launch."""
-
-    def launched(self, function: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: list[str]) -> None: ...
-
-    def run(self, function: Any, args: dict[str, Any], grid: tuple[int, int, int]) -> None:
-        """Run one program."""
-
-    def returned(self) -> None:
-        """A launch is over."""
-
-    def switch(self, program: Any) -> Any:
-        """Another program runs from here on. Returns the one that ran before."""
-
-    def accessed(self, kind: str, ptrs: Any, mask: Any, value: Any = None) -> None: ...
-
-    def computed(self, kind: str | None, value: Any) -> None:
-        """A reduction of a kind, or an exponential, logarithm or product of matrices, was computed."""
-
-
 class Hooks:
-    """A context in which a listener hears everything that the interpreter runs. One at a time in a process."""
+    """A context in which a recorder hears everything that the interpreter runs. One at a time in a process."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
         self._restore = ExitStack()
         self._patched: set[int] = set()
         self.turns: Turns | None = None
@@ -79,8 +57,8 @@ class Hooks:
                 (GridExecutor, "__call__", self._launch),
                 (InterpreterBuilder, "create_masked_load", self._load),
                 (InterpreterBuilder, "create_masked_store", self._store),
-                (InterpreterBuilder, "create_atomic_rmw", self._atomic),
-                (InterpreterBuilder, "create_atomic_cas", self._compare),
+                (InterpreterBuilder, "create_atomic_rmw", self._atomic(1, 3)),
+                (InterpreterBuilder, "create_atomic_cas", self._atomic(0, None)),
                 (ReduceOps, "apply_impl", self._reduce),
                 *((InterpreterBuilder, f"create_{name}", self._compute) for name in (*_FUNCTIONS, "dot")),
                 *CORRECTIONS,
@@ -113,35 +91,35 @@ class Hooks:
             parameters = inspect.getfullargspec(function)
             known = parameters.args + parameters.kwonlyargs
             given = inspect.getcallargs(function, *args, **{k: v for k, v in kwargs.items() if k in known})
-            prepared = self._listener.prepare(function, given)
+            prepared = self._recorder.prepare(function, given)
             if prepared is None:
                 return
             grid = executor.grid(prepared) if callable(executor.grid) else executor.grid
             grid = tuple(int(size) for size in (*grid, 1, 1)[:3])
-            self._listener.launched(function, grid, prepared, executor.constexprs)
+            self._recorder.launched(function, grid, prepared, executor.constexprs)
             executor.fn = self._program(function, grid)
             self._patched.clear()
             try:
                 plain(executor, **prepared)
             finally:
                 executor.fn = function
-                self._listener.returned()
+                self._recorder.memory.take()
 
         return launch
 
     def _program(self, function: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         """The function that Triton calls for each program in place of the kernel."""
-        turns = self.turns = Turns(interpreter.interpreter_builder) if self._listener.take_turns else None
+        turns = self.turns = Turns(interpreter.interpreter_builder) if self._recorder.take_turns else None
         last = tuple(size - 1 for size in grid)
 
         def program(**args: Any) -> None:
             at = interpreter.interpreter_builder.grid_idx
             if turns is None:
-                self._listener.run(function, args, at)
+                self._recorder.run(function, args, at)
                 return
-            turns.add(at, lambda: self._listener.run(function, args, at))
+            turns.add(at, lambda: self._recorder.run(function, args, at))
             if at == last:
-                turns.run(self._listener.switch)
+                turns.run(self._recorder.switch)
 
         # The interpreter looks at the parameters and their types.
         program.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
@@ -150,35 +128,32 @@ class Hooks:
 
     def _load(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def load(builder: Any, ptrs: TensorHandle, mask: Any, *rest: Any, **options: Any) -> Any:
-            self._listener.accessed("loads", ptrs, mask)
+            self._recorder.accessed("loads", ptrs, mask)
             return plain(builder, ptrs, mask, *rest, **options)
 
         return load
 
     def _store(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def store(builder: Any, ptrs: TensorHandle, value: TensorHandle, mask: Any, *rest: Any, **options: Any) -> Any:
-            self._listener.accessed("stores", ptrs, mask, value)
+            self._recorder.accessed("stores", ptrs, mask, value)
             return plain(builder, ptrs, value, mask, *rest, **options)
 
         return store
 
-    def _atomic(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def atomic(builder: Any, op: Any, ptr: TensorHandle, value: TensorHandle, mask: Any, *rest: Any) -> Any:
-            self._listener.accessed("loads", ptr, mask)
-            result = plain(builder, op, ptr, value, mask, *rest)
-            self._listener.accessed("stores", ptr, mask)
-            return result
+    def _atomic(self, ptr: int, mask: int | None) -> Callable[..., Any]:
+        """ptr, mask: their places among the arguments."""
 
-        return atomic
+        def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def atomic(builder: Any, *arguments: Any) -> Any:
+                touched = arguments[ptr], None if mask is None else arguments[mask]
+                self._recorder.accessed("loads", *touched)
+                result = plain(builder, *arguments)
+                self._recorder.accessed("stores", *touched)
+                return result
 
-    def _compare(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def compare(builder: Any, ptr: TensorHandle, *rest: Any) -> Any:
-            self._listener.accessed("loads", ptr, None)
-            result = plain(builder, ptr, *rest)
-            self._listener.accessed("stores", ptr, None)
-            return result
+            return atomic
 
-        return compare
+        return wrap
 
     def _reduce(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(operation: ReduceOps, input: Any) -> Any:
@@ -186,7 +161,7 @@ class Hooks:
             combine = getattr(operation.combine_fn, "fn", operation.combine_fn)
             kind = _REDUCTIONS.get(getattr(combine, "__name__", ""))
             if kind:
-                self._listener.computed(kind, result[0] if isinstance(result, list | tuple) else result)
+                self._recorder.computed(kind, result[0] if isinstance(result, list | tuple) else result)
             return result
 
         return reduce
@@ -196,7 +171,7 @@ class Hooks:
             result = plain(builder, *arguments)
             shape = result.data.shape if result.data.size > 1 else ()
             kind = tl.block_type(result.dtype.scalar, list(shape)) if shape else result.dtype.scalar
-            self._listener.computed(None, tl.tensor(result, kind))
+            self._recorder.computed(None, tl.tensor(result, kind))
             return result
 
         return compute

@@ -116,11 +116,6 @@ class Memory:
 
     def imagine(self, name: str, n_rows: int, n_cols: int) -> None:
         """Let a float32 matrix join the recording that no memory holds: a story says which locals are tiles of it."""
-        if n_rows * n_cols > MOST_ELEMENTS:
-            raise RecordingError(
-                f"{name} has {n_rows} x {n_cols} elements; a recording holds every value, so a matrix may have at most "
-                f"{MOST_ELEMENTS}: use a small example"
-            )
         view = torch.full((n_rows, n_cols), float("nan"))
         self.tensors.append(Held(name, None, "registers", view, "float32", tensor_numbers(view)))
 

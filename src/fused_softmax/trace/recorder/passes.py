@@ -1,6 +1,5 @@
 """Records torch's own operations, each as a pass over memory, from what is dispatched."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_softmax.trace.recorder.encode import dtype_name, tensor_numbers
 from fused_softmax.trace.recorder.memory import Held
 from fused_softmax.trace.recorder.recorded import Recorded
-from fused_softmax.trace.recorder.story import Source, Story, Told
+from fused_softmax.trace.recorder.story import Source, Story
 
 
 class Passes(TorchDispatchMode, Recorded):
@@ -28,8 +27,7 @@ class Passes(TorchDispatchMode, Recorded):
     def __init__(self, story: Story, function: Callable[..., Any]) -> None:
         TorchDispatchMode.__init__(self)
         Recorded.__init__(self, story)
-        told = story.told.get(function.__name__, Told())
-        self.sources = [Source(function, f"classic/{inspect.getfile(function).rsplit('/', 1)[-1]}", told)]
+        self.sources = [Source(function, story)]
         self._function = function
         self._tensors: dict[int, int] = {}  # storage to number
         self._alive: list[Tensor] = []

@@ -23,13 +23,12 @@ from fused_softmax.trace.recorder.locals import changed, constants, encode, flat
 from fused_softmax.trace.recorder.matrix import Matrix, Place
 from fused_softmax.trace.recorder.memory import RecordingError
 from fused_softmax.trace.recorder.recorded import OutsideError, Recorded
-from fused_softmax.trace.recorder.story import Source, Story, Told
+from fused_softmax.trace.recorder.story import Source, Story
 
 MOST_STEPS = 20000
 MOST_BYTES = 2**23  # of tiles, in the kernel's dtypes
 
 _TRITON = str(Path(triton.__file__).parent)
-_PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass
@@ -108,6 +107,7 @@ class Recorder(Recorded):
     # Launches, from the hooks.
 
     def prepare(self, function: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+        """The arguments to launch a kernel with, from those of its call, or None to skip the launch."""
         spec: Any = given.get("K")
         if self._merge and spec.split:
             if not spec.collect:
@@ -139,14 +139,13 @@ class Recorder(Recorded):
         launch["arguments"] = {name: value for name, value in arguments.items() if value is not None}
         self.launches.append(launch)
 
-    def returned(self) -> None:
-        self.memory.take()
-
     def switch(self, program: Any) -> Any:
+        """Another program runs from here on. Returns the one that ran before."""
         before, self._program = self._program, program
         return before
 
     def run(self, function: Any, args: dict[str, Any], grid: tuple[int, int, int]) -> None:
+        """Run one program."""
         self._program = _Program(grid, len(self.steps))
         before = sys.gettrace()
         sys.settrace(self._called)
@@ -307,6 +306,7 @@ class Recorder(Recorded):
     # Memory and arithmetic, from the hooks.
 
     def computed(self, kind: str | None, value: Any) -> None:
+        """A reduction of a kind, or an exponential, logarithm or product of matrices, was computed."""
         program = self._program
         if program is None or not program.frames:
             return
@@ -374,13 +374,7 @@ class Recorder(Recorded):
             return None  # not cached, because a function is rewritten when it is first called
         source = None
         if not code.co_filename.startswith(_TRITON):
-            source = Source(function, _file_name(code.co_filename), self.story.told.get(function.__name__, Told()))
+            source = Source(function, self.story)
             self.sources.append(source)
         self._functions[code] = source
         return source
-
-
-def _file_name(path: str) -> str:
-    """A file name without the machine's paths: within the package, or the bare name."""
-    found = Path(path)
-    return found.relative_to(_PACKAGE).as_posix() if found.is_relative_to(_PACKAGE) else found.name

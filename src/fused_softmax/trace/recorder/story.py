@@ -6,9 +6,12 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from fused_softmax.trace.recorder.memory import RecordingError, Role
+
+_PACKAGE = Path(__file__).parents[2]
 
 Span = tuple[int | None, int | None, int | None, int | None]
 """First and last line, first column and the column past the last, in bytes, as in code objects and syntax trees."""
@@ -59,7 +62,7 @@ class Told:
 class Story:
     """Knowledge of all functions of a recording. told: by function name.
 
-    phases: all phases in order, where the functions that open them call each other; else the order is that of `told`.
+    phases: all phases in order, where that of `told` is another.
     roles: the roles of kernel parameters that are not inputs.
     unset: parameters that, like outputs, hold nothing until a kernel writes them.
     step_over: functions whose lines are not recorded. Their reads and writes count for the calling line.
@@ -80,19 +83,27 @@ class Story:
     collects: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def in_order(self) -> list[str]:
-        """All phases, once each."""
-        return list(dict.fromkeys((*self.phases, *(phase for told in self.told.values() for phase in told.phases))))
+        """All phases, once each: those that are given, else each function's within the phase that opens its call."""
+        found = list(self.phases)
+        for told in self.told.values():
+            at = len(found)
+            for phase in told.phases:
+                if phase not in found:
+                    found.insert(at, phase)
+                at = len(found) if self.phases else found.index(phase) + 1
+        return found
 
 
 class Source:
     """The source of one function: its lines, its statements and their phases."""
 
-    def __init__(self, function: Callable[..., Any], file: str, told: Told) -> None:
+    def __init__(self, function: Callable[..., Any], story: Story) -> None:
         lines, self.first_line = inspect.getsourcelines(function)
         self.name = function.__name__
-        self.file = file
+        file = Path(inspect.getfile(function))  # shown without the machine's paths
+        self.file = file.relative_to(_PACKAGE).as_posix() if file.is_relative_to(_PACKAGE) else file.name
         self.lines = [line.rstrip("\n") for line in lines]
-        self.told = told
+        self.told = story.told.get(self.name, Told())
 
     @cached_property
     def _tree(self) -> ast.Module:
