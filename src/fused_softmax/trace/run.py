@@ -20,9 +20,7 @@ SCHEMA = 1
 def kernel(asked: Asked, title: str | None = None) -> dict[str, Any]:
     """The recording of a kernel of the registry."""
     entry = kernels()[asked.kernel]
-    recorder: Any = Recorder(entry.story, merge=entry.merge)
-    if entry.watch is not None:
-        recorder = Passes(entry.story, entry.watch)
+    recorder: Any = Passes(entry.story, entry.watch) if entry.watch else Recorder(entry.story)
     facts = entry.run(recorder, asked.x.clone(), asked.block)
     n_rows, n_cols = asked.x.shape
     options = {"dtype": dtype_name(asked.x.dtype)} | ({"block": asked.block} if entry.block else {}) | facts

@@ -49,7 +49,6 @@ class Kernel:
     story: the recorder's knowledge of the kernel's lines.
     block: whether `block` changes anything. If not, a row is one block, or there are no blocks.
     dtypes: the dtypes that x may have.
-    merge: passed to Recorder.
     check: raises a ValueError for an x that the kernel does not take.
     watch: for kernels made of torch's operations, the function that contains them.
     """
@@ -63,7 +62,6 @@ class Kernel:
     story: Story = field(default_factory=Story)
     block: bool = True
     dtypes: tuple[str, ...] = DTYPES
-    merge: bool = False
     check: Callable[[Tensor], None] | None = None
     watch: Callable[..., Any] | None = None
 

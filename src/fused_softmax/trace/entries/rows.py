@@ -29,12 +29,11 @@ COLUMN_INNER = 4
 
 # Functions that only compute positions, do nothing under the interpreter, or are clear from one word of the caller.
 PLACES = frozenset({
-    "at_columns", "body_of", "columns_of", "exp_at", "head_of", "hold", "hold_all", "in_any_warp", "load_exact",
-    "load_target_logit", "mask_of_row", "multiple_of", "numbers_of", "of_each_row", "origin_of", "pack_state",
-    "part_of", "place_of", "rounded_product", "row_of_part", "row_of_program", "scores_of", "scores_of_columns",
-    "scores_of_row", "sink_of_row", "slope_of", "slots_of", "store_piece", "stream_part", "tag_of", "tile_of",
-    "unpack_state", "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "with_sink",
-    "zero_of",
+    "at_columns", "body_of", "columns_of", "exp_at", "hold_all", "in_any_warp", "load_exact", "load_target_logit",
+    "mask_of_row", "multiple_of", "numbers_of", "of_each_row", "origin_of", "pack_state", "part_of", "place_of",
+    "rounded_product", "row_of_part", "row_of_program", "scores_of", "scores_of_columns", "scores_of_row",
+    "sink_of_row", "slope_of", "slots_of", "store_piece", "stream_part", "tag_of", "tile_of", "unpack_state",
+    "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "with_sink", "zero_of",
 })  # fmt: skip
 # Functions that pass a row's pieces, and its edge if it has one, to the functions that do the work.
 _THROUGH = frozenset({
@@ -251,7 +250,6 @@ OURS = (
             store_part=_STORE_PART,
         ),
         dtypes=NARROW,  # messages are fp32
-        merge=True,
     ),
     Kernel(
         name="stream",
@@ -336,7 +334,6 @@ OURS = (
             ),
         ),
         dtypes=NARROW,  # messages are fp32
-        merge=True,
     ),
     Kernel(
         name="cross-entropy",
@@ -392,6 +389,5 @@ OURS = (
             ),
         ),
         dtypes=NARROW,  # messages are fp32
-        merge=True,
     ),
 )

@@ -15,8 +15,8 @@ from fused_softmax.trace.recorder.story import Story, Told
 SEED = 3
 
 _PLACES = frozenset({
-    "calls_of", "can_be", "column_of", "draw_of", "factor_of", "group_of", "integer_at", "key_of", "log2_of",
-    "logits_of", "noise_of", "number_at", "row_of", "score_at", "score_of", "sum_of_8", "weight_at", "words_of",
+    "calls_of", "column_of", "draw_of", "group_of", "key_of", "log2_of", "logits_of", "noise_of", "score_at",
+    "score_of", "sum_of_8", "weight_at", "words_of",
 })  # fmt: skip
 _ROLES: dict[str, Role] = {"tokens_ptr": "output", "valid_ptr": "scratch", "scratch_ptr": "scratch"}
 

@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from fused_softmax.trace.recorder.encode import widened
+
 _TORCH = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -21,9 +23,7 @@ def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def cast(builder: Any, source: TensorHandle, wanted: Any) -> Any:
         kinds = source.dtype.scalar, wanted.scalar
-        if tl.bfloat16 not in kinds or not all(kind.is_floating() for kind in kinds) or kinds[0] == kinds[1]:
-            return plain(builder, source, wanted)
-        if not all(kind.name in _TORCH for kind in kinds):
+        if tl.bfloat16 not in kinds or kinds[0] == kinds[1] or not all(kind.name in _TORCH for kind in kinds):
             return plain(builder, source, wanted)
         values = torch.from_numpy(np.array(source.data))
         values = values.view(torch.bfloat16) if kinds[0] == tl.bfloat16 else values
@@ -75,7 +75,7 @@ def _of_bf16(plain: Callable[..., Any]) -> Callable[..., Any]:
     def exact(x: TensorHandle) -> TensorHandle:
         if x.dtype.scalar != tl.bfloat16:
             return x
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return TensorHandle(widened(x.data), tl.float32)
 
     def dot(builder: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
         return plain(builder, exact(a), exact(b), *rest)

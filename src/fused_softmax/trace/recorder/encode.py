@@ -33,7 +33,7 @@ def numbers(values: np.ndarray, dtype: str) -> list[Number]:
     """
     values = np.asarray(values).reshape(-1)
     if dtype == "bfloat16":
-        values = _widen(values) if values.dtype == np.uint16 else values.astype(np.float32)
+        values = widened(values) if values.dtype == np.uint16 else values.astype(np.float32)
         return [_short_bfloat16(value) if value else value for value in values.tolist()]
     if values.dtype.kind == "f":
         # Zeros skip the cache, for which -0.0 equals 0.0.
@@ -88,5 +88,6 @@ def _short_bfloat16(value: float) -> Number:
     return value
 
 
-def _widen(bits: np.ndarray) -> np.ndarray:
+def widened(bits: np.ndarray) -> np.ndarray:
+    """bfloat16's bits as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

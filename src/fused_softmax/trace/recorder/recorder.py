@@ -75,16 +75,16 @@ class Recorder(Recorded):
             kernel[grid](x, y)
 
     The first held tensor is the matrix: each step has rows and columns in it.
-    merge: runs a launch that only publishes and the next one, which only collects, as the one launch of a GPU.
+    Where programs wait for each other, a launch that only publishes and the next one, which only collects, run as the
+    one launch of a GPU.
     """
 
-    def __init__(self, story: Story | None = None, *, merge: bool = False) -> None:
+    def __init__(self, story: Story | None = None) -> None:
         self.story = story or Story()
         super().__init__(self.story)
         self._told = bool(self.phases)
         self._matrix = Matrix(self.memory)
         self.take_turns = bool(self.story.waits)
-        self._merge = merge
         self._hooks = Hooks(self)
         self._program: _Program | None = None
         self._functions: dict[CodeType, Source | None] = {}
@@ -109,7 +109,7 @@ class Recorder(Recorded):
     def prepare(self, function: Any, given: dict[str, Any]) -> dict[str, Any] | None:
         """The arguments to launch a kernel with, from those of its call, or None to skip the launch."""
         spec: Any = given.get("K")
-        if self._merge and spec.split:
+        if self.take_turns and spec.split:
             if not spec.collect:
                 return None
             given["K"] = replace(spec, publish=True)
