@@ -132,6 +132,15 @@ def test_a_length_that_lies_is_refused_unread(port):
         assert liar.recv(100).startswith(b"HTTP/1.1 413")
 
 
+def test_what_is_left_of_a_body_is_no_request(port):
+    body = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"  # as another site's form can have it
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as form:
+        form.sendall(b"POST / HTTP/1.1\r\nHost: evil.example\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        answers = b"".join(iter(lambda: form.recv(4096), b""))
+    assert answers.startswith(b"HTTP/1.1 403")
+    assert answers.count(b"HTTP/1.1 ") == 1
+
+
 @pytest.mark.parametrize(
     ("headers", "status", "message"),
     [
