@@ -55,18 +55,21 @@ def serve(page: str, host: str, port: int, say: Callable[[str], None], names: fr
     `GET /` is the page, `GET /kernels` lists kernels and limits, `POST /record` makes a recording. names: the hosts it
     answers to, by `hosts.answered`. Raises OSError if it cannot listen, or what `say` raises.
     """
+    told = []
+
+    def end(number: int, _: Any) -> None:
+        told.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
     with suppress(KeyboardInterrupt), _Server(page, host, port, names) as server:
-
-        def end(number: int, _: Any) -> None:
-            server.server_close()
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-        signal.signal(signal.SIGTERM, end)
         gc.freeze()  # or the interpreter searches all of torch for cycles when it ends, which takes a second
         shown = f"[{host}]" if ":" in host else host
         say(f"http://{shown}:{server.server_address[1]}")
         server.serve_forever(poll_interval=0.25)
+    if told:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
 
 class _Refused(Exception):
@@ -77,11 +80,11 @@ class _Server(ThreadingTCPServer):
     """waiting: connections that wait for their clients, the longest first, with a deadline and what it shuts."""
 
     allow_reuse_address = True
-    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, page: str, host: str, port: int, names: frozenset[str]) -> None:
         self.page, self.names = page.encode(), names
+        self.ended = False
         self.waiting: dict[socket.socket, tuple[float, int]] = {}
         self.workers = [Worker() for _ in range(WORKERS)]
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -106,9 +109,14 @@ class _Server(ThreadingTCPServer):
             super().handle_error(request, client_address)
 
     def server_close(self) -> None:
-        super().server_close()
+        """Cut off everybody, and wait until all threads have ended: torch aborts if the process ends within a call."""
+        self.ended = True
         for worker in self.workers:
             worker.close()
+        for connection in self.waiting.copy():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
 
 
 class _Client(BaseHTTPRequestHandler):
@@ -164,6 +172,8 @@ class _Client(BaseHTTPRequestHandler):
     def _await(self, seconds: float, what: int = socket.SHUT_RDWR) -> None:
         self.server.waiting.pop(self.connection, None)
         self.server.waiting[self.connection] = time.monotonic() + seconds, what
+        if self.server.ended:
+            raise ConnectionAbortedError
 
     def _say(self, status: int, content: dict[str, Any] | str) -> None:
         content = {"error": content} if isinstance(content, str) else content
