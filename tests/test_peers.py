@@ -252,7 +252,7 @@ def over_shapes(group, seed):
     """Launches of other rows, parts and operations, one after the other, of which none reset anything."""
     generator = torch.Generator().manual_seed(seed)
     worst, found = 0.0, []
-    for _ in range(24):
+    for _ in range(12):
         rows, parts = (int(torch.randint(1, most, (), generator=generator)) for most in (5, 4))
         x, target = (
             logits(rows, COLUMNS, int(torch.randint(100, (), generator=generator))),
