@@ -12,11 +12,17 @@ from fused_softmax.core import calls, launch
 collect_ignore = ["peers"]  # what runs other projects' tests; test_peers_runner.py is its test
 
 
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+# A mark of what kernels must compute.
+kernels = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
+)
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """The GPU where there is one; the CPU, for Triton's interpreter, where there is none or where it was asked for."""
-    interpreting = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-    return "cuda" if torch.cuda.is_available() and not interpreting else "cpu"
+    return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
 def pytest_configure(config):
@@ -108,7 +114,7 @@ def _interpreter_as_a_gpu():
         }
         return SimpleNamespace(get_result=lambda _: results[asm](*values))
 
-    if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1":
+    if INTERPRETED:
         for holder, name, wrap in (*CORRECTIONS, *SHORTCUTS):
             setattr(holder, name, wrap(holder.__dict__[name]))
         InterpreterBuilder.create_inline_asm = inline_asm

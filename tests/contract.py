@@ -1,6 +1,14 @@
-"""What a softmax is held to, on any device."""
+"""The softmax family, a row a function, and what its results and gradients are held to, on any device.
+
+test_contract.py and test_backward.py ask every question of every row, so a new function of rows needs a row here.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
 import fused_softmax
@@ -9,6 +17,81 @@ from fused_softmax.ops.softmax import reference
 # One rounding of the output is all that 16 bits can show. Results of fp32 and fp64 show the arithmetic too: a GPU's exp
 # and its division are right to 2 ** -22, and the sum and the reciprocal are each rounded.
 ROUNDINGS = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 4, torch.float64: 4}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A row of the table. fused_softmax, torch and reference.py have the function by its name.
+
+    size: of what a result is a rounding, from the truth, the sink's probability and the scores, rows last. relative:
+    whether a score that moves changes the result in proportion. terms: what the gradient adds up, from (y, dy, p, dim),
+    where p are the probabilities and dy is expanded. of_sink: what the gradient of a sink sums, from (y, dy).
+    nothing: the result of a row of which a sink alone is kept, from the sink. own_checks: whether it checks its input,
+    dim and out itself, and names itself where it refuses them, instead of leaving that to torch.
+    """
+
+    name: str
+    size: Callable
+    terms: Callable
+    of_sink: Callable
+    nothing: Callable
+    relative: bool = False
+    takes_dtype: bool = True
+    reduces: bool = False
+    own_checks: bool = True
+
+    @property
+    def ours(self) -> Callable:
+        return getattr(fused_softmax, self.name)
+
+    @property
+    def torchs(self) -> Callable:
+        return getattr(torch, self.name)
+
+    @property
+    def reference(self) -> Callable:
+        return getattr(reference, self.name)
+
+    @property
+    def keepdim(self) -> dict[str, bool]:
+        """The argument by which a result has all dims of the input."""
+        return {"keepdim": True} if self.reduces else {}
+
+
+FAMILY = {
+    row.name: row
+    for row in (
+        Function(
+            "softmax",
+            size=lambda truth, beside, z: torch.maximum(truth.abs(), beside).amax(-1, keepdim=True),
+            terms=lambda y, dy, p, dim: p * (dy.abs() + (y * dy).abs().sum(dim, keepdim=True)),
+            of_sink=lambda y, dy: y * dy,
+            nothing=lambda sink: 0.0,
+            relative=True,
+        ),
+        Function(
+            "log_softmax",
+            size=lambda truth, beside, z: truth.abs() + 1,
+            terms=lambda y, dy, p, dim: dy.abs() + p * dy.abs().sum(dim, keepdim=True),
+            of_sink=lambda y, dy: dy,
+            nothing=lambda sink: -math.inf,
+        ),
+        Function(
+            "logsumexp",
+            size=lambda truth, beside, z: truth.abs() + z.abs().where(z.isfinite(), 0.0).amax(-1, keepdim=True) + 1,
+            terms=lambda y, dy, p, dim: p * (dy * (1 + y.abs())).abs(),
+            of_sink=lambda y, dy: dy,
+            nothing=lambda sink: sink,
+            takes_dtype=False,
+            reduces=True,
+            own_checks=False,
+        ),
+    )
+}
+# As parameters of tests: all functions, those that keep the input's shape, and those with dtype=.
+every_function = pytest.mark.parametrize("function", FAMILY)
+keeping_shape = pytest.mark.parametrize("function", [name for name, row in FAMILY.items() if not row.reduces])
+taking_dtype = pytest.mark.parametrize("function", [name for name, row in FAMILY.items() if row.takes_dtype])
 
 
 def assert_softmax(y: torch.Tensor, x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> None:
@@ -47,17 +130,17 @@ def assert_softmax(y: torch.Tensor, x: torch.Tensor, dim: int = -1, *, dtype: to
 
 
 def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1, *, dtype=None, **scored) -> None:
-    """y is `function` of reference.py, softmax, log_softmax or logsumexp, of the scores of x.
+    """y is a function of the family of the scores of x, as reference.py has it.
 
     NaN and infinities stand where the same of torch's operations puts them, computed in the dtype of the arithmetic.
     Every other element is off the truth, fp64's, by no more than that is in the worst element of its row, ROUNDINGS
     times eps, and what the rounding of a score moves it by: scale, product, mask and sum are each rounded. A sink's own
     probability counts among its row's.
     """
+    row = FAMILY[function]
     result = x.dtype if dtype is None else dtype
     arithmetic = torch.float64 if result == torch.float64 else torch.float32
-    of = getattr(reference, function)
-    keepdim = {"keepdim": True} if function == "logsumexp" else {}
+    of, keepdim = row.reference, row.keepdim
     if keepdim and y.ndim < x.ndim:
         y = y.unsqueeze(dim)
     theirs = of(x, dim, **keepdim, dtype=result, arithmetic=arithmetic, **scored)
@@ -81,7 +164,7 @@ def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1
         rounded = torch.maximum(rounded, torch.maximum(mask.double().abs(), z.abs()))
     rounded = torch.where(z.isfinite() & rounded.isfinite(), rounded, 0.0)
     beside = torch.zeros_like(z)
-    if function == "softmax" and scored.get("sink") is not None:
+    if row.relative and scored.get("sink") is not None:
         beside = (sink_probability(exact, dim, scored).nan_to_num() + beside).view(z.shape)
     y, theirs, truth, z, rounded, beside = (
         t.movedim(dim, -1).reshape(-1, t.shape[dim]) if t.ndim else t.view(1, 1)
@@ -91,13 +174,11 @@ def assert_scores(y: torch.Tensor, function: str, x: torch.Tensor, dim: int = -1
         assert torch.equal(ours, torchs), f"{name} at {_where(ours != torchs)}, against torch's"
     finite = theirs.isfinite()
     assert torch.equal(y.isinf() & (y > 0), theirs.isinf() & (theirs > 0)), "an infinity of the other sign"
-    size = truth.abs() + 1 if function == "log_softmax" else torch.maximum(truth.abs(), beside).amax(-1, keepdim=True)
-    if function == "logsumexp":
-        size = size + z.abs().where(z.isfinite(), torch.zeros_like(z)).amax(-1, keepdim=True) + 1
+    size = row.size(truth, beside, z)
     error = torch.where(finite, (y.double() - truth).abs(), 0.0)
     torchs = torch.where(finite, (theirs.double() - truth).abs(), 0.0).amax(-1, keepdim=True)
     moved = 2 * torch.finfo(arithmetic).eps * rounded.amax(-1, keepdim=True)
-    if function == "softmax":
+    if row.relative:
         moved = moved * size
     roundings = ROUNDINGS[result] * (2 if result == torch.float64 else 1)  # the truth is then as rounded as the result
     allowed = torchs + roundings * torch.finfo(result).eps * size + moved + torch.finfo(result).tiny
@@ -114,12 +195,20 @@ def sink_probability(x, dim, scored):
     return torch.exp(torch.as_tensor(scored["sink"], dtype=x.dtype, device=x.device) - lse)
 
 
+def assert_result(y, function, x, dim=-1, *, dtype=None, **scored):
+    """The same of any public call. Without scores a softmax is held to torch's own, which is closer in fp64."""
+    if function == "softmax" and not scored:
+        assert_softmax(y, x, dim, dtype=dtype)
+    else:
+        assert_scores(y, function, x, dim, dtype=dtype, **scored)
+
+
 def public(function: str, x, dim=-1, **arguments):
-    return getattr(fused_softmax, function)(x, dim, **arguments)
+    return FAMILY[function].ours(x, dim, **arguments)
 
 
 def composed(function: str, x, dim=-1, **arguments):
-    return getattr(reference, function)(x, dim, **arguments)
+    return FAMILY[function].reference(x, dim, **arguments)
 
 
 def gradients(function, arguments, dy, dim=-1, of=public, **options):
@@ -154,19 +243,15 @@ def assert_gradients(function, arguments, dy, dim=-1, **options):
     x, scale = exact["x"], torch.as_tensor(arguments.get("scale", 1.0), dtype=torch.float64, device=dy.device)
     scored = {name: value for name, value in exact.items() if name != "x"} | options
     y, dy = composed(function, x, dim, **scored), dy.double()
+    row, whole = FAMILY[function], [each.unsqueeze(dim) if each.ndim < x.ndim else each for each in (y, dy)]
     # A probability too small for a normal number may be 0 on a GPU.
     flushed = torch.finfo(arithmetic).tiny / torch.finfo(arithmetic).eps
-    if function == "softmax":
-        terms = (y + flushed) * (dy.abs() + (y * dy).abs().sum(dim, keepdim=True))
-    elif function == "log_softmax":
-        terms = dy.abs() + (y.exp() + flushed) * dy.abs().sum(dim, keepdim=True)
-    else:
-        terms = (composed("softmax", x, dim, **scored) + flushed) * (dy * (1 + y.abs())).abs().unsqueeze(dim)
+    terms = row.terms(*whole, composed("softmax", x, dim, **scored) + flushed, dim)
     terms = terms.nan_to_num()
     sizes = {"x": terms * scale.abs(), "mask": terms, "scale": terms * x.abs().nan_to_num(0.0, 0.0, 0.0)}
     if isinstance(arguments.get("sink"), torch.Tensor):
         lse = composed("logsumexp", x, dim, keepdim=True, **scored)
-        sums = dy.view(lse.shape) if function == "logsumexp" else (dy if function == "log_softmax" else y * dy)
+        sums = row.of_sink(*whole)
         sums = sums.abs().nan_to_num().sum(dim, keepdim=True)
         sizes["sink"] = (sink_probability(x, dim, scored) * (1 + lse.abs()) * sums).nan_to_num()
     assert ours.keys() == truth.keys()

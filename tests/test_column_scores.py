@@ -1,10 +1,8 @@
 """Scores over a strided dim: masks and scales read where they lie, without a copy of what they are done to."""
 
-import os
-
 import pytest
 import torch
-from conftest import peaked
+from conftest import INTERPRETED, kernels, peaked
 from products import pairwise
 
 import fused_softmax
@@ -17,10 +15,7 @@ from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.plan import plan_columns
 from fused_softmax.ops.softmax.scores import Scores, scores_against_columns
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU or in the interpreter"
-)
+pytestmark = kernels
 
 INF, NAN = float("inf"), float("nan")
 SHAPE = (2, 21, 3, 10)

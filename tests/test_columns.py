@@ -1,20 +1,16 @@
 """Reductions over a strided dim by plans of several tiles and of several parts, which tensors of tests do not reach."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import peaked
+from conftest import kernels, peaked
 
 from fused_softmax.core.plan import H200
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax.plan import plan_columns
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU or in the interpreter"
-)
+pytestmark = kernels
 
 FEW = replace(H200, sm_count=4)
 EDGES = {"first": slice(0, 3), "last": slice(-3, None), "middle": slice(700, 703)}

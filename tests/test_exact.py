@@ -1,10 +1,10 @@
 """Results that are exact: a row with one visible element, and the bits that an input of another dtype gives."""
 
 import math
-import os
 
 import pytest
 import torch
+from conftest import kernels
 from products import pairwise
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
 from torch.testing import assert_close
@@ -12,10 +12,7 @@ from torch.testing import assert_close
 import fused_softmax
 from fused_softmax.ops.softmax.calls import forward_by_plan
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
-)
+pytestmark = kernels
 FP32, FP16, BF16, FP64 = DTYPES
 FUNCTIONS = {"softmax": 1.0, "log_softmax": 0.0}
 N_ROWS = 24

@@ -7,9 +7,8 @@ seed for `--hypothesis-seed`, and the call it was shrunk to.
 import math
 import os
 
-import pytest
 import torch
-from conftest import peaked
+from conftest import kernels, peaked
 from contract import assert_gradients, assert_scores, public
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,10 +19,7 @@ from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.calls import forward_by_plan
 from fused_softmax.ops.softmax.scores import Scores
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
-)
+pytestmark = kernels
 
 FP32, FP16, BF16, FP64 = DTYPES
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp")

@@ -1,11 +1,10 @@
 """Tensors that are permuted, sliced or expanded are read as they lie, to the bits of a contiguous copy's results."""
 
 import math
-import os
 
 import pytest
 import torch
-from conftest import peaked
+from conftest import INTERPRETED, kernels, peaked
 from products import pairwise
 from shapes import SMALL, STRATEGIES
 
@@ -17,10 +16,7 @@ from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
 from fused_softmax.ops.softmax.plan import plan_columns
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU or in the interpreter"
-)
+pytestmark = kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64

@@ -1,17 +1,15 @@
 """Under torch.compile, export, vmap and DTensor: one operator in the graph, torch's results, and kernels that ran."""
 
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 
 import over_two_ranks
 import pytest
 import torch
-from conftest import peaked
-from contract import assert_softmax
+from conftest import INTERPRETED, kernels, peaked
+from contract import FAMILY, assert_softmax
 from products import QUICK
+from scored import sinks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,14 +18,11 @@ import fused_softmax
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax import reference
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
-)
+pytestmark = kernels
 
 operators = torch.ops.fused_softmax
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-NAMES = ("softmax", "log_softmax", "logsumexp")
+NAMES = tuple(FAMILY)
 every_function = pytest.mark.parametrize("name", NAMES)
 
 
@@ -64,7 +59,7 @@ def ran(monkeypatch):
 
 
 def ours_and_theirs(name):
-    return getattr(fused_softmax, name), getattr(torch, name)
+    return FAMILY[name].ours, FAMILY[name].torchs
 
 
 def tiny(*shape, dtype=FP32, device="cpu", seed=0):
@@ -153,6 +148,8 @@ SCORED = {
     "added mask": lambda d: {"mask": tiny(4, 6, device=d, seed=1)},
     "causal": lambda d: {"is_causal": True, "scale": 0.25},
     "nothing kept": lambda d: {"mask": torch.zeros(6, dtype=torch.bool, device=d), "masked_rows": "zero"},
+    "sink": lambda d: {"sink": 1.5},
+    "sink per row": lambda d: {"sink": torch.tensor([[0.5], [2.0], [-1.0], [0.0]], device=d), "scale": 2.0},
 }
 
 
@@ -170,18 +167,21 @@ def test_scores_in_compiled_code(name, which, device, ran):
     expected.backward()
     torch.testing.assert_close(result, expected, equal_nan=True)
     torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
-    assert f"fused_softmax.{name}.default" in targets(graphs[0])
+    assert targets(graphs[0]).count(f"fused_softmax.{name}.default") == 1
 
 
 @every_function
-def test_gradients_of_scale_and_mask_in_compiled_code(name, device):
+def test_gradients_of_scale_mask_and_sink_in_compiled_code(name, device):
     def gradients(wrap):
-        x, mask, scale = (t.requires_grad_() for t in (tiny(2, 4, 6, device=device), *(m.clone() for m in scores)))
-        call = wrap(lambda x, mask, scale: getattr(fused_softmax, name)(x, -1, mask=mask, scale=scale).square().sum())
-        call(x, mask, scale).backward()
-        return x.grad, mask.grad, scale.grad
+        x, *given = (each.clone().requires_grad_() for each in (tiny(2, 4, 6, device=device), *scores))
+        call = wrap(
+            lambda x, mask, scale, sink: FAMILY[name].ours(x, -1, mask=mask, scale=scale, sink=sink).square().sum()
+        )
+        call(x, *given).backward()
+        return [each.grad for each in (x, *given)]
 
-    scores = tiny(4, 6, device=device, seed=1), torch.tensor([[0.5], [2.0], [-1.0], [1.5]], device=device)
+    scale, sink = torch.tensor([[0.5], [2.0], [-1.0], [1.5]]), sinks(4, 1)
+    scores = tiny(4, 6, device=device, seed=1), scale.to(device), sink.to(device)
     for ours, eager in zip(gradients(lambda f: compiled(f)[0]), gradients(lambda f: f), strict=True):
         torch.testing.assert_close(ours, eager)
 
@@ -285,6 +285,7 @@ def test_an_exported_program_keeps_the_operators(strict, device, ran):
 
 def test_other_tracers_keep_the_operators(device, ran):
     x = tiny(3, 40, device=device)
+    Model()(x)  # which keeps calls for tensors like x
     traced = make_fx(lambda x: Model()(x)[:2])(x)
     assert targets(traced)[:1] == ["fused_softmax.softmax.default"]
     assert ran["softmax"] > 0
@@ -302,11 +303,19 @@ def test_other_tracers_keep_the_operators(device, ran):
 
 
 @every_function
-def test_first_and_second_derivatives(name, device):
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_first_and_second_derivatives(with_sink, name, device):
     x = torch.randn(3, 5, dtype=FP64, device=device, requires_grad=True)
-    call = partial(getattr(operators, name), dim=[1] if name == "logsumexp" else 1)
-    assert torch.autograd.gradcheck(call, x, fast_mode=QUICK)
-    assert torch.autograd.gradgradcheck(call, x, fast_mode=QUICK)
+    sink = sinks(3, 1, dtype=FP64).to(device).requires_grad_() if with_sink else None
+    given = [x, *([sink] if with_sink else [])]
+    options = ([1], False) if FAMILY[name].reduces else (1, None)
+
+    def call(x, sink=None):
+        return getattr(operators, name)(x, *options, None, None, None, False, "nan", None, sink)
+
+    torch.testing.assert_close(FAMILY[name].ours(x, 1, sink=sink), call(*given))
+    assert torch.autograd.gradcheck(call, given, fast_mode=QUICK)
+    assert torch.autograd.gradgradcheck(call, given, fast_mode=QUICK)
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
@@ -323,27 +332,6 @@ def test_the_gradients_and_their_derivatives(name, dim, scale, device):
     assert torch.autograd.gradcheck(call, (dy, y), fast_mode=QUICK)
 
 
-def test_where_there_are_no_kernels_they_are_made_of_torchs_operations():
-    script = """
-import torch, fused_softmax
-from fused_softmax.core import launch
-def fail(*a, **k): raise AssertionError("a kernel was prepared")
-launch.prepare = fail
-fused_softmax.softmax  # the first public name registers the operators
-ops, x = torch.ops.fused_softmax, torch.randn(3, 5, requires_grad=True)
-for ours, theirs in ((ops.softmax, torch.softmax), (ops.log_softmax, torch.log_softmax)):
-    torch.testing.assert_close(ours(x, -1), theirs(x, -1))
-    torch.testing.assert_close(ours(x, 0, torch.float64), theirs(x, 0, dtype=torch.float64))
-    torch.testing.assert_close(*(torch.autograd.grad(f(x, -1).square().sum(), x)[0] for f in (ours, theirs)))
-    torch.testing.assert_close(ours(x, -1, None, 0.5), theirs(x * 0.5, -1))
-torch.testing.assert_close(ops.logsumexp(x, [0, 1]), torch.logsumexp(x, (0, 1)))
-torch.testing.assert_close(ops.logsumexp(x.detach(), [1], True), torch.logsumexp(x.detach(), 1, True))
-"""
-    environment = {k: v for k, v in os.environ.items() if k not in ("FUSED_SOFTMAX_INTERPRET", "TRITON_INTERPRET")}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # vmap and the transforms of torch.func
 
 
@@ -353,6 +341,7 @@ def test_vmap(name, in_dim, device, ran):
     ours, theirs = ours_and_theirs(name)
     x = tiny(3, 4, 5, device=device)
     for dim in (0, -1):
+        ours(x.select(in_dim, 0), dim)  # which keeps a call for tensors like those within
         result, expected = (torch.vmap(partial(f, dim=dim), in_dims=in_dim)(x) for f in (ours, theirs))
         torch.testing.assert_close(result, expected)
         result, expected = (torch.vmap(torch.vmap(partial(f, dim=0)), in_dim)(x) for f in (ours, theirs))
@@ -368,19 +357,30 @@ def test_vmap_of_scalars(name, device):
 
 
 @every_function
-def test_vmap_of_scales_and_masks(name, device):
+def test_vmap_of_scales_masks_and_sinks(name, device):
     """Batched with the input, without it, and it without them."""
     x, scale = tiny(3, 4, 5, device=device), torch.rand(3, 4, 1, device=device) + 0.5
-    mask = torch.arange(60, device=device).view(3, 4, 5) % 4 > 0
-    call = lambda x, scale, mask: getattr(fused_softmax, name)(x, -1, scale=scale, mask=mask)  # noqa: E731
-    for in_dims in ((0, 0, 0), (0, None, 0), (0, 0, None), (None, 0, 0), (0, None, None), (None, None, 0)):
-        given = [t if at == 0 else t[0] for t, at in zip((x, scale, mask), in_dims, strict=True)]
+    mask, sink = torch.arange(60, device=device).view(3, 4, 5) % 4 > 0, sinks(3, 4, 1).to(device)
+    call = lambda x, scale, mask, sink: FAMILY[name].ours(x, -1, scale=scale, mask=mask, sink=sink)  # noqa: E731
+    for in_dims in (
+        (0, 0, 0, 0), (0, None, 0, 0), (0, 0, None, 0), (0, 0, 0, None), (None, 0, 0, 0), (0, None, None, None),
+        (None, None, 0, None), (None, None, None, 0),
+    ):  # fmt: skip
+        given = [t if at == 0 else t[0] for t, at in zip((x, scale, mask, sink), in_dims, strict=True)]
         one = [[t[i] if at == 0 else t for t, at in zip(given, in_dims, strict=True)] for i in range(3)]
         torch.testing.assert_close(
             torch.vmap(call, in_dims)(*given), torch.stack([call(*arguments) for arguments in one])
         )
-    rows = torch.vmap(call, (0, 0, 0))(x, scale[:, 0], mask[:, 0])  # of fewer dims than the input
-    torch.testing.assert_close(rows, torch.stack([call(x[i], scale[i, 0], mask[i, 0]) for i in range(3)]))
+        alone = [given[0], None, None, given[3]]  # the sink with nothing beside it
+        if {in_dims[0], in_dims[3]} != {None}:
+            found = torch.vmap(call, (in_dims[0], None, None, in_dims[3]))(*alone)
+            expected = [call(each[0], None, None, each[3]) for each in one]
+            torch.testing.assert_close(found, torch.stack(expected))
+    across = torch.vmap(call, (1, None, None, 0))(x.transpose(0, 1), None, None, sink)
+    torch.testing.assert_close(across, call(x, None, None, sink))
+    rows = torch.vmap(call)(x, scale[:, 0], mask[:, 0], sink[:, 0])  # of fewer dims than the input
+    expected = [call(x[i], scale[i, 0], mask[i, 0], sink[i, 0]) for i in range(3)]
+    torch.testing.assert_close(rows, torch.stack(expected))
 
 
 TRANSFORMS = {
@@ -400,7 +400,9 @@ TRANSFORMS = {
 def test_transforms(name, transform, device):
     ours, theirs = ((lambda x, f=f: f(x, -1)) for f in ours_and_theirs(name))
     x = tiny(3, 5, device=device)
-    torch.testing.assert_close(TRANSFORMS[transform](ours)(x), TRANSFORMS[transform](theirs)(x))
+    for given in (x, x[0]) if "vmap" not in transform else (x,):
+        ours(given)  # which keeps a call for tensors like it
+        torch.testing.assert_close(TRANSFORMS[transform](ours)(given), TRANSFORMS[transform](theirs)(given))
 
 
 @pytest.mark.parametrize("transform", ["vmap of grad", "grad of vmap", "jvp", "hessian"])

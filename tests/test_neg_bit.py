@@ -4,20 +4,15 @@ The backward passes of conj and torch.complex make such gradients, so those of c
 reads memory and sees no bit.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import peaked
+from conftest import kernels, peaked
 
 import fused_softmax
 from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_softmax, logsumexp, softmax
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
-)
+pytestmark = kernels
 T = torch.tensor([3, -100, 0, 7])
 LAYER = peaked(9, 9, seed=1) / 4
 WEIGHT = torch.linspace(0.5, 1.5, 9)

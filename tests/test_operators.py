@@ -1,10 +1,8 @@
 """Every row of the table of operators: what is registered, faked, differentiated, batched, measured and recorded."""
 
-import os
-
 import pytest
 import torch
-from conftest import peaked
+from conftest import kernels, peaked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -19,10 +17,6 @@ from fused_softmax.trace.entries.attention import ATTENTION
 from fused_softmax.trace.entries.rows import OURS
 from fused_softmax.trace.entries.sampling import DRAWS
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
-)
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 NAMES = [each.name for each in OPERATORS]
 BY_NAME = dict(zip(NAMES, OPERATORS, strict=True))

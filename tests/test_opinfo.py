@@ -2,14 +2,13 @@
 
 import contextlib
 import math
-import os
 import sys
 import types
 import unittest
-import warnings
 
 import pytest
 import torch
+from conftest import kernels
 
 import fused_softmax
 
@@ -20,12 +19,8 @@ except ModuleNotFoundError:  # PyTorch's test tools want the name of a base clas
     sys.modules["expecttest"].TestCase = unittest.TestCase
 from torch.testing._internal.common_methods_invocations import op_db
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 pytestmark = [
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(),
-        reason="without a GPU or the interpreter, CPU tensors take ATen",
-    ),
+    kernels,
     # Of complex numbers cast to real ones, by the samples with a dtype; of PyTorch's prototype of masked tensors.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
@@ -160,34 +155,3 @@ def test_derivatives_of_samples(name, device):
 
         assert torch.autograd.gradcheck(of, sample.input, fast_mode=True, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(of, sample.input, fast_mode=True)
-
-
-ERRORS = {
-    "dim too large": (lambda d: (torch.ones(2, 3, device=d), 2), {}),
-    "dim too small": (lambda d: (torch.ones(2, 3, device=d), -3), {}),
-    "dim of no dims": (lambda d: (torch.ones((), device=d), 1), {}),
-    "dim a float": (lambda d: (torch.ones(2, 3, device=d), 1.0), {}),
-    "dims that repeat": (lambda d: (torch.ones(2, 3, device=d), (0, 0)), {}),
-    "dims out of range": (lambda d: (torch.ones(2, 3, device=d), (0, 2)), {}),
-    "a list": (lambda d: ([1.0, 2.0], 0), {}),
-    "out of integers": (
-        lambda d: (torch.ones(2, 3, device=d), 1), {"out": lambda d: torch.ones(2, 3, device=d).long()},
-    ),
-    "out of another device": (
-        lambda d: (torch.ones(2, 3, device=d), 1), {"out": lambda d: torch.ones(2, 3, device="meta")},
-    ),
-    "sparse": (lambda d: (torch.ones(2, 3, device=d).to_sparse(), 1), {"out": lambda d: torch.ones(2, 3, device=d)}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
-def test_what_torch_refuses_is_refused_with_its_type_of_error(name, error, device):
-    make, options = ERRORS[error]
-    options = {key: value(device) for key, value in options.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(Exception) as theirs:  # noqa: PT011  whatever torch raises
-            getattr(torch, name)(*make(device), **options)
-        with pytest.raises(theirs.type):
-            OURS[name](*make(device), **options)

@@ -1,16 +1,13 @@
 """`out=` of softmax, log_softmax and logsumexp that overlaps what the call reads, in calls that are kept."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
-from conftest import peaked
+from conftest import INTERPRETED, peaked
 from contract import composed, public
 
 from fused_softmax.core import calls
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 reducing_too = pytest.mark.parametrize("function", ["softmax", "log_softmax", "logsumexp"])
 

@@ -4,13 +4,13 @@ The interpreter runs the branches without PTX, which AMD takes too; those with P
 """
 
 import math
-import os
 from itertools import product
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from conftest import INTERPRETED, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import QUICK
@@ -31,10 +31,7 @@ from fused_softmax.core.kernels.state import (
 )
 from fused_softmax.ops.softmax.reference import online_steps
 
-INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU or in the interpreter"
-)
+pytestmark = kernels
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 INF, NAN = math.inf, math.nan
