@@ -762,6 +762,14 @@ def test_views_with_the_negative_bit(function, device):
 
 
 @every_function
+def test_vmap_over_any_dim_is_a_loop(function, device):
+    row, x = FAMILY[function], torch.randn(4, 3, 70, device=device)
+    torch.testing.assert_close(torch.vmap(row.ours, (0, None))(x, -1), row.torchs(x, -1))
+    y = torch.vmap(lambda each: row.ours(each, 0), in_dims=2, out_dims=-1)(x)
+    torch.testing.assert_close(y, row.torchs(x, 0))
+
+
+@every_function
 def test_autocast_gives_fp32_as_torchs_softmax_does(function, device):
     if device == "cpu":
         pytest.skip("of CUDA tensors")
@@ -770,6 +778,12 @@ def test_autocast_gives_fp32_as_torchs_softmax_does(function, device):
         assert_scores(public(function, x, scale=0.5), function, x, dtype=FP32, scale=0.5)
         y = torch.vmap(lambda x: public(function, x, scale=0.5))(x)
     assert_scores(y, function, x, dtype=FP32, scale=0.5)
+
+
+@pytest.mark.parametrize("scored", [{}, {"scale": 2.0}], ids=str)
+def test_logsumexp_refuses_an_out_of_another_device_before_any_launch(scored, no_launch, device):
+    with pytest.raises(RuntimeError, match=r"logsumexp: out.*device.*meta"):
+        public("logsumexp", torch.ones(2, 3, 4, device=device), out=torch.empty(2, 3, device="meta"), **scored)
 
 
 def test_cpu_tensors_take_torchs_operations_without_the_interpreter():
