@@ -101,11 +101,13 @@ def at_odds(group, name, odd):
         arguments["n_classes"] = 8
     if last and odd == "scale":
         arguments["scale"] = 2.0
+    if last and odd == "transport":
+        arguments["transport"] = "collective"
     return getattr(fused_softmax, name)(x, *((target,) if name == "cross_entropy" else (1,)), **arguments, group=group)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("odd", ["rows", "dtype", "n_classes", "scale"])
+@pytest.mark.parametrize("odd", ["rows", "dtype", "n_classes", "scale", "transport"])
 def test_ranks_that_disagree_are_told_in_what(ranks, name, odd):
     for each in ranks(3, at_odds, name, odd):
         assert each.args[0] == "RuntimeError"

@@ -216,7 +216,8 @@ def shards_of(
         raise_doubts(name, group)
     compares = _compares(device, transport)
     if compares:
-        said = {"columns": sizes[group.rank()], "n_classes": n_classes, "rows": rows, **asked, "shard_sizes": given}
+        said = {"columns": sizes[group.rank()], "n_classes": n_classes, "rows": rows, **asked, "transport": transport}
+        said["shard_sizes"] = given
         if CHECK and target is not None:
             said["target"] = _checksum(target)
         _compare(name, group, device, said)
