@@ -13,7 +13,7 @@ from compile_only import Compiled, compile_for
 from fused_softmax.core import runner
 from fused_softmax.core.kernels.spec import Spec
 from fused_softmax.core.plan import Device, RowPlan
-from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import launches as cross_entropy_calls
 from fused_softmax.ops.losses import sums as loss_sums
 from fused_softmax.ops.softmax import launches as softmax_rows
 

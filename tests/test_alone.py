@@ -22,17 +22,17 @@ from fused_softmax.core.kernels.exchange import pack_state, stand_in
 from fused_softmax.core.kernels.spec import Spec
 from fused_softmax.core.plan import H200, candidate
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.calls import Given, prepare_losses
 from fused_softmax.ops.losses.kernels import held as loss
+from fused_softmax.ops.losses.launches import Given, prepare_losses
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
+from fused_softmax.ops.softmax.column_plan import plan_columns
 from fused_softmax.ops.softmax.kernels import columns, logsumexp
 from fused_softmax.ops.softmax.kernels import forward as softmax
 from fused_softmax.ops.softmax.kernels import gradient as softmax_grad
 from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec, stand_in_columns
 from fused_softmax.ops.softmax.launches import prepare_columns, prepare_columns_backward
-from fused_softmax.ops.softmax.plan import plan_columns
 from fused_softmax.ops.softmax.scores import Scores, scores_against, scores_against_columns, scores_of
 
 pytestmark = pytest.mark.skipif(

@@ -22,7 +22,7 @@ import fused_softmax
 from fused_softmax.core import calls
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.plan import RowPlan
-from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses.options import Loss
 
 pytestmark = kernels

@@ -12,7 +12,7 @@ from fused_softmax.core.plan import H200
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax import reference
-from fused_softmax.ops.softmax.plan import plan_columns
+from fused_softmax.ops.softmax.column_plan import plan_columns
 from fused_softmax.ops.softmax.scores import Scores, scores_against_columns
 
 pytestmark = kernels

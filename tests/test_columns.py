@@ -8,7 +8,7 @@ from conftest import kernels, peaked
 
 from fused_softmax.core.plan import H200
 from fused_softmax.ops.softmax import launches as softmax_rows
-from fused_softmax.ops.softmax.plan import plan_columns
+from fused_softmax.ops.softmax.column_plan import plan_columns
 
 pytestmark = kernels
 

@@ -14,7 +14,7 @@ from shapes import ALIGNMENTS, STRATEGIES, framed, small
 from fused_softmax import linear_cross_entropy
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.plan import H200, plan_reduction
-from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import reference as losses_reference
 from fused_softmax.ops.losses.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.losses.options import Loss

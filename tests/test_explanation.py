@@ -20,7 +20,7 @@ from fused_softmax.ops.attention import ways
 from fused_softmax.ops.attention.plan.sdpa import LEAST_LENGTH, Entry
 from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 from fused_softmax.ops.sampling.plan import DrawPlan
-from fused_softmax.ops.softmax.plan import ColumnPlan
+from fused_softmax.ops.softmax.column_plan import ColumnPlan
 from fused_softmax.register import library, patch
 
 F = torch.nn.functional

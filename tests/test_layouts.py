@@ -14,7 +14,7 @@ from fused_softmax.core.layout import alignment_of, columns_of, rows_of
 from fused_softmax.core.plan import H200, candidate, plan_reduction
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
-from fused_softmax.ops.softmax.plan import plan_columns
+from fused_softmax.ops.softmax.column_plan import plan_columns
 
 pytestmark = kernels
 

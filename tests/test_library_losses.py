@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fused_softmax import cross_entropy, linear_cross_entropy
-from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import launches as cross_entropy_calls
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses import steps as cross_entropy_steps
 

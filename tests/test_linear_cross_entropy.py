@@ -10,7 +10,7 @@ from test_cross_entropy import OPTIONS, named
 
 from fused_softmax import cross_entropy, linear_cross_entropy
 from fused_softmax.core import route
-from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import launches as cross_entropy_calls
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.linear_by_rows import linear_of
 

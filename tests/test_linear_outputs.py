@@ -330,6 +330,6 @@ def test_a_repeated_call_prepares_nothing(more, device, monkeypatch):
 
     calls.forget()
     first = call()
-    monkeypatch.setattr("fused_softmax.ops.losses.calls.prepare", None)
+    monkeypatch.setattr("fused_softmax.ops.losses.launches.prepare", None)
     monkeypatch.setattr("fused_softmax.core.launch.prepare", None)
     torch.testing.assert_close(call(), first, rtol=0, atol=0)

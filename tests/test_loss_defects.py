@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import peaked
 
-from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.cross_entropy import cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy

@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_softmax import cross_entropy, nn
 from fused_softmax.core import calls
-from fused_softmax.ops.losses import calls as cross_entropy_calls
 from fused_softmax.ops.losses import given_lse as cross_entropy_given_lse
+from fused_softmax.ops.losses import launches as cross_entropy_calls
 from fused_softmax.ops.losses import reference
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"

@@ -8,7 +8,7 @@ from launches import ABOUT_THE_CALL, GPUS, launched
 from products import pairwise
 
 from fused_softmax.core import calls
-from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_by_classes as by_classes
 from fused_softmax.ops.losses.given_lse import forward_given_lse
 from fused_softmax.ops.losses.options import Loss

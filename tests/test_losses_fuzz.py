@@ -15,7 +15,7 @@ from shapes import DTYPES, STRATEGIES, Frame, small
 from test_fuzz import examples, extremes, generated, laid_out, layouts, same
 
 from fused_softmax.core.checks import arithmetic_of
-from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import launches as cross_entropy_calls
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.cross_entropy import cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy

@@ -21,7 +21,7 @@ from fused_softmax.core.plan import (
     row_rung_ends,
 )
 from fused_softmax.ops.attention.plan.tiles import blocks_of
-from fused_softmax.ops.softmax.plan import plan_columns
+from fused_softmax.ops.softmax.column_plan import plan_columns
 
 SMALL_GPU = Device("small", "cuda", (8, 6), 16, shared_bytes=100 * 1024, l2_bytes=4 * 2**20)
 TINY_GPU = Device("tiny", "cuda", (7, 5), 1)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from fused_softmax.core.plan import H200, Device, plan_loss, plan_reduction, plan_rows, row_rung_ends
-from fused_softmax.ops.softmax.plan import plan_columns
+from fused_softmax.ops.softmax.column_plan import plan_columns
 
 FILE = Path(__file__).parent / "data" / "plans.json"
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}

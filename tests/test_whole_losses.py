@@ -7,8 +7,8 @@ import torch
 from conftest import peaked
 
 from fused_softmax import cross_entropy
-from fused_softmax.ops.losses import calls as losses
-from fused_softmax.ops.losses.calls import Given, is_whole, plan_forward, prepare_losses
+from fused_softmax.ops.losses import launches as losses
+from fused_softmax.ops.losses.launches import Given, is_whole, plan_forward, prepare_losses
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import finish
 

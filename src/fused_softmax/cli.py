@@ -145,7 +145,7 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
         raise click.UsageError("a shape is two sizes, ROWS COLS or --rows and --cols; of attention four")
     device, gpu = find_device()
     with importing():
-        from fused_softmax.bench.entries import providers
+        from fused_softmax.bench.entries import makers
         from fused_softmax.bench.show import report
 
     if of_attention:
@@ -163,7 +163,7 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
             facts |= report.ways_facts(planned(shape, getattr(torch, dtype), device))
     else:
         n_rows, n_cols = shape or given
-        facts = report.plan_facts(providers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype]), device)
+        facts = report.plan_facts(makers.plan_on(device, n_rows, n_cols, cases.ITEMSIZE[dtype]), device)
     if not gpu and not as_json:
         click.echo(f"no GPU: planned for the built-in {device.name}")
     print_facts(facts, as_json)

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from fused_softmax.bench.cases import Case, parse_dtype, parse_shapes
-from fused_softmax.bench.entries.providers import Call
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.measure.one import NoFigure, prepared
 
 PROTON_CALLS = 20

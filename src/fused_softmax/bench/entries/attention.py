@@ -14,8 +14,8 @@ from fused_softmax import attention
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.attention_kinds import KINDS, Kind, flops
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Operation
-from fused_softmax.bench.entries.providers import Call
 from fused_softmax.core.plan import Device
 from fused_softmax.ops.attention.plan.sdpa import entry_of
 

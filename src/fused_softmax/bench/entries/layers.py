@@ -11,8 +11,8 @@ from fused_softmax import linear_cross_entropy
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.losses import loss_gradient_formula
+from fused_softmax.bench.entries.makers import Call, Maker
 from fused_softmax.bench.entries.operation import Inputs, Operation, widest
-from fused_softmax.bench.entries.providers import Call, Maker
 
 
 def layer(case: Case, generator: torch.Generator) -> Inputs:

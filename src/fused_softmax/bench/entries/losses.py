@@ -5,8 +5,8 @@ import torch
 from fused_softmax import cross_entropy
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
+from fused_softmax.bench.entries.makers import Call, Maker
 from fused_softmax.bench.entries.operation import Inputs, Operation, logits, widest
-from fused_softmax.bench.entries.providers import Call, Maker
 
 
 def with_targets(case: Case, generator: torch.Generator) -> Inputs:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import COMPILED, NEEDS_GPU, OWN, TORCH
 from fused_softmax.bench.entries.ceiling import Ceiling
-from fused_softmax.bench.entries.providers import Call, Maker, compiled
+from fused_softmax.bench.entries.makers import Call, Maker, compiled
 from fused_softmax.core.plan import Device
 
 if TYPE_CHECKING:

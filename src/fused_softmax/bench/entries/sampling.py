@@ -15,8 +15,8 @@ from fused_softmax import sample
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.filters import FILTERS, VOCABULARY, Filters
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Operation
-from fused_softmax.bench.entries.providers import Call
 from fused_softmax.ops.sampling import reference
 
 FLASHINFER_LONG = 65536  # columns from which its top-k goes before all else, and takes logits of 16 bits

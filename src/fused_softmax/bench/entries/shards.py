@@ -15,9 +15,9 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import NAMED, PEERS_OF_SHARDS, Maker
 from fused_softmax.bench.entries.layers import layer_gradient, with_sum
 from fused_softmax.bench.entries.losses import loss_gradient
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import OPERATIONS
-from fused_softmax.bench.entries.providers import Call
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from fused_softmax import classic as classics
 from fused_softmax import logsumexp, softmax
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
+from fused_softmax.bench.entries.makers import Call, Maker
 from fused_softmax.bench.entries.operation import Inputs, Operation, alone, along, logits, widest
-from fused_softmax.bench.entries.providers import Call, Maker
 from fused_softmax.ops.softmax import calls as softmax_calls
 
 SCALE = 0.125  # of causal scores; a power of two, so that scaling rounds nothing

@@ -10,9 +10,9 @@ from torch import Tensor
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import filters as entries_filters
 from fused_softmax.bench.entries import sampling
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.entries.providers import Call
 
 # Elements compared at once. float64 copies of a whole tensor would not fit beside large inputs.
 CHUNK = 2**24

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fused_softmax import cross_entropy, enabled, log_softmax, logsumexp, softmax
-from fused_softmax.bench.entries.providers import Call
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.measure.timing import idle
 from fused_softmax.bench.show import report
 

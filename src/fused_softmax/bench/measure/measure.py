@@ -12,9 +12,9 @@ import torch
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import COMPILED, OWN
 from fused_softmax.bench.entries.ceiling import Products, Square
+from fused_softmax.bench.entries.makers import Call, plan_of
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.entries.providers import Call, plan_of
 from fused_softmax.bench.measure import check, clocks
 from fused_softmax.bench.measure.check import Judge, JudgeOfDraws, judge_of
 from fused_softmax.bench.measure.timing import (

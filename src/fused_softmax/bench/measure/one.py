@@ -14,9 +14,9 @@ import torch
 
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import OWN
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.measure import check, measure
 from fused_softmax.bench.measure.check import judge_of
 from fused_softmax.bench.measure.timing import idle, quantiles

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import ONE_GPU, OWN, PEERS_OF_SHARDS
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Inputs
 from fused_softmax.bench.entries.operations import OPERATIONS
-from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.entries.shards import PROVIDERS, Place
 from fused_softmax.bench.measure import check, saving, sweeps
 from fused_softmax.bench.measure.check import Judge

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fused_softmax.bench.entries.ceiling import Ceiling
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Inputs
-from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Figure, one_line
 

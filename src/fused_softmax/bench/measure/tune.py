@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.entries.providers import Call
 from fused_softmax.bench.measure import check, measure
 from fused_softmax.bench.measure.check import Judge
 from fused_softmax.bench.measure.timing import Entrant, GraphTimer, best_of, figure, require_context, rotation

@@ -18,8 +18,8 @@ from typing import Literal, get_args
 
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import CLASSICS, OWN
+from fused_softmax.bench.entries.makers import forced
 from fused_softmax.bench.entries.operations import OPERATIONS
-from fused_softmax.bench.entries.providers import forced
 from fused_softmax.bench.measure import check
 from fused_softmax.bench.results.record import Check, one_line
 from fused_softmax.core.plan import Strategy

@@ -10,9 +10,9 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import TLDTYPES, has_ptx
-from fused_softmax.ops.losses.calls import Given, LossRows, given_of
 from fused_softmax.ops.losses.kernels.online import _loss_given_lse
 from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.launches import Given, LossRows, given_of
 from fused_softmax.ops.losses.options import Loss
 
 _ROWS = 128  # of a program

@@ -22,7 +22,6 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.device import device_of
 from fused_softmax.core.plan import VECTOR_BYTES
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
-from fused_softmax.ops.losses.calls import LossRows
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.kernels.transposed import (
     _merge_token_stats,
@@ -31,6 +30,7 @@ from fused_softmax.ops.losses.kernels.transposed import (
     _token_states,
     _token_stats,
 )
+from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.options import Loss
 
 MULTIPLE = 128  # of classes, that matrix products like; and of those that a program reads at a time

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.route import on_device, readable
-from fused_softmax.ops.losses import calls as losses
-from fused_softmax.ops.losses.calls import LossRows
+from fused_softmax.ops.losses import launches as losses
+from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.linear_by_classes import add_product, without
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import multiply

@@ -19,7 +19,7 @@ from fused_softmax.core.described import described
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
 from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
-from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses.cross_entropy import (
     CHECK,
     check_targets,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.route import on_device
-from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.linear_by_classes import left_out_of, without

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -154,6 +155,8 @@ class Loss(Options):
 
 
 OPTIONS, LOSS_NUMBERS = Loss.OPTIONS, LossNumbers._fields
+READ_NUMBERS = tuple(name for name in LOSS_NUMBERS if name != "hidden")  # of kernels that mask columns past a row's end
+read_numbers = attrgetter(*READ_NUMBERS)
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
 WITH_ROWS = tuple(name for name, option in OPTIONS.items() if option.whole_rows)
 WITHOUT_ROWS = tuple(name for name in OPTIONS if name not in WITH_ROWS)  # where lse is given

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.ops.losses.calls import LossRows
+from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.options import Loss
 
 

@@ -18,8 +18,16 @@ from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.calls import LossRows, backward, forward, given_of, is_whole, plan_forward, prepare_losses
 from fused_softmax.ops.losses.given_lse import forward_given_lse, prepare_given_lse
+from fused_softmax.ops.losses.launches import (
+    LossRows,
+    backward,
+    forward,
+    given_of,
+    is_whole,
+    plan_forward,
+    prepare_losses,
+)
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS, Wanted, stats_of
 from fused_softmax.ops.losses.overwritten import check_claim

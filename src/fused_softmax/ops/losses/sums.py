@@ -13,9 +13,9 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import TLDTYPES, overlapping, overlaps
-from fused_softmax.ops.losses.calls import LossRows, picked_of, ticket_of
 from fused_softmax.ops.losses.kernels.gradient import _finish, _multiply, _totals
 from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.launches import LossRows, picked_of, ticket_of
 from fused_softmax.ops.losses.options import Loss
 
 _COUNTED = 2048  # targets that a program counts at a time

@@ -17,13 +17,13 @@ from fused_softmax.core.layout import alignment_of, held_bytes, sizes_of
 from fused_softmax.core.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, RowPlan, plan_reduction, plan_rows
 from fused_softmax.core.runner import TLDTYPES, format_of, has_ptx, prepare, spec_of
 from fused_softmax.ops.softmax import reference
+from fused_softmax.ops.softmax.column_plan import ColumnPlan, plan_columns
 from fused_softmax.ops.softmax.kernels.causal import _causal_forward
 from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec
 from fused_softmax.ops.softmax.kernels.columns import _column_backward, _column_forward, _column_logsumexp
 from fused_softmax.ops.softmax.kernels.forward import _part_forward, _stream_forward, _stream_state, _tile_forward
 from fused_softmax.ops.softmax.kernels.gradient import _part_backward, _stream_backward, _stream_dot, _tile_backward
 from fused_softmax.ops.softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
-from fused_softmax.ops.softmax.plan import ColumnPlan, plan_columns
 from fused_softmax.ops.softmax.scores import PLAIN_COLUMNS, PLAIN_ROWS, ScoreLayout, Scores
 
 _SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the result's dtype

@@ -12,13 +12,13 @@ import triton
 from torch import Tensor
 
 from fused_softmax.core.plan import H200, RowPlan, Strategy, candidate
-from fused_softmax.ops.losses import calls as cross_entropy_calls
+from fused_softmax.ops.losses import launches as cross_entropy_calls
 from fused_softmax.ops.losses.kernels.spec import Numbers
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import totals_of
 from fused_softmax.ops.softmax.calls import backward_by_plan, forward_by_plan
+from fused_softmax.ops.softmax.column_plan import ColumnPlan
 from fused_softmax.ops.softmax.launches import prepare_columns
-from fused_softmax.ops.softmax.plan import ColumnPlan
 from fused_softmax.trace.entries.kernel import NARROW, Formula, Kernel, Run
 from fused_softmax.trace.recorder.memory import Role
 from fused_softmax.trace.recorder.recorder import Recorder

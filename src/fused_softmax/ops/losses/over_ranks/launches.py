@@ -15,11 +15,11 @@ from fused_softmax.core.calls import kept
 from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.route import runs_here
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
-from fused_softmax.ops.losses import calls as losses
-from fused_softmax.ops.losses.calls import Given
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses.kernels.over_ranks import _merge, _put, _say, _share
 from fused_softmax.ops.losses.kernels.spec import LossShardSpec, numbers_of
-from fused_softmax.ops.losses.options import Loss, LossNumbers
+from fused_softmax.ops.losses.launches import Given
+from fused_softmax.ops.losses.options import READ_NUMBERS, Loss, LossNumbers, read_numbers
 from fused_softmax.ranks.groups import Shards, exchange, headers_of
 from fused_softmax.ranks.launches import allocator
 
@@ -275,13 +275,12 @@ def _prepare_share(given: OfShard, tensors: tuple) -> Call:
     }
     by_name = dict(zip(names, arranged, strict=True))
     parts = 1 if tensors[3] is None else tensors[3].shape[1]
-    run = _prepare_launch(_share, given, by_name, steps, ("factor", "cap", *_NUMBERS), parts).__call__
+    run = _prepare_launch(_share, given, by_name, steps, READ_NUMBERS, parts).__call__
     picked = losses.picked_of(arranged)
 
     def call(x, target, tensors, numbers):
         found = made()
-        given = numbers.factor, numbers.cap, numbers.smoothing, numbers.lse_square_scale
-        run(*picked((x, target, *tensors, *found)), *given)
+        run(*picked((x, target, *tensors, *found)), *read_numbers(numbers))
         return found
 
     return call

@@ -19,9 +19,9 @@ from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import needs_grad
 from fused_softmax.core.runner import spec_of
-from fused_softmax.ops.losses.calls import WHOLE, Given, LossRows, counted_by_each, picked_of, ticket_of
 from fused_softmax.ops.losses.kernels.peers import _peer_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.launches import WHOLE, Given, LossRows, counted_by_each, picked_of, ticket_of
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.over_ranks.states import States, coefficients_of, counts_of, gradient_of, shard_of

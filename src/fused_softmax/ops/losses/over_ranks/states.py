@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.route import runs_here
-from fused_softmax.ops.losses import calls as losses
+from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.over_ranks.launches import ELSEWHERE, own_loss
 from fused_softmax.ranks.groups import Shards, gather

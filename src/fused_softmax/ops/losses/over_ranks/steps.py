@@ -19,7 +19,7 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import needs_grad, resolved
-from fused_softmax.ops.losses.calls import LossRows
+from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.options import Loss, LossNumbers
 from fused_softmax.ops.losses.output import STATISTICS, Wanted
 from fused_softmax.ops.losses.over_ranks.launches import (

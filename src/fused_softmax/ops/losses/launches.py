@@ -26,7 +26,7 @@ from fused_softmax.ops.losses.kernels.gradient import _gradient
 from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
 from fused_softmax.ops.losses.kernels.online import _merge_losses, _online_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
-from fused_softmax.ops.losses.options import LOSS_NUMBERS, Loss
+from fused_softmax.ops.losses.options import LOSS_NUMBERS, READ_NUMBERS, Loss, read_numbers
 
 WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
 
@@ -300,19 +300,17 @@ def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | No
     arranged = (*given, *beside)
     steps = [0 if each is None or each.numel() == 1 else 1 for each in beside[2:4]]
     values = loss.values() | {"dy_step": steps[0], "dz_step": steps[1]}
-    numbers = tuple(name for name in LOSS_NUMBERS if name != "hidden")
     tensors = dict(zip(names, arranged, strict=True))
     picked = picked_of(arranged)
 
     def build(_, launch):
         def call(given, beside, numbers):
-            read = numbers.factor, numbers.cap, numbers.smoothing, numbers.lse_square_scale
-            launch(*picked((*given, *beside)), *read)
+            launch(*picked((*given, *beside)), *read_numbers(numbers))
             return given.dx
 
         return call
 
-    launched = prepare(_gradient, plan, spec, tensors, values, device=device, numbers=numbers)
+    launched = prepare(_gradient, plan, spec, tensors, values, device=device, numbers=READ_NUMBERS)
     return compose(build, launched, n=plan.n_rows, by_row=True)
 
 
