@@ -18,7 +18,7 @@ from rich.console import Console
 
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries import ceiling, layers, providers, sampling, softmaxes
+from fused_softmax.bench.entries import ceiling, layers, makers, sampling, softmaxes
 from fused_softmax.bench.entries import filters as entries_filters
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.operations import OPERATIONS
@@ -125,7 +125,7 @@ def test_peaks_hold_both_sides_of_every_change_of_strategy(dtype, itemsize):
 
     def plan(n_cols):
         rows = 2**27 // n_cols + 133
-        return plan_rows(rows, n_cols, itemsize, H200, alignment=providers.alignment(n_cols, itemsize))
+        return plan_rows(rows, n_cols, itemsize, H200, alignment=makers.alignment(n_cols, itemsize))
 
     changes = []
     for step in (1, vector):  # odd lengths among them, then even ones alone
