@@ -104,6 +104,18 @@ def test_a_client_that_asks_again_in_time_keeps_its_connection(port, clients):
         assert answer.startswith(b"HTTP/1.1 404")
 
 
+def test_what_runs_in_the_background_of_a_shell_can_be_interrupted():
+    """A shell lets what it starts with & ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process, _ = started(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("seconds", WITHIN)

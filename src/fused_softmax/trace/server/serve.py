@@ -62,6 +62,7 @@ def serve(page: str, host: str, port: int, say: Callable[[str], None], names: fr
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell leaves out of what it starts with &
     with suppress(KeyboardInterrupt), _Server(page, host, port, names) as server:
         gc.freeze()  # or the interpreter searches all of torch for cycles when it ends, which takes a second
         shown = f"[{host}]" if ":" in host else host
