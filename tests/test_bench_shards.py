@@ -137,6 +137,7 @@ def test_the_command_says_what_it_takes_and_how_it_is_run(monkeypatch):
     assert "  shards " in CliRunner().invoke(main, ["bench", "--help"]).output
 
 
+@pytest.mark.exhaustive
 def test_torchrun_starts_the_ranks_and_one_of_them_writes(tmp_path):
     out = tmp_path / "shards.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from products import one_in
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -115,6 +116,7 @@ def test_generate_draws_by_our_sampler_and_a_prompt_alone_as_beside_others(gener
     assert torch.equal(generate.generate(model, prompts, seeds, 4, temperature=0.0), greedy)
 
 
+@pytest.mark.exhaustive
 def test_generates_draws_have_the_probabilities_of_transformers_filters_and_are_drawn(
     generate, device, tmp_path, capsys
 ):
@@ -305,7 +307,7 @@ def test_a_model_that_is_nowhere_is_said_at_once(tmp_path):
     assert line.startswith("generate.py: error: --model nope/nope: ")
 
 
-@pytest.mark.parametrize("name", ["train_tiny", "two_ranks"])
+@pytest.mark.parametrize("name", one_in(2, ["train_tiny", "two_ranks"]))
 def test_a_training_prints_its_figures_and_nothing_else(request, name, tmp_path):
     """The profiler, by which memory is measured on a CPU, logs its start and end, and warns."""
     request.getfixturevalue(name)  # or it is skipped

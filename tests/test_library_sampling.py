@@ -222,6 +222,7 @@ def drafts_of(n, device):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.exhaustive
 def test_noise_is_compiled_by_inductor(device):
     """What it inlines would double with each of ten rounds: it used to take minutes, and all memory."""
     given = drafts_of(2, device)

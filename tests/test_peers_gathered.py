@@ -92,6 +92,7 @@ def over_dim_0(group, x):
     return fused_softmax.softmax(given, 0, **of), logsumexp(given, 0, **of)
 
 
+@pytest.mark.exhaustive
 def test_columns_of_another_dim_than_the_last(ranks):
     x = wide(600).float()  # more than a program tells
     found = ranks.values(2, over_dim_0, x)
