@@ -147,7 +147,7 @@ def test_strides(layout, dtype, function, device):
 @pytest.mark.parametrize("given", [*DTYPES, *OTHERS], ids=str)
 def test_dtype(given, wanted, function, device):
     if wanted is None and given in OTHERS:
-        pytest.skip("refused")
+        pytest.skip("without dtype= what is no float is refused, which other tests ask")
     x = peaked(6, 700).to(given).to(device)
     for dim in (-1, 0):
         y = public(function, x, dim, dtype=wanted)
@@ -196,7 +196,7 @@ def test_out(given, wanted, kind, function, device):
     """It is written, and nothing beside it."""
     row = FAMILY[function]
     if wanted is not None and not row.takes_dtype:
-        pytest.skip("it has no dtype=")
+        pytest.skip("logsumexp has no dtype= to give")
     asked = {"dtype": wanted} if row.takes_dtype else {}
     for shape, dim in (((4, 300), -1), ((4, 300), 0), ((5, 700), 1), ((2, 3, 70), -1), ((2, 3, 70), 0)):
         x = peaked(1, math.prod(shape), given).view(shape).to(device)
@@ -373,7 +373,7 @@ def test_bad_input_is_refused_with_torchs_error_before_any_launch(name, function
             theirs = type(error)
         else:
             assert not row.own_checks
-            pytest.skip("torch takes it")
+            pytest.skip("torch takes this input, so there is no error to compare")
         with pytest.raises(Exception, match=f"(?s){function}: .*{message}" if row.own_checks else "") as ours:
             row.ours(x, dim, **options)
     # torch 2.11 takes a dim that is no number for a name, and says RuntimeError.
@@ -459,7 +459,7 @@ BAD_BESIDE_SCORES = {
 @pytest.mark.parametrize("name", BAD | BAD_BESIDE_SCORES)
 def test_bad_scores_are_refused_before_any_launch(name, function, no_launch, device):
     if name in BAD_BESIDE_SCORES and not FAMILY[function].own_checks:
-        pytest.skip("torch refuses it")
+        pytest.skip("torch itself refuses this input of the function")
     arguments, error, message = (BAD | BAD_BESIDE_SCORES)[name]
     arguments = {key: made(value, device) for key, value in arguments.items()}
     with pytest.raises(error, match=f"(?s)^{function}: .*{message}"):
