@@ -77,7 +77,7 @@ def tiles_seen(rows, cols, inside, place, A, S, K: tl.constexpr):
     if EACH > 1:
         ptr = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     strides = A.mask_strides
-    of_head = 0 if K.block_r else place.head
+    of_head = 0 if K.block_r else place.head.to(tl.int64)
     first = place.outer * strides[0] + place.inner * strides[1] + of_head * strides[2] + cols.to(tl.int64)
     at = ptr + ((first // EACH)[:, None] + tl.arange(0, WIDTH)[None, :])
     there = inside[:, None]

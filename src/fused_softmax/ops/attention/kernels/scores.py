@@ -20,21 +20,21 @@ HUGE = tl.constexpr(2.0**28)  # a maximum in units of log 2, at which e is 8 at 
 
 @triton.jit
 def place_of(number, n_inner, n_heads):
-    """Of a head numbered over batches and heads."""
-    batch = (number // n_heads).to(tl.int64)
-    return Place(batch // n_inner, batch % n_inner, (number % n_heads).to(tl.int64))
+    """Of a head numbered over batches and heads; 64 bits come after the divisions, which take a call each in 64."""
+    batch = number // n_heads
+    return Place((batch // n_inner).to(tl.int64), (batch % n_inner).to(tl.int64), number % n_heads)
 
 
 @triton.jit
 def head_at(ptr, strides, place, head):
-    return ptr + place.outer * strides[0] + place.inner * strides[1] + head * strides[2]
+    return ptr + place.outer * strides[0] + place.inner * strides[1] + tl.cast(head, tl.int64) * strides[2]
 
 
 @triton.jit
 def dense_head(ptr, strides, place, head, K: tl.constexpr):
     """A head of query, key, value or dO, whose strides are whole vectors: the compiler sees that, and loads vectors."""
     V: tl.constexpr = K.vector
-    at = place.outer * (strides[0] // V) + place.inner * (strides[1] // V) + head * (strides[2] // V)
+    at = place.outer * (strides[0] // V) + place.inner * (strides[1] // V) + tl.cast(head, tl.int64) * (strides[2] // V)
     return Head(ptr + at * V, strides[3] // V * V)
 
 

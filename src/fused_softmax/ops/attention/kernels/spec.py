@@ -87,7 +87,7 @@ class AttentionSpec:
 
 
 class Place(NamedTuple):
-    """A batch, numbered over two dims, and a head of query; int64."""
+    """A batch, numbered over two dims in int64, and a head of query in int32."""
 
     outer: Any
     inner: Any

@@ -19,7 +19,6 @@ from fused_softmax.ops.attention.kernels.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from fused_softmax.ops.attention.kernels.hopper.parts import (
-    FLOOR,
     LN2,
     LOG2E,
     LOWEST,
@@ -35,6 +34,7 @@ from fused_softmax.ops.attention.kernels.hopper.parts import (
     load_bias,
     my_turn,
     next_turn,
+    origin_of,
     ring,
     seen_by_all,
     sink_as_origin,
@@ -142,7 +142,7 @@ def _attend(
     unit = unit_of(scale, K)
     of_huge, most = huge_unit(unit), huge_from(unit)
     no_scores = gl.zeros([_ROWS, BLOCK], gl.float32, SCORES)
-    if K.in_turn and K.consumers == ME + 1:
+    if K.consumers == ME + 1:
         next_turn(ME, K.consumers)
     count = 0
     for turn in range(turns(S)):
@@ -155,12 +155,10 @@ def _attend(
         mbarrier.wait(q.full.index(0), turn & 1)
         queries = q.tiles.index(ME)
         full(k, count, K.stages)
-        if K.in_turn:
-            my_turn(ME)
+        my_turn(ME)
         keys = k.tiles.index(count % K.stages).permute((1, 0))
         s = warpgroup_mma(queries, keys, no_scores, use_acc=False, is_async=True)
-        if K.in_turn:
-            next_turn(ME, K.consumers)
+        next_turn(ME, K.consumers)
         s = warpgroup_mma_wait(0, (s,))
         if K.bias:
             s = with_bias(s, b, count % K.stages, scale, K, ME)
@@ -175,7 +173,7 @@ def _attend(
                 s = _hide(s, end - 1, rows, S, K)
         top = gl.maximum(gl.max(s, 1), LOWEST)
         rate = unit_at(top, unit, most, of_huge)
-        m = gl.maximum(top * rate, FLOOR)
+        m = origin_of(top, rate, K)
         p = gl.exp2(s * rate[:, None] - m[:, None])
         sums = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
@@ -183,12 +181,10 @@ def _attend(
         count += 1
         for i in range(1, end - begin):
             full(k, count, K.stages)
-            if K.in_turn:
-                my_turn(ME)
+            my_turn(ME)
             keys = k.tiles.index(count % K.stages).permute((1, 0))
             s = warpgroup_mma(queries, keys, no_scores, use_acc=False, is_async=True)
-            if K.in_turn:
-                next_turn(ME, K.consumers)
+            next_turn(ME, K.consumers)
             full(v, count - 1, K.stages)
             output = warpgroup_mma(weights, v.tiles.index((count - 1) % K.stages), output, is_async=True)
             s = warpgroup_mma_wait(1, (s,))
@@ -205,7 +201,7 @@ def _attend(
                     s = _hide(s, end - 1 - i, rows, S, K)
             top = gl.maximum(top, gl.max(s, 1))
             rate = unit_at(top, unit, most, of_huge)
-            new = gl.maximum(top * rate, FLOOR)
+            new = origin_of(top, rate, K)
             decay = gl.exp2(m - new)
             m = new
             p = gl.exp2(s * rate[:, None] - m[:, None])

@@ -12,12 +12,11 @@ class HopperSpec:
     """`consumers` warpgroups of ROWS rows each go over tiles of `block` rows, of which `stages` are in shared memory.
 
     block_d, block_v: powers of two that hold a head's dims and a value's. registers: of a consumer's thread. left,
-    right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. in_turn:
-    whether consumers begin their products one after another. reuses: whether results leave by the shared memory that
-    their inputs came by. of_keys: whether a consumer's rows are keys, and queries go by. bias: whether there is one;
-    bias_batches, bias_heads: 1 where it differs between those, 0 where it is broadcast. stores_ds: whether the
-    kernel of dK and dV also stores dS, of which the bias's gradient is a sum. recorded: whether its weights take the
-    maxima that `_delta` records. softcap: whether scores are capped.
+    right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. reuses: whether
+    results leave by the shared memory that their inputs came by. of_keys: whether a consumer's rows are keys, and
+    queries go by. bias: whether there is one; bias_batches, bias_heads: 1 where it differs between those, 0 where it is
+    broadcast. stores_ds: whether the kernel of dK and dV also stores dS, of which the bias's gradient is a sum.
+    recorded: whether its weights take the maxima that `_delta` records. softcap: whether scores are capped.
     alibi: whether there are slopes, but neither a bias nor a softcap; slope_batches: 1 where batches have their own.
     """
 
@@ -31,7 +30,6 @@ class HopperSpec:
     right: bool = False
     ragged: bool = True
     sinks: bool = False
-    in_turn: bool = True
     reuses: bool = False
     of_keys: bool = False
     bias: bool = False
