@@ -22,7 +22,11 @@ from fused_softmax.ops.attention import attention as attention_ops
 def test_every_model_is_as_with_eager(folder, monkeypatch):
     monkeypatch.setattr(attention_ops, "route_of", lambda *tensors, **_: Route.COMPOSED)
     hf.register()
-    built = [hf_models.check(each) for each in hf_models.classes_of(folder)]
+    try:
+        classes = hf_models.classes_of(folder)
+    except ImportError as error:
+        pytest.skip(f"its code needs another package: {error}")
+    built = [hf_models.check(each) for each in classes]
     if not any(built):
         pytest.skip("no tiny model of this folder's classes can be built")
 

@@ -576,9 +576,10 @@ def test_the_erratum_names_the_true_sums():
 @pytest.mark.skipif(
     shutil.which("node") is None or not (VIZ / "node_modules").is_dir(), reason="needs node and `make page`"
 )
-def test_every_sentence_of_the_page_is_true_of_hidden_lost_tied_and_single_values(tmp_path):
+@pytest.mark.parametrize("name", trace.kernels())
+def test_every_sentence_of_the_page_is_true_of_hidden_lost_tied_and_single_values(name, tmp_path):
     file = tmp_path / "odd.json"
-    file.write_text(presets.text([each for name in trace.kernels() for each in odd(name)]))
+    file.write_text(presets.text(odd(name)))
     run = subprocess.run(
         ["npx", "vitest", "run", "tests/sentences.test.ts", "--test-timeout=60000"], cwd=VIZ,
         env=os.environ | {"PAGE_RECORDINGS": str(file)}, capture_output=True, text=True, timeout=300, check=False,

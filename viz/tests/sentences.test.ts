@@ -2,7 +2,7 @@
  * Every sentence that the page can show, at every step of every recording, against what the recording holds there.
  *
  * What a sentence should say is worked out here from the steps alone: from the states, loads, stores, held tiles and
- * messages up to a position, not from the replay. PAGE_RECORDINGS names a file of further recordings.
+ * messages up to a position, not from the replay. PAGE_RECORDINGS names a file of other recordings.
  */
 
 import { readFileSync } from "node:fs";
@@ -35,7 +35,7 @@ const ODD = [
 const presets = readRecordings(readFileSync(new URL("../../src/fused_softmax/trace/presets.json", import.meta.url), "utf8"));
 const more = process.env["PAGE_RECORDINGS"];
 const own = ODD.flatMap((matrix) => (["online", "three_pass"] as const).flatMap((each) => [1, 2, 4].map((block) => compute(each, matrix, block))));
-const RECORDINGS = [...presets, ...own, ...(more ? readRecordings(readFileSync(more, "utf8")) : [])];
+const RECORDINGS = more ? readRecordings(readFileSync(more, "utf8")) : [...presets, ...own];
 const every = describe.each(RECORDINGS.map((each, at) => [`${at}: ${each.title}`, each] as const));
 
 interface Known {
@@ -757,7 +757,7 @@ describe("the tour", () => {
 });
 
 describe("the recordings", () => {
-  it("bring up every sentence of the recurrence", () => {
+  it.skipIf(more)("bring up every sentence of the recurrence", () => {
     expect([...seen.keys()].sort()).toEqual((Object.keys(FORMS) as Form[]).sort());
   });
 });
