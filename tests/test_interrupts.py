@@ -12,6 +12,8 @@ from fused_softmax import cli
 from fused_softmax.bench.commands import commands
 from fused_softmax.bench.measure import host, measure, one, run, tune
 from fused_softmax.bench.results import record
+from fused_softmax.core import files
+from fused_softmax.core.files import write_whole
 from fused_softmax.core.plan import H200, tuned
 from fused_softmax.interrupt import INTERRUPTED
 
@@ -90,6 +92,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(here, monkeypatch):
 def test_ladders_measured_before_ctrl_c_are_kept(here, monkeypatch):
     monkeypatch.setattr(commands, "find_device", lambda: (H200, True))
     monkeypatch.setattr(run, "gpu_facts", lambda: (None, None))
+    monkeypatch.setattr(files, "write_whole", write_whole)  # which `here` forbids
     table = tune.built_in(1, 2)
     monkeypatch.setattr(tune, "tune", lambda *_: (_ for _ in ()).throw(tune.Interrupted(table)))
     result = fused_softmax("bench", "tune", "--out", "plans.json")

@@ -23,8 +23,9 @@ from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUB
 
 from fused_softmax import sample, trace
 from fused_softmax.cli import main
+from fused_softmax.core import files
 from fused_softmax.register.table import OPERATORS
-from fused_softmax.trace import asked, files, page, presets, run
+from fused_softmax.trace import asked, matrices, page, presets, run
 from fused_softmax.trace.entries.attention import ATTENTION
 from fused_softmax.trace.entries.rows import OURS
 from fused_softmax.trace.entries.sampling import DRAWS, SEED
@@ -562,13 +563,13 @@ def test_a_file_that_is_no_matrix(content, message, tmp_path):
 
 def test_a_matrix_of_numpy(tmp_path):
     np.save(tmp_path / "x.npy", np.array(EXAMPLE, np.float16))
-    assert files.read_matrix(str(tmp_path / "x.npy")).tolist() == [list(row) for row in EXAMPLE]
+    assert matrices.read_matrix(str(tmp_path / "x.npy")).tolist() == [list(row) for row in EXAMPLE]
     np.save(tmp_path / "hostile.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(ValueError, match=r"hostile\.npy is not an array of numbers"):
-        files.read_matrix(str(tmp_path / "hostile.npy"))
+        matrices.read_matrix(str(tmp_path / "hostile.npy"))
     np.save(tmp_path / "text.npy", np.array([["a"]]))
     with pytest.raises(ValueError, match="matrix does not hold numbers"):
-        trace.record("naive", files.read_matrix(str(tmp_path / "text.npy")))
+        trace.record("naive", matrices.read_matrix(str(tmp_path / "text.npy")))
 
 
 @pytest.mark.parametrize(
@@ -591,11 +592,11 @@ def test_a_command_that_cannot_be(arguments, message, tmp_path, monkeypatch):
 
 def test_writing_leaves_what_is_there(tmp_path):
     path = tmp_path / "x.json"
-    files.write(path, "old")
+    files.write_whole(path, "old", force=False)
     with pytest.raises(FileExistsError):
-        files.write(path, "new")
+        files.write_whole(path, "new", force=False)
     assert path.read_text() == "old"
-    files.write(path, "new", force=True)
+    files.write_whole(path, "new")
     assert path.read_text() == "new"
     assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
 

@@ -113,6 +113,13 @@ def written(path, *ladders, gpu="NVIDIA H200"):
     tuned.save(path, gpu, table_of(list(ladders)), {"torch": "2.11"})
 
 
+def test_all_users_of_a_machine_can_read_a_table(file):
+    written(file, ROWS)
+    plain = file.parent / "plain"
+    plain.write_text("")
+    assert file.stat().st_mode == plain.stat().st_mode
+
+
 def test_where_the_table_is(monkeypatch, tmp_path):
     monkeypatch.setenv(tuned.VARIABLE, "/some/plans.json")
     assert str(tuned.path()) == "/some/plans.json"

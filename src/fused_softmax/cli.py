@@ -35,6 +35,7 @@ from fused_softmax.bench.commands.arguments import (
 from fused_softmax.bench.commands.commands import bench
 from fused_softmax.bench.commands.front import NO_ROOM, Front
 from fused_softmax.bench.show.progress import busy, importing
+from fused_softmax.core import files
 
 
 @click.group(cls=Front, context_settings={"help_option_names": ["-h", "--help"]})
@@ -105,7 +106,6 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
         read_results(path)
     try:
         with importing("what draws"):
-            from fused_softmax.bench.results import record
             from fused_softmax.bench.show import page
     except ImportError as error:
         raise click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[report]'") from None
@@ -115,7 +115,7 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
             parts = [page.part(path) for path in results]
             charts = [path for each in parts for path in page.chart_files(each, folder)] if folder else []
             paths.require_outputs([*charts, out], results, replace=True, how="")
-            record.write_whole(out, page.render(parts, title).encode())
+            files.write_whole(out, page.render(parts, title).encode())
             say(f"wrote {out}")
             if folder:
                 say(f"wrote {len(page.save_charts(parts, folder))} files into {folder}")
@@ -221,7 +221,7 @@ def trace(
         with importing():
             from fused_softmax import trace as tracing
             from fused_softmax.bench.results import record
-            from fused_softmax.trace import asked, files, page, presets
+            from fused_softmax.trace import asked, matrices, page, presets
     except ImportError as error:
         raise _missing(error) from None
     if listed:
@@ -234,7 +234,7 @@ def trace(
         if wanted or matrix or block is not None or dtype:
             if matrix and matrix != "-":
                 record.require_regular(Path(matrix))
-            rows = files.read_matrix(matrix) if matrix else None
+            rows = matrices.read_matrix(matrix) if matrix else None
             requests = [
                 asked.asked(name, presets.example_of(name) if rows is None else rows, block, dtype)
                 for name in wanted or ["online"]
@@ -255,7 +255,7 @@ def trace(
         if str(out) == "-":
             click.echo(text, nl=False)
         else:
-            files.write(out, text, force=force)
+            files.write_whole(out, text, force=force)
             how = "open it in a browser" if out.suffix == ".html" else "recordings, as trace/schema.json describes them"
             click.echo(f"wrote {out}: {how}")
     except FileExistsError:  # since it was checked

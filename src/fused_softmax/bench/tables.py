@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fused_softmax.bench.results import record
+from fused_softmax.core import files
 
 
 def markers(place: str = "") -> tuple[str, str]:
@@ -38,7 +39,7 @@ def fill(page: Path, table: str, place: str, *, check: bool) -> list[Path]:
     with naming(page):
         new = replace(old, table, place)
     if new != old and not check:
-        record.write_whole(page, new.encode())
+        files.write_whole(page, new.encode())
     return [page] if new != old else []
 
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fused_softmax.trace import asked, files, run
+from fused_softmax.core import files
+from fused_softmax.trace import asked, run
 from fused_softmax.trace.entries.kernel import kernels
 from fused_softmax.trace.recorder.hooks import interpreting
 
@@ -120,5 +121,5 @@ def load() -> list[dict[str, Any]]:
 if __name__ == "__main__":
     if not interpreting():
         sys.exit("set TRITON_INTERPRET=1: this process records the presets itself")
-    files.write(FILE, text(presets()), force=True)
+    files.write_whole(FILE, text(presets()))
     print(f"{FILE.name}: {FILE.stat().st_size} bytes")

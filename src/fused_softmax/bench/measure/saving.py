@@ -7,6 +7,7 @@ import click
 
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Run
+from fused_softmax.core import files
 
 
 class NotSaved(click.ClickException):
@@ -25,7 +26,7 @@ def save(run: Run, path: Path) -> None:
 def save_content(content: bytes, path: Path, run: Run | None = None) -> None:
     """Write a file. If that fails, write it among temporary files, and raise NotSaved."""
     try:
-        record.write_whole(path, content)
+        files.write_whole(path, content)
     except OSError as error:
         raise NotSaved(f"cannot write {path}: {error.strerror}; {_elsewhere(content, path)}", run) from None
 
@@ -33,7 +34,7 @@ def save_content(content: bytes, path: Path, run: Run | None = None) -> None:
 def _elsewhere(content: bytes, path: Path) -> str:
     try:
         other = Path(tempfile.mkdtemp(prefix="fused-softmax-"), path.name)
-        record.write_whole(other, content)
+        files.write_whole(other, content)
     except OSError:
         return "it could not be written among temporary files either"
     return f"{other} has what was measured"

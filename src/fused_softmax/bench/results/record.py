@@ -26,6 +26,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from fused_softmax.bench.cases import ITEMSIZE, Case
 from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.results import fingerprint
+from fused_softmax.core import files
 
 SCHEMA = 1
 Status = Literal["ok", "wrong", "refused", "absent", "untimed", "skipped"]
@@ -120,33 +121,12 @@ class Run:
 
 
 def save(run: Run, path: Path) -> None:
-    write_whole(path, content_of(run))
+    files.write_whole(path, content_of(run))
 
 
 def content_of(run: Run) -> bytes:
     """What a file of results has."""
     return (json.dumps(dataclasses.asdict(run), indent=1) + "\n").encode()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename over it. An interrupt leaves the target as it was and no other file.
-
-    An OSError names the target, not the file beside it.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "wb") as temporary:
-                temporary.write(content)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def require_regular(path: Path) -> None:

@@ -16,6 +16,7 @@ from fused_softmax.bench.catalog import PROVIDERS
 from fused_softmax.bench.results import fingerprint, record
 from fused_softmax.bench.results.record import Run
 from fused_softmax.bench.show import charts, summary
+from fused_softmax.core import files
 
 # Colours for a white page, and their replacements on a black one.
 DARK = {charts.INK: "#e8e6e1"} | {each.look.colour: each.look.dark for each in PROVIDERS if each.look.dark}
@@ -173,7 +174,7 @@ def save_charts(parts: Sequence[Part], folder: Path, say: Callable[[str], object
         spec = chart.spec | {"width": 640, "title": title}
         for suffix in SUFFIXES:
             path = folder / f"{chart.name}{suffix}"
-            record.write_whole(path, charts.drawn(spec, suffix, scale=2))
+            files.write_whole(path, charts.drawn(spec, suffix, scale=2))
             written.append(path)
         say(chart.name)
     return written

@@ -8,7 +8,8 @@ import struct
 import zlib
 from pathlib import Path
 
-from fused_softmax.bench.results.record import Run, write_whole
+from fused_softmax.bench.results.record import Run
+from fused_softmax.core import files
 
 SOURCE = "figures of fused-softmax bench "
 
@@ -18,7 +19,7 @@ def plot(run: Run, path: Path) -> None:
     from fused_softmax.bench.show import charts
 
     image = charts.drawn(charts.picture(run), path.suffix, scale=1.5)
-    write_whole(path, signed(image, path.suffix, f"{SOURCE}{digest(run)}"))
+    files.write_whole(path, signed(image, path.suffix, f"{SOURCE}{digest(run)}"))
 
 
 def signed(image: bytes, suffix: str, text: str) -> bytes:

@@ -6,11 +6,11 @@ file, a warning says so, and the built-in ladders hold. Standard library only.
 
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
+from fused_softmax.core import files
 from fused_softmax.core.plan.ladders import Table, table_of
 
 VARIABLE = "FUSED_SOFTMAX_PLANS"
@@ -67,12 +67,4 @@ def save(where: Path, gpu: str, table: Table, environment: dict[str, Any]) -> No
         load(where)  # nothing that somebody else wrote is lost
         data = json.loads(where.read_text())
     data["gpus"][gpu] = {"environment": environment, "ladders": table.data()}
-    where.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=where.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w") as temporary:
-            json.dump(data, temporary, indent=1)
-        os.replace(name, where)
-    except BaseException:
-        os.unlink(name)
-        raise
+    files.write_whole(where, json.dumps(data, indent=1))

@@ -1,9 +1,7 @@
-"""Reads matrices from files. Writes pages and recordings whole, and overwrites a file only if forced."""
+"""Reads matrices from files."""
 
 import contextlib
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +36,3 @@ def read_matrix(path: str) -> Any:
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not text") from None
     return printed.rows_of(text, name)
-
-
-def write(path: Path, text: str, *, force: bool = False) -> None:
-    """Write a file whole: beside its place, then into it. Raises FileExistsError if it exists, unless forced.
-
-    Any other OSError names the file.
-    """
-    if path.exists() and not force:
-        raise FileExistsError(f"{path} exists")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as temporary:
-                temporary.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
-            if force:
-                os.replace(name, path)
-            else:
-                os.link(name, path)  # fails if the file has appeared in the meantime
-                os.unlink(name)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
