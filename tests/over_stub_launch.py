@@ -189,7 +189,7 @@ def test_what_is_untested_is_launched_the_public_way(surprise, monkeypatch):
     assert launch._direct(_scale, compiled, 0) is not None
     metadata = compiled.metadata
     if surprise == "version":
-        monkeypatch.setattr(triton, "__version__", "3.10.0")
+        monkeypatch.setattr(launch, "_VERSION", "3.10")
     elif surprise == "backend":
         monkeypatch.setattr(compiled, "metadata", metadata._replace(target=GPUTarget("hip", "gfx942", 64)))
     elif surprise == "convention":
@@ -204,6 +204,22 @@ def test_what_is_untested_is_launched_the_public_way(surprise, monkeypatch):
 def test_a_grid_the_launcher_would_drop_is_an_error():
     with pytest.raises(ValueError, match=r"\(65536, 32768, 1\)"):
         prepare_scale(grid=(65536, 32768))
+
+
+@direct_only
+def test_a_kernel_that_is_launched_directly_has_no_c_of_its_own(monkeypatch):
+    """Triton 3.6 compiles a launcher for each kernel's types; it is made where hooks or others need it."""
+    prepare_scale()  # builds what all kernels share
+    built, build = [], triton.runtime.build._build
+    monkeypatch.setattr(triton.runtime.build, "_build", lambda *of, **how: built.append(of[0]) or build(*of, **how))
+    now = prepare_scale(n_rows=2**33)  # a type of its own
+    directly = stub.record(lambda: now(X, Y), n_arguments=6)
+    assert not built
+    options = {"BLOCK_COLS": 1024, "num_warps": 4, "enable_fp_fusion": True}
+    public = stub.record(lambda: _scale[(64,)](X, Y, 1024, 2**33, 1000, 1.5, **options), n_arguments=6)
+    assert directly[:-1] == public[:-1]
+    assert directly.arguments[:2] == public.arguments[:2]
+    assert built == (["__triton_launcher"] if triton.__version__.startswith("3.6") else [])
 
 
 def test_threads_share_one_kernel():

@@ -118,7 +118,7 @@ def test_large_scores_of_short_heads(monkeypatch, kind):
 
     monkeypatch.setattr(attention_short, "LEAST_HEADS", 0)
     (_, *sizes), make = SHORT[kind]
-    given, options = case(((3, *sizes), make), FP16, 64, "cpu")
+    given, options = case(((3, *sizes), make), FP16, 1024, "cpu")
     assert_exact(given, options, 1e-2)
 
 

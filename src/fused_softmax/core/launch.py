@@ -10,8 +10,9 @@ compiler is found, or somebody listens to Triton's launch hooks.
 import inspect
 import math
 import os
-from contextlib import nullcontext
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property
 from operator import itemgetter
 from threading import Lock
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from fused_softmax.core.native import build
 
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
+_VERSION = ".".join(triton.__version__.split(".")[:2])
 _KINDS = {"fp32": "f", **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"), "i")}
 
 _BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -243,7 +245,7 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> _Loade
     compiled, direct, keeps = None, None, True
     if isinstance(kernel, triton.JITFunction):
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
-        with _loading, torch.cuda.device(device):
+        with _loading, torch.cuda.device(device), _launchers_later():
             compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
             if isinstance(compiled, triton.compiler.CompiledKernel):
                 compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
@@ -251,6 +253,42 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> _Loade
             else:  # a compile hook took it, or it is in a queue
                 compiled, keeps = None, False
     return _Loaded(kernel, compiled, dict(constexprs), device, dict(options), direct, keeps)
+
+
+@contextmanager
+def _launchers_later() -> Iterator[None]:
+    """Lets Triton 3.6 compile the C of a kernel's launcher when that is first called, which the direct way never does.
+
+    It takes gcc a quarter of a second a kernel.
+    """
+    driver = triton.runtime.driver.active
+    if _VERSION != "3.6" or driver.get_current_target().backend != "cuda":
+        yield
+        return
+    kind = driver.launcher_cls
+    driver.launcher_cls = lambda src, metadata: _LauncherLater(kind, src, metadata)
+    try:
+        yield
+    finally:
+        driver.launcher_cls = kind
+
+
+class _LauncherLater:
+    """Triton's launcher of a kernel, made at its first call."""
+
+    def __init__(self, kind, src, metadata):
+        self._of = kind, src, metadata
+        self.global_scratch_size = metadata.global_scratch_size
+        self.profile_scratch_size = metadata.profile_scratch_size
+        self.__signature__ = inspect.signature(kind.__call__.__get__(self))
+
+    @cached_property
+    def _made(self):
+        kind, *given = self._of
+        return kind(*given)
+
+    def __call__(self, *arguments):
+        return self._made(*arguments)
 
 
 def _direct(kernel, compiled, device) -> _Direct | None:
@@ -261,7 +299,7 @@ def _direct(kernel, compiled, device) -> _Direct | None:
     scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if (
         _PUBLIC_ONLY
-        or ".".join(triton.__version__.split(".")[:2]) not in _TESTED_TRITONS
+        or _VERSION not in _TESTED_TRITONS
         or metadata.target.backend != "cuda"
         or getattr(metadata, "instrumentation_mode", "")  # a profiler or sanitizer adds arguments of its own
         or scratch != [0, 0]

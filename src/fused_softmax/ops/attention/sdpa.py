@@ -78,7 +78,6 @@ def not_plain(given: Inputs, how: Attention) -> str | None:
         "its scale is not positive": how.scale <= 0,
         "its tensors do not have four dims": query.ndim != 4,
         "there is nothing to compute": 0 in query.shape,
-        "a tensor is broadcast": any(0 in each.stride() for each in given[:3]),
     }
     return next((why for why, holds in whys.items() if holds), None)
 
@@ -95,10 +94,12 @@ def wrong_for(*tensors: Tensor) -> str | None:
     multiples of 8 from 56 to 128 dims, fp16. It refuses other dims itself.
     """
     for each in tensors:
+        if 0 in each.stride():
+            return "a tensor is broadcast"
         dims = [(size, step) for size, step in zip(each.shape, each.stride(), strict=True) if size > 1]
         steps = [step * each.element_size() for _, step in dims[: -1 if each.shape[-1] > 1 else None]]
         whole = each.stride(-1) == 1 or each.shape[-1] == 1
-        if each.data_ptr() % 16 or not whole or any(step == 0 or step % 16 for step in steps):
+        if each.data_ptr() % 16 or not whole or any(step % 16 for step in steps):
             return "rows that do not begin on 16 bytes"
         if sum((size - 1) * step for size, step in dims) >= MOST_ELEMENTS:
             return "2 ** 31 elements or more"
