@@ -189,7 +189,7 @@ def test_what_is_untested_is_launched_the_public_way(surprise, monkeypatch):
     assert launch._direct(_scale, compiled, 0) is not None
     metadata = compiled.metadata
     if surprise == "version":
-        monkeypatch.setattr(launch, "_VERSION", "3.10")
+        monkeypatch.setattr(launch, "_version", lambda: "3.10")
     elif surprise == "backend":
         monkeypatch.setattr(compiled, "metadata", metadata._replace(target=GPUTarget("hip", "gfx942", 64)))
     elif surprise == "convention":

@@ -159,6 +159,11 @@ BAD = [
     ("bench", "--resume", "--out", "pipe.json"),
     ("bench", "--resume", "--out", "piped.json"),
     ("bench", "tune", "--out", "pipe.json"),
+    ("warm",),
+    ("warm", "--for", "play", "--device", "h100"),
+    ("warm", "--for", "train", "--device", "h100", "--vocab", "0"),
+    ("warm", "--for", "serve", "--device", "h100", "--heads", "7"),
+    ("warm", "--for", "serve", "--device", "h100", "--folder", "rows.json"),
     ("serve", "--port", "99999"),
     ("serve", "--port", "x"),
     ("serve", "--host", "0.0.0.0"),  # which others reach, by names that nobody gave

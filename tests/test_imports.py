@@ -27,7 +27,7 @@ ROOMS = {f"ops/{path.name}" for path in (PACKAGE / "ops").iterdir() if path.is_d
 
 # Each part, and the parts of ours that it may import. What is not here yet gets a line: dependencies point one way.
 MAY_IMPORT = {
-    PUBLIC: {*ROOMS, "nn", "register", "explanation", "without_triton"},
+    PUBLIC: {*ROOMS, "nn", "register", "explanation", "warm", "without_triton"},
     "without_triton": set(),
     "core": set(),
     "ranks": {"core"},
@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "bench": {*ROOMS, PUBLIC, "core", "classic", "register", "interrupt"},
     "profile": {*ROOMS, "core", "bench"},
     "trace": {*ROOMS, PUBLIC, "core", "classic"},
-    "cli": {*ROOMS, PUBLIC, "core", "bench", "profile", "trace", "interrupt"},
+    "warm": {*ROOMS, "core", "profile"},
+    "cli": {*ROOMS, PUBLIC, "core", "bench", "profile", "trace", "warm", "interrupt"},
     "interrupt": set(),
     "__main__": {"interrupt", "cli"},
 }

@@ -51,6 +51,7 @@ __all__ = [
     "top_k_renorm_probs",
     "top_p_mask_logits",
     "top_p_renorm_probs",
+    "warmup",
 ]
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from fused_softmax.ops.softmax.logsumexp import logsumexp
     from fused_softmax.ops.softmax.softmax import log_softmax, softmax
     from fused_softmax.register.patch import disable, enable, enabled
+    from fused_softmax.warm import warmup
 else:
     # A type checker would take any name for one of the package's.
 
@@ -91,6 +93,7 @@ else:
         ),
         "ops.softmax.softmax": ("log_softmax", "softmax"),
         "register.patch": ("disable", "enable", "enabled"),
+        "warm": ("warmup",),
     }  # fmt: skip
 
     def __getattr__(name):

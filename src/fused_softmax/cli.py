@@ -5,6 +5,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 if missing := [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]:
     sys.exit(f"{missing[0]} is missing: pip install 'fused-softmax[cli]'")
@@ -321,6 +322,71 @@ def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
         said = f"cannot listen on {host}, port {port}: {(error.strerror or str(error)).partition(' (')[0]}"
         wrong = error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME)  # no address of this machine, or of any
         raise (click.UsageError if wrong else click.ClickException)(said) from None
+
+
+_SIZE = click.IntRange(1, 2**31 - 1)
+
+
+@main.command(short_help="Compile kernels before the first call needs them.")
+@click.option(
+    "--for", "uses", type=click.Choice(["train", "serve"]), multiple=True, required=True,
+    help="What the calls are for; give it twice for both.",
+)  # fmt: skip
+@click.option("--device", type=click.Choice(["h100", "h200"]), help="The card.  [default: this machine's GPU]")
+@dtype_option("bfloat16", "Of logits, hidden states and heads.")
+@click.option("--vocab", type=_SIZE, default=128256, show_default=True, help="Columns of the logits.")
+@click.option(
+    "--rows", type=_SIZE, multiple=True,
+    help="Tokens of a step; may be repeated.  [default: 8192 to train, 1 to 512 by powers of two to serve]",
+)  # fmt: skip
+@click.option("--hidden", type=_SIZE, default=4096, show_default=True, help="Columns of the hidden states.")
+@click.option("--heads", type=_SIZE, default=32, show_default=True, help="Heads of the queries.")
+@click.option("--key-heads", type=_SIZE, default=8, show_default=True, help="Heads of keys and values.")
+@click.option("--head-dim", type=click.IntRange(1, 256), default=128, show_default=True, help="Dims of a head.")
+@click.option(
+    "--context", "contexts", type=_SIZE, multiple=True, default=(4096,), show_default=True,
+    help="Lengths of sequences; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--processes", type=click.IntRange(1), help="How many compile at a time.  [default: the cores, at most 16]"
+)
+@click.option(
+    "--folder", type=paths.FILE, callback=paths.folder, help="Triton's cache.  [default: TRITON_CACHE_DIR, or Triton's]"
+)
+def warm(
+    uses: tuple[str, ...], device: str | None, dtype: str, rows: tuple[int, ...], processes: int | None,
+    folder: Path | None, **sizes: Any,
+) -> None:  # fmt: skip
+    """Compile what training or serving a model needs into Triton's cache, in parallel, with or without the GPU.
+
+    A container can ship the folder. A process that makes these calls later compiles nothing.
+    """
+    import time
+
+    with importing():
+        import torch
+
+        from fused_softmax import warm as warming
+        from fused_softmax.warm.uses import ROWS, USES, Model
+    if sizes["heads"] % sizes["key_heads"]:
+        raise click.UsageError(f"{sizes['heads']} heads are no multiple of {sizes['key_heads']} heads of keys")
+    if device is None and not torch.cuda.is_available():
+        raise click.UsageError("there is no GPU here; name the card by --device")
+    calls = []
+    for use in dict.fromkeys(uses):
+        model = Model(dtype=getattr(torch, dtype), rows=rows or ROWS[use], **sizes)
+        calls += list(USES[use](model))
+    began, kernels = time.perf_counter(), []
+    try:
+        with busy(f"compiling for {len(calls)} calls"):
+            for each in warming.compiling(calls, device, processes, folder):
+                kernels.append(each)
+    except (RuntimeError, ValueError) as error:  # a kernel that does not compile; a shape that no call can have
+        kind = click.UsageError if isinstance(error, ValueError) else click.ClickException
+        raise kind(str(error).removeprefix("warmup: ")) from None
+    compiled = sum(not each.found for each in kernels)
+    seconds = time.perf_counter() - began
+    click.echo(f"{len(calls)} calls take {len(kernels)} kernels: {compiled} compiled in {seconds:.1f} s")
 
 
 if __name__ == "__main__":

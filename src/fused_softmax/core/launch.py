@@ -26,7 +26,6 @@ from fused_softmax.core.native import build
 
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
-_VERSION = ".".join(triton.__version__.split(".")[:2])
 _KINDS = {"fp32": "f", **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"), "i")}
 
 _BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -75,16 +74,7 @@ def prepare(
             return capped
     tensors = [_as_bytes(each) if getattr(each, "dtype", None) in _BYTES else each for each in tensors]
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
-    fixed = _unspecialised(kernel)
-    names = kernel.arg_names[len(tensors) : len(tensors) + len(scalars)]
-    key = (
-        id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
-        device,
-        *[tensor is not None and _kind_of(tensor) for tensor in tensors],
-        *_kinds(scalars, names, fixed),
-        *constexprs.items(),
-        *options.items(),
-    )
+    key = key_of(kernel, device, tensors, scalars, constexprs, options)
     loaded = _loaded.get(key)
     if loaded is None:
         loaded = _load(kernel, _grid(grid), tensors, scalars, constexprs, device, options)
@@ -93,6 +83,19 @@ def prepare(
     there = tuple(each is not None for each in tensors)
     maps = {i: _Map(each) for i, each in enumerate(tensors) if hasattr(each, "block_shape")}
     return Launch(loaded, _grid(grid), tuple(scalars), tuple(numbers), there, maps)
+
+
+def key_of(kernel, device, tensors, scalars, constexprs, options) -> tuple:
+    """All that Triton specialises a kernel on."""
+    names = kernel.arg_names[len(tensors) : len(tensors) + len(scalars)]
+    return (
+        id(kernel),  # hashing a kernel hashes its source; what is loaded keeps it alive, so the id stays its own
+        device,
+        *[tensor is not None and _kind_of(tensor) for tensor in tensors],
+        *_kinds(scalars, names, _unspecialised(kernel)),
+        *constexprs.items(),
+        *options.items(),
+    )
 
 
 def granted(n_regs: int) -> int:
@@ -255,6 +258,11 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> _Loade
     return _Loaded(kernel, compiled, dict(constexprs), device, dict(options), direct, keeps)
 
 
+@cache
+def _version() -> str:
+    return ".".join(triton.__version__.split(".")[:2])
+
+
 @contextmanager
 def _launchers_later() -> Iterator[None]:
     """Lets Triton 3.6 compile the C of a kernel's launcher when that is first called, which the direct way never does.
@@ -262,7 +270,7 @@ def _launchers_later() -> Iterator[None]:
     It takes gcc a quarter of a second a kernel.
     """
     driver = triton.runtime.driver.active
-    if _VERSION != "3.6" or driver.get_current_target().backend != "cuda":
+    if _version() != "3.6" or driver.get_current_target().backend != "cuda":
         yield
         return
     kind = driver.launcher_cls
@@ -299,7 +307,7 @@ def _direct(kernel, compiled, device) -> _Direct | None:
     scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if (
         _PUBLIC_ONLY
-        or _VERSION not in _TESTED_TRITONS
+        or _version() not in _TESTED_TRITONS
         or metadata.target.backend != "cuda"
         or getattr(metadata, "instrumentation_mode", "")  # a profiler or sanitizer adds arguments of its own
         or scratch != [0, 0]

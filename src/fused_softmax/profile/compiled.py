@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.core import launch, workspace
+from fused_softmax.core.elsewhere import Job, OnGpu, stand_in_for
 from fused_softmax.core.plan import Device, table_of
 from fused_softmax.profile.binary import Compiled, compile_for
 from fused_softmax.profile.parse import Kernel, widths
@@ -34,34 +33,14 @@ _TYPES = {
 }  # fmt: skip
 
 
-class OnGpu(torch.Tensor):
-    """A tensor without memory that looks like one on a GPU: on device 0, aligned to 16 bytes."""
-
-    is_cuda = True
-
-    def get_device(self) -> int:
-        return 0
-
-    def data_ptr(self) -> int:
-        return 2**32 + int(self.storage_offset()) * self.element_size()
-
-
 class Nowhere(torch.Generator):
     """A generator whose tensors have no memory."""
 
     device = torch.device("meta")
 
 
-@dataclasses.dataclass(frozen=True)
-class Listed:
+class Listed(Job):
     """A launch that the host path asked for."""
-
-    kernel: Any
-    grid: Any
-    tensors: Sequence[Any]
-    scalars: Sequence[Any]
-    constexprs: Mapping[str, Any]
-    options: Mapping[str, Any]
 
     @property
     def programs(self) -> int:
@@ -96,28 +75,11 @@ class Listed:
 
 def listed(case: Case, device: Device) -> list[Listed]:
     """This package's launches for a case on a device. Changes the process for good."""
-    found: list[Listed] = []
-
-    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), plan=None, **options) -> Callable:
-        found.append(Listed(kernel, grid, tensors, scalars, constexprs, options))
-        return lambda *arguments: None
-
-    def slots(index: int, n_rows: int, slots_per_row: int, of: int = 0) -> torch.Tensor:
-        return torch.empty(n_rows * slots_per_row, dtype=torch.int64, device="meta").as_subclass(OnGpu)
-
-    stand_ins: dict[str, Callable[..., Any]] = {
-        "device_of": lambda index: device, "runs_here": lambda *tensors: True, "watcher_of": lambda *tensors: None,
-    }  # fmt: skip
-    setattr(launch, "prepare", prepare)  # noqa: B010  mypy lets nobody assign to a function
-    setattr(workspace, "slots", slots)  # noqa: B010
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fused_softmax."):
-            for attribute, stand_in in stand_ins.items():
-                if hasattr(module, attribute):
-                    setattr(module, attribute, stand_in)
+    found: list[Job] = []
+    stand_in_for(device, found)
     inputs = operation_of(case).inputs(case, Nowhere())
     operation_of(case).own(case)(*(tensor.as_subclass(OnGpu) for tensor in inputs))
-    return found
+    return [Listed(**vars(each)) for each in found]
 
 
 def kernel_of(each: Listed, device: Device) -> Kernel:

@@ -3,7 +3,7 @@
 Standard library only. `ladders.py` and `tiles.py` are data: a measurement changes a rung there and nothing else.
 """
 
-from fused_softmax.core.plan.device import H200, Device
+from fused_softmax.core.plan.device import H100, H200, Device
 from fused_softmax.core.plan.ladders import COLUMN_POSITIONS, HELD_BYTES, TUNABLE, Ladder, Table, built_in, table_of
 from fused_softmax.core.plan.rows import (
     candidate,
@@ -19,7 +19,7 @@ from fused_softmax.core.plan.sizes import UNBOUNDED, VECTOR_BYTES
 from fused_softmax.core.plan.strategies import Alignment, RowPlan, Strategy
 
 __all__ = [
-    "COLUMN_POSITIONS", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment",
+    "COLUMN_POSITIONS", "H100", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment",
     "Device", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
     "most_parts", "plan_loss", "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends", "table_of",
 ]  # fmt: skip

@@ -21,4 +21,5 @@ class Device:
     table: Table | None = None  # ladders that were measured on this very GPU
 
 
+H100 = Device("NVIDIA H100 80GB HBM3", "cuda", (9, 0), 132)
 H200 = Device("NVIDIA H200", "cuda", (9, 0), 132, l2_bytes=60 * 2**20, copy_bytes_per_second=4.2e12)

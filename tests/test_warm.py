@@ -1,0 +1,168 @@
+"""Kernels that are compiled ahead: who makes the calls later compiles nothing, and errors name what is wrong."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import stub_driver
+import torch
+import warm_calls
+from commands import fused_softmax as command
+
+import fused_softmax
+from fused_softmax import warm
+from fused_softmax.core.route import INTERPRET
+from fused_softmax.warm import Warmed, warmup
+
+MADE = warm_calls.made
+compiling = pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing")
+
+
+def later(folder):
+    """(kernels, compiled) of a process that makes the calls over a driver that does nothing."""
+    environment = stub_driver.environment(folder)
+    tests = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(tests / "warm_calls.py")], env=environment, cwd=tests, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    kernels, compiled, _ = done.stdout.split(" ", 2)
+    return int(kernels), int(compiled), done.stdout
+
+
+@pytest.mark.compiles
+@pytest.mark.timeout(900)
+def test_a_process_that_makes_the_calls_later_compiles_nothing(tmp_path):
+    found = warmup(warm_calls.calls().values(), device="h100", processes=2, folder=tmp_path / "triton")
+    assert found.compiled == found.kernels >= 9
+    kernels, compiled, said = later(tmp_path)
+    assert (compiled, kernels) == (0, kernels), said
+    assert kernels >= len(warm_calls.calls())
+    again = warmup(warm_calls.calls().values(), device="h100", processes=2, folder=tmp_path / "triton")
+    assert again == Warmed(found.kernels, 0, again.seconds)
+
+
+@pytest.mark.compiles
+def test_calls_alike_are_compiled_once(tmp_path):
+    calls = [partial(fused_softmax.softmax, MADE(n, 32000), 1) for n in (1, 7, 64, 65, 512)]
+    kernels = list(warm.compiling([*calls, *calls], "h200", 2, tmp_path))
+    assert len(kernels) <= len(calls)
+    assert {each.name for each in kernels} == {"_part_forward"}
+    assert not any(each.found for each in kernels)
+
+
+@compiling
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (partial(fused_softmax.softmax, MADE(4, 5), 7), "call 1: IndexError: .*dim"),
+        (partial(fused_softmax.cross_entropy, MADE(4, 5), MADE(3, dtype=torch.int64)), "call 1: ValueError: .*target"),
+        (lambda: fused_softmax.softmax(MADE(4, 5), 1), "call 1 cannot go to another process"),
+        ("softmax", "call 1 must be callable without arguments, got str"),
+        (partial(fused_softmax.softmax, torch.eye(3).to_sparse(), 1), "call 1 cannot go to another process: a tensor"),
+    ],
+    ids=["a wrong dim", "a wrong shape", "a lambda", "a name", "a sparse tensor"],
+)
+def test_a_call_that_cannot_be_made_is_named(call, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        warmup([partial(fused_softmax.softmax, MADE(4, 5), 1), call], device="h100", processes=1, folder=tmp_path)
+
+
+@compiling
+@pytest.mark.compiles
+def test_what_is_asked_for_is_checked_before_any_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(warm.subprocess, "Popen", lambda *_, **__: pytest.fail("worked"))
+    with pytest.raises(ValueError, match="device must be one of h100, h200, got 'h300'"):
+        warmup([], device="h300")
+    with pytest.raises(ValueError, match="processes must be a positive int, got 0"):
+        warmup([], device="h100", processes=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="no GPU here; name one by device=: h100, h200"):
+            warmup([])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        warmup([], device="h100", folder=tmp_path / "file")
+
+
+@pytest.mark.skipif(not INTERPRET, reason="of the interpreter")
+def test_the_interpreter_compiles_nothing():
+    with pytest.raises(RuntimeError, match="interpreted in this process"):
+        warmup([], device="h100")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the command asks `compiling` for, which compiles nothing."""
+    found = []
+
+    def compiling(calls, *how):
+        found.append((list(calls), how))
+        yield warm.Kernel("one", 1.0, False)
+        yield warm.Kernel("two", 1.0, True)
+
+    monkeypatch.setattr(warm, "compiling", compiling)
+    return found
+
+
+def shapes(calls, function):
+    return [tuple(each.args[0].shape) for each in calls if each.func is function]
+
+
+def test_the_command_compiles_what_training_and_serving_call(asked, tmp_path):
+    sizes = ["--vocab", "1000", "--hidden", "64", "--heads", "4", "--key-heads", "2", "--context", "128"]
+    how = ["--device", "h100", "--processes", "3", "--folder", str(tmp_path)]
+    result = command("warm", "--for", "train", "--for", "serve", "--dtype", "fp16", *sizes, *how)
+    assert result.exit_code == 0, result.output
+    (calls, given), *none = asked
+    assert not none
+    assert given == ("h100", 3, tmp_path)
+    assert result.output.startswith(f"{len(calls)} calls take 2 kernels: 1 compiled in ")
+    assert shapes(calls, fused_softmax.cross_entropy) == [(8192, 1000)]
+    assert shapes(calls, fused_softmax.linear_cross_entropy) == [(8192, 64)]
+    assert {n for n, _ in shapes(calls, fused_softmax.sample)} == {2**i for i in range(10)}
+    assert (1, 4, 128, 128) in shapes(calls, fused_softmax.attention)
+    assert (512, 4, 1, 128) in shapes(calls, fused_softmax.attention)
+    first = next(each for each in calls if each.func is fused_softmax.cross_entropy)
+    assert first.args[0].dtype == torch.float16
+    assert first.args[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--for", "play", "--device", "h100"], "'play' is not one of 'train', 'serve'"),
+        (["--for", "train", "--device", "h300"], "'h300' is not one of 'h100', 'h200'"),
+        (["--for", "train", "--device", "h100", "--vocab", "0"], "0 is not in the range"),
+        (["--for", "train", "--device", "h100", "--heads", "7"], "7 heads are no multiple of 8 heads of keys"),
+        (["--for", "train", "--device", "h100", "--dtype", "int8"], "int8"),
+        (["--for", "train", "--device", "h100", "--folder", "/proc/x"], "cannot write into /proc/x"),
+        (["--device", "h100"], "Missing option '--for'"),
+    ],
+    ids=lambda each: " ".join(each[-2:]) if isinstance(each, list) else "",
+)
+def test_the_command_refuses_what_it_cannot_do_in_one_line(asked, given, said):
+    result = command("warm", *given)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not asked
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_the_command_wants_a_card_where_there_is_none(asked):
+    result = command("warm", "--for", "serve")
+    assert (result.exit_code, result.stderr) == (2, "Error: there is no GPU here; name the card by --device\n")
+    assert not asked
+
+
+def test_a_call_that_fails_is_one_line(monkeypatch):
+    def failing(*_):
+        raise ValueError("warmup: call 3: TypeError: no such dtype")
+        yield
+
+    monkeypatch.setattr(warm, "compiling", failing)
+    result = command("warm", "--for", "serve", "--device", "h100")
+    assert (result.exit_code, result.stderr) == (2, "Error: call 3: TypeError: no such dtype\n")
