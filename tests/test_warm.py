@@ -23,10 +23,8 @@ compiling = pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothi
 def later(folder):
     """(kernels, compiled) of a process that makes the calls over a driver that does nothing."""
     environment = stub_driver.environment(folder)
-    tests = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(tests / "warm_calls.py")], env=environment, cwd=tests, capture_output=True, text=True
-    )
+    script = Path(__file__).with_name("warm_calls.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels, compiled, _ = done.stdout.split(" ", 2)
     return int(kernels), int(compiled), done.stdout
