@@ -101,6 +101,14 @@ def test_a_rank_that_never_comes_gives_nan_and_then_an_error_until_it_does(ranks
     close(whole, torch.softmax(X.double(), 1) if name == "softmax" else torch.nn.functional.cross_entropy(X, TARGET))
 
 
+def test_an_error_says_which_row_of_which_rank_is_missing():
+    of = object.__new__(peers.Peers)
+    of.seconds = 30.0
+    for row, rank in ((0, 1), (5, 3), (70000, 2)):
+        of._seen = ctypes.c_int64(row << 16 | rank << 2 | peers._MISSING)
+        assert of._told() == f"rank {rank} has told nothing of row {row} in 30 s"
+
+
 def given_up(group):
     """How long each row of a call is waited for that rank 1 does not make: in polls, beside the short first wait."""
     in_parts(None)
