@@ -1,7 +1,10 @@
 """Kernels that are compiled ahead: who makes the calls later compiles nothing, and errors name what is wrong."""
 
+import contextlib
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -67,6 +70,33 @@ def test_calls_alike_are_compiled_once(tmp_path):
 def test_a_call_that_cannot_be_made_is_named(call, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         warmup([partial(fused_softmax.softmax, MADE(4, 5), 1), call], device="h100", processes=1, folder=tmp_path)
+
+
+def working_in(group):
+    """Processes of a group that are no zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, in_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(in_group) == group and state != "Z":
+                found.append(path.parent.name)
+    return found
+
+
+@compiling
+@pytest.mark.compiles
+def test_who_listens_no_more_leaves_no_process_at_work(monkeypatch, tmp_path):
+    started, popen = [], warm.subprocess.Popen
+    monkeypatch.setattr(warm.subprocess, "Popen", lambda *of, **how: started.append(popen(*of, **how)) or started[-1])
+    kernels = warm.compiling(warm_calls.calls().values(), "h100", 2, tmp_path)
+    assert next(kernels).name
+    kernels.close()
+    (work,) = started
+    assert work.returncode == -signal.SIGKILL
+    end = time.monotonic() + 10
+    while working_in(work.pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not working_in(work.pid)
 
 
 @compiling

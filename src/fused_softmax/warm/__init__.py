@@ -5,10 +5,12 @@ and compiles what that would launch, through Triton, into Triton's own cache. A 
 compiles nothing.
 """
 
+import contextlib
 import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -85,22 +87,29 @@ def compiling(
         raise RuntimeError("warmup: kernels are interpreted in this process, so none would be compiled")
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ValueError(f"warmup: processes must be a positive int, got {processes!r}")
-    given = _pickled(list(calls), _card(device), processes or min(os.cpu_count() or 1, MOST_PROCESSES))
+    processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    given = pickle.dumps((_pickled(list(calls)), _card(device), processes))
     environment = dict(os.environ)
     if folder is not None:
         _require_writable(Path(folder))
         environment["TRITON_CACHE_DIR"] = os.fspath(folder)
     command = [sys.executable, "-m", "fused_softmax.warm.work"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as work:
-        assert work.stdin is not None
-        assert work.stdout is not None
-        work.stdin.write(given)
-        work.stdin.close()
-        for line in work.stdout:
-            told = json.loads(line)
-            if "error" in told:
-                raise ValueError(f"warmup: call {told['call']}: {told['error']}")
-            yield Kernel(told["kernel"], told["seconds"], told["found"])
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as work:
+        try:
+            assert work.stdin is not None
+            assert work.stdout is not None
+            with contextlib.suppress(BrokenPipeError), work.stdin:  # it has ended, and says why
+                work.stdin.write(given)
+            for line in work.stdout:
+                told = json.loads(line)
+                if "error" in told:
+                    raise ValueError(f"warmup: call {told['call']}: {told['error']}")
+                yield Kernel(told["kernel"], told["seconds"], told["found"])
+        except BaseException:  # Ctrl-C reaches this process alone, and nothing is to work on
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(work.pid, signal.SIGKILL)
+            raise
         if work.wait():
             raise RuntimeError(f"warmup: its process ended with exit code {work.returncode}: see above")
 
@@ -134,22 +143,21 @@ class _Pickler(pickle.Pickler):
 
 def standing_in(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call as `work.py` makes it, whose tensors are stand-ins."""
-    written = io.BytesIO()
-    _Pickler(written).dump(call)
-    return pickle.loads(written.getvalue())
+    return pickle.loads(_pickled([call])[0])
 
 
-def _pickled(calls: list[Callable[[], Any]], device: Device, processes: int) -> bytes:
+def _pickled(calls: list[Callable[[], Any]]) -> list[bytes]:
+    found = []
     for i, call in enumerate(calls):
         if not callable(call):
             raise ValueError(f"warmup: call {i} must be callable without arguments, got {type(call).__name__}")
+        written = io.BytesIO()
         try:
-            _Pickler(io.BytesIO()).dump(call)
+            _Pickler(written).dump(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(f"warmup: call {i} cannot go to another process: {error}") from None
-    written = io.BytesIO()
-    _Pickler(written).dump((calls, device, processes))
-    return written.getvalue()
+        found.append(written.getvalue())
+    return found
 
 
 def _require_writable(folder: Path) -> None:

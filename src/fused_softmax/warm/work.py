@@ -1,7 +1,7 @@
 """The process in which `warmup` plans its calls and compiles their kernels: `python -m fused_softmax.warm.work`.
 
-It reads a pickle of (calls, device, processes), and prints a line of JSON for each kernel: its name, the seconds that
-it took, and whether Triton's cache had it. It changes its own modules, and ends.
+It reads a pickle of (calls, each a pickle, device, processes), and prints a line of JSON for each kernel: its name,
+the seconds that it took, and whether Triton's cache had it. It changes its own modules, and ends.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def main() -> int:
     stand_in_for(device, found)
     for i, call in enumerate(calls):
         try:
-            run(call)
+            run(pickle.loads(call))
         except Exception as error:
             print(json.dumps({"call": i, "error": f"{type(error).__name__}: {error}"}), flush=True)
             return 1
