@@ -25,10 +25,9 @@ QUICK = False
 
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
-# Of 0 CI takes none here: `make dist-test` runs the file.
 GUARDS = {
     "attention_vmap": 16, "bench_shards": 24, "compiled_options": 12, "docs": 1, "examples": 1, "family_compiles": 1,
-    "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16, "hf_sweep": 64, "host": 1, "imports": 0,
+    "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16, "hf_sweep": 64, "host": 1, "imports": 1,
     "interrupts": 1, "layouts_compile": 1, "library": 16, "library_losses": 16, "library_sampling": 8,
     "losses_compile": 1, "losses_fuzz": 1, "multihead": 16, "names": 1, "opinfo": 16, "opinfo_losses": 16, "page": 12,
     "peers": 48, "peers_gathered": 8, "peers_runner": 1, "peers_waits": 1, "plan_spans": 1, "profile": 1, "report": 1,
@@ -99,7 +98,7 @@ def mark_guard(items) -> None:
         if compiles:
             chosen, guards = [] if file in GUARDS else possible[-1:], cases
         elif file in GUARDS:
-            chosen, guards = [], possible[:: GUARDS[file]] if GUARDS[file] else []
+            chosen, guards = [], possible[:: GUARDS[file]]
         else:
             chosen, guards = possible[:: ONE_IN.get(file, 1)], possible[1 :: 8 * ONE_IN.get(file, 1)]
         for case in set(cases) - set(chosen):

@@ -15,9 +15,9 @@ import warm_calls
 from commands import fused_softmax as command
 
 import fused_softmax
-from fused_softmax import warm
+from fused_softmax import ahead
+from fused_softmax.ahead import Warmed, warmup
 from fused_softmax.core.route import INTERPRET
-from fused_softmax.warm import Warmed, warmup
 
 MADE = warm_calls.made
 compiling = pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing")
@@ -48,7 +48,7 @@ def test_a_process_that_makes_the_calls_later_compiles_nothing(tmp_path):
 @pytest.mark.compiles
 def test_calls_alike_are_compiled_once(tmp_path):
     calls = [partial(fused_softmax.softmax, MADE(n, 32000), 1) for n in (1, 7, 64, 65, 512)]
-    kernels = list(warm.compiling([*calls, *calls], "h200", 2, tmp_path))
+    kernels = list(ahead.compiling([*calls, *calls], "h200", 2, tmp_path))
     assert len(kernels) <= len(calls)
     assert {each.name for each in kernels} == {"_part_forward"}
     assert not any(each.found for each in kernels)
@@ -86,9 +86,9 @@ def working_in(group):
 @compiling
 @pytest.mark.compiles
 def test_who_listens_no_more_leaves_no_process_at_work(monkeypatch, tmp_path):
-    started, popen = [], warm.subprocess.Popen
-    monkeypatch.setattr(warm.subprocess, "Popen", lambda *of, **how: started.append(popen(*of, **how)) or started[-1])
-    kernels = warm.compiling(warm_calls.calls().values(), "h100", 2, tmp_path)
+    started, popen = [], ahead.subprocess.Popen
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda *of, **how: started.append(popen(*of, **how)) or started[-1])
+    kernels = ahead.compiling(warm_calls.calls().values(), "h100", 2, tmp_path)
     assert next(kernels).name
     kernels.close()
     (work,) = started
@@ -102,7 +102,7 @@ def test_who_listens_no_more_leaves_no_process_at_work(monkeypatch, tmp_path):
 @compiling
 @pytest.mark.compiles
 def test_what_is_asked_for_is_checked_before_any_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(warm.subprocess, "Popen", lambda *_, **__: pytest.fail("worked"))
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda *_, **__: pytest.fail("worked"))
     with pytest.raises(ValueError, match="device must be one of h100, h200, got 'h300'"):
         warmup([], device="h300")
     with pytest.raises(ValueError, match="processes must be a positive int, got 0"):
@@ -128,10 +128,10 @@ def asked(monkeypatch):
 
     def compiling(calls, *how):
         found.append((list(calls), how))
-        yield warm.Kernel("one", 1.0, False)
-        yield warm.Kernel("two", 1.0, True)
+        yield ahead.Kernel("one", 1.0, False)
+        yield ahead.Kernel("two", 1.0, True)
 
-    monkeypatch.setattr(warm, "compiling", compiling)
+    monkeypatch.setattr(ahead, "compiling", compiling)
     return found
 
 
@@ -191,6 +191,6 @@ def test_a_call_that_fails_is_one_line(monkeypatch):
         raise ValueError("warmup: call 3: TypeError: no such dtype")
         yield
 
-    monkeypatch.setattr(warm, "compiling", failing)
+    monkeypatch.setattr(ahead, "compiling", failing)
     result = command("warm", "--for", "serve", "--device", "h100")
     assert (result.exit_code, result.stderr) == (2, "Error: call 3: TypeError: no such dtype\n")

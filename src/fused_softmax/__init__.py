@@ -57,6 +57,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fused_softmax import nn
+    from fused_softmax.ahead import warmup
     from fused_softmax.explanation import explain
     from fused_softmax.ops.attention.attention import AttentionOutput, attention
     from fused_softmax.ops.losses.cross_entropy import cross_entropy
@@ -74,7 +75,6 @@ if TYPE_CHECKING:
     from fused_softmax.ops.softmax.logsumexp import logsumexp
     from fused_softmax.ops.softmax.softmax import log_softmax, softmax
     from fused_softmax.register.patch import disable, enable, enabled
-    from fused_softmax.warm import warmup
 else:
     # A type checker would take any name for one of the package's.
 
@@ -93,7 +93,7 @@ else:
         ),
         "ops.softmax.softmax": ("log_softmax", "softmax"),
         "register.patch": ("disable", "enable", "enabled"),
-        "warm": ("warmup",),
+        "ahead": ("warmup",),
     }  # fmt: skip
 
     def __getattr__(name):

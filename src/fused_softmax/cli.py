@@ -366,7 +366,7 @@ def warm(
     with importing():
         import torch
 
-        from fused_softmax import warm as warming
+        from fused_softmax import ahead
         from fused_softmax.warm.uses import ROWS, USES, Model
     if sizes["heads"] % sizes["key_heads"]:
         raise click.UsageError(f"{sizes['heads']} heads are no multiple of {sizes['key_heads']} heads of keys")
@@ -379,7 +379,7 @@ def warm(
     began, kernels = time.perf_counter(), []
     try:
         with busy(f"compiling for {len(calls)} calls"):
-            for each in warming.compiling(calls, device, processes, folder):
+            for each in ahead.compiling(calls, device, processes, folder):
                 kernels.append(each)
     except (RuntimeError, ValueError) as error:  # a kernel that does not compile; a shape that no call can have
         kind = click.UsageError if isinstance(error, ValueError) else click.ClickException

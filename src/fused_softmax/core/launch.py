@@ -144,7 +144,7 @@ class Resources(NamedTuple):
     shared: int  # of a program, in bytes
 
 
-class _Loaded:
+class Loaded:
     """A kernel, compiled and loaded if it could be, and the ways to launch it."""
 
     def __init__(self, kernel, compiled, constexprs, device, options, direct, keeps):
@@ -244,7 +244,7 @@ class _Direct:
         )  # fmt: skip
 
 
-def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> _Loaded:
+def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded:
     compiled, direct, keeps = None, None, True
     if isinstance(kernel, triton.JITFunction):
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
@@ -255,7 +255,7 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> _Loade
                 direct = _direct(kernel, compiled, device)
             else:  # a compile hook took it, or it is in a queue
                 compiled, keeps = None, False
-    return _Loaded(kernel, compiled, dict(constexprs), device, dict(options), direct, keeps)
+    return Loaded(kernel, compiled, dict(constexprs), device, dict(options), direct, keeps)
 
 
 @cache

@@ -84,7 +84,7 @@ def _compiled(kernel, grid, tensors, scalars, constexprs, device, options) -> An
     made = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
     of = Compiled(made)
     resources = SimpleNamespace(n_regs=of.registers, n_spills=of.stack_bytes, metadata=made.metadata)
-    return launch._Loaded(kernel, resources, dict(constexprs), device, dict(options), None, True)
+    return launch.Loaded(kernel, resources, dict(constexprs), device, dict(options), None, True)
 
 
 def _compile(i: int) -> list[dict[str, Any]]:
