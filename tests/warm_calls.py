@@ -30,6 +30,8 @@ def calls():
         "softmax": partial(fused_softmax.softmax, logits, 1),
         "unaligned": partial(fused_softmax.softmax, rows, 1),
         "cross_entropy": partial(fused_softmax.cross_entropy, logits, target),
+        # Statistics stand beside the loss, and refuse a backward pass.
+        "statistics": partial(fused_softmax.cross_entropy, logits, target, return_token_stats=True),
         "top-k": partial(fused_softmax.sample, made(4, 32000), top_k=9, seed=seeds, position=seeds),
         "attention": partial(fused_softmax.attention, *qkv(1, 2, 512, 64), is_causal=True),
         # Takes no more registers than without a mask.

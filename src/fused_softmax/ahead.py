@@ -52,15 +52,16 @@ def warmup(
 
     calls: functions without arguments that can be pickled, such as functools.partial of a public function. Tensors
         among the arguments say shapes, strides, dtypes, alignment and whether a gradient is wanted; their values count
-        for nothing, so they may be on the device "meta". Where a result requires a gradient, the backward pass is
-        compiled too.
+        for nothing, so they may be on the device "meta". If the first tensor that a call returns requires a gradient,
+        its backward pass is compiled too. Modes, such as autocast, are not known to the processes: give a call that
+        opens them itself.
     device: the card that the kernels are for, "h100" or "h200"; this machine's GPU 0 if None. Plans follow the card's
         facts, so no GPU need be here.
     processes: how many compile at a time; the cores of this machine if None, and at most 16.
     folder: Triton's cache; TRITON_CACHE_DIR, or Triton's default, if None. A container may ship it. It is of use on
         machines with the same versions of Python, Triton, CUDA's assembler and this package.
 
-    Calls that cuDNN takes on the card compile this package's kernels for them too, which does no harm.
+    Where cuDNN would take a pass of attention, this package's kernels may be compiled for it too, which does no harm.
 
     Returns how many kernels the calls take, how many of them were compiled, and the seconds that this took.
     Raises ValueError for an unknown device, for a call that cannot be pickled, and for one that raises, which is named
@@ -71,7 +72,7 @@ def warmup(
     >>> logits = torch.empty(8192, 128256, dtype=torch.bfloat16, device="meta", requires_grad=True)
     >>> target = torch.empty(8192, dtype=torch.int64, device="meta")
     >>> warmup([partial(cross_entropy, logits, target)], device="h100")
-    Warmed(kernels=4, compiled=4, seconds=4.1)
+    Warmed(kernels=5, compiled=5, seconds=5.1)
     """
     began = time.perf_counter()
     kernels = list(compiling(calls, device, processes, folder))

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,13 +85,15 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
 
 
 def run(call: Callable[[], Any]) -> None:
-    """A call, and its backward pass where its result requires a gradient."""
-    results = [each for each in _tensors(call()) if each.requires_grad]
-    if results:
-        torch.autograd.backward(results, [like(each.shape, each.stride(), each.dtype) for each in results])
+    """A call, and the backward pass of its first tensor: what stands beside a result may refuse one."""
+    first = next(_tensors(call()), None)
+    if first is not None and first.requires_grad:
+        torch.autograd.backward(first, like(first.shape, first.stride(), first.dtype))
 
 
-def _tensors(found: Any) -> list[Tensor]:
+def _tensors(found: Any) -> Iterator[Tensor]:
     if isinstance(found, Tensor):
-        return [found]
-    return [each for part in found for each in _tensors(part)] if isinstance(found, (list, tuple)) else []
+        yield found
+    elif isinstance(found, (list, tuple, Mapping)):
+        for each in found.values() if isinstance(found, Mapping) else found:
+            yield from _tensors(each)
