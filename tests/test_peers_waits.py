@@ -210,6 +210,50 @@ def test_all_ranks_are_told_at_the_call_of_the_one_that_has_come_furthest(ranks)
         close(torch.cat([each[i] for each in found], 1), torch.softmax(X.double(), 1))
 
 
+def apart(group, name):
+    """Rank 0 makes five calls of other values before rank 1 does, after two that both make; then both recover."""
+    in_parts(None)
+    be_impatient(group)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank(group)
+
+    def call(i):
+        x = mine(group)[:2] * i
+        return softmax(x, group) if name == "softmax" else loss(x, TARGET[:2], group, **OF_CALLS[name])
+
+    found, memory = [call(1), call(2)], peers.known(group, torch.device("cpu"))
+    seen, memory._seen = memory._seen, ctypes.c_int64(0)  # a device that is late
+    if rank:
+        store.wait([f"{name}: rank 0 went ahead"])
+    found += [call(i) for i in range(3, 8)]
+    store.set(f"{name}: rank {rank} went ahead", "")
+    store.wait([f"{name}: rank {1 - rank} went ahead"])
+    memory._seen, memory.seconds, memory._patience = seen, 30.0, 30.0
+    with pytest.raises(RuntimeError, match="an earlier call gave NaN, because") as raised:
+        call(8)
+    return [*found, call(8)], str(raised.value)
+
+
+OF_CALLS = {"cross_entropy": {}, "gathered": {"label_smoothing": 0.1}}
+
+
+@pytest.mark.parametrize("name", ["softmax", "cross_entropy", "gathered"])
+def test_a_rank_that_has_gone_ahead_takes_no_message_of_an_earlier_call(ranks, name):
+    of_ranks = ranks.values(4, on_two, apart, name)[:2]
+    for rank, (found, said) in enumerate(of_ranks):
+        for i, y in enumerate(found):
+            whole = X[:2].double() * (i + 1)
+            if name == "softmax":
+                right = torch.softmax(whole, 1)[:, 5 * rank : 5 * rank + 5]
+            else:
+                right = torch.nn.functional.cross_entropy(whole, TARGET[:2], **OF_CALLS[name])
+            if 2 < i < 7:
+                assert y.isnan().all(), (rank, i, y)
+            elif not (i == 2 and y.isnan().all()):  # which rank 0 waited for in vain
+                close(y, right)
+        told = "rank 1 has told nothing of row " if rank == 0 else "a call of rank 0 gave NaN, which row "
+        assert f"because {told}" in said
+
+
 def first_at_odds(group, name):
     """The first call of a group, for which its memory is yet to be made; then another."""
     in_parts(None)

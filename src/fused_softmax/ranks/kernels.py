@@ -17,7 +17,10 @@ as long as the group's timeout. Then rows become NaN, and a word tells the host 
 
 The first program also tells every rank which launch this one is: its number, one more than of the launch before, and
 the digest. Who has waited long looks there. A launch of the same number and another digest will never send what this
-one waits for, and a rank whose word is negative has refused its call.
+one waits for, and a rank whose word is negative has refused its call, or has had a row without all its messages.
+
+Such a rank does not wait as long again, so its launches could run ahead of the others', and tags repeat. Therefore they
+send nothing, and take nothing for theirs, until the hosts begin anew.
 
 An all_gather of few numbers a row, through the slots by which kernels tell their states.
 
@@ -32,11 +35,18 @@ from fused_softmax.core.kernels.exchange import merged, pack_state, tag_of, wait
 DIGEST = tl.constexpr(0x7FFFFFFF)
 MISSING = tl.constexpr(1)
 DIFFERENT = tl.constexpr(2)
+LOST = tl.constexpr(3)
+REFUSED = tl.constexpr(-1)
+SIGN = tl.constexpr(-(2**63))
+NO_TAG = tl.constexpr(2)  # which no message carries
 
 
 @triton.jit
-def turn_of(slots_ptr, own, set_size, K: tl.constexpr):
-    """(where this launch's set begins, its tag), by the slot `own`, which no other program writes."""
+def turn_of(slots_ptr, own, set_size, asked_ptr, rank, K: tl.constexpr):
+    """(where this launch's set begins, its tag), by the slot `own`, which no other program writes.
+
+    The tag is NO_TAG once a launch of this rank has failed.
+    """
     first = tag_of(tl.load(slots_ptr + own, volatile=True))
     second = tag_of(tl.load(slots_ptr + set_size + own, volatile=True))
     if K.publish:
@@ -45,7 +55,7 @@ def turn_of(slots_ptr, own, set_size, K: tl.constexpr):
     else:  # the launch before has written it
         turn = 1 - (first ^ second)
         tag = tl.where(turn == 0, first, second)
-    return turn * set_size, tag
+    return turn * set_size, tl.where(tl.load(asked_ptr + rank, volatile=True) < 0, NO_TAG, tag)
 
 
 @triton.jit
@@ -113,16 +123,29 @@ def announce(bases_ptr, asked_ptr, rank, ranks, digest, K: tl.constexpr):
 
 
 @triton.jit
-def odd_one(asked_ptr, rank, ranks, K: tl.constexpr):
-    """The first rank that has refused its call, or whose launch of this number is another; K.lanes if there is none.
+def give_up(bases_ptr, asked_ptr, rank, ranks, K: tl.constexpr):
+    """Tell every rank, and later launches of this one, that a launch has failed. What it asked for stays there."""
+    LANES: tl.constexpr = K.lanes
+    j = tl.arange(0, LANES)
+    words = tl.load(bases_ptr + ranks + 2 + j, mask=j < ranks, other=0)
+    word = tl.load(asked_ptr + rank, volatile=True) | SIGN
+    store_far(words + rank * 8, word + tl.zeros([LANES], tl.int64), j < ranks, K)
+
+
+@triton.jit
+def odd_ones(asked_ptr, rank, ranks, K: tl.constexpr):
+    """(the first rank that has refused its call, or whose launch of this number is another; the first other rank of
+    which a launch has failed); K.lanes if there is none.
 
     This rank's own word is compared as it stands there, so that one that is yet to be written does no harm.
     """
     j = tl.arange(0, K.lanes)
     asked = tl.load(asked_ptr + j, mask=j < ranks, other=0, volatile=True)
-    own = tl.load(asked_ptr + rank, volatile=True)
-    odd = (asked < 0) | (((asked >> 32) == (own >> 32)) & (asked != own))
-    return tl.min(tl.where((j < ranks) & odd, j, K.lanes), axis=0)
+    differs = asked ^ tl.load(asked_ptr + rank, volatile=True)
+    odd = (asked == REFUSED) | ((((differs >> 32) & DIGEST) == 0) & ((differs & DIGEST) != 0))
+    lost = (asked < 0) & (j != rank)
+    first = tl.min(tl.where((j < ranks) & odd, j, K.lanes), axis=0)
+    return first, tl.min(tl.where((j < ranks) & lost, j, K.lanes), axis=0)
 
 
 @triton.jit
@@ -133,14 +156,14 @@ def wait_long(slot_ptrs, asked_ptr, rank, ranks, message, wanted, tag, limit, K:
     if K.ptx:
         begin = nanoseconds(K)
     while waiting > 0:
-        odd = odd_one(asked_ptr, rank, ranks, K)  # before the messages, which an earlier launch may have left
+        odd, lost = odd_ones(asked_ptr, rank, ranks, K)  # before the messages, which an earlier launch may have left
         message = tl.load(slot_ptrs, mask=wanted & (tag_of(message) != tag), other=message, volatile=True)
         missing = wanted & (tag_of(message) != tag)
         if K.ptx:
             missing = missing & (nanoseconds(K) - begin < limit)
         else:
             missing = missing & (polls < limit)
-        waiting = tl.where(odd < K.lanes, 0, tl.max(missing.to(tl.int32), axis=0))
+        waiting = tl.where(tl.minimum(odd, lost) < K.lanes, 0, tl.max(missing.to(tl.int32), axis=0))
         polls += 1
     return message
 
@@ -167,17 +190,21 @@ def word_of(bases_ptr, ranks):
 
 
 @triton.jit
-def tell_host(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K: tl.constexpr):
-    """Leave word of a row for which a rank has sent nothing (lost > 0), or a message of another launch.
+def fail(bases_ptr, asked_ptr, row, who, missing, rank, ranks, K: tl.constexpr):
+    """Leave word, for the host and all ranks, of a row for which a rank has sent nothing (missing > 0), or a message
+    of another launch.
 
-    The first word stays: who waits no more, as launches after it do, knows less of why.
+    The host's first word stays: who waits no more, as launches after it do, knows less of why.
     """
-    odd = odd_one(asked_ptr, rank, ranks, K)
-    lost = tl.where(odd < K.lanes, 0, lost)
+    odd, lost = odd_ones(asked_ptr, rank, ranks, K)
+    kind = tl.where(missing > 0, tl.where(lost < K.lanes, LOST, MISSING), DIFFERENT)
+    who = tl.where((missing > 0) & (lost < K.lanes), lost, who)
+    kind = tl.where(odd < K.lanes, DIFFERENT, kind)
     who = tl.where(odd < K.lanes, odd, who)
-    word = (row << 16) | (who.to(tl.int64) << 2) | tl.where(lost > 0, MISSING, DIFFERENT)
+    word = (row << 16) | (who.to(tl.int64) << 2) | kind
     at = word_of(bases_ptr, ranks)
     tl.store(at, word, mask=tl.load(at, volatile=True) == 0)
+    give_up(bases_ptr, asked_ptr, rank, ranks, K)
 
 
 @triton.jit
@@ -196,9 +223,9 @@ def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, t
     wrong = missing | (heads & ((message & DIGEST) != digest))
     first = tl.min(tl.where(wrong, j, K.lanes), axis=0)
     if first < K.lanes:
-        lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
+        of_first = tl.max((missing & (j == first)).to(tl.int32), axis=0)
         who = tl.where(first < n_states, first // n_parts, first - n_states)
-        tell_host(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K)
+        fail(bases_ptr, asked_ptr, row, who, of_first, rank, ranks, K)
         s = s + float("nan")
     return m, s, value
 
@@ -206,9 +233,10 @@ def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, t
 @triton.jit
 def tell(m, s, value, heads, bases, row_at, part, n_parts, rank, ranks, digest, tag, K: tl.constexpr):
     """Send a part's state to all ranks, and from one part of a rank (where `heads`) its header."""
-    send(bases, row_at + rank * n_parts + part, pack_state(m, s, tag), ranks, K)
+    to = tl.where(tag == NO_TAG, 0, ranks)
+    send(bases, row_at + rank * n_parts + part, pack_state(m, s, tag), to, K)
     if heads:
-        send(bases, row_at + ranks * n_parts + rank, header_of(value, digest, tag), ranks, K)
+        send(bases, row_at + ranks * n_parts + rank, header_of(value, digest, tag), to, K)
 
 
 @triton.jit(do_not_specialize=["n", "n_rows", "words", "rank", "ranks", "digest", "set_size"])
@@ -225,14 +253,15 @@ def _peer_gather(
     j = tl.arange(0, LANES)
     at = program * LANES + j
     row_at = program * ranks * LANES
-    start, tag = turn_of(slots_ptr, row_at + rank * LANES, set_size, K)
+    start, tag = turn_of(slots_ptr, row_at + rank * LANES, set_size, asked_ptr, rank, K)
     tl.debug_barrier()  # that slot is read by all before one writes it
     row_at += start
     if K.publish:
         own = tl.load(own_ptr + at, mask=at < n, other=0).to(tl.int64)
         for other in range(ranks):
             base = tl.load(bases_ptr + other)
-            store_far(base + (row_at + rank * LANES + j) * 8, (own << 32) | digest | (tag << 31), j < LANES, K)
+            own_at = base + (row_at + rank * LANES + j) * 8
+            store_far(own_at, (own << 32) | digest | (tag << 31), (j < LANES) & (tag != NO_TAG), K)
         if program == 0:
             announce(bases_ptr, asked_ptr, rank, ranks, digest, K)
     if K.collect:
@@ -244,6 +273,6 @@ def _peer_gather(
             heard_ptr += n
             first = tl.min(tl.where(wrong, j, LANES), axis=0)
             if first < LANES:
-                lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
+                of_first = tl.max((missing & (j == first)).to(tl.int32), axis=0)
                 row = (program * LANES + first) // words % n_rows
-                tell_host(bases_ptr, asked_ptr, row, other, lost, rank, ranks, K)
+                fail(bases_ptr, asked_ptr, row, other, of_first, rank, ranks, K)

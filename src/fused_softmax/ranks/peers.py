@@ -8,7 +8,8 @@ captured graph. It is never multicast. On CPU ranks, whose kernels are interpret
 
 Beside the slots of rows each rank has a word of every rank's: which launch that rank is in, by its number among the
 group's, and a digest of what it asks there. Who waits compares these words. So launches that differ end at once in NaN,
-whichever slots they wait on; and so do launches that wait for a rank that has refused its call, whose word is negative.
+whichever slots they wait on; and so do launches that wait for a rank that has refused its call, or whose last launch
+has failed: its word is negative. Until its host recovers, such a rank gives NaN and sends nothing.
 
 A launch that has failed leaves a word for its host, whose next call then recovers. Hosts talk by a file that all map.
 They tell each other how many calls they have made. The group's backend takes no part, because other collectives may be
@@ -38,7 +39,7 @@ from torch import Tensor
 
 UNEVEN = "Give the columns of uneven shards to every rank as shard_sizes="
 _DIFFERED = "refused its call, or differed in operation, dtype, columns, rows or options"
-_MISSING = 1  # of the words that kernels leave
+_MISSING, _LOST = 1, 3  # of the words that kernels leave
 _REFUSED = -1  # of the words that ranks have of each other
 _PATIENCE = 2.0  # seconds, for a rank that a launch has waited for in vain
 _DEFAULT_SECONDS = 600.0
@@ -148,6 +149,8 @@ class Peers:
         if kind == _MISSING:
             self._patience = min(self.seconds, _PATIENCE)
             return f"rank {rank} has told nothing of row {row} in {self.seconds:g} s"
+        if kind == _LOST:
+            return f"a call of rank {rank} gave NaN, which row {row} waited for"
         return f"rank {rank} {_DIFFERED}, as of row {row}. {UNEVEN}"
 
     def _met(self, name: str, step: int) -> list[int]:

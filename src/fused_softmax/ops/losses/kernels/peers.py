@@ -49,7 +49,7 @@ def _peer_loss(
     n_rows = tl.num_programs(0) // n_parts
     n_slots = (n_parts + 1) * ranks
     bases = bases_of(bases_ptr, ranks, K)
-    start, tag = turn_of(slots_ptr, row * n_slots + rank * n_parts + part, set_size, K)
+    start, tag = turn_of(slots_ptr, row * n_slots + rank * n_parts + part, set_size, asked_ptr, rank, K)
     row_at = start + row * n_slots
     r = part_of(part, row, L.x, n_cols, part_cols, K)
     N = numbers_of(None, factor, cap, 0.0, 0.0, K)

@@ -28,7 +28,7 @@ def _peer_forward(
     part = program % n_parts
     n_slots = (n_parts + 1) * ranks
     bases = bases_of(bases_ptr, ranks, K)
-    start, tag = turn_of(slots_ptr, row * n_slots + rank * n_parts + part, set_size, K)
+    start, tag = turn_of(slots_ptr, row * n_slots + rank * n_parts + part, set_size, asked_ptr, rank, K)
     row_at = start + row * n_slots
     S = Scored(
         None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None, None
