@@ -15,25 +15,13 @@ from fused_softmax.core import launch, workspace
 from fused_softmax.core.plan import Device
 
 
-class OnGpu(Tensor):
-    """A tensor without memory that looks like one on a GPU: on device 0, aligned to 16 bytes but for its offset."""
-
-    is_cuda = True
-
-    def get_device(self) -> int:
-        return 0
-
-    def data_ptr(self) -> int:
-        return 2**32 + int(self.storage_offset()) * self.element_size()
-
-
 def like(
     shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, requires_grad: bool = False, offset: int = 0
 ) -> Tensor:
-    """A tensor of these facts on that GPU; it begins `offset` elements after 16 bytes."""
+    """A tensor of these facts without memory; it begins `offset` elements after 16 bytes."""
     last = -1 if 0 in shape else sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     made = torch.empty(offset + last + 1, dtype=dtype, device="meta").as_strided(tuple(shape), tuple(strides), offset)
-    return made.as_subclass(OnGpu).detach().requires_grad_(requires_grad)
+    return made.detach().requires_grad_(requires_grad)
 
 
 @dataclass(frozen=True)
@@ -61,9 +49,14 @@ class _Nothing:
 
 
 def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
-    """From now on tensors OnGpu are on `device`, and nothing watches a call. found: takes launches, which none are."""
+    """From now on tensors without memory are on `device`, its number 0, and nothing watches a call.
+
+    found: takes launches, none of which is made.
+    """
 
     def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), plan=None, **options) -> Any:
+        if device != 0:
+            raise RuntimeError(f"{kernel.__name__} was planned for device {device}, where no tensor is")
         found.append(Job(kernel, grid, tensors, scalars, constexprs, options))  # type: ignore[union-attr]
         return _Nothing()
 
@@ -74,6 +67,8 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
         "device_of": lambda index: device, "runs_here": lambda *tensors: True, "watcher_of": lambda *tensors: None,
         "on_device": lambda tensor: True,
     }  # fmt: skip
+    for name, of_gpu in (("get_device", _get_device), ("data_ptr", _data_ptr), ("is_cuda", property(_is_cuda))):
+        setattr(Tensor, name, of_gpu)
     setattr(workspace, "slots", slots)  # noqa: B010  mypy lets nobody assign to a function
     if found is not None:
         setattr(launch, "prepare", prepare)  # noqa: B010
@@ -82,6 +77,21 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
             for attribute, stand_in in stand_ins.items():
                 if hasattr(module, attribute):
                     setattr(module, attribute, stand_in)
+
+
+_methods = Tensor.get_device, Tensor.data_ptr, Tensor.is_cuda.__get__
+
+
+def _get_device(tensor: Tensor) -> int:
+    return 0 if tensor.is_meta else _methods[0](tensor)
+
+
+def _data_ptr(tensor: Tensor) -> int:
+    return 2**32 + tensor.storage_offset() * tensor.element_size() if tensor.is_meta else _methods[1](tensor)
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return tensor.is_meta or _methods[2](tensor)
 
 
 def run(call: Callable[[], Any]) -> None:

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.core.elsewhere import Job, OnGpu, stand_in_for
+from fused_softmax.core.elsewhere import Job, stand_in_for
 from fused_softmax.core.plan import Device, table_of
 from fused_softmax.profile.binary import Compiled, compile_for
 from fused_softmax.profile.parse import Kernel, widths
@@ -78,7 +78,7 @@ def listed(case: Case, device: Device) -> list[Listed]:
     found: list[Job] = []
     stand_in_for(device, found)
     inputs = operation_of(case).inputs(case, Nowhere())
-    operation_of(case).own(case)(*(tensor.as_subclass(OnGpu) for tensor in inputs))
+    operation_of(case).own(case)(*inputs)
     return [Listed(**vars(each)) for each in found]
 
 
