@@ -334,29 +334,33 @@ def test_200_calls_of_which_50_are_wrong_on_one_rank(gpus, transport):
     check(gpus.values(2, in_disorder, transport, asked, limit=1500), 200, 50)
 
 
-def not_waited_for(group, times):
-    """Calls of which one fails, and whose hosts wait for no device: what each gave or raised."""
-    rank, whole, found = dist.get_rank(group), logits(512, 40000), []
-    x = mine(whole, group, (20000, 20000))
-    right, of = mine(torch.softmax(whole, 1), group, (20000, 20000)), {"group": group, "transport": "peer"}
-    for i in range(times):
+def not_waited_for(group, most=5000, more=20):
+    """Calls of which the third fails, and whose hosts wait for no device, until `more` after one has raised."""
+    rank, found, told = dist.get_rank(group), [], None
+    of = {"group": group, "transport": "peer"}
+    given = [mine((1 + i) * logits(64, 4000), group, (2000, 2000)) for i in range(5)]  # a stale one is another
+    right = [mine(torch.softmax((1 + i) * logits(64, 4000), 1), group, (2000, 2000)) for i in range(5)]
+    while len(found) < (most if told is None else told + more):
+        i = len(found)
         torch.cuda._sleep(10**7 * rank)  # so that one host is told later than the other
         try:
-            found.append(softmax(x, **of | ({"n_classes": 39000} if i == 2 and rank else {})))
+            found.append(softmax(given[i % 5], **of | ({"n_classes": 3900} if i == 2 and rank else {})))
         except RuntimeError as error:
             found.append(str(error))
+            told = i
     torch.cuda.synchronize()
-    off = [y if isinstance(y, str) else float((y - right).abs().max()) for y in found]
-    return ["raised" if isinstance(each, str) else "nan" if each != each else each for each in off]
+    off = [y if isinstance(y, str) else float((y - right[i % 5]).abs().max()) for i, y in enumerate(found)]
+    return ["raised" if isinstance(each, str) else "nan" if each != each else each for each in off], found[told]
 
 
 def test_all_ranks_are_told_of_a_failure_at_the_same_call(gpus):
-    first, second = gpus.values(2, not_waited_for, 200)
-    kinds = [[each if isinstance(each, str) else "right" for each in found] for found in (first, second)]
-    assert kinds[0] == kinds[1]
-    told = kinds[0].index("raised")
-    assert kinds[0] == ["right"] * 2 + ["nan"] * (told - 2) + ["raised"] + ["right"] * (199 - told)
-    assert max(each for each in (*first, *second) if not isinstance(each, str)) < 1e-6
+    found = gpus.values(2, not_waited_for)
+    first, second = ([each if isinstance(each, str) else "right" for each in kinds] for kinds, _ in found)
+    assert first == second
+    told = first.index("raised")
+    assert first == ["right"] * 2 + ["nan"] * (told - 2) + ["raised"] + ["right"] * (len(first) - 1 - told)
+    assert max(each for kinds, _ in found for each in kinds if not isinstance(each, str)) < 1e-6
+    assert all("refused its call, got NaN before, or differed in " in said for _, said in found)
 
 
 def nan_and_then_an_error(group, name):

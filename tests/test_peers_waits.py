@@ -172,9 +172,9 @@ def test_ranks_that_differ_get_nan_at_once_then_an_error_and_then_what_they_ask_
         assert y.isnan()
         assert seconds < SECONDS / 2
         (each,) = said
-        differed = "refused its call, or differed in operation, dtype, columns, rows or options, as of row "
+        differed = "refused its call, got NaN before, or differed in operation, dtype, columns, rows or options, as of row "
         if odd == "arguments":
-            differed = "refused its call" + (": ValueError: cross_entropy: reduction must be " if rank else ", or ")
+            differed = "refused its call" + (": ValueError: cross_entropy: reduction must be " if rank else ", got ")
         odd_one = 1 if odd == "arguments" else 1 - rank
         assert each.startswith(f"cross_entropy: an earlier call gave NaN, because rank {odd_one} {differed}")
         close(again, torch.nn.functional.cross_entropy(X.double(), TARGET))
@@ -250,7 +250,7 @@ def test_a_rank_that_has_gone_ahead_takes_no_message_of_an_earlier_call(ranks, n
                 assert y.isnan().all(), (rank, i, y)
             elif not (i == 2 and y.isnan().all()):  # which rank 0 waited for in vain
                 close(y, right)
-        told = "rank 1 has told nothing of row " if rank == 0 else "a call of rank 0 gave NaN, which row "
+        told = "rank 0 refused its call, got NaN before, " if rank else "rank 1 has told nothing of row "
         assert f"because {told}" in said
 
 
@@ -275,7 +275,7 @@ def first_at_odds(group, name):
 def test_a_first_call_that_differs_loses_no_group(ranks, name):
     for first, second, third in ranks.values(4, on_two, first_at_odds, name)[:2]:
         if name == "linear_cross_entropy":
-            assert "refused its call, or differed in operation, dtype, columns, rows or options. " in first
+            assert "refused its call, got NaN before, or differed in operation, dtype, columns, rows or options. " in first
         else:
             assert first.isnan()
         assert second.startswith(f"{name}: an earlier call gave NaN, because ")

@@ -17,10 +17,10 @@ as long as the group's timeout. Then rows become NaN, and a word tells the host 
 
 The first program also tells every rank which launch this one is: its number, one more than of the launch before, and
 the digest. Who has waited long looks there. A launch of the same number and another digest will never send what this
-one waits for, and a rank whose word is negative has refused its call, or has had a row without all its messages.
+one waits for, and a rank whose word is negative has refused its call, or a launch of it has failed.
 
-Such a rank does not wait as long again, so its launches could run ahead of the others', and tags repeat. Therefore they
-send nothing, and take nothing for theirs, until the hosts begin anew.
+After a launch that has failed a rank waits no more, so it could run ahead of the others, and tags repeat. Therefore its
+later launches send nothing, and no message carries their tag, until the hosts begin anew.
 
 An all_gather of few numbers a row, through the slots by which kernels tell their states.
 
@@ -35,9 +35,7 @@ from fused_softmax.core.kernels.exchange import merged, pack_state, tag_of, wait
 DIGEST = tl.constexpr(0x7FFFFFFF)
 MISSING = tl.constexpr(1)
 DIFFERENT = tl.constexpr(2)
-LOST = tl.constexpr(3)
-REFUSED = tl.constexpr(-1)
-SIGN = tl.constexpr(-(2**63))
+FAILED = tl.constexpr(-(2**63))  # the sign of a rank's word
 NO_TAG = tl.constexpr(2)  # which no message carries
 
 
@@ -111,7 +109,10 @@ def nanoseconds(K: tl.constexpr):
 
 @triton.jit
 def announce(bases_ptr, asked_ptr, rank, ranks, digest, K: tl.constexpr):
-    """Tell every rank which launch this is. asked_ptr: this rank's words, of each rank one."""
+    """Tell every rank which launch this is, or that an earlier one failed. asked_ptr: this rank's words, of each one.
+
+    Another program may say meanwhile that this launch has failed, so its own word is added to.
+    """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
     words = tl.load(bases_ptr + ranks + 2 + j, mask=j < ranks, other=0)
@@ -119,33 +120,21 @@ def announce(bases_ptr, asked_ptr, rank, ranks, digest, K: tl.constexpr):
     tl.debug_barrier()  # all have read it before one writes it
     word = ((((last >> 32) + 1) & DIGEST) << 32) | digest
     word = tl.where(last < 0, last, word)
-    store_far(words + rank * 8, word + tl.zeros([LANES], tl.int64), j < ranks, K)
+    store_far(words + rank * 8, word + tl.zeros([LANES], tl.int64), (j < ranks) & (j != rank), K)
+    tl.atomic_add(asked_ptr + rank, word - last, sem="relaxed")
 
 
 @triton.jit
-def give_up(bases_ptr, asked_ptr, rank, ranks, K: tl.constexpr):
-    """Tell every rank, and later launches of this one, that a launch has failed. What it asked for stays there."""
-    LANES: tl.constexpr = K.lanes
-    j = tl.arange(0, LANES)
-    words = tl.load(bases_ptr + ranks + 2 + j, mask=j < ranks, other=0)
-    word = tl.load(asked_ptr + rank, volatile=True) | SIGN
-    store_far(words + rank * 8, word + tl.zeros([LANES], tl.int64), j < ranks, K)
-
-
-@triton.jit
-def odd_ones(asked_ptr, rank, ranks, K: tl.constexpr):
-    """(the first rank that has refused its call, or whose launch of this number is another; the first other rank of
-    which a launch has failed); K.lanes if there is none.
+def odd_one(asked_ptr, rank, ranks, K: tl.constexpr):
+    """The first other rank that has failed, or whose launch of this number is another; K.lanes if there is none.
 
     This rank's own word is compared as it stands there, so that one that is yet to be written does no harm.
     """
     j = tl.arange(0, K.lanes)
     asked = tl.load(asked_ptr + j, mask=j < ranks, other=0, volatile=True)
     differs = asked ^ tl.load(asked_ptr + rank, volatile=True)
-    odd = (asked == REFUSED) | ((((differs >> 32) & DIGEST) == 0) & ((differs & DIGEST) != 0))
-    lost = (asked < 0) & (j != rank)
-    first = tl.min(tl.where((j < ranks) & odd, j, K.lanes), axis=0)
-    return first, tl.min(tl.where((j < ranks) & lost, j, K.lanes), axis=0)
+    odd = (asked < 0) | ((((differs >> 32) & DIGEST) == 0) & ((differs & DIGEST) != 0))
+    return tl.min(tl.where((j < ranks) & (j != rank) & odd, j, K.lanes), axis=0)
 
 
 @triton.jit
@@ -156,14 +145,14 @@ def wait_long(slot_ptrs, asked_ptr, rank, ranks, message, wanted, tag, limit, K:
     if K.ptx:
         begin = nanoseconds(K)
     while waiting > 0:
-        odd, lost = odd_ones(asked_ptr, rank, ranks, K)  # before the messages, which an earlier launch may have left
+        odd = odd_one(asked_ptr, rank, ranks, K)  # before the messages, which an earlier launch may have left
         message = tl.load(slot_ptrs, mask=wanted & (tag_of(message) != tag), other=message, volatile=True)
         missing = wanted & (tag_of(message) != tag)
         if K.ptx:
             missing = missing & (nanoseconds(K) - begin < limit)
         else:
             missing = missing & (polls < limit)
-        waiting = tl.where(tl.minimum(odd, lost) < K.lanes, 0, tl.max(missing.to(tl.int32), axis=0))
+        waiting = tl.where(odd < K.lanes, 0, tl.max(missing.to(tl.int32), axis=0))
         polls += 1
     return message
 
@@ -190,21 +179,19 @@ def word_of(bases_ptr, ranks):
 
 
 @triton.jit
-def fail(bases_ptr, asked_ptr, row, who, missing, rank, ranks, K: tl.constexpr):
-    """Leave word, for the host and all ranks, of a row for which a rank has sent nothing (missing > 0), or a message
-    of another launch.
+def fail(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K: tl.constexpr):
+    """Leave word of a row for which a rank has sent nothing (lost > 0), or a message of another launch.
 
-    The host's first word stays: who waits no more, as launches after it do, knows less of why.
+    The host's first word stays: who waits no more, as launches after it do, knows less of why. Later launches of this
+    rank are told by its own word, and tell the others.
     """
-    odd, lost = odd_ones(asked_ptr, rank, ranks, K)
-    kind = tl.where(missing > 0, tl.where(lost < K.lanes, LOST, MISSING), DIFFERENT)
-    who = tl.where((missing > 0) & (lost < K.lanes), lost, who)
-    kind = tl.where(odd < K.lanes, DIFFERENT, kind)
+    odd = odd_one(asked_ptr, rank, ranks, K)
+    lost = tl.where(odd < K.lanes, 0, lost)
     who = tl.where(odd < K.lanes, odd, who)
-    word = (row << 16) | (who.to(tl.int64) << 2) | kind
+    word = (row << 16) | (who.to(tl.int64) << 2) | tl.where(lost > 0, MISSING, DIFFERENT)
     at = word_of(bases_ptr, ranks)
     tl.store(at, word, mask=tl.load(at, volatile=True) == 0)
-    give_up(bases_ptr, asked_ptr, rank, ranks, K)
+    tl.atomic_or(asked_ptr + rank, FAILED, sem="relaxed")
 
 
 @triton.jit
@@ -223,9 +210,9 @@ def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, t
     wrong = missing | (heads & ((message & DIGEST) != digest))
     first = tl.min(tl.where(wrong, j, K.lanes), axis=0)
     if first < K.lanes:
-        of_first = tl.max((missing & (j == first)).to(tl.int32), axis=0)
+        lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
         who = tl.where(first < n_states, first // n_parts, first - n_states)
-        fail(bases_ptr, asked_ptr, row, who, of_first, rank, ranks, K)
+        fail(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K)
         s = s + float("nan")
     return m, s, value
 
@@ -273,6 +260,6 @@ def _peer_gather(
             heard_ptr += n
             first = tl.min(tl.where(wrong, j, LANES), axis=0)
             if first < LANES:
-                of_first = tl.max((missing & (j == first)).to(tl.int32), axis=0)
+                lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
                 row = (program * LANES + first) // words % n_rows
-                fail(bases_ptr, asked_ptr, row, other, of_first, rank, ranks, K)
+                fail(bases_ptr, asked_ptr, row, other, lost, rank, ranks, K)

@@ -38,8 +38,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 UNEVEN = "Give the columns of uneven shards to every rank as shard_sizes="
-_DIFFERED = "refused its call, or differed in operation, dtype, columns, rows or options"
-_MISSING, _LOST = 1, 3  # of the words that kernels leave
+_DIFFERED = "refused its call, got NaN before, or differed in operation, dtype, columns, rows or options"
+_MISSING = 1  # of the words that kernels leave
 _REFUSED = -1  # of the words that ranks have of each other
 _PATIENCE = 2.0  # seconds, for a rank that a launch has waited for in vain
 _DEFAULT_SECONDS = 600.0
@@ -149,8 +149,6 @@ class Peers:
         if kind == _MISSING:
             self._patience = min(self.seconds, _PATIENCE)
             return f"rank {rank} has told nothing of row {row} in {self.seconds:g} s"
-        if kind == _LOST:
-            return f"a call of rank {rank} gave NaN, which row {row} waited for"
         return f"rank {rank} {_DIFFERED}, as of row {row}. {UNEVEN}"
 
     def _met(self, name: str, step: int) -> list[int]:
