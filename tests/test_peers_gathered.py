@@ -167,7 +167,8 @@ def test_what_a_rank_does_not_say_is_nan_and_then_an_error(ranks, odd):
         assert together.equal(torch.stack([torch.arange(6.0), torch.arange(10.0, 16.0)]).view(2, 2, 3))
         assert heard[1 - rank].isnan().all()
         assert heard[rank].equal(together[rank])
-        what = {"absent": "has told nothing of row 0 in 1 s", "digest": "refused its call, got NaN before, or differed in "}[odd]
+        differed = "refused its call, got NaN before, or differed in "
+        what = {"absent": "has told nothing of row 0 in 1 s", "digest": differed}[odd]
         assert said.startswith(f"logsumexp: an earlier call gave NaN, because rank {1 - rank} {what}")
 
 

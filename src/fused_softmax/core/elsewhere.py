@@ -79,7 +79,7 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
                     setattr(module, attribute, stand_in)
 
 
-_methods = Tensor.get_device, Tensor.data_ptr, Tensor.is_cuda.__get__
+_methods: Any = Tensor.get_device, Tensor.data_ptr, vars(torch._C.TensorBase)["is_cuda"].__get__
 
 
 def _get_device(tensor: Tensor) -> int:
@@ -87,7 +87,7 @@ def _get_device(tensor: Tensor) -> int:
 
 
 def _data_ptr(tensor: Tensor) -> int:
-    return 2**32 + tensor.storage_offset() * tensor.element_size() if tensor.is_meta else _methods[1](tensor)
+    return 2**32 + int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else _methods[1](tensor)
 
 
 def _is_cuda(tensor: Tensor) -> bool:
