@@ -28,6 +28,7 @@ def here(monkeypatch, tmp_path):
 
 OUTPUTS = {  # of commands that take -o or --out: the arguments, and the suffixes
     "bench": (CUSTOM, ".json"),
+    "bench cold": (("bench", "cold"), ".json"),
     "bench host": (("bench", "host"), ".json"),
     "bench shards": (("bench", "shards"), ".json"),
     "bench tune": (("bench", "tune"), ".json"),
@@ -59,6 +60,7 @@ BAD = [
         for command in (
             "bench",
             "bench one",
+            "bench cold",
             "bench host",
             "bench shards",
             "bench all",
@@ -108,6 +110,11 @@ BAD = [
     ("bench", "--seed", str(2**64)),
     ("bench", "--out", "a" * 248 + ".json"),  # beside which no name is left for what Ctrl-C keeps
     ("bench", "host", "--out", "a" * 248 + ".json"),
+    ("bench", "cold", "--out", "a" * 248 + ".json"),
+    ("bench", "cold", "--only", "nothing"),
+    ("bench", "cold", "--resume"),
+    ("bench", "cold", "--resume", "--force", "--out", "kept.json"),
+    ("bench", "cold", "softmax"),
     ("bench", "--shape", "8"),
     ("bench", "--cols", "8:4"),
     ("bench", "--cols", "1:99999999999"),

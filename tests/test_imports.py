@@ -144,6 +144,8 @@ def test_public_names_are_imported_for_type_checkers_too():
         "bench.measure.clocks",
         "bench.committed",
         "bench.results.fingerprint",
+        "bench.entries.first_calls",
+        "bench.show.first_calls",
         "bench.show.plot",
         "bench.overview",
         "bench.readme",

@@ -146,6 +146,7 @@ def test_a_page_that_cannot_be_written_is_named(here, monkeypatch):
         ("bench", "all", "--out", "new", "--dry-run"),
         ("bench", "compare", "results.json", "results.json"),
         ("bench", "shards", "--list"),
+        ("bench", "cold", "--list"),
         ("report", "results.json", "-o", "new.html"),
         ("trace", "--list"),
         ("trace", "-o", "-"),

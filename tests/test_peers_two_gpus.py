@@ -409,7 +409,7 @@ def alone(group):
 def killed():
     with two() as found:
         for pipe in found._pipes:
-            pipe.send((2, alone, ()))
+            pipe.send((2, alone, (), 0))
         assert found._pipes[0].poll(3 * SECONDS), "rank 0 hangs"
         said = found._pipes[0].recv()
         assert not isinstance(said, Raised), said

@@ -12,7 +12,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.measure import sweeps
 from fused_softmax.bench.results import fingerprint, record
 
-GPU = "NVIDIA H200"  # after which the files are named
+GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # after which files are named
 ALONE = "--provider fused_softmax"
 BESIDE_TORCH = "--provider fused_softmax,torch"
 BESIDE_PEERS = f"{BESIDE_TORCH},liger,quack"
@@ -93,12 +93,13 @@ class State:
 
 
 def state(
-    path: Path, environment: Mapping[str, Any], wanted: Collection[tuple[Case, str]], effort: Mapping[str, Any]
+    path: Path, environment: Mapping[str, Any], wanted: Collection[tuple[Case, str] | str], effort: Mapping[str, Any]
 ) -> State:
     """Compare a file with what would be measured now.
 
     environment: the present one; without a GPU in it, kernels are compared and no GPU or version.
-    wanted: each case and provider that the file's arguments ask for. effort: rounds and others, as a run records them.
+    wanted: each case and provider that the file's arguments ask for, or each first call by its name. effort: rounds
+        and others, as a run records them.
     """
     if not path.exists():
         return State("missing")
@@ -106,14 +107,15 @@ def state(
         run = record.read(path)
     except (OSError, ValueError) as error:
         return State("stale", record.one_line(str(error)))
-    operations = {case.operation for case, _ in wanted}
+    operations = {each[0].operation for each in wanted if not isinstance(each, str)}
     if why := fingerprint.difference(run.environment, environment, operations):
         return State("stale", why)
     facts = _facts(run, environment, effort)
     changes = [f"{name} {then} then, {now} now" for name, then, now in facts if then != now]
     if not run.complete:
         changes.append("its run stopped early")
-    if lacking := len(set(wanted) - {(point.case, point.provider) for point in run.points}):
+    there = {(point.case, point.provider) for point in run.points} | {each.name for each in run.first_calls}
+    if lacking := len(set(wanted) - there):
         changes.append(f"lacks {lacking} of its {len(wanted)} points")
     if changes:
         return State("stale", "; ".join(changes))

@@ -19,12 +19,14 @@ from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.entries.attention_kinds import flops
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, Run
-from fused_softmax.bench.show import plot
+from fused_softmax.bench.show import first_calls, plot
 from fused_softmax.bench.tables import table_row
 
 
 def render(run: Run) -> str:
     """The Markdown between the markers: how it was measured, a row for every shape, absent providers."""
+    if run.first_calls and run.complete:
+        return _of_first_calls(run)
     timed = any(point.kernel for point in run.points)
     if not run.complete or not timed:
         raise ValueError("not a finished run on a GPU: it stopped early" if timed else "it has no kernel figures")
@@ -44,10 +46,18 @@ def render(run: Run) -> str:
     return "\n".join([_about(run), "", *lines, *_notes(run)])
 
 
-def _about(run: Run) -> str:
+def _of_first_calls(run: Run) -> str:
+    heads, rows = first_calls.table(run.first_calls)
+    lines = [table_row(heads), table_row(["---", *["---:"] * (len(heads) - 2), "---"]), *map(table_row, rows)]
+    processor = f"{run.environment['processor']} ({run.environment['cores']} cores)"
+    about = f"{first_calls.ABOUT} {_where(run)}, {processor}. Made by\n`{run.command}`."
+    return "\n".join([about, "", *lines, "", first_calls.apart(run.first_calls)])
+
+
+def _where(run: Run) -> str:
     env = run.environment
     gpu = env["gpu"] or {}
-    where = ", ".join(
+    return ", ".join(
         filter(
             None,
             (
@@ -58,6 +68,9 @@ def _about(run: Run) -> str:
             ),
         )
     )
+
+
+def _about(run: Run) -> str:
     of_products = [bool(flops(point.case)) for point in run.points]
     if any(of_products):
         what = (
@@ -81,7 +94,7 @@ def _about(run: Run) -> str:
             f"Kernel time as GB/s of {record.floor_of(run)}. The ratio compares this package with the best "
             f"{record.ceiling_of(run)} on the same buffers in the same run."
         )
-    return f"{what} {where}. Made by\n`{run.command}`."
+    return f"{what} {_where(run)}. Made by\n`{run.command}`."
 
 
 def _notes(run: Run) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from fused_softmax.bench.committed import State, state
-from fused_softmax.bench.measure import run, saving
+from fused_softmax.bench.measure import cold, run, saving
 from fused_softmax.bench.measure.timing import ContextLost
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import CannotResume
@@ -23,7 +23,7 @@ class Renewal:
     """A committed file and the measurement that makes it."""
 
     name: str
-    asked: run.Asked
+    asked: run.Asked | cold.Asked
     folder: Path
 
     @property
@@ -31,7 +31,7 @@ class Renewal:
         return self.folder / f"{self.name}.json"
 
     def state(self, environment: Mapping[str, Any]) -> State:
-        return state(self.out, environment, self.asked.points, self.asked.effort.recorded())
+        return state(self.out, environment, self.asked.points, self.asked.recorded)
 
 
 def renew(
@@ -79,7 +79,8 @@ def _renewed(renewal: Renewal, progress: Console, say: Say, anew: bool) -> bool:
         say(f"{renewal.name}: failed")
         raise ContextLost(stopped)
     failures = record.failures(measured)
-    words = f"{len(measured.points)} points in {duration(time.monotonic() - start)}"
+    count = f"{len(measured.first_calls)} first calls" if measured.first_calls else f"{len(measured.points)} points"
+    words = f"{count} in {duration(time.monotonic() - start)}"
     say(f"{renewal.name}: measured now: {words}" + (f", {len(failures)} failed" if failures else ""))
     for line in record.without_figure(point for point in measured.points if not point.kernel):
         say(f"  {line}")
@@ -88,12 +89,18 @@ def _renewed(renewal: Renewal, progress: Console, say: Say, anew: bool) -> bool:
 
 def _measured(renewal: Renewal, progress: Console, say: Say, resume: bool) -> tuple[record.Run, str]:
     """The run, and why it ended early or "". It goes on from a partial file, if that is of this source and machine."""
-    quiet = Console(quiet=True)
     if resume and record.partial_path(renewal.out).exists():
         try:
-            measured, stopped, _ = run.measured(renewal.asked, quiet, progress, renewal.out, resume=True)
-            return measured, stopped
+            return _measured_by(renewal, progress, resume=True)
         except CannotResume as error:
             say(f"{renewal.name}: its partial file is left out: {error}")
-    measured, stopped, _ = run.measured(renewal.asked, quiet, progress, renewal.out, resume=False)
+    return _measured_by(renewal, progress, resume=False)
+
+
+def _measured_by(renewal: Renewal, progress: Console, resume: bool) -> tuple[record.Run, str]:
+    asked, quiet = renewal.asked, Console(quiet=True)
+    if isinstance(asked, cold.Asked):
+        measured, stopped, _ = cold.measured(asked, quiet, progress, renewal.out, resume=resume)
+    else:
+        measured, stopped, _ = run.measured(asked, quiet, progress, renewal.out, resume=resume)
     return measured, stopped

@@ -22,7 +22,7 @@ import torch
 import triton
 from triton import knobs
 
-from fused_softmax.core.native import build
+from fused_softmax.core.native import begin, build
 
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
@@ -247,6 +247,7 @@ class _Direct:
 def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded:
     compiled, direct, keeps = None, None, True
     if isinstance(kernel, triton.JITFunction):
+        begin()
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
         with _loading, torch.cuda.device(device), _launchers_later():
             compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)

@@ -1,19 +1,23 @@
 """The few lines of C of this package, built by Triton's own build utility when they are first asked for."""
 
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+
+def begin() -> None:
+    """Have all of it built in threads of its own, beside the first kernels that Triton compiles."""
+    for name, libraries in (("launcher", ("dl",)), ("lookup", ())):
+        _begun(name, libraries)
 
 
 @cache
 def build(name: str, libraries: tuple[str, ...] = ()) -> Any:
     """The module in `name`.c, built once and kept in Triton's cache; None, and a warning, where it cannot be."""
     try:
-        from triton.runtime.build import compile_module_from_src
-
-        source = Path(__file__).with_name(f"{name}.c").read_text()
-        return compile_module_from_src(source, f"fused_softmax_{name}", libraries=list(libraries))
+        return _begun(name, libraries).result()
     except Exception as error:
         warnings.warn(
             f"calls take more of host time, launches about 10 us each: {name}.c could not be built ({error})",
@@ -21,3 +25,20 @@ def build(name: str, libraries: tuple[str, ...] = ()) -> Any:
             stacklevel=2,
         )
         return None
+
+
+@cache
+def _begun(name: str, libraries: tuple[str, ...]) -> "Future[Any]":
+    return _threads().submit(_built, name, list(libraries))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="fused_softmax_build")
+
+
+def _built(name: str, libraries: list[str]) -> Any:
+    from triton.runtime.build import compile_module_from_src
+
+    source = Path(__file__).with_name(f"{name}.c").read_text()
+    return compile_module_from_src(source, f"fused_softmax_{name}", libraries=libraries)

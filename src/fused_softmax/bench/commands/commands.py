@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fused_softmax.bench import cases, catalog
-from fused_softmax.bench.commands import paths
+from fused_softmax.bench.commands import cold, paths
 from fused_softmax.bench.commands.arguments import (
     Listing,
     case_of,
@@ -39,6 +39,8 @@ from fused_softmax.bench.commands.sweep import asked, sweep_command
 from fused_softmax.bench.show.progress import busy, importing
 
 if TYPE_CHECKING:
+    from fused_softmax.bench.measure.cold import Asked as AskedCold
+    from fused_softmax.bench.measure.run import Asked
     from fused_softmax.bench.results.record import Point
 
 MOST_CALLS = 100_000  # of `bench one`: more take minutes, and their average says no more
@@ -62,6 +64,7 @@ class _Bench(click.Group):
 bench = _Bench(sweep_command, name="bench", short_help="Compare implementations with float64, and time them.")
 
 bench.add_command(shards)
+bench.add_command(cold.cold)
 
 
 @bench.command(cls=Listing)
@@ -199,7 +202,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         raise click.UsageError("--resume keeps what is current and --force keeps nothing: give only one of them")
     from rich.console import Console
 
-    from fused_softmax.bench.committed import COMMITTED, GPU
+    from fused_softmax.bench.committed import COMMITTED, GPUS
 
     with importing():
         from fused_softmax.bench import renew
@@ -207,7 +210,7 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         from fused_softmax.bench.results import record
 
     chosen = [
-        renew.Renewal(name, asked(shlex.split(COMMITTED[name].arguments), f"{name}.json"), folder)
+        renew.Renewal(name, asked_of(COMMITTED[name].arguments, f"{name}.json"), folder)
         for name in COMMITTED
         if name in names or not names
     ]
@@ -227,11 +230,18 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     if not measure.on_gpu():
         raise click.ClickException("no GPU: nothing was measured; --dry-run says which files are current")
     environment = run.environment()
-    if environment["gpu"]["name"] != GPU:
-        click.echo(f"note: the files are named after an {GPU}, and this is an {environment['gpu']['name']}", err=True)
+    here = environment["gpu"]["name"]
+    for gpu in sorted({GPUS.get(each.name.partition("_")[0], here) for each in chosen} - {here}):
+        click.echo(f"note: files are named after an {gpu}, and this is an {here}", err=True)
     for renewal in chosen:
         paths.require_writable(renewal.out, f"into {folder}")
     ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
+
+
+def asked_of(arguments: str, out: str) -> "Asked | AskedCold":
+    """The measurement that a row of committed results names. out: the name of the file that is to hold it."""
+    first, *rest = words = shlex.split(arguments)
+    return cold.asked(rest, out) if first == cold.cold.name else asked(words, out)
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:

@@ -103,13 +103,10 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     """
     files = {name: options.pop(name) for name in ("out", "plot", "resume")}
     out, resume, force = files["out"], files["resume"], options.pop("force")
-    if resume and not out:
-        raise click.UsageError("--resume continues the file that --out names: give --out too")
-    if resume and force:
-        raise click.UsageError("--resume keeps what was measured and --force keeps nothing: give only one of them")
+    require_resumable(out, resume=resume, force=force)
     # Names are checked before PyTorch is imported, which takes seconds.
     measured = _measured(options)
-    _require_files(out, files["plot"], replace=resume or force)
+    require_files(out, files["plot"], replace=resume or force)
     from fused_softmax.bench.results.record import CannotResume, earlier
 
     try:
@@ -128,7 +125,16 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     ctx.exit(code)
 
 
-def _require_files(out: Path | None, plot: Path | None, *, replace: bool) -> None:
+def require_resumable(out: Path | None, *, resume: bool, force: bool) -> None:
+    """UsageError for options that contradict each other."""
+    if resume and not out:
+        raise click.UsageError("--resume continues the file that --out names: give --out too")
+    if resume and force:
+        raise click.UsageError("--resume keeps what was measured and --force keeps nothing: give only one of them")
+
+
+def require_files(out: Path | None, plot: Path | None = None, *, replace: bool) -> None:
+    """UsageError for files that cannot be written, or that exist and are not to be replaced."""
     from fused_softmax.bench.results import record
 
     outputs = [path for path in (out, out and record.partial_path(out), plot) if path]

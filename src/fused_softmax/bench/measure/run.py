@@ -59,6 +59,11 @@ class Asked:
         return measure.Effort(self.reps or rounds, budget_ms, self.seed, not self.verify_only, bool(self.names))
 
     @property
+    def recorded(self) -> dict[str, Any]:
+        """The options of the run."""
+        return self.effort.recorded()
+
+    @property
     def points(self) -> set[tuple[Case, str]]:
         """The cases and providers of the points that a GPU's run has."""
         return {(case, name) for case in self.chosen for name in measure.known(case, self.providers)}
@@ -98,8 +103,9 @@ def measured(
     cannot be written: at once, for nothing that is measured later could be kept either.
     """
     gpu, chosen = measure.on_gpu(), asked.chosen
-    run = Run(environment(), asked.command, options=asked.effort.recorded())
-    held = hold(run, out) if resume and out else Held()
+    run = Run(environment(), asked.command, options=asked.recorded)
+    old = earlier_of(run, out) if resume and out else None
+    held = Held(old.points if old else ())
     report.print_head(run, console, gpu)
     if not gpu and asked.standing:
         chosen = sweeps.cut(chosen, CPU_ELEMENTS)
@@ -116,16 +122,16 @@ def measured(
     return run, stopped, save(run, out)
 
 
-def hold(run: Run, out: Path) -> Held:
-    """The points to keep. CannotResume if their source, machine or effort differs from this run's."""
+def earlier_of(run: Run, out: Path) -> Run | None:
+    """The run that this one continues. CannotResume if its source, machine or effort differs from this run's."""
     old = earlier(out)
     if old is None:
-        return Held()
+        return None
     if difference := mismatch(old, run):
         raise CannotResume(f"cannot resume {out.name}: {difference}. Give another --out, or leave out --resume")
     if old.command != run.command:
         run.command = f"{old.command} && {run.command}"
-    return Held(old.points)
+    return old
 
 
 def run_cases(

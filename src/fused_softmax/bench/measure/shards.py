@@ -290,7 +290,7 @@ def run(asked: Asked, out: Path | None, console: Console) -> int:
         gpu = ranks.device.type == "cuda"
         speaks = ranks.rank == 0
         done = record.Run(record.environment(*gpu_facts() if gpu else ()), asked.command)
-        done.options = asked.effort.recorded()
+        done.options = asked.recorded
         done.options["ranks"] = ranks.n
         if speaks:
             _print_head(done, ranks, asked.standing, console)

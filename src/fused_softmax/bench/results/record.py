@@ -107,9 +107,52 @@ class Check:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel that Triton compiled, with its seconds: of all, and of each stage of the compiler by its name."""
+
+    name: str
+    seconds: float
+    stages: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The first calls of a process whose cache of kernels was empty.
+
+    call_s: the seconds of each call, until the GPU is idle, with all that it compiles, builds and loads.
+    kernels: those that were compiled. module_s: the seconds of building each C module, Triton's and this package's.
+    import_s, context_s: the seconds of importing PyTorch, Triton and this package, and of making CUDA's context. They
+    are no part of the calls'.
+    """
+
+    name: str
+    call_s: list[float]
+    kernels: list[CompiledKernel]
+    module_s: list[float]
+    import_s: float
+    context_s: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.call_s)
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """The seconds of each stage of the compiler, over all kernels."""
+        found: dict[str, float] = {}
+        for kernel in self.kernels:
+            for name, seconds in kernel.stages.items():
+                found[name] = found.get(name, 0.0) + seconds
+        return found
+
+
 @dataclass
 class Run:
-    """A run. options: what its points depend on beside their cases: rounds, milliseconds, seed, whether timed."""
+    """A run: points and checks, or first calls.
+
+    options: what its points depend on beside their cases: rounds, milliseconds, seed, whether timed.
+    """
 
     environment: dict[str, Any]
     command: str
@@ -118,6 +161,7 @@ class Run:
     complete: bool = False
     schema: int = SCHEMA
     options: dict[str, Any] = field(default_factory=dict)
+    first_calls: list[FirstCall] = field(default_factory=list)
 
 
 def save(run: Run, path: Path) -> None:
@@ -142,7 +186,13 @@ def load(path: Path) -> Run:
         raise ValueError(f"{path.name} has schema {data.get('schema')!r}; this version reads {SCHEMA}")
     points = [_point(point) for point in data.pop("points")]
     checks = [Check(**check) for check in data.pop("checks")]
-    return Run(points=points, checks=checks, **data)
+    first_calls = [first_call(each) for each in data.pop("first_calls", ())]
+    return Run(points=points, checks=checks, first_calls=first_calls, **data)
+
+
+def first_call(data: dict[str, Any]) -> FirstCall:
+    """What a file, or the process that measured it, says of a first call."""
+    return FirstCall(**data | {"kernels": [CompiledKernel(**each) for each in data["kernels"]]})
 
 
 def read(path: Path) -> Run:
@@ -166,7 +216,8 @@ def read(path: Path) -> Run:
 
 def _require_kinds(run: Run) -> None:
     """TypeError where a value is not of the type that its field says, or is one that no run has."""
-    for each in (run, *run.points, *run.checks):
+    kernels = (kernel for first in run.first_calls for kernel in first.kernels)
+    for each in (run, *run.points, *run.checks, *run.first_calls, *kernels):
         parts = (getattr(each, part) for part in ("kernel", "call", "ceiling") if getattr(each, part, None))
         for record in (each, *parts):
             for name, kind in get_type_hints(type(record)).items():
@@ -178,6 +229,10 @@ def _require_kinds(run: Run) -> None:
         isinstance(each.get("throttled", []), list) for each in clocks
     ):
         raise TypeError("facts of a GPU of another kind")
+    for first in run.first_calls:
+        figures = [*first.call_s, *first.module_s, *(s for kernel in first.kernels for s in kernel.stages.values())]
+        if not first.call_s or not all(_is(each, float) and 0 <= each < 1e9 for each in figures):
+            raise TypeError("seconds that no call takes")
     for point in run.points:
         shape, dim = point.parameters.get("shape", [1]), point.parameters.get("dim", -1)
         if not isinstance(shape, list) or not shape or not isinstance(dim, int) or not -1 <= dim < len(shape):

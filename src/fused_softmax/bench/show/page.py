@@ -15,7 +15,7 @@ from fused_softmax.bench import committed
 from fused_softmax.bench.catalog import PROVIDERS
 from fused_softmax.bench.results import fingerprint, record
 from fused_softmax.bench.results.record import Run
-from fused_softmax.bench.show import charts, summary
+from fused_softmax.bench.show import charts, first_calls, summary
 from fused_softmax.core import files
 
 # Colours for a white page, and their replacements on a black one.
@@ -41,6 +41,8 @@ class Part:
     def title(self) -> str:
         """Its name for people: of a file that is not committed, its operations."""
         operations = dict.fromkeys(summary.title_of(point.operation) for point in self.run.points)
+        if self.run.first_calls:
+            operations["First calls"] = None
         if self.stem in committed.COMMITTED:
             return committed.COMMITTED[self.stem].title
         return ", ".join(operations) or "No results"
@@ -49,7 +51,9 @@ class Part:
     def about(self) -> str:
         """What it holds, in a line."""
         names = ("shape", "shapes"), ("dtype", "dtypes"), ("implementation", "implementations")
-        points = self.run.points
+        points, first = self.run.points, self.run.first_calls
+        if first:
+            return f"{len(first)} processes, {sum(len(each.kernels) for each in first)} kernels compiled"
         counts = (len({each(p) for p in points}) for each in (_shape, lambda p: p.dtype, lambda p: p.provider))
         return ", ".join(f"{n} {several if n != 1 else one}" for n, (one, several) in zip(counts, names, strict=True))
 
@@ -93,6 +97,14 @@ class Part:
         return lines
 
     @property
+    def first_calls(self) -> first_calls.Table | None:
+        return first_calls.table(self.run.first_calls) if self.run.first_calls else None
+
+    @property
+    def about_first_calls(self) -> str:
+        return f"{first_calls.ABOUT} {first_calls.apart(self.run.first_calls)}"
+
+    @property
     def rows(self) -> Iterable[dict[str, Any]]:
         """All figures, one row for each point."""
         for point in self.run.points:
@@ -133,12 +145,14 @@ def render(parts: Sequence[Part], title: str) -> str:
             of_others.setdefault(each.difference, []).append(each)
     specs = {chart.name: charts.bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
     gpus = dict.fromkeys(each.gpu for each in parts)
+    summaries = summary.summaries(runs)
     return environment.get_template("report.html").render(
         title=title,
         parts=parts,
         gpus=list(gpus),
         titles={each.stem: each.title for each in parts},
-        summaries=summary.summaries(runs),
+        summaries=summaries,
+        several_machines=len({each.machine for each in summaries}) > 1,
         checked=summary.checked(runs.values()),
         of_others=of_others,
         specs=packed(specs),

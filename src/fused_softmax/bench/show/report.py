@@ -11,7 +11,8 @@ from rich.table import Table
 from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.entries.attention_kinds import flops
 from fused_softmax.bench.results.compare import Comparison
-from fused_softmax.bench.results.record import Point, Run, ceiling_of, floor_of, rows_only, without_figure
+from fused_softmax.bench.results.record import FirstCall, Point, Run, ceiling_of, floor_of, rows_only, without_figure
+from fused_softmax.bench.show import first_calls
 from fused_softmax.classic.naive import naive_traffic
 from fused_softmax.core.plan import Device, RowPlan
 from fused_softmax.ops.attention.plan.hopper import plan_hopper
@@ -47,6 +48,8 @@ def print_run(run: Run, console: Console) -> None:
         print_table(run, console, "largest error against float64, and the error allowed", error)
     if any(point.memory_bytes and "cross_entropy" in point.operation for point in run.points):
         print_table(run, console, "memory: MiB that a call allocated at most, beside its inputs", memory)
+    if run.first_calls:
+        print_first_calls(run.first_calls, console)
     for check in run.checks:
         detail = check.message or f"largest error {check.error:.1e}"
         shape = f"{check.n_rows} x {check.n_cols} {check.dtype}"
@@ -76,6 +79,17 @@ def print_table(
         table.add_row(str(case), *cells)
     console.print(table)
     console.print()
+
+
+def print_first_calls(found: Sequence[FirstCall], console: Console) -> None:
+    heads, rows = first_calls.table(found)
+    say(console, f"{first_calls.TITLE}. {first_calls.ABOUT}")
+    table = new_table(console, "", *heads[1:-1])
+    table.add_column(heads[-1], overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    say(console, first_calls.apart(found))
 
 
 def top(point: Point) -> str:

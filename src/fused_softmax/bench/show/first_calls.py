@@ -1,0 +1,59 @@
+"""The table of first calls, which the terminal, the report and the page of results show. Standard library only."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fused_softmax.bench.entries.first_calls import CALLS
+from fused_softmax.bench.results.record import FirstCall
+
+TITLE = "First calls of a new process whose cache of kernels is empty"
+ABOUT = (
+    "Seconds until the GPU is idle, with all that the calls compile, build and load. Imports and CUDA's context are no "
+    "part of them. The compiler's seconds are the sum over the kernels compiled; the stages after it are parts of it. "
+    "The rest is what the compiler does not take, such as loading, the work itself, and building what is left of the C "
+    "modules, Triton's and this package's, which are built beside the compiler."
+)
+
+
+class Table(NamedTuple):
+    heads: list[str]
+    rows: list[list[str]]
+
+
+def table(first_calls: Sequence[FirstCall]) -> Table:
+    """A row for each process, and one for all together if there are several. The first column is of words."""
+    stages = list(dict.fromkeys(stage for each in first_calls for stage in each.stages))
+    heads = ["first call", "calls", "seconds", "slowest call", "kernels", "compiler", *stages, "C modules", "rest"]
+    rows = [[about(each.name), *_cells([each], stages), _slowest(each)] for each in first_calls]
+    if first_calls[1:]:
+        rows.append(["all", *_cells(first_calls, stages), ""])
+    return Table([*heads, "slowest kernel"], rows)
+
+
+def about(name: str) -> str:
+    return CALLS[name].about if name in CALLS else name
+
+
+def _cells(of: Sequence[FirstCall], stages: Sequence[str]) -> list[str]:
+    kernels = [kernel for each in of for kernel in each.kernels]
+    calls = [seconds for each in of for seconds in each.call_s]
+    compiler = sum(kernel.seconds for kernel in kernels)
+    modules = sum(seconds for each in of for seconds in each.module_s)
+    by_stage = (sum(kernel.stages.get(stage, 0.0) for kernel in kernels) for stage in stages)
+    times = (f"{seconds:.2f}" for seconds in (compiler, *by_stage, modules, sum(calls) - compiler))
+    return [str(len(calls)), f"{sum(calls):.2f}", f"{max(calls):.2f}", str(len(kernels)), *times]
+
+
+def _slowest(of: FirstCall) -> str:
+    slowest = max(of.kernels, key=lambda kernel: kernel.seconds, default=None)
+    return f"{slowest.name} {slowest.seconds:.2f}" if slowest else ""
+
+
+def apart(first_calls: Sequence[FirstCall]) -> str:
+    """What is no part of the calls' seconds, in words."""
+    spans = (
+        f"{min(seconds):.1f} to {max(seconds):.1f} s"
+        for seconds in ([each.import_s for each in first_calls], [each.context_s for each in first_calls])
+    )
+    imports, context = spans
+    return f"Before its first call, a process took {imports} to import, and {context} to make CUDA's context."
