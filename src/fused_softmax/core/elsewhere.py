@@ -80,6 +80,7 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
 
 
 _methods: Any = Tensor.get_device, Tensor.data_ptr, vars(torch._C.TensorBase)["is_cuda"].__get__
+_storages: dict[int, int] = {}  # a number for each: none overlaps another
 
 
 def _get_device(tensor: Tensor) -> int:
@@ -87,7 +88,10 @@ def _get_device(tensor: Tensor) -> int:
 
 
 def _data_ptr(tensor: Tensor) -> int:
-    return 2**32 + int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else _methods[1](tensor)
+    if not tensor.is_meta:
+        return _methods[1](tensor)
+    number = _storages.setdefault(tensor.untyped_storage()._cdata, len(_storages) + 1)
+    return number * 2**40 + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _is_cuda(tensor: Tensor) -> bool:
