@@ -89,7 +89,7 @@ def compiling(
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ValueError(f"warmup: processes must be a positive int, got {processes!r}")
     processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    given = pickle.dumps((_pickled(list(calls)), _card(device), processes))
+    given = pickle.dumps((_pickled(list(calls)), _card(device), processes, sys.path))
     environment = dict(os.environ)
     if folder is not None:
         _require_writable(Path(folder))

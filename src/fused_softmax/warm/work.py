@@ -1,6 +1,6 @@
 """The process in which `warmup` plans its calls and compiles their kernels: `python -m fused_softmax.warm.work`.
 
-It reads a pickle of (calls, each a pickle, device, processes), and prints a line of JSON for each kernel: its name,
+It reads a pickle of (calls, each a pickle, device, processes, sys.path), and prints a line of JSON for each kernel: its name,
 the seconds that it took, and whether Triton's cache had it. It changes its own modules, and ends.
 """
 
@@ -32,7 +32,7 @@ _jobs: list[Job] = []  # which the processes that are forked have too
 
 
 def main() -> int:
-    calls, device, processes = pickle.load(sys.stdin.buffer)
+    calls, device, processes, sys.path[:] = pickle.load(sys.stdin.buffer)  # where the calls' own modules are too
     importlib.import_module("fused_softmax.nn")  # all of the package, before stand-ins take their places
     prepare, found = launch.prepare, list[Job]()
     stand_in_for(device, found)
