@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -132,6 +133,12 @@ def test_the_command_writes_what_it_measures(gpu, tmp_path):
 def test_all_are_measured_unless_some_are_named(gpu):
     assert bench_cold().exit_code == 0
     assert gpu == list(CALLS)
+
+
+def test_first_calls_import_no_sympy():
+    script = Path(__file__).with_name("imports_of_calls.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def test_several_processes_at_once_record_all_in_their_order(gpu, monkeypatch, tmp_path):

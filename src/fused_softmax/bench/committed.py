@@ -77,6 +77,7 @@ COMMITTED = {
         "Attention and its gradient, also with a bias, softcap or sinks",
         "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
     ),
+    "h100_cold": Row("First calls, with an empty cache of kernels", "cold --at-once 6"),
 }
 
 

@@ -1,7 +1,7 @@
 """The process in which `warmup` plans its calls and compiles their kernels: `python -m fused_softmax.warm.work`.
 
-It reads a pickle of (calls, each a pickle, device, processes, sys.path), and prints a line of JSON for each kernel: its name,
-the seconds that it took, and whether Triton's cache had it. It changes its own modules, and ends.
+It reads a pickle of (calls, each a pickle, device, processes, sys.path), and prints a line of JSON for each kernel: its
+name, the seconds that it took, and whether Triton's cache had it. It changes its own modules, and ends.
 """
 
 import contextlib

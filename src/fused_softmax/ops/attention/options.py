@@ -4,7 +4,7 @@ Shapes and dtypes are checked as scaled_dot_product_attention checks them, befor
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -176,8 +176,20 @@ def without_causal_bias(
 def broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """The leading shape of the output: [..., heads]."""
     if not enable_gqa:
-        return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
-    return (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]), query.shape[-3])
+        return _broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    return (*_broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]), query.shape[-3])
+
+
+def _broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """As torch.broadcast_shapes, which imports sympy, a second of a first call."""
+    found = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for i in range(-len(shape), 0):
+            if type(shape[i]) is not int or (shape[i] != 1 != found[i] != shape[i]):
+                return tuple(torch.broadcast_shapes(*shapes))  # its error, or sizes that a compiler knows by name
+            if shape[i] != 1:
+                found[i] = shape[i]
+    return tuple(found)
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:

@@ -85,7 +85,12 @@ class RowFunction:
         """The shape of the result, or torch's error for the dims."""
         if not self.reduces:
             return tuple(input.shape)
-        like = torch.empty_like(input, device="meta", requires_grad=False)
+        n = input.dim()
+        places = {dim % n for dim in dims if -n <= dim < n} if n else set()
+        if places and len(places) == len(dims) and input.numel() and input.is_floating_point():
+            sizes = enumerate(input.shape)
+            return tuple(1 if i in places else size for i, size in sizes if keepdim or i not in places)
+        like = torch.empty_like(input, device="meta", requires_grad=False)  # which imports sympy
         return tuple(torch.logsumexp(like, dims[0] if len(dims) == 1 else dims, keepdim).shape)
 
 
