@@ -86,7 +86,7 @@ class RowFunction:
         if not self.reduces:
             return tuple(input.shape)
         n = input.dim()
-        places = {dim % n for dim in dims if -n <= dim < n} if n else set()
+        places = {dim % n for dim in dims if type(dim) is int and -n <= dim < n} if n else set()
         if places and len(places) == len(dims) and input.numel() and input.is_floating_point():
             sizes = enumerate(input.shape)
             return tuple(1 if i in places else size for i, size in sizes if keepdim or i not in places)
