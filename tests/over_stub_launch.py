@@ -3,8 +3,10 @@
 With FUSED_SOFTMAX_PUBLIC_LAUNCH=1 the same must hold of the fallback, save what only the direct way promises.
 """
 
+import io
 import os
 import struct
+import sys
 import timeit
 from threading import Barrier, Thread
 
@@ -16,7 +18,7 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from fused_softmax.core import launch
+from fused_softmax.core import launch, progress
 from fused_softmax.core.launch import prepare
 
 stub = stub_driver.activate()
@@ -49,6 +51,19 @@ def test_the_driver_gets_the_grid_and_the_arguments():
     assert got.arguments[:2] == (X.data_ptr(), Y.data_ptr())
     assert [argument & 0xFFFFFFFF for argument in got.arguments[2:5]] == [1024, 64, 1000]
     assert struct.unpack("f", struct.pack("I", got.arguments[5] & 0xFFFFFFFF)) == (1.5,)
+
+
+def test_a_terminal_is_told_what_is_compiled(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "_AFTER", -1.0)  # at once
+    monkeypatch.delenv("TERM", raising=False)
+    prepare_scale(block_cols=4096)
+    assert "a first call compiles _scale" in terminal.getvalue()
+    said = terminal.getvalue()
+    prepare_scale(block_cols=4096)
+    assert terminal.getvalue() == said
 
 
 def test_it_launches_what_kernel_grid_launches():

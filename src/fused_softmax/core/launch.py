@@ -23,6 +23,7 @@ import triton
 from triton import knobs
 
 from fused_softmax.core.native import begin, build
+from fused_softmax.core.progress import compiling
 
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
@@ -249,7 +250,7 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded
     if isinstance(kernel, triton.JITFunction):
         begin()
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
-        with _loading, torch.cuda.device(device), _launchers_later():
+        with _loading, compiling(kernel.__name__), torch.cuda.device(device), _launchers_later():
             compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
             if isinstance(compiled, triton.compiler.CompiledKernel):
                 compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
