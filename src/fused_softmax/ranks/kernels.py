@@ -245,10 +245,9 @@ def _peer_gather(
     row_at += start
     if K.publish:
         own = tl.load(own_ptr + at, mask=at < n, other=0).to(tl.int64)
-        for other in range(ranks):
+        for other in range(tl.where(tag == NO_TAG, 0, ranks)):
             base = tl.load(bases_ptr + other)
-            own_at = base + (row_at + rank * LANES + j) * 8
-            store_far(own_at, (own << 32) | digest | (tag << 31), (j < LANES) & (tag != NO_TAG), K)
+            store_far(base + (row_at + rank * LANES + j) * 8, (own << 32) | digest | (tag << 31), j < LANES, K)
         if program == 0:
             announce(bases_ptr, asked_ptr, rank, ranks, digest, K)
     if K.collect:
