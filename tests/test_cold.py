@@ -177,6 +177,14 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+def test_rows_of_an_earlier_run_are_kept_whatever_is_asked_for_now(gpu, tmp_path):
+    assert bench_cold("--only", "log-softmax", "--out", "cold.json").exit_code == 0
+    result = bench_cold("--only", "softmax", "--out", "cold.json", "--resume")
+    assert result.exit_code == 0, result.output
+    assert gpu == ["log_softmax", "softmax"]
+    assert {each.name for each in record.read(tmp_path / "cold.json").first_calls} == {"softmax", "log_softmax"}
+
+
 def test_a_process_that_fails_is_named_and_the_others_are_measured(gpu, monkeypatch, tmp_path):
     told = cold.measure
 

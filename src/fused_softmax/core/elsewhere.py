@@ -1,6 +1,7 @@
 """Calls for a GPU that need not be here: the host's own path, on tensors without memory, up to its launches.
 
-`stand_in_for` puts stand-ins into this package's modules, so it is for a process that ends with the work.
+`stand_in_for` puts stand-ins into this package's modules and into torch.Tensor, so it is for a process that ends with
+the work.
 """
 
 import sys
@@ -18,7 +19,7 @@ from fused_softmax.core.plan import Device
 def like(
     shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, requires_grad: bool = False, offset: int = 0
 ) -> Tensor:
-    """A tensor of these facts without memory; it begins `offset` elements after 16 bytes."""
+    """A tensor of these facts without memory. It begins `offset` elements after an address aligned to 16 bytes."""
     last = -1 if 0 in shape else sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     made = torch.empty(offset + last + 1, dtype=dtype, device="meta").as_strided(tuple(shape), tuple(strides), offset)
     return made.detach().requires_grad_(requires_grad)
@@ -49,9 +50,9 @@ class _Nothing:
 
 
 def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
-    """From now on tensors without memory are on `device`, its number 0, and nothing watches a call.
+    """From now on tensors without memory pass for tensors on `device`, as number 0, and nothing watches a call.
 
-    found: takes launches, none of which is made.
+    found: the list that launches are appended to, instead of being made.
     """
 
     def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), plan=None, **options) -> Any:
@@ -80,7 +81,7 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
 
 
 _methods: Any = Tensor.get_device, Tensor.data_ptr, vars(torch._C.TensorBase)["is_cuda"].__get__
-_storages: dict[int, int] = {}  # a number for each: none overlaps another
+_storages: dict[int, int] = {}  # a number for each storage, so that no two addresses overlap
 
 
 def _get_device(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The few lines of C of this package, built by Triton's own build utility when they are first asked for."""
+"""The few lines of C of this package, built by Triton's own build utility when the first kernel is compiled."""
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def begin() -> None:
-    """Have all of it built in threads of its own, beside the first kernels that Triton compiles."""
+    """Start to build every module, each in a thread, so that Triton can compile the first kernels meanwhile."""
     for name, libraries in (("launcher", ("dl",)), ("lookup", ())):
         _begun(name, libraries)
 

@@ -1,4 +1,4 @@
-"""A line on the terminal while first calls compile for longer than a second. It goes when the kernel is there."""
+"""A line on the terminal if first calls compile for longer than a second. It disappears when the kernel is done."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ _AFTER = 1.0  # seconds
 _WANTED = os.environ.get("FUSED_SOFTMAX_PROGRESS") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
 _CLEAR = "\r\x1b[K"
 
-_since = _last = 0.0  # when the kernels that are compiled one after another began, and the last of them ended
+_since = _last = 0.0  # when the present series of compilations began, and when its latest one ended
 
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """Around what may compile a kernel; one thread at a time. Nobody sees it where stderr is no terminal."""
+    """Put this around what may compile a kernel, one thread at a time. If stderr is no terminal, it writes nothing."""
     global _since, _last
     if not _WANTED or not _is_terminal():
         yield
@@ -58,5 +58,5 @@ def _write(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (AttributeError, OSError, ValueError):  # it has gone meanwhile
+    except (AttributeError, OSError, ValueError):  # the terminal is gone by now
         pass

@@ -43,7 +43,7 @@ NO_TAG = tl.constexpr(2)  # which no message carries
 def turn_of(slots_ptr, own, set_size, asked_ptr, rank, K: tl.constexpr):
     """(where this launch's set begins, its tag), by the slot `own`, which no other program writes.
 
-    The tag is NO_TAG once a launch of this rank has failed.
+    The tag is NO_TAG once a launch of this rank has failed, or its host has refused a call.
     """
     first = tag_of(tl.load(slots_ptr + own, volatile=True))
     second = tag_of(tl.load(slots_ptr + set_size + own, volatile=True))
@@ -109,9 +109,10 @@ def nanoseconds(K: tl.constexpr):
 
 @triton.jit
 def announce(bases_ptr, asked_ptr, rank, ranks, digest, K: tl.constexpr):
-    """Tell every rank which launch this is, or that an earlier one failed. asked_ptr: this rank's words, of each one.
+    """Tell every rank which launch this is, or that an earlier one failed. asked_ptr: this rank's words, one a rank.
 
-    Another program may say meanwhile that this launch has failed, so its own word is added to.
+    Another program of this launch may set the sign of this rank's own word meanwhile. So the word is added to, and not
+    overwritten.
     """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -126,7 +127,7 @@ def announce(bases_ptr, asked_ptr, rank, ranks, digest, K: tl.constexpr):
 
 @triton.jit
 def odd_one(asked_ptr, rank, ranks, K: tl.constexpr):
-    """The first other rank that has failed, or whose launch of this number is another; K.lanes if there is none.
+    """The first other rank that has failed or refused, or whose launch of this number differs; K.lanes: there is none.
 
     This rank's own word is compared as it stands there, so that one that is yet to be written does no harm.
     """
@@ -182,8 +183,8 @@ def word_of(bases_ptr, ranks):
 def fail(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K: tl.constexpr):
     """Leave word of a row for which a rank has sent nothing (lost > 0), or a message of another launch.
 
-    The host's first word stays: who waits no more, as launches after it do, knows less of why. Later launches of this
-    rank are told by its own word, and tell the others.
+    The first word for the host stays, because later launches do not wait, and so know less of the cause. They learn of
+    the failure from this rank's own word, and tell the other ranks.
     """
     odd = odd_one(asked_ptr, rank, ranks, K)
     lost = tl.where(odd < K.lanes, 0, lost)

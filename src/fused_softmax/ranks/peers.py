@@ -8,8 +8,8 @@ captured graph. It is never multicast. On CPU ranks, whose kernels are interpret
 
 Beside the slots of rows each rank has a word of every rank's: which launch that rank is in, by its number among the
 group's, and a digest of what it asks there. Who waits compares these words. So launches that differ end at once in NaN,
-whichever slots they wait on; and so do launches that wait for a rank that has refused its call, or whose last launch
-has failed: its word is negative. Until its host recovers, such a rank gives NaN and sends nothing.
+whichever slots they wait on. So do launches that wait for a rank whose word is negative: it has refused its call, or an
+earlier launch of it has failed. Until its host recovers, such a rank gives NaN, and sends its word but no messages.
 
 A launch that has failed leaves a word for its host, whose next call then recovers. Hosts talk by a file that all map.
 They tell each other how many calls they have made. The group's backend takes no part, because other collectives may be

@@ -35,7 +35,7 @@ def _parse(text: str) -> str:
     return cases.find("first call", text, CALLS)
 
 
-@click.command(cls=_Cold, short_help="Time first calls, and what they compile, each in a process of its own.")
+@click.command(cls=_Cold, short_help="Time first calls and what they compile, in a new process for each row.")
 @click.option(
     "--only", "names", metavar="NAME", multiple=True, callback=values_of(listed(_parse)),
     help="Only these; --list names them.",
@@ -53,12 +53,12 @@ def _parse(text: str) -> str:
 @list_option
 @click.pass_context
 def cold(ctx: click.Context, names: list[str], at_once: int, out: Path | None, resume: bool, force: bool) -> None:
-    """Time first calls on this GPU: each in a process of its own, which has no compiled kernel.
+    """Time first calls on this GPU. Each row is a new process, which finds no compiled kernel.
 
-    A row has the seconds of a process's first calls until the GPU is idle, the kernels that they compile, and the
-    seconds of each stage of the compiler. Importing PyTorch and making CUDA's context are timed apart. Some rows are
-    of several calls: a server's batch sizes from 1 to 512, or lengths of contexts. Ctrl-C keeps the rows that were
-    measured.
+    A row has the seconds of its calls until the GPU is idle, the number of kernels that they compile, and the seconds
+    of each stage of the compiler. Importing PyTorch and making CUDA's context are timed separately. Some rows make
+    several calls, one for each of a server's batch sizes from 1 to 512, or for each length of context. Ctrl-C keeps
+    the rows that were measured.
     """
     require_resumable(out, resume=resume, force=force)
     require_files(out, replace=resume or force)

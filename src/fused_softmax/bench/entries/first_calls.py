@@ -28,7 +28,8 @@ Call = Callable[..., Any]
 class FirstCalls:
     """Calls that one process makes in turn.
 
-    cases: one for each call; its operation makes the inputs. call: takes them; None for our call of the operation.
+    cases: one for each call; its operation makes the inputs. call: the function that takes the inputs. None: this
+        package's call of that operation.
     """
 
     about: str
@@ -37,7 +38,7 @@ class FirstCalls:
 
 
 def both_passes(function: Call) -> Call:
-    """A call of what requires a gradient, and its backward pass."""
+    """The function on an input that requires a gradient, and then the backward pass."""
 
     def call(x: Any, *more: Any) -> None:
         y = function(x.detach().requires_grad_(), *more)
@@ -72,7 +73,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "linear_cross_entropy": (4096, 4096, VOCABULARY),
     "attention_decode": (8, 8, 4096, 128),
 }
-# What has no operation of its own: by name, whose inputs it has, what it is, and the call.
+# Calls that are no operation of the bench. By name: the operation whose inputs they take, a title, and the function.
 _OTHERS: dict[str, tuple[str, str, Call]] = {
     "softmax_trained": ("softmax", "softmax, both passes", both_passes(lambda x: ours.softmax(x, -1))),
     "log_softmax": ("softmax", "log_softmax", lambda x: ours.log_softmax(x, -1)),
@@ -105,7 +106,7 @@ _OTHERS: dict[str, tuple[str, str, Call]] = {
 }  # fmt: skip
 _BATCHES = [(n, VOCABULARY) for n in BATCHES]
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-# A server's calls, of operations: what comes one after another, its shapes, and the dtypes.
+# Rows of many calls, as a server makes them. By operation: what changes from call to call, the shapes, the dtypes.
 _IN_TURN: dict[str, tuple[str, Sequence[tuple[int, ...]], Sequence[str]]] = {
     "softmax": ("batches", _BATCHES, ("bf16", "fp32")),
     **dict.fromkeys(("sample", "sample_top_k", "sample_top_p", "sample_min_p"), ("batches", _BATCHES, ("bf16",))),

@@ -29,9 +29,9 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True)
 class Asked:
-    """First calls as the arguments ask for them, by name. recorded: the options of a run of them.
+    """What the arguments ask for. points: the names of the first calls. recorded: the options of the run.
 
-    at_once: how many processes there are at a time.
+    at_once: how many processes run at a time.
     """
 
     command: str
@@ -81,7 +81,8 @@ def _measure(
                 except Failed as error:
                     line = f"failed: {error}"
                     failures.append(f"{name} {line}")
-                found.first_calls = [kept[each] for each in names if each in kept]
+                others = [each for name, each in kept.items() if name not in names]
+                found.first_calls = [*others, *(kept[each] for each in names if each in kept)]
                 if out:
                     saving.save(found, record.partial_path(out))
                 rest = (time.monotonic() - start) / number * (len(left) - number)
@@ -99,7 +100,7 @@ def _measured(name: str) -> FirstCall:
 
 
 def measure(name: str, folder: str | os.PathLike[str], process: Sequence[str] = PROCESS) -> FirstCall:
-    """The first calls of that name, by a new process whose cache of kernels is a folder. Raises Failed."""
+    """The first calls of that name, made by a new process whose cache of kernels is `folder`. Raises Failed."""
     environment = os.environ | {"TRITON_CACHE_DIR": os.fspath(folder)}
     done = subprocess.run([*process, name], env=environment, capture_output=True, text=True)
     if done.returncode:

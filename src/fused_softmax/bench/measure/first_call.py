@@ -1,7 +1,7 @@
 """The process of one row of `fused-softmax bench cold`: `python -m fused_softmax.bench.measure.first_call NAME`.
 
-It makes the calls of that name, and prints their `record.FirstCall` as a line of JSON. Nothing is imported or compiled
-before the clocks are running.
+It makes the calls of that name, and prints their `record.FirstCall` as a line of JSON. Neither PyTorch nor Triton is
+imported before the clock runs.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def main() -> None:
     imported = time.perf_counter()
     generator = torch.Generator("cuda").manual_seed(0)
     one = torch.ones(1, device="cuda", requires_grad=True)
-    (one + 1).backward(torch.ones_like(one))  # PyTorch's first, given a gradient, imports sympy
+    (one + 1).backward(torch.ones_like(one))  # the first one with a gradient imports sympy
     torch.cuda.synchronize()
     made = time.perf_counter()
 

@@ -122,8 +122,8 @@ class FirstCall:
 
     call_s: the seconds of each call, until the GPU is idle, with all that it compiles, builds and loads.
     kernels: those that were compiled. module_s: the seconds of building each C module, Triton's and this package's.
-    import_s, context_s: the seconds of importing PyTorch, Triton and this package, and of making CUDA's context. They
-    are no part of the calls'.
+    import_s: the seconds of importing PyTorch, Triton and this package. context_s: the seconds of making CUDA's context
+    and of a first backward pass, for which PyTorch imports sympy. Neither is part of call_s.
     """
 
     name: str

@@ -8,10 +8,10 @@ from fused_softmax.bench.results.record import FirstCall
 
 TITLE = "First calls of a new process whose cache of kernels is empty"
 ABOUT = (
-    "Seconds until the GPU is idle, with all that the calls compile, build and load. Imports and CUDA's context are no "
-    "part of them. The compiler's seconds are the sum over the kernels compiled; the stages after it are parts of it. "
-    "The rest is what the compiler does not take, such as loading, the work itself, and building what is left of the C "
-    "modules, Triton's and this package's, which are built beside the compiler."
+    "Seconds until the GPU is idle, with all that the calls compile, build and load. They leave out imports and CUDA's "
+    "context. The compiler's seconds are the sum over the kernels compiled; the columns after it are its stages. C "
+    "modules are Triton's one and this package's two, which are built at the same time. The rest is the seconds less "
+    "the compiler's: loading, waiting for C modules, and the work itself."
 )
 
 
@@ -21,7 +21,7 @@ class Table(NamedTuple):
 
 
 def table(first_calls: Sequence[FirstCall]) -> Table:
-    """A row for each process, and one for all together if there are several. The first column is of words."""
+    """A row for each process, and one for all together if there are several. The outer columns are words."""
     stages = list(dict.fromkeys(stage for each in first_calls for stage in each.stages))
     heads = ["first call", "calls", "seconds", "slowest call", "kernels", "compiler", *stages, "C modules", "rest"]
     rows = [[about(each.name), *_cells([each], stages), _slowest(each)] for each in first_calls]

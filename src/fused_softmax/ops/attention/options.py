@@ -181,7 +181,7 @@ def broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tu
 
 
 def _broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """As torch.broadcast_shapes, which imports sympy, a second of a first call."""
+    """As torch.broadcast_shapes, which imports sympy: one to three seconds of a first call."""
     found = [1] * max(map(len, shapes))
     for shape in shapes:
         for i in range(-len(shape), 0):
