@@ -96,6 +96,7 @@ WIDE = {
     "top-k": {"top_k": 900},
     "top-k, then top-p": {"top_k": 300, "top_p": 0.8},
     "few of top-k, then top-p": {"top_k": 60, "top_p": 0.2},
+    "a boundary of all, not of top-k": {"top_k": 1000, "top_p": 0.9},
     "many of top-k, then top-p": {"top_k": 3000, "top_p": 0.8},
     "joint": {"top_k": 2000, "top_p": 0.9, "order": "joint"},
     "min-p": {"min_p": 0.001},
