@@ -206,7 +206,7 @@ def test_a_process_says_why_it_failed(tmp_path):
         cold.measure("softmax", tmp_path, (sys.executable, "-c", code))
 
 
-@pytest.mark.skipif(measure.on_gpu(), reason="without a GPU")
+@pytest.mark.skipif(measure.on_gpu(), reason="of a machine that has no GPU")
 def test_without_a_gpu_it_refuses_in_one_line(tmp_path):
     result = bench_cold("--out", str(tmp_path / "cold.json"))
     assert (result.exit_code, result.stderr) == (

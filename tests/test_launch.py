@@ -37,6 +37,17 @@ def test_over_the_stub_driver(way, tmp_path):
     assert done.returncode == 0
 
 
+def test_the_c_modules_are_built_while_the_interpreter_ends(tmp_path):
+    """When it starts no thread any more."""
+    code = (
+        "import atexit; from fused_softmax.core import native\n"
+        "atexit.register(lambda: (native.begin(), print(native.build('lookup').__name__)))"
+    )
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("fused_softmax_lookup\n", "")
+
+
 @on_device
 def test_it_runs_the_kernel_on_the_tensors_of_each_call():
     x = torch.arange(200.0, device="cpu" if INTERPRETED else "cuda")

@@ -83,6 +83,17 @@ def test_a_call_that_cannot_be_made_is_named(call, said, tmp_path):
         warmup([partial(fused_softmax.softmax, MADE(4, 5), 1), call], device="h100", processes=1, folder=tmp_path)
 
 
+def of_main():
+    pass
+
+
+def test_a_function_of_the_script_itself_is_refused(monkeypatch):
+    monkeypatch.setattr(of_main, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    with pytest.raises(ValueError, match="call 0 needs what __main__ defines; move that into a module"):
+        ahead.standing_in(of_main)
+
+
 def working_in(group):
     """Processes of a group that are no zombies."""
     found = []

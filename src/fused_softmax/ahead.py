@@ -157,6 +157,10 @@ def _pickled(calls: list[Callable[[], Any]]) -> list[bytes]:
             _Pickler(written).dump(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(f"warmup: call {i} cannot go to another process: {error}") from None
+        if b"__main__" in written.getvalue():
+            raise ValueError(
+                f"warmup: call {i} needs what __main__ defines; move that into a module, for other processes"
+            )
         found.append(written.getvalue())
     return found
 

@@ -29,7 +29,15 @@ def build(name: str, libraries: tuple[str, ...] = ()) -> Any:
 
 @cache
 def _begun(name: str, libraries: tuple[str, ...]) -> "Future[Any]":
-    return _threads().submit(_built, name, list(libraries))
+    try:
+        return _threads().submit(_built, name, list(libraries))
+    except RuntimeError:  # the interpreter is ending, and starts no thread
+        done: Future[Any] = Future()
+        try:
+            done.set_result(_built(name, list(libraries)))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 @cache
