@@ -8,7 +8,9 @@ import os
 import struct
 import sys
 import timeit
-from threading import Barrier, Thread
+from contextvars import ContextVar
+from functools import partial
+from threading import Barrier, BrokenBarrierError, Thread
 
 import pytest
 import stub_driver
@@ -19,7 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from fused_softmax.core import launch, progress
-from fused_softmax.core.launch import prepare
+from fused_softmax.core.launch import prepare, together
 
 stub = stub_driver.activate()
 X = torch.zeros(64, 1024)
@@ -258,6 +260,37 @@ def test_threads_share_one_kernel():
     assert not errors
     assert stub.launches == launches + n_threads * n_calls
     assert stub.modules == modules + 1
+
+
+def test_kernels_of_one_call_compile_at_the_same_time(monkeypatch):
+    """Once one had to be compiled. What compiles for a call is heard where the call was made."""
+    heard, call, both = [], ContextVar("call", default=None), Barrier(2, timeout=60)
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: heard.append((src.name, call.get())))
+    call.set("mine")
+
+    def of(block_cols, meeting=lambda: None):
+        meeting()
+        return prepare_scale(block_cols=block_cols)
+
+    def functions():
+        return [partial(of, 1024, both.wait), partial(of, 8192, both.wait)]
+
+    modules = stub.modules
+    launches = together(partial(of, 256), *functions())
+    assert stub.modules == modules + 2  # 1024 was there
+    assert heard == [("_scale", "mine")] * 2
+    assert [function_of(each) for each in launches] == [function_of(of(n)) for n in (256, 1024, 8192)]
+    with pytest.raises(BrokenBarrierError):  # nothing compiles now, so the first waits for the second
+        together(partial(of, 256), partial(of, 1024, Barrier(2, timeout=0.1).wait), partial(of, 8192))
+
+
+def test_an_error_of_a_kernel_that_compiles_beside_others_is_raised():
+    def fail():
+        raise ValueError("this one")
+
+    with pytest.raises(ValueError, match="this one"):
+        together(partial(prepare_scale, block_cols=128), fail, partial(prepare_scale, block_cols=64))
+    assert len(together(*[partial(prepare_scale, block_cols=n) for n in (32, 64, 16)])) == 3
 
 
 @direct_only

@@ -8,6 +8,7 @@ prepared in the open. What was compiled stays compiled.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -207,18 +208,19 @@ class _Of(threading.local):
     """What a thread is in."""
 
     def __init__(self) -> None:
-        self.open: list[_Open] = []
         self.traced: Record | None = None
 
 
 _here = _Of()
+_within: ContextVar[tuple[_Open, ...]] = ContextVar("within", default=())  # also of threads that compile for a call
 _listening: list[Explanation] = []
 _replaced: list[tuple[Any, str, Any]] = []  # (where, name, what was there)
 _lock = threading.Lock()
 
 
 def _now() -> _Open | None:
-    return _here.open[-1] if _here.open and _listening else None
+    within = _within.get()
+    return within[-1] if within and _listening else None
 
 
 def _add(record: Record) -> None:
@@ -231,22 +233,23 @@ def _opened(
     function: str, args: Any, settled: tuple[str, str] | None = None, standing_in: bool = False,
     forward: Record | None = None,
 ) -> Iterator[_Open]:  # fmt: skip
-    around = _here.open[-1] if _here.open else None
-    record = Record(function, _shapes(args), depth=len(_here.open))
+    opened = _within.get()
+    around = opened[-1] if opened else None
+    record = Record(function, _shapes(args), depth=len(opened))
     this = _Open(record, standing_in, forward)
     if settled is not None:
         this.settle(settled)
     if around is not None and around.first_within is None:
         around.first_within = record
     _add(record)
-    _here.open.append(this)
+    token = _within.set((*opened, this))
     try:
         yield this
     except BaseException as error:
         this.settle((record.route or NONE, f"{type(error).__name__} was raised"))
         raise
     finally:
-        _here.open.pop()
+        _within.reset(token)
         this.close()
 
 

@@ -10,8 +10,10 @@ compiler is found, or somebody listens to Triton's launch hooks.
 import inspect
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from functools import cache, cached_property
 from operator import itemgetter
 from threading import Lock
@@ -31,10 +33,14 @@ _KINDS = {"fp32": "f", **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u1", "
 
 _BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 
+MOST_SPILLED = 32  # bytes of a thread, which cost less than a resident program does
 _LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neighbours
 
 _loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
 _loading = Lock()
+_loads_for_another: ContextVar[bool] = ContextVar("loads_for_another", default=False)  # which has the lock
+_starting = Lock()
+_compilations = 0
 
 
 def prepare(
@@ -51,10 +57,10 @@ def prepare(
     again, of the same dtypes and with the same 16-byte alignment, and then the scalars whose indices are in `numbers`,
     of the same types; a float that 32 bits would round to 0 becomes its nearest neighbour.
     `device` is `tensor.get_device()`: an index, or -1 for CPU tensors under the interpreter. `options` are Triton's:
-    `num_warps`, `num_ctas`, `maxnreg` and the like; `most_registers` is a `maxnreg` that is dropped where values spill
-    by it. `registers_of` are other constexprs: the kernel may take as many registers as it takes with those, even if
-    values then spill in what they leave out. `plan` is the record that all this follows from, for `explain()`, which
-    listens here.
+    `num_warps`, `num_ctas`, `maxnreg` and the like; `most_registers` is a `maxnreg` that is dropped where more than
+    MOST_SPILLED bytes spill by it. `registers_of` are other constexprs: the kernel may take as many registers as it
+    takes with those, even if values then spill in what they leave out. `plan` is the record that all this follows
+    from, for `explain()`, which listens here.
 
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
         launch(x, y)
@@ -71,7 +77,7 @@ def prepare(
     if most_registers is not None:
         given: dict[str, Any] = {"device": device, "numbers": numbers, **options}
         capped = prepare(kernel, grid, tensors, scalars, constexprs, maxnreg=most_registers, **given)
-        if capped.resources is None or not capped.resources.n_spills:
+        if capped.resources is None or 4 * capped.resources.n_spills <= MOST_SPILLED:
             return capped
     tensors = [_as_bytes(each) if getattr(each, "dtype", None) in _BYTES else each for each in tensors]
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
@@ -84,6 +90,33 @@ def prepare(
     there = tuple(each is not None for each in tensors)
     maps = {i: _Map(each) for i, each in enumerate(tensors) if hasattr(each, "block_shape")}
     return Launch(loaded, _grid(grid), tuple(scalars), tuple(numbers), there, maps)
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """What functions return that prepare launches. Once one has compiled a kernel, the rest run in threads.
+
+    Triton releases Python's global lock in most of what takes long. A thread has its own current device and modes.
+    """
+    found: list[Any] = []
+    for i, function in enumerate(functions):
+        before = _compilations
+        found.append(function())
+        rest = functions[i + 1 :]
+        if len(rest) > 1 and _compilations > before:
+            return [*found, *_in_threads(rest)]
+    return found
+
+
+def _in_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    with _one_at_a_time("kernels"), ThreadPoolExecutor(len(functions)) as pool:
+        token = _loads_for_another.set(True)
+        try:
+            begun = [pool.submit(copy_context().run, each) for each in functions]
+        except RuntimeError:  # the interpreter is ending, and starts no thread
+            return [each() for each in functions]
+        finally:
+            _loads_for_another.reset(token)
+        return [each.result() for each in begun]
 
 
 def key_of(kernel, device, tensors, scalars, constexprs, options) -> tuple:
@@ -246,18 +279,27 @@ class _Direct:
 
 
 def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded:
+    global _compilations
     compiled, direct, keeps = None, None, True
     if isinstance(kernel, triton.JITFunction):
+        _compilations += 1
         begin()
-        # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
-        with _loading, compiling(kernel.__name__), torch.cuda.device(device), _launchers_later():
+        alone = nullcontext() if _loads_for_another.get() else _one_at_a_time(kernel.__name__)
+        with alone, torch.cuda.device(device):
             compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
             if isinstance(compiled, triton.compiler.CompiledKernel):
-                compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
+                with _starting:  # another thread would meet it with its launcher set and its function still missing
+                    compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
                 direct = _direct(kernel, compiled, device)
             else:  # a compile hook took it, or it is in a queue
                 compiled, keeps = None, False
     return Loaded(kernel, compiled, dict(constexprs), device, dict(options), direct, keeps)
+
+
+@contextmanager
+def _one_at_a_time(name: str) -> Iterator[None]:
+    with _loading, compiling(name), _launchers_later():
+        yield
 
 
 @cache

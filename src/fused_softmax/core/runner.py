@@ -114,8 +114,6 @@ def prepare(
     if capped and spec.ptx:
         options["most_registers"] = plan.most_registers(device_of(device))
     count = programs or _programs_of
-    if exchanges and spec.ptx:  # help hardly ever runs, and takes no register from the rest
-        options["registers_of"] = {"K": replace(spec, helps=False)}
 
     def launch_of(spec, slots):
         given = [tensors.get(name, slots) if name == "slots" else tensors[name] for name in names.pointers]

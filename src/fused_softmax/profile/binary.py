@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_softmax.core.launch import granted
+from fused_softmax.core.launch import MOST_SPILLED, granted
 from fused_softmax.profile.parse import amd_widths, local_bytes, ptx_widths, usage
 
 TARGETS = {
@@ -57,7 +57,7 @@ def compile_for(
     target: a name in TARGETS, or any GPUTarget.
     divisible_by_16: the pointers that are aligned to 16 bytes and the integers that are multiples of 16. In a launch
         the JIT detects them. Leave one out to see the binary of a launch whose value is not divisible.
-    most_registers: maxnreg, unless the kernel would spill with it.
+    most_registers: maxnreg, unless the kernel would spill more than MOST_SPILLED bytes with it.
     registers_of: other constexprs, with which the kernel takes the registers that it may take.
     options: a launch's other options: num_warps, num_stages, num_ctas, maxnreg.
     """
@@ -70,7 +70,7 @@ def compile_for(
     if most_registers is not None:
         given: dict[str, Any] = {"signature": signature, "constexprs": constexprs, "target": target}
         capped = compile_for(fn, **given, divisible_by_16=divisible_by_16, maxnreg=most_registers, **options)
-        if not capped.stack_bytes:
+        if capped.stack_bytes <= MOST_SPILLED:
             return capped
     within = {name for name in (*constexprs, *divisible_by_16) if isinstance(name, tuple)}  # (name, index) of a tuple's
     constexprs, elements = {n: v for n, v in constexprs.items() if n not in within}, constexprs

@@ -83,7 +83,7 @@ def _compiled(kernel, grid, tensors, scalars, constexprs, device, options) -> An
     """As `launch._load`, less what needs the GPU. What it says of registers is read off the binary."""
     made = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
     of = Compiled(made)
-    resources = SimpleNamespace(n_regs=of.registers, n_spills=of.stack_bytes, metadata=made.metadata)
+    resources = SimpleNamespace(n_regs=of.registers, n_spills=of.stack_bytes // 4, metadata=made.metadata)
     return launch.Loaded(kernel, resources, dict(constexprs), device, dict(options), None, True)
 
 

@@ -98,9 +98,7 @@ def collect(slots_ptr, part, n_parts, tag, K: tl.constexpr):
         message, _ = wait_for(slots_ptr + j, message, j == n_parts - 1, tag)
     message = tl.load(slots_ptr + j, mask=(j < n_parts) & (tag_of(message) != tag), other=message, volatile=True)
     message, left = wait_for(slots_ptr + j, message, j < n_parts, tag)
-    if K.helps:
-        left = in_any_warp(left, K)
-    return message, left
+    return message, in_any_warp(left, K)
 
 
 @triton.jit

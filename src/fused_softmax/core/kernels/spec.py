@@ -33,8 +33,6 @@ class Spec:
     ptx: whether the kernel may use inline PTX.
     prefetch: whether programs ask L2 for the data of a later program.
     split: whether a row's programs exchange messages. lanes, copies, poll_last_first: the plan's.
-    helps: whether a program that waited long computes the missing parts' states. A kernel without it is compiled for
-        the number of its registers, and never launched.
     publish, collect: both on a GPU. The interpreter runs programs one after another, so all publish in one launch and
         collect in the next.
     peers: whether programs on other GPUs have parts of the row too; nobody then computes a missing state.
@@ -60,7 +58,6 @@ class Spec:
     lanes: int = 1
     copies: int = 1
     poll_last_first: bool = False
-    helps: bool = True
     publish: bool = True
     collect: bool = True
     peers: bool = False

@@ -84,6 +84,9 @@ class Launch(NamedTuple):
     takes: Callable[[tuple], tuple]
 
 
+Preparing = Callable[[], Launch]
+
+
 class Call:
     """What the launches of a call share: sizes, strides, and how each tensor is made ready for them.
 

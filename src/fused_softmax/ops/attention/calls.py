@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import workspace
+from fused_softmax.core.launch import together
 from fused_softmax.core.plan import Device
 from fused_softmax.ops.attention import hopper, sdpa, special, ways
 from fused_softmax.ops.attention.bias import BiasGradient, prepare_bias
@@ -22,6 +23,7 @@ from fused_softmax.ops.attention.call import (
     Inputs,
     Launch,
     Made,
+    Preparing,
     Results,
     Tensors,
     Wanted,
@@ -193,9 +195,10 @@ def _prepare_launches(asked: Backward, plan: StoredDs | AttentionPlan) -> _ByLau
     )
     own = {name: None if make is None else make() for name, make in makers._asdict().items()}
     tensors = asked.tensors | own
-    launches = [_prepare_delta(c, tensors)] if n_rows else []
+    preparing = [partial(_prepare_delta, c, tensors)] if n_rows else []
     for each in (keys, queries):
-        launches += [] if each is None else each.prepare(c, tensors)
+        preparing += [] if each is None else each.prepare(c, tensors)
+    launches = together(*preparing)
     by_ds = GradientsByDs(asked, plan, tensors) if isinstance(plan, StoredDs) else None
     of_beside = {
         name: prepare_bias(c, name, tensors, asked.beside[name].dtype, device) for name in beside if name not in full
@@ -224,15 +227,16 @@ def _of_ds(asked: Backward, device: torch.device) -> Callable[[], Tensor]:
     return partial(make, asked.call.shape, dtype=reduce(torch.promote_types, dtypes), device=device)
 
 
-def _plain_keys(c: Call, tiles: Tiles, tensors: Tensors) -> list[Launch]:
+def _plain_keys(c: Call, tiles: Tiles, tensors: Tensors) -> list[Preparing]:
     """Two launches, of which one has nothing to do: `coarse` says which."""
     programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * c.key_heads
-    return [c.prepare(_keys_gradient, programs, tiles, tensors, recorded=recorded) for recorded in (False, True)]
+    of_keys = partial(c.prepare, _keys_gradient, programs, tiles, tensors)
+    return [partial(of_keys, recorded=recorded) for recorded in (False, True)]
 
 
-def _plain_queries(c: Call, tiles: Tiles, tensors: Tensors) -> list[Launch]:
+def _plain_queries(c: Call, tiles: Tiles, tensors: Tensors) -> list[Preparing]:
     programs, stores_ds = blocks(c.n_queries, tiles.block_m) * c.all_heads, tensors["ds"] is not None
-    return [c.prepare(_queries_gradient, programs, tiles, tensors, capped=True, stores_ds=stores_ds)]
+    return [partial(c.prepare, _queries_gradient, programs, tiles, tensors, capped=True, stores_ds=stores_ds)]
 
 
 def _by_kernels(prepare: Callable[[Backward, Any], Callable[..., Gradients]], asked: Backward, plan: Any):

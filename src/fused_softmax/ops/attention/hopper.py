@@ -4,9 +4,10 @@ The gradients of heads of more than 128 dims have kernels of their own, launched
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from fused_softmax.ops.attention.call import Backward, Call, Forward, Launch, Pass, Tensors
+from fused_softmax.ops.attention.call import Backward, Call, Forward, Launch, Pass, Preparing, Tensors
 from fused_softmax.ops.attention.kernels.hopper.spec import ROW_VECTOR, ROWS, HopperSpec
 from fused_softmax.ops.attention.kernels.spec import NO_MASK
 from fused_softmax.ops.attention.layout import blocks
@@ -98,8 +99,8 @@ def prepare_forward(asked: Forward, plan: HopperTiles) -> Launch:
     return _launch(c, _attention_hopper, plan, spec, asked.tensors, maps, turns | {"scale": rate, "cap": cap})
 
 
-def prepare_keys(c: Call, plan: HopperTiles, tensors: Tensors, first_head: int | None = None) -> list[Launch]:
-    """What computes dK and dV.
+def prepare_keys(c: Call, plan: HopperTiles, tensors: Tensors, first_head: int | None = None) -> list[Preparing]:
+    """What prepares the launches that compute dK and dV.
 
     first_head: where dS is kept, [batch, head of queries, query, key], of as many heads from that one of the keys' on
     as it has.
@@ -119,11 +120,11 @@ def prepare_keys(c: Call, plan: HopperTiles, tensors: Tensors, first_head: int |
     numbers = {"first_head": first_head or 0, "heads": heads} | _rates(c)
     specs = [_spec(c, plan, of_keys=True, stores_ds=ds is not None, recorded=recorded) for recorded in (False, True)]
     turns = _turns(c, blocks(c.n_keys, specs[0].block_m), c.n_batches * heads)
-    return [_launch(c, kernel, plan, spec, tensors, maps, turns | numbers) for spec in specs]
+    return [partial(_launch, c, kernel, plan, spec, tensors, maps, turns | numbers) for spec in specs]
 
 
-def prepare_queries(c: Call, plan: HopperTiles, tensors: Tensors) -> list[Launch]:
-    """What computes dQ."""
+def prepare_queries(c: Call, plan: HopperTiles, tensors: Tensors) -> list[Preparing]:
+    """What prepares the launch that computes dQ."""
     if plan.wide:
         from fused_softmax.ops.attention.kernels.hopper.wide import _queries_gradient_wide as kernel
     else:
@@ -133,7 +134,7 @@ def prepare_queries(c: Call, plan: HopperTiles, tensors: Tensors) -> list[Launch
     maps = maps_of(c, tensors, rows, plan.block_d, plan.block_v) | _map_of_bias(c, tensors, ROWS, plan.block)
     spec = _spec(c, plan)
     turns = _turns(c, blocks(c.n_queries, spec.block_m), c.all_heads)
-    return [_launch(c, kernel, plan, spec, tensors, maps, turns | _rates(c))]
+    return [partial(_launch, c, kernel, plan, spec, tensors, maps, turns | _rates(c))]
 
 
 def _launch(

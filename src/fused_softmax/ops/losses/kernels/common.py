@@ -149,12 +149,18 @@ def sum_of(pieces, first, cols, size, weight_ptr, zero, N, K: tl.constexpr):
     """sum_c w_c (z_c - zero) over the last axis of all pieces, whose first `size` columns count."""
     total = tl.zeros(pieces[0].shape, K.state_dtype)
     for p in tl.static_range(len(pieces)):
-        on = p * K.block_cols + cols < size
-        z = tl.where(on, scores_of(pieces[p], N.factor, K) - zero, 0.0)
-        if K.weighted:
-            z = rounded_product(z, tl.load(weight_ptr + first + p * K.block_cols + cols, mask=on, other=0.0))
-        total += z
+        total += terms_of(pieces[p], first, p * K.block_cols + cols, size, weight_ptr, zero, N, K)
     return tl.sum(total, axis=K.axis)
+
+
+@triton.jit
+def terms_of(x, first, cols, size, weight_ptr, zero, N, K: tl.constexpr):
+    """w_c (z_c - zero) of each column of a piece."""
+    on = cols < size
+    z = tl.where(on, scores_of(x, N.factor, K) - zero, 0.0)
+    if K.weighted:
+        z = rounded_product(z, tl.load(weight_ptr + first + cols, mask=on, other=0.0))
+    return z
 
 
 @triton.jit

@@ -49,6 +49,7 @@ from fused_softmax.ops.losses.kernels.common import (
     sum_of,
     sum_of_edge,
     target_of,
+    terms_of,
     weight_total,
     weights_at,
     zero_of,
@@ -158,7 +159,7 @@ def _part_loss(
             publish(m, s, row_slots_ptr, r.part, n_parts, tag, K)
         if K.collect:
             message, left = collect(row_slots_ptr, r.part, n_parts, tag, K)
-            if K.helps and left > 0:
+            if left > 0:
                 finish_alone(slots_ptr, tag, L, K)
             else:
                 m, s = merged(message, n_parts, K)
@@ -174,9 +175,119 @@ def finish_alone(slots_ptr, tag, L, K: tl.constexpr):
     given = Parts(row, L.x, L.n_cols, L.n_parts, L.part_cols, L)
     slots_ptr = slots_again(slots_ptr, row, L.n_parts, K.copies)
     m, s = merged(stand_in(slots_ptr, L.n_parts, tag, state_of_part, given, K), L.n_parts, K)
+    N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
     r = part_of(part, row, L.x, L.n_cols, L.part_cols, K)
-    z, edge, _, _, H = hold_part(r, L, K)
-    finish_part(z, edge, m, s, H, r, L, K)
+    edge, H = scan_loss(r, L, N, K)
+    a, D = finish_row(m, s, H, r, L, N, K)
+    T = H.target
+    counts = T.kept | T.wrong
+    scale, base = origin_of(m, K.ptx)
+    dx_ptr = body_of(L.dx, row, K) + r.start
+    for at in range(0, r.size, K.block_cols):
+        on = at + r.cols < r.size
+        w_cols = weights_at(L.weight_ptr, r.head + r.start + at + r.cols, on, K)
+        z = scores_of(load_piece(at, r, L, N, K), N.factor, K)
+        dx = gradient_of_logits(z, exp_at(z, scale, base, K.ptx), a, 0.0, D.u, w_cols, N, K)
+        tl.store(dx_ptr + (at + r.cols), tl.where(counts, dx, 0.0).to(K.cast_dtype), mask=on, cache_modifier=".cs")
+    if counts:
+        store_rest(L.dx, L.weight_ptr, edge, m, H.z_t, a, D, T, T.kept & H.writes, r, N, K)
+    elif K.shifted:
+        cols, on = edges_of(r, L.n_cols, L.n_parts, K)
+        tl.store(L.dx.ptr + row * L.dx.stride + cols, (cols * 0).to(K.cast_dtype), mask=on)
+
+
+@triton.jit
+def load_piece(at, r, L, N, K: tl.constexpr):
+    """The piece that begins `at` columns after its part."""
+    return load_logits(body_of(L.x, r.row, K) + r.start + at, r.cols, r.size - at, L.hidden, N, K, 1, 0)[0]
+
+
+@triton.jit
+def scan_loss(r, L, N, K: tl.constexpr):
+    """(edge, HeldLoss) of a part of a row: what `hold_part` finds, read piece by piece."""
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    T = target_of(r.row, L.target_ptr, L.weight_ptr, L.n_cols, L.ignore_index, K)
+    writes = writes_of(T, r, L, K)
+    z_t = load_target_logit(L.x.ptr + r.row * L.x.stride, T, asks_of(T, writes, K), N, K)
+    zero = zero_of(z_t)
+    edge = 0
+    if K.shifted:
+        edge = load_edge_logits(L.x, L.n_cols, L.n_parts, r, L.hidden, N, K)
+    wz = 0.0
+    if K.smooth:
+        if K.split and K.inplace:
+            zero = zero_of(max_of_pieces(edge, r, L, N, K))
+        total = tl.zeros([BLOCK_COLS], K.state_dtype)
+        for at in range(0, r.size, BLOCK_COLS):
+            first = r.head + r.start + at
+            total += terms_of(load_piece(at, r, L, N, K), first, r.cols, r.size - at, L.weight_ptr, zero, N, K)
+        wz = tl.sum(total, axis=0)
+        if K.shifted:
+            wz += sum_of_edge(edge, L.weight_ptr, zero, 0, K)
+    g = 1.0
+    g_z = 1.0
+    if K.counted:
+        n_rows = tl.num_programs(0) // L.n_parts
+        g, g_z = per_row_counted(targets_of(n_rows, L, K), L.weight_ptr, n_rows, L.n_cols, L.ignore_index, K)
+    return edge, HeldLoss(T, z_t, zero, wz, weight_total(L.w_total_ptr, L.n_cols, K), writes, g, g_z)
+
+
+@triton.jit
+def max_of_pieces(edge, r, L, N, K: tl.constexpr):
+    """The greatest logit of a part."""
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    top = tl.full([BLOCK_COLS], NEG_INF, K.state_dtype)
+    for at in range(0, r.size, BLOCK_COLS):
+        top = tl.maximum(top, scores_of(load_piece(at, r, L, N, K), N.factor, K))
+    m = tl.max(top, axis=0)
+    if K.shifted:
+        m = tl.maximum(m, tl.max(edge.x, axis=0))
+    return m
+
+
+@triton.jit
+def state_of_part(part, given, K: tl.constexpr):
+    """(m, s) of a part of a row, read piece by piece, with the bits that it has where the part is held."""
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    L = given.rest
+    N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
+    r = part_of(part, given.row, L.x, L.n_cols, L.part_cols, K)
+    edge = 0
+    if K.shifted:
+        edge = load_edge_logits(L.x, L.n_cols, L.n_parts, r, L.hidden, N, K)
+    m = max_of_pieces(edge, r, L, N, K)
+    scale, base = origin_of(m, K.ptx)
+    total = tl.zeros([BLOCK_COLS], K.state_dtype)
+    for at in range(0, r.size, BLOCK_COLS):
+        z = scores_of(load_piece(at, r, L, N, K), N.factor, K, K.unpack)
+        total += exp_at(z, scale, base, K.ptx, K.subtract_first)
+    s = tl.sum(total, axis=0)
+    if K.shifted:
+        s += tl.sum(exp_at(edge.x, scale, base, K.ptx), axis=0)
+    return m, s
+
+
+@triton.jit
+def writes_of(T, r, L, K: tl.constexpr):
+    """Whether a part has the target's column: it writes the loss and, over its part of the gradient, the one there."""
+    owner = tl.where(T.kept, tl.minimum((T.t - r.head) // whole_vectors(L.part_cols, K), L.n_parts - 1), 0)
+    return r.part == tl.maximum(owner, 0)
+
+
+@triton.jit
+def asks_of(T, writes, K: tl.constexpr):
+    """Whether a part reads the target's logit: the one that writes, or all that sum logits."""
+    if K.smooth and not (K.split and K.inplace):
+        return T.kept
+    else:
+        return T.kept & writes
+
+
+@triton.jit
+def targets_of(n_rows, L, K: tl.constexpr):
+    """The targets of all rows, [K.counted]."""
+    j = tl.arange(0, K.counted)
+    return tl.load(L.target_ptr + j, mask=j < n_rows, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -186,15 +297,10 @@ def hold_part(r, L, K: tl.constexpr):
     T = target_of(r.row, L.target_ptr, L.weight_ptr, L.n_cols, L.ignore_index, K)
     n_rows = tl.num_programs(0) // L.n_parts
     if K.counted:  # asked for before the row, and counted after it
-        j = tl.arange(0, K.counted)
-        targets = tl.load(L.target_ptr + j, mask=j < n_rows, other=0).to(tl.int64)
+        targets = targets_of(n_rows, L, K)
     z, edge = load_part(r, L, N, K)
-    # The part with the target's column writes the loss and, over its part of the gradient, the gradient there.
-    owner = tl.where(T.kept, tl.minimum((T.t - r.head) // whole_vectors(L.part_cols, K), L.n_parts - 1), 0)
-    writes = r.part == tl.maximum(owner, 0)
-    asked = T.kept & writes
-    if K.smooth and not (K.split and K.inplace):
-        asked = T.kept  # by all that sum logits
+    writes = writes_of(T, r, L, K)
+    asked = asks_of(T, writes, K)
     z_t = load_target_logit(L.x.ptr + r.row * L.x.stride, T, asked, N, K)
     zero = zero_of(z_t)
     m = max_of_part(z, edge, N, K)  # waits for the part, so the target's logit is asked for first
@@ -221,6 +327,18 @@ def hold_part(r, L, K: tl.constexpr):
 def finish_part(z, edge, m, s, H, r, L, K: tl.constexpr):
     """The loss of a row, by the part that writes it, and the gradient of a part, by the row's state."""
     N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
+    a, D = finish_row(m, s, H, r, L, N, K)
+    T = H.target
+    z = hold_all(z, K.ptx)
+    if T.kept | T.wrong:
+        store_part(L.dx, L.weight_ptr, z, edge, m, H.z_t, a, D, T, T.kept & H.writes, r, N, K)
+    else:
+        store_zeros(L.dx, L.n_cols, L.n_parts, r, K)
+
+
+@triton.jit
+def finish_row(m, s, H, r, L, N, K: tl.constexpr):
+    """(what p counts in the gradient over s, the Shares), by the row's state. The part that writes stores the loss."""
     T = H.target
     ls = log_sum_of(m, s, K.ptx)
     zero = H.zero
@@ -253,12 +371,7 @@ def finish_part(z, edge, m, s, H, r, L, K: tl.constexpr):
         elif H.writes:
             sum_losses(L, tl.num_programs(0) // L.n_parts, g, K)
     D = shares_of(m + ls, T.w, H.w_total, g, g_z, L.n_cols, N, K)
-    a = tl.where(T.wrong, float("nan"), D.a) / s
-    z = hold_all(z, K.ptx)
-    if T.kept | T.wrong:
-        store_part(L.dx, L.weight_ptr, z, edge, m, H.z_t, a, D, T, T.kept & H.writes, r, N, K)
-    else:
-        store_zeros(L.dx, L.n_cols, L.n_parts, r, K)
+    return tl.where(T.wrong, float("nan"), D.a) / s, D
 
 
 @triton.jit
@@ -295,17 +408,6 @@ def max_of_part(z, edge, N, K: tl.constexpr):
 
 
 @triton.jit
-def state_of_part(part, given, K: tl.constexpr):
-    """(m, s) of a part of a row."""
-    L = given.rest
-    N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
-    r = part_of(part, given.row, L.x, L.n_cols, L.part_cols, K)
-    z, edge = load_part(r, L, N, K)
-    m = max_of_part(z, edge, N, K)
-    return m, sum_of_row(hold_all(z, K.ptx), edge, m, RowScores(L.n_cols, N.factor, L.hidden, False), K)
-
-
-@triton.jit
 def weights_of_part(weight_ptr, n_cols, n_parts, r, K: tl.constexpr):
     """sum w_c of the columns of a part of a row, or their number."""
     EDGES: tl.constexpr = 2 * K.vector
@@ -330,13 +432,20 @@ def store_part(dx_rows, weight_ptr, z, edge, m, z_t, a, D, T, owns, r, N, K: tl.
     """The gradient of a row's part as if no column were the target's, and then there, where the part owns it."""
     scale, base = origin_of(m, K.ptx)
     body = body_of(dx_rows, r.row, K) + r.start
-    dx_ptr = dx_rows.ptr + r.row * dx_rows.stride
     for p in tl.static_range(len(z)):
         on = p * K.block_cols + r.cols < r.size
         w_cols = weights_at(weight_ptr, r.head + r.start + p * K.block_cols + r.cols, on, K)
         z_p = scores_of(z[p], N.factor, K)
         dx = gradient_of_logits(z_p, exp_at(z_p, scale, base, K.ptx), a, 0.0, D.u, w_cols, N, K)
         store_piece(body, dx.to(K.cast_dtype), p, r.cols, r.size, K)
+    store_rest(dx_rows, weight_ptr, edge, m, z_t, a, D, T, owns, r, N, K)
+
+
+@triton.jit
+def store_rest(dx_rows, weight_ptr, edge, m, z_t, a, D, T, owns, r, N, K: tl.constexpr):
+    """The same of a part's edge, and then of the target."""
+    scale, base = origin_of(m, K.ptx)
+    dx_ptr = dx_rows.ptr + r.row * dx_rows.stride
     if K.shifted:
         w_cols = weights_at(weight_ptr, edge.cols, edge.on, K)
         dx = gradient_of_logits(edge.x, exp_at(edge.x, scale, base, K.ptx), a, 0.0, D.u, w_cols, N, K)

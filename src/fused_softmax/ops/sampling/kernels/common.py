@@ -132,7 +132,7 @@ def calls_of(stretch, K: tl.constexpr):
 
 
 @triton.jit
-def column_of(call, quarter: tl.constexpr):
+def column_of(call, quarter):
     """The first of the 8 columns that the lane of a call has in a quarter of its stretch."""
     return call // LANES * STRETCH + quarter * QUARTER + call % LANES * 8
 
@@ -323,7 +323,7 @@ def survey(D, K: tl.constexpr):
     at_inf = tl.full([L], NO_COLUMN, tl.int32)
     for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
         call = calls_of(stretch, K)
-        for quarter in tl.static_range(4):
+        for quarter in range(4):
             first = column_of(call, quarter)
             # 0.0: a pass of Triton's compiler takes a maximum of what was just read for another case, and fails.
             x = logits_of(D, first, call >= 0, K) + 0.0

@@ -56,7 +56,7 @@ def _draw(
     origin = tl.where(tl.abs(first) < INF, first, 0.0)
     start = part * part_stretches
     end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
-    key = with_token(D, best_group(D, start, end, origin, K), origin, K)
+    key = with_token(D, best_group(D, start, end, origin, K, True), origin, K)
     if K.split:
         state_ptr = scratch_ptr + draw * 2
         tl.atomic_max(state_ptr, key, sem="relaxed")
@@ -85,28 +85,42 @@ def finish_draw(D, key, token_ptr, valid_ptr, K: tl.constexpr):
     token = tl.zeros([], tl.int64)
     score = score_of(key)
     if (key >= ODD) | ((score < -FAR) & (D.temperature > 0)) | (score == NEG_INF):
-        m, n_inf, at_inf, n_nan = survey(D, K)
-        valid = valid & (n_nan == 0) & (n_inf <= 1) & (m > NEG_INF)
-        if n_inf == 1:
-            token = at_inf.to(tl.int64)
-        elif valid:
-            key = best_group(D, 0, tl.cdiv(D.n_cols, STRETCH), m, K)
-            token = member_of(D, group_of(key), m, K)
+        tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
+        token, valid = draw_again(D, K)
     else:
         token = group_of(key).to(tl.int64)
     tl.store(token_ptr, tl.where(valid, token, 0))
     tl.store(valid_ptr, valid.to(tl.int8))
 
 
+@triton.jit(noinline=True)
+def draw_again(D, K: tl.constexpr):
+    """(token, whether there is one) of a whole row, from its maximum on, by one program."""
+    m, n_inf, at_inf, n_nan = survey(D, K)
+    valid = D.valid & (n_nan == 0) & (n_inf <= 1) & (m > NEG_INF)
+    token = tl.zeros([], tl.int64)
+    if n_inf == 1:
+        token = at_inf.to(tl.int64)
+    elif valid:
+        key = best_group(D, 0, tl.cdiv(D.n_cols, STRETCH), m, K, False)
+        token = member_of(D, group_of(key), m, K)
+    return token, valid
+
+
 @triton.jit
-def best_group(D, start, end, origin, K: tl.constexpr):
-    """The key of the best group of stretches from start to end; ODD where a score is NaN, inf or FAR."""
+def best_group(D, start, end, origin, K: tl.constexpr, WHOLE: tl.constexpr):
+    """The key of the best group of stretches from start to end; ODD where a score is NaN, inf or FAR.
+
+    WHOLE: whether stretches that end within the row are read apart from others, which is faster.
+    """
     best = tl.full([K.stretches * LANES], NEG_INF, tl.float32)
     at = tl.zeros([K.stretches * LANES], tl.int32)
     odd = tl.zeros([K.stretches * LANES], tl.float32)  # 1 where a sum is NaN
-    whole = start + tl.maximum(tl.minimum(end, D.n_cols // STRETCH) - start, 0) // K.stretches * K.stretches
-    for stretch in range(start, whole, K.stretches):
-        best, at, odd = take_groups(D, calls_of(stretch, K), end, origin, best, at, odd, K, True)
+    whole = start
+    if WHOLE:
+        whole += tl.maximum(tl.minimum(end, D.n_cols // STRETCH) - start, 0) // K.stretches * K.stretches
+        for stretch in range(start, whole, K.stretches):
+            best, at, odd = take_groups(D, calls_of(stretch, K), end, origin, best, at, odd, K, True)
     for stretch in range(whole, end, K.stretches):
         best, at, odd = take_groups(D, calls_of(stretch, K), end, origin, best, at, odd, K, False)
     most = tl.where(D.temperature > 0, FAR, INF)

@@ -133,7 +133,7 @@ def amount_in_row(D, m, B, K: tl.constexpr):
     mass = tl.zeros([K.stretches * LANES], tl.int64)
     for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
         call = calls_of(stretch, K)
-        for quarter in tl.static_range(4):
+        for quarter in range(4):
             first = column_of(call, quarter)
             x = logits_of(D, first, call >= 0, K)
             kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)

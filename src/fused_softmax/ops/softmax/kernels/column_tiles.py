@@ -20,7 +20,7 @@ import triton.language as tl
 from fused_softmax.core.kernels.exchange import in_any_warp, pack_state, tag_of, unpack_state, wait_for
 from fused_softmax.core.kernels.spec import ADDED_MASK, NO_MASK, RowScores, Spec
 from fused_softmax.core.kernels.state import NEG_INF, NO_COLUMN, rounded_product, scores_of, weight_of, widen
-from fused_softmax.ops.softmax.kernels.scores import scores_by
+from fused_softmax.ops.softmax.kernels.scores import only_column, scores_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +138,7 @@ def collect_columns(slots_ptr, n_parts, tag, K: tl.constexpr):
     slot_ptrs, peer = slots_of_columns(slots_ptr, n_parts, K)
     message = tl.zeros([BLOCK_INNER, LANES], tl.int64) + ((1 - tag) << 31)
     message, left = wait_for(slot_ptrs, message, peer, tag)
-    if K.helps:
-        left = in_any_warp(left, K)
-    return message, left
+    return message, in_any_warp(left, K)
 
 
 @triton.jit
@@ -216,8 +214,8 @@ def scores_of_columns(c, S, K: tl.constexpr):
 
 
 @triton.jit
-def keep_columns(tiles, c, q, S, K: tl.constexpr):
-    """The tiles with all that is masked turned to the masked input.
+def keep_columns(tiles, c, q, S, K: tl.constexpr, FULL: tl.constexpr):
+    """The tiles with all that is masked turned to the masked input. FULL: as `load_columns` has it.
 
     An added mask makes of them the finished scores, in the dtype of the arithmetic.
     """
@@ -225,7 +223,7 @@ def keep_columns(tiles, c, q, S, K: tl.constexpr):
     kept = ()
     for p in tl.static_range(len(tiles)):
         if p == 0 or K.mask_cols:
-            mask = mask_of_columns(p, c, S, K)
+            mask = mask_of_columns(p, c, S, K, FULL)
         x = tiles[p]
         if K.mask == 2:
             x = widen(x, K.cast_dtype)
@@ -239,7 +237,7 @@ def keep_columns(tiles, c, q, S, K: tl.constexpr):
 
 
 @triton.jit
-def mask_of_columns(p, c, S, K: tl.constexpr):
+def mask_of_columns(p, c, S, K: tl.constexpr, FULL: tl.constexpr):
     """The mask of a tile: of its shape, or one row, one column or one number of it. 0 where the tile has nothing."""
     VECTOR: tl.constexpr = K.vector
     cols = tl.arange(0, K.block_cols)[:, None]
@@ -252,11 +250,11 @@ def mask_of_columns(p, c, S, K: tl.constexpr):
         if K.mask_inner:
             at += inner.to(tl.int64) * S.mask_inner
         here = here + at + p * (stride * K.block_cols)
-        if p < K.full_pieces and (K.whole or not K.mask_inner):
+        if p < FULL and (K.whole or not K.mask_inner):
             return tl.load(here)
         elif K.whole or not K.mask_inner:
             return tl.load(here, mask=p * K.block_cols + cols < c.size, other=0)
-        elif p < K.full_pieces:
+        elif p < FULL:
             return tl.load(here, mask=c.on[None, :] & (cols >= 0), other=0)
         else:
             return tl.load(here, mask=(p * K.block_cols + cols < c.size) & c.on[None, :], other=0)
@@ -275,8 +273,7 @@ def in_vectors(stride, K: tl.constexpr):
 
 @triton.jit
 def keep_first_columns(tiles, m, q, K: tl.constexpr):
-    """Of greedy inner positions the first maximum alone: all else becomes -inf, but where it is NaN."""
-    wide: tl.constexpr = tl.float64 if tiles[0].dtype.is_fp64() else tl.float32
+    """Of greedy inner positions the first maximum alone."""
     cols = tl.arange(0, K.block_cols)[:, None]
     found = tl.where(scores_of(tiles[0], q.factor, K) == m, cols, NO_COLUMN)
     for p in tl.static_range(1, len(tiles)):
@@ -285,7 +282,5 @@ def keep_first_columns(tiles, m, q, K: tl.constexpr):
     first = tl.min(found, axis=0)[None, :]
     kept = ()
     for p in tl.static_range(len(tiles)):
-        x = tiles[p]
-        hide = q.greedy & (p * K.block_cols + cols != first) & (x.to(wide) == x.to(wide))
-        kept = kept + (tl.where(hide, tl.full([], NEG_INF, wide).to(x.dtype), x),)  # noqa: RUF005
+        kept = kept + (only_column(tiles[p], p * K.block_cols + cols, first, q, K),)  # noqa: RUF005
     return kept

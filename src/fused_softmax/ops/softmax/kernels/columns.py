@@ -15,6 +15,8 @@ from fused_softmax.core.kernels.state import (
     GREATEST,
     GREATEST_FP64,
     NEG_INF,
+    NO_COLUMN,
+    exp_at,
     finite_top,
     hold_all,
     load_exact,
@@ -36,13 +38,14 @@ from fused_softmax.ops.softmax.kernels.column_tiles import (
     keep_columns,
     keep_first_columns,
     merged_columns,
+    only_column,
     publish_columns,
     scores_of_columns,
     stand_in_columns,
     states_of_columns,
     summed_columns,
 )
-from fused_softmax.ops.softmax.kernels.gradient import dot_of, gradient_of
+from fused_softmax.ops.softmax.kernels.gradient import dot_of, gradient_of, product_of
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
@@ -67,7 +70,7 @@ def _column_forward(
             publish_columns(m, s, group_slots_ptr, part, n_parts, tag, K)
         if K.collect:
             message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
-            if K.helps and left > 0:
+            if left > 0:
                 finish_alone(slots_ptr, x_strided, y, n_cols, n_inner, n_parts, part_cols, tag, S, K)
             else:
                 m, s = merged_columns(message, n_parts, K)
@@ -96,7 +99,7 @@ def _column_logsumexp(
         if K.collect:  # noqa: SIM102  a constexpr, then a value
             if part == n_parts - 1:
                 message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
-                if K.helps and left > 0:
+                if left > 0:
                     finish_lse_alone(
                         slots_ptr, x, lse_ptr, lse_outer_stride, n_cols, n_inner, n_parts, part_cols, tag, K
                     )  # fmt: skip
@@ -129,7 +132,7 @@ def _column_backward(
             publish_columns(d, tl.zeros([1, BLOCK_INNER], tl.float32), group_slots_ptr, part, n_parts, tag, K)
         if K.collect:
             message, left = collect_columns(group_slots_ptr, n_parts, tag, K)
-            if K.helps and left > 0:
+            if left > 0:
                 finish_gradient_alone(
                     slots_ptr, dy_strided, y_strided, dx, n_cols, n_inner, n_parts, part_cols, factor, tag, K
                 )  # fmt: skip
@@ -147,8 +150,13 @@ def finish_alone(slots_ptr, x, y, n_cols, n_inner, n_parts, part_cols, tag, S, K
     slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
     m, s = merged_columns(stand_in_columns(slots_ptr, n_parts, tag, state_of_held, given, K), n_parts, K)
     c = columns_of(group, part * part_cols, n_cols, n_inner, K)
-    x, _, _ = hold_columns(x, c, S, K)
-    store_results(y, x, m, s, c, S, K)
+    q = scores_of_columns(c, S, K)
+    _, _, first = scan_columns(x, c, q, S, K)
+    for at in range(0, held_size(c, K), K.block_cols):
+        here = columns_from(at, c)
+        z = scores_of(load_kept(at, first, x, c, q, S, K), q.factor, K, K.unpack)
+        y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, here, K)
+        store_columns(y_ptr, y.col_stride, result_of(z, m, s, K), 0, here, K, 0)
 
 
 @triton.jit(noinline=True)
@@ -159,8 +167,11 @@ def finish_gradient_alone(slots_ptr, dy, y, dx, n_cols, n_inner, n_parts, part_c
     slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
     d = summed_columns(stand_in_columns(slots_ptr, n_parts, tag, dot_of_held, given, K), n_parts, K)
     c = columns_of(group, part * part_cols, n_cols, n_inner, K)
-    y, dy, _ = hold_both(y, dy, c, K)
-    store_gradients(dx, y, dy, d, factor, c, K)
+    for at in range(0, held_size(c, K), K.block_cols):
+        here = columns_from(at, c)
+        dx_ptr = at_columns(dx.ptr, dx.outer_stride, dx.col_stride, here, K)
+        grad = gradient_of(load_tile(y, here, 0.0, K), load_tile(dy, here, 0.0, K), d, factor, K)
+        store_columns(dx_ptr, dx.col_stride, grad, 0, here, K, 0)
 
 
 @triton.jit(noinline=True)
@@ -199,7 +210,8 @@ def store_results(y, x, m, s, c, S, K: tl.constexpr):
     x = hold_all(x, K.ptx)
     y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, c, K)
     for p in tl.static_range(len(x)):
-        store_columns(y_ptr, y.col_stride, result_of(scores_of(x[p], q.factor, K, K.unpack), m, s, K), p, c, K)
+        z = scores_of(x[p], q.factor, K, K.unpack)
+        store_columns(y_ptr, y.col_stride, result_of(z, m, s, K), p, c, K, K.full_pieces)
 
 
 @triton.jit
@@ -207,16 +219,18 @@ def store_gradients(dx, y, dy, d, factor, c, K: tl.constexpr):
     """The gradients of the tiles of a program."""
     dx_ptr = at_columns(dx.ptr, dx.outer_stride, dx.col_stride, c, K)
     for p in tl.static_range(len(y)):
-        store_columns(dx_ptr, dx.col_stride, gradient_of(y[p], dy[p], d, factor, K), p, c, K)
+        store_columns(dx_ptr, dx.col_stride, gradient_of(y[p], dy[p], d, factor, K), p, c, K, K.full_pieces)
 
 
 @triton.jit
 def hold_columns(x, c, S, K: tl.constexpr):
     """(tiles, m, s) of the scores of the columns of a program."""
     q = scores_of_columns(c, S, K)
-    x = load_columns(at_columns(x.ptr, x.outer_stride, x.col_stride, c, K), x.col_stride, c, q.masked_input, K)
+    PIECES: tl.constexpr = K.pieces
+    x_ptr = at_columns(x.ptr, x.outer_stride, x.col_stride, c, K)
+    x = load_columns(x_ptr, x.col_stride, c, q.masked_input, K, PIECES, K.full_pieces)
     if K.mask:
-        x = keep_columns(x, c, q, S, K)
+        x = keep_columns(x, c, q, S, K, K.full_pieces)
     m = max_of(x, q.factor, K)[None, :]  # two dims before any asm, past which layouts do not travel
     if K.greedy:
         x = keep_first_columns(x, m, q, K)
@@ -228,25 +242,100 @@ def hold_columns(x, c, S, K: tl.constexpr):
 @triton.jit
 def hold_both(y, dy, c, K: tl.constexpr):
     """(tiles of y, tiles of dy, d) of the columns of a program."""
-    y = load_columns(at_columns(y.ptr, y.outer_stride, y.col_stride, c, K), y.col_stride, c, 0.0, K)
-    dy = load_columns(at_columns(dy.ptr, dy.outer_stride, dy.col_stride, c, K), dy.col_stride, c, 0.0, K)
+    PIECES: tl.constexpr = K.pieces
+    y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, c, K)
+    dy_ptr = at_columns(dy.ptr, dy.outer_stride, dy.col_stride, c, K)
+    y = load_columns(y_ptr, y.col_stride, c, 0.0, K, PIECES, K.full_pieces)
+    dy = load_columns(dy_ptr, dy.col_stride, c, 0.0, K, PIECES, K.full_pieces)
     d = dot_of(y, dy, K)[None, :]
     return hold_all(y, K.ptx), hold_all(dy, K.ptx), d
 
 
 @triton.jit
+def held_size(c, K: tl.constexpr):
+    """How many columns a program has, from where it begins."""
+    return tl.minimum(c.size, K.pieces * K.block_cols)
+
+
+@triton.jit
+def columns_from(at, c):
+    """The columns of a program less its first `at`."""
+    return Columns(c.outer, c.inner, c.on, c.start + at, c.size - at)
+
+
+@triton.jit
+def load_tile(x, c, OTHER, K: tl.constexpr):
+    """The first tile of columns."""
+    return load_columns(at_columns(x.ptr, x.outer_stride, x.col_stride, c, K), x.col_stride, c, OTHER, K, 1, 0)[0]
+
+
+@triton.jit
+def load_kept(at, first, x, c, q, S, K: tl.constexpr):
+    """The tile that begins `at` columns after a program's first, less what a greedy inner position does not keep."""
+    here = columns_from(at, c)
+    tile = load_scores(x, here, q, S, K)
+    if K.greedy:
+        tile = only_column(tile, at + tl.arange(0, K.block_cols)[:, None], first, q, K)
+    return tile
+
+
+@triton.jit
+def load_scores(x, c, q, S, K: tl.constexpr):
+    """The first tile of columns, with all that is masked turned to the masked input."""
+    tile = load_tile(x, c, q.masked_input, K)
+    if K.mask:
+        tile = keep_columns((tile,), c, q, S, K, 0)[0]
+    return tile
+
+
+@triton.jit
+def scan_columns(x, c, q, S, K: tl.constexpr):
+    """(m, s, the column that a greedy inner position keeps) of a program's columns, read tile by tile.
+
+    With the bits that they have where the columns are held: lanes add up in the same order.
+    """
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    BLOCK_INNER: tl.constexpr = K.block_inner
+    top = tl.full([BLOCK_COLS, BLOCK_INNER], NEG_INF, K.state_dtype)
+    for at in range(0, held_size(c, K), BLOCK_COLS):
+        top = tl.maximum(top, scores_of(load_scores(x, columns_from(at, c), q, S, K), q.factor, K))
+    m = tl.max(top, axis=0)[None, :]
+    first = 0
+    if K.greedy:
+        found = tl.full([BLOCK_COLS, BLOCK_INNER], NO_COLUMN, tl.int32)
+        for at in range(0, held_size(c, K), BLOCK_COLS):
+            here = scores_of(load_scores(x, columns_from(at, c), q, S, K), q.factor, K) == m
+            found = tl.minimum(found, tl.where(here, at + tl.arange(0, BLOCK_COLS)[:, None], NO_COLUMN))
+        first = tl.min(found, axis=0)[None, :]
+    scale, base = origin_of(m, K.ptx, K.subtract_first)
+    total = tl.zeros([BLOCK_COLS, BLOCK_INNER], K.state_dtype)
+    for at in range(0, held_size(c, K), BLOCK_COLS):
+        z = scores_of(load_kept(at, first, x, c, q, S, K), q.factor, K, K.unpack)
+        total += exp_at(z, scale, base, K.ptx, K.subtract_first)
+    return m, tl.sum(total, axis=0)[None, :], first
+
+
+@triton.jit
 def state_of_held(part, given, K: tl.constexpr):
     """(m, s) of a part of a group's columns."""
+    x, S = given.rest[0], given.rest[1]
     c = columns_of(given.group, part * given.part_cols, given.n_cols, given.n_inner, K)
-    _, m, s = hold_columns(given.rest[0], c, given.rest[1], K)
+    m, s, _ = scan_columns(x, c, scores_of_columns(c, S, K), S, K)
     return m, s
 
 
 @triton.jit
 def dot_of_held(part, given, K: tl.constexpr):
     """(d, 0) of a part of a group's columns."""
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    BLOCK_INNER: tl.constexpr = K.block_inner
+    y, dy = given.rest[0], given.rest[1]
     c = columns_of(given.group, part * given.part_cols, given.n_cols, given.n_inner, K)
-    _, _, d = hold_both(given.rest[0], given.rest[1], c, K)
+    total = tl.full([BLOCK_COLS, BLOCK_INNER], -0.0, K.state_dtype)  # which leaves every number as it is
+    for at in range(0, held_size(c, K), BLOCK_COLS):
+        here = columns_from(at, c)
+        total += product_of(load_tile(y, here, 0.0, K), load_tile(dy, here, 0.0, K), K)
+    d = tl.sum(total, axis=0)[None, :]
     return d, tl.zeros_like(d)
 
 
@@ -257,7 +346,8 @@ def state_of_columns(part, given, K: tl.constexpr):
     x_ptr = at_columns(x.ptr, x.outer_stride, x.col_stride, c, K)
     x_col_stride = multiple_of(x.col_stride, K).to(tl.int64)
     start = part * given.part_cols
-    STEP: tl.constexpr = K.pieces * K.block_cols
+    PIECES: tl.constexpr = K.pieces
+    STEP: tl.constexpr = PIECES * K.block_cols
     end = tl.minimum(start + given.part_cols, given.n_cols)
     m, s = empty_state(K)
     whole = start + (end - start) // STEP * STEP
@@ -266,7 +356,7 @@ def state_of_columns(part, given, K: tl.constexpr):
         m, s = take_columns(m, s, tiles, K)
     for at in range(whole, end, STEP):  # once at most
         rest = Columns(c.outer, c.inner, c.on, at, end - at)
-        tiles = load_columns(x_ptr + at * x_col_stride, x_col_stride, rest, NEG_INF, K)
+        tiles = load_columns(x_ptr + at * x_col_stride, x_col_stride, rest, NEG_INF, K, PIECES, K.full_pieces)
         m, s = take_columns(m, s, tiles, K)
     m, s = merge_states(m, s, 0, K)
     return m[None, :], s[None, :]
@@ -307,21 +397,23 @@ def at_columns(ptr, outer_stride, col_stride, c, K: tl.constexpr):
 
 
 @triton.jit
-def load_columns(ptr, stride, c, OTHER, K: tl.constexpr):
-    """Tiles [block_cols, block_inner] one below another, as a tuple; columns past the size are OTHER."""
+def load_columns(ptr, stride, c, OTHER, K: tl.constexpr, PIECES: tl.constexpr, FULL: tl.constexpr):
+    """Tiles [block_cols, block_inner] one below another, as a tuple; columns past the size are OTHER.
+
+    FULL: how many leading tiles end before it.
+    """
     cols = tl.arange(0, K.block_cols)[:, None]
     stride = multiple_of(stride, K).to(tl.int64)
     at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :])
     pieces = ()
-    PIECES: tl.constexpr = K.pieces
     for p in tl.static_range(PIECES):
         here = at + p * (stride * K.block_cols)
         # `on`, of a bound that the compiler knows nothing of, makes accesses of one element: only where it is needed.
-        if p < K.full_pieces and K.whole:
+        if p < FULL and K.whole:
             piece = load_exact(here, None, None, K)
         elif K.whole:
             piece = load_exact(here, p * K.block_cols + cols < c.size, OTHER, K)
-        elif p < K.full_pieces:
+        elif p < FULL:
             piece = load_exact(here, c.on[None, :] & (cols >= 0), OTHER, K)
         else:
             piece = load_exact(here, (p * K.block_cols + cols < c.size) & c.on[None, :], OTHER, K)
@@ -347,18 +439,18 @@ def load_whole_columns(ptr, stride, c, K: tl.constexpr):
 
 
 @triton.jit
-def store_columns(ptr, stride, y, p, c, K: tl.constexpr):
+def store_columns(ptr, stride, y, p, c, K: tl.constexpr, FULL: tl.constexpr):
     cols = tl.arange(0, K.block_cols)[:, None]
     stride = stride.to(tl.int64)
     if K.ptx and K.whole:  # opaque: else the addresses of all tiles are made before the wait, and kept in memory
         stride = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [stride], dtype=tl.int64, is_pure=False, pack=1)
     stride = multiple_of(stride, K)
     at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :]) + p * (stride * K.block_cols)
-    if p < K.full_pieces and K.whole:
+    if p < FULL and K.whole:
         tl.store(at, y, cache_modifier=".cs")
     elif K.whole:
         tl.store(at, y, mask=p * K.block_cols + cols < c.size, cache_modifier=".cs")
-    elif p < K.full_pieces:
+    elif p < FULL:
         tl.store(at, y, mask=c.on[None, :] & (cols >= 0), cache_modifier=".cs")
     else:
         tl.store(at, y, mask=(p * K.block_cols + cols < c.size) & c.on[None, :], cache_modifier=".cs")

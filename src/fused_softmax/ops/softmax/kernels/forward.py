@@ -22,9 +22,10 @@ from fused_softmax.core.kernels.rows import (
     sum_of_row,
     tile_of,
 )
-from fused_softmax.core.kernels.spec import Parts, Row, Rows, Scored
+from fused_softmax.core.kernels.spec import Edge, Parts, Row, Rows, Scored
 from fused_softmax.core.kernels.state import (
     NEG_INF,
+    NO_COLUMN,
     exp_at,
     hold_all,
     max_of,
@@ -32,6 +33,7 @@ from fused_softmax.core.kernels.state import (
     origin_of,
     result_of,
     rounded_product,
+    scores_of,
     sum_exp_of,
     weight_of,
     with_sink,
@@ -43,6 +45,7 @@ from fused_softmax.ops.softmax.kernels.scores import (
     load_scores,
     mask_of_row,
     max_of_row,
+    only_column,
     scores_of_row,
     sink_of_row,
     store_results,
@@ -123,7 +126,7 @@ def _part_forward(
             publish(m, s, row_slots_ptr, r.part, n_parts, tag, K)
         if K.collect:
             message, left = collect(row_slots_ptr, r.part, n_parts, tag, K)
-            if K.helps and left > 0:
+            if left > 0:
                 finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K)
             else:
                 store_part(y, n_cols, n_parts, z, edge, message, sink, r, q, K)
@@ -145,8 +148,8 @@ def row_of_program(n_parts, S, K: tl.constexpr):
 def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.constexpr):
     """The results of a part of a row whose other parts have not all told their states.
 
-    A function of the kernel's own arguments, which finds its place and reads its part anew: nothing is kept for it in
-    registers while other parts are awaited.
+    A function of the kernel's own arguments, which finds its place and reads its part anew, piece by piece: it holds
+    nothing, so the kernel takes no register more for it.
     """
     row, part = row_of_program(n_parts, S, K), tl.program_id(0) % n_parts
     given = Parts(row, x, n_cols, n_parts, part_cols, S)
@@ -154,18 +157,82 @@ def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.cons
     message = stand_in(slots_ptr, n_parts, tag, state_of_part, given, K)
     r = part_of(part, row, x, n_cols, part_cols, K)
     q = scores_of_row(row, n_cols, S, K)
-    z, edge, _ = load_part(r, x, n_cols, n_parts, q, S, K)
-    store_part(y, n_cols, n_parts, hold_all(z, K.ptx), edge, message, sink_of_row(row, S, K), r, q, K)
+    _, _, edge, column = scan_part(r, x, n_cols, n_parts, q, S, K)
+    m, s = state_of_row(message, sink_of_row(row, S, K), r, q, n_parts, K)
+    ptr = body_of(y, row, K) + r.start
+    for at in range(0, r.size, K.block_cols):
+        z = scores_of(load_kept(at, column, r, x, q, S, K), q.factor, K, K.ptx)
+        tl.store(ptr + (at + r.cols), result_of(z, m, s, K), mask=at + r.cols < r.size, cache_modifier=".cs")
+    if K.shifted:
+        tl.store(y.ptr + row * y.stride + edge.cols, result_of(edge.x, m, s, K), mask=edge.on)
+
+
+@triton.jit
+def state_of_row(message, sink, r, q, n_parts, K: tl.constexpr):
+    """(m, s) of a row by the messages of all its parts, as this part sees it."""
+    if K.greedy:
+        return merged_greedy(message, r.part, n_parts, q.greedy, sink, K)
+    else:
+        m, s = merged(message, n_parts, K)
+        return with_sink(m, s, sink, K)
+
+
+@triton.jit
+def scan_part(r, x, n_cols, n_parts, q, S, K: tl.constexpr):
+    """(m, s, edge, the column that a greedy row keeps) of a part of a row, read piece by piece again and again.
+
+    With the bits that the part has where it is held: lanes add up in the same order.
+    """
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    top = tl.full([BLOCK_COLS], NEG_INF, K.state_dtype)
+    for at in range(0, r.size, BLOCK_COLS):
+        top = tl.maximum(top, scores_of(load_piece(at, r, x, q, S, K), q.factor, K))
+    m = tl.max(top, axis=0)
+    edge = 0
+    if K.shifted:
+        edge = edge_scores(load_edge(x, n_cols, n_parts, r, q.masked_input, K), r, q, S, K)
+        m = tl.maximum(m, tl.max(edge.x, axis=0))
+    column = 0
+    if K.greedy:
+        found = tl.full([BLOCK_COLS], NO_COLUMN, tl.int32)
+        for at in range(0, r.size, BLOCK_COLS):
+            here = scores_of(load_piece(at, r, x, q, S, K), q.factor, K) == m
+            found = tl.minimum(found, tl.where(here, r.head + r.start + at + r.cols, NO_COLUMN))
+        column = tl.min(found, axis=0)
+        if K.shifted:
+            column = tl.minimum(column, tl.min(tl.where(edge.x == m, edge.cols, NO_COLUMN), axis=0))
+            edge = Edge(edge.cols, edge.on, only_column(edge.x, edge.cols, column, q, K))
+    scale, base = origin_of(m, K.ptx)
+    total = tl.zeros([BLOCK_COLS], K.state_dtype)
+    for at in range(0, r.size, BLOCK_COLS):
+        z = scores_of(load_kept(at, column, r, x, q, S, K), q.factor, K, K.unpack)
+        total += exp_at(z, scale, base, K.ptx, K.subtract_first)
+    s = tl.sum(total, axis=0)
+    if K.shifted:
+        s += tl.sum(exp_at(edge.x, scale, base, K.ptx), axis=0)
+    return m, s, edge, column
+
+
+@triton.jit
+def load_piece(at, r, x, q, S, K: tl.constexpr):
+    """The piece that begins `at` columns after its part."""
+    ptr, mask_ptr = body_of(x, r.row, K) + r.start + at, mask_of_row(r.row, S, K)
+    return load_scores(ptr, r.head + r.start + at, r.size - at, r, q, S, mask_ptr, K, 1, 0)[0]
+
+
+@triton.jit
+def load_kept(at, column, r, x, q, S, K: tl.constexpr):
+    """The same, less what a greedy row does not keep."""
+    z = load_piece(at, r, x, q, S, K)
+    if K.greedy:
+        z = only_column(z, r.head + r.start + at + r.cols, column, q, K)
+    return z
 
 
 @triton.jit
 def store_part(y, n_cols, n_parts, z, edge, message, sink, r, q, K: tl.constexpr):
     """The results of a part of a row, by the messages of all."""
-    if K.greedy:
-        m, s = merged_greedy(message, r.part, n_parts, q.greedy, sink, K)
-    else:
-        m, s = merged(message, n_parts, K)
-        m, s = with_sink(m, s, sink, K)
+    m, s = state_of_row(message, sink, r, q, n_parts, K)
     store_row(y, n_cols, z, edge, m, s, r, q, K)
 
 
@@ -185,8 +252,8 @@ def state_of_part(part, given, K: tl.constexpr):
     """(m, s) of a part of a row."""
     q = scores_of_row(given.row, given.n_cols, given.rest, K)
     r = part_of(part, given.row, given.x, given.n_cols, given.part_cols, K)
-    z, edge, m = load_part(r, given.x, given.n_cols, given.n_parts, q, given.rest, K)
-    return m, sum_of_row(hold_all(z, K.ptx), edge, m, q, K)
+    m, s, _, _ = scan_part(r, given.x, given.n_cols, given.n_parts, q, given.rest, K)
+    return m, s
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "misalignment", "n_1", "n_2", "n_queries"])
@@ -210,7 +277,7 @@ def _stream_state(
     m = tl.full([], NEG_INF, K.state_dtype)
     s = tl.zeros([], m.dtype)
     for at in range(r.start, tl.minimum(r.start + part_cols, tl.minimum(r.body, q.visible)), PIECES * K.block_cols):
-        z = load_scores(x_body + at, r.head + at, r.body - at, r, q, S, mask_ptr, K, PIECES)
+        z = load_scores(x_body + at, r.head + at, r.body - at, r, q, S, mask_ptr, K, PIECES, 0)
         m_tile = max_of(z, q.factor, K)
         origin, base = origin_of(m_tile, K.ptx)
         m, s = merge(m, s, m_tile, sum_exp_of(hold_all(z, K.ptx), origin, base, q.factor, K), K.ptx)
@@ -249,7 +316,7 @@ def _stream_forward(
     x_body = body_of(x, r.row, K)
     y_body = body_of(y, r.row, K)
     for at in range(r.start, tl.minimum(r.start + part_cols, r.body), PIECES * K.block_cols):
-        z = load_scores(x_body + at, r.head + at, r.body - at, r, q, S, mask_ptr, K, PIECES)
+        z = load_scores(x_body + at, r.head + at, r.body - at, r, q, S, mask_ptr, K, PIECES, 0)
         here = Row(r.row, r.part, at, r.body - at, r.head, r.body, r.cols)
         store_results(y_body + at, z, m, s, here, q, K)
     if K.shifted:

@@ -72,7 +72,7 @@ def _part_backward(
             publish(d, tl.zeros([], tl.float32), row_slots_ptr, r.part, n_parts, tag, K)
         if K.collect:
             message, left = collect(row_slots_ptr, r.part, n_parts, tag, K)
-            if K.helps and left > 0:
+            if left > 0:
                 finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols, factor, tag, K)
             else:
                 d = summed(message, n_parts, K)
@@ -161,18 +161,37 @@ def finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
     d = summed(stand_in(slots_ptr, n_parts, tag, dot_of_part, given, K), n_parts, K)
     r = part_of(part, row, y_rows, n_cols, part_cols, K)
-    y, dy = load_both(y_rows, dy_rows, r, K)
-    _, edge_y, edge_dy = dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K)
-    store_gradient(dx_rows, hold_all(y, K.ptx), hold_all(dy, K.ptx), edge_y, edge_dy, d, factor, r, K)
+    dx_ptr = body_of(dx_rows, row, K) + r.start
+    for at in range(0, r.size, K.block_cols):
+        dx = gradient_of(load_piece(at, y_rows, r, K), load_piece(at, dy_rows, r, K), d, factor, K)
+        tl.store(dx_ptr + (at + r.cols), dx, mask=at + r.cols < r.size, cache_modifier=".cs")
+    if K.shifted:
+        edge_y = load_edge(y_rows, n_cols, n_parts, r, 0.0, K)
+        edge_dy = load_edge(dy_rows, n_cols, n_parts, r, 0.0, K)
+        store_edge(dx_rows, edge_y, edge_dy, d, factor, r, K)
 
 
 @triton.jit
 def dot_of_part(part, given, K: tl.constexpr):
-    """(d, 0) of a part of a row."""
-    r = part_of(part, given.row, given.x, given.n_cols, given.part_cols, K)
-    y, dy = load_both(given.x, given.rest, r, K)
-    d, _, _ = dot_of_row(y, dy, given.x, given.rest, given.n_cols, given.n_parts, r, K)
+    """(d, 0) of a part of a row, read piece by piece; d has the bits that it has where the part is held."""
+    BLOCK_COLS: tl.constexpr = K.block_cols
+    y_rows, dy_rows = given.x, given.rest
+    r = part_of(part, given.row, y_rows, given.n_cols, given.part_cols, K)
+    total = tl.full([BLOCK_COLS], -0.0, K.state_dtype)  # of which nothing is left in a sum, not even a sign
+    for at in range(0, r.size, BLOCK_COLS):
+        total += product_of(load_piece(at, y_rows, r, K), load_piece(at, dy_rows, r, K), K)
+    d = tl.sum(total, axis=0)
+    if K.shifted:
+        edge_y = load_edge(y_rows, given.n_cols, given.n_parts, r, 0.0, K)
+        edge_dy = load_edge(dy_rows, given.n_cols, given.n_parts, r, 0.0, K)
+        d += dot_of((edge_y.x,), (edge_dy.x,), K)
     return d, tl.zeros([], tl.float32)
+
+
+@triton.jit
+def load_piece(at, x, r, K: tl.constexpr):
+    """The piece that begins `at` columns after its part."""
+    return load_pieces(body_of(x, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)[0]
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def _part_logsumexp(
         if K.collect:  # noqa: SIM102  a constexpr, then a value
             if part == n_parts - 1:
                 message, left = collect(row_slots_ptr, 0, n_parts, tag, K)
-                if K.helps and left > 0:
+                if left > 0:
                     finish_alone(slots_ptr, x, lse_ptr, n_cols, n_parts, part_cols, tag, S, K)
                 else:
                     m, s = merged(message, n_parts, K)
@@ -145,7 +145,7 @@ def state_of_part(part, given, K: tl.constexpr):
     s = tl.zeros([HEIGHT, 1], m.dtype)
     for at in range(r.start, tl.minimum(r.start + part_cols, tl.minimum(r.body, q.visible)), PIECES * K.block_cols):
         size = tl.minimum(r.body, r.start + part_cols) - at
-        z = load_scores(x_body + at, r.head + at, size, r, q, S, mask_ptr, K, PIECES)
+        z = load_scores(x_body + at, r.head + at, size, r, q, S, mask_ptr, K, PIECES, 0)
         m_tile = tl.maximum(m, finite_top(max_of(z, q.factor, K)[:, None]))
         origin, base = origin_of(m_tile, K.ptx)
         s *= weight_of(m, m_tile, K.ptx)
@@ -186,7 +186,7 @@ def _logsumexp_backward(
     dx_body = body_of(dx_rows, r.row, K)
     for at in range(r.start, tl.minimum(r.start + part_cols, n_cols), PIECES * K.block_cols):
         size = tl.minimum(r.body, r.start + part_cols) - at
-        z = load_scores(x_body + at, r.head + at, size, r, q, S, mask_ptr, K, PIECES)
+        z = load_scores(x_body + at, r.head + at, size, r, q, S, mask_ptr, K, PIECES, 0)
         for p in tl.static_range(PIECES):
             dx = share_of(scores_of(z[p], q.factor, K), lse, dlse, K).to(dx_ptr.dtype.element_ty)
             here = p * K.block_cols + r.cols

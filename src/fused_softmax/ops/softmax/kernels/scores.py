@@ -107,17 +107,15 @@ def keep_scores(x, cols, on, q, S, mask_ptr, K: tl.constexpr, CAUSAL: tl.constex
 
 
 @triton.jit
-def load_scores(ptr, first, size, r, q, S, mask_ptr, K: tl.constexpr, PIECES: tl.constexpr, OPEN: tl.constexpr = 0):
+def load_scores(ptr, first, size, r, q, S, mask_ptr, K: tl.constexpr, PIECES: tl.constexpr, OPEN: tl.constexpr):
     """Pieces from column `first` of a row on, masked and causal; what causality hides is not read.
 
-    OPEN: how many leading pieces causality hides nothing of.
+    OPEN: how many leading pieces end before `size`, and causality hides nothing of.
     """
+    read = size
     if K.causal:
         read = tl.minimum(size, (q.visible - first + K.vector - 1) // K.vector * K.vector)
-        pieces = load_pieces(ptr, r.cols, read, q.masked_input, K, PIECES, OPEN)
-    else:
-        read = size
-        pieces = load_pieces(ptr, r.cols, size, q.masked_input, K, PIECES, K.full_pieces)
+    pieces = load_pieces(ptr, r.cols, read, q.masked_input, K, PIECES, OPEN)
     if K.mask or K.causal:
         kept = ()
         for p in tl.static_range(PIECES):
@@ -139,11 +137,12 @@ def load_row(x, n_cols, n_parts, r, q, S, K: tl.constexpr):
     The edge is asked for before anything waits for the pieces.
     """
     PIECES: tl.constexpr = K.pieces
+    OPEN: tl.constexpr = 0 if K.causal else K.full_pieces
     mask_ptr = mask_of_row(r.row, S, K)
     edge = 0
     if K.edges_first:
         edge = load_edge(x, n_cols, n_parts, r, q.masked_input, K)
-    pieces = load_scores(body_of(x, r.row, K) + r.start, r.head + r.start, r.size, r, q, S, mask_ptr, K, PIECES)
+    pieces = load_scores(body_of(x, r.row, K) + r.start, r.head + r.start, r.size, r, q, S, mask_ptr, K, PIECES, OPEN)
     if K.shifted and not K.edges_first:
         edge = load_edge(x, n_cols, n_parts, r, q.masked_input, K)
     return pieces, edge
@@ -170,20 +169,25 @@ def max_of_row(pieces, edge, r, q, S, K: tl.constexpr):
 
 @triton.jit
 def keep_first_max(pieces, edge, m, r, q, K: tl.constexpr):
-    """Of a greedy row the first maximum alone: all else becomes -inf, but where it is NaN."""
-    wide: tl.constexpr = tl.float64 if pieces[0].dtype.is_fp64() else tl.float32
+    """Of a greedy row the first maximum alone."""
     first = r.head + r.start
     column = of_each_row(first_max_of(pieces, m, first, r.cols, q.factor, K), K)
     if K.shifted:
         column = tl.minimum(column, of_each_row(tl.min(tl.where(edge.x == m, edge.cols, NO_COLUMN), axis=K.axis), K))
-        hide = q.greedy & (edge.cols != column) & (edge.x == edge.x)
-        edge = Edge(edge.cols, edge.on, tl.where(hide, NEG_INF, edge.x))
+        edge = Edge(edge.cols, edge.on, only_column(edge.x, edge.cols, column, q, K))
     kept = ()
     for p in tl.static_range(len(pieces)):
-        x = pieces[p]
-        hide = q.greedy & (first + p * K.block_cols + r.cols != column) & (x.to(wide) == x.to(wide))
-        kept = kept + (tl.where(hide, tl.full([], NEG_INF, wide).to(x.dtype), x),)  # noqa: RUF005
+        here = first + p * K.block_cols + r.cols
+        kept = kept + (only_column(pieces[p], here, column, q, K),)  # noqa: RUF005
     return kept, edge
+
+
+@triton.jit
+def only_column(x, cols, column, q, K: tl.constexpr):
+    """What a greedy row keeps of x, which has these columns: all but `column` becomes -inf, but where it is NaN."""
+    wide: tl.constexpr = tl.float64 if x.dtype.is_fp64() else tl.float32
+    hide = q.greedy & (cols != column) & (x.to(wide) == x.to(wide))
+    return tl.where(hide, tl.full([], NEG_INF, wide).to(x.dtype), x)
 
 
 @triton.jit
