@@ -10,7 +10,7 @@ import sys
 import timeit
 from contextvars import ContextVar
 from functools import partial
-from threading import Barrier, BrokenBarrierError, Thread
+from threading import Barrier, Thread, current_thread, main_thread
 
 import pytest
 import stub_driver
@@ -262,26 +262,29 @@ def test_threads_share_one_kernel():
     assert stub.modules == modules + 1
 
 
+def of(block_cols, num_warps):
+    return partial(prepare_scale, block_cols=block_cols, num_warps=num_warps)
+
+
 def test_kernels_of_one_call_compile_at_the_same_time(monkeypatch):
     """Once one had to be compiled. What compiles for a call is heard where the call was made."""
     heard, call, both = [], ContextVar("call", default=None), Barrier(2, timeout=60)
-    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: heard.append((src.name, call.get())))
+
+    def listener(**_):
+        if current_thread() is not main_thread():
+            both.wait()
+        heard.append((current_thread() is main_thread(), call.get()))
+
+    monkeypatch.setattr(knobs.compilation, "listener", listener)
     call.set("mine")
-
-    def of(block_cols, meeting=lambda: None):
-        meeting()
-        return prepare_scale(block_cols=block_cols)
-
-    def functions():
-        return [partial(of, 1024, both.wait), partial(of, 8192, both.wait)]
-
-    modules = stub.modules
-    launches = together(partial(of, 256), *functions())
-    assert stub.modules == modules + 2  # 1024 was there
-    assert heard == [("_scale", "mine")] * 2
-    assert [function_of(each) for each in launches] == [function_of(of(n)) for n in (256, 1024, 8192)]
-    with pytest.raises(BrokenBarrierError):  # nothing compiles now, so the first waits for the second
-        together(partial(of, 256), partial(of, 1024, Barrier(2, timeout=0.1).wait), partial(of, 8192))
+    modules, functions = stub.modules, [of(1024, 4), of(2048, 2), of(256, 2), of(8192, 2)]
+    launches = together(*functions)
+    assert heard == [(True, "mine"), (False, "mine"), (False, "mine")]
+    assert stub.modules == modules + 3
+    assert len({function_of(each) for each in launches}) == 4
+    assert [function_of(each()) for each in functions] == [function_of(each) for each in launches]
+    together(*functions)
+    assert len(heard) == 3
 
 
 def test_an_error_of_a_kernel_that_compiles_beside_others_is_raised():
@@ -289,8 +292,8 @@ def test_an_error_of_a_kernel_that_compiles_beside_others_is_raised():
         raise ValueError("this one")
 
     with pytest.raises(ValueError, match="this one"):
-        together(partial(prepare_scale, block_cols=128), fail, partial(prepare_scale, block_cols=64))
-    assert len(together(*[partial(prepare_scale, block_cols=n) for n in (32, 64, 16)])) == 3
+        together(of(128, 2), fail, of(64, 2))
+    assert len(together(of(32, 2), of(64, 2), of(16, 2))) == 3
 
 
 @direct_only

@@ -202,15 +202,26 @@ def test_gradients_of_rows_that_leave_no_room_for_a_second_program_are_split():
         assert plan_rows(MANY, n_cols, 2, H200).strategy == "row"
 
 
-def test_split_kernels_of_two_bytes_are_held_to_registers_where_that_was_measured():
-    def registers(n_cols, device=H200, **given):
-        return plan_rows(MANY, n_cols, given.pop("itemsize", 2), device, **given).most_registers(device)
+def test_split_kernels_are_held_to_the_registers_that_residency_leaves_them():
+    """Those that hold a row and so many besides say how many programs reside, and these share all registers."""
 
-    assert [registers(n_cols) for n_cols in (32768, 65536, 131072, 2**20)] == [None, 56, 88, 88]
-    assert [registers(n_cols, inputs=2) for n_cols in (16384, 65536, 2**20)] == [None, 80, 80]
-    assert registers(50257, inputs=2, alignment="shifted") == 128
-    assert registers(131072, itemsize=4) is None
-    assert registers(131072, A100) is None
+    def registers(n_cols, besides, device=H200, **given):
+        return plan_rows(MANY, n_cols, given.pop("itemsize", 2), device, **given).most_registers(device, besides)
+
+    assert [registers(n_cols, 20) for n_cols in (32768, 65536, 131072, 2**20)] == [None, 56, 96, 96]
+    assert [registers(n_cols, 16, inputs=2) for n_cols in (16384, 65536, 2**20)] == [None, 80, 80]
+    assert registers(50257, 16, inputs=2, alignment="shifted") == 128
+    assert [registers(131072, besides, itemsize=4) for besides in (0, 32, 33, 64, 100, 200)] == [
+        64,
+        96,
+        128,
+        128,
+        168,
+        None,
+    ]
+    assert registers(131072, 20, A100) is None
+    few = plan_rows(1, 65536, 2, H200)
+    assert (few.strategy, few.num_warps, few.most_registers(H200, 20)) == ("split", 1, None)
 
 
 def test_rows_that_no_chip_holds_are_streamed():

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, cached_property
 from operator import itemgetter
@@ -38,8 +38,7 @@ _LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neigh
 
 _loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
 _loading = Lock()
-_loads_for_another: ContextVar[bool] = ContextVar("loads_for_another", default=False)  # which has the lock
-_starting = Lock()
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # in threads beside one that waits
 _compilations = 0
 
 
@@ -71,6 +70,8 @@ def prepare(
         like = prepare(
             kernel, grid, tensors, scalars, registers_of, device=device, most_registers=most_registers, **options
         )
+        if _only_compiles.get():
+            return like
         if like.resources is not None:
             options["maxnreg"] = granted(like.resources.n_regs)
         most_registers = None
@@ -83,6 +84,11 @@ def prepare(
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
     key = key_of(kernel, device, tensors, scalars, constexprs, options)
     loaded = _loaded.get(key)
+    if _only_compiles.get():
+        if loaded is None:
+            with torch.cuda.device(device):
+                kernel.warmup(*tensors, *scalars, grid=_grid(grid), **constexprs, **options)
+        return _NoLaunch()  # type: ignore[return-value]
     if loaded is None:
         loaded = _load(kernel, _grid(grid), tensors, scalars, constexprs, device, options)
         if loaded.keeps:
@@ -93,9 +99,9 @@ def prepare(
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """What functions return that prepare launches. Once one has compiled a kernel, the rest run in threads.
+    """What functions return that prepare launches. Once one has compiled a kernel, those of the rest compile together.
 
-    Triton releases Python's global lock in most of what takes long. A thread has its own current device and modes.
+    Triton releases Python's global lock in most of what takes long. The functions may be called twice.
     """
     found: list[Any] = []
     for i, function in enumerate(functions):
@@ -103,20 +109,29 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
         found.append(function())
         rest = functions[i + 1 :]
         if len(rest) > 1 and _compilations > before:
-            return [*found, *_in_threads(rest)]
+            _compile_together(rest)
+            return [*found, *[each() for each in rest]]
     return found
 
 
-def _in_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    with _one_at_a_time("kernels"), ThreadPoolExecutor(len(functions)) as pool:
-        token = _loads_for_another.set(True)
-        try:
-            begun = [pool.submit(copy_context().run, each) for each in functions]
-        except RuntimeError:  # the interpreter is ending, and starts no thread
-            return [each() for each in functions]
-        finally:
-            _loads_for_another.reset(token)
-        return [each.result() for each in begun]
+def _compile_together(functions: Sequence[Callable[[], Any]]) -> None:
+    """Compile what functions will prepare, in threads: these touch no GPU. Errors are left to who calls them next."""
+    token = _only_compiles.set(True)
+    try:
+        with _one_at_a_time("kernels"), ThreadPoolExecutor(len(functions)) as pool, suppress(RuntimeError):
+            for each in functions:  # at the end of the interpreter no thread starts
+                pool.submit(copy_context().run, each)
+    finally:
+        _only_compiles.reset(token)
+
+
+class _NoLaunch:
+    """In a thread that only compiles."""
+
+    resources = None
+
+    def __call__(self, *arguments: Any) -> None:
+        raise AssertionError("a thread that compiles for another launches nothing")
 
 
 def key_of(kernel, device, tensors, scalars, constexprs, options) -> tuple:
@@ -284,12 +299,11 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded
     if isinstance(kernel, triton.JITFunction):
         _compilations += 1
         begin()
-        alone = nullcontext() if _loads_for_another.get() else _one_at_a_time(kernel.__name__)
-        with alone, torch.cuda.device(device):
+        # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
+        with _one_at_a_time(kernel.__name__), torch.cuda.device(device):
             compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
             if isinstance(compiled, triton.compiler.CompiledKernel):
-                with _starting:  # another thread would meet it with its launcher set and its function still missing
-                    compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
+                compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to
                 direct = _direct(kernel, compiled, device)
             else:  # a compile hook took it, or it is in a queue
                 compiled, keeps = None, False

@@ -82,7 +82,7 @@ def prepare(
     numbers: Sequence[str] = (),
     programs: Callable[[Any], int] | None = None,
     num_warps: int | None = None,
-    capped: bool = False,
+    besides: int | None = None,
     leading: str | None = None,
     plan_for: Callable[[int], Any] | None = None,
 ) -> Launched:
@@ -95,8 +95,8 @@ def prepare(
         programs exchange with other GPUs' (spec.peers).
     values: of parameters that neither the plan nor the tensors' strides give.
     numbers: the names of values that every launch gives anew, after the tensors.
-    programs: of a plan, and num_warps, where they are not its own. capped: whether registers are held to what residency
-        asks for.
+    programs: of a plan, and num_warps, where they are not its own.
+    besides: registers of a thread besides those that hold a row, where `plan.most_registers` is to keep them few.
     leading: the value, if any, that grows with the number of rows. plan_for: the plan for another number of rows, or
         None; the plan's own `for_rows` unless told.
     """
@@ -111,8 +111,8 @@ def prepare(
     if numbers:
         options["numbers"] = tuple(names.scalars.index(name) for name in numbers)
     options |= overlapping(spec.follows)
-    if capped and spec.ptx:
-        options["most_registers"] = plan.most_registers(device_of(device))
+    if besides is not None and spec.ptx:
+        options["most_registers"] = plan.most_registers(device_of(device), besides)
     count = programs or _programs_of
 
     def launch_of(spec, slots):

@@ -105,10 +105,7 @@ POLL_LAST_FIRST_PARTS = 32  # parts from which programs await the last one first
 # (registers that hold a thread's values up to, registers of a thread at most, as compiled): they bound residency.
 SPLIT_REGISTERS = Ladder((32, 96), (64, 128), (128, 176), (UNBOUNDED, 255))
 ALL_REGISTERS = 255  # rows read by elements, and the losses, take up to all: each element has an address and a mask
-# inputs: {registers that hold a thread's values: registers it may take}: split kernels of 2-byte rows where the
-# compiler would take more than it needs, and fewer programs would reside. bf16 262144 0.93 to 0.96, gradients of
-# 524288 0.91 to 0.93, of 50257 0.92 to 0.96.
-HELD_TO = {1: {32: 56, 64: 88}, 2: {64: 80, 104: 128}}
+WARPS_HELD = 4  # warps of a program from which a split kernel is held to the registers that residency leaves it
 
 # itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.
 LEAST_SHIFTED = {1: 256, 2: 128, 4: 12, 8: 4}

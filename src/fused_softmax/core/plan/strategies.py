@@ -8,7 +8,6 @@ from fused_softmax.core.plan.device import H200, Device
 from fused_softmax.core.plan.ladders import (
     FEW_ROWS_PARTS,
     FEW_ROWS_PARTS_OF,
-    HELD_TO,
     LEAST_SHIFTED,
     MASKED_PIECES,
     POLL_LAST_FIRST_PARTS,
@@ -18,6 +17,7 @@ from fused_softmax.core.plan.ladders import (
     STREAM_PIECES,
     STREAM_PROGRAMS,
     STREAM_WARPS,
+    WARPS_HELD,
     Ladder,
     prefetch_bytes,
     row_warps,
@@ -93,12 +93,20 @@ class RowPlan:
             "n_programs": self.programs, "ahead": self.prefetch,
         }  # fmt: skip
 
-    def most_registers(self, device: Device) -> int | None:
-        """Registers of a thread that a split kernel is held to, as far as nothing spills by it; None: what it takes."""
-        if self.strategy != "split" or self.itemsize != 2 or device.capability[0] != H200.capability[0]:
+    def most_registers(self, device: Device, besides: int) -> int | None:
+        """Registers of a thread that a split kernel is held to, unless values spill by it; None: what it takes.
+
+        besides: those that it needs besides the ones that hold a row. As many programs reside as these numbers allow,
+        and share all registers: left alone, the compiler takes more, and fewer programs reside.
+        """
+        if self.strategy != "split" or self.itemsize == 8 or device.capability[0] != H200.capability[0]:
             return None
-        held = self.inputs * self.pieces * self.block_cols * self.itemsize // (4 * 32 * self.num_warps)
-        return HELD_TO[self.inputs].get(held)
+        threads = 32 * self.num_warps
+        held = self.inputs * self.pieces * self.block_cols * self.itemsize // (4 * threads)
+        programs = device.registers // (threads * -(-(held + besides) // 8) * 8)
+        if self.num_warps < WARPS_HELD or programs < 2:
+            return None
+        return min(device.registers // (threads * programs) // 8 * 8, 255)
 
     @property
     def reads(self) -> int:

@@ -6,13 +6,11 @@ time, in the inputs' dtype, so that it takes bounded memory.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax.core.launch import together
 from fused_softmax.ops.attention import hopper
 from fused_softmax.ops.attention.call import Backward, Call, Launch, Tensors
 from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
@@ -81,9 +79,8 @@ class GradientsByDs:
             last = min(first + plan.heads, c.key_heads)
             ds = self._ds_of(room, last - first)
             every = {**tensors, "dk": dk, "dv": dv, "dq": dq, "ds": ds}
-            preparing_both = [partial(_prepare_both, c, every, first)] if self.wants_query else [lambda: None]
-            *keys, both = together(*hopper.prepare_keys(c, plan.tiles, every, first), *preparing_both)
-            self.turns.append(_Turn(first, last, keys, both))
+            keys = [prepare() for prepare in hopper.prepare_keys(c, plan.tiles, every, first)]
+            self.turns.append(_Turn(first, last, keys, _prepare_both(c, every, first) if self.wants_query else None))
 
     def _keys_made(self) -> list[Tensor]:
         c = self.call

@@ -156,9 +156,18 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, 
         return call
 
     launched = prepare(
-        kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS, plan_for=plan_alike
+        kernel, plan, spec, tensors, values, device=device, numbers=LOSS_NUMBERS, plan_for=plan_alike,
+        besides=_besides(plan, loss, alone=result_dtype is None),
     )  # fmt: skip
     return compose(build, launched, n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
+
+
+def _besides(plan: RowPlan, loss: Loss, *, alone: bool) -> int:
+    """Registers of a thread besides those that hold a row, as compiled. alone: whether others sum up the losses."""
+    narrow, caps = plan.itemsize == 2, loss.softcap is not None
+    besides = (20 if alone and not narrow else 32) + (8 if plan.alignment == "shifted" and not caps else 0)
+    besides += 34 * (loss.smooth + (loss.smooth and caps and not narrow))
+    return besides + (34 if caps and narrow else 14 if caps else 0)  # with a cap, 32 bits are held of each logit
 
 
 def counted_by_each(n_rows: int) -> int:

@@ -115,7 +115,8 @@ def _prepare_launch(log: bool, x: Tensor, dtype, facts: Facts, peers: Peers, gro
         ScoreSpec, plan_for(len(x)), dtype, device, itemsize=x.element_size(), log=log, peers=True
     )  # fmt: skip
     return prepare_launch(
-        _peer_forward, plan_for, len(x), spec, {"x": x, "y": y}, {}, (), peers, group, asked, capped=True
+        _peer_forward, plan_for, len(x), spec, {"x": x, "y": y}, {}, (), peers, group, asked,
+        besides=20 if itemsize == 2 else None,
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ class ColumnPlan:
     def for_rows(self, n_rows: int) -> None:
         """No plan of columns holds for other sizes."""
 
-    def most_registers(self, device: Device) -> int | None:
+    def most_registers(self, device: Device, besides: int = 0) -> int | None:
         """Registers of a thread that the plan's kernel is held to; None: what it takes."""
         if device.backend != "cuda" or self.itemsize == 8:
             return None

@@ -69,8 +69,16 @@ def prepare_forward(
         return _prepare_stream(plan, spec, x, y, layout)
     if plan.strategy == "row":
         spec = replace(spec, shared_dims=layout.shared_dims)
-    capped = scores.mask is None and not scores.is_causal  # a mask takes more registers
-    return prepare(_part_forward, plan, spec, tensors, capped=capped, **how)
+    return prepare(_part_forward, plan, spec, tensors, besides=_besides(plan, scores), **how)
+
+
+def _besides(plan: RowPlan, scores: Scores) -> int:
+    """Registers of a thread besides those that hold a row, as compiled."""
+    masks = scores.mask is not None or scores.is_causal
+    if plan.itemsize != 2:
+        return 28 if masks else 20
+    besides = 52 if masks else 20 if scores.scale is None else 36
+    return besides + (8 if plan.alignment == "shifted" else 0)
 
 
 def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout: ScoreLayout) -> Launched:
@@ -137,7 +145,7 @@ def prepare_backward(
     if plan.strategy == "tile":
         return prepare(_tile_backward, plan, spec, tensors, values, device=device, numbers=numbers)
     if plan.strategy != "stream":
-        return prepare(_part_backward, plan, spec, tensors, values, device=device, numbers=numbers, capped=True)
+        return prepare(_part_backward, plan, spec, tensors, values, device=device, numbers=numbers, besides=16)
 
     state_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
     shape, torch_device = (plan.n_rows, plan.parts), y.device
@@ -225,7 +233,7 @@ def _over_columns(
     if layout is not None:
         given |= {"mask": layout.mask, "scale": layout.scale}
         options = {"values": layout.values, "numbers": layout.numbers}
-    return prepare(kernel, plan, spec, given, device=device, capped=plan.itemsize < 8, **options)
+    return prepare(kernel, plan, spec, given, device=device, besides=0 if plan.itemsize < 8 else None, **options)
 
 
 def access_of(tensors: list[Tensor], strides: list[int], x: Tensor) -> int:
