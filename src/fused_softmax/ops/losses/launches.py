@@ -164,10 +164,10 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, 
 
 def _besides(plan: RowPlan, loss: Loss, *, alone: bool) -> int:
     """Registers of a thread besides those that hold a row, as compiled. alone: whether others sum up the losses."""
-    narrow, caps = plan.itemsize == 2, loss.softcap is not None
-    besides = (20 if alone and not narrow else 32) + (8 if plan.alignment == "shifted" and not caps else 0)
-    besides += 34 * (loss.smooth + (loss.smooth and caps and not narrow))
-    return besides + (34 if caps and narrow else 14 if caps else 0)  # with a cap, 32 bits are held of each logit
+    besides, caps = 20 if alone and plan.itemsize > 2 else 32, loss.softcap is not None
+    if plan.alignment == "shifted" and not caps:
+        besides += 8
+    return besides + 34 * loss.smooth + 14 * caps + 28 * (loss.smooth and caps)
 
 
 def counted_by_each(n_rows: int) -> int:

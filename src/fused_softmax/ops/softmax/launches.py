@@ -78,7 +78,7 @@ def _besides(plan: RowPlan, scores: Scores) -> int:
     if plan.itemsize != 2:
         return 28 if masks else 20
     besides = 52 if masks else 20 if scores.scale is None else 36
-    return besides + (8 if plan.alignment == "shifted" else 0)
+    return besides + (4 if plan.alignment == "shifted" else 0)
 
 
 def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout: ScoreLayout) -> Launched:
