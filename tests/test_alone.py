@@ -285,6 +285,7 @@ LOSSES = {
     "smoothing": {"label_smoothing": 0.2},
     "smoothing, weights": {"label_smoothing": 0.2, "weight": torch.linspace(0.5, 2.0, N_COLS)},
     "softcap, z-loss": {"softcap": 5.0, "lse_square_scale": 0.1, "scale": 0.5},
+    "one that does not count": {"ignore_index": 7},
 }  # fmt: skip
 TARGETS = torch.tensor([7, 1199, 600])
 

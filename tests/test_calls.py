@@ -280,6 +280,10 @@ def with_value(query, key, **options):
     return fused_softmax.attention(query, key, key + 1, **options)
 
 
+def of_one_tensor(query, key, **options):
+    return fused_softmax.attention(query, query, query, **options)
+
+
 def of_attention(name, grad, call=with_value):
     options = dict(BY_ATTENTION[name])
     shapes = options.pop("query", (2, 4, 7, 8)), options.pop("key", (2, 4, 9, 8))
@@ -294,6 +298,8 @@ KINDS |= {
     f"attention, {name}{', gradient' if grad else ''}": of_attention(name, grad)
     for name, grad in product(BY_ATTENTION, (False, True))
 }
+KINDS["attention, one tensor"] = of_attention("plain", False, of_one_tensor)
+KINDS["attention, one tensor, gradient"] = of_attention("plain", True, of_one_tensor)
 KINDS["attention, autocast"] = of_attention("plain", True, autocast(with_value))
 
 

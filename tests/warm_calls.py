@@ -50,7 +50,7 @@ class NeverLaunched(launch.Launch):
     def resources(self):
         """As a true driver tells them."""
         of = Compiled(self._loaded.compiled)
-        return launch.Resources(of.registers, of.stack_bytes, of.shared_bytes)
+        return launch.Resources(of.registers, of.stack_bytes // 4, of.shared_bytes)
 
     def again(self, *_):
         return self

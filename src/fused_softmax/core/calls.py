@@ -48,7 +48,7 @@ def find(name: str, options: Any, input: Tensor, *others: Any) -> Call | None:
     """The call kept for one like this, or None.
 
     options: all but tensors and numbers that change from call to call; hashable, and of types that tell apart what must
-        be. others: tensors, None, or strings that stand for numbers.
+        be. others: tensors, None, or strings that stand for numbers. One tensor may stand in several places.
     """
     if _is_compiling():
         return None
@@ -106,15 +106,20 @@ def _look_in_c() -> Callable[..., Call | None]:
 
 
 def _sorted(input, others):
-    """(the tensors, and what tells apart which of the others are tensors)."""
+    """(the tensors, each once; of each of the others what it is in the key).
+
+    That is itself, the number of the tensor that it is again, or that it is a new one.
+    """
     tensors: list[Tensor] = [input]
     kinds: list[Any] = []
     for other in others:
         if other is None or other.__class__ is str:
             kinds.append(other)
-        else:  # a number without a stand-in is no tensor, and the call not one that is kept
+            continue
+        again = next((i for i, tensor in enumerate(tensors) if tensor is other), None)  # which guards would refuse
+        kinds.append(Tensor if again is None else again)
+        if again is None:  # a number without a stand-in is no tensor, and the call not one that is kept
             tensors.append(other)
-            kinds.append(Tensor)
     return tensors, kinds
 
 

@@ -60,6 +60,15 @@ static PyObject *found(Lookup *self, PyObject *key, PyObject *const *tensors, Py
   return call;
 }
 
+// What of another argument is in the key: itself, the number of the tensor that it is again, or that it is a new one.
+static PyObject *kind_of(Lookup *self, PyObject *other, PyObject **tensors, Py_ssize_t *n) {
+  if (other == Py_None || PyUnicode_CheckExact(other)) return Py_NewRef(other);
+  for (Py_ssize_t i = 0; i < *n; ++i)
+    if (tensors[i] == other) return PyLong_FromSsize_t(i);
+  tensors[(*n)++] = other;
+  return Py_NewRef(self->tensor);
+}
+
 static PyObject *look(Lookup *self, PyObject *name, PyObject *options, PyObject *input, PyObject *others) {
   PyObject *tensors[MOST_TENSORS + 1] = {input};
   Py_ssize_t n = 1, n_others = PyTuple_GET_SIZE(others);
@@ -75,13 +84,14 @@ static PyObject *look(Lookup *self, PyObject *name, PyObject *options, PyObject 
   PyTuple_SET_ITEM(key, 0, Py_NewRef(name));
   PyTuple_SET_ITEM(key, 1, Py_NewRef(options));
   PyTuple_SET_ITEM(key, 2, shape);
+  PyObject *call = NULL;
   for (Py_ssize_t i = 0; i < n_others; ++i) {
-    PyObject *other = PyTuple_GET_ITEM(others, i);
-    int is_itself = other == Py_None || PyUnicode_CheckExact(other);
-    if (!is_itself) tensors[n++] = other;
-    PyTuple_SET_ITEM(key, 3 + i, Py_NewRef(is_itself ? other : self->tensor));
+    PyObject *kind = kind_of(self, PyTuple_GET_ITEM(others, i), tensors, &n);
+    if (!kind) goto done;
+    PyTuple_SET_ITEM(key, 3 + i, kind);
   }
-  PyObject *call = found(self, key, tensors, n);
+  call = found(self, key, tensors, n);
+done:
   Py_DECREF(key);
   return call;
 }

@@ -43,7 +43,7 @@ def main() -> int:
             print(json.dumps({"call": i, "error": f"{type(error).__name__}: {error}"}), flush=True)
             return 1
     setattr(launch, "prepare", prepare)  # noqa: B010
-    _jobs.extend({_key_of(each): each for each in found}.values())
+    _jobs.extend({key_of(each): each for each in found}.values())
     _share(device)
     with multiprocessing.get_context("fork").Pool(min(processes, max(len(_jobs), 1)), _begin, (device,)) as pool:
         for done in pool.imap_unordered(_compile, range(len(_jobs))):
@@ -52,7 +52,7 @@ def main() -> int:
     return 0
 
 
-def _key_of(job: Job) -> tuple:
+def key_of(job: Job) -> tuple:
     options = {name: tuple(each.items()) if isinstance(each, dict) else each for name, each in job.options.items()}
     return launch.key_of(job.kernel, 0, job.tensors, job.scalars, job.constexprs, options)
 

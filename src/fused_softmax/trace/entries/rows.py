@@ -29,11 +29,13 @@ COLUMN_INNER = 4
 
 # Functions that only compute positions, do nothing under the interpreter, or are clear from one word of the caller.
 PLACES = frozenset({
-    "at_columns", "body_of", "columns_of", "exp_at", "hold_all", "in_any_warp", "load_exact", "load_target_logit",
+    "asks_of", "at_columns", "body_of", "columns_of", "exp_at", "hold_all", "in_any_warp", "load_exact",
+    "load_target_logit",
     "mask_of_row", "multiple_of", "numbers_of", "of_each_row", "origin_of", "pack_state", "part_of", "place_of",
     "rounded_product", "row_of_part", "row_of_program", "scores_of", "scores_of_columns", "scores_of_row",
     "sink_of_row", "slope_of", "slots_of", "store_piece", "stream_part", "tag_of", "tile_of", "unpack_state",
-    "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "with_sink", "zero_of",
+    "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "with_sink", "writes_of",
+    "zero_of",
 })  # fmt: skip
 # Functions that pass a row's pieces, and its edge if it has one, to the functions that do the work.
 _THROUGH = frozenset({
@@ -356,7 +358,7 @@ OURS = (
                 {
                     "target": "T = target_of",
                     "load": "z, edge = load_part",
-                    "target's logit": "owner = tl.where",
+                    "target's logit": "writes = writes_of",
                     "maximum": "m = max_of_part",
                     "sum": "z = hold_all",
                 },
@@ -368,9 +370,14 @@ OURS = (
             load_part=Told({"load": "z = load_logits"}, row="r.row", state=True),
             max_of_part=Told({"maximum": "m = max_of"}, row="r.row", state=True),
             finish_part=Told(
+                {"loss": "a, D = finish_row", "gradient": "z = hold_all"},
+                silent=("N = numbers_of", "T = H.target"),
+                unused=_AS_N,
+            ),
+            finish_row=Told(
                 {"loss": "ls = log_sum_of", "gradient": "g, g_z = per_row"},
                 silent=(
-                    "N = numbers_of",
+                    "T = H.target",
                     "zero = H.zero",
                     "wz = H.wz",
                     "loss_ptr = L.loss_ptr",
@@ -381,7 +388,10 @@ OURS = (
                 unused=("H.g", "H.g_z", *_AS_N),
             ),
             store_part=Told(
-                {"gradient": "scale, base = origin_of", "gradient at the target": "tl.debug_barrier"},
+                {"gradient": "scale, base = origin_of"},
+            ),
+            store_rest=Told(
+                {"gradient at the target": "tl.debug_barrier"},
                 notes={
                     "dx_t = gradient_of_logits": "At the target, 1 is subtracted from p. Its program overwrites "
                     "this one element."

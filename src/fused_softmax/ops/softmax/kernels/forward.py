@@ -158,23 +158,18 @@ def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.cons
     r = part_of(part, row, x, n_cols, part_cols, K)
     q = scores_of_row(row, n_cols, S, K)
     _, _, edge, column = scan_part(r, x, n_cols, n_parts, q, S, K)
-    m, s = state_of_row(message, sink_of_row(row, S, K), r, q, n_parts, K)
+    sink = sink_of_row(row, S, K)
+    if K.greedy:
+        m, s = merged_greedy(message, r.part, n_parts, q.greedy, sink, K)
+    else:
+        m, s = merged(message, n_parts, K)
+        m, s = with_sink(m, s, sink, K)
     ptr = body_of(y, row, K) + r.start
     for at in range(0, r.size, K.block_cols):
         z = scores_of(load_kept(at, column, r, x, q, S, K), q.factor, K, K.ptx)
         tl.store(ptr + (at + r.cols), result_of(z, m, s, K), mask=at + r.cols < r.size, cache_modifier=".cs")
     if K.shifted:
         tl.store(y.ptr + row * y.stride + edge.cols, result_of(edge.x, m, s, K), mask=edge.on)
-
-
-@triton.jit
-def state_of_row(message, sink, r, q, n_parts, K: tl.constexpr):
-    """(m, s) of a row by the messages of all its parts, as this part sees it."""
-    if K.greedy:
-        return merged_greedy(message, r.part, n_parts, q.greedy, sink, K)
-    else:
-        m, s = merged(message, n_parts, K)
-        return with_sink(m, s, sink, K)
 
 
 @triton.jit
@@ -232,7 +227,11 @@ def load_kept(at, column, r, x, q, S, K: tl.constexpr):
 @triton.jit
 def store_part(y, n_cols, n_parts, z, edge, message, sink, r, q, K: tl.constexpr):
     """The results of a part of a row, by the messages of all."""
-    m, s = state_of_row(message, sink, r, q, n_parts, K)
+    if K.greedy:
+        m, s = merged_greedy(message, r.part, n_parts, q.greedy, sink, K)
+    else:
+        m, s = merged(message, n_parts, K)
+        m, s = with_sink(m, s, sink, K)
     store_row(y, n_cols, z, edge, m, s, r, q, K)
 
 
