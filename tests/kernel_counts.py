@@ -1,4 +1,4 @@
-"""How many kernels lists of calls take on an H100, which need not be here: `python tests/kernel_counts.py` prints JSON."""
+"""How many kernels lists of calls take on an H100, which need not be here: this script prints them as JSON."""
 
 import json
 
