@@ -80,7 +80,7 @@ def test_entries_say_what_was_measured_and_overlap_nowhere():
     ids=str,
 )  # fmt: skip
 def test_what_was_not_measured_stays_with_the_kernels(changed):
-    given = {"itemsize": 2, "n_queries": 128, "n_keys": 128, "device": H200}
+    given = {"itemsize": 2, "n_heads": 1025, "n_queries": 128, "n_keys": 128, "device": H200}
     for which, dim in (("forward", 64), ("backward", 128)):
         given |= {"head_dim": dim, "value_dim": dim}
         assert plan.entry_of(which, **given).which == which
@@ -90,9 +90,17 @@ def test_what_was_not_measured_stays_with_the_kernels(changed):
 @pytest.mark.parametrize(("dim", "lengths"), [(65, 2048), (96, 2048), (97, 128), (128, 128)], ids=str)
 def test_gradients_of_short_lengths_are_cudnns_beyond_96_dims(dim, lengths):
     """Of 96 dims and 1001 queries the kernels' take 0.95 of cuDNN's time."""
-    assert plan.entry_of("backward", dim, dim, 2, lengths, 128, H200).which == "backward"
-    assert isinstance(plan.entry_of("backward", dim, dim, 2, lengths - 1, 128, H200), str)
-    assert isinstance(plan.entry_of("backward", 64, 64, 2, 4096, 4096, H200), str)
+    assert plan.entry_of("backward", dim, dim, 2, 8, lengths, 128, H200).which == "backward"
+    assert isinstance(plan.entry_of("backward", dim, dim, 2, 8, lengths - 1, 128, H200), str)
+    assert isinstance(plan.entry_of("backward", 64, 64, 2, 8, 4096, 4096, H200), str)
+
+
+def test_forward_passes_of_few_scores_stay():
+    """There the kernels take the GPU no longer, and the host less."""
+    few = [plan.entry_of("forward", 64, 64, 2, *shape, H200) for shape in ((1024, 128, 128), (16, 1024, 1024))]
+    assert all("scores cuDNN is not faster" in each for each in few)
+    assert plan.entry_of("forward", 64, 64, 2, 16, 1024, 1025, H200).which == "forward"
+    assert plan.entry_of("backward", 128, 128, 2, 1, 128, 128, H200).which == "backward"
 
 
 @interpreted
@@ -242,7 +250,7 @@ def test_cudnn_itself(dim, options):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_who_runs_on_an_h200():
     """cuDNN's kernels in the profile of a plain call that the plan hands over; none in a deterministic one's."""
-    q, k, v = qkv(256, 256, dim=64, dtype=BF16, device="cuda")
+    q, k, v = qkv(2048, 2048, dim=64, dtype=BF16, device="cuda")
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
     if torch.cuda.get_device_capability() != (9, 0) or not torch.backends.cuda.can_use_cudnn_attention(params):
         pytest.skip("no GPU of the plan, or no cuDNN")
@@ -254,7 +262,8 @@ def test_who_runs_on_an_h200():
             torch.cuda.synchronize()
         return " ".join(each.key for each in seen.key_averages())
 
-    handed = not isinstance(plan.entry_of("forward", 64, 64, 2, 256, 256, attention_sdpa.device_of(0)), str)
+    n_heads, gpu = q.shape[0] * q.shape[1], attention_sdpa.device_of(0)
+    handed = not isinstance(plan.entry_of("forward", 64, 64, 2, n_heads, 2048, 2048, gpu), str)
     assert ("cudnn" in kernels()) == handed
     assert "cudnn" not in kernels(deterministic=True)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)

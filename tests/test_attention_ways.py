@@ -73,7 +73,7 @@ def test_the_order_of_ways(table):
 
 
 TAKEN = {
-    "cuDNN": ((1024, 1024, 64), {"right": 0}),
+    "cuDNN": ((1024, 1024, 64), {"right": 0, "lead": (8,)}),
     "decode": ((1, 8192, 128), {"key_heads": 1}),
     "short": ((49, 49, 32), {"lead": (600,)}),
     "window": ((4096, 4096, 64), {"lead": (2,), "heads": 64, "key_heads": 8, "left": 127, "right": 0}),

@@ -90,6 +90,6 @@ def test_tables_have_tflops_of_attention_and_say_what_is_handed_over():
     said = console.file.getvalue()
     assert f"{flops(case) * 1e-9:.0f} TFLOP/s 0.500" in said
     assert f"{flops(case) * 2e-9:.0f} TFLOP/s cuBLAS" in said
-    handed = not isinstance(entry_of("forward", 128, 128, 2, 4096, 4096, H200), str)
+    handed = not isinstance(entry_of("forward", 128, 128, 2, 128, 4096, 4096, H200), str)
     assert ("hands attention 4 x 32 x 4096 x 128 bfloat16 to cuDNN: forward." in said) == handed
     assert OPERATIONS["attention_sinks"].who(case, H200) == {"forward": "own kernels"}

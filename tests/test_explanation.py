@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from fused_softmax.core.plan import RowPlan
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention import ways
+from fused_softmax.ops.attention.plan import sdpa as sdpa_plan
 from fused_softmax.ops.attention.plan.sdpa import LEAST_LENGTH, Entry
 from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
 from fused_softmax.ops.sampling.plan import DrawPlan
@@ -313,6 +315,8 @@ def test_a_pass_that_is_handed_to_cudnn(which, device, monkeypatch):
     monkeypatch.setattr(attention_sdpa, "_has_cudnn", lambda *_: True)
     monkeypatch.setattr(attention_sdpa, "_forward", forward_by_the_reference)
     monkeypatch.setattr(attention_sdpa, "_backward", lambda do, *given, **_: given[:3])
+    few = tuple(replace(each, scores=0) for each in sdpa_plan.ENTRIES)
+    monkeypatch.setattr(sdpa_plan, "ENTRIES", few)
     dim, of = {"forward": (64, "the forward pass"), "backward": (128, "the gradients")}[which]
     leaves = [torch.randn(1, 1, LEAST_LENGTH, dim, device=device).half().requires_grad_() for _ in range(3)]
     with explain() as explained:

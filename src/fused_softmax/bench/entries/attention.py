@@ -3,6 +3,7 @@
 A gradient is that of all inputs, with the forward pass, as one tensor: parts of the others are summed into the values'.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -308,10 +309,10 @@ def handed_over(case: Case, device: Device) -> dict[str, str]:
     """Who computes each pass of our call, for the record."""
     kind = kind_of(case)
     plain = kind == Kind(is_causal=kind.is_causal, gradient=kind.gradient)
-    length, dim = case.shape[-2:]
+    *heads, length, dim = case.shape
     found = {}
     for which in ("forward", "backward")[: 1 + kind.gradient]:
-        entry = entry_of(which, dim, dim, case.itemsize, length, length, device)  # type: ignore[arg-type]
+        entry = entry_of(which, dim, dim, case.itemsize, math.prod(heads), length, length, device)  # type: ignore[arg-type]
         found[which] = "cuDNN" if plain and not isinstance(entry, str) else "own kernels"
     return found
 

@@ -1,5 +1,6 @@
 """What a run prints: a row for every shape, then everything without a figure, and why."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,13 +243,13 @@ def attention_facts(shape: Sequence[int], itemsize: int, device: Device) -> dict
 
     shape: batch, heads, length, dim.
     """
-    length, dim = shape[2:]
+    *heads, length, dim = shape
     found: dict[str, Any] = {"device": device.name, "shape": " x ".join(map(str, shape)), "itemsize": itemsize}
     gluon = gluon_tiles(length, dim, itemsize, device)
     ours = f"the {'Gluon' if gluon else 'plain'} kernels, by these tiles"
     passes: tuple[Pass, ...] = ("forward", "backward")
     for which in passes:
-        entry = entry_of(which, dim, dim, itemsize, length, length, device)
+        entry = entry_of(which, dim, dim, itemsize, math.prod(heads), length, length, device)
         found[f"plain {which}"] = ours if isinstance(entry, str) else f"cuDNN, by torch; measured, {entry.note}"
     if gluon:
         found["Gluon kernels"] = gluon

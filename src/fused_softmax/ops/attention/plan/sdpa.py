@@ -18,7 +18,7 @@ class Entry:
     """A pass that cuDNN takes on GPUs of a compute capability, of 16-bit heads with more than `above` dims.
 
     most_dim: of such a head. below: queries that are too many for it; None for any number. least: queries that it takes
-    at least. note: what was measured.
+    at least. scores: of all heads, causal or not, of which there must be more. note: what was measured.
     Forward and backward are chosen each by itself, because output and lse are all that goes from one to the other.
     """
 
@@ -29,13 +29,16 @@ class Entry:
     below: int | None
     note: str
     least: int = 0
+    scores: int = 0
 
 
 # One H200, bf16, torch 2.11; us of ours and of cuDNN's (docs/attention.md).
 ENTRIES = (
     Entry("forward", (9, 0), 48, 64, 4096, "causal 16 x 16 x 1024 x 64: 118 us, cuDNN 107; 64 x 12 x 197 x 64: 52, 47; "
                                            "8 x 16 x 4096 x 64: 650, 637, full 1078, 1151; of 48 dims 16 x 8 x 1000: "
-                                           "61 and 61, of 32 dims 64 x 12 x 197: 43 and 46"),
+                                           "61 and 61, of 32 dims 64 x 12 x 197: 43 and 46; one H100, causal "
+                                           "4 x 16 x 512 x 64: 13.5, 15.6, 2 x 8 x 1024: 14.1, 14.4, and the host "
+                                           "14 where cuDNN takes it 23, 16 x 16 x 512: 45.7, 39.5", scores=2**24),
     Entry("backward", (9, 0), 64, 96, None, "causal 8 x 16 x 1001 x 96: 319 us, cuDNN 336, so shorter ones stay; "
                                             "longer ones as at 128 dims, not timed", least=2048),
     Entry("backward", (9, 0), 96, 128, None, "causal 4 x 32 x 4096 x 128: 3479 us, cuDNN 3179; full: 6037 and 5530; in "
@@ -77,14 +80,16 @@ def biased_of(
 
 
 def entry_of(
-    which: Pass, head_dim: int, value_dim: int, itemsize: int, n_queries: int, n_keys: int, device: Device
+    which: Pass, head_dim: int, value_dim: int, itemsize: int, n_heads: int, n_queries: int, n_keys: int, device: Device
 ) -> Entry | str:
     """The entry by which this pass of plain attention goes to cuDNN; or why the kernels of this package compute it.
 
+    n_heads: of all batches.
+
     >>> from fused_softmax.core.plan import H200
-    >>> entry_of("backward", 128, 128, 2, 4096, 4096, H200).most_dim
+    >>> entry_of("backward", 128, 128, 2, 128, 4096, 4096, H200).most_dim
     128
-    >>> entry_of("backward", 96, 96, 2, 1001, 1001, H200)
+    >>> entry_of("backward", 96, 96, 2, 128, 1001, 1001, H200)
     'cuDNN was not measured to be faster at heads of 96 dims and 1001 queries'
     """
     if itemsize != 2:
@@ -99,5 +104,6 @@ def entry_of(
     for entry in entries:
         fits = n_queries >= entry.least and (entry.below is None or n_queries < entry.below)
         if fits and entry.above < head_dim <= entry.most_dim:
-            return entry
+            few = n_heads * n_queries * n_keys <= entry.scores
+            return f"of at most {entry.scores} scores cuDNN is not faster, and takes the host longer" if few else entry
     return f"cuDNN was not measured to be faster at heads of {head_dim} dims and {n_queries} queries"
