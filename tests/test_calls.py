@@ -384,6 +384,33 @@ def test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number(name
     assert "runner.py:prepare" not in called
 
 
+BESIDE = {
+    "mask": (None, 4, 40), "mask that is the input": (None, 4, 40), "mask of one row": (1, 4, 40), "mask of 40": (40,),
+    "scale": (None, 4, 1),
+    "sink": (None, 4, 1), "sink of 4": (4, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_stands_beside_rows_has_its_gradient_whatever_their_number(function, beside, device):
+    argument, sizes, alone = beside.partition(" ")[0], BESIDE[beside], "the input" in beside
+
+    def gradients(n):
+        x = rand(n, 4, 40, seed=n).to(device).requires_grad_()
+        other = rand(*[n if size is None else size for size in sizes], seed=n + 1).to(device).requires_grad_()
+        y = getattr(fused_softmax, function)(x, -1, **{argument: x if alone else other})
+        leaves = [x] if alone else [x, other]
+        return torch.autograd.grad(y, leaves, rand(*y.shape, seed=n + 2).to(y))
+
+    calls.forget()
+    numbers = (5, 2, 7, 3)
+    found = [gradients(n) for n in numbers]
+    for n, each in zip(numbers, found, strict=True):
+        calls.forget()
+        same(each, gradients(n))
+
+
 @pytest.fixture(scope="module")
 def little_to_collect():
     """Of all that there was before, no collection takes notice, and so it takes no time."""

@@ -106,9 +106,9 @@ def _look_in_c() -> Callable[..., Call | None]:
 
 
 def _sorted(input, others):
-    """(the tensors, each once; of each of the others what it is in the key).
+    """(the tensors, each once; what the key has in the place of each of the others).
 
-    That is itself, the number of the tensor that it is again, or that it is a new one.
+    That is None or the string itself, Tensor for a tensor, and for one that came before the index of that.
     """
     tensors: list[Tensor] = [input]
     kinds: list[Any] = []
@@ -116,9 +116,10 @@ def _sorted(input, others):
         if other is None or other.__class__ is str:
             kinds.append(other)
             continue
-        again = next((i for i, tensor in enumerate(tensors) if tensor is other), None)  # which guards would refuse
-        kinds.append(Tensor if again is None else again)
-        if again is None:  # a number without a stand-in is no tensor, and the call not one that is kept
+        # Dynamo's guards refuse one tensor given twice, and a number without a stand-in, of which no call is kept.
+        before = next((i for i, tensor in enumerate(tensors) if tensor is other), None)
+        kinds.append(Tensor if before is None else before)
+        if before is None:
             tensors.append(other)
     return tensors, kinds
 

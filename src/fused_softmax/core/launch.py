@@ -38,7 +38,7 @@ _LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neigh
 
 _loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
 _loading = Lock()
-_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # in threads beside one that waits
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # in threads of `_compile_together`
 _compilations = 0
 
 
@@ -99,9 +99,9 @@ def prepare(
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """What functions return that prepare launches. Once one has compiled a kernel, those of the rest compile together.
+    """Call functions that prepare launches, and return their results. Once one compiles, the others compile in threads.
 
-    Triton releases Python's global lock in most of what takes long. The functions may be called twice.
+    Triton releases Python's global lock in most of what takes long. A function may be called twice.
     """
     found: list[Any] = []
     for i, function in enumerate(functions):
@@ -115,7 +115,10 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def _compile_together(functions: Sequence[Callable[[], Any]]) -> None:
-    """Compile what functions will prepare, in threads: these touch no GPU. Errors are left to who calls them next."""
+    """Compile in threads what functions will prepare. The threads touch no GPU.
+
+    An error in a thread is raised when its function is called again.
+    """
     token = _only_compiles.set(True)
     try:
         with _one_at_a_time("kernels"), ThreadPoolExecutor(len(functions)) as pool, suppress(RuntimeError):

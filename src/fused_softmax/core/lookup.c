@@ -60,7 +60,8 @@ static PyObject *found(Lookup *self, PyObject *key, PyObject *const *tensors, Py
   return call;
 }
 
-// What of another argument is in the key: itself, the number of the tensor that it is again, or that it is a new one.
+// What the key has in the place of another argument: None or the string itself, Tensor for a tensor, and for one that
+// came before the index of that.
 static PyObject *kind_of(Lookup *self, PyObject *other, PyObject **tensors, Py_ssize_t *n) {
   if (other == Py_None || PyUnicode_CheckExact(other)) return Py_NewRef(other);
   for (Py_ssize_t i = 0; i < *n; ++i)

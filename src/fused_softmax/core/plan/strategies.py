@@ -96,8 +96,8 @@ class RowPlan:
     def most_registers(self, device: Device, besides: int) -> int | None:
         """Registers of a thread that a split kernel is held to, unless values spill by it; None: what it takes.
 
-        besides: those that it needs besides the ones that hold a row. As many programs reside as these numbers allow,
-        and share all registers: left alone, the compiler takes more, and fewer programs reside.
+        besides: how many it needs in addition to those that hold a row. Both numbers say how many programs reside on a
+        multiprocessor, and these share all of its registers. Left alone, the compiler takes more, and fewer reside.
         """
         if self.strategy != "split" or self.itemsize == 8 or device.capability[0] != H200.capability[0]:
             return None

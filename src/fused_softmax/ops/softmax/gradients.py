@@ -30,15 +30,13 @@ class Differentiated(NamedTuple):
     hides: bool
     greedy: bool
     input_dtype: torch.dtype
-    mask_shape: torch.Size | None
     sunk: bool
     quick: tuple[str, tuple] | None = None
 
 
 def _differentiated(log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Differentiated:
-    mask_shape = None if scores.mask is None else scores.mask.shape
     sunk = scores.sink is not None
-    kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, mask_shape, sunk)
+    kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, sunk)
     exact = scores.scale is None or dtype != torch.float64  # a kernel's number has 32 bits
     written = exact and input.dtype in DTYPES
     if scores.per_row is not None or not written or (scores.greedy and (log or sunk)):
@@ -111,6 +109,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, mask, scale, sink, how):
         forward, lse_of, ctx.number, ctx.kind = how
+        ctx.mask_shape = None if mask is None else mask.shape
         given = ctx.number if scale is None else scale
         y = forward(input, None, given, mask, sink)
         seen = input if scale is not None and scale.requires_grad else None
@@ -145,6 +144,7 @@ def save_for_gradients(ctx, log: bool, input: Tensor, dim: int, y: Tensor, score
     else:
         ctx.save_for_backward(y, scale, seen)
     ctx.kind = _differentiated(log, input, dim, y.dtype, scores)
+    ctx.mask_shape = None if scores.mask is None else scores.mask.shape
     ctx.number = None if scale is not None else scores.scale
 
 
@@ -193,8 +193,7 @@ def gradients(
     if for_input:
         dx = (dz if in_kernel else dz * factor).to(kind.input_dtype)
     if for_mask:
-        assert kind.mask_shape is not None
-        dmask = dz.sum_to_size(kind.mask_shape)
+        dmask = dz.sum_to_size(ctx.mask_shape)
     if for_scale:
         # A masked element may be NaN, and has no part.
         dscale = dz * input.to(dz.dtype).masked_fill(y == (-float("inf") if kind.log else 0.0), 0.0)

@@ -18,7 +18,8 @@ class Entry:
     """A pass that cuDNN takes on GPUs of a compute capability, of 16-bit heads with more than `above` dims.
 
     most_dim: of such a head. below: queries that are too many for it; None for any number. least: queries that it takes
-    at least. scores: of all heads, causal or not, of which there must be more. note: what was measured.
+    at least. scores: it takes calls with more scores than this, which are queries times keys of all heads. note: what was
+    measured.
     Forward and backward are chosen each by itself, because output and lse are all that goes from one to the other.
     """
 
@@ -105,5 +106,7 @@ def entry_of(
         fits = n_queries >= entry.least and (entry.below is None or n_queries < entry.below)
         if fits and entry.above < head_dim <= entry.most_dim:
             few = n_heads * n_queries * n_keys <= entry.scores
-            return f"of at most {entry.scores} scores cuDNN is not faster, and takes the host longer" if few else entry
+            return (
+                f"with at most {entry.scores} scores cuDNN is not faster, and takes the host longer" if few else entry
+            )
     return f"cuDNN was not measured to be faster at heads of {head_dim} dims and {n_queries} queries"

@@ -111,7 +111,7 @@ def draw_again(D, K: tl.constexpr):
 def best_group(D, start, end, origin, K: tl.constexpr, WHOLE: tl.constexpr):
     """The key of the best group of stretches from start to end; ODD where a score is NaN, inf or FAR.
 
-    WHOLE: whether stretches that end within the row are read apart from others, which is faster.
+    WHOLE: whether stretches that lie within the row have a loop of their own, without masks, which is faster.
     """
     best = tl.full([K.stretches * LANES], NEG_INF, tl.float32)
     at = tl.zeros([K.stretches * LANES], tl.int32)

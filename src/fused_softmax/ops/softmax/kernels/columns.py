@@ -45,7 +45,7 @@ from fused_softmax.ops.softmax.kernels.column_tiles import (
     states_of_columns,
     summed_columns,
 )
-from fused_softmax.ops.softmax.kernels.gradient import dot_of, gradient_of, product_of
+from fused_softmax.ops.softmax.kernels.gradient import dot_of, gradient_of, product_of, zero_of_part
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_inner", "n_parts", "part_cols"])
@@ -331,7 +331,7 @@ def dot_of_held(part, given, K: tl.constexpr):
     BLOCK_INNER: tl.constexpr = K.block_inner
     y, dy = given.rest[0], given.rest[1]
     c = columns_of(given.group, part * given.part_cols, given.n_cols, given.n_inner, K)
-    total = tl.full([BLOCK_COLS, BLOCK_INNER], -0.0, K.state_dtype)  # which leaves every number as it is
+    total = tl.full([BLOCK_COLS, BLOCK_INNER], -0.0, K.state_dtype) + zero_of_part(c.size, K)
     for at in range(0, held_size(c, K), BLOCK_COLS):
         here = columns_from(at, c)
         total += product_of(load_tile(y, here, 0.0, K), load_tile(dy, here, 0.0, K), K)

@@ -148,8 +148,8 @@ def row_of_program(n_parts, S, K: tl.constexpr):
 def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.constexpr):
     """The results of a part of a row whose other parts have not all told their states.
 
-    A function of the kernel's own arguments, which finds its place and reads its part anew, piece by piece: it holds
-    nothing, so the kernel takes no register more for it.
+    A function of the kernel's own arguments, which finds its place and reads its part anew, piece by piece. It holds no
+    part, so it takes fewer registers than the kernel does.
     """
     row, part = row_of_program(n_parts, S, K), tl.program_id(0) % n_parts
     given = Parts(row, x, n_cols, n_parts, part_cols, S)

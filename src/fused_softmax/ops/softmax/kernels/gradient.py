@@ -177,7 +177,7 @@ def dot_of_part(part, given, K: tl.constexpr):
     BLOCK_COLS: tl.constexpr = K.block_cols
     y_rows, dy_rows = given.x, given.rest
     r = part_of(part, given.row, y_rows, given.n_cols, given.part_cols, K)
-    total = tl.full([BLOCK_COLS], -0.0, K.state_dtype)  # of which nothing is left in a sum, not even a sign
+    total = tl.full([BLOCK_COLS], -0.0, K.state_dtype) + zero_of_part(r.size, K)
     for at in range(0, r.size, BLOCK_COLS):
         total += product_of(load_piece(at, y_rows, r, K), load_piece(at, dy_rows, r, K), K)
     d = tl.sum(total, axis=0)
@@ -186,6 +186,12 @@ def dot_of_part(part, given, K: tl.constexpr):
         edge_dy = load_edge(dy_rows, given.n_cols, given.n_parts, r, 0.0, K)
         d += dot_of((edge_y.x,), (edge_dy.x,), K)
     return d, tl.zeros([], tl.float32)
+
+
+@triton.jit
+def zero_of_part(size, K: tl.constexpr):
+    """What a sum over a part begins with: -0.0 changes no number, and where something is masked 0.0 is added anyway."""
+    return tl.where(size < K.pieces * K.block_cols, 0.0, -0.0)
 
 
 @triton.jit
