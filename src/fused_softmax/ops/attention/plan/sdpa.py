@@ -18,8 +18,7 @@ class Entry:
     """A pass that cuDNN takes on GPUs of a compute capability, of 16-bit heads with more than `above` dims.
 
     most_dim: of such a head. below: queries that are too many for it; None for any number. least: queries that it takes
-    at least. scores: it takes calls with more scores than this, which are queries times keys of all heads. note: what was
-    measured.
+    at least. scores: it takes calls with more than this, queries times keys of all heads. note: what was measured.
     Forward and backward are chosen each by itself, because output and lse are all that goes from one to the other.
     """
 
