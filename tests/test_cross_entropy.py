@@ -347,6 +347,29 @@ def test_saved_tensors_that_a_hook_lays_out_anew(what, reduction, device):
         torch.testing.assert_close(torch.autograd.grad(loss.sum(), x, retain_graph=True)[0], wanted)
 
 
+@pytest.mark.parametrize("how", ["laid out anew", "with torch's neg bit", "as they were"])
+def test_saved_states_of_rows_that_a_hook_returns(how, device):
+    """Of a call whose gradient is kept: m and log s of each row are read by kernels too."""
+    x, target = peaked(4, 37).to(device).requires_grad_(), targets(4, 37, device=device)
+    dy = torch.linspace(0.5, 2.0, 4, device=device)
+    wanted = [torch.autograd.grad(cross_entropy(x, target, reduction="none"), x, dy)[0] for _ in range(2)]
+    of_rows = []
+
+    def returned(saved):
+        if saved.shape != (4,) or not saved.is_floating_point():
+            return saved
+        of_rows.append(saved)
+        if how == "laid out anew":
+            return torch.stack([saved, saved * 0], 1)[:, 0]
+        return torch._neg_view(-saved) if how == "with torch's neg bit" else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, returned):
+        loss = cross_entropy(x, target, reduction="none")
+    found = torch.autograd.grad(loss, x, dy)[0]
+    assert len(of_rows) >= 2
+    assert all(torch.equal(each, found) for each in wanted)
+
+
 @pytest.mark.parametrize("of", ["rows", "a linear layer"])
 def test_class_weights_that_were_changed_before_they_are_read_again(of, device):
     """As torch's cross_entropy, rather than to take the new ones."""

@@ -285,11 +285,14 @@ def backward(
 
 def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Tensor]:
     """What `prepare_gradient` gives, found or kept."""
-    parts = None if given.totals is None else given.totals.shape[1]
     over = given.dx is given.x
-    options = *loss.key(), parts, over
     tensors = given.x, given.target, None if over else given.dx, given.weight, *beside[2:]
-    return kept("loss_gradient", options, tensors, prepare_gradient, given, beside, loss)
+    return kept(*gradient_key(loss, given.totals, over), tensors, prepare_gradient, given, beside, loss)
+
+
+def gradient_key(loss: Loss, totals: Tensor | None, over: bool = False) -> tuple[str, tuple]:
+    """The name and options of a kept gradient. over: whether it is written over the logits."""
+    return "loss_gradient", (*loss.key(), None if totals is None else totals.shape[1], over)
 
 
 def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Launched:

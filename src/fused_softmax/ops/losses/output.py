@@ -79,9 +79,11 @@ def output_of(y, lse, z, stats, wanted: Wanted, reduction: str, shape) -> Tensor
 
 
 def stats_of(rows: LossRows, target: Tensor, loss: Loss) -> list[Tensor]:
-    """The TokenStats of targets [n], or nothing if `loss` does not ask for them."""
+    """The TokenStats of targets [n], or nothing if `loss` does not ask for them. What rows have of them is used up."""
     if rows.entropy is None or rows.predicted is None:
         return []
-    counts = target.long() != loss.ignore_index  # of uint8, -100 would be 156
-    entropy, predicted = rows.entropy.masked_fill(~counts, 0.0), rows.predicted.masked_fill(~counts, 0)
-    return [rows.loss.view(-1).clone(), entropy, predicted, (rows.predicted == target) & counts]
+    ignored = target.long() == loss.ignore_index  # of uint8, -100 would be 156
+    correct = (rows.predicted == target).masked_fill_(ignored, False)
+    losses = rows.loss.view(-1)
+    losses = losses.clone() if loss.reduction == "none" else losses  # which may be the result itself
+    return [losses, rows.entropy.masked_fill_(ignored, 0.0), rows.predicted.masked_fill_(ignored, 0), correct]

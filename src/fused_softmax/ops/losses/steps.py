@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import kept
+from fused_softmax.core.calls import find, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
@@ -24,6 +24,7 @@ from fused_softmax.ops.losses.launches import (
     backward,
     forward,
     given_of,
+    gradient_key,
     is_whole,
     plan_forward,
     prepare_losses,
@@ -203,7 +204,9 @@ class _CrossEntropy(torch.autograd.Function):
             dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
-        ctx.kind, ctx.numbers = kind, numbers
+        ctx.kind, ctx.numbers, ctx.quick = kind, numbers, None
+        if ctx.ranks is None and not kind.at_once and lse is None and not (loss.mean and totals is None):
+            ctx.quick = gradient_key(loss, totals)
         ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls, loss.weight)
         if len(results) > 3:
             ctx.mark_non_differentiable(*results[5:])
@@ -211,6 +214,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dlse=None, dz=None, *of_stats):
+        if ctx.quick is not None and dy is not None and dlse is None and dz is None:
+            dx = None if any(each is not None for each in of_stats) else _found_gradient(ctx, dy)
+            if dx is not None:
+                return dx, None, None, None
         refuse("cross_entropy", STATISTICS, of_stats, LOSS)
         if dy is None and dlse is None and dz is None:
             return None, None, None, None
@@ -251,6 +258,25 @@ class _CrossEntropy(torch.autograd.Function):
 
 # As _CrossEntropy.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
 differentiated = super(torch.autograd.Function, _CrossEntropy).apply
+
+
+def _found_gradient(ctx, dy: Tensor) -> Tensor | None:
+    """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
+    if torch.is_grad_enabled():
+        return None
+    try:
+        x, target, totals, m, ls, weight = ctx.saved_tensors
+    except RuntimeError:  # which `saved_of` explains
+        return None
+    for each in (m, ls) if totals is None else (m, ls, totals):  # no guard looks at what hooks of saved tensors return
+        if each.is_neg() or not each.is_contiguous():
+            return None
+    dx, dy = torch.empty(x.shape, dtype=x.dtype, device=x.device), dy.to(m.dtype).contiguous()
+    call = find(*ctx.quick, x, target, dx, weight, dy, None, None)
+    if call is None:
+        return None
+    loss = ctx.loss if weight is None else replace(ctx.loss, weight=weight)
+    return call(given_of(x, dx, target, loss, totals), (m, ls, dy, None, None), ctx.numbers)
 
 
 def _saved(ctx) -> tuple:
