@@ -137,7 +137,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "rows that stream": {"of": FP64, "n_cols": 20000},
 }
 # Of a leading size that is no number of rows of one plan.
-WITHOUT_ROWS = ("dim 0", "dim 1", "a copy", "dims swapped", "rows that stream")
+WITHOUT_ROWS = ("dim 0", "dim 1", "a copy", "dims swapped", "rows that stream", "linear_cross_entropy")
 
 
 def of_scores(function, name, grad, call=None):
@@ -194,6 +194,30 @@ def of_loss(name, reduction, grad, call=fused_softmax.cross_entropy):
     return Kind(call, tensors, options, grad, lay)
 
 
+LINEAR: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"linear_bias": lambda n, seed: rand(70, seed=seed + 4)},
+    "weight, smoothing": {
+        "weight": lambda n, seed: rand(70, seed=seed + 3).abs() + 0.1,
+        "label_smoothing": lambda n, seed: 0.1 + 0.1 * seed,
+    },
+    "numbers": {
+        "softcap": lambda n, seed: 5.0 + seed, "scale": lambda n, seed: 0.5 + seed,
+        "lse_square_scale": lambda n, seed: 1e-3 + 1e-4 * seed,
+    },
+    "lse, in chunks": {"return_lse": True, "chunk_size": 2},
+    "statistics": {"return_token_stats": True},
+}  # fmt: skip
+
+
+def of_linear(name, reduction, grad):
+    tensors = {
+        "x": lambda n, seed: rand(n, 8, seed=seed), "linear_weight": lambda n, seed: rand(70, 8, seed=seed + 6),
+        "target": lambda n, seed: torch.randint(70, (n,), generator=torch.Generator().manual_seed(seed)),
+    }  # fmt: skip
+    return Kind(fused_softmax.linear_cross_entropy, tensors, {"reduction": reduction} | LINEAR[name], grad)
+
+
 def inplace(x, target, **options):
     return fused_softmax.cross_entropy(x * 1, target, inplace_backward=True, **options)
 
@@ -232,6 +256,10 @@ KINDS |= {
 KINDS |= {
     f"cross_entropy, {name}, {reduction}{', gradient' if grad else ''}": of_loss(name, reduction, grad)
     for name, reduction, grad in product(LOSSES, ("mean", "sum", "none"), (False, True))
+}
+KINDS |= {
+    f"linear_cross_entropy, {name}, {reduction}{', gradient' if grad else ''}": of_linear(name, reduction, grad)
+    for name, reduction, grad in product(LINEAR, ("mean", "none"), (False, True))
 }
 KINDS["cross_entropy, inplace"] = of_loss("plain", "mean", True, inplace)
 KINDS["cross_entropy, given lse, inplace"] = of_loss("given lse", "mean", True, inplace)

@@ -5,11 +5,12 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import peaked
 from products import pairwise
-from test_cross_entropy import OPTIONS, named
+from test_cross_entropy import OPTIONS, named, targets
 
 from fused_softmax import cross_entropy, linear_cross_entropy
-from fused_softmax.core import route
+from fused_softmax.core import calls, route
 from fused_softmax.ops.losses import launches as cross_entropy_calls
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.linear_by_rows import linear_of
@@ -160,3 +161,37 @@ def test_weights_of_another_float_dtype_are_taken_on_a_cpu_as_by_the_kernels(mon
     monkeypatch.setattr(route, "on_device", lambda tensor: False)
     for loss in (cross_entropy(x @ w.t(), target, weight), linear_cross_entropy(x, w, target, weight=weight)):
         torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ w.t(), target, weight.to(dtype)))
+
+
+def test_a_kept_call_answers_for_no_call_that_differs(device):
+    """Each of these is made after all others were kept, and is as if it were the first."""
+    x, w = (peaked(n, 8, seed=n).to(device).requires_grad_() for n in (6, 37))
+    target = targets(6, 37, ignored=False, device=device)
+    more = {"bias": peaked(1, 37)[0].to(device), "weight": torch.linspace(0.5, 2.0, 37, device=device)}
+    changes: list[dict] = [
+        {}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": int(target[0])}, {"label_smoothing": 0.1},
+        {"label_smoothing": 0.3}, {"softcap": 5.0}, {"softcap": 7.0}, {"scale": 0.5}, {"scale": -0.5}, {"scale": 1.0},
+        {"lse_square_scale": 0.1}, {"dtype": torch.float64}, {"chunk_size": 1}, {"chunk_size": 4},
+        {"accumulate": "input"}, {"linear_bias": more["bias"]}, {"weight": more["weight"]}, {"skip_ignored": True},
+        {"weight": more["weight"], "label_smoothing": 0.1}, {"return_lse": True}, {"return_token_stats": True},
+    ]  # fmt: skip
+
+    def call(options):
+        found = linear_cross_entropy(x, w, target, **options)
+        loss = found if isinstance(found, torch.Tensor) else found.loss
+        return loss, *torch.autograd.grad(loss.sum(), (x, w))
+
+    alone = []
+    for options in changes:
+        calls.forget()
+        alone.append(call(options))
+    calls.forget()
+    for _ in range(2):
+        for options, wanted in zip(changes, alone, strict=True):
+            found = call(options)
+            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), options
+    with pytest.raises(TypeError, match="chunk_size must be an int, not bool"):
+        linear_cross_entropy(x, w, target, chunk_size=True)
+    with torch.no_grad():
+        assert not linear_cross_entropy(x, w, target).requires_grad
+    assert linear_cross_entropy(x, w, target).requires_grad

@@ -137,7 +137,7 @@ def cross_entropy(
             "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
         }  # fmt: skip
         return _of_shards(input, target, options, wanted, lse, over_of(group, n_classes, shard_sizes, transport))
-    key = _key_of(
+    key = key_of(
         ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
         # Without gradients a loss alone is another call, which reads the logits and writes none.
         (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype, torch.is_grad_enabled()),
@@ -157,7 +157,7 @@ def cross_entropy(
     return _cross_entropy(input, target, options, wanted, lse, key)
 
 
-def _key_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
+def key_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
     """All that a kept call depends on but tensors and the values of numbers; None where a number wants a check."""
     if CHECK or type(ignore_index) is not int:
         return None
@@ -257,7 +257,7 @@ def _of_shards(input, target, options, wanted, lse, over):
     if weight is None and lse is None and transport != "collective" and not CHECK:
         peers = known(group, getattr(input, "device", None))
         of_call = *wanted, torch.is_grad_enabled(), n_classes, shard_sizes, transport
-        key = _key_of(**{name: value for name, value in options.items() if name != "weight"}, wanted=of_call)
+        key = key_of(**{name: value for name, value in options.items() if name != "weight"}, wanted=of_call)
     if isinstance(peers, Peers) and key is not None:
         call = find("cross_entropy by peers", (peers.number, key), input, target)
         if call is not None:
@@ -311,7 +311,7 @@ def _prepare_call(
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
     plain_numbers = given.numbers() if given.plain and not given.smooth and input.dtype != torch.float64 else None
     of_rows = None if lse is None else lse_of_rows(lse, input)
-    steps = prepare_steps(kind, *as_rows(input, target), _loss_now(given, weight, input, numbers), of_rows)
+    steps = prepare_steps(kind, *as_rows(input, target), loss_now(given, weight, input, numbers), of_rows)
 
     def build(n, *steps):
         steps, shape = Steps(*steps), target_shape if n is None else (n,)
@@ -325,7 +325,7 @@ def _prepare_call(
             if plain_numbers is not None and weight is None:
                 of_call = given, plain_numbers, of_rows
             else:
-                loss = _loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
+                loss = loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
                 of_call = loss, loss.numbers(), of_rows
             if differentiates:
                 results = differentiated(rows, flat, of_call, (kind, steps, claim, None))
@@ -343,7 +343,7 @@ def _prepare_call(
     return compose(build, *steps, n=target_shape[0] if simple and target.ndim == 1 else None, by_row=True)
 
 
-def _loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) -> Loss:
+def loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) -> Loss:
     """A kept call's loss with the weight and the numbers of one call."""
     label_smoothing, softcap, scale, lse_square_scale = numbers
     return Loss(

@@ -106,9 +106,9 @@ def _blocks(first: int, stop: int, most: int) -> list[Block]:
 
 def goes_by_classes(x: Tensor, w: Tensor, chunk_size: int) -> bool:
     """Whether this takes less time than chunks of so many rows, where a gradient of w is asked for."""
-    most = chunk_size * len(w)
+    most = chunk_size * w.shape[0]
     return (
-        -(-len(x) // chunk_size) >= _CHUNKS
+        -(-x.shape[0] // chunk_size) >= _CHUNKS
         and chunk_size <= min(_CHUNK_ROWS[x.element_size()], w.shape[1])
         and most >= _CLASSES * max(padded_of(x), w.shape[1])
     )
@@ -332,4 +332,4 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
     if total is not None:
         return torch.addmm(total, a, b, out=total, **wide)
     # Autocast, under which a backward pass may run, casts no operation that is told where to write.
-    return torch.mm(a, b, out=torch.empty(len(a), b.shape[1], dtype=dtype, device=a.device), **wide)
+    return torch.mm(a, b, out=torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device), **wide)

@@ -42,10 +42,10 @@ def linear_of(
             # Several take a chunk and two gradients' bytes; in the end, their rounded sum beside them, three.
             w_bytes = n_classes * w.shape[1] * x.element_size()
             at_once = max(_CHUNK_BYTES + w_bytes, 2 * w_bytes)
-            chunk_size = len(x) if len(x) * row_bytes <= at_once else chunk_size
-        equal = -(-len(x) // max(-(-len(x) // chunk_size), 1))
+            chunk_size = x.shape[0] if x.shape[0] * row_bytes <= at_once else chunk_size
+        equal = -(-x.shape[0] // max(-(-x.shape[0] // chunk_size), 1))
         chunk_size = min(chunk_size, -(-equal // _CHUNK_ROWS) * _CHUNK_ROWS)
-    return Linear(max(min(chunk_size, len(x)), 1), accumulate == "fp32")
+    return Linear(max(min(chunk_size, x.shape[0]), 1), accumulate == "fp32")
 
 
 def by_rows(
@@ -55,7 +55,7 @@ def by_rows(
     """What is known of all rows, with m and ls if `states`; their gradient is added to `gradients` if there are any."""
     found = []
     for start, logits in chunks(x, w, bias, linear):
-        part = target[start : start + len(logits)]
+        part = target[start : start + logits.shape[0]]
         # Statistics come of a pass that holds no rows for a gradient, so a second one writes it.
         at_once = gradients is not None and not loss.stats
         rows = losses.forward(logits, part, loss, totals, logits if at_once else None)
@@ -73,9 +73,9 @@ def by_rows(
 def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterator[tuple[int, Tensor]]:
     """(first row, logits [rows, n_classes]) of each chunk, all in one buffer."""
     buffer = torch.empty(linear.chunk_size, w.shape[0], dtype=x.dtype, device=x.device)
-    for start in range(0, len(x), linear.chunk_size):
+    for start in range(0, x.shape[0], linear.chunk_size):
         rows = x[start : start + linear.chunk_size]
-        logits = buffer[: len(rows)]
+        logits = buffer[: rows.shape[0]]
         if bias is None:
             torch.mm(rows, w.t(), out=logits)
         else:
@@ -116,12 +116,12 @@ class Gradients:
         self.left_out = left_out
         self.x, self.w, self.bias = x.detach(), w.detach(), bias
         self.asked, self.linear = asked, linear
-        several = len(x) > linear.chunk_size
+        several = x.shape[0] > linear.chunk_size
         self.dtype = arithmetic_of(x) if wide or (linear.accumulate and several) else x.dtype
         self.dx, self.dw, self.db = made
 
     def add(self, start: int, dlogits: Tensor) -> None:
-        stop = start + len(dlogits)
+        stop = start + dlogits.shape[0]
         if self.asked[0]:
             if self.dx is None:
                 self.dx = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
 from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
@@ -27,6 +29,8 @@ from fused_softmax.ops.losses.cross_entropy import (
     composed,
     cross_entropy,
     dtype_of_loss,
+    key_of,
+    loss_now,
 )
 from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes, left_out_of
 from fused_softmax.ops.losses.linear_by_rows import (
@@ -127,19 +131,29 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
     """
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats))
+    key = None
+    alone = group is None and n_classes is None and shard_sizes is None and transport is None and not input_sharded
+    if alone and not skip_ignored and (chunk_size is None or type(chunk_size) is int):
+        of_call = wanted, dtype, chunk_size, accumulate
+        key = key_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, of_call)
+    if key is not None:
+        call = find(_NAME, key, input, linear_weight, target, linear_bias, weight)
+        if call is not None:
+            numbers = label_smoothing, softcap, scale, lse_square_scale
+            return call(input, linear_weight, target, linear_bias, weight, numbers)
     options = {
         "weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
         "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
     }  # fmt: skip
     return _linear_cross_entropy(
         input, linear_weight, target, linear_bias, options, dtype, wanted, chunk_size, accumulate, skip_ignored,
-        over_of(group, n_classes, shard_sizes, transport), input_sharded,
+        over_of(group, n_classes, shard_sizes, transport), input_sharded, key,
     )  # fmt: skip
 
 
 def _linear_cross_entropy(
     input, linear_weight, target, linear_bias, options, dtype, wanted, chunk_size, accumulate, skip_ignored, over,
-    input_sharded,
+    input_sharded, key,
 ):  # fmt: skip
     weight, ignore_index, reduction = options["weight"], options["ignore_index"], options["reduction"]
     group, n_classes, _, transport = over
@@ -237,6 +251,9 @@ def _linear_cross_entropy(
     if loss.weight is not None:
         of_classes: Any = weight_for_kernels(loss.weight, input)
         loss = replace(loss, weight=of_classes.resolve_neg())
+    if key is not None and cast is None:
+        call = _kept_call(input, linear_weight, target, loss, wanted, result_dtype, chunk_size, accumulate)
+        keep(call, _NAME, key, input, linear_weight, target, linear_bias, weight)
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
     kept = None
     if skip_ignored:
@@ -261,6 +278,25 @@ def _linear_cross_entropy(
         lse = None if lse is None else _spread(lse, kept, n)
         stats = [_spread(each, kept, n) for each in stats]
     return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
+
+
+def _kept_call(
+    input: Tensor, linear_weight: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype,
+    chunk_size: int | None, accumulate: str,
+) -> Launched:  # fmt: skip
+    """The call for tensors like these: call(input, linear_weight, target, linear_bias, weight, numbers of the loss)."""
+    of_target, features = target.shape, input.shape[-1]
+    linear = linear_of(input.reshape(-1, features), linear_weight, chunk_size, accumulate, needs_grad(linear_weight))
+    at_once, alike = loss.reduction != "none", replace(loss, weight=None)  # what is kept holds no tensor
+
+    def call(input, linear_weight, target, linear_bias, weight, numbers):
+        rows, flat = input.reshape(-1, features), target.reshape(-1).contiguous()
+        of_call = loss_now(alike, weight, input, numbers)
+        found = _apply(rows, linear_weight, linear_bias, flat, of_call, linear, at_once, wanted)
+        y, lse, z, *stats = found if wanted.beside else (found, None, None)
+        return _output(y, lse, z, stats, wanted, alike, of_target, dtype, None)
+
+    return Launched(call)
 
 
 def _rows_of_all(input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
@@ -340,6 +376,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz), *nothing
 
 
+# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+_apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
+
+
 def _asked(*tensors: Tensor | None) -> list[bool]:
     """Which of them a gradient is asked for."""
     return [each is not None and needs_grad(each) for each in tensors]
@@ -355,7 +395,7 @@ def forward(
     there are none. loss: its weight contiguous, in the dtype of the arithmetic; here and below.
     """
     dtype = arithmetic_of(x)
-    totals = totals_of(target, loss, len(w), dtype) if loss.mean else None
+    totals = totals_of(target, loss, w.shape[0], dtype) if loss.mean else None
     late = any(asked) and divides_late(x, loss)
     gradients, lse = None, None
     # What is divided late may be more than fp16 holds, and by classes nothing wider holds the weight's gradient.
