@@ -562,6 +562,19 @@ def test_calls_that_differ_in_input_or_mode_are_kept_apart(function, device):
     check_apart(variants)
 
 
+def test_one_tensor_in_other_places_is_another_call(device):
+    x, y, z = (rand(2, 4, 7, 8, seed=i).to(device).requires_grad_(i == 0) for i in range(3))
+    triples = product((x, y, z), repeat=3)
+    check_apart({i: lambda given=given: fused_softmax.attention(*given) for i, given in enumerate(triples)})
+    a, b, c = (rand(4, 40, seed=i).to(device) for i in range(3))
+    masks = {"plain": {}, "mask": {"mask": a}, "another mask": {"mask": b}, "view": {"mask": a.view(4, 40)}}
+    outs = {"": {}, ", out": {"out": c}}
+    check_apart({
+        f"{mask}{out}": lambda given=masks[mask] | outs[out]: fused_softmax.softmax(a, -1, **given)
+        for mask in masks for out in outs
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_calls_that_differ_in_their_scores_are_kept_apart(function, device):
     of = getattr(fused_softmax, function)
@@ -747,11 +760,18 @@ def test_the_look_up_in_c_keeps_calls_apart(look_in_c, device):
     test_calls_that_differ_in_input_or_mode_are_kept_apart("softmax", device)
     test_calls_that_differ_in_their_scores_are_kept_apart("logsumexp", device)
     test_losses_that_differ_are_kept_apart(device)
+    test_one_tensor_in_other_places_is_another_call(device)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["softmax, plain", "softmax, bool mask, gradient", "cross_entropy, weight, mean", "attention, sinks"],
+    [
+        "softmax, plain",
+        "softmax, bool mask, gradient",
+        "cross_entropy, weight, mean",
+        "attention, sinks",
+        "attention, one tensor",
+    ],
 )
 def test_the_look_up_in_c_finds_what_was_kept(name, look_in_c, device):
     test_a_repeated_call_decides_nothing(name, device)

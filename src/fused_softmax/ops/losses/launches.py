@@ -74,8 +74,7 @@ def forward(
     parts = None if totals is None else totals.shape[1]
     over = dx is not None and dx.data_ptr() == x.data_ptr()
     options = *loss.key(), parts, over, dtype, states
-    apart = None if dx is x else dx  # a guard takes no tensor twice
-    tensors = x, target, apart, loss.weight
+    tensors = x, target, dx, loss.weight
     call = kept("losses", options, tensors, prepare_losses, given, loss, None, dtype, states)
     return call(given, loss.numbers())
 
@@ -285,14 +284,13 @@ def backward(
 
 def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Tensor]:
     """What `prepare_gradient` gives, found or kept."""
-    over = given.dx is given.x
-    tensors = given.x, given.target, None if over else given.dx, given.weight, *beside[2:]
-    return kept(*gradient_key(loss, given.totals, over), tensors, prepare_gradient, given, beside, loss)
+    tensors = given.x, given.target, given.dx, given.weight, *beside[2:]
+    return kept(*gradient_key(loss, given.totals), tensors, prepare_gradient, given, beside, loss)
 
 
-def gradient_key(loss: Loss, totals: Tensor | None, over: bool = False) -> tuple[str, tuple]:
-    """The name and options of a kept gradient. over: whether it is written over the logits."""
-    return "loss_gradient", (*loss.key(), None if totals is None else totals.shape[1], over)
+def gradient_key(loss: Loss, totals: Tensor | None) -> tuple[str, tuple]:
+    """The name and options of a kept gradient."""
+    return "loss_gradient", (*loss.key(), None if totals is None else totals.shape[1])
 
 
 def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Launched:
