@@ -44,12 +44,11 @@ def main() -> int:
             return 1
     setattr(launch, "prepare", prepare)  # noqa: B010
     _jobs.extend({key_of(each): each for each in found}.values())
-    with multiprocessing.get_context("fork").Pool(min(processes, len(_jobs) + 1), _begin, (device,)) as pool:
-        shared = pool.apply_async(_share, (device,))
+    _share(device)
+    with multiprocessing.get_context("fork").Pool(min(processes, max(len(_jobs), 1)), _begin, (device,)) as pool:
         for done in pool.imap_unordered(_compile, range(len(_jobs))):
             for each in done:
                 print(json.dumps(each), flush=True)
-        shared.get()
     return 0
 
 
