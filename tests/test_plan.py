@@ -220,6 +220,8 @@ def test_split_kernels_are_held_to_the_registers_that_residency_leaves_them():
         None,
     ]
     assert registers(131072, 20, A100) is None
+    short = candidate("split", 64, 2048, 2, H200, num_warps=4, part_cols=512)
+    assert short.most_registers(H200, 4) == 32  # of 16 programs of 128 threads, which are all that may reside
     few = plan_rows(1, 65536, 2, H200)
     assert (few.strategy, few.num_warps, few.most_registers(H200, 20)) == ("split", 1, None)
 

@@ -105,6 +105,7 @@ POLL_LAST_FIRST_PARTS = 32  # parts from which programs await the last one first
 # (registers that hold a thread's values up to, registers of a thread at most, as compiled): they bound residency.
 SPLIT_REGISTERS = Ladder((32, 96), (64, 128), (128, 176), (UNBOUNDED, 255))
 ALL_REGISTERS = 255  # rows read by elements, and the losses, take up to all: each element has an address and a mask
+MOST_THREADS = 2048  # of a multiprocessor
 WARPS_HELD = 4  # warps of a program from which a split kernel is held to the registers that residency leaves it
 
 # itemsize: columns from which an aligned body with guarded edges beats reading by elements; bf16 99 0.74, by body 0.65.

@@ -10,6 +10,7 @@ from fused_softmax.core.plan.ladders import (
     FEW_ROWS_PARTS_OF,
     LEAST_SHIFTED,
     MASKED_PIECES,
+    MOST_THREADS,
     POLL_LAST_FIRST_PARTS,
     READERS_PER_COPY,
     SPLIT_PARTS,
@@ -103,7 +104,7 @@ class RowPlan:
             return None
         threads = 32 * self.num_warps
         held = self.inputs * self.pieces * self.block_cols * self.itemsize // (4 * threads)
-        programs = device.registers // (threads * -(-(held + besides) // 8) * 8)
+        programs = min(device.registers // (threads * -(-(held + besides) // 8) * 8), MOST_THREADS // threads)
         if self.num_warps < WARPS_HELD or programs < 2:
             return None
         return min(device.registers // (threads * programs) // 8 * 8, 255)
