@@ -83,12 +83,7 @@ def prepare(
     tensors = [_as_bytes(each) if getattr(each, "dtype", None) in _BYTES else each for each in tensors]
     options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
     key = key_of(kernel, device, tensors, scalars, constexprs, options)
-    loaded = _loaded.get(key)
-    if _only_compiles.get():
-        if loaded is None:
-            with torch.cuda.device(device):
-                kernel.warmup(*tensors, *scalars, grid=_grid(grid), **constexprs, **options)
-        return _NoLaunch()  # type: ignore[return-value]
+    loaded = None if _only_compiles.get() else _loaded.get(key)
     if loaded is None:
         loaded = _load(kernel, _grid(grid), tensors, scalars, constexprs, device, options)
         if loaded.keeps:
@@ -126,15 +121,6 @@ def _compile_together(functions: Sequence[Callable[[], Any]]) -> None:
                 pool.submit(copy_context().run, each)
     finally:
         _only_compiles.reset(token)
-
-
-class _NoLaunch:
-    """In a thread that only compiles."""
-
-    resources = None
-
-    def __call__(self, *arguments: Any) -> None:
-        raise AssertionError("a thread that compiles for another launches nothing")
 
 
 def key_of(kernel, device, tensors, scalars, constexprs, options) -> tuple:
@@ -299,7 +285,11 @@ class _Direct:
 def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded:
     global _compilations
     compiled, direct, keeps = None, None, True
-    if isinstance(kernel, triton.JITFunction):
+    if isinstance(kernel, triton.JITFunction) and _only_compiles.get():
+        keeps = False
+        with torch.cuda.device(device):
+            kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
+    elif isinstance(kernel, triton.JITFunction):
         _compilations += 1
         begin()
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.

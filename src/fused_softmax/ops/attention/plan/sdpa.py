@@ -104,8 +104,7 @@ def entry_of(
     for entry in entries:
         fits = n_queries >= entry.least and (entry.below is None or n_queries < entry.below)
         if fits and entry.above < head_dim <= entry.most_dim:
-            few = n_heads * n_queries * n_keys <= entry.scores
-            return (
-                f"with at most {entry.scores} scores cuDNN is not faster, and takes the host longer" if few else entry
-            )
+            if n_heads * n_queries * n_keys <= entry.scores:
+                return f"with at most {entry.scores} scores cuDNN is not faster, and takes the host longer"
+            return entry
     return f"cuDNN was not measured to be faster at heads of {head_dim} dims and {n_queries} queries"
