@@ -57,6 +57,33 @@ def test_loss_and_gradients_by_chunks(dtype, reduction, options, device):
                 assert (found.double() - want).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("features", [3, 16], ids=["gradients are made at once", "logits are kept"])
+def test_the_weights_gradient_of_a_loss_that_is_scaled_and_has_rows_of_nan(features, device):
+    """Rows that are ignored hold NaN; more rows than features make the gradients in the forward pass."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, features, generator=generator).to(device) for n in (7, 40))
+    target = TARGET.to(device)
+    exact = x.double().requires_grad_(), w.double().requires_grad_()
+    expected = torch.autograd.grad(3 * F.cross_entropy(F.linear(*exact), target), exact)
+    x[target == -100] = float("nan")
+    given = x.requires_grad_(), w.requires_grad_()
+    for found in (torch.autograd.grad(3 * linear_cross_entropy(*given, target), given) for _ in range(2)):
+        torch.testing.assert_close(found, tuple(each.float() for each in expected), rtol=1e-5, atol=1e-6)
+
+
+def test_without_gradients_the_logits_alone_are_made(device, monkeypatch):
+    products, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given, **more: products.append(0) or mm(*given, **more))
+    x, w = torch.ones(9, 4, device=device), torch.ones(20, 4, device=device, requires_grad=True)
+    target = torch.arange(9, device=device)
+    for _ in range(2):  # the second is found
+        with torch.no_grad():
+            assert not linear_cross_entropy(x, w, target).requires_grad
+    assert len(products) == 2
+    linear_cross_entropy(x, w, target).backward()
+    assert len(products) == 4
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_short_last_chunk_whose_rows_are_split_otherwise(reduction, device, monkeypatch):
     """Smoothing sums logits part by part, and losses in 8 parts and in 32 could not be joined."""

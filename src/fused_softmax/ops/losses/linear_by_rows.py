@@ -48,6 +48,16 @@ def linear_of(
     return Linear(max(min(chunk_size, x.shape[0]), 1), accumulate == "fp32")
 
 
+def keeps_logits(x: Tensor, linear: Linear, asked: Sequence[bool], loss: Loss) -> bool:
+    """Whether all logits, with their gradient, wait for the backward pass, which then makes the products.
+
+    It saves launches, and takes no more memory where rows are no more than w's columns: w's gradient would wait
+    instead. In fp16 the factor that scales the loss could overflow the logits' gradient.
+    """
+    few = x.shape[0] <= min(linear.chunk_size, x.shape[1])
+    return few and asked[1] and x.dtype != torch.float16 and not loss.stats
+
+
 def by_rows(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None, linear: Linear,
     gradients: "Gradients | None", states: bool,
@@ -74,13 +84,17 @@ def chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterato
     """(first row, logits [rows, n_classes]) of each chunk, all in one buffer."""
     buffer = torch.empty(linear.chunk_size, w.shape[0], dtype=x.dtype, device=x.device)
     for start in range(0, x.shape[0], linear.chunk_size):
-        rows = x[start : start + linear.chunk_size]
-        logits = buffer[: rows.shape[0]]
+        rows = _part(x, start, start + linear.chunk_size)
+        logits = _part(buffer, 0, rows.shape[0])
         if bias is None:
             torch.mm(rows, w.t(), out=logits)
         else:
             torch.addmm(bias, rows, w.t(), out=logits)
         yield start, logits
+
+
+def _part(x: Tensor, start: int, stop: int) -> Tensor:
+    return x if start == 0 and stop >= x.shape[0] else x[start:stop]
 
 
 def whole_logits(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
@@ -125,10 +139,10 @@ class Gradients:
         if self.asked[0]:
             if self.dx is None:
                 self.dx = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
-            torch.mm(dlogits, self.w, out=self.dx[start:stop])
+            torch.mm(dlogits, self.w, out=_part(self.dx, start, stop))
         if self.asked[1]:
-            rows = self.x[start:stop]
-            rows = rows if self.left_out is None else without(rows, self.left_out[start:stop])
+            rows = _part(self.x, start, stop)
+            rows = rows if self.left_out is None else without(rows, _part(self.left_out, start, stop))
             self.dw = add_product(self.dw, dlogits.t(), rows, self.dtype)
         if self.asked[2]:
             db = dlogits.sum(0, dtype=arithmetic_of(dlogits))

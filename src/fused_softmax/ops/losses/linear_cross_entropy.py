@@ -9,7 +9,7 @@ linear_weight's gradient. If chunks would be many and short, blocks of classes t
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,11 @@ from fused_softmax.ops.losses.linear_by_rows import (
     by_rows,
     chunks,
     divides_late,
+    keeps_logits,
     linear_of,
     whole_logits,
 )
-from fused_softmax.ops.losses.options import Loss, check_logits, loss_of, refused_loss, weight_for_kernels
+from fused_softmax.ops.losses.options import NUMBERS, Loss, check_logits, loss_of, refused_loss, weight_for_kernels
 from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.losses.over_ranks.dtensor import (
     linear_loss_on_shards,
@@ -52,7 +53,14 @@ from fused_softmax.ops.losses.over_ranks.dtensor import (
     own_classes,
 )
 from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, LinearSharded, OfCall
-from fused_softmax.ops.losses.steps import differentiable_gradients
+from fused_softmax.ops.losses.steps import (
+    Kind,
+    Steps,
+    differentiable_gradients,
+    functions_of,
+    prepare_steps,
+    run_steps,
+)
 from fused_softmax.ops.losses.sums import finish, totals_of
 from fused_softmax.ranks.dtensor import as_dtensor
 from fused_softmax.ranks.gather import peers_of, told_by
@@ -121,6 +129,8 @@ def linear_cross_entropy(
         their gradient; targets [ranks * rows] are those of all.
 
     With reduction "mean" or "sum" the forward pass makes the gradients of the tensors that require one, and no others.
+    Where one chunk has all rows, and they are at most in_features, the logits' gradient waits instead, which takes no
+    more memory than linear_weight's, and the backward pass makes the products.
     A second backward pass makes the logits again, as "none" does.
     Returns the loss, [] or of the targets' shape; a CrossEntropyOutput if more was asked for.
     Raises as cross_entropy; also ValueError for shapes that do not fit, chunk_size < 1 or an unknown accumulate, and
@@ -251,9 +261,14 @@ def _linear_cross_entropy(
     if loss.weight is not None:
         of_classes: Any = weight_for_kernels(loss.weight, input)
         loss = replace(loss, weight=of_classes.resolve_neg())
-    if key is not None and cast is None:
-        call = _kept_call(input, linear_weight, target, loss, wanted, result_dtype, chunk_size, accumulate)
-        keep(call, _NAME, key, input, linear_weight, target, linear_bias, weight)
+    if shards is None and not skip_ignored:
+        call = _prepare_call(
+            input, linear_weight, target, linear_bias, loss, wanted, result_dtype, chunk_size, accumulate
+        )  # fmt: skip
+        if key is not None and cast is None:
+            keep(call, _NAME, key, input, linear_weight, target, linear_bias, weight)
+        numbers = tuple(options[each] for each in NUMBERS)
+        return call(input, linear_weight, target, linear_bias, weight, numbers)
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
     kept = None
     if skip_ignored:
@@ -262,16 +277,15 @@ def _linear_cross_entropy(
             rows, flat = rows[kept], flat[kept]
         else:
             kept = None
-    of_ranks = () if shards is None else shards.sizes
-    linear = linear_of(rows, linear_weight, chunk_size, accumulate, needs_grad(linear_weight), of_ranks)
-    asked = _asked(rows, linear_weight, linear_bias)
     if shards is None:
-        at_once = reduction != "none" and any(asked)
-        found = _LinearCrossEntropy.apply(rows, linear_weight, linear_bias, flat, loss, linear, at_once, wanted)
+        how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
+        found = _apply(rows, linear_weight, linear_bias, flat, loss, how)
         y, lse, z, *stats = found if wanted.beside else (found, None, None)
     else:
-        of_call = OfCall(loss, linear, shards, result_dtype, summed=not input_sharded)
-        y, lse, z, *stats = LinearSharded.apply(rows, linear_weight, linear_bias, flat, of_call, asked)
+        asked = _asked(rows, linear_weight, linear_bias)
+        linear = linear_of(rows, linear_weight, chunk_size, accumulate, asked[1], shards.sizes)
+        over_ranks = OfCall(loss, linear, shards, result_dtype, summed=not input_sharded)
+        y, lse, z, *stats = LinearSharded.apply(rows, linear_weight, linear_bias, flat, over_ranks, asked)
     if kept is not None:
         n = target.numel()
         y, z = (each if each is None or reduction != "none" else _spread(each, kept, n) for each in (y, z))
@@ -280,23 +294,49 @@ def _linear_cross_entropy(
     return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
 
 
-def _kept_call(
-    input: Tensor, linear_weight: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype,
-    chunk_size: int | None, accumulate: str,
+class _How(NamedTuple):
+    """What a call does, beside its tensors and numbers.
+
+    asked: which gradients of the input, the weight and the bias the forward pass makes, or prepares.
+    kind, steps: of a loss whose logits are all kept, with their gradient, until the backward pass makes the products.
+    """
+
+    linear: Linear
+    asked: Sequence[bool]
+    wanted: Wanted
+    kind: Kind | None = None
+    steps: Steps | None = None
+
+
+def _prepare_call(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, loss: Loss, wanted: Wanted,
+    dtype: torch.dtype, chunk_size: int | None, accumulate: str,
 ) -> Launched:  # fmt: skip
     """The call for tensors like these: call(input, linear_weight, target, linear_bias, weight, numbers of the loss)."""
     of_target, features = target.shape, input.shape[-1]
-    linear = linear_of(input.reshape(-1, features), linear_weight, chunk_size, accumulate, needs_grad(linear_weight))
-    at_once, alike = loss.reduction != "none", replace(loss, weight=None)  # what is kept holds no tensor
+    rows, alike = input.reshape(-1, features), replace(loss, weight=None)  # what is kept holds no tensor
+    how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
+    if keeps_logits(rows, how.linear, how.asked, loss):
+        kind = Kind(alike, wanted, dtype, inplace=True, at_once=True)
+        logits = torch.empty(len(rows), len(linear_weight), dtype=input.dtype, device=input.device, requires_grad=True)
+        steps = functions_of(prepare_steps(kind, logits, target.reshape(-1).contiguous(), loss))
+        how = how._replace(kind=kind, steps=steps)
 
     def call(input, linear_weight, target, linear_bias, weight, numbers):
         rows, flat = input.reshape(-1, features), target.reshape(-1).contiguous()
-        of_call = loss_now(alike, weight, input, numbers)
-        found = _apply(rows, linear_weight, linear_bias, flat, of_call, linear, at_once, wanted)
+        found = _apply(rows, linear_weight, linear_bias, flat, loss_now(alike, weight, input, numbers), how)
         y, lse, z, *stats = found if wanted.beside else (found, None, None)
         return _output(y, lse, z, stats, wanted, alike, of_target, dtype, None)
 
     return Launched(call)
+
+
+def _how_of(
+    rows: Tensor, w: Tensor, bias: Tensor | None, loss: Loss, wanted: Wanted, chunk_size: int | None, accumulate: str
+) -> _How:  # fmt: skip
+    asked = _asked(rows, w, bias)
+    linear = linear_of(rows, w, chunk_size, accumulate, asked[1])
+    return _How(linear, asked if loss.reduction != "none" else [False] * 3, wanted)
 
 
 def _rows_of_all(input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
@@ -328,10 +368,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The results of `forward`, and gradients of input, linear_weight and linear_bias, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, target, loss, linear, at_once, wanted):
+    def forward(ctx, x, w, bias, target, loss, how):
         ctx.set_materialize_grads(False)
-        asked = [at_once and each is not None and each.requires_grad for each in (x, w, bias)]
-        results, totals, gradients = forward(x, w, bias, target, loss, linear, asked, wanted)
+        ctx.loss, ctx.how, ctx.dlogits = loss, how, None
+        if how.steps is None:
+            results, totals, gradients = forward(x, w, bias, target, loss, how.linear, how.asked, how.wanted)
+        else:
+            gradients, ((_, ctx.dlogits),) = None, chunks(x, w, bias, how.linear)
+            results, _, totals = run_steps(
+                how.steps, ctx.dlogits, target, loss, loss.numbers(), None, how.kind, ctx.dlogits
+            )  # fmt: skip
         ctx.gradients = gradients
         # In fp16 a mean's division would make gradients vanish that a scaled loss would have kept: it comes later.
         ctx.late = None
@@ -339,9 +385,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.late = 1.0 / torch.where(totals[1].sum() == 0, 1.0, totals[0].sum())  # type: ignore[index]
         if ctx.late is not None and loss.lse_square_scale and loss.weight is not None:
             ctx.gradients = None  # loss and z-loss are divided by totals of their own
-        ctx.loss, ctx.linear = loss, linear
         ctx.save_for_backward(x, w, bias, target, totals, loss.weight)
-        if not wanted.beside:
+        if not how.wanted.beside:
             return results[0]
         ctx.mark_non_differentiable(*results[5:])
         return results
@@ -349,13 +394,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dlse=None, dz=None, *of_stats):
         refuse(_NAME, STATISTICS, of_stats, LOSS)
-        linear = ctx.linear
+        linear = ctx.how.linear
         dy, dlse, dz = resolved(dy, dlse, dz)
         x, w, bias, target, totals, weight = saved_of(ctx, _NAME)
         target = target.contiguous()  # hooks of saved tensors may return other strides
         loss = ctx.loss if weight is None else replace(ctx.loss, weight=weight.contiguous())
         asked = list(ctx.needs_input_grad[:3])
-        nothing = (None,) * 5
+        nothing = (None,) * 3
         if dy is None and dlse is None and dz is None:
             return (None,) * 3 + nothing
         if torch.is_grad_enabled():
@@ -365,6 +410,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
             return *gradients.times(dy if ctx.late is None else dy * ctx.late), *nothing
+        if alone and ctx.dlogits is not None and not batched(dy):
+            dlogits, ctx.dlogits = ctx.dlogits, None
+            ctx.how.steps.multiply(dlogits, dy)
+            left_out = left_out_of(target, loss) if asked[1] else None
+            gradients = Gradients(x, w, bias, linear, asked, left_out=left_out)
+            gradients.add(0, dlogits)
+            return *gradients.times(None), *nothing
         if dy is None:
             dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device)
         if batched(dy, dlse, dz):
@@ -373,6 +425,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "fp32" if linear.accumulate else "input", asked, *(() if alone else (dlse, dz)),
             )  # fmt: skip
             return *[each if wanted else None for each, wanted in zip(found, asked, strict=True)], *nothing
+        if loss.mean and totals is None:  # each program counted for itself
+            totals = totals_of(target, loss, w.shape[0], arithmetic_of(x))
         return *backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz), *nothing
 
 
