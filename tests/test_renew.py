@@ -23,17 +23,20 @@ TABLE = {
 }
 
 
-def test_the_table_is_of_the_committed_files():
-    assert set(COMMITTED) == {path.stem for path in RESULTS.glob("*.json")}
+FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 
-@pytest.mark.parametrize("name", COMMITTED)
+def test_the_table_has_the_committed_files():
+    assert set(FILES) <= set(COMMITTED)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_the_tables_arguments_make_what_a_file_has(name):
     kept, made = record.load(RESULTS / f"{name}.json"), asked_of(COMMITTED[name].arguments, f"{name}.json")
     assert made.command.endswith(f"--out {name}.json")
     assert kept.options in ({}, made.recorded)
     points = {(point.case, point.provider) for point in kept.points} | {each.name for each in kept.first_calls}
-    if name == "h200_peaks":  # its columns follow the planner's ladders
+    if name.endswith("_peaks"):  # its columns follow the planner's ladders
         points, wanted = ({(case.operation, case.dtype, who) for case, who in p} for p in (points, made.points))
         assert points == wanted
     else:

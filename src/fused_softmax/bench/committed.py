@@ -12,7 +12,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.measure import sweeps
 from fused_softmax.bench.results import fingerprint, record
 
-GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # after which files are named
+GPUS = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}  # after which files are named
 ALONE = "--provider fused_softmax"
 BESIDE_TORCH = "--provider fused_softmax,torch"
 BESIDE_PEERS = f"{BESIDE_TORCH},liger,quack"
@@ -28,57 +28,63 @@ class Row(NamedTuple):
     arguments: str
 
 
-COMMITTED = {
-    "h200_softmax": Row(
+_FILES = {
+    "softmax": Row(
         "softmax, 128 to 2 Mi columns, beside torch.compile",
         f"tutorial --cols {COLS} --dtype float32,bfloat16 {BESIDE_PEERS},torch.compile,hybrid",
     ),
-    "h200_cross_entropy": Row("Cross entropy and its gradient", f"cross-entropy {BESIDE_TORCH},quack"),
-    "h200_linear_cross_entropy": Row(
+    "cross_entropy": Row("Cross entropy and its gradient", f"cross-entropy {BESIDE_TORCH},quack"),
+    "linear_cross_entropy": Row(
         "Cross entropy of a linear layer",
         "linear-cross-entropy --quick --provider "
         "'fused_softmax,torch,liger,cce,in one chunk,chunks of 256,summed in place,32 in place'",
     ),
-    "h200_tutorial": Row("softmax of 4096 rows, 256 to 12672 columns", "tutorial --provider fused_softmax,torch,naive"),
-    "h200_backward": Row("Gradients of softmax and log_softmax", f"backward {BESIDE_PEERS}"),
-    "h200_logsumexp": Row("logsumexp", f"logsumexp {BESIDE_TORCH}"),
-    "h200_masked": Row("softmax of attention scores: causal, masked, biased", f"masked {BESIDE_TORCH}"),
-    "h200_dims": Row("softmax over strided dims", f"dims {BESIDE_TORCH}"),
-    "h200_few_rows": Row("softmax of 1 to 132 rows", f"few-rows {BESIDE_PEERS}"),
-    "h200_batch": Row("softmax of 4096 columns, few to many rows", f"batch {BESIDE_TORCH} --quick"),
-    "h200_small": Row("softmax of short rows and of few rows", f"small {BESIDE_TORCH} --quick"),
-    "h200_vocab": Row("softmax of real vocabularies, also to float32", f"vocab {BESIDE_PEERS} --quick"),
-    "h200_float16": Row(
+    "tutorial": Row("softmax of 4096 rows, 256 to 12672 columns", "tutorial --provider fused_softmax,torch,naive"),
+    "backward": Row("Gradients of softmax and log_softmax", f"backward {BESIDE_PEERS}"),
+    "logsumexp": Row("logsumexp", f"logsumexp {BESIDE_TORCH}"),
+    "masked": Row("softmax of attention scores: causal, masked, biased", f"masked {BESIDE_TORCH}"),
+    "dims": Row("softmax over strided dims", f"dims {BESIDE_TORCH}"),
+    "few_rows": Row("softmax of 1 to 132 rows", f"few-rows {BESIDE_PEERS}"),
+    "batch": Row("softmax of 4096 columns, few to many rows", f"batch {BESIDE_TORCH} --quick"),
+    "small": Row("softmax of short rows and of few rows", f"small {BESIDE_TORCH} --quick"),
+    "vocab": Row("softmax of real vocabularies, also to float32", f"vocab {BESIDE_PEERS} --quick"),
+    "float16": Row(
         "softmax in float16, 128 to 2 Mi columns",
         f"custom --cols {COLS} --elements 134217728 --dtype float16 {BESIDE_TORCH}",
     ),
-    "h200_long_bf16": Row(
+    "long_bf16": Row(
         "softmax of long bfloat16 rows",
         f"custom --cols {LONG_COLS} --elements 134217728 --dtype bfloat16 {BESIDE_TORCH}",
     ),
-    "h200_long_rows": Row(
+    "long_rows": Row(
         "softmax of 512 Mi bfloat16 elements", f"custom --shape {LONG_SHAPES} --dtype bfloat16 {BESIDE_TORCH}"
     ),
-    "h200_sweep_fp32": Row(
+    "sweep_fp32": Row(
         "softmax of float32, every 256 columns",
         f"tutorial --quick --cols 256:40961:256 --elements 128Mi --dtype float32 {ALONE}",
     ),
-    "h200_sweep_bf16": Row(
+    "sweep_bf16": Row(
         "softmax of bfloat16, every 128 columns",
         f"tutorial --quick --cols 128:40961:128 --elements 128Mi --dtype bfloat16 {ALONE}",
     ),
-    "h200_sweep_fp16": Row(
+    "sweep_fp16": Row(
         "softmax of float16, every 1024 columns",
         f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
     ),
-    "h200_peaks": Row("Widths around each of the planner's thresholds", f"peaks {ALONE}"),
-    "h200_sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH},flashinfer"),
-    "h200_attention": Row(
+    "peaks": Row("Widths around each of the planner's thresholds", f"peaks {ALONE}"),
+    "sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH},flashinfer"),
+    "attention": Row(
         "Attention and its gradient, also with a bias, softcap or sinks",
         "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
     ),
-    "h100_cold": Row("First calls, with an empty cache of kernels", "cold --at-once 6"),
+    "cold": Row("First calls, with an empty cache of kernels", "cold --at-once 6"),
 }
+COMMITTED = {f"{gpu}_{name}": row for gpu in GPUS for name, row in _FILES.items()}
+
+
+def of_gpu(gpu: str) -> list[str]:
+    """The files named after a GPU of this name; all where none are."""
+    return [each for each in COMMITTED if GPUS.get(each.partition("_")[0]) == gpu] or list(COMMITTED)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ NOTES = {
 
 
 class Line(NamedTuple):
-    """A row of the table: the file it is made of, the operation in it, and its title, if it is not the operation's."""
+    """A row of a table: the file it is made of, less its GPU, the operation, and its title if not the operation's."""
 
     file: str
     operation: str
@@ -39,40 +39,58 @@ class Line(NamedTuple):
 
 
 LINES = (
-    Line("h200_softmax", "softmax"),
-    Line("h200_few_rows", "softmax", "softmax, few rows"),
-    Line("h200_vocab", "softmax_float32", "softmax, bf16 to fp32"),
-    Line("h200_dims", "softmax_dim"),
-    Line("h200_masked", "softmax_causal"),
-    Line("h200_masked", "softmax_masked"),
-    Line("h200_masked", "softmax_biased"),
-    Line("h200_backward", "softmax_backward"),
-    Line("h200_backward", "log_softmax_backward"),
-    Line("h200_logsumexp", "logsumexp"),
-    Line("h200_cross_entropy", "cross_entropy"),
-    Line("h200_cross_entropy", "cross_entropy_gradient"),
-    Line("h200_linear_cross_entropy", "linear_cross_entropy"),
-    Line("h200_sampling", "sample"),
-    Line("h200_sampling", "sample_top_k"),
-    Line("h200_sampling", "sample_top_p"),
-    Line("h200_sampling", "sample_top_p_peaked"),
-    Line("h200_sampling", "sample_min_p"),
-    Line("h200_attention", "attention_causal"),
-    Line("h200_attention", "attention_causal_gradient"),
-    Line("h200_attention", "attention_biased"),
-    Line("h200_attention", "attention_biased_gradient"),
-    Line("h200_attention", "attention_softcap_gradient"),
-    Line("h200_attention", "attention_sinks_gradient"),
-    Line("h200_attention", "attention_decode"),
+    Line("softmax", "softmax"),
+    Line("few_rows", "softmax", "softmax, few rows"),
+    Line("vocab", "softmax_float32", "softmax, bf16 to fp32"),
+    Line("dims", "softmax_dim"),
+    Line("masked", "softmax_causal"),
+    Line("masked", "softmax_masked"),
+    Line("masked", "softmax_biased"),
+    Line("backward", "softmax_backward"),
+    Line("backward", "log_softmax_backward"),
+    Line("logsumexp", "logsumexp"),
+    Line("cross_entropy", "cross_entropy"),
+    Line("cross_entropy", "cross_entropy_gradient"),
+    Line("linear_cross_entropy", "linear_cross_entropy"),
+    Line("sampling", "sample"),
+    Line("sampling", "sample_top_k"),
+    Line("sampling", "sample_top_p"),
+    Line("sampling", "sample_top_p_peaked"),
+    Line("sampling", "sample_min_p"),
+    Line("attention", "attention_causal"),
+    Line("attention", "attention_causal_gradient"),
+    Line("attention", "attention_biased"),
+    Line("attention", "attention_biased_gradient"),
+    Line("attention", "attention_softcap_gradient"),
+    Line("attention", "attention_sinks_gradient"),
+    Line("attention", "attention_decode"),
 )
 HEADINGS = {each.name: each.heading for each in PROVIDERS if each.heading}
 
 
 def render(runs: Mapping[str, Run]) -> str:
-    """The Markdown between the markers: what the cells mean, a row for each of LINES, and which kernels were measured.
+    """The Markdown between the markers: what the cells mean, a table for each GPU, and which kernels were measured.
 
-    runs: by the name of the file. A file that is missing leaves its row without figures.
+    runs: by the name of the file, as `h200_softmax`. A file that is missing leaves its row without figures.
     """
+    of_gpus, enqueued = [], set()
+    for gpu in _gpus(runs):
+        of_gpu = {line.file: runs[file] for line in LINES if (file := f"{gpu}_{line.file}") in runs}
+        names = sorted({(run.environment["gpu"] or {}).get("name", "no GPU") for run in of_gpu.values()})
+        lines, counts = _table(of_gpu)
+        of_gpus += [f"**{', '.join(names)}**", "", *lines, ""]
+        enqueued |= counts
+    notes = [each for mark, note in NOTES.items() if mark in "".join(of_gpus) for each in (f"{mark.strip()} {note}", "")]
+    return "\n".join([_about(enqueued - {0}), "", *of_gpus, *notes, _kernels(runs)])
+
+
+def _gpus(files: Iterable[str]) -> list[str]:
+    """The GPUs that files are named after, as h200."""
+    return sorted({file.partition("_")[0] for file in files}, reverse=True)
+
+
+def _table(runs: Mapping[str, Run]) -> tuple[list[str], set[int]]:
+    """(a row for each of LINES, of how many cases the host's figures are medians)."""
     header = ["operation", *HEADINGS.values(), "MiB, ours / torch", "host us, ours / torch"]
     lines = [table_row(header), table_row(["---", *["---:"] * (len(header) - 1)])]
     enqueued = set()
@@ -83,8 +101,7 @@ def render(runs: Mapping[str, Run]) -> str:
         cells = [_speed_up(found.get(peer, [])) for peer in HEADINGS]
         title = (line.title or title_of(line.operation)) + (CALLS_CUDNN if _calls_cudnn(run, line.operation) else "")
         lines.append(table_row([title, *cells, _memory(found.get("torch", [])), _host(found.get("torch", []))]))
-    notes = [each for mark, note in NOTES.items() if mark in "".join(lines) for each in (f"{mark.strip()} {note}", "")]
-    return "\n".join([_about(runs, enqueued - {0}), "", *lines, "", *notes, _kernels(runs)])
+    return lines, enqueued
 
 
 def _speed_up(pairs: Sequence[tuple[Point, Point]]) -> str:
@@ -126,15 +143,13 @@ def _host(pairs: Sequence[tuple[Point, Point]]) -> str:
     return f"{ours:.0f} / {theirs:.0f}"
 
 
-def _about(runs: Mapping[str, Run], enqueued: Collection[int]) -> str:
+def _about(enqueued: Collection[int]) -> str:
     """enqueued: of how many cases the host's figures are medians."""
     counts = " to ".join(map(str, sorted({min(enqueued), max(enqueued)}))) if enqueued else "all"
-    names = sorted({(run.environment["gpu"] or {}).get("name", "no GPU") for run in runs.values()})
     return (
         f"A peer's column has its kernel time divided by ours: the geometric mean over all measured shapes and dtypes, "
         f"and in brackets the worst case. Memory: the peak that one call allocates, at the shape where torch needs "
-        f"most. Host: the CPU's time to enqueue a small call, as the median of {counts} shapes. A dash: not measured. "
-        f"{', '.join(names)}."
+        f"most. Host: the CPU's time to enqueue a small call, as the median of {counts} shapes. A dash: not measured."
     )
 
 
@@ -154,13 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _update(options: argparse.Namespace) -> list[Path]:
     runs = {}
-    for name in sorted({line.file for line in LINES}):
-        path = options.results / f"{name}.json"
-        if path.exists():
+    names = sorted({line.file for line in LINES})
+    for path in sorted(options.results.glob("*_*.json")):
+        if path.stem.partition("_")[2] in names:
             with tables.naming(path):
-                runs[name] = record.read(path)
+                runs[path.stem] = record.read(path)
     if not runs:
-        raise ValueError(f"{options.results}: no file of {', '.join(sorted({line.file for line in LINES}))}")
+        raise ValueError(f"{options.results}: no file of a GPU's {', '.join(names)}")
     return tables.fill(options.page, render(runs), PLACE, check=options.check)
 
 

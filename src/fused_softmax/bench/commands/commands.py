@@ -193,7 +193,7 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Say which files are current, and measure nothing. Needs no GPU.")
 @click.pass_context
 def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool, force: bool, dry_run: bool) -> None:
-    """Measure all committed results files again, one after another, with the kernels of this source.
+    """Measure all committed results files of this GPU again, one after another, with the kernels of this source.
 
     A file is current if these kernels made all its points, on this GPU, with this torch and Triton. Ctrl-C keeps what
     was measured. Exits with 1 if a file could not be measured, or has a wrong result.
@@ -202,20 +202,20 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         raise click.UsageError("--resume keeps what is current and --force keeps nothing: give only one of them")
     from rich.console import Console
 
-    from fused_softmax.bench.committed import COMMITTED, GPUS
+    from fused_softmax.bench.committed import COMMITTED, GPUS, of_gpu
 
     with importing():
         from fused_softmax.bench import renew
         from fused_softmax.bench.measure import measure, run
         from fused_softmax.bench.results import record
 
+    environment = run.environment()
+    here = (environment["gpu"] or {}).get("name", "")
     chosen = [
         renew.Renewal(name, asked_of(COMMITTED[name].arguments, f"{name}.json"), folder)
-        for name in COMMITTED
-        if name in names or not names
+        for name in (each for each in COMMITTED if each in (names or of_gpu(here)))
     ]
     if dry_run:
-        environment = run.environment()
         if not environment["gpu"]:
             click.echo("No GPU: of each file the kernels are compared, and neither its GPU nor its versions.")
         for renewal in chosen:
@@ -229,8 +229,6 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         )
     if not measure.on_gpu():
         raise click.ClickException("no GPU: nothing was measured; --dry-run says which files are current")
-    environment = run.environment()
-    here = environment["gpu"]["name"]
     for gpu in sorted({GPUS.get(each.name.partition("_")[0], here) for each in chosen} - {here}):
         click.echo(f"note: files are named after an {gpu}, and this is an {here}", err=True)
     for renewal in chosen:
