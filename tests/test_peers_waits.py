@@ -36,7 +36,7 @@ def on_two(group, function, *args):
 
 def be_impatient(group, seconds=0.3):
     """Kernels of this group wait no longer."""
-    softmax(torch.zeros(1, 1), group)  # sets its memory up
+    softmax(torch.zeros(1, 2), group)  # sets its memory up
     memory = peers.known(group, torch.device("cpu"))
     memory.limit, memory.seconds = int(memory.limit * seconds / memory.seconds), seconds
 
@@ -105,8 +105,33 @@ def test_an_error_says_which_row_of_which_rank_is_missing():
     of = object.__new__(peers.Peers)
     of.seconds = 30.0
     for row, rank in ((0, 1), (5, 3), (70000, 2)):
-        of._seen = ctypes.c_int64(row << 16 | rank << 2 | peers._MISSING)
-        assert of._told() == f"rank {rank} has told nothing of row {row} in 30 s"
+        assert of._told(row << 16 | rank << 2 | peers._MISSING) == f"rank {rank} has told nothing of row {row} in 30 s"
+
+
+def without_the_last(group):
+    """The last rank makes no second call, and rank 0 is the first to give it up."""
+    in_parts(None)
+    store, rank, last = dist.distributed_c10d._get_default_store(), group.rank(), group.size() - 1
+    x = X[:, 2 * rank : 2 * rank + 2].clone()
+    be_impatient(group, 20.0 if rank else 1.0)
+    softmax(x, group)
+    started, said = time.monotonic(), []
+    while rank != last and len(said) < 2:
+        try:
+            softmax(x, group)
+        except RuntimeError as error:
+            said.append(str(error))
+    store.set(f"rank {rank} was told", "")
+    store.wait([f"rank {each} was told" for each in range(last)])
+    return time.monotonic() - started, said
+
+
+def test_all_others_name_the_rank_that_never_comes(ranks):
+    """Also those that hear of it from another rank, before their own time is over."""
+    for seconds, said in ranks.values(4, without_the_last)[:-1]:
+        assert seconds < SECONDS / 2
+        for each in said:
+            assert each.startswith("softmax: an earlier call gave NaN, because rank 3 has told nothing of row ")
 
 
 def given_up(group):

@@ -91,9 +91,10 @@ class Peers:
         self._words, self._words_of, self._kept = _mapped(group, self.device, self.ranks)
 
     def map_hosts(self, group: Any) -> None:
-        """And hosts: of each rank its last step, its last two agreements, and how far it has come in a recovery."""
-        _, self._files, _ = _mapped(group, torch.device("cpu"), 4)
-        self._hosts = [(ctypes.c_int64 * 4).from_address(each.data_ptr()) for each in self._files]
+        """And hosts: of each rank its last step, its last two agreements, how far it has come in a recovery, and what
+        a launch of it has waited for in vain."""
+        _, self._files, _ = _mapped(group, torch.device("cpu"), 5)
+        self._hosts = [(ctypes.c_int64 * 5).from_address(each.data_ptr()) for each in self._files]
 
     def _begin_anew(self) -> None:
         self._seen.value = self._calls = self._steps = self._agreements = 0
@@ -125,7 +126,9 @@ class Peers:
         if _captures(self.device):
             raise RuntimeError(f"{name}: an earlier call gave NaN; make a call outside of the capture, which says why")
         if self._joined is None:
-            self._spoil(self._spoilt or self._told())
+            if self._seen.value & 3 == _MISSING:
+                self._hosts[self.rank][4] = self._seen.value
+            self._spoil(self._spoilt or self._told(self._seen.value))
             self._joined = self._calls
         self._alone = self._calls < max(self._met(name, 1))
         if self._alone:
@@ -136,17 +139,17 @@ class Peers:
             region.slots.zero_()
         self._words.zero_()
         self._hosts[self.rank][:3] = [0, 0, 0]
+        self._hosts[self.rank][4] = 0
         self._wait_for_launches()
         self._met(name, 3)
         spoilt, self._recoveries = self._spoilt, self._recoveries + 1
         self._begin_anew()
         raise RuntimeError(f"{name}: an earlier call gave NaN, because {spoilt}; made again, this call works")
 
-    def _told(self) -> str:
-        """What a launch has left word of."""
-        word = self._seen.value
-        row, rank, kind = word >> 16, (word >> 2) & 0x3FFF, word & 3
-        if kind == _MISSING:
+    def _told(self, word: int) -> str:
+        """What a launch has left word of, on this rank or another."""
+        row, rank = word >> 16, _rank_of(word)
+        if word & 3 == _MISSING:
             self._patience = min(self.seconds, _PATIENCE)
             return f"rank {rank} has told nothing of row {row} in {self.seconds:g} s"
         return f"rank {rank} {_DIFFERED}, as of row {row}. {UNEVEN}"
@@ -159,6 +162,10 @@ class Peers:
         while True:
             words = [host[3] for host in self._hosts]
             late = [rank for rank, word in enumerate(words) if word >> 32 < step]
+            missing = next((host[4] for host in self._hosts if host[4] and _rank_of(host[4]) != self.rank), 0)
+            if missing and _DIFFERED in (self._spoilt or ""):  # from a rank that has waited for a third in vain
+                self._spoilt = self._told(missing)
+                end = min(end, time.monotonic() + self._patience)
             if not late:
                 return [word & 0xFFFFFFFF for word in words]
             if time.monotonic() > end:
@@ -223,7 +230,7 @@ class Peers:
         if self.ranks == 1:
             return None
         if self._alone or self._spoilt or self._seen.value:
-            return self._spoilt or self._told()
+            return self._spoilt or self._told(self._seen.value)
         at = 1 + self._agreements % 2  # who comes next must not overwrite what another is yet to read
         self._agreements += 1
         word = self._step(zlib.crc32(asked.encode()) & 0x7FFFFFFF, at)
@@ -264,6 +271,11 @@ class Peers:
             last = _last.get(index)
             if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
                 _follow(index, last)
+
+
+def _rank_of(word: int) -> int:
+    """The rank that a launch has left word of."""
+    return (word >> 2) & 0x3FFF
 
 
 def _follow(index: int, last: Any) -> None:
