@@ -1,16 +1,19 @@
-"""Two GPUs that write into each other's memory, against float64: results, graphs, very many launches, a rank's end.
+"""GPUs that write into each other's memory, against float64: results, graphs, very many launches, a rank's end.
 
-`python tests/test_peers_two_gpus.py 100000` makes that many launches; the test makes fewer.
+Tests run on 2, 4 and 8 GPUs, as far as they are there: `-k 4ranks` takes those on 4.
+`python tests/test_peers_gpus.py 100000 --ranks 4` makes that many launches; the test makes fewer.
 """
 
+import argparse
 import contextlib
+import itertools
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -27,20 +30,21 @@ from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softma
 from fused_softmax.ranks import groups as distributed
 from fused_softmax.ranks.groups import TRANSPORTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs"),
-]
 SECONDS = 30  # of the groups' timeout
-SIZES = (3001, 2120)  # columns of each GPU
+COLUMNS = 5121
+SIZES = {2: (3001, 2120), 4: (1501, 0, 1, 3619), 8: (700, 1, 0, 1420, 513, 64, 2000, 423)}  # of each GPU
+HERE = [n for n in SIZES if n <= torch.cuda.device_count()]
+KILLED = 1  # a rank
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="it takes two GPUs")]
 
 
-def serve(rank, directory, pipe):
+def serve(n, rank, directory, pipe):
     """A rank of NCCL, on a GPU of its own: as `ranks._serve`."""
     torch.cuda.set_device(rank)
-    store, waits = dist.FileStore(str(directory / "store"), 2), timedelta(seconds=SECONDS)
+    store, waits = dist.FileStore(str(directory / "store"), n), timedelta(seconds=SECONDS)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=waits, device_id=device)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=n, timeout=waits, device_id=device)
     while (asked := pipe.recv()) is not None:
         _, function, args, _ = asked
         try:
@@ -51,19 +55,25 @@ def serve(rank, directory, pipe):
 
 
 @contextlib.contextmanager
-def two():
+def pool(n):
     with tempfile.TemporaryDirectory() as directory:
-        found = Ranks(Path(directory), 2, serve)
+        found = Ranks(Path(directory), n, partial(serve, n))
         try:
             yield found
         finally:
             found.close()
 
 
+@pytest.fixture(scope="module", params=HERE, ids="{}ranks".format)
+def n(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def gpus():
-    with two() as found:
-        yield found
+def gpus(n):
+    """gpus(function, *args): what a function of the group and these gives on each rank."""
+    with pool(n) as found:
+        yield partial(found.values, n)
 
 
 def logits(rows, columns, seed=0, dtype=torch.float32):
@@ -74,13 +84,13 @@ def logits(rows, columns, seed=0, dtype=torch.float32):
     return x.to(dtype)
 
 
-def mine(whole, group, sizes=SIZES):
-    rank = dist.get_rank(group)
+def mine(whole, group, sizes=None):
+    rank, sizes = group.rank(), sizes or SIZES[group.size()]
     return whole.narrow(-1, sum(sizes[:rank]), sizes[rank]).clone()
 
 
 def over(group, transport):
-    return {"group": group, "transport": transport, "shard_sizes": SIZES}
+    return {"group": group, "transport": transport, "shard_sizes": SIZES[group.size()]}
 
 
 def targets(rows, columns):
@@ -107,9 +117,9 @@ LOSSES = {
 def losses(group, name, transport, dtype):
     """(results on this GPU, and as far as they go those of float64; dx, and float64's)"""
     options = dict(LOSSES[name])
-    x, target = logits(70, sum(SIZES), dtype=dtype), targets(70, sum(SIZES))
+    x, target = logits(70, COLUMNS, dtype=dtype), targets(70, COLUMNS)
     target[5] = -100
-    weight = torch.linspace(0.2, 2, sum(SIZES), device="cuda") if options.pop("weighted", False) else None
+    weight = torch.linspace(0.2, 2, COLUMNS, device="cuda") if options.pop("weighted", False) else None
     given = mine(x, group).requires_grad_()
     own_weight = None if weight is None else mine(weight, group)
     options |= {"dtype": torch.float32}
@@ -127,7 +137,7 @@ def losses(group, name, transport, dtype):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_losses(gpus, transport, name):
     dtype = torch.bfloat16 if name in ("mean", "weights") else torch.float32
-    found = gpus.values(2, losses, name, transport, dtype)
+    found = gpus(losses, name, transport, dtype)
     same_on_all([each[0] for each in found])
     for results, wanted, dx, of_whole in found:
         for ours, truth in zip(results, wanted, strict=True):
@@ -136,7 +146,7 @@ def test_losses(gpus, transport, name):
 
 
 def softmaxes(group, name, transport, options):
-    x, dy = logits(40, sum(SIZES)), logits(40, sum(SIZES), 1)
+    x, dy = logits(40, COLUMNS), logits(40, COLUMNS, 1)
     dy = dy[:, 0] if name == "logsumexp" else dy
     given = mine(x, group).requires_grad_()
     y = getattr(fused_softmax, name)(given, 1, **options, **over(group, transport))
@@ -152,26 +162,26 @@ def softmaxes(group, name, transport, options):
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_softmaxes(gpus, transport, name, options):
-    for y, wanted, dx, of_whole in gpus.values(2, softmaxes, name, transport, options):
+    for y, wanted, dx, of_whole in gpus(softmaxes, name, transport, options):
         close(y, wanted)
         close(dx, of_whole, 3e-5)
 
 
 def linear(group, transport):
-    x, w = logits(512, 256, 1, torch.bfloat16) / 8, logits(sum(SIZES), 256, 2, torch.bfloat16) / 8
-    target, rank = targets(512, sum(SIZES)), dist.get_rank(group)
-    given = [x.clone().requires_grad_(), w.split(SIZES)[rank].clone().requires_grad_()]
+    x, w = logits(512, 256, 1, torch.bfloat16) / 8, logits(COLUMNS, 256, 2, torch.bfloat16) / 8
+    target, rank, sizes = targets(512, COLUMNS), group.rank(), SIZES[group.size()]
+    given = [x.clone().requires_grad_(), w.split(sizes)[rank].clone().requires_grad_()]
     y = linear_cross_entropy(*given, target, chunk_size=200, dtype=torch.float32, **over(group, transport))
     dx, dw = torch.autograd.grad(y, given)
     whole = [x.double().requires_grad_(), w.double().requires_grad_()]
     wanted = torch.nn.functional.cross_entropy(whole[0] @ whole[1].t(), target)
     of_x, of_w = torch.autograd.grad(wanted, whole)
-    return on_host([y, wanted, dx, of_x, dw, of_w.split(SIZES)[rank]])
+    return on_host([y, wanted, dx, of_x, dw, of_w.split(sizes)[rank]])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_linear_layers_loss(gpus, transport):
-    found = gpus.values(2, linear, transport)
+    found = gpus(linear, transport)
     same_on_all([[each[0], each[2]] for each in found])
     for y, wanted, *gradients in found:
         close(y, wanted, 1e-3)
@@ -183,8 +193,8 @@ def dtensors(group, parallel, options):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel
 
-    mesh = init_device_mesh("cuda", (2,))
-    x, target = logits(64, 5121, dtype=torch.bfloat16), targets(64, 5121)
+    mesh = init_device_mesh("cuda", (group.size(),))
+    x, target = logits(64, COLUMNS, dtype=torch.bfloat16), targets(64, COLUMNS)
     given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
     # Without loss_parallel torch takes no plain tensor beside a DTensor.
     of_given = target if parallel else distribute_tensor(target, mesh, [Replicate()])
@@ -200,16 +210,61 @@ def dtensors(group, parallel, options):
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smoothing"])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_dtensors_under_enable(gpus, parallel, options):
-    found = gpus.values(2, dtensors, parallel, options)
+    found = gpus(dtensors, parallel, options)
     same_on_all([each[::2] for each in found])
     for y, wanted, dx, of_whole in found:
         close(y, wanted, 2**-8)
         torch.testing.assert_close(dx.double(), of_whole, rtol=2**-6, atol=1e-7)
 
 
+def over_a_mesh(group, axes):
+    """A loss of logits, and of a linear layer: over one dim of the mesh rows lie in shards, or nothing; classes over
+    the other."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cuda", (2, group.size() // 2))
+
+    def placed(tensor, **dims):
+        """dims: by axis, those of the tensor."""
+        return distribute_tensor(tensor, mesh, [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes])
+
+    target = targets(64, COLUMNS)
+    of_loss = logits(64, COLUMNS, dtype=torch.bfloat16)
+    x, w = logits(64, 256, 1, torch.bfloat16) / 8, logits(COLUMNS, 256, 2, torch.bfloat16) / 8
+    kinds = (
+        ([of_loss], [placed(of_loss, rows=0, classes=1)], cross_entropy, torch.nn.functional.cross_entropy),
+        (
+            [x, w], [placed(x, rows=0), placed(w, classes=0)], linear_cross_entropy,
+            lambda x, w, target: torch.nn.functional.cross_entropy(x @ w.t(), target),
+        ),
+    )  # fmt: skip
+    one, found = placed(torch.ones((), device="cuda")), []
+    for whole, given, ours, theirs in kinds:
+        given = [each.requires_grad_() for each in given]
+        y = ours(*given, placed(target, rows=0), dtype=torch.float32)
+        gradients = torch.autograd.grad(y, given, one)
+        whole = [each.double().requires_grad_() for each in whole]
+        wanted = theirs(*whole, target)
+        found.append((
+            on_host([y.full_tensor(), *[each.full_tensor() for each in gradients]]),
+            on_host([wanted, *torch.autograd.grad(wanted, whole)]),
+        ))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("axes", [("rows", "classes"), ("classes", "rows"), (None, "classes")], ids=str)
+def test_dtensors_over_a_mesh_of_two_dims(gpus, axes):
+    for of_ranks in zip(*gpus(over_a_mesh, axes), strict=True):  # of each loss
+        same_on_all([ours for ours, _ in of_ranks])
+        (y, *gradients), (wanted, *of_whole) = of_ranks[0]
+        close(y, wanted, 1e-3)
+        for ours, truth in zip(gradients, of_whole, strict=True):
+            assert (ours.double() - truth).norm() < 2e-2 * truth.norm()
+
+
 def replayed(group, times):
     """Replays of a graph that has a loss of one launch and some that gather, over inputs that change."""
-    x, target = mine(logits(33, sum(SIZES)), group), targets(33, sum(SIZES))
+    x, target = mine(logits(33, COLUMNS), group), targets(33, COLUMNS)
     of = over(group, "peer")
 
     def call():
@@ -223,7 +278,7 @@ def replayed(group, times):
         found = call()
     worst = 0.0
     for seed in range(times):
-        whole = logits(33, sum(SIZES), seed)
+        whole = logits(33, COLUMNS, seed)
         x.copy_(mine(whole, group))
         graph.replay()
         wanted = (
@@ -236,7 +291,7 @@ def replayed(group, times):
 
 
 def test_graphs(gpus):
-    assert max(gpus.values(2, replayed, 20)) < 1e-4
+    assert max(gpus(replayed, 20)) < 1e-4
 
 
 SHAPES = [
@@ -249,6 +304,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
+def growing(columns, n):
+    """Of n ranks, each with about as many more columns than the one before as the first has."""
+    ends = [columns * i * (i + 1) // (n * (n + 1)) for i in range(n + 1)]
+    return tuple(end - start for start, end in itertools.pairwise(ends))
+
+
 def many(group, launches, sample=50, pause=10):
     """(launches, those compared, wrong ones, what NCCL added wrongly, a digest of losses, seconds).
 
@@ -259,7 +320,7 @@ def many(group, launches, sample=50, pause=10):
     inputs = {}
     for rows, columns, dtype, kind in SHAPES:
         x, target = logits(rows, columns, rows + columns, dtype), targets(rows, columns)
-        sizes = (columns // 3, columns - columns // 3)
+        sizes = growing(columns, group.size())
         given = mine(x, group, sizes)
         if kind == "softmax":
             wanted = mine(torch.softmax(x.double(), 1), group, sizes)
@@ -276,13 +337,13 @@ def many(group, launches, sample=50, pause=10):
         shape = draw.choice(SHAPES)
         (x, target, wanted), (_, columns, _, kind) = inputs[shape], shape
         checks = i % sample == 0 or shape in first_of_each
-        of = {"group": group, "shard_sizes": (columns // 3, columns - columns // 3), "transport": "peer"}
+        of = {"group": group, "shard_sizes": growing(columns, group.size()), "transport": "peer"}
         first_of_each.discard(shape)
         tolerance = 2 * torch.finfo(shape[2]).eps + 2e-5
         if i % pause == 0:
             with torch.cuda.stream(beside):
                 dist.all_reduce(added.fill_(i), group=group)
-                of_nccl = of_nccl + (added != 2 * i).sum()
+                of_nccl = of_nccl + (added != group.size() * i).sum()
         if kind == "softmax":
             y = softmax(x, **of)
             found = (y,) if checks else ()
@@ -305,16 +366,15 @@ def many(group, launches, sample=50, pause=10):
 
 
 def all_right(found):
-    (launches, compared, *_), (*_, seconds) = found
+    launches, compared, _, _, digest, seconds = found[0]
     assert compared > launches / 60
     for each in found:
-        assert each[:4] == (launches, compared, 0, 0)
-    assert found[0][4] == found[1][4]  # the same bits
-    return f"{launches} launches, {compared} compared, none wrong, in {seconds:.1f} s"
+        assert each[:5] == (launches, compared, 0, 0, digest)  # the same bits
+    return f"{len(found)} ranks: {launches} launches, {compared} compared, none wrong, in {seconds:.1f} s"
 
 
 def test_launches_of_changing_shapes_beside_nccl(gpus):
-    all_right(gpus.values(2, many, 4000))
+    all_right(gpus(many, 4000))
 
 
 def in_disorder(group, transport, asked):
@@ -328,23 +388,25 @@ def in_disorder(group, transport, asked):
         return outcomes(group, device, transport, asked, torch.cuda.synchronize, recovers=not checks)
 
 
+@pytest.mark.parametrize("n", HERE[-1:], ids="{}ranks".format, indirect=True, scope="module")  # it takes minutes
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_200_calls_of_which_50_are_wrong_on_one_rank(gpus, transport):
-    asked = list(cases(200, 50, (*SOFTMAXES, *OF_LOSSES, "sample"), 3, widest=300))
-    check(gpus.values(2, in_disorder, transport, asked, limit=1500), 200, 50)
+def test_200_calls_of_which_50_are_wrong_on_one_rank(gpus, n, transport):
+    asked = list(cases(200, 50, (*SOFTMAXES, *OF_LOSSES, "sample"), 3, n, widest=300))
+    check(gpus(in_disorder, transport, asked, limit=1500), 200, 50)
 
 
 def not_waited_for(group, most=5000, more=20):
     """Calls of which the third fails, and whose hosts wait for no device, until `more` after one has raised."""
-    rank, found, told = dist.get_rank(group), [], None
+    rank, last, found, told = group.rank(), group.size() - 1, [], None
     of = {"group": group, "transport": "peer"}
-    given = [mine((1 + i) * logits(64, 4000), group, (2000, 2000)) for i in range(5)]  # a stale one is another
-    right = [mine(torch.softmax((1 + i) * logits(64, 4000), 1), group, (2000, 2000)) for i in range(5)]
+    even = (4000 // group.size(),) * group.size()
+    given = [mine((1 + i) * logits(64, 4000), group, even) for i in range(5)]  # a stale one is another
+    right = [mine(torch.softmax((1 + i) * logits(64, 4000), 1), group, even) for i in range(5)]
     while len(found) < (most if told is None else told + more):
         i = len(found)
-        torch.cuda._sleep(10**7 * rank)  # so that one host is told later than the other
+        torch.cuda._sleep(10**7 * rank)  # so that each host is told later than the one before
         try:
-            found.append(softmax(given[i % 5], **of | ({"n_classes": 3900} if i == 2 and rank else {})))
+            found.append(softmax(given[i % 5], **of | ({"n_classes": 3900} if i == 2 and rank == last else {})))
         except RuntimeError as error:
             found.append(str(error))
             told = i
@@ -354,9 +416,9 @@ def not_waited_for(group, most=5000, more=20):
 
 
 def test_all_ranks_are_told_of_a_failure_at_the_same_call(gpus):
-    found = gpus.values(2, not_waited_for)
-    first, second = ([each if isinstance(each, str) else "right" for each in kinds] for kinds, _ in found)
-    assert first == second
+    found = gpus(not_waited_for)
+    first, *others = ([each if isinstance(each, str) else "right" for each in kinds] for kinds, _ in found)
+    assert all(each == first for each in others)
     told = first.index("raised")
     assert first == ["right"] * 2 + ["nan"] * (told - 2) + ["raised"] + ["right"] * (len(first) - 1 - told)
     assert max(each for kinds, _ in found for each in kinds if not isinstance(each, str)) < 1e-6
@@ -365,7 +427,8 @@ def test_all_ranks_are_told_of_a_failure_at_the_same_call(gpus):
 
 def nan_and_then_an_error(group, name):
     """By a collective without FUSED_SOFTMAX_CHECK=1: a call whose ranks differ, one that is told of it, and another."""
-    rank, x, found = dist.get_rank(group), mine(logits(9, 5000), group, (2500, 2500)), []
+    n, rank, found = group.size(), group.rank(), []
+    x = mine(logits(9, 5000), group, (5000 // n,) * n)
     of = {"group": group, "transport": "collective"}
     for scale in (1.0, 2.0 + rank, 1.0, 1.0):
         try:
@@ -381,18 +444,18 @@ def nan_and_then_an_error(group, name):
 
 @pytest.mark.parametrize("name", ["softmax", "logsumexp", "cross_entropy"])
 def test_by_a_collective_ranks_that_differ_get_nan_and_then_an_error(gpus, name):
-    for first, second, told, last in gpus.values(2, nan_and_then_an_error, name):
+    for first, second, told, last in gpus(nan_and_then_an_error, name):
         assert (first, second, last) == (False, True, False)
         assert told.startswith(f"{name}: an earlier call gave NaN, because the ranks of the group differed in their")
 
 
 def alone(group):
-    """Rank 1 ends without a word; rank 0 calls on, and says when it was told and what."""
-    x, target = mine(logits(64, sum(SIZES)), group), targets(64, sum(SIZES))
+    """One rank ends without a word; the others call on, and say when they were told and what."""
+    x, target = mine(logits(64, COLUMNS), group), targets(64, COLUMNS)
     for _ in range(3):
         y = cross_entropy(x, target, **over(group, "peer"))
     torch.cuda.synchronize()
-    if dist.get_rank(group):
+    if group.rank() == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1.0)
     began, nan = time.monotonic(), None
@@ -406,25 +469,38 @@ def alone(group):
     return None
 
 
-def killed():
-    with two() as found:
+def left(n):
+    """What the others say of the one that was killed."""
+    with pool(n) as found:
         for pipe in found._pipes:
-            pipe.send((2, alone, (), 0))
-        assert found._pipes[0].poll(3 * SECONDS), "rank 0 hangs"
-        said = found._pipes[0].recv()
-        assert not isinstance(said, Raised), said
+            pipe.send((n, alone, (), 0))
+        said = []
+        for rank in {*range(n)} - {KILLED}:
+            assert found._pipes[rank].poll(3 * SECONDS), f"rank {rank} hangs"
+            said.append(found._pipes[rank].recv())
+            assert not isinstance(said[-1], Raised), said
         return said
 
 
-def test_a_rank_that_was_killed_is_named_soon_after_the_timeout():
-    seconds, said, nan = killed()
-    assert nan
-    assert SECONDS - 1 < seconds < SECONDS + 5
-    assert said.startswith("cross_entropy: an earlier call gave NaN, because rank 1 has told nothing of row ")
-    assert f" in {SECONDS} s; " in said
+@pytest.mark.parametrize("n", HERE, ids="{}ranks".format)
+def test_a_rank_that_was_killed_is_named_soon_after_the_timeout(n):
+    for seconds, said, nan in left(n):
+        assert nan
+        assert SECONDS - 1 < seconds < SECONDS + 5
+        assert said.startswith(
+            f"cross_entropy: an earlier call gave NaN, because rank {KILLED} has told nothing of row "
+        )
+        assert f" in {SECONDS} s; " in said
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("launches", type=int)
+    parser.add_argument("--ranks", type=int, default=2)
+    asked = parser.parse_args()
+    with pool(asked.ranks) as found:
+        print(all_right(found.values(asked.ranks, many, asked.launches, limit=60 + asked.launches / 200)))
 
 
 if __name__ == "__main__":
-    with two() as pool:
-        launches = int(sys.argv[1])
-        print(all_right(pool.values(2, many, launches, limit=60 + launches / 200)))
+    main()
