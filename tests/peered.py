@@ -7,7 +7,8 @@ import fused_softmax
 from fused_softmax.core import route
 from fused_softmax.ranks.launches import PARTS
 
-WIDE = {1: (331,), 2: (201, 130), 3: (130, 1, 200), 4: (130, 0, 1, 200)}  # of 331 columns; parts of 128
+# Of 331 columns; parts of 128.
+WIDE = {1: (331,), 2: (201, 130), 3: (130, 1, 200), 4: (130, 0, 1, 200), 8: (40, 1, 0, 129, 30, 64, 3, 64)}
 PART_COLS = 128
 
 

@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Ranks:
     """Processes, each a rank, which `serve` until they are sent None. They end with the pool."""
 
     def __init__(self, directory: Path, most: int = MOST, serve: Callable | None = None) -> None:
-        self._of_start, self._asked = (directory, most, serve or _serve), 0
+        self._of_start, self._asked = (directory, most, serve or partial(_serve, most)), 0
         self._start()
 
     def _start(self) -> None:
@@ -83,13 +84,13 @@ class Ranks:
             process.kill()
 
 
-def _serve(rank: int, directory: Path, pipe: Connection) -> None:
+def _serve(most: int, rank: int, directory: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     assert fused_softmax.softmax  # imports all of the package, before a test changes what the import looks at
     interprets = route.INTERPRET
-    store, waits = dist.FileStore(str(directory / "store"), MOST), timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=MOST, timeout=waits)
-    groups = {n: dist.new_group(list(range(n)), timeout=waits) for n in range(1, MOST + 1)}
+    store, waits = dist.FileStore(str(directory / "store"), most), timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=most, timeout=waits)
+    groups = {n: dist.new_group(list(range(n)), timeout=waits) for n in range(1, most + 1)}
     while (asked := pipe.recv()) is not None:
         n, function, args, number = asked
         route.INTERPRET = interprets  # whatever the function before has set
@@ -113,9 +114,9 @@ def name_groups_by(number: int) -> None:
 
 
 @contextlib.contextmanager
-def pool() -> Iterator[Ranks]:
+def pool(most: int = MOST) -> Iterator[Ranks]:
     with tempfile.TemporaryDirectory() as directory:
-        ranks = Ranks(Path(directory))
+        ranks = Ranks(Path(directory), most)
         try:
             yield ranks
         finally:
