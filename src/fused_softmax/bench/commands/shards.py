@@ -86,8 +86,8 @@ def chosen(
 def shards(ctx: click.Context, /, **options: Any) -> None:
     """Measure rows whose columns lie in shards over ranks, one process each, beside one GPU that has the whole.
 
-    Run it by torchrun, which starts the ranks: by NCCL on GPUs, by gloo on CPUs. Rank 0 prints and writes. A time is
-    that of the slowest rank, and GB/s count what one rank must read and write of its shard.
+    Run it by torchrun, which starts any number of ranks: by NCCL on GPUs, by gloo on CPUs. Rank 0 prints and writes. A
+    time is that of the slowest rank, and GB/s count what one rank must read and write of its shard.
     """
     shapes, out, force = options.pop("shapes"), options.pop("out"), options.pop("force")
     found = chosen(options.pop("operations"), shapes, options.pop("dtypes"), options["quick"])

@@ -31,11 +31,12 @@ from fused_softmax.bench.measure import check, saving, sweeps
 from fused_softmax.bench.measure.check import Judge
 from fused_softmax.bench.measure.measure import Effort, point, with_figures, with_memory
 from fused_softmax.bench.measure.run import CPU_ELEMENTS, Asked, gpu_facts
-from fused_softmax.bench.measure.timing import WALL_BATCHES, Entrant, best_of, figure, in_batches, rotation
+from fused_softmax.bench.measure.timing import WALL_BATCHES, Entrant, best_of, figure, host, in_batches, rotation
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, one_line
 from fused_softmax.bench.show import report
 
+CALLS_AT_ONCE = 8  # of which the host time is taken: large ones, and the slowest provider's, fit into the queue
 WAITS = datetime.timedelta(minutes=5)  # for a rank that says nothing
 
 
@@ -225,7 +226,9 @@ def _time(
     _rounds([*entrants, *ceilings], effort, ranks)
     best = best_of(ceilings) if ceilings else None
     for each in entrants:
-        points[each.name] = with_figures(points[each.name], each, floor, each.calls, eager[each.name], best)
+        host_us = ranks.most(host(each.call, sets.of_provider(each.name), CALLS_AT_ONCE))
+        found = with_figures(points[each.name], each, floor, each.calls, eager[each.name], best)
+        points[each.name] = replace(found, host_us=host_us)
 
 
 def _plain(place: Place, sets: Sets, ranks: Ranks) -> list[Entrant]:

@@ -42,7 +42,7 @@ def print_run(run: Run, console: Console) -> None:
         if all(flops(point.case) for point in run.points):
             title = "kernel: TFLOP/s of the products (a gradient's with the forward pass), and the ratio to cuBLAS"
         print_table(run, console, title, cell, with_ceiling=True)
-        print_table(run, console, "call: us of eager wall time; in brackets, us to enqueue a small call", call)
+        print_table(run, console, "call: us of eager wall time; in brackets, us to enqueue one", call)
     elif any(point.call for point in run.points):
         print_table(run, console, "call: GB/s over eager wall time on the CPU; in brackets, its us", call_speed)
     elif run.points:
