@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_softmax.bench import overview, readme, simulated, tables
+from fused_softmax.bench import committed, overview, readme, simulated, tables
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Ceiling, Figure, Point, Run
 
@@ -243,13 +243,44 @@ def test_products_are_in_us_and_several_tables_have_places(tmp_path):
 
 def test_the_page_on_shards_shows_the_ranks_that_are_computed(tmp_path, capsys):
     page = ROOT / "docs/shards.md"
-    assert simulated.main([str(page), "--check"]) == 0
+    results = [ROOT / f"benchmarks/results/{name}.json" for name in committed.OVER_RANKS]
+    results = [str(path) for path in results if path.exists()]
+    assert simulated.main([*results, str(page), "--check"]) == 0
     stale = tmp_path / "shards.md"
     stale.write_text(page.read_text().replace("| 1024 | 128 |", "| 1024 | 127 |", 1))
-    assert simulated.main([str(stale), "--check"]) == 1
+    assert simulated.main([*results, str(stale), "--check"]) == 1
     assert "shards.md is stale: run this again without --check" in capsys.readouterr().err
-    assert simulated.main([str(stale)]) == 0
+    assert simulated.main([*results, str(stale)]) == 0
     assert stale.read_text() == page.read_text()
+
+
+def test_measured_ranks_stand_beside_those_that_are_computed_for_their_memory(tmp_path):
+    def point(case, provider, us, floor):
+        figures = {"kernel": Figure(us, us, us, 1.0), "ceiling": Ceiling("copy 1024 w4", floor, 3000.0)}
+        return Point(*case.shape, case.dtype, provider, "ok", operation="cross_entropy_gradient", **figures)
+
+    large, small = simulated.CASES
+    run = run_of(
+        point(large, "fused_softmax peer", 375.5, 350.0),
+        point(large, "fused_softmax collective", 560.0, 350.0),
+        point(large, "loss_parallel", 9000.0, 350.0),
+        point(small, "fused_softmax peer", 21.5, 6.5),
+    )
+    run.options["ranks"] = 4
+    model = simulated.times_of(large, 4, 3e12)
+    assert model.shard == pytest.approx(simulated.times_of(large, 4).shard * 4.2 / 3)
+    *_, first, second = simulated.render([run]).splitlines()
+    assert first == (
+        "| NVIDIA H200 | 4 | 8192 x 128256 bfloat16 | "
+        f"350 ({model.shard:.0f}) | 376 ({model.peer:.0f}) | 560 ({model.collective:.0f}) |"
+    )
+    assert "| 6.5 (5.5) | 21.5 (6.1) |  (" in second
+    results, page = tmp_path / "h100_shards_4.json", tmp_path / "shards.md"
+    record.save(run, results)
+    page.write_text("\n".join(tables.markers("ranks")))
+    assert simulated.main([str(results), str(page)]) == 0
+    assert simulated.main([str(results), str(page), "--check"]) == 0
+    assert simulated.main([str(page), "--check"]) == 1
 
 
 def test_computed_times_follow_their_formulas():

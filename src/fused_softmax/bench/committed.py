@@ -80,6 +80,10 @@ _FILES = {
     "cold": Row("First calls, with an empty cache of kernels", "cold --at-once 6"),
 }
 COMMITTED = {f"{gpu}_{name}": row for gpu in GPUS for name, row in _FILES.items()}
+# Made by torchrun, which starts as many ranks: `bench all` leaves them out.
+OVER_RANKS = {
+    f"{gpu}_shards_{ranks}": Row(f"Rows in shards over {ranks} GPUs", "shards") for gpu in GPUS for ranks in (2, 4, 8)
+}
 
 
 def of_gpu(gpu: str) -> list[str]:

@@ -1,9 +1,10 @@
 """What a loss over 4 to 1024 ranks should take, computed from measured times and link speeds; nothing here is measured.
 
-    python -m fused_softmax.bench.simulated docs/shards.md [--check]
+    python -m fused_softmax.bench.simulated [benchmarks/results/h100_shards_4.json ...] docs/shards.md [--check]
 
-Rewrites the tables between two markers. With --check it writes nothing and exits with 1 if the page disagrees. Standard
-library only.
+Rewrites the tables between two markers. Files that `fused-softmax bench shards` wrote add a table of what was measured,
+beside what is computed for as many ranks whose memory is as fast as the best plain kernel there. With --check it writes
+nothing and exits with 1 if the page disagrees. Standard library only.
 
 A rank of `peer` reads its shard once and writes its gradient, and a message of 8 bytes a row goes to each other rank
 meanwhile. A rank of `collective` reads its shard, gathers 3 numbers of float32 a row of every rank, and reads its shard
@@ -12,15 +13,21 @@ again to write the gradient. Launches are not counted. An all_gather is what two
 latency, by the protocol that is fastest for so many bytes.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fused_softmax.bench import tables
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import OWN
+from fused_softmax.bench.results import record
+from fused_softmax.bench.results.record import Run
+from fused_softmax.bench.tables import table_row
 from fused_softmax.core.plan import H200
 
-PLACE = "ranks"
+PLACE, LOSS = "ranks", "cross_entropy_gradient"
 RANKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CASES = (Case((8192, 128256), "bfloat16"), Case((64, 128256), "float32"))
 PER_HOST = 8  # H200s of one host, each with a network adapter of its own
@@ -94,11 +101,12 @@ class Times:
     gathered: float
 
 
-def times_of(case: Case, ranks: int) -> Times:
-    read = case.tensor_bytes / ranks / MEMORY * 1e6
+def times_of(case: Case, ranks: int, memory: float = MEMORY) -> Times:
+    """memory: bytes a second."""
+    read = case.tensor_bytes / ranks / memory * 1e6
     message = 12 * case.n_rows
     exchange = gather_us(ranks, message)
-    merge = ranks * message / MEMORY * 1e6  # each rank reads what all say
+    merge = ranks * message / memory * 1e6  # each rank reads what all say
     peer = None
     if hosts_of(ranks) == 1:
         peer = 2 * read + MESSAGE_US + (ranks - 1) * 8 * case.n_rows / NVLINK * 1e6
@@ -106,19 +114,44 @@ def times_of(case: Case, ranks: int) -> Times:
     return Times(ranks, 2 * read, peer, 3 * read + exchange + merge, exchange, gathered)
 
 
-def render() -> str:
-    """The tables, and what follows from each."""
-    return "\n\n".join(_table(case) for case in CASES)
+def render(runs: Sequence[Run] = ()) -> str:
+    """The tables, and what follows from each; and one of what runs have measured, if there are any."""
+    return "\n\n".join([*map(_table, CASES), *([_measured(runs)] if runs else [])])
+
+
+def _measured(runs: Sequence[Run]) -> str:
+    heads = ("GPU", "ranks", "loss", "one read, one write", "`peer`", "`collective`")
+    lines = [table_row(heads), table_row(["---", "---:", "---", *["---:"] * 3])]
+    for run in runs:
+        memory = max(point.ceiling.gb_per_s for point in run.points if point.ceiling) * 1e9
+        ranks = run.options["ranks"]
+        for case in CASES:
+            there = {
+                point.provider: point
+                for point in run.points
+                if (point.operation, point.case.shape, point.dtype) == (LOSS, case.shape, case.dtype) and point.kernel
+            }
+            own = [there.get(f"{OWN} {transport}") for transport in ("peer", "collective")]
+            floor = next((point.ceiling.p50_us for point in there.values() if point.ceiling), None)
+            took = (floor, *(point.kernel.p50_us if point and point.kernel else None for point in own))
+            model = times_of(case, ranks, memory)
+            cells = [
+                f"{'' if us is None else _us(us)} ({'' if computed is None else _us(computed)})"
+                for us, computed in zip(took, (model.shard, model.peer, model.collective), strict=True)
+            ]
+            gpu = run.environment["gpu"]["name"]
+            lines.append(table_row([gpu, str(ranks), f"{case.size} {case.dtype}", *cells]))
+    return "\n".join(["Measured, and in brackets computed for that GPU's memory, us:", "", *lines])
 
 
 def _table(case: Case) -> str:
     found = [times_of(case, ranks) for ranks in RANKS]
     heads = ("ranks", "hosts", "one read, one write", "`peer`", "`collective`", "its exchange", "gathered logits")
-    lines = [tables.table_row(heads), tables.table_row(["---:"] * len(heads))]
+    lines = [table_row(heads), table_row(["---:"] * len(heads))]
     for each in found:
         peer = "" if each.peer is None else _us(each.peer)
         times = [_us(us) for us in (each.collective, each.exchange, each.gathered)]
-        lines.append(tables.table_row([str(each.ranks), str(hosts_of(each.ranks)), _us(each.shard), peer, *times]))
+        lines.append(table_row([str(each.ranks), str(hosts_of(each.ranks)), _us(each.shard), peer, *times]))
     return "\n".join([f"{case.size} {case.dtype}, us:", "", *lines, "", _conclusion(found)])
 
 
@@ -139,9 +172,13 @@ def _us(us: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = tables.command("simulated", "Fill the tables of ranks.")
-    return tables.run(
-        parser, arguments, lambda options: tables.fill(options.page, render(), PLACE, check=options.check)
-    )
+    parser.add_argument("results", type=Path, nargs="*", help="files that `fused-softmax bench shards` wrote")
+
+    def update(options: argparse.Namespace) -> list[Path]:
+        runs = [record.read(path) for path in options.results]
+        return tables.fill(options.page, render(runs), PLACE, check=options.check)
+
+    return tables.run(parser, arguments, update)
 
 
 if __name__ == "__main__":

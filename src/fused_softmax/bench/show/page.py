@@ -43,8 +43,8 @@ class Part:
         operations = dict.fromkeys(summary.title_of(point.operation) for point in self.run.points)
         if self.run.first_calls:
             operations["First calls"] = None
-        if self.stem in committed.COMMITTED:
-            return committed.COMMITTED[self.stem].title
+        if row := (committed.COMMITTED | committed.OVER_RANKS).get(self.stem):
+            return row.title
         return ", ".join(operations) or "No results"
 
     @property
@@ -136,7 +136,7 @@ def render(parts: Sequence[Part], title: str) -> str:
     )  # fmt: skip
     environment.filters["number"] = number
     environment.filters["named"] = summary.title_of
-    order = list(committed.COMMITTED)
+    order = list(committed.COMMITTED | committed.OVER_RANKS)
     parts = sorted(parts, key=lambda each: order.index(each.stem) if each.stem in order else len(order))
     runs = {each.stem: each.run for each in parts}
     of_others: dict[str, list[Part]] = {}
