@@ -1,4 +1,4 @@
-"""What a loss over 4 to 1024 ranks should take, computed from measured times and link speeds; nothing here is measured.
+"""What a loss over 4 to 1024 ranks should take, computed from measured times and link speeds.
 
     python -m fused_softmax.bench.simulated [benchmarks/results/h100_shards_4.json ...] docs/shards.md [--check]
 
