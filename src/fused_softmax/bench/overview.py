@@ -80,7 +80,8 @@ def render(runs: Mapping[str, Run]) -> str:
         lines, counts = _table(of_gpu)
         of_gpus += [f"**{', '.join(names)}**", "", *lines, ""]
         enqueued |= counts
-    notes = [each for mark, note in NOTES.items() if mark in "".join(of_gpus) for each in (f"{mark.strip()} {note}", "")]
+    marks = [mark for mark in NOTES if mark in "".join(of_gpus)]
+    notes = [each for mark in marks for each in (f"{mark.strip()} {NOTES[mark]}", "")]
     return "\n".join([_about(enqueued - {0}), "", *of_gpus, *notes, _kernels(runs)])
 
 
