@@ -29,6 +29,8 @@ if not _found("triton"):
 __all__ = [
     "AttentionOutput",
     "CrossEntropyOutput",
+    "LogProbOutput",
+    "LogProbStats",
     "SampleOutput",
     "SpeculativeOutput",
     "TokenStats",
@@ -39,6 +41,7 @@ __all__ = [
     "enabled",
     "explain",
     "linear_cross_entropy",
+    "log_prob",
     "log_softmax",
     "logsumexp",
     "min_p_mask_logits",
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from fused_softmax.ops.attention.attention import AttentionOutput, attention
     from fused_softmax.ops.losses.cross_entropy import cross_entropy
     from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+    from fused_softmax.ops.losses.log_prob import LogProbOutput, LogProbStats, log_prob
     from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats
     from fused_softmax.ops.sampling.filters import (
         min_p_mask_logits,
@@ -85,6 +89,7 @@ else:
         "ops.losses.cross_entropy": ("cross_entropy",),
         "ops.losses.output": ("CrossEntropyOutput", "TokenStats"),
         "ops.losses.linear_cross_entropy": ("linear_cross_entropy",),
+        "ops.losses.log_prob": ("LogProbOutput", "LogProbStats", "log_prob"),
         "ops.softmax.logsumexp": ("logsumexp",),
         "ops.sampling.sample": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
         "ops.sampling.filters": (

@@ -32,6 +32,8 @@ OPERATIONS = {
     "cross_entropy": "cross_entropy",
     "cross_entropy_gradient": "cross_entropy, gradient",
     "linear_cross_entropy": "linear_cross_entropy, gradient",
+    "log_prob": "log_prob with entropy",
+    "log_prob_gradient": "log_prob with entropy, gradient",
     "sample": "sample",
     "sample_greedy": "sample, the greatest",
     "sample_top_k": "sample, top-k 50",

@@ -14,9 +14,11 @@ from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.losses import operators as loss_rules
+from fused_softmax.ops.losses import log_prob_operators as log_prob_rules
 from fused_softmax.ops.losses import reference as losses_reference
 from fused_softmax.ops.losses.cross_entropy import cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.losses.log_prob import log_prob
 from fused_softmax.ops.sampling import operators as sampling_rules
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.sampling.sample import sample
@@ -158,6 +160,23 @@ OPERATORS = (
         run=loss_rules.linear_backward,
         fake=loss_rules.fake_linear_backward,
         flops=loss_rules.flops_of_linear_backward,
+    ),
+    Operator(
+        name="log_prob",
+        schema=log_prob_rules.LOG_PROB,
+        run=log_prob_rules.log_prob,
+        fake=log_prob_rules.fake_log_prob,
+        save=log_prob_rules.save_log_prob,
+        gradient=log_prob_rules.log_prob_gradient,
+        public=log_prob,
+        reference=losses_reference.log_prob,
+        bench=("log_prob", "log_prob_gradient"),
+    ),
+    Operator(
+        name="log_prob_backward",
+        schema=log_prob_rules.BACKWARD,
+        run=log_prob_rules.log_prob_backward,
+        fake=log_prob_rules.fake_log_prob_backward,
     ),
     Operator(
         name="sample",

@@ -2,7 +2,7 @@
 
 import torch
 
-from fused_softmax import cross_entropy
+from fused_softmax import cross_entropy, log_prob
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.makers import Call, Maker
@@ -39,6 +39,60 @@ def loss_gradient_formula(case: Case) -> Call:
     return call
 
 
+def own_log_prob(case: Case) -> Call:
+    def call(x, target):
+        found = log_prob(x, target, return_entropy=True)
+        return found.log_prob, found.entropy
+
+    return call
+
+
+def eager_log_prob(case: Case) -> Call:
+    """As reinforcement learning computes it of torch's operations, in float32."""
+
+    def call(x, target):
+        log_p = torch.log_softmax(x, -1, dtype=torch.float32)
+        return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+    return call
+
+
+def log_prob_formula(case: Case) -> Call:
+    def call(x, target):
+        log_p = torch.log_softmax(x, -1, dtype=widest(x))
+        return torch.stack([log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)])
+
+    return call
+
+
+def log_prob_gradient(maker: Maker) -> Maker:
+    """The gradient of the sum of both, including the forward pass."""
+
+    def make(case):
+        function = maker(case)
+
+        def call(x, target):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                of_targets, entropy = function(x, target)
+                return torch.autograd.grad((of_targets.sum() + entropy.sum()), x)[0]
+
+        return call
+
+    return make
+
+
+def log_prob_gradient_formula(case: Case) -> Call:
+    def call(x, target):
+        log_p = torch.log_softmax(x, -1, dtype=widest(x))
+        p = log_p.exp()
+        entropy = -(p * log_p).sum(-1, keepdim=True)
+        dx = -p - p * (log_p + entropy)
+        return dx.scatter_add(-1, target.unsqueeze(-1), torch.ones_like(entropy)).to(x.dtype)
+
+    return call
+
+
 def quack(case: Case) -> Call:
     from quack.cross_entropy import cross_entropy
 
@@ -63,5 +117,23 @@ ENTRIES = {
         held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
         ceilings=lambda case: ceiling.copies(),
         parameters=lambda case: {"reduction": "mean"},
+    ),
+    "log_prob": Operation(
+        inputs=with_targets,
+        own=lambda case: lambda x, target: torch.stack(own_log_prob(case)(x, target)),
+        formula=log_prob_formula,
+        eager=lambda case: lambda x, target: torch.stack(eager_log_prob(case)(x, target)),
+        held_bytes=lambda case: case.tensor_bytes + case.n_rows * 24,
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"return_entropy": True},
+    ),
+    "log_prob_gradient": Operation(
+        inputs=with_targets,
+        own=log_prob_gradient(own_log_prob),
+        formula=log_prob_gradient_formula,
+        eager=log_prob_gradient(eager_log_prob),
+        held_bytes=lambda case: 2 * case.tensor_bytes + 32 * case.n_rows,
+        ceilings=lambda case: ceiling.copies(),
+        parameters=lambda case: {"return_entropy": True},
     ),
 }

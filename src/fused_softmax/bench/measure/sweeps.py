@@ -117,6 +117,11 @@ SWEEPS = {
         dict.fromkeys(("cross_entropy", "cross_entropy_gradient"), BOTH),
         shapes="32768x1024,16384x8192,8192x32000,4096x50257,4096x128256,2048x262144,8x32000",
     ),
+    "log-prob": Sweep(
+        "log-probabilities of one class a row and the entropy, and the gradient of both with its forward pass",
+        dict.fromkeys(("log_prob", "log_prob_gradient"), BOTH),
+        shapes="64x1024,8192x32000,4096x50257,64x128256,8192x151936",
+    ),
     "linear-cross-entropy": Sweep(
         "gradients of a linear layer's mean loss, tokens x hidden x vocabulary, beside its three matrix products",
         {"linear_cross_entropy": ("bfloat16",)},

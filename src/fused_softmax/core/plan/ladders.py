@@ -122,6 +122,7 @@ STREAM_PIECES = 4
 STREAM_PROGRAMS = 8  # a multiprocessor, from which on rows are cut into longer parts
 STREAM_MOST_PARTS = 1024  # whose states a program of the second pass merges at once
 GRADIENT_MOST_PARTS = 4096  # a row, where no part needs another's state
+ALONE_BYTES = 65536  # of a part of a row whose parts must not follow from the number of rows
 
 # Reductions: rows are read and none is written; figures are ratios to a read.
 

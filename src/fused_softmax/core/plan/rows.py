@@ -9,6 +9,7 @@ from typing import Any, get_args
 from fused_softmax.core.plan.device import H200, Device
 from fused_softmax.core.plan.ladders import (
     ALL_REGISTERS,
+    ALONE_BYTES,
     CAUSAL_WARPS,
     FEW_ROWS_COLS,
     GRADIENT_MOST_PARTS,
@@ -161,6 +162,24 @@ def plan_reduction(
         because = f"{plan.pieces} pieces halved: tanh takes registers, and Triton 3.9 spills for sm_100"
         plan = replace(plan, pieces=-(-plan.pieces // 2), reasons=(*plan.reasons, because))
     return plan
+
+
+def plan_alone(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPlan:
+    """The plan for a reduction of which each row has the same bits in any batch: its parts follow from it alone.
+
+    Of a whole number of vectors, rows start on 16 bytes: a caller copies others. The rest are read by elements, since
+    what stands before the first boundary would differ from row to row.
+
+    >>> plan_alone(8, 151936, 2, H200).parts, plan_alone(8192, 151936, 2, H200).parts
+    (5, 5)
+    """
+    alignment: Alignment = "scalar" if n_cols % (VECTOR_BYTES // itemsize) else "even"
+    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device, "reduction")
+    num_warps, tile_cols, warps = _reduction_warps(rows)
+    parts = min(-(-n_cols * itemsize // ALONE_BYTES), STREAM_MOST_PARTS)
+    part_cols = -(-n_cols // parts // tile_cols) * tile_cols if parts > 1 else max(n_cols, tile_cols)
+    because = f"a row is read in parts of about {ALONE_BYTES >> 10} KiB, whatever stands beside it"
+    return build("stream", rows, because, {"num_warps": num_warps, "part_cols": part_cols}, said=warps)
 
 
 def _written_reduction(rows: Rows) -> RowPlan:

@@ -98,6 +98,7 @@ class Loss(Options):
         """The fields of a LossSpec that this decides."""
         return {
             "weighted": self.weight is not None, "smooth": self.smooth, "mean": self.mean, "stats": self.stats,
+            "finds": self.stats,
             "scaled": self.scale != 1.0 or self.softcap is not None, "capped": self.softcap is not None,
             "z_loss": self.lse_square_scale != 0,
         }  # fmt: skip
@@ -165,6 +166,37 @@ WITHOUT_ROWS = tuple(name for name in OPTIONS if name not in WITH_ROWS)  # where
 def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:
     """Class weights in the dtype of the arithmetic, contiguous, as constants. x: the logits, or what they are of."""
     return None if weight is None else weight.detach().to(arithmetic_of(x)).contiguous()
+
+
+def _is_temperature(name: str, argument: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        return
+    _is_finite(name, argument, value)
+    if not value > 0:
+        raise ValueError(f"{name}: {argument} must be more than 0, got {value}")
+
+
+@dataclass(frozen=True)
+class LogProb(Options):
+    """What a call asks of log-probabilities, beside logits and targets: of logits softcap(x * scale) / temperature.
+
+    temperature: a number, or a constant of each row.
+    """
+
+    ignore_index: int = option(-100, "int", _is_int)
+    scale: float = option(1.0, "float", _is_finite)
+    softcap: float | None = option(None, "float?", _is_cap)
+    temperature: float | Tensor = option(1.0, "float", _is_temperature, by_row=True)
+
+    def loss(self) -> Loss:
+        """The logits as a loss has them: divided by a number t, softcap(x * scale) is a softcap of both over t."""
+        t = 1.0 if isinstance(self.temperature, Tensor) else self.temperature
+        softcap = None if self.softcap is None else self.softcap / t
+        return Loss(ignore_index=self.ignore_index, reduction="none", softcap=softcap, scale=self.scale / t)
+
+    def key(self) -> tuple:
+        """What kept calls depend on of this, beside the values of its numbers and the temperatures."""
+        return *self.loss().key(), isinstance(self.temperature, Tensor)
 
 
 _INDICES = (torch.int64, torch.int32, torch.uint8)

@@ -127,3 +127,34 @@ def token_stats(
             of_tokens, entropy.masked_fill(~counts, 0.0), predicted.masked_fill(~counts, 0),
             (predicted == best) & counts,
         )  # fmt: skip
+
+
+def log_prob(
+    input: Tensor, target: Tensor, *, scale: float | None = None, softcap: float | None = None,
+    temperature: float | Tensor | None = None, ignore_index: int = -100, arithmetic: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """(log-probabilities, entropy, lse, statistics) of fused_softmax.log_prob of torch's operations.
+
+    target: of the input's leading shape, or with one dim more, [..., k].
+    """
+    t = (target if target.ndim == input.ndim else target.unsqueeze(-1)).long()
+    counts = t != ignore_index
+    wrong = counts & ((t < 0) | (t >= input.shape[-1]))
+    kept, of_row = counts & ~wrong, counts.any(-1)
+    z = torch.where(of_row.unsqueeze(-1), input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
+    z = _capped(z if scale is None else z * scale, softcap)
+    if temperature is not None:
+        number = not isinstance(temperature, Tensor)
+        z = z / (temperature if number else temperature.detach().to(arithmetic).unsqueeze(-1))  # type: ignore[union-attr]
+    lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
+    p = log_p.exp()
+    entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)
+    of_targets = log_p.gather(-1, torch.where(kept, t, 0)).masked_fill(~counts, 0.0)
+    of_targets = of_targets * torch.where(wrong, math.nan, 1.0).to(arithmetic)  # so that the gradient is NaN too
+    stats = {
+        "log_sum_sq_probs": torch.logsumexp(2 * log_p, -1).masked_fill(~of_row, 0.0),
+        "mean_logits": z.mean(-1).masked_fill(~of_row, 0.0),
+        "is_top1": (kept & (t == z.argmax(-1, keepdim=True))).view(target.shape),
+    }
+    entropy, lse = entropy.masked_fill(~of_row, 0.0), lse.masked_fill(~of_row, 0.0)
+    return of_targets.view(target.shape), entropy, lse, {name: each.detach() for name, each in stats.items()}

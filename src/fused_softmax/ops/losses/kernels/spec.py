@@ -10,8 +10,9 @@ from fused_softmax.core.kernels.spec import Spec
 class LossSpec(Spec):
     """Of the losses of rows of logits z = x * scale, or softcap * tanh(x * scale / softcap): see `options.Loss`.
 
-    weighted, smooth, capped, scaled (or capped), z_loss, mean, stats: what the call asks for. totals: parts of the
-    targets' totals. gradient: whether it is written too; inplace: over the logits.
+    weighted, smooth, capped, scaled (or capped), z_loss, mean: what the call asks for. stats: the entropy; finds: the
+    likeliest class; moments: sums of squared probabilities and of logits. targets: of a row, as a power of two.
+    totals: parts of the targets' totals. gradient: whether it is written too; inplace: over the logits.
     counted: how many targets at most each program counts itself, instead of totals. finishes: whether the program whose
     loss is the last to be written sums them all.
     block_tokens: of a tile [classes, tokens].
@@ -25,6 +26,9 @@ class LossSpec(Spec):
     mean: bool = False
     totals: int = 1
     stats: bool = False
+    finds: bool = False
+    moments: bool = False
+    targets: int = 1
     gradient: bool = False
     inplace: bool = False
     counted: int = 0
@@ -64,6 +68,34 @@ class Target(NamedTuple):
     kept: Any
     wrong: Any
     w: Any
+
+
+class Targets(NamedTuple):
+    """The classes t of rows, [n, K.targets]: where each stands in memory, whether it counts, whether there is no such
+    class, and which are there.
+    """
+
+    at: Any
+    t: Any
+    kept: Any
+    wrong: Any
+    there: Any
+
+
+class Scanned(NamedTuple):
+    """What is known of a row of logits, or of its part, once it was read: 0, or no column, where nobody asked.
+
+    m, s: its state. wz: sum_c w_c (z_c - zero). u: sum exp(z - m) (z - m). q: sum exp(z - m) ** 2. total: sum z.
+    found: the first column whose logit is m.
+    """
+
+    m: Any
+    s: Any
+    wz: Any
+    u: Any
+    q: Any
+    total: Any
+    found: Any
 
 
 class LossRow(NamedTuple):

@@ -1,0 +1,198 @@
+"""Log-probabilities of chosen classes, the entropy and lse of each row, and the gradient of all three together.
+
+log_prob_i = z_(t_i) - lse,  entropy = lse - sum_c p_c z_c,  z = softcap(x * scale) / temperature.
+d/dz_c = sum_i g_i ([c = t_i] - p_c) - g_H p_c (log p_c + H) + g_lse p_c.
+Traffic: the logits are read once (MN); the gradient reads them once and is written once (2MN).
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.rows import body_of, tile_part_of, whole_vectors
+from fused_softmax.core.kernels.spec import Rows
+from fused_softmax.core.kernels.state import log_sum_of, scores_of
+from fused_softmax.ops.losses.kernels.common import (
+    load_edge_logits,
+    load_logits,
+    logit_of_target,
+    numbers_of,
+    slope_of,
+)
+from fused_softmax.ops.losses.kernels.scan import merge_scanned, scan_logits, store_scanned
+from fused_softmax.ops.losses.kernels.spec import Numbers, Scanned, Targets
+
+
+@triton.jit
+def tempered(N, temperature_ptr, row):
+    """The numbers of rows that have a temperature each; NaN for one that is not more than 0."""
+    if temperature_ptr is not None:
+        t = tl.load(temperature_ptr + row)
+        t = tl.where(t > 0.0, t, float("nan"))
+        return Numbers(N.factor / t, N.cap / t, N.smoothing, N.lse_square_scale)
+    else:
+        return N
+
+
+@triton.jit
+def targets_of(target_ptr, row, n_targets, n_cols, ignore_index, K: tl.constexpr):
+    """The Targets of rows [n, 1]."""
+    i = tl.arange(0, K.targets)[None, :]
+    t = tl.load(target_ptr + row * n_targets + i, mask=i < n_targets, other=ignore_index).to(tl.int64)
+    counts = (i < n_targets) & (t != ignore_index)
+    inside = (t >= 0) & (t < n_cols)
+    return Targets(row * n_targets + i, t, counts & inside, counts & (inside == 0), i < n_targets)
+
+
+@triton.jit
+def any_of(on):
+    """Whether one is among each row's: [n, 1]."""
+    return tl.max(on.to(tl.int32), axis=1)[:, None] > 0
+
+
+@triton.jit
+def store_log_probs(
+    x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
+    x_row_stride, n_cols, n_targets, ignore_index, row, S, N, K: tl.constexpr,
+):  # fmt: skip
+    """The results of rows [n, 1] by what is known of them: 0 of a row of which no target counts."""
+    T = targets_of(target_ptr, row, n_targets, n_cols, ignore_index, K)
+    z_t = logit_of_target(tl.load(x_ptr + row * x_row_stride + T.t, mask=T.kept, other=0.0), N, K)
+    ls = log_sum_of(S.m, S.s, K.ptx)
+    log_prob = z_t - S.m - ls
+    tl.store(log_prob_ptr + T.at, tl.where(T.kept, log_prob, tl.where(T.wrong, float("nan"), 0.0)), mask=T.there)
+    counts = any_of(T.kept | T.wrong)
+    if m_ptr is not None:
+        tl.store(m_ptr + row, S.m)
+        tl.store(ls_ptr + row, ls)
+    if K.stats:
+        tl.store(entropy_ptr + row, tl.where(counts, ls - S.u / S.s, 0.0))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, tl.where(counts, S.m + ls, 0.0))
+    if log_sq_ptr is not None:
+        tl.store(log_sq_ptr + row, tl.where(counts, tl.log(S.q) - 2.0 * tl.log(S.s), 0.0))
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, tl.where(counts, S.total / n_cols.to(K.state_dtype), 0.0))
+    if K.finds:
+        tl.store(top_ptr + T.at, T.kept & (T.t == S.found), mask=T.there)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index"])
+def _log_probs(
+    x_ptr, target_ptr, temperature_ptr, numbers_ptr, states_ptr, found_ptr,
+    m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
+    x_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index, factor, hidden, cap,
+    K: tl.constexpr,
+):  # fmt: skip
+    """A row a program, tile by tile, or the state of one part of it (where states_ptr is given)."""
+    program = tl.program_id(0)
+    row = (program // n_parts).to(tl.int64)
+    part = (program % n_parts).to(tl.int64)
+    N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, row)
+    S = scan_logits(x_ptr, x_row_stride, misalignment, row, part, None, 0.0, n_cols, n_parts, part_cols, hidden, N, K)
+    if states_ptr is not None:
+        store_scanned(states_ptr, found_ptr, row, part, n_rows, n_parts, S, K)
+    else:
+        store_log_probs(
+            x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
+            x_row_stride, n_cols, n_targets, ignore_index, row + tl.zeros([1, 1], tl.int64), S, N, K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "n_targets", "ignore_index"])
+def _merge_log_probs(
+    x_ptr, target_ptr, temperature_ptr, numbers_ptr, states_ptr, found_ptr,
+    m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
+    x_row_stride, n_rows, n_cols, n_parts, n_targets, ignore_index, factor, hidden, cap, K: tl.constexpr,
+):  # fmt: skip
+    """The results of rows by the states of their parts."""
+    row = tl.program_id(0).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)
+    row = tl.minimum(row, n_rows - 1)
+    S = column_of(merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K))
+    row = row[:, None]
+    N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, row)
+    store_log_probs(
+        x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
+        x_row_stride, n_cols, n_targets, ignore_index, row, S, N, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def column_of(S):
+    """What is known of rows [n], as [n, 1]."""
+    return Scanned(
+        S.m[:, None], S.s[:, None], S.wz[:, None], S.u[:, None], S.q[:, None], S.total[:, None], S.found[:, None]
+    )  # fmt: skip
+
+
+@triton.jit
+def slope_by_entropy(z, a, g_entropy, entropy, m, ls, N, K: tl.constexpr):
+    """What a piece's logits get of lse and of the entropy: p (a - g_H (log p + H)), where -inf gets nothing."""
+    log_p = z - m - ls
+    p = tl.exp(log_p)
+    of_p = a
+    if K.stats:
+        of_p = a - g_entropy * (log_p + entropy)
+    return tl.where(p == 0.0, 0.0, p * of_p)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index"])
+def _log_prob_gradient(
+    x_ptr, dx_ptr, target_ptr, temperature_ptr, numbers_ptr, m_ptr, ls_ptr, entropy_ptr,
+    dlog_prob_ptr, dentropy_ptr, dlse_ptr,
+    x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index, factor, cap,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one part of a row. What stands at targets is written last, by the logits that stood there."""
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
+    part_cols = whole_vectors(part_cols, K)
+    r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)
+    live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
+    N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, r.row)
+    T = targets_of(target_ptr, r.row, n_targets, n_cols, ignore_index, K)
+    g = tl.zeros(T.t.shape, K.state_dtype)
+    if dlog_prob_ptr is not None:
+        g = tl.load(dlog_prob_ptr + T.at, mask=T.kept, other=0.0)
+    a = -tl.sum(g, axis=1)[:, None]
+    if dlse_ptr is not None:
+        a += tl.load(dlse_ptr + r.row)
+    a = tl.where(any_of(T.wrong), float("nan"), a)
+    g_entropy = tl.zeros(r.row.shape, K.state_dtype)
+    entropy = tl.zeros(r.row.shape, K.state_dtype)
+    if K.stats:
+        g_entropy = tl.load(dentropy_ptr + r.row)
+        entropy = tl.load(entropy_ptr + r.row)
+    m = tl.load(m_ptr + r.row)
+    ls = tl.load(ls_ptr + r.row)
+    counts = any_of(T.kept | T.wrong)
+    end = tl.minimum(r.body, r.start + part_cols)
+    # Targets of this program's columns: of those before and after the body its first and its last part have.
+    at_t = T.t - r.head
+    own = (at_t >= r.start) & (at_t < end)
+    own |= (at_t < 0) & (r.part == 0) | (at_t >= r.body) & (r.part == n_parts - 1)
+    own &= T.kept & live
+    x_t = tl.load(x_ptr + r.row * x_row_stride + T.t, mask=own, other=0.0)
+    tl.debug_barrier()  # all have read before one writes: dx may lie where x does
+    x_body = body_of(x, r.row, K)
+    dx_body = body_of(dx_rows, r.row, K)
+    for at in range(r.start, tl.minimum(r.start + part_cols, n_cols), PIECES * K.block_cols):
+        z = load_logits(x_body + at, r.cols, end - at, 0.0, N, K, PIECES, 0)
+        for p in tl.static_range(PIECES):
+            z_p = scores_of(z[p], N.factor, K)
+            dx = slope_by_entropy(z_p, a, g_entropy, entropy, m, ls, N, K) * slope_of(z_p, N, K)
+            dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
+            on = (p * K.block_cols + r.cols < end - at) & live
+            tl.store(dx_body + (at + p * K.block_cols + r.cols), dx, mask=on)
+    if K.shifted:
+        edge = load_edge_logits(x, n_cols, n_parts, r, 0.0, N, K)
+        dx = slope_by_entropy(edge.x, a, g_entropy, entropy, m, ls, N, K) * slope_of(edge.x, N, K)
+        dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
+        tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
+    tl.debug_barrier()
+    # A class that several of a row's targets name gets the sum of their gradients, from each the same.
+    same = T.t[:, :, None] == T.t[:, None, :]
+    g_t = tl.sum(tl.where(same, g[:, None, :], 0.0), axis=2)
+    z_t = logit_of_target(x_t, N, K)
+    dx = (slope_by_entropy(z_t, a, g_entropy, entropy, m, ls, N, K) + g_t) * slope_of(z_t, N, K)
+    tl.store(dx_ptr + r.row * dx_row_stride + T.t, dx.to(K.cast_dtype), mask=own)

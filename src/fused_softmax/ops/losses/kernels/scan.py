@@ -1,0 +1,160 @@
+"""The state of a row of logits, read once, tile by tile; and that of a row by the states of its parts.
+
+For whoever needs a row's log-sum-exp before anything else: losses without a gradient, and log-probabilities.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.rows import body_of, first_max_of, lanes_of_part, load_edge, whole_vectors
+from fused_softmax.core.kernels.spec import Rows
+from fused_softmax.core.kernels.state import (
+    NEG_INF,
+    NO_COLUMN,
+    exp_at,
+    hold_all,
+    max_of,
+    merge,
+    origin_of,
+    rounded_product,
+    scores_of,
+    sum_exp_of,
+    weight_of,
+)
+from fused_softmax.ops.losses.kernels.common import (
+    entropy_terms,
+    faded_terms,
+    finish_edge,
+    load_logits,
+    sum_of,
+    sum_of_edge,
+)
+from fused_softmax.ops.losses.kernels.spec import Scanned
+
+
+@triton.jit
+def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, n_cols, n_parts, part_cols, hidden, N,
+                K: tl.constexpr):  # fmt: skip
+    """What is known of a part of a row of logits. zero: from where they are summed, for smoothing."""
+    PIECES: tl.constexpr = K.pieces
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    part_cols = whole_vectors(part_cols, K)
+    r = lanes_of_part(part, row, x, n_cols, part_cols, K)
+    x_body = body_of(x, row, K)
+    edge = 0
+    if K.shifted:  # loaded before anything waits for the pieces
+        edge = load_edge(x, n_cols, n_parts, r, hidden, K)
+    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+    m = tl.full([HEIGHT, 1], NEG_INF, K.state_dtype)
+    s = tl.zeros([HEIGHT, 1], K.state_dtype)
+    wz = tl.zeros([HEIGHT, 1], K.state_dtype)
+    u = tl.zeros([HEIGHT, 1], K.state_dtype)
+    q = tl.zeros([HEIGHT, 1], K.state_dtype)
+    total = tl.zeros([HEIGHT, 1], K.state_dtype)
+    found = tl.full([HEIGHT, 1], NO_COLUMN, tl.int32)
+    end = tl.minimum(r.start + part_cols, r.body)
+    for at in range(r.start, end, PIECES * K.block_cols):
+        z = load_logits(x_body + at, r.cols, end - at, hidden, N, K, PIECES, 0)
+        m_tile = tl.maximum(m, max_of(z, N.factor, K)[:, None])
+        scale, base = origin_of(m_tile, K.ptx)
+        fade = weight_of(m, m_tile, K.ptx)
+        held = hold_all(z, K.ptx)
+        if K.smooth:
+            wz += sum_of(z, r.head + at, r.cols, end - at, weight_ptr, zero, N, K)[:, None]
+        if K.finds:
+            here = first_max_of(z, m_tile, (r.head + at).to(tl.int32), r.cols, N.factor, K)[:, None]
+            found = tl.where(m_tile > m, here, tl.minimum(found, here))
+        if K.stats:
+            u = faded_terms(u, s, m, m_tile, fade) + entropy_terms(held, scale, base, m_tile, N, K)[:, None]
+        if K.moments:
+            squares, values = moments_of(held, r.cols, end - at, scale, base, N, K)
+            q = q * fade * fade + squares[:, None]
+            total += values[:, None]
+        s = s * fade + sum_exp_of(held, scale, base, N.factor, K)[:, None]
+        m = m_tile
+    m_lane = m
+    m = tl.max(tl.max(m_lane, axis=1), axis=0)
+    fade = weight_of(m_lane, m, K.ptx)
+    u = tl.sum(tl.sum(faded_terms(u, s, m_lane, m, fade), axis=1), axis=0)
+    s = tl.sum(tl.sum(s * fade, axis=1), axis=0)
+    wz = tl.sum(tl.sum(wz, axis=1), axis=0)
+    q = tl.sum(tl.sum(q * fade * fade, axis=1), axis=0)
+    total = tl.sum(tl.sum(total, axis=1), axis=0)
+    found = tl.min(tl.min(tl.where(m_lane == m, found, NO_COLUMN), axis=1), axis=0)
+    if K.shifted:  # whose moments nobody asks for
+        edge = finish_edge(edge, N, K)
+        m_edge = tl.max(edge.x, axis=0)
+        scale, base = origin_of(m_edge, K.ptx)
+        e = exp_at(edge.x, scale, base, K.ptx)
+        m_body, s_body, s_edge = m, s, tl.sum(e, axis=0)
+        m, s = merge(m, s, m_edge, s_edge, K.ptx)
+        if K.smooth:
+            wz += sum_of_edge(edge, weight_ptr, zero, 0, K)
+        if K.stats:
+            u_edge = tl.sum(tl.where(edge.x == NEG_INF, 0.0, e * (edge.x - m_edge)), axis=0)
+            u = faded_terms(u, s_body, m_body, m, weight_of(m_body, m, K.ptx))
+            u += faded_terms(u_edge, s_edge, m_edge, m, weight_of(m_edge, m, K.ptx))
+        if K.finds:
+            found = tl.where(m_body == m, found, NO_COLUMN)
+            found = tl.minimum(found, tl.min(tl.where(edge.on & (edge.x == m), edge.cols, NO_COLUMN), axis=0))
+    return Scanned(m, s, wz, u, q, total, found)
+
+
+@triton.jit
+def moments_of(pieces, cols, size, scale, base, N, K: tl.constexpr):
+    """(sum exp(z - m) ** 2, sum z) over the last axis of all pieces, whose first `size` columns count."""
+    squares = tl.zeros(pieces[0].shape, K.state_dtype)
+    values = tl.zeros(pieces[0].shape, K.state_dtype)
+    for p in tl.static_range(len(pieces)):
+        z = scores_of(pieces[p], N.factor, K)
+        e = exp_at(z, scale, base, K.ptx)
+        squares += rounded_product(e, e)
+        values += tl.where(p * K.block_cols + cols < size, z, 0.0)
+    return tl.sum(squares, axis=K.axis), tl.sum(values, axis=K.axis)
+
+
+@triton.jit
+def store_scanned(states_ptr, found_ptr, row, part, n_rows, n_parts, S, K: tl.constexpr):
+    """What one part of a row knows, for `merge_scanned`."""
+    states_ptr += row * n_parts + part
+    step = n_rows.to(tl.int64) * n_parts
+    tl.store(states_ptr, S.m)
+    tl.store(states_ptr + step, S.s)
+    tl.store(states_ptr + 2 * step, S.wz)
+    if K.stats:
+        tl.store(states_ptr + 3 * step, S.u)
+    if K.moments:
+        tl.store(states_ptr + 4 * step, S.q)
+        tl.store(states_ptr + 5 * step, S.total)
+    if K.finds:
+        tl.store(found_ptr + row * n_parts + part, S.found)
+
+
+@triton.jit
+def merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K: tl.constexpr):
+    """What is known of rows [K.block_rows] by all their parts."""
+    j = tl.arange(0, K.lanes)[None, :]
+    on = j < n_parts
+    step = n_rows.to(tl.int64) * n_parts
+    states_ptr += row[:, None] * n_parts + j
+    m_parts = tl.load(states_ptr, mask=on, other=NEG_INF)
+    m = tl.max(m_parts, axis=1)
+    fade = weight_of(m_parts, m[:, None], K.ptx)
+    s_parts = tl.load(states_ptr + step, mask=on, other=0.0)
+    s = tl.sum(rounded_product(s_parts, fade), axis=1)
+    wz = tl.sum(tl.load(states_ptr + 2 * step, mask=on, other=0.0), axis=1)
+    u = tl.zeros([K.block_rows], K.state_dtype)
+    q = tl.zeros([K.block_rows], K.state_dtype)
+    total = tl.zeros([K.block_rows], K.state_dtype)
+    found = tl.full([K.block_rows], NO_COLUMN, tl.int32)
+    if K.stats:
+        u_parts = tl.load(states_ptr + 3 * step, mask=on, other=0.0)
+        u = tl.sum(faded_terms(u_parts, s_parts, m_parts, m[:, None], fade), axis=1)
+    if K.moments:
+        q_parts = tl.load(states_ptr + 4 * step, mask=on, other=0.0)
+        q = tl.sum(rounded_product(rounded_product(q_parts, fade), fade), axis=1)
+        total = tl.sum(tl.load(states_ptr + 5 * step, mask=on, other=0.0), axis=1)
+    if K.finds:
+        found = tl.load(found_ptr + row[:, None] * n_parts + j, mask=on, other=NO_COLUMN)
+        found = tl.min(tl.where(m_parts == m[:, None], found, NO_COLUMN), axis=1)
+    return Scanned(m, s, wz, u, q, total, found)

@@ -1,0 +1,359 @@
+"""Log-probabilities of chosen classes, with the entropy and the lse of each row, and the gradient of all three.
+
+log_prob_i = z_(t_i) - lse,  entropy = lse - sum_c p_c z_c,  z = softcap(x * scale) / temperature.
+Traffic: the logits are read once in the forward pass (MN), read once and written once in the backward pass (2MN).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.calls import bump_version, find, keep
+from fused_softmax.core.checks import DTYPES, arithmetic_of
+from fused_softmax.core.described import described
+from fused_softmax.core.launched import Launched, compose
+from fused_softmax.core.no_gradient import refuse, refusing, saved_of
+from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
+from fused_softmax.ops.losses.log_prob_launches import Asked, Gradients, aligned, backward, forward, given_of
+from fused_softmax.ops.losses.options import LogProb
+
+_NAME = "log_prob"
+STATS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+STATISTICS = tuple(f"stats.{name}" for name in STATS)
+HAVE = "log_prob, entropy and lse have one"
+_INDICES = (torch.int64, torch.int32, torch.uint8)
+
+
+class LogProbStats(NamedTuple):
+    """Facts of every row, without a gradient; None for those that nobody asked for. 0 where no target of a row counts.
+
+    log_sum_sq_probs: log sum_c p_c ** 2, in the leading shape. mean_logits: the mean of the finished logits, likewise.
+    is_top1: bool in the targets' shape, whether a target is the likeliest class; of equals the first is.
+
+    >>> log_prob(torch.tensor([[0.0, 2.0]]), torch.tensor([1]), return_stats=("is_top1",)).stats.is_top1
+    tensor([True])
+    """
+
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+
+
+class LogProbOutput(NamedTuple):
+    """The log-probabilities, and what else was asked for; None for the rest.
+
+    log_prob: of the targets' shape. entropy, lse: of the leading shape. stats: a LogProbStats.
+
+    >>> log_prob(torch.tensor([[0.0, 2.0]]), torch.tensor([1]), return_entropy=True).entropy
+    tensor([0.3653])
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    stats: LogProbStats | None = None
+
+
+def log_prob(
+    input: Tensor,
+    target: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float | Tensor | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    return_stats: Sequence[str] = (),
+    inplace_backward: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor | LogProbOutput:
+    """The log-probability of a chosen class of each row of logits, and on request the entropy and lse of the row.
+
+    As log_softmax(logits).gather(-1, target), which reads and writes all logits several times. Log-probabilities,
+    entropy and lse have a gradient each; the backward pass makes the logits' of all of them together, in one read and
+    one write.
+
+    input: logits [..., n_classes]; float32, float16, bfloat16 or float64.
+    target: class indices of the leading shape, of int64, int32 or uint8; or with a dim more, [..., k], k classes of
+        each row. One that is neither a class nor ignore_index makes its log-probability and its row of the gradient
+        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises IndexError.
+    scale, softcap, temperature: the logits are input * scale, then softcap * tanh(of that / softcap), then divided by
+        the temperature: a number above 0, or a tensor of the leading shape, a constant. Of a temperature in a tensor
+        that is not above 0, the row is NaN.
+    ignore_index: targets of this value have log-probability 0 and no gradient. A row all of whose targets are ignored
+        has entropy, lse, statistics and gradient 0, whatever it holds.
+    return_entropy: adds the entropy of every row in nats, of the leading shape; a logit of -inf counts nothing in it.
+    return_lse: adds log sum exp of every row's finished logits.
+    return_stats: names among "log_sum_sq_probs", "mean_logits" and "is_top1": adds a LogProbStats. A backward pass
+        through one raises RuntimeError.
+    inplace_backward: the backward pass writes the gradient over the logits and allocates nothing. They are then lost:
+        there is one backward pass and no second derivative. A leaf raises, as for torch's operations in place. Compiled
+        code allocates it all the same.
+    dtype: of the results; float32 if None, or float64 for float64.
+
+    The forward pass gives a row the same bits in any batch: how it is summed depends on its length, its dtype and the
+    options alone. Of n_classes that are no multiple of 16 bytes, it reads by elements, which takes longer.
+    Returns a Tensor of the targets' shape; a LogProbOutput if more was asked for.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    Formula: Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347) for what it is used in.
+
+    >>> log_prob(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([2]))
+    tensor([-0.4076])
+    >>> log_prob(logits, tokens, temperature=0.7, return_entropy=True).entropy  # [8, 1024, 151936], [8, 1024]
+    """
+    key = None
+    if not CHECK and type(ignore_index) is int and type(return_stats) is tuple:
+        numbers = _kind(scale), _kind(softcap), isinstance(temperature, Tensor) or _kind(temperature)
+        of_call = (ignore_index, return_entropy, return_lse, return_stats, inplace_backward, dtype)
+        if None not in numbers:
+            key = numbers, of_call, torch.is_grad_enabled()
+            of_rows = temperature if isinstance(temperature, Tensor) else None
+            call = find(_NAME, key, input, target, of_rows)
+            if call is not None:
+                return call(input, target, scale, softcap, temperature)
+    options = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
+    wanted = _wanted(return_entropy, return_lse, return_stats)
+    return _log_prob(input, target, options, wanted, inplace_backward, dtype, key)
+
+
+def _kind(number: Any) -> str | None:
+    """What a kept call depends on of a number; None where it wants a check."""
+    if number is None:
+        return "none"
+    finite = type(number) is float and -float("inf") < number < float("inf")
+    return ("negative" if number < 0 else "positive") if finite and number else None
+
+
+def _wanted(entropy: bool, lse: bool, stats: Any) -> Asked:
+    if isinstance(stats, str) or not isinstance(stats, Sequence):
+        raise TypeError(f"{_NAME}: return_stats must be a sequence of names, not {described(stats)}")
+    for name in stats:
+        if name not in STATS:
+            raise ValueError(f"{_NAME}: return_stats knows {', '.join(STATS)}; got {described(name)}")
+    return Asked(bool(entropy), bool(lse), *(name in stats for name in STATS))
+
+
+def _log_prob(input, target, given, wanted, inplace, dtype, key):
+    options = _checked(input, target, given, dtype)
+    result_dtype = dtype or arithmetic_of(input)
+    if inplace and needs_grad(input):
+        _check_inplace(input)
+    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
+    tensors = [each for each in (input, target, temperature) if each is not None]
+    route = route_of(_NAME, *tensors, refused=_refused(input, target, options), batches=False)
+    if CHECK or (readable(target) and not on_device(input)):
+        check_targets(_NAME, target, input.shape[-1], options.ignore_index)
+    if route is Route.OPERATOR:
+        return _traced(input, target, options, wanted, result_dtype)
+    if route is Route.COMPOSED:
+        return _composed(input, target, options, wanted, result_dtype)
+    call = _prepare_call(input, target, options, wanted, inplace, result_dtype)
+    if key is not None:
+        keep(call, _NAME, key, input, target, temperature)
+    return call(input, target, given["scale"], given["softcap"], given["temperature"])
+
+
+def _checked(input, target, given, dtype) -> LogProb:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{_NAME}: input must be a Tensor, not {type(input).__name__}")
+    for argument, tensor in (("input", input), ("target", target)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{_NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got {tensor.layout}")
+    if not input.dtype.is_floating_point:
+        raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
+    if input.ndim == 0:
+        raise ValueError(f"{_NAME}: input must have a class dim, got shape ()")
+    if target.dtype not in _INDICES:
+        raise RuntimeError(f"{_NAME}: target must be of int64, int32 or uint8, got {target.dtype}")
+    leading = tuple(input.shape[:-1])
+    several = target.ndim == input.ndim and target.shape[-1] > 0
+    if tuple(target.shape[: len(leading)]) != leading or not (target.ndim == len(leading) or several):
+        raise ValueError(
+            f"{_NAME}: target must have shape {leading} or {(*leading, 'k')} for input of shape {tuple(input.shape)}, "
+            f"got {tuple(target.shape)}"
+        )
+    if target.device != input.device:
+        raise RuntimeError(f"{_NAME}: target must be on the input's device {input.device}, got {target.device}")
+    for argument, option in LogProb.OPTIONS.items():
+        if given[argument] is not None and option.check is not None:
+            option.check(_NAME, argument, given[argument])
+    temperature = given["temperature"]
+    if isinstance(temperature, Tensor):
+        if tuple(temperature.shape) != leading:
+            raise ValueError(f"{_NAME}: temperature must have shape {leading}, got {tuple(temperature.shape)}")
+        if not temperature.is_floating_point() or temperature.device != input.device:
+            raise RuntimeError(
+                f"{_NAME}: temperature must be of a float dtype and on the input's device {input.device}, got "
+                f"{temperature.dtype} on {temperature.device}"
+            )
+        if temperature.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{_NAME}: temperature requires grad, and is a constant; give temperature.detach()")
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"{_NAME}: dtype must be a float torch.dtype, got {described(dtype)}")
+    return _options(given["ignore_index"], given["scale"], given["softcap"], temperature)
+
+
+def _options(ignore_index, scale, softcap, temperature) -> LogProb:
+    """With numbers in the place of those that were left out, and as floats."""
+    if not isinstance(temperature, Tensor):
+        temperature = 1.0 if temperature is None else float(temperature)
+    scale = 1.0 if scale is None else float(scale)
+    return LogProb(ignore_index, scale, None if softcap is None else float(softcap), temperature)
+
+
+def _refused(input: Tensor, target: Tensor, options: LogProb) -> str:
+    """Why the kernels do not take a call; "" if they do."""
+    if input.dtype not in DTYPES:
+        return f"no kernel has {input.dtype}"
+    if options.scale == 0:
+        return "scale is 0"
+    return "" if input.numel() and target.numel() else "there are no logits"
+
+
+def _check_inplace(input: Tensor) -> None:
+    base = input._base
+    if input.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+        raise RuntimeError(f"{_NAME}: inplace_backward overwrites the logits, and these are a leaf that requires grad")
+    if not input.is_contiguous():
+        raise RuntimeError(f"{_NAME}: inplace_backward takes contiguous logits")
+
+
+def _prepare_call(
+    input: Tensor, target: Tensor, options: LogProb, wanted: Asked, inplace: bool, dtype: torch.dtype
+) -> Launched:
+    """The call for tensors like these: call(input, target, scale, softcap, temperature)."""
+    differentiates, n_classes, ignore_index = needs_grad(input), input.shape[-1], options.ignore_index
+    asked, several = wanted._replace(states=differentiates), target.ndim == input.ndim
+
+    def build(_):
+        def call(input, target, scale, softcap, temperature):
+            options = _options(ignore_index, scale, softcap, temperature)
+            rows = input.reshape(-1, n_classes)
+            targets = target.reshape(len(rows), -1)
+            if differentiates:
+                found = _apply(rows, targets, options, asked, inplace)
+            else:
+                given = _given(rows, targets, options)
+                found = forward(given, options, asked)[2:]
+            leading = input.shape[:-1]
+            return output_of(found, wanted, target.shape if several else leading, leading, dtype)
+
+        return call
+
+    return compose(build, n=input.shape[0] if input.ndim > 1 else None, by_row=True)
+
+
+def _given(rows: Tensor, targets: Tensor, options: LogProb):
+    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
+    if temperature is not None:
+        temperature = temperature.detach().reshape(-1).to(arithmetic_of(rows)).contiguous()
+    return given_of(aligned(rows), targets.contiguous(), temperature, options)
+
+
+def output_of(found, wanted: Asked, shape, leading, dtype: torch.dtype) -> Tensor | LogProbOutput:
+    """What the caller asked for, in its shapes and dtype. found: log_prob, entropy, lse and statistics of rows."""
+    of_targets, *of_rows, top = found
+    of_targets = of_targets.view(shape).to(dtype)
+    if not any(wanted[:-1]):
+        return of_targets
+    wants = wanted.entropy, wanted.lse, wanted.log_sum_sq_probs, wanted.mean_logits
+    entropy, lse, *stats = (
+        each.view(leading).to(dtype) if asks else None for each, asks in zip(of_rows, wants, strict=True)
+    )
+    top = top.view(shape) if wanted.is_top1 else None
+    stats = LogProbStats(*stats, top) if any(wanted[2:-1]) else None
+    return LogProbOutput(of_targets, entropy, lse, stats)
+
+
+class _LogProb(torch.autograd.Function):
+    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for."""
+
+    @staticmethod
+    def forward(ctx, x, target, options, asked, inplace):
+        ctx.set_materialize_grads(False)
+        given = _given(x, target, options)
+        found = forward(given, options, asked)
+        # A tensor is saved beside them.
+        ctx.options = options if given.temperature is None else replace(options, temperature=given.temperature[:0])
+        ctx.inplace = inplace
+        ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy)
+        if found.is_top1 is not None:
+            ctx.mark_non_differentiable(found.is_top1)
+        return found[2:]
+
+    @staticmethod
+    def backward(ctx, dlog_prob, dentropy, dlse, *of_stats):
+        refuse(_NAME, STATISTICS, of_stats, HAVE)
+        nothing = (None,) * 4
+        if dlog_prob is None and dentropy is None and dlse is None:
+            return None, *nothing
+        gradients = Gradients(*resolved(dlog_prob, dentropy, dlse))
+        x, target, temperature, m, ls, entropy = saved_of(ctx, _NAME)
+        target, m, ls, entropy, temperature = (
+            None if each is None else each.contiguous() for each in (target, m, ls, entropy, temperature)
+        )
+        if torch.is_grad_enabled() or batched(*gradients):
+            if ctx.inplace and torch.is_grad_enabled():
+                raise RuntimeError(f"{_NAME}: inplace_backward leaves no logits for a second derivative")
+            return differentiable_gradient(x, target, temperature, ctx.options, gradients), *nothing
+        rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+        given = given_of(rows, target, temperature, ctx.options)
+        dx = x.detach() if ctx.inplace else None
+        dx = backward(given, m, ls, entropy, gradients, ctx.options, dx)
+        if ctx.inplace:  # whoever else keeps the logits is told by autograd
+            bump_version(x)
+        return dx, *nothing
+
+
+# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+_apply = super(torch.autograd.Function, _LogProb).apply
+
+
+def differentiable_gradient(x, target, temperature, options: LogProb, gradients: Gradients) -> Tensor:
+    """The gradient by torch's operations, for a second derivative or a batch of gradients."""
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        results = referred(x, target, options, temperature)[:3]
+    pairs = [(y, g.to(y.dtype)) for y, g in zip(results, gradients, strict=True) if g is not None]
+    outputs, of_outputs = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, [x], of_outputs, create_graph=torch.is_grad_enabled())[0]
+
+
+def referred(x, target, options: LogProb, temperature=None):
+    """`reference.log_prob` in the dtype of the arithmetic. temperature: of rows, where the options have none."""
+    return reference.log_prob(
+        x, target, scale=options.scale, softcap=options.softcap, ignore_index=options.ignore_index,
+        temperature=options.temperature if temperature is None else temperature, arithmetic=arithmetic_of(x),
+    )  # fmt: skip
+
+
+def _composed(input, target, options: LogProb, wanted: Asked, dtype: torch.dtype) -> Tensor | LogProbOutput:
+    """By torch's operations: on devices without kernels, and under functorch's transforms."""
+    of_targets, entropy, lse, stats = referred(input, target, options)
+    found = [stats[name] for name in STATS]
+    if any(wanted[2:-1]):
+        found = refusing(_NAME, STATISTICS, found, of_targets, HAVE)
+    return output_of((of_targets, entropy, lse, *found), wanted, target.shape, input.shape[:-1], dtype)
+
+
+def _traced(input, target, options: LogProb, wanted: Asked, dtype: torch.dtype) -> Tensor | LogProbOutput:
+    """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
+    rows = input.reshape(-1, input.shape[-1])
+    if isinstance(options.temperature, Tensor):
+        options = replace(options, temperature=options.temperature.detach().reshape(-1))
+    asked = list(wanted[:-1])
+    of_targets, _, _, *found = torch.ops.fused_softmax.log_prob.default(
+        rows, target.reshape(rows.shape[0], -1), *options.traced(), asked
+    )
+    *found, top = found
+    stats = refusing(_NAME, STATISTICS, [*found[2:], top], of_targets, HAVE) if any(wanted[2:-1]) else [*found[2:], top]
+    return output_of((of_targets, *found[:2], *stats), wanted, target.shape, input.shape[:-1], dtype)

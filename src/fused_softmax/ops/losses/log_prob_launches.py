@@ -1,0 +1,218 @@
+"""Prepared launches of the log-probabilities of rows of logits, and of their gradient.
+
+The forward pass has the same bits for a row in any batch: see `plan_alone`. The gradient has no sums but those of a
+row's targets.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fused_softmax.core.calls import allocator, kept
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.device import device_of
+from fused_softmax.core.launched import Launched, compose
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.plan import RowPlan, plan_alone, plan_reduction
+from fused_softmax.core.runner import prepare, spec_of
+from fused_softmax.ops.losses.kernels.log_prob import _log_prob_gradient, _log_probs, _merge_log_probs
+from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.launches import picked_of
+from fused_softmax.ops.losses.options import LogProb
+
+_NUMBERS = ("factor", "hidden", "cap")
+_READ_NUMBERS = ("factor", "cap")  # of a kernel that masks columns past a row's end
+
+
+class Asked(NamedTuple):
+    """What a call wants beside log-probabilities. states: m and ls of every row, of which a gradient is made."""
+
+    entropy: bool = False
+    lse: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logits: bool = False
+    is_top1: bool = False
+    states: bool = False
+
+
+class LogProbRows(NamedTuple):
+    """Of rows [n]: m and ls, whose sum is lse; log-probabilities [n, k]; and what else is asked for, or None."""
+
+    m: Tensor | None
+    ls: Tensor | None
+    log_prob: Tensor
+    entropy: Tensor | None
+    lse: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
+
+
+class GivenLogits(NamedTuple):
+    """The tensors of a call as kernels take them: targets [n, k] and temperatures [n], contiguous."""
+
+    x: Tensor
+    target: Tensor
+    temperature: Tensor | None
+    numbers: Tensor | None
+
+
+def given_of(x: Tensor, target: Tensor, temperature: Tensor | None, options: LogProb) -> GivenLogits:
+    """temperature: of each row, where it is not a number."""
+    return GivenLogits(x, target, temperature, options.loss().exact_numbers(x))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order."""
+    whole = x.shape[1] % (16 // x.element_size()) == 0
+    rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+    return rows.clone(memory_format=torch.contiguous_format) if whole and alignment_of(rows) != "even" else rows
+
+
+def forward(given: GivenLogits, options: LogProb, asked: Asked) -> LogProbRows:
+    """The log-probabilities of `aligned` rows."""
+    key = *options.key(), *asked
+    call = kept("log_probs", key, (given.x, given.target, given.temperature), prepare_log_probs, given, options, asked)
+    return call(given, numbers_of(options, _NUMBERS))
+
+
+def numbers_of(options: LogProb, names: tuple[str, ...]) -> tuple[float, ...]:
+    numbers = options.loss().numbers()
+    return tuple(getattr(numbers, name) for name in names)
+
+
+def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: RowPlan | None = None) -> Launched:
+    """What runs the kernels on tensors like these: call(given, numbers) -> LogProbRows."""
+    x, device = given.x, given.x.get_device()
+    n_rows, n_cols = x.shape
+    n_targets, arithmetic, empty = given.target.shape[1], arithmetic_of(x), allocator(x.device)
+    plan = plan or plan_alone(n_rows, n_cols, x.element_size(), device_of(device))
+    moments = asked.log_sum_sq_probs or asked.mean_logits
+    spec = replace(
+        _spec(given, options, plan), stats=asked.entropy, finds=asked.is_top1, moments=moments, axis=1, full_pieces=0
+    )  # fmt: skip
+
+    def states_of(n):
+        if plan.parts == 1:
+            return None, None
+        of_parts = empty((6 if moments else 4, n, plan.parts), (n * plan.parts, plan.parts, 1), arithmetic)
+        return of_parts, empty((n, plan.parts), (plan.parts, 1), torch.int32) if asked.is_top1 else None
+
+    def rows_of(n):
+        def of_row(wanted):
+            return empty((n,), (1,), arithmetic) if wanted else None
+
+        of_targets = (n, n_targets), (n_targets, 1)
+        return LogProbRows(
+            of_row(asked.states), of_row(asked.states), empty(*of_targets, arithmetic), of_row(asked.entropy),
+            of_row(asked.lse), of_row(asked.log_sum_sq_probs), of_row(asked.mean_logits),
+            empty(*of_targets, torch.bool) if asked.is_top1 else None,
+        )  # fmt: skip
+
+    names = (*GivenLogits._fields, "states", "found", "m", "ls", "log_prob", "entropy", "lse", "log_sq", "mean", "top")
+    arranged = (*given, *states_of(n_rows), *rows_of(n_rows))
+    tensors = dict(zip(names, arranged, strict=True))
+    values = options.loss().values() | {"n_targets": n_targets}
+    launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=_NUMBERS)]
+    if plan.parts > 1:
+        lanes = triton.next_power_of_2(plan.parts)
+        block = max(1, min(16, 1024 // lanes))
+        merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1)
+        programs = partial(_blocks, block)
+        launches.append(
+            prepare(
+                _merge_log_probs, plan, merging, tensors, values, device=device, numbers=_NUMBERS, programs=programs,
+                num_warps=4,
+            )
+        )  # fmt: skip
+    picked = picked_of(arranged)
+
+    def build(n, *launches):
+        def call(given, numbers):
+            rows = rows_of(n)
+            arguments = picked((*given, *states_of(n), *rows))
+            for each in launches:
+                each(*arguments, *numbers)
+            return rows
+
+        return call
+
+    return compose(build, *launches, n=n_rows, by_row=True)
+
+
+def _blocks(block: int, plan: RowPlan) -> int:
+    return -(-plan.n_rows // block)
+
+
+def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
+    kind = options.loss().kind() | {"targets": triton.next_power_of_2(given.target.shape[1])}
+    if given.temperature is not None:
+        kind["scaled"] = True
+    x = given.x
+    return spec_of(LossSpec, plan, x.dtype, x.get_device(), itemsize=x.element_size(), **kind)
+
+
+class Gradients(NamedTuple):
+    """Those of log-probabilities [n, k], entropy [n] and lse [n], contiguous and in the dtype of the arithmetic."""
+
+    log_prob: Tensor | None
+    entropy: Tensor | None
+    lse: Tensor | None
+
+
+def backward(
+    given: GivenLogits, m: Tensor, ls: Tensor, entropy: Tensor | None, gradients: Gradients, options: LogProb,
+    dx: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of rows [n, n_cols], columns contiguous; dx: where it goes, which may be the logits.
+
+    entropy: of the rows, where a gradient of it is given.
+    """
+    x = given.x
+    over = dx is not None
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
+    if not x.numel():
+        return dx
+    arithmetic = arithmetic_of(x)
+    gradients = Gradients(*[each if each is None else each.to(arithmetic).contiguous() for each in gradients])
+    entropy = None if gradients.entropy is None else entropy
+    beside = (m, ls, entropy, *gradients)
+    tensors = x, dx, given.target, given.temperature, entropy, *gradients
+    call = kept("log_prob_gradient", (*options.key(), over), tensors, _prepare_gradient, given, dx, beside, options)
+    return call(given, dx, beside, numbers_of(options, _READ_NUMBERS))
+
+
+def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb) -> Launched:
+    """What writes the gradient: call(given, dx, (m, ls, entropy, and those of the results), numbers) -> dx."""
+    x, device = given.x, given.x.get_device()
+    n_rows, n_cols = x.shape
+    plan = plan_reduction(
+        n_rows, n_cols, x.element_size(), device_of(device), alignment=alignment_of(x, dx), writes=True,
+        capped=options.softcap is not None,
+    )  # fmt: skip
+    spec = replace(
+        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False
+    )  # fmt: skip
+    names = ("x", "dx", "target", "temperature", "numbers", "m", "ls", "entropy", "dlog_prob", "dentropy", "dlse")
+
+    def arranged(given, dx, beside):
+        return given.x, dx, *given[1:], *beside
+
+    of_call = arranged(given, dx, beside)
+    tensors = dict(zip(names, of_call, strict=True))
+    values = options.loss().values() | {"n_targets": given.target.shape[1]}
+    picked = picked_of(of_call)
+
+    def build(_, launch):
+        def call(given, dx, beside, numbers):
+            launch(*picked(arranged(given, dx, beside)), *numbers)
+            return dx
+
+        return call
+
+    launched = prepare(_log_prob_gradient, plan, spec, tensors, values, device=device, numbers=_READ_NUMBERS)
+    return compose(build, launched, n=n_rows, by_row=True)

@@ -1,0 +1,115 @@
+"""The rules of log-probabilities as a registered operator and its gradient: what runs, fakes, autograd.
+
+Of rows [n, n_classes] and targets [n, k]; what is not asked for is empty. lse and its gradient are those of ls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.route import on_device
+from fused_softmax.ops.losses import log_prob as ops
+from fused_softmax.ops.losses.log_prob_launches import Asked, Gradients, backward, forward, given_of
+from fused_softmax.ops.losses.options import LogProb
+
+_OPTIONS = LogProb.schema()
+_N_OPTIONS = len(LogProb().traced())
+LOG_PROB = (
+    f"(Tensor input, Tensor target, {_OPTIONS}, bool[] asked=[]) -> (Tensor log_prob, Tensor m, Tensor ls, "
+    "Tensor entropy, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits, Tensor is_top1)"
+)
+BACKWARD = (
+    f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor entropy, Tensor? dlog_prob, Tensor? dentropy, "
+    f"Tensor? dlse, {_OPTIONS}) -> Tensor"
+)
+
+
+def _split(given: Sequence) -> tuple[LogProb, Asked]:
+    asked = given[_N_OPTIONS] if len(given) > _N_OPTIONS else ()
+    return LogProb.of_traced(given[:_N_OPTIONS]), Asked(*asked)._replace(states=True)
+
+
+def _temperature(options: LogProb, x: Tensor) -> Tensor | None:
+    t = options.temperature
+    return t.to(arithmetic_of(x)).contiguous() if isinstance(t, Tensor) else None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def log_prob(input, target, *given):
+    with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
+        options, asked = _split(given)
+        empty, there = input.new_empty, on_device(input) and input.numel() and target.numel()
+        if there:
+            x = ops.aligned(input)
+            found = forward(given_of(x, target.contiguous(), _temperature(options, x), options), options, asked)
+            m, ls, *results = found
+        else:
+            of_targets, entropy, lse, stats = ops.referred(input, target, options)
+            results = [of_targets, entropy, lse, *stats.values()]
+            wants = True, *asked[:-1]
+            results = [each if wanted else None for each, wanted in zip(results, wants, strict=True)]
+            m, ls = lse.clone(), torch.zeros_like(lse)
+        arithmetic = arithmetic_of(input)
+        dtypes = (*[arithmetic] * (len(results) - 1), torch.bool)
+        results = [empty(0, dtype=d) if each is None else each for each, d in zip(results, dtypes, strict=True)]
+        return results[0], m, ls, *results[1:]
+
+
+def fake_log_prob(input, target, *given):
+    _, asked = _split(given)
+    n, dtype = input.shape[0], arithmetic_of(input)
+
+    def of_row(wanted):
+        return input.new_empty([n] if wanted else [0], dtype=dtype)
+
+    top = input.new_empty(target.shape if asked.is_top1 else [0], dtype=torch.bool)
+    states = of_row(True), of_row(True)
+    return input.new_empty(target.shape, dtype=dtype), *states, *[of_row(each) for each in asked[:4]], top
+
+
+def save_log_prob(ctx, inputs, output):
+    input, target, *given = inputs
+    _, m, ls, entropy, _, *stats = output
+    options, asked = _split(given)
+    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
+    ctx.options, ctx.asked = replace(options, temperature=1.0) if temperature is not None else options, asked
+    ctx.save_for_backward(input, target, m, ls, entropy, temperature)
+    ctx.mark_non_differentiable(m, ls, *stats)
+    ctx.set_materialize_grads(False)
+
+
+def log_prob_gradient(ctx, dlog_prob, dm, dls, dentropy, dlse, *_):
+    input, target, m, ls, entropy, temperature = ctx.saved_tensors
+    dentropy, dlse = dentropy if ctx.asked.entropy else None, dlse if ctx.asked.lse else None
+    gradients = Gradients(dlog_prob, dentropy, dlse)
+    dx, of_call = None, len(ctx.needs_input_grad)
+    options = ctx.options if temperature is None else replace(ctx.options, temperature=temperature)
+    if ctx.needs_input_grad[0] and any(each is not None for each in gradients):
+        if torch.is_grad_enabled():
+            dx = ops.differentiable_gradient(input, target, temperature, ctx.options, gradients)
+        else:
+            operator = torch.ops.fused_softmax.log_prob_backward.default
+            dx = operator(input, target, m, ls, entropy, *gradients, *options.traced())
+    return (dx, *[None] * (of_call - 1))
+
+
+def log_prob_backward(input, target, m, ls, entropy, dlog_prob, dentropy, dlse, *given):
+    with torch._C.DisableTorchFunction():
+        options, _ = _split(given)
+        gradients, temperature = Gradients(dlog_prob, dentropy, dlse), _temperature(options, input)
+        if not (on_device(input) and input.numel()):
+            return ops.differentiable_gradient(input, target, temperature, options, gradients)
+        rows = _rows(input)
+        of_call = given_of(rows, target.contiguous(), temperature, options)
+        dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        return backward(of_call, m, ls, entropy, gradients, options, dx)
+
+
+def fake_log_prob_backward(input, *given):
+    return input.new_empty(input.shape)
