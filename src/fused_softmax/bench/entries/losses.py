@@ -41,8 +41,8 @@ def loss_gradient_formula(case: Case) -> Call:
 
 def own_log_prob(case: Case) -> Call:
     def call(x, target):
-        found = log_prob(x, target, return_entropy=True)
-        return found.log_prob, found.entropy
+        of_targets, entropy, *_ = log_prob(x, target, return_entropy=True)
+        return of_targets, entropy
 
     return call
 

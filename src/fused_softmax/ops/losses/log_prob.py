@@ -19,8 +19,16 @@ from fused_softmax.core.no_gradient import refuse, refusing, saved_of
 from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
-from fused_softmax.ops.losses.log_prob_launches import Asked, Gradients, aligned, backward, forward, given_of
+from fused_softmax.ops.losses.log_prob_launches import (
+    Asked,
+    Gradients,
+    aligned,
+    backward,
+    given_of,
+    prepare_log_probs,
+)
 from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ops.softmax.scores import kind_of_scale
 
 _NAME = "log_prob"
 STATS = ("log_sum_sq_probs", "mean_logits", "is_top1")
@@ -109,26 +117,29 @@ def log_prob(
     >>> log_prob(logits, tokens, temperature=0.7, return_entropy=True).entropy  # [8, 1024, 151936], [8, 1024]
     """
     key = None
-    if not CHECK and type(ignore_index) is int and type(return_stats) is tuple:
-        numbers = _kind(scale), _kind(softcap), isinstance(temperature, Tensor) or _kind(temperature)
-        of_call = (ignore_index, return_entropy, return_lse, return_stats, inplace_backward, dtype)
-        if None not in numbers:
-            key = numbers, of_call, torch.is_grad_enabled()
-            of_rows = temperature if isinstance(temperature, Tensor) else None
-            call = find(_NAME, key, input, target, of_rows)
-            if call is not None:
-                return call(input, target, scale, softcap, temperature)
+    numbers = _kind_of_numbers(scale, softcap, temperature)
+    if numbers is not None and not CHECK and type(ignore_index) is int and type(return_stats) is tuple:
+        of_call = ignore_index, return_entropy, return_lse, return_stats, inplace_backward, dtype
+        key = numbers, of_call, torch.is_grad_enabled()
+        call = find(_NAME, key, input, target, temperature if isinstance(temperature, Tensor) else None)
+        if call is not None:
+            return call(input, target, scale, softcap, temperature)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
     wanted = _wanted(return_entropy, return_lse, return_stats)
     return _log_prob(input, target, options, wanted, inplace_backward, dtype, key)
 
 
-def _kind(number: Any) -> str | None:
-    """What a kept call depends on of a number; None where it wants a check."""
-    if number is None:
-        return "none"
-    finite = type(number) is float and -float("inf") < number < float("inf")
-    return ("negative" if number < 0 else "positive") if finite and number else None
+def _kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None:
+    """What a kept call depends on of numbers that change from call to call; None where one wants a check."""
+    if scale is None and softcap is None and temperature is None:
+        return ()
+    of_all = 1.0 if temperature is None or isinstance(temperature, Tensor) else temperature
+    numbers = of_all, 1.0 if scale is None else scale, 1.0 if softcap is None else softcap
+    if not all(type(each) is float and 0.0 < abs(each) < float("inf") for each in numbers):
+        return None
+    if of_all < 0 or numbers[2] < 0:
+        return None
+    return kind_of_scale(numbers[1] / of_all), softcap is not None
 
 
 def _wanted(entropy: bool, lse: bool, stats: Any) -> Asked:
@@ -233,30 +244,55 @@ def _prepare_call(
     """The call for tensors like these: call(input, target, scale, softcap, temperature)."""
     differentiates, n_classes, ignore_index = needs_grad(input), input.shape[-1], options.ignore_index
     asked, several = wanted._replace(states=differentiates), target.ndim == input.ndim
+    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
+    alike = options.with_number()
+    flat = input.ndim == 2 and several
+    given = given_of(*_as_rows(input, target, temperature), alike)
+    is_aligned = given.x.data_ptr() == input.data_ptr()
 
-    def build(_):
+    def build(n, run):
         def call(input, target, scale, softcap, temperature):
-            options = _options(ignore_index, scale, softcap, temperature)
-            rows = input.reshape(-1, n_classes)
-            targets = target.reshape(len(rows), -1)
-            if differentiates:
-                found = _apply(rows, targets, options, asked, inplace)
+            options, of_rows = alike, None
+            if scale is not None or softcap is not None or temperature is not None:
+                options, of_rows = _split(_options(ignore_index, scale, softcap, temperature))
+            if flat and is_aligned:
+                rows, targets = input, target
             else:
-                given = _given(rows, targets, options)
-                found = forward(given, options, asked)[2:]
+                rows, targets = input.reshape(-1, n_classes), target.reshape(-1, target.shape[-1] if several else 1)
+            how = run, options, is_aligned, inplace
+            if differentiates:
+                found = _apply(rows, targets, of_rows, how)
+            else:
+                found = _run(rows, targets, of_rows, how)[1][2:]
             leading = input.shape[:-1]
             return output_of(found, wanted, target.shape if several else leading, leading, dtype)
 
         return call
 
-    return compose(build, n=input.shape[0] if input.ndim > 1 else None, by_row=True)
+    prepared = prepare_log_probs(given, alike, asked)
+    return compose(build, prepared, n=input.shape[0] if input.ndim == 2 else None, by_row=True)
 
 
-def _given(rows: Tensor, targets: Tensor, options: LogProb):
-    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
+def _as_rows(input: Tensor, target: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    rows = input.reshape(-1, input.shape[-1])
     if temperature is not None:
-        temperature = temperature.detach().reshape(-1).to(arithmetic_of(rows)).contiguous()
-    return given_of(aligned(rows), targets.contiguous(), temperature, options)
+        temperature = temperature.detach().reshape(-1).to(arithmetic_of(input)).contiguous()
+    return aligned(rows), target.reshape(len(rows), -1).contiguous(), temperature
+
+
+def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
+    """(options whose temperature is a number, the temperatures of rows)."""
+    return options.with_number(), options.temperature if isinstance(options.temperature, Tensor) else None
+
+
+def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, how: tuple):
+    """(the tensors as kernels took them, what they gave)."""
+    run, options, is_aligned, _ = how
+    if temperature is None and is_aligned:
+        given = given_of(rows, targets.contiguous(), None, options)
+    else:
+        given = given_of(*_as_rows(rows, targets, temperature), options)
+    return given, run(given, options.numbers[0])
 
 
 def output_of(found, wanted: Asked, shape, leading, dtype: torch.dtype) -> Tensor | LogProbOutput:
@@ -266,11 +302,11 @@ def output_of(found, wanted: Asked, shape, leading, dtype: torch.dtype) -> Tenso
     if not any(wanted[:-1]):
         return of_targets
     wants = wanted.entropy, wanted.lse, wanted.log_sum_sq_probs, wanted.mean_logits
-    entropy, lse, *stats = (
+    entropy, lse, log_sq, mean = (
         each.view(leading).to(dtype) if asks else None for each, asks in zip(of_rows, wants, strict=True)
     )
     top = top.view(shape) if wanted.is_top1 else None
-    stats = LogProbStats(*stats, top) if any(wanted[2:-1]) else None
+    stats = LogProbStats(log_sq, mean, top) if any(wanted[2:-1]) else None
     return LogProbOutput(of_targets, entropy, lse, stats)
 
 
@@ -278,13 +314,10 @@ class _LogProb(torch.autograd.Function):
     """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for."""
 
     @staticmethod
-    def forward(ctx, x, target, options, asked, inplace):
+    def forward(ctx, x, target, temperature, how):
         ctx.set_materialize_grads(False)
-        given = _given(x, target, options)
-        found = forward(given, options, asked)
-        # A tensor is saved beside them.
-        ctx.options = options if given.temperature is None else replace(options, temperature=given.temperature[:0])
-        ctx.inplace = inplace
+        given, found = _run(x, target, temperature, how)
+        _, ctx.options, _, ctx.inplace = how
         ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy)
         if found.is_top1 is not None:
             ctx.mark_non_differentiable(found.is_top1)
@@ -293,14 +326,14 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlog_prob, dentropy, dlse, *of_stats):
         refuse(_NAME, STATISTICS, of_stats, HAVE)
-        nothing = (None,) * 4
+        nothing = (None,) * 3
         if dlog_prob is None and dentropy is None and dlse is None:
             return None, *nothing
         gradients = Gradients(*resolved(dlog_prob, dentropy, dlse))
         x, target, temperature, m, ls, entropy = saved_of(ctx, _NAME)
-        target, m, ls, entropy, temperature = (
-            None if each is None else each.contiguous() for each in (target, m, ls, entropy, temperature)
-        )
+        # Hooks of saved tensors may return other strides.
+        target, m, ls = (each.contiguous() for each in (target, m, ls))
+        entropy, temperature = (each if each is None else each.contiguous() for each in (entropy, temperature))
         if torch.is_grad_enabled() or batched(*gradients):
             if ctx.inplace and torch.is_grad_enabled():
                 raise RuntimeError(f"{_NAME}: inplace_backward leaves no logits for a second derivative")
@@ -338,7 +371,7 @@ def referred(x, target, options: LogProb, temperature=None):
 
 def _composed(input, target, options: LogProb, wanted: Asked, dtype: torch.dtype) -> Tensor | LogProbOutput:
     """By torch's operations: on devices without kernels, and under functorch's transforms."""
-    of_targets, entropy, lse, stats = referred(input, target, options)
+    of_targets, entropy, lse, stats = referred(input, target, *_split(options))
     found = [stats[name] for name in STATS]
     if any(wanted[2:-1]):
         found = refusing(_NAME, STATISTICS, found, of_targets, HAVE)

@@ -63,7 +63,7 @@ class GivenLogits(NamedTuple):
 
 def given_of(x: Tensor, target: Tensor, temperature: Tensor | None, options: LogProb) -> GivenLogits:
     """temperature: of each row, where it is not a number."""
-    return GivenLogits(x, target, temperature, options.loss().exact_numbers(x))
+    return GivenLogits(x, target, temperature, options.loss.exact_numbers(x))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -75,14 +75,9 @@ def aligned(x: Tensor) -> Tensor:
 
 def forward(given: GivenLogits, options: LogProb, asked: Asked) -> LogProbRows:
     """The log-probabilities of `aligned` rows."""
-    key = *options.key(), *asked
+    key = *options.key, *asked
     call = kept("log_probs", key, (given.x, given.target, given.temperature), prepare_log_probs, given, options, asked)
-    return call(given, numbers_of(options, _NUMBERS))
-
-
-def numbers_of(options: LogProb, names: tuple[str, ...]) -> tuple[float, ...]:
-    numbers = options.loss().numbers()
-    return tuple(getattr(numbers, name) for name in names)
+    return call(given, options.numbers[0])
 
 
 def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: RowPlan | None = None) -> Launched:
@@ -116,7 +111,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     names = (*GivenLogits._fields, "states", "found", "m", "ls", "log_prob", "entropy", "lse", "log_sq", "mean", "top")
     arranged = (*given, *states_of(n_rows), *rows_of(n_rows))
     tensors = dict(zip(names, arranged, strict=True))
-    values = options.loss().values() | {"n_targets": n_targets}
+    values = options.loss.values() | {"n_targets": n_targets}
     launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=_NUMBERS)]
     if plan.parts > 1:
         lanes = triton.next_power_of_2(plan.parts)
@@ -149,7 +144,7 @@ def _blocks(block: int, plan: RowPlan) -> int:
 
 
 def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
-    kind = options.loss().kind() | {"targets": triton.next_power_of_2(given.target.shape[1])}
+    kind = options.loss.kind() | {"targets": triton.next_power_of_2(given.target.shape[1])}
     if given.temperature is not None:
         kind["scaled"] = True
     x = given.x
@@ -182,8 +177,8 @@ def backward(
     entropy = None if gradients.entropy is None else entropy
     beside = (m, ls, entropy, *gradients)
     tensors = x, dx, given.target, given.temperature, entropy, *gradients
-    call = kept("log_prob_gradient", (*options.key(), over), tensors, _prepare_gradient, given, dx, beside, options)
-    return call(given, dx, beside, numbers_of(options, _READ_NUMBERS))
+    call = kept("log_prob_gradient", (*options.key, over), tensors, _prepare_gradient, given, dx, beside, options)
+    return call(given, dx, beside, options.numbers[1])
 
 
 def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb) -> Launched:
@@ -204,7 +199,7 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
 
     of_call = arranged(given, dx, beside)
     tensors = dict(zip(names, of_call, strict=True))
-    values = options.loss().values() | {"n_targets": given.target.shape[1]}
+    values = options.loss.values() | {"n_targets": given.target.shape[1]}
     picked = picked_of(of_call)
 
     def build(_, launch):

@@ -47,10 +47,12 @@ def log_prob(input, target, *given):
         empty, there = input.new_empty, on_device(input) and input.numel() and target.numel()
         if there:
             x = ops.aligned(input)
-            found = forward(given_of(x, target.contiguous(), _temperature(options, x), options), options, asked)
+            t, alike = _temperature(options, x), options.with_number()
+            found = forward(given_of(x, target.contiguous(), t, alike), alike, asked)
             m, ls, *results = found
         else:
-            of_targets, entropy, lse, stats = ops.referred(input, target, options)
+            t = options.temperature if isinstance(options.temperature, Tensor) else None
+            of_targets, entropy, lse, stats = ops.referred(input, target, options.with_number(), t)
             results = [of_targets, entropy, lse, *stats.values()]
             wants = True, *asked[:-1]
             results = [each if wanted else None for each, wanted in zip(results, wants, strict=True)]
@@ -78,7 +80,7 @@ def save_log_prob(ctx, inputs, output):
     _, m, ls, entropy, _, *stats = output
     options, asked = _split(given)
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
-    ctx.options, ctx.asked = replace(options, temperature=1.0) if temperature is not None else options, asked
+    ctx.options, ctx.asked = options.with_number(), asked
     ctx.save_for_backward(input, target, m, ls, entropy, temperature)
     ctx.mark_non_differentiable(m, ls, *stats)
     ctx.set_materialize_grads(False)
@@ -103,6 +105,7 @@ def log_prob_backward(input, target, m, ls, entropy, dlog_prob, dentropy, dlse, 
     with torch._C.DisableTorchFunction():
         options, _ = _split(given)
         gradients, temperature = Gradients(dlog_prob, dentropy, dlse), _temperature(options, input)
+        options = options.with_number()
         if not (on_device(input) and input.numel()):
             return ops.differentiable_gradient(input, target, temperature, options, gradients)
         rows = _rows(input)

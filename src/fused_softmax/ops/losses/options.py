@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
@@ -188,15 +189,27 @@ class LogProb(Options):
     softcap: float | None = option(None, "float?", _is_cap)
     temperature: float | Tensor = option(1.0, "float", _is_temperature, by_row=True)
 
+    @cached_property
     def loss(self) -> Loss:
         """The logits as a loss has them: divided by a number t, softcap(x * scale) is a softcap of both over t."""
         t = 1.0 if isinstance(self.temperature, Tensor) else self.temperature
         softcap = None if self.softcap is None else self.softcap / t
         return Loss(ignore_index=self.ignore_index, reduction="none", softcap=softcap, scale=self.scale / t)
 
+    @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the temperatures."""
-        return *self.loss().key(), isinstance(self.temperature, Tensor)
+        return self.loss.key()
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(all that each launch is given, what a launch is given that masks columns past a row's end)."""
+        numbers = self.loss.numbers()
+        return numbers[:3], (numbers.factor, numbers.cap)
+
+    def with_number(self) -> Self:
+        """Less temperatures of rows, which are given beside it: what is kept holds no tensor."""
+        return replace(self, temperature=1.0) if isinstance(self.temperature, Tensor) else self
 
 
 _INDICES = (torch.int64, torch.int32, torch.uint8)
