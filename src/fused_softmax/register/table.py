@@ -13,8 +13,8 @@ from fused_softmax.core import one_dim
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
-from fused_softmax.ops.losses import operators as loss_rules
 from fused_softmax.ops.losses import log_prob_operators as log_prob_rules
+from fused_softmax.ops.losses import operators as loss_rules
 from fused_softmax.ops.losses import reference as losses_reference
 from fused_softmax.ops.losses.cross_entropy import cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy

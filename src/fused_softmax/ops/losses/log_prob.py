@@ -172,6 +172,8 @@ def _checked(input, target, given, dtype) -> LogProb:
         raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
     if input.ndim == 0:
         raise ValueError(f"{_NAME}: input must have a class dim, got shape ()")
+    if input.shape[-1] == 0:
+        raise ValueError(f"{_NAME}: input must have at least one class, got shape {tuple(input.shape)}")
     if target.dtype not in _INDICES:
         raise RuntimeError(f"{_NAME}: target must be of int64, int32 or uint8, got {target.dtype}")
     leading = tuple(input.shape[:-1])
@@ -184,10 +186,12 @@ def _checked(input, target, given, dtype) -> LogProb:
     if target.device != input.device:
         raise RuntimeError(f"{_NAME}: target must be on the input's device {input.device}, got {target.device}")
     for argument, option in LogProb.OPTIONS.items():
-        if given[argument] is not None and option.check is not None:
+        if option.check is not None:
             option.check(_NAME, argument, given[argument])
     temperature = given["temperature"]
     if isinstance(temperature, Tensor):
+        if temperature.layout != torch.strided:
+            raise RuntimeError(f"{_NAME}: temperature must be a dense strided tensor, got {temperature.layout}")
         if tuple(temperature.shape) != leading:
             raise ValueError(f"{_NAME}: temperature must have shape {leading}, got {tuple(temperature.shape)}")
         if not temperature.is_floating_point() or temperature.device != input.device:
@@ -233,9 +237,12 @@ def _prepare_call(
     """The call for tensors like these: call(input, target, scale, softcap, temperature)."""
     differentiates, n_classes, ignore_index = needs_grad(input), input.shape[-1], options.ignore_index
     asked, several = wanted._replace(states=differentiates), target.ndim == input.ndim
+    overwrites = inplace and differentiates
 
     def build(_):
         def call(input, target, scale, softcap, temperature):
+            if overwrites:  # of two tensors alike, one may be a leaf
+                _check_inplace(input)
             options = _options(ignore_index, scale, softcap, temperature)
             rows = input.reshape(-1, n_classes)
             targets = target.reshape(len(rows), -1)
@@ -266,11 +273,11 @@ def output_of(found, wanted: Asked, shape, leading, dtype: torch.dtype) -> Tenso
     if not any(wanted[:-1]):
         return of_targets
     wants = wanted.entropy, wanted.lse, wanted.log_sum_sq_probs, wanted.mean_logits
-    entropy, lse, *stats = (
+    entropy, lse, log_sq, mean = (
         each.view(leading).to(dtype) if asks else None for each, asks in zip(of_rows, wants, strict=True)
     )
     top = top.view(shape) if wanted.is_top1 else None
-    stats = LogProbStats(*stats, top) if any(wanted[2:-1]) else None
+    stats = LogProbStats(log_sq, mean, top) if any(wanted[2:-1]) else None
     return LogProbOutput(of_targets, entropy, lse, stats)
 
 
@@ -297,17 +304,16 @@ class _LogProb(torch.autograd.Function):
         if dlog_prob is None and dentropy is None and dlse is None:
             return None, *nothing
         gradients = Gradients(*resolved(dlog_prob, dentropy, dlse))
-        x, target, temperature, m, ls, entropy = saved_of(ctx, _NAME)
-        target, m, ls, entropy, temperature = (
-            None if each is None else each.contiguous() for each in (target, m, ls, entropy, temperature)
-        )
+        x, *others = saved_of(ctx, _NAME)
+        saved: list[Any] = [None if each is None else each.contiguous() for each in others]
+        target, temperature, m, ls, entropy = saved
         if torch.is_grad_enabled() or batched(*gradients):
             if ctx.inplace and torch.is_grad_enabled():
                 raise RuntimeError(f"{_NAME}: inplace_backward leaves no logits for a second derivative")
             return differentiable_gradient(x, target, temperature, ctx.options, gradients), *nothing
         rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
         given = given_of(rows, target, temperature, ctx.options)
-        dx = x.detach() if ctx.inplace else None
+        dx = rows.detach() if ctx.inplace else None  # of a copy, where a hook gave back other strides
         dx = backward(given, m, ls, entropy, gradients, ctx.options, dx)
         if ctx.inplace:  # whoever else keeps the logits is told by autograd
             bump_version(x)

@@ -120,7 +120,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=_NUMBERS)]
     if plan.parts > 1:
         lanes = triton.next_power_of_2(plan.parts)
-        block = max(1, min(16, 1024 // lanes))
+        block = max(1, min(16, 1024 // max(lanes, spec.targets)))
         merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1)
         programs = partial(_blocks, block)
         launches.append(
