@@ -68,9 +68,10 @@ def given_of(x: Tensor, target: Tensor, temperature: Tensor | None, options: Log
 
 def aligned(x: Tensor) -> Tensor:
     """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order."""
-    whole = x.shape[1] % (16 // x.element_size()) == 0
+    vector = 16 // x.element_size()
     rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-    return rows.clone(memory_format=torch.contiguous_format) if whole and alignment_of(rows) != "even" else rows
+    even = rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
+    return rows if even or x.shape[1] % vector else rows.clone(memory_format=torch.contiguous_format)
 
 
 def forward(given: GivenLogits, options: LogProb, asked: Asked) -> LogProbRows:
