@@ -391,12 +391,13 @@ def test_kept_calls_of_other_autocasts_are_kept_apart(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_sampling_is_the_same_under_autocast(device, dtype):
+def test_what_autocast_leaves_alone_is_the_same_under_it(device, dtype):
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).mul(3).to(device)
     seen = torch.tensor([[1, 2, 2]]).expand(4, 3).to(device)
     drafts = torch.randint(300, (2, 1), generator=torch.Generator().manual_seed(1)).to(device)
     x, probabilities = logits.to(dtype), logits.softmax(-1).to(dtype)
     functions = {
+        "log_prob": lambda: fused_softmax.log_prob(x, seen),
         "sample": lambda: fused_softmax.sample(x, 0.7, 20, 0.9, seed=1, return_logprobs="processed", top_logprobs=2),
         "speculative_sample": lambda: fused_softmax.speculative_sample(x.view(2, 2, 300), drafts, seed=1),
         "top_k_mask_logits": lambda: fused_softmax.top_k_mask_logits(x, 5),

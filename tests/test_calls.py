@@ -261,6 +261,39 @@ KINDS |= {
     f"linear_cross_entropy, {name}, {reduction}{', gradient' if grad else ''}": of_linear(name, reduction, grad)
     for name, reduction, grad in product(LINEAR, ("mean", "none"), (False, True))
 }
+LOG_PROBS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "numbers": {
+        "scale": lambda n, seed: 0.5 + seed, "softcap": lambda n, seed: 5.0 + seed,
+        "temperature": lambda n, seed: 0.7 + seed,
+    },
+    "temperatures": {"temperature": lambda n, seed: rand(n, seed=seed + 3).abs() + 0.1},
+    "statistics": {"return_stats": ("log_sum_sq_probs", "mean_logits", "is_top1"), "return_lse": True},
+    "entropy, fp64": {"of": FP64, "return_entropy": True, "scale": lambda n, seed: 0.5 + seed},
+    "row stride, bf16": {"of": BF16, "lay": padded},
+    "several parts": {"of": FP64, "n_cols": 20000, "return_entropy": True},
+}  # fmt: skip
+
+
+def of_log_prob(name, grad, call=fused_softmax.log_prob):
+    options = dict(LOG_PROBS[name])
+    dtype, n_cols, lay = options.pop("of", FP32), options.pop("n_cols", 70), options.pop("lay", None)
+    tensors = {
+        "x": lambda n, seed: rand(n, n_cols, seed=seed, dtype=dtype),
+        "target": lambda n, seed: torch.randint(70, (n, 2), generator=torch.Generator().manual_seed(seed)),
+    }
+    return Kind(call, tensors, options, grad, lay)
+
+
+def over_the_logits(x, target, **options):
+    return fused_softmax.log_prob(x * 1, target, inplace_backward=True, **options)
+
+
+KINDS |= {
+    f"log_prob, {name}{', gradient' if grad else ''}": of_log_prob(name, grad)
+    for name, grad in product(LOG_PROBS, (False, True))
+}
+KINDS["log_prob, inplace"] = of_log_prob("plain", True, over_the_logits)
 KINDS["cross_entropy, inplace"] = of_loss("plain", "mean", True, inplace)
 KINDS["cross_entropy, given lse, inplace"] = of_loss("given lse", "mean", True, inplace)
 KINDS |= {

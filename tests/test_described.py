@@ -33,6 +33,10 @@ CALLS = {
             "softcap", "lse_square_scale", "chunk_size", "accumulate", "dtype", "group", "n_classes", "transport",
         ),
     ),
+    "log_prob": (
+        lambda **options: fused_softmax.log_prob(X, **{"target": T, **options}),
+        ("target", "scale", "softcap", "temperature", "ignore_index", "return_stats", "dtype"),
+    ),
     "sample": (
         lambda **options: fused_softmax.sample(X, **options),
         (

@@ -10,8 +10,9 @@ from products import pairwise
 from fused_softmax.core import calls
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_by_classes as by_classes
+from fused_softmax.ops.losses import log_prob_launches as log_probs
 from fused_softmax.ops.losses.given_lse import forward_given_lse
-from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.options import LogProb, Loss
 from fused_softmax.ops.losses.sums import multiply
 
 pytestmark = pytest.mark.compiles
@@ -26,8 +27,10 @@ def binaries(target, run):
     """Of what `run` launches, as of tensors on a GPU, by the names of the kernels; of two launches the last."""
     calls.forget()
     on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
-    of_classes = mock.patch.object(by_classes, "device_of", return_value=GPUS[target])
-    with on_gpu, of_classes:
+    of_classes, of_rows = (
+        mock.patch.object(module, "device_of", return_value=GPUS[target]) for module in (by_classes, log_probs)
+    )
+    with on_gpu, of_classes, of_rows:
         recorded = launched(GPUS[target], run)
     calls.forget()  # what was kept launches nothing
     cuda = GPUS[target].backend == "cuda"
@@ -109,3 +112,25 @@ def test_a_gradient_of_any_size_is_multiplied(n):
     (binary,) = binaries("sm_90", lambda: multiply(dx, torch.ones(1))).values()
     assert binary.spilled_bytes == 0
     assert (max(binary.store_widths) == 16) == (n == 4096)
+
+
+@pairwise()
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("k", [1, 5, 300])
+def test_log_probabilities(target, dtype, softcap, k):
+    options, row = LogProb(softcap=softcap), torch.ones(512)
+    for n_cols in (1024, 50257, 128256):
+        x, targets = torch.empty(512, n_cols, dtype=dtype), torch.zeros(512, k, dtype=torch.int64)
+
+        def run():
+            given = log_probs.given_of(x, targets, row, options)  # noqa: B023
+            log_probs.forward(given, options, log_probs.Asked(*[True] * 6))
+            gradients = log_probs.Gradients(torch.ones(512, k), row, row)
+            log_probs.backward(given, row, row, row, gradients, options)
+
+        found = binaries(target, run)
+        assert ("_merge_log_probs" in found) == (n_cols > 1024)
+        for name, binary in found.items():
+            assert binary.spilled_bytes <= ABOUT_THE_CALL, (n_cols, name)

@@ -77,6 +77,9 @@ CALLS = {
     "linear_cross_entropy, chunks": lambda i: fused_softmax.linear_cross_entropy(
         i["x"], i["w"], i["target"], chunk_size=5, return_lse=True, skip_ignored=True, ignore_index=3
     ).loss,
+    "log_prob": lambda i: fused_softmax.log_prob(
+        i["x"], i["target"], temperature=i["x"].detach()[:, 0].abs(), return_entropy=True
+    ).entropy,
     "attention": lambda i: fused_softmax.attention(i["q"], i["q"], i["q"]),
     "attention, masked": lambda i: fused_softmax.attention(i["q"], i["q"], i["q"], i["mask"], softcap=5.0),
     "attention, one query": lambda i: fused_softmax.attention(i["q"][:, :, -1:], i["q"], i["q"]),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from conftest import kernels, peaked
 
 import fused_softmax
-from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_softmax, logsumexp, softmax
+from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_prob, log_softmax, logsumexp, softmax
 
 pytestmark = kernels
 T = torch.tensor([3, -100, 0, 7])
@@ -45,6 +45,7 @@ CALLS = {
     "linear": lambda x: of(x, linear), "linear, none": lambda x: of(x, linear, reduction="none"),
     "linear, lse": lambda x: of(x, linear, return_lse=True).lse,
     "linear, statistics": lambda x: of(x, linear, return_token_stats=True).loss,
+    "log_prob": lambda x: of(x, log_prob), "entropy": lambda x: of(x, log_prob, return_entropy=True).entropy,
     "attention": lambda x: attention(x[None], x[None], x[None]),
     "attention's lse": lambda x: attention(x[None], x[None], x[None], return_lse=True).lse,
     "torch's cross_entropy": lambda x: of(x, F.cross_entropy),
@@ -119,7 +120,9 @@ def test_an_input_with_the_bit(name, device):
         torch.testing.assert_close(gradient(lambda leaf: CALLS[name](torch._neg_view(leaf)), -x, lambda y: y), -wanted)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "none", "lse", "z-loss", "given lse", "linear", "linear, none"])
+@pytest.mark.parametrize(
+    "name", ["cross_entropy", "none", "lse", "z-loss", "given lse", "linear", "linear, none", "entropy"]
+)
 def test_saved_tensors_with_the_bit(name, device):
     """Hooks of saved tensors may give back what they like, as long as it is equal."""
     x = (peaked(4, 9) / 4).to(device)
@@ -137,3 +140,9 @@ def test_class_weights_with_the_bit(function, device):
     x, weight = (peaked(4, 9) / 4).to(device), WEIGHT.to(device)
     wanted = function(x, T.to(device), weight=weight)
     torch.testing.assert_close(function(x, T.to(device), weight=negated(weight)), wanted)
+
+
+def test_temperatures_with_the_bit(device):
+    x, temperature = (peaked(4, 9) / 4).to(device), WEIGHT[:4].to(device)
+    wanted = log_prob(x, T.to(device), temperature=temperature)
+    torch.testing.assert_close(log_prob(x, T.to(device), temperature=negated(temperature)), wanted)

@@ -9,7 +9,7 @@ import torch
 from conftest import peaked
 from products import pairwise
 
-from fused_softmax import attention, cross_entropy, linear_cross_entropy
+from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_prob
 from fused_softmax.core import route
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -96,6 +96,20 @@ def test_transforms_of_torch_func(kind, device):
     beside = torch.func.grad(lambda x: (lambda out: (out.loss, out.token_stats.entropy))(of(x)), has_aux=True)
     torch.testing.assert_close(beside(x)[1], of(x).token_stats.entropy)
     torch.testing.assert_close(torch.vmap(beside)(x[None])[1][0], of(x).token_stats.entropy)
+
+
+@pytest.mark.parametrize("statistic", ["log_sum_sq_probs", "mean_logits"])
+@pytest.mark.parametrize("way", ROUTES)
+def test_a_backward_pass_through_the_statistics_of_rows_raises(way, statistic, device, monkeypatch):
+    target, names = torch.tensor([3, -100, 0, 7], device=device), ("is_top1", "log_sum_sq_probs", "mean_logits")
+    function = on(way, lambda x: log_prob(x, target, return_stats=names), monkeypatch, device)
+    out = function((peaked(4, 9) / 4).to(device).requires_grad_())
+    stat = getattr(out.stats, statistic)
+    stat.tolist()
+    assert not out.stats.is_top1.requires_grad
+    with raises("log_prob", f"stats.{statistic}") as raised:
+        (out.log_prob.sum() - 0.01 * stat.mean()).backward()
+    assert "log_prob, entropy and lse have one" in str(raised.value)
 
 
 def qkv(device, dtype=torch.float32):

@@ -66,6 +66,7 @@ def loss_samples():
     hidden, w, b = logits(3, 5, seed=3), logits(8, 5, seed=4), torch.linspace(-1.0, 1.0, 8).requires_grad_()
     layer = [each.detach() for each in (hidden, w, b)]
     second = (-100, "none", 0.1, 5.0, 2.0, 0.1)
+    several, given = torch.tensor([[5, 5], [-100, 3], [0, 7]]), logits(3, 2, seed=5)
     of_linear = (None, -100, "mean", 0.1, None, 1.0, 0.0, 2, "fp32", [True] * 3)
     return {
         "cross_entropy": [
@@ -90,6 +91,15 @@ def loss_samples():
         "linear_cross_entropy_backward": [
             (dy.detach(), *layer[:2], target, layer[2], *of_linear),
             (dy.detach(), *layer[:2], target, layer[2], *of_linear, rows.detach(), dy.detach()),
+        ],
+        "log_prob": [
+            (x, target[:, None]),
+            (x, several, -100, 0.5, 4.0, 0.7, None, [True] * 5),
+            (x, several, -100, -2.0, None, 1.0, rows.detach() + 1, [False, True, False, False, True]),
+        ],
+        "log_prob_backward": [
+            (x, target[:, None], m, ls, rows[:0], rows[:, None], None, None),
+            (x, several, m, ls, rows, given, rows, rows, -100, 0.5, 4.0, 1.0, rows.detach() + 1),
         ],
     }  # fmt: skip
 
@@ -275,6 +285,10 @@ def public_samples(device):
         "logsumexp": [*of_scores, ((x, (0, 1), True), {})],
         "cross_entropy": [((x, target), options) for options in losses],
         "linear_cross_entropy": [((hidden, w, target), options | bias) for options in losses],
+        "log_prob": [
+            ((x, target), {}),
+            ((x, target.view(5, 1).expand(5, 3)), {"scale": -0.5, "softcap": 5.0, "temperature": weight[:5]}),
+        ],
         "attention": [
             ((x.view(5, 1, 7, 10) / 4, x.view(5, 1, 7, 10), x.view(5, 1, 7, 10)), options)
             for options in ({"is_causal": True}, {"softcap": 3.0, "window": (2, 1)})

@@ -19,6 +19,7 @@ CALLS = {
     "logsumexp": lambda x: fused_softmax.logsumexp(x, -1),
     "cross_entropy": lambda x: fused_softmax.cross_entropy(x, target),
     "linear_cross_entropy": lambda x: fused_softmax.linear_cross_entropy(x, weight, target),
+    "log_prob": lambda x: fused_softmax.log_prob(x, target),
     "sample": lambda x: fused_softmax.sample(x.detach()),
 }
 """
@@ -43,7 +44,7 @@ with fused_softmax.explain() as explained:
     pass
 print(explained)
 """)
-    said = "{'composed'} {'there are no kernels for tensors on cpu'} 6\nno call of fused_softmax\n"
+    said = "{'composed'} {'there are no kernels for tensors on cpu'} 7\nno call of fused_softmax\n"
     assert shown == said
 
 
@@ -89,7 +90,7 @@ except ModuleNotFoundError as error:
 """,
         FUSED_SOFTMAX_INTERPRET="1",
     )
-    assert len(said.splitlines()) == 7
+    assert len(said.splitlines()) == 8
     assert set(said.splitlines()) == {
         "the kernels of fused_softmax need Triton, which is not installed: pip install triton (on Linux). "
         "Tensors on the CPU need none: torch computes them"

@@ -52,6 +52,8 @@ LINES = (
     Line("cross_entropy", "cross_entropy"),
     Line("cross_entropy", "cross_entropy_gradient"),
     Line("linear_cross_entropy", "linear_cross_entropy"),
+    Line("log_prob", "log_prob"),
+    Line("log_prob", "log_prob_gradient"),
     Line("sampling", "sample"),
     Line("sampling", "sample_top_k"),
     Line("sampling", "sample_top_p"),

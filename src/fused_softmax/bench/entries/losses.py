@@ -41,8 +41,7 @@ def loss_gradient_formula(case: Case) -> Call:
 
 def own_log_prob(case: Case) -> Call:
     def call(x, target):
-        of_targets, entropy, *_ = log_prob(x, target, return_entropy=True)
-        return of_targets, entropy
+        return log_prob(x, target, return_entropy=True)[:2]
 
     return call
 
@@ -60,7 +59,7 @@ def eager_log_prob(case: Case) -> Call:
 def log_prob_formula(case: Case) -> Call:
     def call(x, target):
         log_p = torch.log_softmax(x, -1, dtype=widest(x))
-        return torch.stack([log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)])
+        return torch.stack([log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)], -1)
 
     return call
 
@@ -120,10 +119,10 @@ ENTRIES = {
     ),
     "log_prob": Operation(
         inputs=with_targets,
-        own=lambda case: lambda x, target: torch.stack(own_log_prob(case)(x, target)),
+        own=lambda case: lambda x, target: torch.stack(own_log_prob(case)(x, target), -1),
         formula=log_prob_formula,
-        eager=lambda case: lambda x, target: torch.stack(eager_log_prob(case)(x, target)),
-        held_bytes=lambda case: case.tensor_bytes + case.n_rows * 24,
+        eager=lambda case: lambda x, target: torch.stack(eager_log_prob(case)(x, target), -1),
+        held_bytes=lambda case: case.tensor_bytes + 16 * case.n_rows,
         ceilings=lambda case: ceiling.reads(),
         parameters=lambda case: {"return_entropy": True},
     ),
@@ -132,7 +131,7 @@ ENTRIES = {
         own=log_prob_gradient(own_log_prob),
         formula=log_prob_gradient_formula,
         eager=log_prob_gradient(eager_log_prob),
-        held_bytes=lambda case: 2 * case.tensor_bytes + 32 * case.n_rows,
+        held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
         ceilings=lambda case: ceiling.copies(),
         parameters=lambda case: {"return_entropy": True},
     ),

@@ -183,6 +183,8 @@ def _checked(input, target, given, dtype) -> LogProb:
         raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
     if input.ndim == 0:
         raise ValueError(f"{_NAME}: input must have a class dim, got shape ()")
+    if input.shape[-1] == 0:
+        raise ValueError(f"{_NAME}: input must have at least one class, got shape {tuple(input.shape)}")
     if target.dtype not in _INDICES:
         raise RuntimeError(f"{_NAME}: target must be of int64, int32 or uint8, got {target.dtype}")
     leading = tuple(input.shape[:-1])
@@ -195,10 +197,12 @@ def _checked(input, target, given, dtype) -> LogProb:
     if target.device != input.device:
         raise RuntimeError(f"{_NAME}: target must be on the input's device {input.device}, got {target.device}")
     for argument, option in LogProb.OPTIONS.items():
-        if given[argument] is not None and option.check is not None:
+        if option.check is not None:
             option.check(_NAME, argument, given[argument])
     temperature = given["temperature"]
     if isinstance(temperature, Tensor):
+        if temperature.layout != torch.strided:
+            raise RuntimeError(f"{_NAME}: temperature must be a dense strided tensor, got {temperature.layout}")
         if tuple(temperature.shape) != leading:
             raise ValueError(f"{_NAME}: temperature must have shape {leading}, got {tuple(temperature.shape)}")
         if not temperature.is_floating_point() or temperature.device != input.device:
@@ -249,9 +253,12 @@ def _prepare_call(
     flat = input.ndim == 2 and several
     given = given_of(*_as_rows(input, target, temperature), alike)
     is_aligned = given.x.data_ptr() == input.data_ptr()
+    overwrites = inplace and differentiates
 
     def build(n, run):
         def call(input, target, scale, softcap, temperature):
+            if overwrites:  # of two tensors alike, one may be a leaf
+                _check_inplace(input)
             options, of_rows = alike, None
             if scale is not None or softcap is not None or temperature is not None:
                 options, of_rows = _split(_options(ignore_index, scale, softcap, temperature))
@@ -340,7 +347,7 @@ class _LogProb(torch.autograd.Function):
             return differentiable_gradient(x, target, temperature, ctx.options, gradients), *nothing
         rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
         given = given_of(rows, target, temperature, ctx.options)
-        dx = x.detach() if ctx.inplace else None
+        dx = rows.detach() if ctx.inplace else None  # of a copy, where a hook gave back other strides
         dx = backward(given, m, ls, entropy, gradients, ctx.options, dx)
         if ctx.inplace:  # whoever else keeps the logits is told by autograd
             bump_version(x)

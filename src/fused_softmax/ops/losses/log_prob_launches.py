@@ -68,9 +68,10 @@ def given_of(x: Tensor, target: Tensor, temperature: Tensor | None, options: Log
 
 def aligned(x: Tensor) -> Tensor:
     """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order."""
-    whole = x.shape[1] % (16 // x.element_size()) == 0
+    vector = 16 // x.element_size()
     rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-    return rows.clone(memory_format=torch.contiguous_format) if whole and alignment_of(rows) != "even" else rows
+    even = rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
+    return rows if even or x.shape[1] % vector else rows.clone(memory_format=torch.contiguous_format)
 
 
 def forward(given: GivenLogits, options: LogProb, asked: Asked) -> LogProbRows:
@@ -115,7 +116,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=_NUMBERS)]
     if plan.parts > 1:
         lanes = triton.next_power_of_2(plan.parts)
-        block = max(1, min(16, 1024 // lanes))
+        block = max(1, min(16, 1024 // max(lanes, spec.targets)))
         merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1)
         programs = partial(_blocks, block)
         launches.append(

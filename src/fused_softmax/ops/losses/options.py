@@ -31,6 +31,8 @@ class LossNumbers(NamedTuple):
 def _is_int(name: str, argument: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: {argument} must be an int, not {typed(value)}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: {argument} must fit in 64 bits, got {value}")
 
 
 def _is_reduction(name: str, argument: str, value: Any) -> None:
@@ -170,7 +172,7 @@ def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _is_temperature(name: str, argument: str, value: Any) -> None:
-    if isinstance(value, Tensor):
+    if value is None or isinstance(value, Tensor):
         return
     _is_finite(name, argument, value)
     if not value > 0:

@@ -144,8 +144,10 @@ def log_prob(
     z = torch.where(of_row.unsqueeze(-1), input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
     z = _capped(z if scale is None else z * scale, softcap)
     if temperature is not None:
-        number = not isinstance(temperature, Tensor)
-        z = z / (temperature if number else temperature.detach().to(arithmetic).unsqueeze(-1))  # type: ignore[union-attr]
+        if isinstance(temperature, Tensor):
+            t_of_row = temperature.detach().to(arithmetic).unsqueeze(-1)
+            temperature = torch.where(t_of_row > 0, t_of_row, math.nan)
+        z = z / temperature
     lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
     p = log_p.exp()
     entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)

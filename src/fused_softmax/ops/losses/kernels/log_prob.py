@@ -126,13 +126,13 @@ def column_of(S):
 
 @triton.jit
 def slope_by_entropy(z, a, g_entropy, entropy, m, ls, N, K: tl.constexpr):
-    """What a piece's logits get of lse and of the entropy: p (a - g_H (log p + H)), where -inf gets nothing."""
+    """What a piece's logits get of lse and of the entropy: p (a - g_H (log p + H)), where p log p of 0 is 0."""
     log_p = z - m - ls
     p = tl.exp(log_p)
     of_p = a
     if K.stats:
-        of_p = a - g_entropy * (log_p + entropy)
-    return tl.where(p == 0.0, 0.0, p * of_p)
+        of_p = a - g_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
+    return p * of_p
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index"])
@@ -190,9 +190,15 @@ def _log_prob_gradient(
         dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
         tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
     tl.debug_barrier()
-    # A class that several of a row's targets name gets the sum of their gradients, from each the same.
-    same = T.t[:, :, None] == T.t[:, None, :]
-    g_t = tl.sum(tl.where(same, g[:, None, :], 0.0), axis=2)
+    g_t = g
+    if K.targets > 1:  # noqa: SIM102  both are known when it is compiled
+        if dlog_prob_ptr is not None:
+            # A class that several of a row's targets name gets the sum of their gradients, from each the same.
+            g_t = tl.zeros(T.t.shape, K.state_dtype)
+            for i in range(n_targets):
+                at_i = r.row * n_targets + i
+                t_i = tl.load(target_ptr + at_i).to(tl.int64)
+                g_t += tl.where(T.t == t_i, tl.load(dlog_prob_ptr + at_i), 0.0)
     z_t = logit_of_target(x_t, N, K)
     dx = (slope_by_entropy(z_t, a, g_entropy, entropy, m, ls, N, K) + g_t) * slope_of(z_t, N, K)
     tl.store(dx_ptr + r.row * dx_row_stride + T.t, dx.to(K.cast_dtype), mask=own)

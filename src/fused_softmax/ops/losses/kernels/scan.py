@@ -133,7 +133,6 @@ def store_scanned(states_ptr, found_ptr, row, part, n_rows, n_parts, S, K: tl.co
 @triton.jit
 def merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K: tl.constexpr):
     """What is known of rows [K.block_rows] by all their parts."""
-    ROWS: tl.constexpr = K.block_rows
     j = tl.arange(0, K.lanes)[None, :]
     on = j < n_parts
     step = n_rows.to(tl.int64) * n_parts
@@ -144,10 +143,10 @@ def merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K: tl.constexpr):
     s_parts = tl.load(states_ptr + step, mask=on, other=0.0)
     s = tl.sum(rounded_product(s_parts, fade), axis=1)
     wz = tl.sum(tl.load(states_ptr + 2 * step, mask=on, other=0.0), axis=1)
-    u = tl.zeros([ROWS], K.state_dtype)
-    q = tl.zeros([ROWS], K.state_dtype)
-    total = tl.zeros([ROWS], K.state_dtype)
-    found = tl.full([ROWS], NO_COLUMN, tl.int32)
+    u = tl.zeros(m.shape, K.state_dtype)
+    q = tl.zeros(m.shape, K.state_dtype)
+    total = tl.zeros(m.shape, K.state_dtype)
+    found = tl.full(m.shape, NO_COLUMN, tl.int32)
     if K.stats:
         u_parts = tl.load(states_ptr + 3 * step, mask=on, other=0.0)
         u = tl.sum(faded_terms(u_parts, s_parts, m_parts, m[:, None], fade), axis=1)
