@@ -39,6 +39,8 @@ def test_the_tables_arguments_make_what_a_file_has(name):
     if name.endswith("_peaks"):  # its columns follow the planner's ladders
         points, wanted = ({(case.operation, case.dtype, who) for case, who in p} for p in (points, made.points))
         assert points == wanted
+    elif name.endswith("_cold"):  # an operator that came later has no first call there until all are measured again
+        assert points <= set(made.points)
     else:
         assert points == set(made.points)
 

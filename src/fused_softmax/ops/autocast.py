@@ -32,7 +32,6 @@ TABLE = {
     "logsumexp": Rule(("cuda",), result=torch.float32),
     "cross_entropy": Rule(_EVERYWHERE, result=torch.float32),
     "linear_cross_entropy": Rule(_EVERYWHERE, lowers=True, result=torch.float32),
-    "log_prob": _NOTHING,
     "attention": Rule(_EVERYWHERE, lowers=True),
     "sample": _NOTHING,
     "speculative_sample": _NOTHING,
