@@ -26,6 +26,11 @@ def loss(n, n_classes=VOCABULARY, **options):
     return ours.cross_entropy(made(n, n_classes, grad=True), made(n, dtype=torch.int64), **options)
 
 
+def log_prob(n, grad=False):
+    x, target = made(n, VOCABULARY, grad=grad), made(n, dtype=torch.int64)
+    return ours.log_prob(x, target, return_entropy=True)[:2]
+
+
 def sample(n, **filters):
     return ours.sample(made(n, VOCABULARY), 0.7, seed=1, **filters)
 
@@ -49,6 +54,8 @@ LISTS = {
     "loss, numbers of rows": [lambda n=n: loss(n) for n in (2048, 4096, 5000, 8192, 20000)],
     "loss, smoothed": [lambda: loss(4096, label_smoothing=0.1)],
     "loss, vocabularies": [lambda n=n: loss(4096, n) for n in (128256, 128000, 129280)],
+    "log_prob, numbers of rows": [lambda n=n: log_prob(n) for n in (1, 7, 512, 20000)],
+    "log_prob, both passes": [lambda: log_prob(4096, True)],
     "T, batches": [lambda n=n: sample(n) for n in BATCHES],
     "top-k, batches": [lambda n=n: sample(n, top_k=50) for n in BATCHES],
     "attention, lengths": [lambda n=n: attention(n, is_causal=True) for n in (1024, 2048, 4096, 8192)],

@@ -4,7 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_softmax, logsumexp, sample, softmax
+from fused_softmax import (
+    attention,
+    cross_entropy,
+    linear_cross_entropy,
+    log_prob,
+    log_softmax,
+    logsumexp,
+    sample,
+    softmax,
+)
 from fused_softmax.ops.sampling import reference
 
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the greatest element
@@ -30,6 +39,10 @@ def causal(x):
 def loss(of):
     """A mean with class weights and smoothing, whose gradient is written with it."""
     return lambda x, w: of(x, targets(x), w.abs() + 0.1, label_smoothing=0.1)
+
+
+def gathered(x):
+    return torch.log_softmax(x, -1).gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
 
 
 def attended(of, name):
@@ -61,6 +74,8 @@ LOSSES = {
     "losses of few classes": (loss(cross_entropy), loss(F.cross_entropy), [(2100, 33), (33,)]),
     "losses in one launch": (loss(cross_entropy), loss(F.cross_entropy), [(19, 1030), (1030,)]),
     "losses of split rows": (loss(cross_entropy), loss(F.cross_entropy), [(3, 40003), (40003,)]),
+    "log-probabilities": (lambda x: log_prob(x, targets(x)), gathered, [(19, 1030)]),
+    "log-probabilities of long rows": (lambda x: log_prob(x, targets(x)), gathered, [(3, 40008)]),
     "a linear layer's loss": (
         lambda x, w: linear_cross_entropy(x, w, targets(x, len(w))),
         lambda x, w: F.cross_entropy(x @ w.T, targets(x, len(w))), [(70, 64), (300, 64)],

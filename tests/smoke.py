@@ -33,6 +33,10 @@ def check_results():
             lambda: fused_softmax.cross_entropy(x, target),
             lambda: torch.nn.functional.cross_entropy(x, target),
         ),
+        (
+            lambda: fused_softmax.log_prob(x, target),
+            lambda: torch.log_softmax(x, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
+        ),
     ):
         found, expected = ours(), torchs()
         torch.testing.assert_close(found, expected)

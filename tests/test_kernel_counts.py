@@ -15,6 +15,8 @@ EXPECTED = {
     "loss, numbers of rows": 7,  # up to 4096 each program counts the targets; three kernels are small
     "loss, smoothed": 4,
     "loss, vocabularies": 5,
+    "log_prob, numbers of rows": 2,  # parts, and what merges them
+    "log_prob, both passes": 3,
     "T, batches": 1,
     "top-k, batches": 2,
     "attention, lengths": 2,

@@ -123,6 +123,27 @@ def test_many_targets_of_a_row(k, device):
 
 
 @pairwise()
+@pytest.mark.parametrize("n_classes", [33, 613])
+def test_every_class_is_a_target(n_classes, device):
+    """Rows start at every distance from 16 bytes: before the first boundary and after the last one too."""
+    x = torch.randn(5, n_classes, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    every = torch.arange(n_classes, device=device).expand(5, -1)
+    weights = torch.linspace(-1, 2, 5 * n_classes, device=device).view(5, -1)
+    (found,) = torch.autograd.grad(log_prob(x, every), x, weights)
+    expected = weights.double() - x.detach().double().softmax(-1) * weights.double().sum(-1, keepdim=True)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_that_change_nothing_are_kept_apart(device):
+    """A factor of 1 takes another kernel: it is that of scale over temperature."""
+    x, target = torch.randn(4, 90, generator=torch.Generator().manual_seed(0)).to(device), torch.arange(4, device=device)
+    for _ in range(2):
+        for scale, temperature in ((1.0, 1.0), (2.0, 2.0), (2.0, 1.0), (3.0, 2.0), (1.0, None), (0.5, None)):
+            found = log_prob(x, target, scale=scale, temperature=temperature)
+            logits = x * scale / (temperature or 1.0)
+            torch.testing.assert_close(found, torch.log_softmax(logits, -1)[torch.arange(4), target])
+
+
 @pytest.mark.parametrize("alignment", ["even", "shifted", "scalar"])
 @pytest.mark.parametrize("n_classes", [56, 613, 2056])
 @every_dtype
