@@ -136,7 +136,10 @@ def test_every_class_is_a_target(n_classes, device):
 
 def test_numbers_that_change_nothing_are_kept_apart(device):
     """A factor of 1 takes another kernel: it is that of scale over temperature."""
-    x, target = torch.randn(4, 90, generator=torch.Generator().manual_seed(0)).to(device), torch.arange(4, device=device)
+    x, target = (
+        torch.randn(4, 90, generator=torch.Generator().manual_seed(0)).to(device),
+        torch.arange(4, device=device),
+    )
     for _ in range(2):
         for scale, temperature in ((1.0, 1.0), (2.0, 2.0), (2.0, 1.0), (3.0, 2.0), (1.0, None), (0.5, None)):
             found = log_prob(x, target, scale=scale, temperature=temperature)

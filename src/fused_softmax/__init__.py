@@ -41,6 +41,7 @@ __all__ = [
     "enabled",
     "explain",
     "linear_cross_entropy",
+    "linear_log_prob",
     "log_prob",
     "log_softmax",
     "logsumexp",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from fused_softmax.ops.attention.attention import AttentionOutput, attention
     from fused_softmax.ops.losses.cross_entropy import cross_entropy
     from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+    from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
     from fused_softmax.ops.losses.log_prob import LogProbOutput, LogProbStats, log_prob
     from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats
     from fused_softmax.ops.sampling.filters import (
@@ -89,6 +91,7 @@ else:
         "ops.losses.cross_entropy": ("cross_entropy",),
         "ops.losses.output": ("CrossEntropyOutput", "TokenStats"),
         "ops.losses.linear_cross_entropy": ("linear_cross_entropy",),
+        "ops.losses.linear_log_prob": ("linear_log_prob",),
         "ops.losses.log_prob": ("LogProbOutput", "LogProbStats", "log_prob"),
         "ops.softmax.logsumexp": ("logsumexp",),
         "ops.sampling.sample": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),

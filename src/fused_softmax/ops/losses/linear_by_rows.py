@@ -162,6 +162,11 @@ class Gradients:
             found.append(gradient)
         return found
 
+    def in_dtypes(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """The gradients in the dtypes of these: input, weight and bias, of which the products may have been lower."""
+        pairs = zip((self.dx, self.dw, self.db), tensors, strict=True)
+        return [None if gradient is None else gradient.to(of.dtype) for gradient, of in pairs]  # type: ignore[union-attr]
+
 
 def _times(gradient: Tensor, factor: Tensor | None) -> Tensor:
     return gradient if factor is None else gradient.mul_(factor)

@@ -125,7 +125,7 @@ def log_prob(
         if call is not None:
             return call(input, target, scale, softcap, temperature)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
-    wanted = _wanted(return_entropy, return_lse, return_stats)
+    wanted = wanted_of(return_entropy, return_lse, return_stats, _NAME)
     return _log_prob(input, target, options, wanted, inplace_backward, dtype, key)
 
 
@@ -142,13 +142,14 @@ def _kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None
     return kind_of_scale(numbers[1] / of_all), softcap is not None
 
 
-def _wanted(entropy: bool, lse: bool, stats: Any) -> Asked:
+def wanted_of(entropy: bool, lse: bool, stats: Any, name: str) -> Asked:
+    """What the call of a function wants beside log-probabilities."""
     if isinstance(stats, str) or not isinstance(stats, Sequence):
-        raise TypeError(f"{_NAME}: return_stats must be a sequence of names, not {described(stats)}")
-    for name in stats:
-        if name not in STATS:
-            raise ValueError(f"{_NAME}: return_stats knows {', '.join(STATS)}; got {described(name)}")
-    return Asked(bool(entropy), bool(lse), *(name in stats for name in STATS))
+        raise TypeError(f"{name}: return_stats must be a sequence of names, not {described(stats)}")
+    for each in stats:
+        if each not in STATS:
+            raise ValueError(f"{name}: return_stats knows {', '.join(STATS)}; got {described(each)}")
+    return Asked(bool(entropy), bool(lse), *(each in stats for each in STATS))
 
 
 def _log_prob(input, target, given, wanted, inplace, dtype, key):
@@ -158,7 +159,7 @@ def _log_prob(input, target, given, wanted, inplace, dtype, key):
         _check_inplace(input)
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     tensors = [each for each in (input, target, temperature) if each is not None]
-    route = route_of(_NAME, *tensors, refused=_refused(input, target, options), batches=False)
+    route = route_of(_NAME, *tensors, refused=refused(input, target, options), batches=False)
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(_NAME, target, input.shape[-1], options.ignore_index)
     if route is Route.OPERATOR:
@@ -174,46 +175,54 @@ def _log_prob(input, target, given, wanted, inplace, dtype, key):
 def _checked(input, target, given, dtype) -> LogProb:
     if not isinstance(input, Tensor):
         raise TypeError(f"{_NAME}: input must be a Tensor, not {type(input).__name__}")
-    for argument, tensor in (("input", input), ("target", target)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{_NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got {tensor.layout}")
+    if input.is_nested or input.layout != torch.strided:
+        raise RuntimeError(f"{_NAME}: input must be a dense strided tensor, got {input.layout}")
     if not input.dtype.is_floating_point:
         raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
     if input.ndim == 0:
         raise ValueError(f"{_NAME}: input must have a class dim, got shape ()")
-    if input.shape[-1] == 0:
-        raise ValueError(f"{_NAME}: input must have at least one class, got shape {tuple(input.shape)}")
+    return checked(input, tuple(input.shape), target, given, dtype, _NAME)
+
+
+def checked(
+    input: Tensor, shape: tuple[int, ...], target: Any, given: dict[str, Any], dtype: Any, name: str
+) -> LogProb:
+    """The options of a call of logits of a shape, made of the input or these; or an error that names the argument."""
+    if shape[-1] == 0:
+        raise ValueError(f"{name}: input must have at least one class, got shape {shape}")
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{name}: target must be a Tensor, not {type(target).__name__}")
+    if target.is_nested or target.layout != torch.strided:
+        raise RuntimeError(f"{name}: target must be a dense strided tensor, got {target.layout}")
     if target.dtype not in _INDICES:
-        raise RuntimeError(f"{_NAME}: target must be of int64, int32 or uint8, got {target.dtype}")
-    leading = tuple(input.shape[:-1])
-    several = target.ndim == input.ndim and target.shape[-1] > 0
+        raise RuntimeError(f"{name}: target must be of int64, int32 or uint8, got {target.dtype}")
+    leading = shape[:-1]
+    several = target.ndim == len(shape) and target.shape[-1] > 0
     if tuple(target.shape[: len(leading)]) != leading or not (target.ndim == len(leading) or several):
         raise ValueError(
-            f"{_NAME}: target must have shape {leading} or {(*leading, 'k')} for input of shape {tuple(input.shape)}, "
+            f"{name}: target must have shape {leading} or {(*leading, 'k')} for logits of shape {shape}, "
             f"got {tuple(target.shape)}"
         )
     if target.device != input.device:
-        raise RuntimeError(f"{_NAME}: target must be on the input's device {input.device}, got {target.device}")
+        raise RuntimeError(f"{name}: target must be on the input's device {input.device}, got {target.device}")
     for argument, option in LogProb.OPTIONS.items():
         if option.check is not None:
-            option.check(_NAME, argument, given[argument])
+            option.check(name, argument, given[argument])
     temperature = given["temperature"]
     if isinstance(temperature, Tensor):
         if temperature.layout != torch.strided:
-            raise RuntimeError(f"{_NAME}: temperature must be a dense strided tensor, got {temperature.layout}")
+            raise RuntimeError(f"{name}: temperature must be a dense strided tensor, got {temperature.layout}")
         if tuple(temperature.shape) != leading:
-            raise ValueError(f"{_NAME}: temperature must have shape {leading}, got {tuple(temperature.shape)}")
+            raise ValueError(f"{name}: temperature must have shape {leading}, got {tuple(temperature.shape)}")
         if not temperature.is_floating_point() or temperature.device != input.device:
             raise RuntimeError(
-                f"{_NAME}: temperature must be of a float dtype and on the input's device {input.device}, got "
+                f"{name}: temperature must be of a float dtype and on the input's device {input.device}, got "
                 f"{temperature.dtype} on {temperature.device}"
             )
         if temperature.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{_NAME}: temperature requires grad, and is a constant; give temperature.detach()")
+            raise RuntimeError(f"{name}: temperature requires grad, and is a constant; give temperature.detach()")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"{_NAME}: dtype must be a float torch.dtype, got {described(dtype)}")
+        raise TypeError(f"{name}: dtype must be a float torch.dtype, got {described(dtype)}")
     return _options(given["ignore_index"], given["scale"], given["softcap"], temperature)
 
 
@@ -225,7 +234,7 @@ def _options(ignore_index, scale, softcap, temperature) -> LogProb:
     return LogProb(ignore_index, scale, None if softcap is None else float(softcap), temperature)
 
 
-def _refused(input: Tensor, target: Tensor, options: LogProb) -> str:
+def refused(input: Tensor, target: Tensor, options: LogProb) -> str:
     """Why the kernels do not take a call; "" if they do."""
     if input.dtype not in DTYPES:
         return f"no kernel has {input.dtype}"

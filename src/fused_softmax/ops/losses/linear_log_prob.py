@@ -1,0 +1,242 @@
+"""log_prob of input @ linear_weight.T + linear_bias, from hidden states.
+
+Either all logits stay for the backward pass, which writes their gradient over them: three matrix products. Or they
+exist a chunk of rows at a time, and the backward pass makes them again: four.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.described import described
+from fused_softmax.core.no_gradient import refuse, saved_of
+from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.ops import autocast
+from fused_softmax.ops.losses import log_prob as of_logits
+from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
+from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, linear_of, whole_logits
+from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput, log_prob
+from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
+from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
+from fused_softmax.ops.losses.options import LogProb
+
+_NAME = "linear_log_prob"
+
+
+def linear_log_prob(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float | Tensor | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    return_stats: Sequence[str] = (),
+    chunk_size: int | None = None,
+    logits: str = "auto",
+    accumulate: str = "fp32",
+    dtype: torch.dtype | None = None,
+) -> Tensor | LogProbOutput:
+    """log_prob(linear(input, linear_weight, linear_bias), target, ...), from hidden states.
+
+    input: [..., in_features]; float32, float16, bfloat16 or float64.
+    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Of the input's dtype, or of float32 beside 16
+        bits, as master weights are: products are then made in the input's dtype, and gradients come back in float32.
+        One that requires no gradient costs no product for it. Autocast casts these three as it casts linear's.
+    target, scale, softcap, temperature, ignore_index, return_entropy, return_lse, return_stats, dtype: as log_prob's.
+    chunk_size: of how many rows the logits exist at a time; None is as many as fill 1 GiB, or fewer, so that chunks are
+        equal.
+    logits: "keep": all logits stay for the backward pass, in the input's dtype, which takes three matrix products in
+        all. "recompute": they exist by chunks, and the backward pass makes them again, four. "auto" keeps them while
+        rows are at most the greater of chunk_size and in_features.
+    accumulate: "fp32" adds chunks of linear_weight's gradient in float32 (float64 for float64); "input" adds them in
+        its own dtype, and allocates no accumulator.
+
+    A second backward pass makes the logits again. Compiled code, torch.func and devices without kernels have all logits
+    in memory. Rows have the same bits in any batch where cuBLAS chooses the same product for it.
+    Returns as log_prob. Raises as log_prob; also ValueError for shapes that do not fit, chunk_size < 1, or an unknown
+    logits or accumulate, and RuntimeError for a linear_weight or linear_bias of another dtype or device.
+
+    >>> linear_log_prob(hidden, lm_head.weight, tokens, temperature=0.7)  # [8192, 4096], [151936, 4096], [8192]
+    >>> linear_log_prob(hidden, lm_head.weight, tokens, return_entropy=True).entropy  # [8192], float32
+    """
+    given = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
+    wanted = of_logits.wanted_of(return_entropy, return_lse, return_stats, _NAME)
+    how = {"chunk_size": chunk_size, "logits": logits, "accumulate": accumulate}
+    return _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, how, dtype)
+
+
+def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, how, dtype):
+    _check(input, linear_weight, linear_bias, **how)
+    cast = autocast.lowered_dtype("linear_cross_entropy", input)  # whose rule this is
+    if cast is not None:
+        input, linear_weight = input.to(cast), linear_weight.to(cast)
+        linear_bias = None if linear_bias is None else linear_bias.to(cast)
+    n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+    options = of_logits.checked(input, (*leading, n_classes), target, given, dtype, _NAME)
+    tensors = [each for each in (input, linear_weight, target, linear_bias) if each is not None]
+    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
+    tensors += [] if temperature is None else [temperature]
+    empty = not (input.numel() and target.numel())
+    refused = "there are no logits" if empty else of_logits.refused(input, target, options)
+    route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
+    if CHECK or (readable(target) and not on_device(input)):
+        check_targets(_NAME, target, n_classes, options.ignore_index)
+    rows = input.reshape(-1, input.shape[-1])
+    targets = target.reshape(rows.shape[0], target.shape[-1] if target.ndim == input.ndim else 1)
+    several, result_dtype = target.ndim == input.ndim, dtype or arithmetic_of(input)
+    if route is not Route.KERNEL:
+        weight = linear_weight.to(input.dtype)
+        bias = None if linear_bias is None else linear_bias.to(input.dtype)
+        made = whole_logits(rows, weight, bias, _of_rows(targets, options.ignore_index), options.ignore_index)
+        return log_prob(
+            made.view(*leading, n_classes), target, **given, dtype=dtype, return_entropy=wanted.entropy,
+            return_lse=wanted.lse, return_stats=tuple(name for name in of_logits.STATS if getattr(wanted, name)),
+        )  # fmt: skip
+    if temperature is not None:
+        temperature = temperature.detach().reshape(-1).to(arithmetic_of(input)).contiguous()
+    asked = [each is not None and needs_grad(each) for each in (rows, linear_weight, linear_bias)]
+    linear = linear_of(rows, linear_weight, how["chunk_size"], how["accumulate"], asked[1])
+    few = rows.shape[0] <= max(linear.chunk_size, rows.shape[1])
+    keeps = any(asked) and (how["logits"] == "keep" or (how["logits"] == "auto" and few))
+    of_call = _How(options.with_number(), linear, wanted._replace(states=any(asked)), keeps)
+    found = _LinearLogProb.apply(rows, linear_weight, linear_bias, targets.contiguous(), temperature, of_call)
+    return of_logits.output_of(found, wanted, target.shape if several else leading, leading, result_dtype)
+
+
+class _How(NamedTuple):
+    """What a call does, beside its tensors. keeps: whether all logits stay for the backward pass."""
+
+    options: LogProb
+    linear: Linear
+    asked: Asked
+    keeps: bool
+
+
+def _of_rows(targets: Tensor, ignore_index: int) -> Tensor:
+    """A target [n] for each row of targets [n, k] that is ignored where all of them are."""
+    counts = (targets.long() != ignore_index).any(-1)
+    return torch.where(counts, 0 if ignore_index else 1, ignore_index)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, target, temperature, how):
+        ctx.set_materialize_grads(False)
+        found, ctx.logits = _forward(x, w, bias, target, temperature, how)
+        ctx.how = how
+        ctx.save_for_backward(x, w, bias, target, temperature, found.m, found.ls, found.entropy)
+        if found.is_top1 is not None:
+            ctx.mark_non_differentiable(found.is_top1)
+        return found[2:]
+
+    @staticmethod
+    def backward(ctx, dlog_prob, dentropy, dlse, *of_stats):
+        refuse(_NAME, STATISTICS, of_stats, HAVE)
+        nothing, asked = (None,) * 3, list(ctx.needs_input_grad[:3])
+        if dlog_prob is None and dentropy is None and dlse is None:
+            return (None,) * 6
+        incoming = Incoming(*resolved(dlog_prob, dentropy, dlse))
+        x, w, bias, *others = saved_of(ctx, _NAME)
+        saved: list[Any] = [None if each is None else each.contiguous() for each in others]
+        target, temperature, m, ls, entropy = saved
+        if torch.is_grad_enabled() or batched(*incoming):
+            return *_differentiable(x, w, bias, target, temperature, ctx.how, asked, incoming), *nothing
+        kept, ctx.logits = ctx.logits, None  # of which the gradient is made where they are
+        states = m, ls, entropy
+        return *_backward(x, w, bias, target, temperature, states, ctx.how, asked, incoming, kept), *nothing
+
+
+def _lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the products are made of: master weights in the dtype of the hidden states."""
+    return x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
+
+
+def _forward(x, w, bias, target, temperature, how: _How) -> tuple[LogProbRows, Tensor | None]:
+    """(what is known of all rows, the logits if they are kept)."""
+    linear = Linear(x.shape[0], how.linear.accumulate) if how.keeps else how.linear
+    parts, logits = [], None
+    for start, logits in chunks(*_lowered(x, w, bias), linear):
+        here = slice(start, start + len(logits))
+        t = None if temperature is None else temperature[here]
+        parts.append(forward(given_of(aligned(logits), target[here], t, how.options), how.options, how.asked))
+    if len(parts) == 1:
+        return parts[0], logits if how.keeps else None
+    joined = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
+    return LogProbRows(*joined), None  # type: ignore[arg-type]
+
+
+def _backward(x, w, bias, target, temperature, states, how: _How, asked, incoming: Incoming, kept: Tensor | None):
+    """The gradients asked for. kept: all logits, over which theirs is written; None where they are made again."""
+    lowered = _lowered(x, w, bias)
+    left_out = (target.long() == how.options.ignore_index).all(-1) if asked[1] else None
+    linear = how.linear if kept is None else Linear(x.shape[0], how.linear.accumulate)
+    gradients = Gradients(*lowered, linear, asked, wide=w.dtype != x.dtype, left_out=left_out)
+    for start, logits in chunks(*lowered, linear) if kept is None else [(0, kept)]:
+        here = slice(start, start + len(logits))
+        t = None if temperature is None else temperature[here]
+        m, ls, entropy, *of_rows = (each if each is None else each[here] for each in (*states, *incoming))
+        given = given_of(logits, target[here], t, how.options)
+        backward(given, m, ls, entropy, Incoming(*of_rows), how.options, logits)  # type: ignore[arg-type]
+        gradients.add(start, logits)
+    return gradients.in_dtypes(x, w, bias)
+
+
+def _differentiable(x, w, bias, target, temperature, how: _How, asked, incoming: Incoming):
+    """The same composed of torch's operations, for a second derivative or a batch of gradients."""
+    inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
+    ignore_index = how.options.ignore_index
+    with autocast.off(x), torch.enable_grad():
+        weight, of_bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        logits = whole_logits(x, weight, of_bias, _of_rows(target, ignore_index), ignore_index)
+        results = of_logits.referred(logits, target, how.options, temperature)[:3]
+        pairs = [(y, g.to(y.dtype)) for y, g in zip(results, incoming, strict=True) if g is not None]
+        outputs, of_outputs = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=torch.is_grad_enabled()))
+    return [next(found) if wants else None for wants in asked]
+
+
+def _check(input, linear_weight, linear_bias, chunk_size, logits, accumulate):
+    of_layer = (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias))
+    for argument, tensor in of_layer[: 2 if linear_bias is None else 3]:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{_NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got {tensor.layout}")
+        masters = tensor.dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
+        cast = autocast.lowered_dtype("linear_cross_entropy", input) is not None and autocast.lowers(tensor)
+        if tensor.dtype != input.dtype and not masters and not cast:
+            raise RuntimeError(
+                f"{_NAME}: {argument} must be of the input's dtype {input.dtype}, or float32 beside 16 bits, got "
+                f"{tensor.dtype}"
+            )
+        if tensor.device != input.device:
+            raise RuntimeError(f"{_NAME}: {argument} must be on the input's device {input.device}, got {tensor.device}")
+    if not input.dtype.is_floating_point:
+        raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
+    if input.ndim == 0 or linear_weight.ndim != 2 or linear_weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: linear_weight must have shape [n_classes, in_features] for input of shape {tuple(input.shape)}, "
+            f"got {tuple(linear_weight.shape)}"
+        )
+    if linear_bias is not None and tuple(linear_bias.shape) != (linear_weight.shape[0],):
+        raise ValueError(
+            f"{_NAME}: linear_bias must have shape ({linear_weight.shape[0]},), got {tuple(linear_bias.shape)}"
+        )
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
+        raise TypeError(f"{_NAME}: chunk_size must be an int, not {type(chunk_size).__name__}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{_NAME}: chunk_size must be at least 1, got {chunk_size}")
+    if logits not in ("auto", "keep", "recompute"):
+        raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(logits)}')
+    if accumulate not in ("fp32", "input"):
+        raise ValueError(f'{_NAME}: accumulate must be "fp32" or "input", got {described(accumulate)}')

@@ -1,0 +1,188 @@
+"""linear_log_prob, keeping logits or making them again, against float64 of a layer and its log-probabilities."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products import pairwise
+
+import fused_softmax
+from fused_softmax import linear_log_prob
+
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
+)
+FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+N, FEATURES, CLASSES = 7, 16, 45
+
+
+def layer(device, dtype=FP32, weight_dtype=None, n=N):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (n, FEATURES), (CLASSES, FEATURES), (CLASSES,)
+    x, w, bias = (torch.randn(shape, generator=generator) / 2 for shape in shapes)
+    of_weights = weight_dtype or dtype
+    return x.to(device, dtype), w.to(device, of_weights), bias.to(device, of_weights)
+
+
+def targets(device, k=None, n=N):
+    found = torch.randint(CLASSES, (n, k or 1), generator=torch.Generator().manual_seed(1))
+    found[2] = -100
+    return (found if k else found[:, 0]).to(device)
+
+
+def formula(x, w, bias, target, temperature=None, softcap=None, scale=1.0):
+    """(log-probabilities, entropy, lse) of float64, 0 where every target is ignored."""
+    z = F.linear(x, w, bias) * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z if temperature is None else z / torch.as_tensor(temperature, dtype=FP64, device=z.device).view(-1, 1)
+    log_p, t = torch.log_softmax(z, -1), target if target.ndim == 2 else target[:, None]
+    counts = t != -100
+    found = log_p.gather(-1, t.clamp_min(0)).masked_fill(~counts, 0).view(target.shape)
+    off = ~counts.any(-1)
+    return found, *(each.masked_fill(off, 0) for each in (-(log_p.exp() * log_p).sum(-1), z.logsumexp(-1)))
+
+
+@pairwise()
+@pytest.mark.parametrize("dtypes", [(FP32, None), (BF16, None), (BF16, FP32), (FP64, None)], ids=str)
+@pytest.mark.parametrize("logits", ["auto", "keep", "recompute"])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("accumulate", ["fp32", "input"])
+@pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": -0.7}, {"temperature": 0.6}], ids=str)
+def test_results_and_gradients(dtypes, logits, chunk_size, accumulate, k, biased, options, device):
+    """Made twice: the second backward pass makes the logits again. An ignored row of the input holds NaN."""
+    x, w, bias = layer(device, *dtypes)
+    target = targets(device, k)
+    exact = [each.double().clone().requires_grad_() for each in (x, w, bias)][: 3 if biased else 2]
+    x[2] = float("nan")
+    given = [each.requires_grad_() for each in (x, w, bias)][: 3 if biased else 2]
+    expected = formula(*exact, *([] if biased else [None]), target, **options)
+    found = linear_log_prob(
+        given[0], given[1], target, linear_bias=given[2] if biased else None, return_entropy=True, return_lse=True,
+        chunk_size=chunk_size, logits=logits, accumulate=accumulate, **options,
+    )[:3]  # fmt: skip
+    rough = 2**-6 if x.dtype == BF16 else 1e-5
+    for ours, truth in zip(found, expected, strict=True):
+        assert ours.dtype == (FP64 if x.dtype == FP64 else FP32)
+        torch.testing.assert_close(ours.double(), truth, rtol=rough, atol=4 * rough)
+    generator = torch.Generator().manual_seed(2)
+    incoming = [torch.randn(each.shape, generator=generator, dtype=FP64).to(device) for each in expected]
+    truths = torch.autograd.grad(expected, exact, incoming)
+    for _ in range(2):
+        gradients = torch.autograd.grad(found, given, [each.to(found[0].dtype) for each in incoming], retain_graph=True)
+        for ours, truth, of in zip(gradients, truths, given, strict=True):
+            assert ours.dtype == of.dtype
+            torch.testing.assert_close(ours.double(), truth, rtol=rough, atol=4 * rough)
+
+
+def test_logits_are_kept_or_made_again(device, monkeypatch):
+    """Three products or four; one without a gradient costs none."""
+    products, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given, **more: products.append(0) or mm(*given, **more))
+
+    def made(logits, n=N, frozen=False):
+        x, w, _ = layer(device, n=n)
+        products.clear()
+        y = linear_log_prob(x.requires_grad_(), w.requires_grad_(not frozen), targets(device, n=n), logits=logits)
+        y.sum().backward()
+        return len(products)
+
+    assert made("keep") == made("auto") == 3
+    assert made("recompute") == 4
+    assert made("keep", frozen=True) == 2
+    assert made("auto", n=300) == 3  # as many as fill a chunk
+    with torch.no_grad():
+        products.clear()
+        x, w, _ = layer(device)
+        linear_log_prob(x, w, targets(device), logits="keep")
+        assert len(products) == 1
+
+
+def test_statistics_and_leading_dims(device):
+    x, w, bias = layer(device, n=12)
+    target = targets(device, n=12)
+    names = ("log_sum_sq_probs", "mean_logits", "is_top1")
+    found = linear_log_prob(x.view(3, 4, -1), w, target.view(3, 4), linear_bias=bias, chunk_size=5, return_stats=names)
+    expected = fused_softmax.log_prob(F.linear(x, w, bias), target, return_stats=names)
+    torch.testing.assert_close(found.log_prob, expected.log_prob.view(3, 4))
+    for ours, alone in zip(found.stats, expected.stats, strict=True):
+        torch.testing.assert_close(ours, alone.view(3, 4))
+    x, w = x.requires_grad_(), w
+    with pytest.raises(RuntimeError, match=r"stats\.mean_logits has no gradient"):
+        linear_log_prob(x, w, target, return_stats=names).stats.mean_logits.sum().backward()
+
+
+def test_second_derivatives(device):
+    x, w, bias = (each.requires_grad_() for each in layer(device, FP64))
+    target, temperature = targets(device), torch.linspace(0.5, 2, N, device=device, dtype=FP64)
+
+    def call(x, w, bias):
+        return linear_log_prob(x, w, target, linear_bias=bias, temperature=temperature, return_entropy=True)[:2]
+
+    assert torch.autograd.gradcheck(call, (x, w, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (x, w, bias), fast_mode=True)
+
+
+def test_compiled_and_transformed_it_says_the_same(device):
+    x, w, _ = layer(device)
+    target = targets(device)
+
+    def loss(x, w):
+        found = linear_log_prob(x, w, target, return_entropy=True)
+        return (found.log_prob + 0.1 * found.entropy).sum()
+
+    given = x.requires_grad_(), w.requires_grad_()
+    expected = torch.autograd.grad(loss(*given), given)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*given), given), expected)
+    plain = x.detach(), w.detach()
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1))(*plain), expected)
+
+
+def test_under_autocast_the_layer_is_lowered(device):
+    x, w, bias = (each.requires_grad_() for each in layer(device))
+    target = targets(device)
+    with torch.autocast(torch.device(device).type, BF16):
+        found = linear_log_prob(x, w, target, linear_bias=bias)
+    expected = formula(*(each.detach().bfloat16().double() for each in (x, w, bias)), target)[0]
+    torch.testing.assert_close(found.double(), expected, rtol=2**-6, atol=2**-4)
+    assert [each.dtype for each in torch.autograd.grad(found.sum(), (x, w, bias))] == [FP32] * 3
+
+
+def test_weights_that_change_before_the_backward_pass_raise(device):
+    x, w, _ = layer(device)
+    x.requires_grad_()
+    w = w.requires_grad_() * 1
+    y = linear_log_prob(x, w, targets(device))
+    w.add_(1)
+    with pytest.raises(RuntimeError, match=r"^linear_log_prob: .*modified by an inplace operation"):
+        y.sum().backward()
+
+
+WRONG = {
+    "features": ({"linear_weight": torch.ones(4, 2)}, ValueError, r"linear_weight.*\(2, 3\).*\(4, 2\)"),
+    "bias": ({"linear_bias": torch.ones(3)}, ValueError, r"linear_bias.*\(4,\).*\(3,\)"),
+    "bias type": ({"linear_bias": 1.0}, TypeError, "linear_bias.*float"),
+    "dtypes": ({"linear_weight": torch.ones(4, 3).half()}, RuntimeError, "linear_weight.*float32.*float16"),
+    "target": ({"target": torch.zeros(3, dtype=torch.int64)}, ValueError, r"target.*\(2,\).*\(3,\)"),
+    "target type": ({"target": [0, 1]}, TypeError, "target.*list"),
+    "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size.*0"),
+    "logits": ({"logits": "all"}, ValueError, "logits.*all"),
+    "accumulate": ({"accumulate": "fp16"}, ValueError, "accumulate.*fp16"),
+    "temperature": ({"temperature": 0.0}, ValueError, "temperature.*0.0"),
+    "temperatures": ({"temperature": torch.ones(3)}, ValueError, r"temperature.*\(2,\).*\(3,\)"),
+    "return_stats": ({"return_stats": ("mean",)}, ValueError, "return_stats.*mean"),
+    "input": ({"input": torch.ones(2, 3, dtype=torch.int32)}, RuntimeError, "linear_weight.*int32.*float32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name, device):
+    arguments, error, message = WRONG[name]
+    given = {"input": torch.ones(2, 3), "linear_weight": torch.ones(4, 3), "target": torch.zeros(2, dtype=torch.int64)}
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in (given | arguments).items()}
+    with pytest.raises(error, match=f"^linear_log_prob: {message}"):
+        linear_log_prob(**given)
