@@ -187,6 +187,27 @@ def test_state_repr_and_copies_of_linear_cross_entropy_loss(device):
         assert torch.equal(each(x, target), module(x, target))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_log_prob_is_a_layer_and_its_log_probabilities(bias, device):
+    torch.manual_seed(0)
+    module = nn.LinearLogProb(16, 70, bias=bias, temperature=0.5, return_entropy=True).to(device)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 70, bias=bias).to(device)
+    x, target = torch.randn(5, 16, device=device), torch.arange(5, device=device)
+    for given, temperature in ((), 0.5), ((2.0,), 2.0), ((torch.full((5,), 0.7, device=device),), 0.7):
+        log_p = torch.log_softmax(layer(x) / temperature, -1)
+        found = module(x, target, *given)
+        torch.testing.assert_close(found.log_prob, log_p[torch.arange(5), target])
+        torch.testing.assert_close(found.entropy, -(log_p.exp() * log_p).sum(-1))
+        ours = torch.autograd.grad(found.log_prob.sum(), list(module.parameters()))
+        theirs = torch.autograd.grad(log_p[torch.arange(5), target].sum(), list(layer.parameters()))
+        torch.testing.assert_close(ours, theirs)
+    said = f"in_features=16, num_classes=70, bias={bias}, temperature=0.5, return_entropy=True"
+    assert repr(module) == f"LinearLogProb({said})"
+    with pytest.raises(TypeError, match="linear_log_prob has no argument 'label_smoothing'"):
+        nn.LinearLogProb(3, 4, label_smoothing=0.1)
+
+
 def test_linear_cross_entropy_loss_in_half_precision(device):
     module = nn.LinearCrossEntropyLoss(16, 70, dtype=torch.bfloat16, device=device)
     assert module.linear_weight.dtype == torch.bfloat16

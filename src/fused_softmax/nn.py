@@ -12,6 +12,8 @@ from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.attention.options import MOST_DIM
 from fused_softmax.ops.losses.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
+from fused_softmax.ops.losses.log_prob import LogProbOutput
 from fused_softmax.ops.softmax.scores import MaskedRows
 from fused_softmax.ops.softmax.softmax import log_softmax, softmax
 
@@ -109,7 +111,25 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
-class LinearCrossEntropyLoss(torch.nn.Module):
+class _OfLayer(torch.nn.Module):
+    """The base of what a linear layer's input goes into: the layer's parameters, and its function's options."""
+
+    linear_weight: torch.nn.Parameter
+    linear_bias: torch.nn.Parameter | None
+
+    def __init__(self, in_features: int, num_classes: int, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.linear_weight, self.linear_bias = linear.weight, linear.bias  # type: ignore[assignment]
+        self.options: dict[str, Any] = {}
+
+    def extra_repr(self) -> str:
+        n_classes, in_features = self.linear_weight.shape
+        said = [f"in_features={in_features}", f"num_classes={n_classes}", f"bias={self.linear_bias is not None}"]
+        return ", ".join(said + [f"{name}={value!r}" for name, value in self.options.items()])
+
+
+class LinearCrossEntropyLoss(_OfLayer):
     """A linear layer and its loss, by `fused_softmax.linear_cross_entropy`: the logits never exist all at once.
 
     in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
@@ -123,8 +143,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     >>> LinearCrossEntropyLoss(4096, 128256)(hidden, target)  # [n, 4096], [n]
     """
 
-    linear_weight: torch.nn.Parameter
-    linear_bias: torch.nn.Parameter | None
     weight: Tensor | None
 
     def __init__(
@@ -141,9 +159,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
-        linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
-        self.linear_weight, self.linear_bias = linear.weight, linear.bias  # type: ignore[assignment]
+        super().__init__(in_features, num_classes, bias, device, dtype)
         self.register_buffer("weight", weight)
         self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
         self.options = _known(options, linear_cross_entropy)
@@ -155,10 +171,39 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             **self.options,
         )  # fmt: skip
 
-    def extra_repr(self) -> str:
-        n_classes, in_features = self.linear_weight.shape
-        said = [f"in_features={in_features}", f"num_classes={n_classes}", f"bias={self.linear_bias is not None}"]
-        return ", ".join(said + [f"{name}={value!r}" for name, value in self.options.items()])
+
+class LinearLogProb(_OfLayer):
+    """A linear layer and the log-probabilities of its classes, by `fused_softmax.linear_log_prob`.
+
+    in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
+        linear_bias [num_classes] or None, initialised like torch.nn.Linear's.
+    options: arguments of the function, passed in every call. device, dtype: of the parameters.
+
+    Call it with the input [..., in_features] and the target, [...] or [..., k]; a temperature of the call, a number or
+    a tensor [...], goes before that of the options. It returns what the function returns, and raises its errors; an
+    unknown option raises TypeError.
+
+    >>> LinearLogProb(4096, 151936, return_entropy=True)(hidden, tokens).entropy  # [n, 4096], [n]
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device, dtype)
+        self.options = _known(options, linear_log_prob)
+
+    def forward(
+        self, input: Tensor, target: Tensor, temperature: float | Tensor | None = None
+    ) -> Tensor | LogProbOutput:
+        options = self.options if temperature is None else self.options | {"temperature": temperature}
+        return linear_log_prob(input, self.linear_weight, target, linear_bias=self.linear_bias, **options)
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
