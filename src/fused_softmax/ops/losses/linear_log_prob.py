@@ -5,6 +5,7 @@ exist a chunk of rows at a time, and the backward pass makes them again: four.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
 from fused_softmax.core.no_gradient import refuse, saved_of
-from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import log_prob as of_logits
 from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
@@ -89,7 +90,7 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, h
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(_NAME, target, n_classes, options.ignore_index)
-    rows = input.reshape(-1, input.shape[-1])
+    rows = input.reshape(prod(leading), input.shape[-1])
     targets = target.reshape(rows.shape[0], target.shape[-1] if target.ndim == input.ndim else 1)
     several, result_dtype = target.ndim == input.ndim, dtype or arithmetic_of(input)
     if route is not Route.KERNEL:
@@ -193,15 +194,16 @@ def _backward(x, w, bias, target, temperature, states, how: _How, asked, incomin
 
 def _differentiable(x, w, bias, target, temperature, how: _How, asked, incoming: Incoming):
     """The same composed of torch's operations, for a second derivative or a batch of gradients."""
-    inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
-    ignore_index = how.options.ignore_index
+    ignore_index, again = how.options.ignore_index, torch.is_grad_enabled()
     with autocast.off(x), torch.enable_grad():
+        x, w, bias = apart(x, w, bias)
+        inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
         weight, of_bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
         logits = whole_logits(x, weight, of_bias, _of_rows(target, ignore_index), ignore_index)
         results = of_logits.referred(logits, target, how.options, temperature)[:3]
         pairs = [(y, g.to(y.dtype)) for y, g in zip(results, incoming, strict=True) if g is not None]
         outputs, of_outputs = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=torch.is_grad_enabled()))
+        found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=again))
     return [next(found) if wants else None for wants in asked]
 
 
