@@ -48,20 +48,21 @@ def linear_log_prob(
     """log_prob(linear(input, linear_weight, linear_bias), target, ...), from hidden states.
 
     input: [..., in_features]; float32, float16, bfloat16 or float64.
-    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Of the input's dtype, or of float32 beside 16
-        bits, as master weights are: products are then made in the input's dtype, and gradients come back in float32.
-        One that requires no gradient costs no product for it. Autocast casts these three as it casts linear's.
+    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Each has the input's dtype. If that has 16 bits,
+        they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
+        A tensor that requires no gradient costs no product for one. Autocast casts these three as it casts linear's.
     target, scale, softcap, temperature, ignore_index, return_entropy, return_lse, return_stats, dtype: as log_prob's.
-    chunk_size: of how many rows the logits exist at a time; None is as many as fill 1 GiB, or fewer, so that chunks are
-        equal.
-    logits: "keep": all logits stay for the backward pass, in the input's dtype, which takes three matrix products in
-        all. "recompute": they exist by chunks, and the backward pass makes them again, four. "auto" keeps them while
-        rows are at most the greater of chunk_size and in_features.
-    accumulate: "fp32" adds chunks of linear_weight's gradient in float32 (float64 for float64); "input" adds them in
-        its own dtype, and allocates no accumulator.
+    chunk_size: how many rows of logits are in memory at a time, unless all are kept. None takes as many as fill 1 GiB,
+        or fewer, so that chunks are equal; or all rows, if that takes no more memory than chunks with an accumulator.
+    logits: "keep" holds all logits, in the input's dtype, until the backward pass. That takes three matrix products in
+        all. "recompute" makes them chunk by chunk, and again in the backward pass: four products. "auto" keeps them if
+        the number of rows is at most chunk_size or at most in_features. Kept logits are no saved tensors: hooks such as
+        save_on_cpu do not move them, and checkpointing without reentry does not free them.
+    accumulate: "fp32" adds chunks of linear_weight's gradient in float32 (float64 for float64). "input" adds them in
+        linear_weight's dtype, and allocates no accumulator.
 
     A second backward pass makes the logits again. Compiled code, torch.func and devices without kernels have all logits
-    in memory. Rows have the same bits in any batch where cuBLAS chooses the same product for it.
+    in memory. A row's results have the same bits in any batch for which cuBLAS chooses the same kernel.
     Returns as log_prob. Raises as log_prob; also ValueError for shapes that do not fit, chunk_size < 1, or an unknown
     logits or accumulate, and RuntimeError for a linear_weight or linear_bias of another dtype or device.
 
