@@ -355,6 +355,13 @@ def test_a_second_derivative_is_the_references(tiles, device):
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
+def test_a_differentiable_gradient_of_keys_made_of_the_query_counts_once(tiles, device):
+    q = qkv(5, 5, lead=(1,), heads=1, device=device)[0].requires_grad_()
+    pairs = ((fused_softmax.attention, True), (reference_attention.attention, False))
+    found = [torch.autograd.grad(of(q, q * 2, q).square().sum(), q, create_graph=again)[0] for of, again in pairs]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
 def test_doubles_take_torchs_operations(tiles, device):
     q, k, v = (each.to(FP64) for each in qkv(5, 6, device=device))
     torch.testing.assert_close(fused_softmax.attention(q, k, v), reference_attention.attention(q, k, v))

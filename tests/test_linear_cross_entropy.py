@@ -222,3 +222,17 @@ def test_a_kept_call_answers_for_no_call_that_differs(device):
     with torch.no_grad():
         assert not linear_cross_entropy(x, w, target).requires_grad
     assert linear_cross_entropy(x, w, target).requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_differentiable_gradient_of_tied_weights_counts_once(reduction, device):
+    weight = torch.randn(9, 4, dtype=torch.float64, device=device, requires_grad=True)
+    target = torch.tensor([3, 0, 8], device=device)
+
+    def gradient(of, again):
+        y = of(weight[target].tanh()).sum()
+        return torch.autograd.grad(y, weight, create_graph=again)[0]
+
+    expected = gradient(lambda x: F.cross_entropy(F.linear(x, weight), target, reduction=reduction), False)
+    found = gradient(lambda x: linear_cross_entropy(x, weight, target, reduction=reduction), True)
+    torch.testing.assert_close(found, expected)

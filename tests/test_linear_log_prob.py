@@ -126,6 +126,28 @@ def test_second_derivatives(device):
     assert torch.autograd.gradgradcheck(call, (x, w, bias), fast_mode=True)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("logits", ["keep", "recompute"])
+def test_a_gradient_of_tied_weights_counts_once(logits, batched, device):
+    """Of hidden states that were made of the weight, also where torch's operations make the gradient."""
+    weight, target = layer(device, FP64)[1].requires_grad_(), targets(device)
+
+    def gradient(of, **given):
+        x = weight[target.clamp_min(0)].tanh()
+        return torch.autograd.grad(of(x).sum().view(1), weight, **given)[0]
+
+    expected = gradient(lambda x: formula(x, weight, None, target)[0])
+    twice = {"grad_outputs": weight.new_ones(2, 1), "is_grads_batched": True} if batched else {"create_graph": True}
+    found = gradient(lambda x: linear_log_prob(x, weight, target, logits=logits), **twice)
+    torch.testing.assert_close(found, expected.expand_as(found))
+
+
+def test_a_layer_without_features(device):
+    nothing = torch.ones(4, 0, device=device)
+    y = linear_log_prob(nothing, nothing, torch.arange(4, device=device))
+    torch.testing.assert_close(y, torch.full_like(y, 0.25).log())
+
+
 def test_compiled_and_transformed_it_says_the_same(device):
     x, w, _ = layer(device)
     target = targets(device)
@@ -150,6 +172,14 @@ def test_under_autocast_the_layer_is_lowered(device):
     expected = formula(*(each.detach().bfloat16().double() for each in (x, w, bias)), target)[0]
     torch.testing.assert_close(found.double(), expected, rtol=2**-6, atol=2**-4)
     assert [each.dtype for each in torch.autograd.grad(found.sum(), (x, w, bias))] == [FP32] * 3
+
+
+def test_a_second_derivative_within_autocast_keeps_its_arithmetic(device):
+    given = [each.requires_grad_() for each in layer(device)[:2]]
+    y = linear_log_prob(*given, targets(device)).sum()
+    expected = torch.autograd.grad(y, given, retain_graph=True)
+    with torch.autocast(torch.device(device).type, BF16):
+        torch.testing.assert_close(torch.autograd.grad(y, given, create_graph=True), expected)
 
 
 def test_weights_that_change_before_the_backward_pass_raise(device):

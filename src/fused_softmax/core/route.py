@@ -181,6 +181,11 @@ def resolved(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple([each.resolve_neg() if each is not None and each.is_neg() else each for each in tensors])
 
 
+def apart(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Views, each with a gradient of its own, even if one tensor was made of another or is the same."""
+    return tuple([each if each is None else each.view_as(each) for each in tensors])
+
+
 def batched(*tensors: Tensor | None) -> bool:
     """Whether one stands for many: a gradient of torch.autograd.grad(is_grads_batched=True), or in torch.func.vmap."""
     of_torch = torch._C._functorch

@@ -15,7 +15,7 @@ from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of, is_causal_bias
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import ATTENTION, refuse, refusing
-from fused_softmax.core.route import Route, batched, is_sharded, needs_grad, route_of
+from fused_softmax.core.route import Route, apart, batched, is_sharded, needs_grad, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention import sdpa as attention_sdpa
@@ -319,6 +319,7 @@ def differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     """The same composed of torch's operations, for a second derivative."""
     with torch.enable_grad(), autocast.off(given.query):
+        given = Inputs(*apart(*given))
         output, lse, _ = composed(given, how, arithmetic_of(given.query), return_lse=True)
         results: list[Any] = [
             (result, dresult) for result, dresult in ((output, do), (lse, dlse)) if dresult is not None

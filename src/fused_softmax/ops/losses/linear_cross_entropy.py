@@ -19,7 +19,7 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
-from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses.cross_entropy import (
@@ -503,6 +503,7 @@ def differentiable_gradient(
     dy: Tensor | None, dlse: Tensor | None = None, dz: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The same composed of torch's operations, for a second derivative."""
+    x, w, bias = apart(x, w, bias)
     inputs = [each for each, wanted in zip((x, w, bias), asked, strict=True) if wanted]
     with autocast.off(x):
         logits = whole_logits(x, w, bias, target, loss.ignore_index)

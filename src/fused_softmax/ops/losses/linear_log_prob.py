@@ -5,6 +5,7 @@ exist a chunk of rows at a time, and the backward pass makes them again: four.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
 from fused_softmax.core.no_gradient import refuse, saved_of
-from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import log_prob as of_logits
 from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
@@ -47,20 +48,21 @@ def linear_log_prob(
     """log_prob(linear(input, linear_weight, linear_bias), target, ...), from hidden states.
 
     input: [..., in_features]; float32, float16, bfloat16 or float64.
-    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Of the input's dtype, or of float32 beside 16
-        bits, as master weights are: products are then made in the input's dtype, and gradients come back in float32.
-        One that requires no gradient costs no product for it. Autocast casts these three as it casts linear's.
+    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Each has the input's dtype. If that has 16 bits,
+        they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
+        A tensor that requires no gradient costs no product for one. Autocast casts these three as it casts linear's.
     target, scale, softcap, temperature, ignore_index, return_entropy, return_lse, return_stats, dtype: as log_prob's.
-    chunk_size: of how many rows the logits exist at a time; None is as many as fill 1 GiB, or fewer, so that chunks are
-        equal.
-    logits: "keep": all logits stay for the backward pass, in the input's dtype, which takes three matrix products in
-        all. "recompute": they exist by chunks, and the backward pass makes them again, four. "auto" keeps them while
-        rows are at most the greater of chunk_size and in_features.
-    accumulate: "fp32" adds chunks of linear_weight's gradient in float32 (float64 for float64); "input" adds them in
-        its own dtype, and allocates no accumulator.
+    chunk_size: how many rows of logits are in memory at a time, unless all are kept. None takes as many as fill 1 GiB,
+        or fewer, so that chunks are equal; or all rows, if that takes no more memory than chunks with an accumulator.
+    logits: "keep" holds all logits, in the input's dtype, until the backward pass. That takes three matrix products in
+        all. "recompute" makes them chunk by chunk, and again in the backward pass: four products. "auto" keeps them if
+        the number of rows is at most chunk_size or at most in_features. Kept logits are no saved tensors: hooks such as
+        save_on_cpu do not move them, and checkpointing without reentry does not free them.
+    accumulate: "fp32" adds chunks of linear_weight's gradient in float32 (float64 for float64). "input" adds them in
+        linear_weight's dtype, and allocates no accumulator.
 
     A second backward pass makes the logits again. Compiled code, torch.func and devices without kernels have all logits
-    in memory. Rows have the same bits in any batch where cuBLAS chooses the same product for it.
+    in memory. A row's results have the same bits in any batch for which cuBLAS chooses the same kernel.
     Returns as log_prob. Raises as log_prob; also ValueError for shapes that do not fit, chunk_size < 1, or an unknown
     logits or accumulate, and RuntimeError for a linear_weight or linear_bias of another dtype or device.
 
@@ -89,7 +91,7 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, h
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(_NAME, target, n_classes, options.ignore_index)
-    rows = input.reshape(-1, input.shape[-1])
+    rows = input.reshape(prod(leading), input.shape[-1])
     targets = target.reshape(rows.shape[0], target.shape[-1] if target.ndim == input.ndim else 1)
     several, result_dtype = target.ndim == input.ndim, dtype or arithmetic_of(input)
     if route is not Route.KERNEL:
@@ -193,15 +195,16 @@ def _backward(x, w, bias, target, temperature, states, how: _How, asked, incomin
 
 def _differentiable(x, w, bias, target, temperature, how: _How, asked, incoming: Incoming):
     """The same composed of torch's operations, for a second derivative or a batch of gradients."""
-    inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
-    ignore_index = how.options.ignore_index
+    ignore_index, again = how.options.ignore_index, torch.is_grad_enabled()
     with autocast.off(x), torch.enable_grad():
+        x, w, bias = apart(x, w, bias)
+        inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
         weight, of_bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
         logits = whole_logits(x, weight, of_bias, _of_rows(target, ignore_index), ignore_index)
         results = of_logits.referred(logits, target, how.options, temperature)[:3]
         pairs = [(y, g.to(y.dtype)) for y, g in zip(results, incoming, strict=True) if g is not None]
         outputs, of_outputs = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=torch.is_grad_enabled()))
+        found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=again))
     return [next(found) if wants else None for wants in asked]
 
 

@@ -83,34 +83,34 @@ def log_prob(
 ) -> Tensor | LogProbOutput:
     """The log-probability of a chosen class of each row of logits, and on request the entropy and lse of the row.
 
-    As log_softmax(logits).gather(-1, target), which reads and writes all logits several times. Log-probabilities,
-    entropy and lse have a gradient each; the backward pass makes the logits' of all of them together, in one read and
-    one write.
+    The same as log_softmax(logits).gather(-1, target), which reads and writes all logits several times.
+    Log-probabilities, entropy and lse all have a gradient. The backward pass makes the logits' gradient from all three,
+    in one read and one write.
 
     input: logits [..., n_classes]; float32, float16, bfloat16 or float64.
-    target: class indices of the leading shape, of int64, int32 or uint8; or with a dim more, [..., k], k classes of
-        each row. One that is neither a class nor ignore_index makes its log-probability and its row of the gradient
+    target: class indices of the leading shape, of int64, int32 or uint8; or [..., k], for k classes of each row. One
+        that is neither a class nor ignore_index makes its log-probability and its row of the gradient
         NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises IndexError.
     scale, softcap, temperature: the logits are input * scale, then softcap * tanh(of that / softcap), then divided by
-        the temperature: a number above 0, or a tensor of the leading shape, a constant. Of a temperature in a tensor
-        that is not above 0, the row is NaN.
+        the temperature. That is a number above 0, or a tensor of the leading shape, which gets no gradient. Where a
+        tensor's temperature is not above 0, the row's results are NaN.
     ignore_index: targets of this value have log-probability 0 and no gradient. A row all of whose targets are ignored
-        has entropy, lse, statistics and gradient 0, whatever it holds.
-    return_entropy: adds the entropy of every row in nats, of the leading shape; a logit of -inf counts nothing in it.
-    return_lse: adds log sum exp of every row's finished logits.
-    return_stats: names among "log_sum_sq_probs", "mean_logits" and "is_top1": adds a LogProbStats. A backward pass
-        through one raises RuntimeError.
+        has entropy, lse, statistics and gradient 0, whatever its logits hold.
+    return_entropy: adds the entropy of every row in nats, of the leading shape; a logit of -inf adds 0 to it.
+    return_lse: adds log sum exp of every row, after scale, softcap and temperature.
+    return_stats: adds a LogProbStats with those named of "log_sum_sq_probs", "mean_logits" and "is_top1". A backward
+        pass through one raises RuntimeError.
     inplace_backward: the backward pass writes the gradient over the logits and allocates nothing. They are then lost:
         there is one backward pass and no second derivative. A leaf raises, as for torch's operations in place. Compiled
         code allocates it all the same.
     dtype: of the results; float32 if None, or float64 for float64.
 
     The forward pass gives a row the same bits in any batch: how it is summed depends on its length, its dtype and the
-    options alone. Of n_classes that are no multiple of 16 bytes, it reads by elements, which takes longer.
+    options alone. Rows whose size is no multiple of 16 bytes are read element by element, which takes longer.
     Returns a Tensor of the targets' shape; a LogProbOutput if more was asked for.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
-    Formula: Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347) for what it is used in.
+    A use: Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347).
 
     >>> log_prob(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([2]))
     tensor([-0.4076])
