@@ -189,7 +189,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         if readable(target) and not on_device(input):
             check_targets(name, target, n_classes, ignore_index)
         if wanted.inplace and reduction != "none" and needs_grad(input):
-            check_overwritten(input)
+            check_overwritten(name, input)
         if lse is None and not target.is_floating_point():
             return loss_on_shards(input, target, loss, wanted, result_dtype)
         return loss_of_whole_rows(cross_entropy, input, target, lse, loss, wanted, result_dtype)
@@ -404,7 +404,7 @@ def _spared(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:
-    check_overwritten(input)
+    check_overwritten("cross_entropy", input)
     alone = len(rows) == 1 or rows.stride(0) >= rows.shape[1]  # and not one memory for several rows
     contiguous = rows.stride(-1) == 1 or rows.shape[-1] <= 1
     if rows.data_ptr() != input.data_ptr() or not alone or not contiguous or wanted.stats:

@@ -231,7 +231,7 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
         lanes = triton.next_power_of_2(parts)
         block = max(1, min(16, 1024 // lanes))
         merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1, shifted=False)
-        programs = partial(_blocks, block)
+        programs = partial(blocks_of, block)
         runs.append(
             prepare(
                 _merge_losses, plan, merging, tensors, loss.values(), programs=programs, num_warps=4, **options
@@ -255,7 +255,13 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
     return compose(build, *runs, n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
 
 
-def _blocks(block: int, plan: RowPlan) -> int:
+def with_whole_rows(x: Tensor) -> Tensor:
+    """Rows as kernels read them: the columns of each next to each other."""
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def blocks_of(block: int, plan: RowPlan) -> int:
+    """Programs that have so many rows each."""
     return -(-plan.n_rows // block)
 
 

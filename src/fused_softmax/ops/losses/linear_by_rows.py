@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.described import described
 from fused_softmax.core.route import on_device, readable
+from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.linear_by_classes import add_product, without
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import multiply
 
+OF_LAYERS = "linear_cross_entropy"  # whose row of autocast's table is that of all that take a linear layer's tensors
 _CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
 _CHUNK_ROWS = 128  # a multiple that matrix products like
 
@@ -24,6 +28,52 @@ class Linear:
 
     chunk_size: int
     accumulate: bool
+
+
+def check_layer(
+    name: str, input: Any, linear_weight: Any, linear_bias: Any, chunk_size: Any, accumulate: Any, masters: bool = False
+) -> None:
+    """An error that names the argument where a linear layer's tensors do not fit.
+
+    masters: whether a weight and a bias may be of float32 beside an input of 16 bits.
+    """
+    of_layer = [("input", input), ("linear_weight", linear_weight)]
+    of_layer += [] if linear_bias is None else [("linear_bias", linear_bias)]
+    for argument, tensor in of_layer:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument} must be a Tensor, not {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got a {kind} one")
+    if not input.dtype.is_floating_point:
+        raise NotImplementedError(f"{name}: input must be of a float dtype, got {input.dtype}")
+    if input.ndim == 0 or linear_weight.ndim != 2 or linear_weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"{name}: linear_weight must have shape [n_classes, in_features] for input of shape {tuple(input.shape)}, "
+            f"got {tuple(linear_weight.shape)}"
+        )
+    if linear_bias is not None and tuple(linear_bias.shape) != (linear_weight.shape[0],):
+        raise ValueError(
+            f"{name}: linear_bias must have shape ({linear_weight.shape[0]},), got {tuple(linear_bias.shape)}"
+        )
+    # Autocast gives all of them one dtype, but leaves float64 alone.
+    is_cast = autocast.lowered_dtype(OF_LAYERS, input) is not None
+    beside = masters and input.element_size() == 2
+    for argument, tensor in of_layer[1:]:
+        if tensor.device != input.device:
+            raise RuntimeError(f"{name}: {argument} must be on the input's device {input.device}, got {tensor.device}")
+        fits = tensor.dtype == input.dtype or (is_cast and autocast.lowers(tensor))
+        if not fits and not (beside and tensor.dtype == torch.float32):
+            more = ", or float32 beside 16 bits" if masters else ""
+            raise RuntimeError(
+                f"{name}: {argument} must be of the input's dtype {input.dtype}{more}, got {tensor.dtype}"
+            )
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
+        raise TypeError(f"{name}: chunk_size must be an int, not {type(chunk_size).__name__}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{name}: chunk_size must be at least 1, got {chunk_size}")
+    if accumulate not in ("fp32", "input"):
+        raise ValueError(f'{name}: accumulate must be "fp32" or "input", got {described(accumulate)}')
 
 
 def linear_of(

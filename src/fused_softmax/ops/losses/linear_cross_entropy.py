@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
-from fused_softmax.core.described import described
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
 from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
@@ -37,6 +36,7 @@ from fused_softmax.ops.losses.linear_by_rows import (
     Gradients,
     Linear,
     by_rows,
+    check_layer,
     chunks,
     divides_late,
     keeps_logits,
@@ -171,7 +171,7 @@ def _linear_cross_entropy(
     with Refusing(_NAME, over, input, linear_weight, target) if over_group else nullcontext():
         if over_group:
             check_over(_NAME, over, input, target, weight)
-        _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate)
+        check_layer(_NAME, input, linear_weight, linear_bias, chunk_size, accumulate)
         cast = autocast.lowered_dtype(_NAME, input)
         if cast is not None:
             input, linear_weight = input.to(cast), linear_weight.to(cast)
@@ -509,41 +509,3 @@ def differentiable_gradient(
         logits = whole_logits(x, w, bias, target, loss.ignore_index)
         found = iter(differentiable_gradients(inputs, logits, target, loss, dy, dlse, dz))
     return [next(found) if wanted else None for wanted in asked]
-
-
-def _check_linear(input, linear_weight, linear_bias, chunk_size, accumulate):
-    for argument, tensor in (("input", input), ("linear_weight", linear_weight)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{_NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "nested" if tensor.is_nested else str(tensor.layout)
-            raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got a {kind} one")
-    if not input.dtype.is_floating_point:
-        raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
-    if input.ndim == 0 or linear_weight.ndim != 2 or linear_weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"{_NAME}: linear_weight must have shape [n_classes, in_features] for input of shape {tuple(input.shape)}, "
-            f"got {tuple(linear_weight.shape)}"
-        )
-    if linear_bias is not None and not isinstance(linear_bias, Tensor):
-        raise TypeError(f"{_NAME}: linear_bias must be a Tensor, not {type(linear_bias).__name__}")
-    if linear_bias is not None and tuple(linear_bias.shape) != (linear_weight.shape[0],):
-        raise ValueError(
-            f"{_NAME}: linear_bias must have shape ({linear_weight.shape[0]},), got {tuple(linear_bias.shape)}"
-        )
-    for argument, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None and tensor.device != input.device:
-            raise RuntimeError(f"{_NAME}: {argument} must be on the input's device {input.device}, got {tensor.device}")
-        if tensor is not None and tensor.dtype != input.dtype and not _both_cast(input, tensor):
-            raise RuntimeError(f"{_NAME}: {argument} must be of the input's dtype {input.dtype}, got {tensor.dtype}")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
-        raise TypeError(f"{_NAME}: chunk_size must be an int, not {type(chunk_size).__name__}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{_NAME}: chunk_size must be at least 1, got {chunk_size}")
-    if accumulate not in ("fp32", "input"):
-        raise ValueError(f'{_NAME}: accumulate must be "fp32" or "input", got {described(accumulate)}')
-
-
-def _both_cast(input: Tensor, other: Tensor) -> bool:
-    """Whether autocast gives both one dtype; it leaves float64 alone."""
-    return autocast.lowered_dtype(_NAME, input) is not None and autocast.lowers(other)

@@ -18,7 +18,15 @@ from fused_softmax.core.route import Route, apart, batched, needs_grad, on_devic
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import log_prob as of_logits
 from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
-from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, linear_of, whole_logits
+from fused_softmax.ops.losses.linear_by_rows import (
+    OF_LAYERS,
+    Gradients,
+    Linear,
+    check_layer,
+    chunks,
+    linear_of,
+    whole_logits,
+)
 from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput, log_prob
 from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
@@ -76,8 +84,10 @@ def linear_log_prob(
 
 
 def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, how, dtype):
-    _check(input, linear_weight, linear_bias, **how)
-    cast = autocast.lowered_dtype("linear_cross_entropy", input)  # whose rule this is
+    check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"], masters=True)
+    if how["logits"] not in ("auto", "keep", "recompute"):
+        raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(how["logits"])}')
+    cast = autocast.lowered_dtype(OF_LAYERS, input)
     if cast is not None:
         input, linear_weight = input.to(cast), linear_weight.to(cast)
         linear_bias = None if linear_bias is None else linear_bias.to(cast)
@@ -206,40 +216,3 @@ def _differentiable(x, w, bias, target, temperature, how: _How, asked, incoming:
         outputs, of_outputs = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=again))
     return [next(found) if wants else None for wants in asked]
-
-
-def _check(input, linear_weight, linear_bias, chunk_size, logits, accumulate):
-    of_layer = (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias))
-    for argument, tensor in of_layer[: 2 if linear_bias is None else 3]:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{_NAME}: {argument} must be a Tensor, not {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got {tensor.layout}")
-        masters = tensor.dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
-        cast = autocast.lowered_dtype("linear_cross_entropy", input) is not None and autocast.lowers(tensor)
-        if tensor.dtype != input.dtype and not masters and not cast:
-            raise RuntimeError(
-                f"{_NAME}: {argument} must be of the input's dtype {input.dtype}, or float32 beside 16 bits, got "
-                f"{tensor.dtype}"
-            )
-        if tensor.device != input.device:
-            raise RuntimeError(f"{_NAME}: {argument} must be on the input's device {input.device}, got {tensor.device}")
-    if not input.dtype.is_floating_point:
-        raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
-    if input.ndim == 0 or linear_weight.ndim != 2 or linear_weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"{_NAME}: linear_weight must have shape [n_classes, in_features] for input of shape {tuple(input.shape)}, "
-            f"got {tuple(linear_weight.shape)}"
-        )
-    if linear_bias is not None and tuple(linear_bias.shape) != (linear_weight.shape[0],):
-        raise ValueError(
-            f"{_NAME}: linear_bias must have shape ({linear_weight.shape[0]},), got {tuple(linear_bias.shape)}"
-        )
-    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
-        raise TypeError(f"{_NAME}: chunk_size must be an int, not {type(chunk_size).__name__}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{_NAME}: chunk_size must be at least 1, got {chunk_size}")
-    if logits not in ("auto", "keep", "recompute"):
-        raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(logits)}')
-    if accumulate not in ("fp32", "input"):
-        raise ValueError(f'{_NAME}: accumulate must be "fp32" or "input", got {described(accumulate)}')

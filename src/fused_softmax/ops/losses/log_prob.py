@@ -19,6 +19,7 @@ from fused_softmax.core.no_gradient import refuse, refusing, saved_of
 from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
+from fused_softmax.ops.losses.launches import with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import (
     Asked,
     Gradients,
@@ -28,6 +29,7 @@ from fused_softmax.ops.losses.log_prob_launches import (
     prepare_log_probs,
 )
 from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ops.losses.overwritten import check_overwritten
 from fused_softmax.ops.softmax.scores import kind_of_scale
 
 _NAME = "log_prob"
@@ -244,9 +246,7 @@ def refused(input: Tensor, target: Tensor, options: LogProb) -> str:
 
 
 def _check_inplace(input: Tensor) -> None:
-    base = input._base
-    if input.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
-        raise RuntimeError(f"{_NAME}: inplace_backward overwrites the logits, and these are a leaf that requires grad")
+    check_overwritten(_NAME, input)
     if not input.is_contiguous():
         raise RuntimeError(f"{_NAME}: inplace_backward takes contiguous logits")
 
@@ -354,7 +354,7 @@ class _LogProb(torch.autograd.Function):
             if ctx.inplace and torch.is_grad_enabled():
                 raise RuntimeError(f"{_NAME}: inplace_backward leaves no logits for a second derivative")
             return differentiable_gradient(x, target, temperature, ctx.options, gradients), *nothing
-        rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+        rows = with_whole_rows(x)
         given = given_of(rows, target, temperature, ctx.options)
         dx = rows.detach() if ctx.inplace else None  # of a copy, where a hook gave back other strides
         dx = backward(given, m, ls, entropy, gradients, ctx.options, dx)

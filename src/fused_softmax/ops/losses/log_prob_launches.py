@@ -21,7 +21,7 @@ from fused_softmax.core.plan import RowPlan, plan_alone, plan_reduction
 from fused_softmax.core.runner import prepare, spec_of
 from fused_softmax.ops.losses.kernels.log_prob import _log_prob_gradient, _log_probs, _merge_log_probs
 from fused_softmax.ops.losses.kernels.spec import LossSpec
-from fused_softmax.ops.losses.launches import picked_of
+from fused_softmax.ops.losses.launches import blocks_of, picked_of, with_whole_rows
 from fused_softmax.ops.losses.options import LogProb
 
 _NUMBERS = ("factor", "hidden", "cap")
@@ -69,7 +69,7 @@ def given_of(x: Tensor, target: Tensor, temperature: Tensor | None, options: Log
 def aligned(x: Tensor) -> Tensor:
     """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order."""
     vector = 16 // x.element_size()
-    rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+    rows = with_whole_rows(x)
     even = rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
     return rows if even or x.shape[1] % vector else rows.clone(memory_format=torch.contiguous_format)
 
@@ -118,7 +118,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         lanes = triton.next_power_of_2(plan.parts)
         block = max(1, min(16, 1024 // max(lanes, spec.targets)))
         merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1)
-        programs = partial(_blocks, block)
+        programs = partial(blocks_of, block)
         launches.append(
             prepare(
                 _merge_log_probs, plan, merging, tensors, values, device=device, numbers=_NUMBERS, programs=programs,
@@ -138,10 +138,6 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         return call
 
     return compose(build, *launches, n=n_rows, by_row=True)
-
-
-def _blocks(block: int, plan: RowPlan) -> int:
-    return -(-plan.n_rows // block)
 
 
 def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import log_prob as ops
+from fused_softmax.ops.losses.launches import with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import Asked, Gradients, backward, forward, given_of
 from fused_softmax.ops.losses.options import LogProb
 
@@ -35,10 +36,6 @@ def _split(given: Sequence) -> tuple[LogProb, Asked]:
 def _temperature(options: LogProb, x: Tensor) -> Tensor | None:
     t = options.temperature
     return t.to(arithmetic_of(x)).contiguous() if isinstance(t, Tensor) else None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
 def log_prob(input, target, *given):
@@ -108,7 +105,7 @@ def log_prob_backward(input, target, m, ls, entropy, dlog_prob, dentropy, dlse, 
         options = options.with_number()
         if not (on_device(input) and input.numel()):
             return ops.differentiable_gradient(input, target, temperature, options, gradients)
-        rows = _rows(input)
+        rows = with_whole_rows(input)
         of_call = given_of(rows, target.contiguous(), temperature, options)
         dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
         return backward(of_call, m, ls, entropy, gradients, options, dx)

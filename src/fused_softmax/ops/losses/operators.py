@@ -48,10 +48,6 @@ _LATER = "Tensor? dlse=None, Tensor? dz=None"
 LINEAR_BACKWARD = f"(Tensor dy, {_OF_LINEAR}, {_LOSS}, {_LINEAR}, {_LATER}) -> ({_GRADIENTS})"
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-
-
 def _on_kernels(x: Tensor) -> bool:
     return on_device(x) and x.numel() > 0
 
@@ -67,7 +63,7 @@ def cross_entropy(input, target, *given):
         if not _on_kernels(input):
             return _composed(input, target, loss, dtype)
         kind = Kind(loss, Wanted(lse=True, z_loss=True, stats=stats), dtype, False, False)
-        (y, _, z, *stats), rows, _ = losses_of(_rows(input), target, loss, kind)
+        (y, _, z, *stats), rows, _ = losses_of(losses.with_whole_rows(input), target, loss, kind)
         # Of results, none is a view of another.
         return y.clone(), z.clone(), rows.m, rows.ls, *(stats or _no_stats(rows.m))
 
@@ -80,7 +76,7 @@ def cross_entropy_given_lse(input, target, lse, *given):
         if not _on_kernels(input):
             return _composed(input, target, loss, dtype, lse)[0]
         kind = Kind(loss, Wanted(), dtype, False, False)
-        return losses_of(_rows(input), target.contiguous(), loss, kind, lse)[0][0]
+        return losses_of(losses.with_whole_rows(input), target.contiguous(), loss, kind, lse)[0][0]
 
 
 def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
@@ -93,7 +89,7 @@ def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
         dy = torch.zeros((), dtype=m.dtype, device=m.device) if dy is None else dy
         dz = None if dz is None else dy + dz
         dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        rows = _rows(input)
+        rows = losses.with_whole_rows(input)
         return losses.backward(rows, target, m, ls, loss, totals=totals, dy=dy, dz=dz, dlse=dls, dx=dx)
 
 

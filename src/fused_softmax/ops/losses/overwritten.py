@@ -73,13 +73,11 @@ def check_claim(ctx: Any) -> None:
         claim.check()
 
 
-def check_overwritten(input: Tensor) -> None:
+def check_overwritten(name: str, input: Tensor) -> None:
     """RuntimeError where autograd would refuse a write in place: a leaf that requires grad, or a view of one."""
     base = input._base
     if input.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
-        raise RuntimeError(
-            "cross_entropy: inplace_backward overwrites the logits, and these are a leaf that requires grad"
-        )
+        raise RuntimeError(f"{name}: inplace_backward overwrites the logits, and these are a leaf that requires grad")
 
 
 def begin_overwriting(input: Tensor) -> Claim:
@@ -89,7 +87,7 @@ def begin_overwriting(input: Tensor) -> Claim:
     its version changes. Changed before the call, that node is the one that the loss leads to: its gradient can be asked
     for, and hooks may follow. Those it has already are taken along, and so is retain_grad.
     """
-    check_overwritten(input)
+    check_overwritten("cross_entropy", input)
     hooks = input._backward_hooks
     claim = claim_of(input)
     claim.bump()

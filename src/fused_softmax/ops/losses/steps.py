@@ -28,6 +28,7 @@ from fused_softmax.ops.losses.launches import (
     is_whole,
     plan_forward,
     prepare_losses,
+    with_whole_rows,
 )
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS, Wanted, stats_of
@@ -77,10 +78,7 @@ class OverRanks(NamedTuple):
 
 def as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [n, n_classes] with contiguous columns, and targets [n]."""
-    rows = rows_of(input)
-    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
-        rows = rows.contiguous()
-    return rows, target.reshape(-1).contiguous()
+    return with_whole_rows(rows_of(input)), target.reshape(-1).contiguous()
 
 
 def rows_of(input: Tensor) -> Tensor:
