@@ -89,8 +89,8 @@ def mine(whole, group, sizes=None):
     return whole.narrow(-1, sum(sizes[:rank]), sizes[rank]).clone()
 
 
-def over(group, transport):
-    return {"group": group, "transport": transport, "shard_sizes": SIZES[group.size()]}
+def over(group, transport, sizes=None):
+    return {"group": group, "transport": transport, "shard_sizes": sizes or SIZES[group.size()]}
 
 
 def targets(rows, columns):
@@ -145,6 +145,19 @@ def test_losses(gpus, transport, name):
         torch.testing.assert_close(dx.double(), of_whole, rtol=2 * torch.finfo(dtype).eps + 1e-5, atol=1e-7)
 
 
+def mean_of(group, transport, dtype):
+    """A mean over shards of which some begin on 16 bytes and some do not, and some have a column."""
+    sizes = (COLUMNS - 2 * (group.size() - 1) + 1, 1, *[2] * (group.size() - 2))
+    given = mine(logits(70, COLUMNS, dtype=dtype), group, sizes).requires_grad_()
+    return on_host([cross_entropy(given, targets(70, COLUMNS), **over(group, transport, sizes))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_mean_has_the_same_bits_however_shards_lie(gpus, transport, dtype):
+    same_on_all(gpus(mean_of, transport, dtype))
+
+
 def softmaxes(group, name, transport, options):
     x, dy = logits(40, COLUMNS), logits(40, COLUMNS, 1)
     dy = dy[:, 0] if name == "logsumexp" else dy
@@ -186,7 +199,7 @@ def test_a_linear_layers_loss(gpus, transport):
     for y, wanted, *gradients in found:
         close(y, wanted, 1e-3)
         for ours, truth in zip(gradients[::2], gradients[1::2], strict=True):
-            assert (ours.double() - truth).norm() < 2e-2 * truth.norm()
+            assert (ours.double() - truth).norm() <= 2e-2 * truth.norm()  # both 0 of no columns
 
 
 def dtensors(group, parallel, options):
@@ -259,7 +272,7 @@ def test_dtensors_over_a_mesh_of_two_dims(gpus, axes):
         (y, *gradients), (wanted, *of_whole) = of_ranks[0]
         close(y, wanted, 1e-3)
         for ours, truth in zip(gradients, of_whole, strict=True):
-            assert (ours.double() - truth).norm() < 2e-2 * truth.norm()
+            assert (ours.double() - truth).norm() <= 2e-2 * truth.norm()  # both 0 of no columns
 
 
 def replayed(group, times):

@@ -30,7 +30,8 @@ Traffic: 8 bytes for each 32 bits, into every rank's slots.
 import triton
 import triton.language as tl
 
-from fused_softmax.core.kernels.exchange import merged, pack_state, tag_of, wait_for
+from fused_softmax.core.kernels.exchange import pack_state, states_of, tag_of, wait_for
+from fused_softmax.core.kernels.state import rounded_product, weight_of
 
 DIGEST = tl.constexpr(0x7FFFFFFF)
 MISSING = tl.constexpr(1)
@@ -196,6 +197,15 @@ def fail(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K: tl.constexpr):
 
 
 @triton.jit
+def sum_of_pairs(x):
+    """The sum of x [n], neighbours first: in one order in all kernels, while tl.sum's follows how each lays x out."""
+    for _ in tl.static_range(16):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), axis=1)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
 def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K: tl.constexpr):
     """(m, s, value) of a whole row: the sum of its headers' values, of which all but one are 0.
 
@@ -203,7 +213,9 @@ def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, t
     """
     j = tl.arange(0, K.lanes)
     n_states = n_parts * ranks
-    m, s = merged(message, n_states, K)
+    m_parts, s_parts = states_of(message, n_states, K)
+    m = tl.max(m_parts, axis=0)
+    s = sum_of_pairs(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)))
     heads = (j >= n_states) & (j < n_states + ranks)
     value = (message >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     value = tl.sum(tl.where(heads, value, 0.0), axis=0)

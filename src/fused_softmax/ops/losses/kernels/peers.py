@@ -20,9 +20,9 @@ from fused_softmax.ops.losses.kernels.common import (
     store_losses,
     target_of,
 )
-from fused_softmax.ops.losses.kernels.held import load_part, max_of_part, store_part, store_zeros, sum_losses
+from fused_softmax.ops.losses.kernels.held import load_part, max_of_part, store_part, store_zeros
 from fused_softmax.ops.losses.kernels.spec import LossRow, Target
-from fused_softmax.ranks.kernels import announce, bases_of, collect, state_of, tell, turn_of
+from fused_softmax.ranks.kernels import announce, bases_of, collect, state_of, sum_of_pairs, tell, turn_of
 
 
 @triton.jit(do_not_specialize=[
@@ -96,7 +96,7 @@ def _peer_loss(
                 g, g_z = per_row(totals_ptr, K)
             if K.finishes:  # noqa: SIM102  a constexpr, then a value
                 if heads:
-                    sum_losses(L, n_rows, g, K)
+                    sum_alike(L, n_rows, g, K)
             D = shares_of(m + ls, T.w, 0.0, g, g_z, n_classes, N, K)
             a = tl.where(T.wrong, float("nan"), D.a) / s
             z = hold_all(z, K.ptx)
@@ -105,3 +105,16 @@ def _peer_loss(
                 store_part(L.dx, None, z, edge, m, z_t, a, D, own, here & heads, r, N, K)
             else:
                 store_zeros(L.dx, n_cols, n_parts, r, K)
+
+
+@triton.jit
+def sum_alike(L, n_losses, g, K: tl.constexpr):
+    """As `sum_losses`, with the same bits on all ranks, whose kernels differ by how their shards lie."""
+    if tl.atomic_add(L.ticket_ptr, 1, sem="acq_rel") == n_losses - 1:
+        BLOCK: tl.constexpr = 1024
+        total = tl.zeros([BLOCK], K.state_dtype)
+        for at in range(0, n_losses, BLOCK):
+            j = at + tl.arange(0, BLOCK)
+            total += tl.load(L.loss_ptr + j, mask=j < n_losses, other=0.0, volatile=True)
+        tl.store(L.result_ptr, sum_of_pairs(total) * g)
+        tl.atomic_xchg(L.ticket_ptr, 0, sem="relaxed")
