@@ -107,10 +107,10 @@ def log_prob(
         gradient 0, and are not looked at. Either a pair (ids, offsets), each int64 or int32: row r, of all leading dims
         flattened, has ids[offsets[r]:offsets[r + 1]], distinct and in any order; ids is [n_kept], offsets [n_rows + 1]
         from 0 on. Or an int32 bitmask [..., ceil(n_classes / 32)]: bit c % 32 of word c // 32 is column c. A target
-        outside has log-probability -inf and no gradient. A row over nothing, or over logits of -inf alone, has lse -inf
-        and entropy and gradient 0; of its statistics log_sum_sq_probs is -inf, is_top1 False, and mean_logits of nothing
-        0. Offsets or ids that cannot be right make the row's results and gradient NaN. On a CPU, and with
-        FUSED_SOFTMAX_CHECK=1, they raise IndexError.
+        outside has log-probability -inf and no gradient. A row over nothing, or over logits of -inf alone, has lse
+        -inf, and entropy and gradient 0; its log_sum_sq_probs is -inf, is_top1 False, and mean_logits over nothing 0.
+        Offsets that do not rise from 0 to at most n_kept, or ids that are no class, make the row's results and gradient
+        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, they raise IndexError.
     inplace_backward: the backward pass writes the gradient over the logits and allocates nothing. They are then lost:
         there is one backward pass and no second derivative. A leaf raises, as for torch's operations in place. Compiled
         code allocates it all the same.
@@ -132,11 +132,12 @@ def log_prob(
     key = None
     numbers = _kind_of_numbers(scale, softcap, temperature)
     of_kept = () if kept is None else _kind_of_kept(kept, input)
-    if numbers is not None and of_kept is not None and not CHECK and type(ignore_index) is int and type(return_stats) is tuple:
+    told = type(ignore_index) is int and type(return_stats) is tuple
+    if numbers is not None and of_kept is not None and told and not CHECK:
         of_call = ignore_index, return_entropy, return_lse, return_stats, inplace_backward, dtype
         key = numbers, of_call, of_kept, torch.is_grad_enabled()
-        of_rows = (each if isinstance(each, Tensor) else None for each in (temperature, kept))
-        call = find(_NAME, key, input, target, *of_rows)
+        of_rows = temperature if isinstance(temperature, Tensor) else None
+        call = find(_NAME, key, input, target, of_rows, kept if isinstance(kept, Tensor) else None)
         if call is not None:
             return call(input, target, scale, softcap, temperature, kept)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
@@ -160,11 +161,11 @@ def _kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None
 def _kind_of_kept(kept: Any, input: Any) -> tuple | None:
     """What a kept call depends on of the columns over which rows are normalised; None where they want a check.
 
-    Of a bitmask the guard sees the rest. The length of a list is another in each call, and where it lies does not matter:
+    Of a bitmask the guard sees the rest. The length of a list is another in each call. Where it lies does not matter:
     no access to it is wider than an element.
     """
     if isinstance(kept, Tensor):
-        return ("bitmask",)
+        return ()
     if torch.compiler.is_compiling() or type(kept) is not tuple or len(kept) != 2:
         return None
     ids, offsets = kept
@@ -295,7 +296,7 @@ def _prepare_call(
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     alike = options.with_number()
     flat = input.ndim == 2 and several
-    given = given_of(*_as_rows(input, target, temperature), alike, columns)
+    given = given_of(*_as_rows(input, target, temperature, columns), alike, columns)
     is_aligned = given.x.data_ptr() == input.data_ptr()
     overwrites = inplace and differentiates
 
@@ -325,11 +326,13 @@ def _prepare_call(
     return compose(build, prepared, n=input.shape[0] if input.ndim == 2 else None, by_row=True)
 
 
-def _as_rows(input: Tensor, target: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _as_rows(
+    input: Tensor, target: Tensor, temperature: Tensor | None, columns: Kept
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows = input.reshape(-1, input.shape[-1])
     if temperature is not None:
         temperature = temperature.detach().reshape(-1).to(arithmetic_of(input)).contiguous()
-    return aligned(rows), target.reshape(len(rows), -1).contiguous(), temperature
+    return aligned(rows, columns), target.reshape(len(rows), -1).contiguous(), temperature
 
 
 def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
@@ -343,7 +346,7 @@ def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, columns: Kep
     if temperature is None and is_aligned:
         given = given_of(rows, targets.contiguous(), None, options, columns)
     else:
-        given = given_of(*_as_rows(rows, targets, temperature), options, columns)
+        given = given_of(*_as_rows(rows, targets, temperature, columns), options, columns)
     return given, run(given, options.numbers[0])
 
 
@@ -382,8 +385,8 @@ class _LogProb(torch.autograd.Function):
         if dlog_prob is None and dentropy is None and dlse is None:
             return None, *nothing
         gradients = Gradients(*resolved(dlog_prob, dentropy, dlse))
-        x, target, temperature, m, ls, entropy, *columns = saved_of(ctx, _NAME)
-        columns = Kept(*columns)
+        x, target, temperature, m, ls, entropy, *of_kept = saved_of(ctx, _NAME)
+        columns = Kept(*of_kept)
         # Hooks of saved tensors may return other strides.
         target, m, ls = (each.contiguous() for each in (target, m, ls))
         entropy, temperature = (each if each is None else each.contiguous() for each in (entropy, temperature))

@@ -82,13 +82,19 @@ def given_of(
     x: Tensor, target: Tensor, temperature: Tensor | None, options: LogProb, kept: Kept = EVERY
 ) -> GivenLogits:
     """temperature: of each row, where it is not a number."""
-    return GivenLogits(x, target, temperature, options.loss.exact_numbers(x), kept.for_kernels())
+    kept = kept if kept is EVERY else kept.for_kernels()
+    return GivenLogits(x, target, temperature, options.loss.exact_numbers(x), kept)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order."""
+def aligned(x: Tensor, kept: Kept = EVERY) -> Tensor:
+    """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order.
+
+    Listed columns are read one by one, wherever rows start.
+    """
     vector = 16 // x.element_size()
     rows = with_whole_rows(x)
+    if kept.ids is not None:
+        return rows
     even = rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
     return rows if even or x.shape[1] % vector else rows.clone(memory_format=torch.contiguous_format)
 
@@ -217,7 +223,10 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
     listed, empty = given.kept.ids is not None, allocator(x.device)
     if listed:
         part_cols = n_cols if plan.strategy == "tile" else _LIST_PARTS * plan.part_cols
-        plan = replace(plan, block_rows=1, part_cols=part_cols, parts=-(-plan.parts // _LIST_PARTS))
+        plan = replace(
+            plan, block_rows=1, block_cols=triton.next_power_of_2(plan.pieces * plan.block_cols), pieces=1,
+            part_cols=part_cols, parts=-(-plan.parts // _LIST_PARTS), num_warps=max(plan.num_warps, _LIST_WARPS),
+        )  # fmt: skip
     spec = replace(
         _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False,
         inplace=listed and over,

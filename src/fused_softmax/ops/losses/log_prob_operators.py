@@ -44,7 +44,7 @@ def log_prob(input, target, *given):
         options, asked, kept = _split(given)
         empty, there = input.new_empty, on_device(input) and input.numel() and target.numel()
         if there:
-            x = ops.aligned(input)
+            x = ops.aligned(input, kept)
             t, alike = _temperature(options, x), options.with_number()
             found = forward(given_of(x, target.contiguous(), t, alike, kept), alike, asked)
             m, ls, *results = found

@@ -207,6 +207,8 @@ class Kept(NamedTuple):
 
     def rows(self, here: slice) -> "Kept":
         """Of some of the rows."""
+        if self is EVERY:
+            return EVERY
         bits = None if self.bits is None else self.bits[here]
         return Kept(self.ids, self.offsets, bits, self.first_row + here.start)
 

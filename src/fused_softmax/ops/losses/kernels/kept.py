@@ -39,3 +39,16 @@ def among(L, t, n_classes, K: tl.constexpr):
 def bits_from(bits_ptr, cols, on):
     """What a byte of a bitmask has from the bit of a column on, which is then the lowest; 0 where not `on`."""
     return tl.load(bits_ptr + cols // 8, mask=on, other=0).to(tl.int32) >> (cols % 8).to(tl.int32)
+
+
+@triton.jit
+def bits_of_tile(bits_ptr, start, n_cols, K: tl.constexpr):
+    """Which of a tile's columns, from `start` on, bitmasks of rows [n, 1] have: one access for up to 8 of them."""
+    WIDTH: tl.constexpr = K.bits_at_once
+    first = start + tl.arange(0, K.block_cols // K.bits_at_once)[None, :] * WIDTH
+    bits = bits_from(bits_ptr, first, first < n_cols)
+    if K.shifted:  # a row's columns lie over two bytes
+        after = first // 8 * 8 + 8
+        bits |= bits_from(bits_ptr, after, after < n_cols) << (after - first).to(tl.int32)
+    on = (bits[:, :, None] >> tl.arange(0, WIDTH)[None, None, :]) & 1
+    return tl.reshape(on, [K.block_rows, K.block_cols]) == 1

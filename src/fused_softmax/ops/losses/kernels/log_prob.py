@@ -20,7 +20,7 @@ from fused_softmax.ops.losses.kernels.common import (
     numbers_of,
     slope_of,
 )
-from fused_softmax.ops.losses.kernels.kept import among, bits_from, ids_at, list_of
+from fused_softmax.ops.losses.kernels.kept import among, bits_from, bits_of_tile, ids_at, list_of
 from fused_softmax.ops.losses.kernels.scan import merge_scanned, scan_logits, store_scanned
 from fused_softmax.ops.losses.kernels.spec import Numbers, Scanned, Targets
 
@@ -204,7 +204,6 @@ def write_listed(
 
     Over the logits it is computed before the first is written, and waits at values_ptr, by the places of the list.
     """
-    PIECES: tl.constexpr = K.pieces
     i = tl.arange(0, K.list_cols)[:, None]
     if K.inplace:
         for at in range(0, L.size, K.list_cols):
@@ -214,10 +213,8 @@ def write_listed(
         tl.debug_barrier()  # all have read before one writes
     fill = tl.where(T.spoilt & counts, float("nan"), 0.0).to(K.cast_dtype)
     dx_body = body_of(dx_rows, r.row, K)
-    for at in range(r.start, tl.minimum(r.start + r.size, n_cols), PIECES * K.block_cols):
-        for p in tl.static_range(PIECES):
-            cols = at + p * K.block_cols + r.cols
-            tl.store(dx_body + cols, fill, mask=cols < end)
+    for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
+        tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at)
     if K.shifted:
         cols, on = edges_of(r, n_cols, n_parts, K)
         tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
@@ -312,8 +309,7 @@ def _log_prob_gradient(
             on = (p * K.block_cols + r.cols < end - at) & live
             dx = tl.where(counts, dx, 0.0)
             if K.masked:
-                cols = r.head + at + p * K.block_cols + r.cols
-                dx = tl.where(bits_from(kept, cols, on) & 1 == 1, dx, 0.0)
+                dx = tl.where(bits_of_tile(kept, r.head + at + p * K.block_cols, n_cols, K), dx, 0.0)
             dx = dx.to(K.cast_dtype)
             tl.store(dx_body + (at + p * K.block_cols + r.cols), dx, mask=on)
     if K.shifted:

@@ -129,16 +129,18 @@ def load_listed(row_ptr, c, there, n_classes, hidden, N, K: tl.constexpr):
     """As `load_logits`, a piece of the columns c that are there: NaN for what is no column."""
     inside = (c >= 0) & (c < n_classes)
     (z,) = load_logits(row_ptr, tl.where(inside, c, n_classes), n_classes, hidden, N, K, 1, 0)
-    return (tl.where(there & (inside == 0), float("nan"), z),)
+    none = (tl.zeros([], K.state_dtype) + float("nan")).to(z.dtype)
+    return (tl.where(there & (inside == 0), none, z),)
 
 
 @triton.jit
 def bits_of(bits_ptr, at, end, cols, K: tl.constexpr):
-    """Which columns of all pieces from `at` on a bitmask has, and which are before the end: a byte has those of a lane."""
+    """Which columns before the end a bitmask has, of all pieces from `at` on: those of a lane share a byte."""
     WIDTH: tl.constexpr = K.lane_cols
+    PIECES: tl.constexpr = K.pieces
     lane = tl.arange(0, K.block_cols // K.lane_cols)[:, None] * WIDTH
     on = ()
-    for p in tl.static_range(K.pieces):
+    for p in tl.static_range(PIECES):
         first = at + p * K.block_cols + lane
         here = (bits_from(bits_ptr, first, first < end) >> tl.arange(0, WIDTH)[None, :]) & 1 == 1
         on = on + (here & (p * K.block_cols + cols < end - at),)  # noqa: RUF005

@@ -60,6 +60,11 @@ class LossSpec(Spec):
         return max(1, min(1024, 2048 // self.targets))
 
     @property
+    def bits_at_once(self):
+        """How many columns of a tile share an access to their bitmask."""
+        return min(8, self.block_cols)
+
+    @property
     def unpack(self):
         """Few pieces would take so few registers that programs crowd: bf16 16384 x 8192 0.92, 0.90 with 32 of 48."""
         return self.ptx and not (self.crowds and not self.split and self.pieces <= 4)
