@@ -14,7 +14,7 @@ from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import log_prob as ops
 from fused_softmax.ops.losses.launches import with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import Asked, Gradients, backward, forward, given_of
-from fused_softmax.ops.losses.options import Kept, LogProb
+from fused_softmax.ops.losses.options import EVERY, Kept, LogProb
 
 _OPTIONS = LogProb.schema()
 _N_OPTIONS = len(LogProb().traced())
@@ -50,6 +50,7 @@ def log_prob(input, target, *given):
             m, ls, *results = found
         else:
             t = options.temperature if isinstance(options.temperature, Tensor) else None
+            kept = kept if input.numel() else EVERY  # whose offsets may be of rows that are not there
             of_targets, entropy, lse, stats = ops.referred(input, target, options.with_number(), t, kept)
             results = [of_targets, entropy, lse, *stats.values()]
             wants = True, *asked[:-1]
@@ -105,6 +106,7 @@ def log_prob_backward(input, target, m, ls, entropy, dlog_prob, dentropy, dlse, 
         gradients, temperature = Gradients(dlog_prob, dentropy, dlse), _temperature(options, input)
         options = options.with_number()
         if not (on_device(input) and input.numel()):
+            kept = kept if input.numel() else EVERY
             return ops.differentiable_gradient(input, target, temperature, options, gradients, kept)
         rows = with_whole_rows(input)
         of_call = given_of(rows, target.contiguous(), temperature, options, kept)
