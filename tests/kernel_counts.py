@@ -26,9 +26,10 @@ def loss(n, n_classes=VOCABULARY, **options):
     return ours.cross_entropy(made(n, n_classes, grad=True), made(n, dtype=torch.int64), **options)
 
 
-def log_prob(n, grad=False):
+def log_prob(n, grad=False, n_kept=None):
     x, target = made(n, VOCABULARY, grad=grad), made(n, dtype=torch.int64)
-    return ours.log_prob(x, target, return_entropy=True)[:2]
+    kept = None if n_kept is None else (made(n_kept, dtype=torch.int32), made(n + 1, dtype=torch.int64))
+    return ours.log_prob(x, target, return_entropy=True, kept=kept)[:2]
 
 
 def sample(n, **filters):
@@ -56,6 +57,7 @@ LISTS = {
     "loss, vocabularies": [lambda n=n: loss(4096, n) for n in (128256, 128000, 129280)],
     "log_prob, numbers of rows": [lambda n=n: log_prob(n) for n in (1, 7, 512, 20000)],
     "log_prob, both passes": [lambda: log_prob(4096, True)],
+    "log_prob, lists": [lambda n=n: log_prob(n, True, 50 * n + 1) for n in (1, 7, 512, 20000)],
     "T, batches": [lambda n=n: sample(n) for n in BATCHES],
     "top-k, batches": [lambda n=n: sample(n, top_k=50) for n in BATCHES],
     "attention, lengths": [lambda n=n: attention(n, is_causal=True) for n in (1024, 2048, 4096, 8192)],

@@ -45,6 +45,11 @@ def gathered(x):
     return torch.log_softmax(x, -1).gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
 
 
+def lists_of(x, n):
+    """The first n columns of each row."""
+    return torch.arange(n, device=x.device).repeat(len(x)), torch.arange(len(x) + 1, device=x.device) * n
+
+
 def attended(of, name):
     return lambda q, k, v, bias: of(q, k, v, **{name: bias})
 
@@ -75,6 +80,9 @@ LOSSES = {
     "losses in one launch": (loss(cross_entropy), loss(F.cross_entropy), [(19, 1030), (1030,)]),
     "losses of split rows": (loss(cross_entropy), loss(F.cross_entropy), [(3, 40003), (40003,)]),
     "log-probabilities": (lambda x: log_prob(x, targets(x)), gathered, [(19, 1030)]),
+    "log-probabilities over lists": (
+        lambda x: log_prob(x, targets(x), kept=lists_of(x, 512)), lambda x: gathered(x[:, :512]), [(19, 1030)],
+    ),
     "log-probabilities of long rows": (lambda x: log_prob(x, targets(x)), gathered, [(3, 40008)]),
     "a linear layer's loss": (
         lambda x, w: linear_cross_entropy(x, w, targets(x, len(w))),

@@ -272,7 +272,14 @@ LOG_PROBS: dict[str, dict[str, Any]] = {
     "entropy, fp64": {"of": FP64, "return_entropy": True, "scale": lambda n, seed: 0.5 + seed},
     "row stride, bf16": {"of": BF16, "lay": padded},
     "several parts": {"of": FP64, "n_cols": 20000, "return_entropy": True},
+    "bitmask": {"kept": lambda n, seed: (torch.arange(3 * n, dtype=torch.int32) * (seed + 2**29 + 9)).view(n, 3)},
+    "lists": {"kept": lambda n, seed: lists_of(n, 5 + seed)},
 }  # fmt: skip
+
+
+def lists_of(n, n_kept):
+    """As many columns of each of n rows."""
+    return torch.arange(n * n_kept) * 11 % 70, torch.arange(n + 1) * n_kept
 
 
 def of_log_prob(name, grad, call=fused_softmax.log_prob):

@@ -35,7 +35,7 @@ CALLS = {
     ),
     "log_prob": (
         lambda **options: fused_softmax.log_prob(X, **{"target": T, **options}),
-        ("target", "scale", "softcap", "temperature", "ignore_index", "return_stats", "dtype"),
+        ("target", "scale", "softcap", "temperature", "ignore_index", "return_stats", "kept", "dtype"),
     ),
     "sample": (
         lambda **options: fused_softmax.sample(X, **options),

@@ -17,6 +17,7 @@ EXPECTED = {
     "loss, vocabularies": 5,
     "log_prob, numbers of rows": 2,  # parts, and what merges them
     "log_prob, both passes": 3,
+    "log_prob, lists": 2,
     "T, batches": 1,
     "top-k, batches": 2,
     "attention, lengths": 2,

@@ -12,7 +12,7 @@ from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_by_classes as by_classes
 from fused_softmax.ops.losses import log_prob_launches as log_probs
 from fused_softmax.ops.losses.given_lse import forward_given_lse
-from fused_softmax.ops.losses.options import LogProb, Loss
+from fused_softmax.ops.losses.options import Kept, LogProb, Loss
 from fused_softmax.ops.losses.sums import multiply
 
 pytestmark = pytest.mark.compiles
@@ -132,5 +132,37 @@ def test_log_probabilities(target, dtype, softcap, k):
 
         found = binaries(target, run)
         assert ("_merge_log_probs" in found) == (n_cols > 1024)
+        for name, binary in found.items():
+            assert binary.spilled_bytes <= ABOUT_THE_CALL, (n_cols, name)
+
+
+LISTS = Kept(torch.zeros(1000, dtype=torch.int32), torch.zeros(513, dtype=torch.int64))
+
+
+@pairwise(("target", "kind", "inplace"))
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("k", [1, 5, 300])
+@pytest.mark.parametrize("kind", ["list", "bitmask"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_log_probabilities_over_kept_columns(target, dtype, softcap, k, kind, inplace):
+    """What is not listed is written in whole vectors, and no bitmask takes the registers that its logits need."""
+    options, row = LogProb(softcap=softcap), torch.ones(512)
+    for n_cols in (1024, 50257, 128256):
+        x, targets = torch.empty(512, n_cols, dtype=dtype), torch.zeros(512, k, dtype=torch.int64)
+        bits = torch.zeros(512, -(-n_cols // 32), dtype=torch.int32)
+        kept = LISTS if kind == "list" else Kept(bits=bits)
+
+        def run():
+            given = log_probs.given_of(x, targets, row, options, kept)  # noqa: B023
+            log_probs.forward(given, options, log_probs.Asked(*[True] * 6))
+            gradients = log_probs.Gradients(torch.ones(512, k), row, row)
+            log_probs.backward(given, row, row, row, gradients, options, x if inplace else None)  # noqa: B023
+
+        found = binaries(target, run)
+        assert ("_merge_log_probs" in found) == (n_cols > 1024 and kind == "bitmask")
+        if n_cols > 1024 or target != "gfx942":  # whose 256 threads have less than 16 bytes of so short a row
+            assert max(found["_log_prob_gradient"].store_widths) == 16
         for name, binary in found.items():
             assert binary.spilled_bytes <= ABOUT_THE_CALL, (n_cols, name)

@@ -68,6 +68,8 @@ def loss_samples():
     second = (-100, "none", 0.1, 5.0, 2.0, 0.1)
     several, given = torch.tensor([[5, 5], [-100, 3], [0, 7]]), logits(3, 2, seed=5)
     of_linear = (None, -100, "mean", 0.1, None, 1.0, 0.0, 2, "fp32", [True] * 3)
+    plain, bits = (-100, 1.0, None, 1.0, None), torch.tensor([[255], [12], [0]], dtype=torch.int32)
+    lists = torch.tensor([7, 5, 0, 3, 1]), torch.tensor([0, 3, 4, 5], dtype=torch.int32)
     return {
         "cross_entropy": [
             (x, target),
@@ -96,10 +98,14 @@ def loss_samples():
             (x, target[:, None]),
             (x, several, -100, 0.5, 4.0, 0.7, None, [True] * 5),
             (x, several, -100, -2.0, None, 1.0, rows.detach() + 1, [False, True, False, False, True]),
+            (x, several, *plain, [True] * 5, *lists),
+            (x, several, *plain, [True, False, False, True, True], None, None, bits),
         ],
         "log_prob_backward": [
             (x, target[:, None], m, ls, rows[:0], rows[:, None], None, None),
             (x, several, m, ls, rows, given, rows, rows, -100, 0.5, 4.0, 1.0, rows.detach() + 1),
+            (x, several, m, ls, rows, given, rows, rows, *plain, *lists),
+            (x, several, m, ls, rows, given, rows, rows, *plain, None, None, bits),
         ],
     }  # fmt: skip
 
@@ -278,7 +284,7 @@ def public_samples(device):
         {}, {"reduction": "none", "softcap": 5.0}, {"reduction": "sum", "weight": weight, "scale": -0.5},
         {"weight": weight, "label_smoothing": 0.1, "lse_square_scale": 1e-2},
     ]  # fmt: skip
-    bias = {"linear_bias": weight}
+    bias, whole = {"linear_bias": weight}, torch.arange(6, device=device) * 70
     return {
         "softmax": of_scores,
         "log_softmax": of_scores,
@@ -288,6 +294,7 @@ def public_samples(device):
         "log_prob": [
             ((x, target), {}),
             ((x, target.view(5, 1).expand(5, 3)), {"scale": -0.5, "softcap": 5.0, "temperature": weight[:5]}),
+            ((x, target), {"softcap": 5.0, "kept": (torch.arange(350, device=device) % 70, whole)}),
         ],
         "attention": [
             ((x.view(5, 1, 7, 10) / 4, x.view(5, 1, 7, 10), x.view(5, 1, 7, 10)), options)

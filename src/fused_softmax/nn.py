@@ -180,8 +180,8 @@ class LinearLogProb(_OfLayer):
     options: arguments of the function, passed in every call. device, dtype: of the parameters.
 
     Call it with the input [..., in_features] and the target, [...] or [..., k]; a temperature of the call, a number or
-    a tensor [...], goes before that of the options. It returns what the function returns, and raises its errors; an
-    unknown option raises TypeError.
+    a tensor [...], goes before that of the options, and so does kept. It returns what the function returns, and raises
+    its errors; an unknown option raises TypeError.
 
     >>> LinearLogProb(4096, 151936, return_entropy=True)(hidden, tokens).entropy  # [n, 4096], [n]
     """
@@ -200,9 +200,15 @@ class LinearLogProb(_OfLayer):
         self.options = _known(options, linear_log_prob)
 
     def forward(
-        self, input: Tensor, target: Tensor, temperature: float | Tensor | None = None
+        self,
+        input: Tensor,
+        target: Tensor,
+        temperature: float | Tensor | None = None,
+        *,
+        kept: tuple[Tensor, Tensor] | Tensor | None = None,
     ) -> Tensor | LogProbOutput:
-        options = self.options if temperature is None else self.options | {"temperature": temperature}
+        of_call = {"temperature": temperature, "kept": kept}
+        options = self.options | {name: each for name, each in of_call.items() if each is not None}
         return linear_log_prob(input, self.linear_weight, target, linear_bias=self.linear_bias, **options)
 
 

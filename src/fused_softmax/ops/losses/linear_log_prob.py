@@ -30,7 +30,7 @@ from fused_softmax.ops.losses.linear_by_rows import (
 from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput, log_prob
 from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
-from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ops.losses.options import Kept, LogProb, check_kept, check_lists
 
 _NAME = "linear_log_prob"
 
@@ -48,6 +48,7 @@ def linear_log_prob(
     return_entropy: bool = False,
     return_lse: bool = False,
     return_stats: Sequence[str] = (),
+    kept: tuple[Tensor, Tensor] | Tensor | None = None,
     chunk_size: int | None = None,
     logits: str = "auto",
     accumulate: str = "fp32",
@@ -59,7 +60,8 @@ def linear_log_prob(
     linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Each has the input's dtype. If that has 16 bits,
         they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
         A tensor that requires no gradient costs no product for one. Autocast casts these three as it casts linear's.
-    target, scale, softcap, temperature, ignore_index, return_entropy, return_lse, return_stats, dtype: as log_prob's.
+    target, scale, softcap, temperature, ignore_index, return_entropy, return_lse, return_stats, kept, dtype: as
+        log_prob's. All logits are made, whatever kept leaves out.
     chunk_size: how many rows of logits are in memory at a time, unless all are kept. None takes as many as fill 1 GiB,
         or fewer, so that chunks are equal; or all rows, if that takes no more memory than chunks with an accumulator.
     logits: "keep" holds all logits, in the input's dtype, until the backward pass. That takes three matrix products in
@@ -80,10 +82,10 @@ def linear_log_prob(
     given = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
     wanted = of_logits.wanted_of(return_entropy, return_lse, return_stats, _NAME)
     how = {"chunk_size": chunk_size, "logits": logits, "accumulate": accumulate}
-    return _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, how, dtype)
+    return _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, kept, how, dtype)
 
 
-def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, how, dtype):
+def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, kept, how, dtype):
     check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"], masters=True)
     if how["logits"] not in ("auto", "keep", "recompute"):
         raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(how["logits"])}')
@@ -93,7 +95,10 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, h
         linear_bias = None if linear_bias is None else linear_bias.to(cast)
     n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
     options = of_logits.checked(input, (*leading, n_classes), target, given, dtype, _NAME)
-    tensors = [each for each in (input, linear_weight, target, linear_bias) if each is not None]
+    if kept is not None:
+        check_kept(_NAME, kept, input, (*leading, n_classes))
+    columns = Kept.of(kept)
+    tensors = [each for each in (input, linear_weight, target, linear_bias, *columns[:3]) if each is not None]
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     tensors += [] if temperature is None else [temperature]
     empty = not (input.numel() and target.numel())
@@ -101,6 +106,8 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, h
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(_NAME, target, n_classes, options.ignore_index)
+    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
+        check_lists(_NAME, columns, n_classes)
     rows = input.reshape(prod(leading), input.shape[-1])
     targets = target.reshape(rows.shape[0], target.shape[-1] if target.ndim == input.ndim else 1)
     several, result_dtype = target.ndim == input.ndim, dtype or arithmetic_of(input)
@@ -109,7 +116,7 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, h
         bias = None if linear_bias is None else linear_bias.to(input.dtype)
         made = whole_logits(rows, weight, bias, _of_rows(targets, options.ignore_index), options.ignore_index)
         return log_prob(
-            made.view(*leading, n_classes), target, **given, dtype=dtype, return_entropy=wanted.entropy,
+            made.view(*leading, n_classes), target, **given, kept=kept, dtype=dtype, return_entropy=wanted.entropy,
             return_lse=wanted.lse, return_stats=tuple(name for name in of_logits.STATS if getattr(wanted, name)),
         )  # fmt: skip
     if temperature is not None:
@@ -119,7 +126,7 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, h
     few = rows.shape[0] <= max(linear.chunk_size, rows.shape[1])
     keeps = any(asked) and (how["logits"] == "keep" or (how["logits"] == "auto" and few))
     of_call = _How(options.with_number(), linear, wanted._replace(states=any(asked)), keeps)
-    found = _LinearLogProb.apply(rows, linear_weight, linear_bias, targets.contiguous(), temperature, of_call)
+    found = _LinearLogProb.apply(rows, linear_weight, linear_bias, targets.contiguous(), temperature, columns, of_call)
     return of_logits.output_of(found, wanted, target.shape if several else leading, leading, result_dtype)
 
 
@@ -142,11 +149,13 @@ class _LinearLogProb(torch.autograd.Function):
     """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, target, temperature, how):
+    def forward(ctx, x, w, bias, target, temperature, columns, how):
         ctx.set_materialize_grads(False)
-        found, ctx.logits = _forward(x, w, bias, target, temperature, how)
+        found, ctx.logits = _forward(x, w, bias, target, temperature, columns, how)
         ctx.how = how
-        ctx.save_for_backward(x, w, bias, target, temperature, found.m, found.ls, found.entropy)
+        ctx.save_for_backward(
+            x, w, bias, target, temperature, found.m, found.ls, found.entropy, *columns[:3]
+        )  # fmt: skip
         if found.is_top1 is not None:
             ctx.mark_non_differentiable(found.is_top1)
         return found[2:]
@@ -154,18 +163,19 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlog_prob, dentropy, dlse, *of_stats):
         refuse(_NAME, STATISTICS, of_stats, HAVE)
-        nothing, asked = (None,) * 3, list(ctx.needs_input_grad[:3])
+        nothing, asked = (None,) * 4, list(ctx.needs_input_grad[:3])
         if dlog_prob is None and dentropy is None and dlse is None:
-            return (None,) * 6
+            return (None,) * 7
         incoming = Incoming(*resolved(dlog_prob, dentropy, dlse))
         x, w, bias, *others = saved_of(ctx, _NAME)
         saved: list[Any] = [None if each is None else each.contiguous() for each in others]
-        target, temperature, m, ls, entropy = saved
+        target, temperature, m, ls, entropy, *of_kept = saved
+        columns = Kept(*of_kept)
         if torch.is_grad_enabled() or batched(*incoming):
-            return *_differentiable(x, w, bias, target, temperature, ctx.how, asked, incoming), *nothing
-        kept, ctx.logits = ctx.logits, None  # of which the gradient is made where they are
+            return *_differentiable(x, w, bias, target, temperature, columns, ctx.how, asked, incoming), *nothing
+        logits, ctx.logits = ctx.logits, None  # of which the gradient is made where they are
         states = m, ls, entropy
-        return *_backward(x, w, bias, target, temperature, states, ctx.how, asked, incoming, kept), *nothing
+        return *_backward(x, w, bias, target, temperature, columns, states, ctx.how, asked, incoming, logits), *nothing
 
 
 def _lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -173,21 +183,24 @@ def _lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor,
     return x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
 
 
-def _forward(x, w, bias, target, temperature, how: _How) -> tuple[LogProbRows, Tensor | None]:
+def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple[LogProbRows, Tensor | None]:
     """(what is known of all rows, the logits if they are kept)."""
     linear = Linear(x.shape[0], how.linear.accumulate) if how.keeps else how.linear
     parts, logits = [], None
     for start, logits in chunks(*_lowered(x, w, bias), linear):
         here = slice(start, start + len(logits))
         t = None if temperature is None else temperature[here]
-        parts.append(forward(given_of(aligned(logits), target[here], t, how.options), how.options, how.asked))
+        given = given_of(aligned(logits), target[here], t, how.options, columns.rows(here))
+        parts.append(forward(given, how.options, how.asked))
     if len(parts) == 1:
         return parts[0], logits if how.keeps else None
     joined = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
     return LogProbRows(*joined), None  # type: ignore[arg-type]
 
 
-def _backward(x, w, bias, target, temperature, states, how: _How, asked, incoming: Incoming, kept: Tensor | None):
+def _backward(
+    x, w, bias, target, temperature, columns: Kept, states, how: _How, asked, incoming: Incoming, kept: Tensor | None
+):  # fmt: skip
     """The gradients asked for. kept: all logits, over which theirs is written; None where they are made again."""
     lowered = _lowered(x, w, bias)
     left_out = (target.long() == how.options.ignore_index).all(-1) if asked[1] else None
@@ -197,13 +210,13 @@ def _backward(x, w, bias, target, temperature, states, how: _How, asked, incomin
         here = slice(start, start + len(logits))
         t = None if temperature is None else temperature[here]
         m, ls, entropy, *of_rows = (each if each is None else each[here] for each in (*states, *incoming))
-        given = given_of(logits, target[here], t, how.options)
+        given = given_of(logits, target[here], t, how.options, columns.rows(here))
         backward(given, m, ls, entropy, Incoming(*of_rows), how.options, logits)  # type: ignore[arg-type]
         gradients.add(start, logits)
     return gradients.in_dtypes(x, w, bias)
 
 
-def _differentiable(x, w, bias, target, temperature, how: _How, asked, incoming: Incoming):
+def _differentiable(x, w, bias, target, temperature, columns: Kept, how: _How, asked, incoming: Incoming):
     """The same composed of torch's operations, for a second derivative or a batch of gradients."""
     ignore_index, again = how.options.ignore_index, torch.is_grad_enabled()
     with autocast.off(x), torch.enable_grad():
@@ -211,7 +224,7 @@ def _differentiable(x, w, bias, target, temperature, how: _How, asked, incoming:
         inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
         weight, of_bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
         logits = whole_logits(x, weight, of_bias, _of_rows(target, ignore_index), ignore_index)
-        results = of_logits.referred(logits, target, how.options, temperature)[:3]
+        results = of_logits.referred(logits, target, how.options, temperature, columns)[:3]
         pairs = [(y, g.to(y.dtype)) for y, g in zip(results, incoming, strict=True) if g is not None]
         outputs, of_outputs = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=again))

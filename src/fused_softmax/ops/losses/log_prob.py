@@ -28,7 +28,7 @@ from fused_softmax.ops.losses.log_prob_launches import (
     given_of,
     prepare_log_probs,
 )
-from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_lists
 from fused_softmax.ops.losses.overwritten import check_overwritten
 from fused_softmax.ops.softmax.scores import kind_of_scale
 
@@ -80,6 +80,7 @@ def log_prob(
     return_entropy: bool = False,
     return_lse: bool = False,
     return_stats: Sequence[str] = (),
+    kept: tuple[Tensor, Tensor] | Tensor | None = None,
     inplace_backward: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor | LogProbOutput:
@@ -102,6 +103,14 @@ def log_prob(
     return_lse: adds log sum exp of every row, after scale, softcap and temperature.
     return_stats: adds a LogProbStats with those named of "log_sum_sq_probs", "mean_logits" and "is_top1". A backward
         pass through one raises RuntimeError.
+    kept: the columns over which each row is normalised, as what a sampler left of it; all others have probability 0 and
+        gradient 0, and are not looked at. Either a pair (ids, offsets), each int64 or int32: row r, of all leading dims
+        flattened, has ids[offsets[r]:offsets[r + 1]], distinct and in any order; ids is [n_kept], offsets [n_rows + 1]
+        from 0 on. Or an int32 bitmask [..., ceil(n_classes / 32)]: bit c % 32 of word c // 32 is column c. A target
+        outside has log-probability -inf and no gradient. A row over nothing, or over logits of -inf alone, has lse
+        -inf, and entropy and gradient 0; its log_sum_sq_probs is -inf, is_top1 False, and mean_logits over nothing 0.
+        Offsets that do not rise from 0 to at most n_kept, or ids that are no class, make the row's results and gradient
+        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, they raise IndexError.
     inplace_backward: the backward pass writes the gradient over the logits and allocates nothing. They are then lost:
         there is one backward pass and no second derivative. A leaf raises, as for torch's operations in place. Compiled
         code allocates it all the same.
@@ -117,18 +126,23 @@ def log_prob(
     >>> log_prob(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([2]))
     tensor([-0.4076])
     >>> log_prob(logits, tokens, temperature=0.7, return_entropy=True).entropy  # [8, 1024, 151936], [8, 1024]
+    >>> log_prob(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), kept=(torch.tensor([0, 1]), torch.tensor([0, 2])))
+    tensor([-0.3133])
     """
     key = None
     numbers = _kind_of_numbers(scale, softcap, temperature)
-    if numbers is not None and not CHECK and type(ignore_index) is int and type(return_stats) is tuple:
+    of_kept = () if kept is None else _kind_of_kept(kept, input)
+    told = type(ignore_index) is int and type(return_stats) is tuple
+    if numbers is not None and of_kept is not None and told and not CHECK:
         of_call = ignore_index, return_entropy, return_lse, return_stats, inplace_backward, dtype
-        key = numbers, of_call, torch.is_grad_enabled()
-        call = find(_NAME, key, input, target, temperature if isinstance(temperature, Tensor) else None)
+        key = numbers, of_call, of_kept, torch.is_grad_enabled()
+        of_rows = temperature if isinstance(temperature, Tensor) else None
+        call = find(_NAME, key, input, target, of_rows, kept if isinstance(kept, Tensor) else None)
         if call is not None:
-            return call(input, target, scale, softcap, temperature)
+            return call(input, target, scale, softcap, temperature, kept)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
     wanted = wanted_of(return_entropy, return_lse, return_stats, _NAME)
-    return _log_prob(input, target, options, wanted, inplace_backward, dtype, key)
+    return _log_prob(input, target, options, wanted, kept, inplace_backward, dtype, key)
 
 
 def _kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None:
@@ -144,6 +158,23 @@ def _kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None
     return kind_of_scale(numbers[1] / of_all), softcap is not None
 
 
+def _kind_of_kept(kept: Any, input: Any) -> tuple | None:
+    """What a kept call depends on of the columns over which rows are normalised; None where they want a check.
+
+    Of a bitmask the guard sees the rest. The length of a list is another in each call. Where it lies does not matter:
+    no access to it is wider than an element.
+    """
+    if isinstance(kept, Tensor):
+        return ()
+    if torch.compiler.is_compiling() or type(kept) is not tuple or len(kept) != 2:
+        return None
+    ids, offsets = kept
+    if type(ids) is not Tensor or type(offsets) is not Tensor or not isinstance(input, Tensor) or not input.numel():
+        return None
+    fits = ids.ndim == offsets.ndim == 1 and offsets.shape[0] == input.numel() // input.shape[-1] + 1
+    return Kept(ids, offsets).kind if fits and ids.device == offsets.device == input.device else None
+
+
 def wanted_of(entropy: bool, lse: bool, stats: Any, name: str) -> Asked:
     """What the call of a function wants beside log-probabilities."""
     if isinstance(stats, str) or not isinstance(stats, Sequence):
@@ -154,24 +185,29 @@ def wanted_of(entropy: bool, lse: bool, stats: Any, name: str) -> Asked:
     return Asked(bool(entropy), bool(lse), *(each in stats for each in STATS))
 
 
-def _log_prob(input, target, given, wanted, inplace, dtype, key):
+def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
     options = _checked(input, target, given, dtype)
+    if kept is not None:
+        check_kept(_NAME, kept, input, tuple(input.shape))
+    columns = Kept.of(kept)
     result_dtype = dtype or arithmetic_of(input)
     if inplace and needs_grad(input):
         _check_inplace(input)
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
-    tensors = [each for each in (input, target, temperature) if each is not None]
+    tensors = [each for each in (input, target, temperature, *columns[:3]) if each is not None]
     route = route_of(_NAME, *tensors, refused=refused(input, target, options), batches=False)
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(_NAME, target, input.shape[-1], options.ignore_index)
+    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
+        check_lists(_NAME, columns, input.shape[-1])
     if route is Route.OPERATOR:
-        return _traced(input, target, options, wanted, result_dtype)
+        return _traced(input, target, options, columns, wanted, result_dtype)
     if route is Route.COMPOSED:
-        return _composed(input, target, options, wanted, result_dtype)
-    call = _prepare_call(input, target, options, wanted, inplace, result_dtype)
+        return _composed(input, target, options, columns, wanted, result_dtype)
+    call = _prepare_call(input, target, options, columns, wanted, inplace, result_dtype)
     if key is not None:
-        keep(call, _NAME, key, input, target, temperature)
-    return call(input, target, given["scale"], given["softcap"], given["temperature"])
+        keep(call, _NAME, key, input, target, temperature, kept if isinstance(kept, Tensor) else None)
+    return call(input, target, given["scale"], given["softcap"], given["temperature"], kept)
 
 
 def _checked(input, target, given, dtype) -> LogProb:
@@ -252,20 +288,20 @@ def _check_inplace(input: Tensor) -> None:
 
 
 def _prepare_call(
-    input: Tensor, target: Tensor, options: LogProb, wanted: Asked, inplace: bool, dtype: torch.dtype
+    input: Tensor, target: Tensor, options: LogProb, columns: Kept, wanted: Asked, inplace: bool, dtype: torch.dtype
 ) -> Launched:
-    """The call for tensors like these: call(input, target, scale, softcap, temperature)."""
+    """The call for tensors like these: call(input, target, scale, softcap, temperature, kept)."""
     differentiates, n_classes, ignore_index = needs_grad(input), input.shape[-1], options.ignore_index
     asked, several = wanted._replace(states=differentiates), target.ndim == input.ndim
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     alike = options.with_number()
     flat = input.ndim == 2 and several
-    given = given_of(*_as_rows(input, target, temperature), alike)
+    given = given_of(*_as_rows(input, target, temperature, columns), alike, columns)
     is_aligned = given.x.data_ptr() == input.data_ptr()
     overwrites = inplace and differentiates
 
     def build(n, run):
-        def call(input, target, scale, softcap, temperature):
+        def call(input, target, scale, softcap, temperature, kept):
             if overwrites:  # of two tensors alike, one may be a leaf
                 _check_inplace(input)
             options, of_rows = alike, None
@@ -276,10 +312,11 @@ def _prepare_call(
             else:
                 rows, targets = input.reshape(-1, n_classes), target.reshape(-1, target.shape[-1] if several else 1)
             how = run, options, is_aligned, inplace
+            columns = EVERY if kept is None else Kept.of(kept)
             if differentiates:
-                found = _apply(rows, targets, of_rows, how)
+                found = _apply(rows, targets, of_rows, columns, how)
             else:
-                found = _run(rows, targets, of_rows, how)[1][2:]
+                found = _run(rows, targets, of_rows, columns, how)[1][2:]
             leading = input.shape[:-1]
             return output_of(found, wanted, target.shape if several else leading, leading, dtype)
 
@@ -289,11 +326,13 @@ def _prepare_call(
     return compose(build, prepared, n=input.shape[0] if input.ndim == 2 else None, by_row=True)
 
 
-def _as_rows(input: Tensor, target: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _as_rows(
+    input: Tensor, target: Tensor, temperature: Tensor | None, columns: Kept
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows = input.reshape(-1, input.shape[-1])
     if temperature is not None:
         temperature = temperature.detach().reshape(-1).to(arithmetic_of(input)).contiguous()
-    return aligned(rows), target.reshape(len(rows), -1).contiguous(), temperature
+    return aligned(rows, columns), target.reshape(len(rows), -1).contiguous(), temperature
 
 
 def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
@@ -301,13 +340,13 @@ def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
     return options.with_number(), options.temperature if isinstance(options.temperature, Tensor) else None
 
 
-def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, how: tuple):
+def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, columns: Kept, how: tuple):
     """(the tensors as kernels took them, what they gave)."""
     run, options, is_aligned, _ = how
     if temperature is None and is_aligned:
-        given = given_of(rows, targets.contiguous(), None, options)
+        given = given_of(rows, targets.contiguous(), None, options, columns)
     else:
-        given = given_of(*_as_rows(rows, targets, temperature), options)
+        given = given_of(*_as_rows(rows, targets, temperature, columns), options, columns)
     return given, run(given, options.numbers[0])
 
 
@@ -330,11 +369,11 @@ class _LogProb(torch.autograd.Function):
     """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for."""
 
     @staticmethod
-    def forward(ctx, x, target, temperature, how):
+    def forward(ctx, x, target, temperature, columns, how):
         ctx.set_materialize_grads(False)
-        given, found = _run(x, target, temperature, how)
+        given, found = _run(x, target, temperature, columns, how)
         _, ctx.options, _, ctx.inplace = how
-        ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy)
+        ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy, *columns[:3])
         if found.is_top1 is not None:
             ctx.mark_non_differentiable(found.is_top1)
         return found[2:]
@@ -342,20 +381,21 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlog_prob, dentropy, dlse, *of_stats):
         refuse(_NAME, STATISTICS, of_stats, HAVE)
-        nothing = (None,) * 3
+        nothing = (None,) * 4
         if dlog_prob is None and dentropy is None and dlse is None:
             return None, *nothing
         gradients = Gradients(*resolved(dlog_prob, dentropy, dlse))
-        x, target, temperature, m, ls, entropy = saved_of(ctx, _NAME)
+        x, target, temperature, m, ls, entropy, *of_kept = saved_of(ctx, _NAME)
+        columns = Kept(*of_kept)
         # Hooks of saved tensors may return other strides.
         target, m, ls = (each.contiguous() for each in (target, m, ls))
         entropy, temperature = (each if each is None else each.contiguous() for each in (entropy, temperature))
         if torch.is_grad_enabled() or batched(*gradients):
             if ctx.inplace and torch.is_grad_enabled():
                 raise RuntimeError(f"{_NAME}: inplace_backward leaves no logits for a second derivative")
-            return differentiable_gradient(x, target, temperature, ctx.options, gradients), *nothing
+            return differentiable_gradient(x, target, temperature, ctx.options, gradients, columns), *nothing
         rows = with_whole_rows(x)
-        given = given_of(rows, target, temperature, ctx.options)
+        given = given_of(rows, target, temperature, ctx.options, columns)
         dx = rows.detach() if ctx.inplace else None  # of a copy, where a hook gave back other strides
         dx = backward(given, m, ls, entropy, gradients, ctx.options, dx)
         if ctx.inplace:  # whoever else keeps the logits is told by autograd
@@ -367,41 +407,44 @@ class _LogProb(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _LogProb).apply
 
 
-def differentiable_gradient(x, target, temperature, options: LogProb, gradients: Gradients) -> Tensor:
+def differentiable_gradient(
+    x, target, temperature, options: LogProb, gradients: Gradients, columns: Kept = EVERY
+) -> Tensor:
     """The gradient by torch's operations, for a second derivative or a batch of gradients."""
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
-        results = referred(x, target, options, temperature)[:3]
+        results = referred(x, target, options, temperature, columns)[:3]
     pairs = [(y, g.to(y.dtype)) for y, g in zip(results, gradients, strict=True) if g is not None]
     outputs, of_outputs = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, [x], of_outputs, create_graph=torch.is_grad_enabled())[0]
 
 
-def referred(x, target, options: LogProb, temperature=None):
+def referred(x, target, options: LogProb, temperature=None, columns: Kept = EVERY):
     """`reference.log_prob` in the dtype of the arithmetic. temperature: of rows, where the options have none."""
     return reference.log_prob(
         x, target, scale=options.scale, softcap=options.softcap, ignore_index=options.ignore_index,
-        temperature=options.temperature if temperature is None else temperature, arithmetic=arithmetic_of(x),
+        temperature=options.temperature if temperature is None else temperature, kept=columns.given,
+        arithmetic=arithmetic_of(x),
     )  # fmt: skip
 
 
-def _composed(input, target, options: LogProb, wanted: Asked, dtype: torch.dtype) -> Tensor | LogProbOutput:
+def _composed(input, target, options: LogProb, columns: Kept, wanted: Asked, dtype) -> Tensor | LogProbOutput:
     """By torch's operations: on devices without kernels, and under functorch's transforms."""
-    of_targets, entropy, lse, stats = referred(input, target, *_split(options))
+    of_targets, entropy, lse, stats = referred(input, target, *_split(options), columns)
     found = [stats[name] for name in STATS]
     if any(wanted[2:-1]):
         found = refusing(_NAME, STATISTICS, found, of_targets, HAVE)
     return output_of((of_targets, entropy, lse, *found), wanted, target.shape, input.shape[:-1], dtype)
 
 
-def _traced(input, target, options: LogProb, wanted: Asked, dtype: torch.dtype) -> Tensor | LogProbOutput:
+def _traced(input, target, options: LogProb, columns: Kept, wanted: Asked, dtype) -> Tensor | LogProbOutput:
     """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
     rows = input.reshape(-1, input.shape[-1])
     if isinstance(options.temperature, Tensor):
         options = replace(options, temperature=options.temperature.detach().reshape(-1))
     asked = list(wanted[:-1])
     of_targets, _, _, *found = torch.ops.fused_softmax.log_prob.default(
-        rows, target.reshape(rows.shape[0], -1), *options.traced(), asked
+        rows, target.reshape(rows.shape[0], -1), *options.traced(), asked, *columns[:3]
     )
     *found, top = found
     stats = refusing(_NAME, STATISTICS, [*found[2:], top], of_targets, HAVE) if any(wanted[2:-1]) else [*found[2:], top]

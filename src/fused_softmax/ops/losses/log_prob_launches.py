@@ -6,7 +6,7 @@ row's targets.
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,10 +22,13 @@ from fused_softmax.core.runner import prepare, spec_of
 from fused_softmax.ops.losses.kernels.log_prob import _log_prob_gradient, _log_probs, _merge_log_probs
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import blocks_of, picked_of, with_whole_rows
-from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ops.losses.options import EVERY, Kept, LogProb
 
 _NUMBERS = ("factor", "hidden", "cap")
 _READ_NUMBERS = ("factor", "cap")  # of a kernel that masks columns past a row's end
+_LIST_NUMBERS = ("n_kept", "first_row")
+_LIST_COLS, _LIST_WARPS = 1024, 4  # of a tile of listed columns, whatever stands beside it
+_LIST_PARTS = 4  # of the dense gradient's, of which one program writes all and reads the list once
 
 
 class Asked(NamedTuple):
@@ -59,25 +62,48 @@ class GivenLogits(NamedTuple):
     target: Tensor
     temperature: Tensor | None
     numbers: Tensor | None
+    kept: Kept = EVERY
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self[:4], *self.kept[:3]
+
+    def values(self, options: LogProb) -> dict[str, Any]:
+        """Kernels' arguments by name."""
+        bits, of_list = self.kept.bits, dict(zip(_LIST_NUMBERS, self.kept.numbers or (None, None), strict=True))
+        stride = None if bits is None else bits.stride(0)
+        return options.loss.values() | of_list | {"n_targets": self.target.shape[1], "bits_row_stride": stride}
 
 
-def given_of(x: Tensor, target: Tensor, temperature: Tensor | None, options: LogProb) -> GivenLogits:
+_GIVEN = "x", "target", "temperature", "numbers", "ids", "offsets", "bits"  # GivenLogits.tensors
+
+
+def given_of(
+    x: Tensor, target: Tensor, temperature: Tensor | None, options: LogProb, kept: Kept = EVERY
+) -> GivenLogits:
     """temperature: of each row, where it is not a number."""
-    return GivenLogits(x, target, temperature, options.loss.exact_numbers(x))
+    kept = kept if kept is EVERY else kept.for_kernels()
+    return GivenLogits(x, target, temperature, options.loss.exact_numbers(x), kept)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order."""
+def aligned(x: Tensor, kept: Kept = EVERY) -> Tensor:
+    """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order.
+
+    Listed columns are read one by one, wherever rows start.
+    """
     vector = 16 // x.element_size()
     rows = with_whole_rows(x)
+    if kept.ids is not None:
+        return rows
     even = rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
     return rows if even or x.shape[1] % vector else rows.clone(memory_format=torch.contiguous_format)
 
 
 def forward(given: GivenLogits, options: LogProb, asked: Asked) -> LogProbRows:
     """The log-probabilities of `aligned` rows."""
-    key = *options.key, *asked
-    call = kept("log_probs", key, (given.x, given.target, given.temperature), prepare_log_probs, given, options, asked)
+    key = *options.key, *asked, given.kept.kind
+    tensors = given.x, given.target, given.temperature, given.kept.bits
+    call = kept("log_probs", key, tensors, prepare_log_probs, given, options, asked)
     return call(given, options.numbers[0])
 
 
@@ -86,7 +112,10 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     x, device = given.x, given.x.get_device()
     n_rows, n_cols = x.shape
     n_targets, arithmetic, empty = given.target.shape[1], arithmetic_of(x), allocator(x.device)
-    plan = plan or plan_alone(n_rows, n_cols, x.element_size(), device_of(device))
+    listed = given.kept.ids is not None
+    plan = plan or plan_alone(n_rows, _LIST_COLS if listed else n_cols, x.element_size(), device_of(device))
+    if listed:
+        plan = replace(plan, block_cols=_LIST_COLS, pieces=1, vector=1, num_warps=_LIST_WARPS)
     moments = asked.log_sum_sq_probs or asked.mean_logits
     spec = replace(
         _spec(given, options, plan), stats=asked.entropy, finds=asked.is_top1, moments=moments, axis=1, full_pieces=0
@@ -95,7 +124,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     def states_of(n):
         if plan.parts == 1:
             return None, None
-        of_parts = empty((6 if moments else 4, n, plan.parts), (n * plan.parts, plan.parts, 1), arithmetic)
+        of_parts = empty((7 if moments else 4, n, plan.parts), (n * plan.parts, plan.parts, 1), arithmetic)
         return of_parts, empty((n, plan.parts), (plan.parts, 1), torch.int32) if asked.is_top1 else None
 
     def rows_of(n):
@@ -109,11 +138,12 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
             empty(*of_targets, torch.bool) if asked.is_top1 else None,
         )  # fmt: skip
 
-    names = (*GivenLogits._fields, "states", "found", "m", "ls", "log_prob", "entropy", "lse", "log_sq", "mean", "top")
-    arranged = (*given, *states_of(n_rows), *rows_of(n_rows))
+    names = (*_GIVEN, "states", "found", "m", "ls", "log_prob", "entropy", "lse", "log_sq", "mean", "top")
+    arranged = (*given.tensors, *states_of(n_rows), *rows_of(n_rows))
     tensors = dict(zip(names, arranged, strict=True))
-    values = options.loss.values() | {"n_targets": n_targets}
-    launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=_NUMBERS)]
+    values = given.values(options) | {"n_cols": n_cols}
+    numbers = (*_NUMBERS, *_LIST_NUMBERS) if listed else _NUMBERS
+    launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=numbers)]
     if plan.parts > 1:
         lanes = triton.next_power_of_2(plan.parts)
         block = max(1, min(16, 1024 // max(lanes, spec.targets)))
@@ -130,7 +160,9 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     def build(n, *launches):
         def call(given, numbers):
             rows = rows_of(n)
-            arguments = picked((*given, *states_of(n), *rows))
+            arguments = picked((*given.tensors, *states_of(n), *rows))
+            if listed:
+                numbers = *numbers, *given.kept.numbers
             for each in launches:
                 each(*arguments, *numbers)
             return rows
@@ -142,6 +174,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
 
 def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
     kind = options.loss.kind() | {"targets": triton.next_power_of_2(given.target.shape[1])}
+    kind |= {"listed": given.kept.ids is not None, "masked": given.kept.bits is not None}
     if given.temperature is not None:
         kind["scaled"] = True
     x = given.x
@@ -173,38 +206,52 @@ def backward(
     gradients = Gradients(*[each if each is None else each.to(arithmetic).contiguous() for each in gradients])
     entropy = None if gradients.entropy is None else entropy
     beside = (m, ls, entropy, *gradients)
-    tensors = x, dx, given.target, given.temperature, entropy, *gradients
-    call = kept("log_prob_gradient", (*options.key, over), tensors, _prepare_gradient, given, dx, beside, options)
+    tensors = x, dx, given.target, given.temperature, entropy, *gradients, given.kept.bits
+    key = *options.key, over, given.kept.kind
+    call = kept("log_prob_gradient", key, tensors, _prepare_gradient, given, dx, beside, options, over)
     return call(given, dx, beside, options.numbers[1])
 
 
-def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb) -> Launched:
+def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb, over: bool) -> Launched:
     """What writes the gradient: call(given, dx, (m, ls, entropy, and those of the results), numbers) -> dx."""
-    x, device = given.x, given.x.get_device()
+    x, device, x_dtype = given.x, given.x.get_device(), given.x.dtype
     n_rows, n_cols = x.shape
     plan = plan_reduction(
         n_rows, n_cols, x.element_size(), device_of(device), alignment=alignment_of(x, dx), writes=True,
         capped=options.softcap is not None,
     )  # fmt: skip
+    listed, empty = given.kept.ids is not None, allocator(x.device)
+    if listed:
+        part_cols = n_cols if plan.strategy == "tile" else _LIST_PARTS * plan.part_cols
+        plan = replace(
+            plan, block_rows=1, block_cols=triton.next_power_of_2(plan.pieces * plan.block_cols), pieces=1,
+            part_cols=part_cols, parts=-(-plan.parts // _LIST_PARTS), num_warps=max(plan.num_warps, _LIST_WARPS),
+        )  # fmt: skip
     spec = replace(
-        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False
+        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False,
+        inplace=listed and over,
     )  # fmt: skip
-    names = ("x", "dx", "target", "temperature", "numbers", "m", "ls", "entropy", "dlog_prob", "dentropy", "dlse")
+    of_results = "m", "ls", "entropy", "dlog_prob", "dentropy", "dlse"
+    names = ("x", "dx", *_GIVEN[1:], "values", *of_results)
 
     def arranged(given, dx, beside):
-        return given.x, dx, *given[1:], *beside
+        waiting = empty((given.kept.ids.shape[0],), (1,), x_dtype) if listed and over else None
+        return given.x, dx, *given.tensors[1:], waiting, *beside
 
     of_call = arranged(given, dx, beside)
     tensors = dict(zip(names, of_call, strict=True))
-    values = options.loss.values() | {"n_targets": given.target.shape[1]}
+    values = given.values(options)
     picked = picked_of(of_call)
 
     def build(_, launch):
         def call(given, dx, beside, numbers):
+            if listed:
+                numbers = *numbers, *given.kept.numbers
             launch(*picked(arranged(given, dx, beside)), *numbers)
             return dx
 
         return call
 
-    launched = prepare(_log_prob_gradient, plan, spec, tensors, values, device=device, numbers=_READ_NUMBERS)
+    numbers = (*_READ_NUMBERS, *_LIST_NUMBERS) if listed else _READ_NUMBERS
+    launched = prepare(_log_prob_gradient, plan, spec, tensors, values, device=device, numbers=numbers)
     return compose(build, launched, n=n_rows, by_row=True)

@@ -14,23 +14,24 @@ from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import log_prob as ops
 from fused_softmax.ops.losses.launches import with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import Asked, Gradients, backward, forward, given_of
-from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ops.losses.options import EVERY, Kept, LogProb
 
 _OPTIONS = LogProb.schema()
 _N_OPTIONS = len(LogProb().traced())
+_KEPT = ", ".join(f"Tensor? kept_{name}=None" for name in ("ids", "offsets", "bits"))
 LOG_PROB = (
-    f"(Tensor input, Tensor target, {_OPTIONS}, bool[] asked=[]) -> (Tensor log_prob, Tensor m, Tensor ls, "
+    f"(Tensor input, Tensor target, {_OPTIONS}, bool[] asked=[], {_KEPT}) -> (Tensor log_prob, Tensor m, Tensor ls, "
     "Tensor entropy, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits, Tensor is_top1)"
 )
 BACKWARD = (
     f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor entropy, Tensor? dlog_prob, Tensor? dentropy, "
-    f"Tensor? dlse, {_OPTIONS}) -> Tensor"
+    f"Tensor? dlse, {_OPTIONS}, {_KEPT}) -> Tensor"
 )
 
 
-def _split(given: Sequence) -> tuple[LogProb, Asked]:
-    asked = given[_N_OPTIONS] if len(given) > _N_OPTIONS else ()
-    return LogProb.of_traced(given[:_N_OPTIONS]), Asked(*asked)._replace(states=True)
+def _split(given: Sequence) -> tuple[LogProb, Asked, Kept]:
+    options, (asked, *kept) = given[:_N_OPTIONS], given[_N_OPTIONS:] or ((),)
+    return LogProb.of_traced(options), Asked(*asked)._replace(states=True), Kept(*kept)
 
 
 def _temperature(options: LogProb, x: Tensor) -> Tensor | None:
@@ -40,16 +41,17 @@ def _temperature(options: LogProb, x: Tensor) -> Tensor | None:
 
 def log_prob(input, target, *given):
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
-        options, asked = _split(given)
+        options, asked, kept = _split(given)
         empty, there = input.new_empty, on_device(input) and input.numel() and target.numel()
         if there:
-            x = ops.aligned(input)
+            x = ops.aligned(input, kept)
             t, alike = _temperature(options, x), options.with_number()
-            found = forward(given_of(x, target.contiguous(), t, alike), alike, asked)
+            found = forward(given_of(x, target.contiguous(), t, alike, kept), alike, asked)
             m, ls, *results = found
         else:
             t = options.temperature if isinstance(options.temperature, Tensor) else None
-            of_targets, entropy, lse, stats = ops.referred(input, target, options.with_number(), t)
+            kept = kept if input.numel() else EVERY  # whose offsets may be of rows that are not there
+            of_targets, entropy, lse, stats = ops.referred(input, target, options.with_number(), t, kept)
             results = [of_targets, entropy, lse, *stats.values()]
             wants = True, *asked[:-1]
             results = [each if wanted else None for each, wanted in zip(results, wants, strict=True)]
@@ -61,7 +63,7 @@ def log_prob(input, target, *given):
 
 
 def fake_log_prob(input, target, *given):
-    _, asked = _split(given)
+    _, asked, _ = _split(given)
     n, dtype = input.shape[0], arithmetic_of(input)
 
     def of_row(wanted):
@@ -75,38 +77,39 @@ def fake_log_prob(input, target, *given):
 def save_log_prob(ctx, inputs, output):
     input, target, *given = inputs
     _, m, ls, entropy, _, *stats = output
-    options, asked = _split(given)
+    options, asked, kept = _split(given)
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     ctx.options, ctx.asked = options.with_number(), asked
-    ctx.save_for_backward(input, target, m, ls, entropy, temperature)
+    ctx.save_for_backward(input, target, m, ls, entropy, temperature, *kept[:3])
     ctx.mark_non_differentiable(m, ls, *stats)
     ctx.set_materialize_grads(False)
 
 
 def log_prob_gradient(ctx, dlog_prob, dm, dls, dentropy, dlse, *_):
-    input, target, m, ls, entropy, temperature = ctx.saved_tensors
+    input, target, m, ls, entropy, temperature, *kept = ctx.saved_tensors
     dentropy, dlse = dentropy if ctx.asked.entropy else None, dlse if ctx.asked.lse else None
     gradients = Gradients(dlog_prob, dentropy, dlse)
     dx, of_call = None, len(ctx.needs_input_grad)
     options = ctx.options if temperature is None else replace(ctx.options, temperature=temperature)
     if ctx.needs_input_grad[0] and any(each is not None for each in gradients):
         if torch.is_grad_enabled():
-            dx = ops.differentiable_gradient(input, target, temperature, ctx.options, gradients)
+            dx = ops.differentiable_gradient(input, target, temperature, ctx.options, gradients, Kept(*kept))
         else:
             operator = torch.ops.fused_softmax.log_prob_backward.default
-            dx = operator(input, target, m, ls, entropy, *gradients, *options.traced())
+            dx = operator(input, target, m, ls, entropy, *gradients, *options.traced(), *kept)
     return (dx, *[None] * (of_call - 1))
 
 
 def log_prob_backward(input, target, m, ls, entropy, dlog_prob, dentropy, dlse, *given):
     with torch._C.DisableTorchFunction():
-        options, _ = _split(given)
+        options, kept = LogProb.of_traced(given[:_N_OPTIONS]), Kept(*given[_N_OPTIONS:])
         gradients, temperature = Gradients(dlog_prob, dentropy, dlse), _temperature(options, input)
         options = options.with_number()
         if not (on_device(input) and input.numel()):
-            return ops.differentiable_gradient(input, target, temperature, options, gradients)
+            kept = kept if input.numel() else EVERY
+            return ops.differentiable_gradient(input, target, temperature, options, gradients, kept)
         rows = with_whole_rows(input)
-        of_call = given_of(rows, target.contiguous(), temperature, options)
+        of_call = given_of(rows, target.contiguous(), temperature, options, kept)
         dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
         return backward(of_call, m, ls, entropy, gradients, options, dx)
 

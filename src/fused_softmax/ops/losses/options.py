@@ -179,6 +179,118 @@ def _is_temperature(name: str, argument: str, value: Any) -> None:
         raise ValueError(f"{name}: {argument} must be more than 0, got {value}")
 
 
+class Kept(NamedTuple):
+    """The columns over which rows [n] are normalised: row r over ids[offsets[r]:offsets[r + 1]], or over those whose
+    bits [n, words] are 1; over all where none is given.
+
+    first_row: of the offsets, that of row 0.
+    """
+
+    ids: Tensor | None = None
+    offsets: Tensor | None = None
+    bits: Tensor | None = None
+    first_row: int = 0
+
+    @classmethod
+    def of(cls, kept: Any) -> "Kept":
+        """From what the public functions take."""
+        if kept is None:
+            return EVERY
+        return cls(None, None, kept.reshape(-1, kept.shape[-1])) if isinstance(kept, Tensor) else cls(*kept)
+
+    def for_kernels(self) -> "Kept":
+        """With bits as bytes."""
+        ids, offsets, bits, first_row = self
+        if ids is not None and offsets is not None:
+            return Kept(ids.contiguous(), offsets.contiguous(), None, first_row)
+        return self if bits is None else Kept(None, None, bits.contiguous().view(torch.uint8))
+
+    def rows(self, here: slice) -> "Kept":
+        """Of some of the rows."""
+        if self is EVERY:
+            return EVERY
+        bits = None if self.bits is None else self.bits[here]
+        return Kept(self.ids, self.offsets, bits, self.first_row + here.start)
+
+    @property
+    def kind(self) -> tuple:
+        """What kept calls depend on of a list, whose length is another in each call."""
+        if self.ids is None or self.offsets is None:
+            return ()
+        return self.ids.dtype, self.offsets.dtype, self.ids.shape[0] < 2**31
+
+    @property
+    def given(self) -> Any:
+        """As the public functions take it, of rows."""
+        return self.bits if self.ids is None else (self.ids, self.offsets)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What each launch is given of a list."""
+        return () if self.ids is None else (self.ids.shape[0], self.first_row)
+
+
+EVERY = Kept()
+_LIST_DTYPES = (torch.int32, torch.int64)
+
+
+def check_kept(name: str, kept: Any, input: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise an error that names `kept` unless it fits logits of a shape. input: what they are, or are made of."""
+    words, n_rows = -(-shape[-1] // 32), math.prod(shape[:-1])
+    pair = isinstance(kept, tuple) and len(kept) == 2
+    if not pair and not isinstance(kept, Tensor):
+        raise TypeError(
+            f"{name}: kept must be a tuple (ids, offsets) or a Tensor that is a bitmask, not {described(kept)}"
+        )
+    tensors = {"kept ids": kept[0], "kept offsets": kept[1]} if pair else {"kept": kept}
+    dtypes, words_of_dtypes = (_LIST_DTYPES, "int32 or int64") if pair else ((torch.int32,), "int32 as a bitmask")
+    for argument, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument} must be a Tensor, not {described(tensor)}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {tensor.layout}")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name}: {argument} must be of {words_of_dtypes}, got {tensor.dtype}")
+        if tensor.device != input.device:
+            raise RuntimeError(f"{name}: {argument} must be on the input's device {input.device}, got {tensor.device}")
+    if not pair:
+        if tuple(kept.shape[:-1]) != shape[:-1] or kept.ndim != len(shape) or kept.shape[-1] < words:
+            raise ValueError(
+                f"{name}: kept must have shape {(*shape[:-1], words)}, a bit for each of {shape[-1]} classes, "
+                f"got {tuple(kept.shape)}"
+            )
+        return
+    if kept[0].ndim != 1:
+        raise ValueError(f"{name}: kept ids must have shape (n_kept,), got {tuple(kept[0].shape)}")
+    if tuple(kept[1].shape) != (n_rows + 1,):
+        raise ValueError(
+            f"{name}: kept offsets must have shape ({n_rows + 1},) for {n_rows} rows of logits, "
+            f"got {tuple(kept[1].shape)}"
+        )
+
+
+def check_lists(name: str, kept: Kept, n_classes: int) -> None:
+    """IndexError for offsets and ids that cannot be right, by their values."""
+    if kept.ids is None or kept.offsets is None:
+        return
+    ids, offsets = kept.ids.long(), kept.offsets.long()
+    begin, end, n_kept = offsets[:-1], offsets[1:], ids.shape[0]
+    if begin.numel() and begin[0] != 0:
+        raise IndexError(f"{name}: kept offsets must start at 0, got {int(begin[0])}")
+    wrong = (begin > end) | (end > n_kept)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise IndexError(
+            f"{name}: kept offsets must rise, up to the number of ids {n_kept}, got {int(begin[row])} and "
+            f"{int(end[row])} of row {row}"
+        )
+    ids = ids[: int(offsets[-1])]
+    outside = (ids < 0) | (ids >= n_classes)
+    if outside.any():
+        at = int(outside.nonzero()[0])
+        raise IndexError(f"{name}: kept id {int(ids[at])} at {at} is out of range [0, {n_classes - 1}]")
+
+
 @dataclass(frozen=True)
 class LogProb(Options):
     """What a call asks of log-probabilities, beside logits and targets: of logits softcap(x * scale) / temperature.

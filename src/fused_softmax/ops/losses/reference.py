@@ -131,32 +131,89 @@ def token_stats(
 
 def log_prob(
     input: Tensor, target: Tensor, *, scale: float | None = None, softcap: float | None = None,
-    temperature: float | Tensor | None = None, ignore_index: int = -100, arithmetic: torch.dtype = torch.float64,
+    temperature: float | Tensor | None = None, ignore_index: int = -100,
+    kept: tuple[Tensor, Tensor] | Tensor | None = None, arithmetic: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(log-probabilities, entropy, lse, statistics) of fused_softmax.log_prob of torch's operations.
 
-    target: of the input's leading shape, or with one dim more, [..., k].
+    target: of the input's leading shape, or with one dim more, [..., k]. Where offsets of kept fall, rows up to where
+    they reach what they fell from are NaN.
     """
     t = (target if target.ndim == input.ndim else target.unsqueeze(-1)).long()
     counts = t != ignore_index
     wrong = counts & ((t < 0) | (t >= input.shape[-1]))
-    kept, of_row = counts & ~wrong, counts.any(-1)
-    z = torch.where(of_row.unsqueeze(-1), input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
+    known, of_row = counts & ~wrong, counts.any(-1)
+    seen = of_row.unsqueeze(-1)
+    if kept is not None:
+        columns, spoilt = columns_of(kept, input)
+        columns |= spoilt
+        seen = seen & columns
+    z = torch.where(seen, input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
     z = _capped(z if scale is None else z * scale, softcap)
     if temperature is not None:
         if isinstance(temperature, Tensor):
             t_of_row = temperature.detach().to(arithmetic).unsqueeze(-1)
             temperature = torch.where(t_of_row > 0, t_of_row, math.nan)
         z = z / temperature
+    if kept is not None:
+        return _truncated(z, t, target.shape, counts, wrong, columns, spoilt)
     lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
     p = log_p.exp()
     entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)
-    of_targets = log_p.gather(-1, torch.where(kept, t, 0)).masked_fill(~counts, 0.0)
+    of_targets = log_p.gather(-1, torch.where(known, t, 0)).masked_fill(~counts, 0.0)
     of_targets = of_targets * torch.where(wrong, math.nan, 1.0).to(arithmetic)  # so that the gradient is NaN too
     stats = {
         "log_sum_sq_probs": torch.logsumexp(2 * log_p, -1).masked_fill(~of_row, 0.0),
         "mean_logits": z.mean(-1).masked_fill(~of_row, 0.0),
-        "is_top1": (kept & (t == z.argmax(-1, keepdim=True))).view(target.shape),
+        "is_top1": (known & (t == z.argmax(-1, keepdim=True))).view(target.shape),
     }
     entropy, lse = entropy.masked_fill(~of_row, 0.0), lse.masked_fill(~of_row, 0.0)
     return of_targets.view(target.shape), entropy, lse, {name: each.detach() for name, each in stats.items()}
+
+
+def _truncated(z, t, shape, counts, wrong, columns, spoilt) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """`log_prob` of logits z that are normalised over some columns of each row. spoilt: rows [..., 1] that are NaN."""
+    of_row, n = counts.any(-1), columns.sum(-1)
+    z = z * torch.where(spoilt & of_row.unsqueeze(-1), math.nan, 1.0).to(z.dtype)
+    mean = torch.where(n > 0, torch.where(columns, z, 0.0).sum(-1) / n, 0.0)
+    z = z.masked_fill(~columns, -math.inf)
+    empty = (z == -math.inf).all(-1)
+    z = torch.where(empty.unsqueeze(-1), 0.0, z)  # of -inf alone, torch's operations would make NaN
+    lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
+    p = log_p.exp()
+    entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)
+    inside = counts & ~wrong
+    inside = inside & columns.gather(-1, torch.where(inside, t, 0)) & ~empty.unsqueeze(-1)
+    elsewhere = torch.where(lse.isnan(), math.nan, -math.inf).to(z.dtype).unsqueeze(-1)
+    of_targets = torch.where(inside, log_p.gather(-1, torch.where(inside, t, 0)), elsewhere)
+    # Multiplied, so that the gradient is NaN too.
+    of_wrong = log_p[..., :1].masked_fill(~wrong, 0.0) * math.nan
+    of_targets = torch.where(counts, torch.where(wrong, of_wrong, of_targets), 0.0)
+    lse, log_sq = (each.masked_fill(empty, -math.inf) for each in (lse, torch.logsumexp(2 * log_p, -1)))
+    rows = (entropy.masked_fill(empty, 0.0), lse, log_sq, mean)
+    entropy, lse, log_sq, mean = (each.masked_fill(~of_row, 0.0) for each in rows)
+    top = (inside & (t == z.argmax(-1, keepdim=True))).view(shape)
+    stats = {"log_sum_sq_probs": log_sq.detach(), "mean_logits": mean.detach(), "is_top1": top}
+    return of_targets.view(shape), entropy, lse, stats
+
+
+def columns_of(kept: tuple[Tensor, Tensor] | Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """(which columns of the input rows are normalised over, in its shape; which rows cannot be, [..., 1])."""
+    *leading, n_classes = input.shape
+    n_rows = math.prod(leading)
+    if isinstance(kept, Tensor):
+        bits = (kept.unsqueeze(-1) >> torch.arange(32, device=kept.device, dtype=kept.dtype)) & 1
+        columns = bits.flatten(-2)[..., :n_classes].bool()
+        return columns, torch.zeros((*leading, 1), dtype=torch.bool, device=kept.device)
+    ids, offsets = kept[0].long(), kept[1].long()
+    begin, end, upto = offsets[:-1], offsets[1:], offsets.cummax(0).values
+    spoilt = (begin < 0) | (begin != upto[:-1]) | (end < begin) | (end > ids.shape[0])
+    spoilt = spoilt | ((begin != 0) & (torch.arange(n_rows, device=ids.device) == 0))
+    row = torch.searchsorted(upto[1:], torch.arange(ids.shape[0], device=ids.device), right=True)
+    inside = (ids >= 0) & (ids < n_classes)
+    nowhere = n_rows * n_classes
+    at = torch.where((row < n_rows) & inside, row * n_classes + ids, nowhere)
+    columns = torch.zeros(nowhere + 1, dtype=torch.bool, device=ids.device).scatter(0, at, True)[:-1]
+    with_none = torch.zeros(n_rows + 1, dtype=torch.bool, device=ids.device)
+    spoilt = spoilt | with_none.scatter(0, torch.where(inside, n_rows, row), True)[:-1]
+    return columns.view(input.shape), spoilt.view(*leading, 1)

@@ -2,22 +2,25 @@
 
 log_prob_i = z_(t_i) - lse,  entropy = lse - sum_c p_c z_c,  z = softcap(x * scale) / temperature.
 d/dz_c = sum_i g_i ([c = t_i] - p_c) - g_H p_c (log p_c + H) + g_lse p_c.
-Traffic: the logits are read once (MN); the gradient reads them once and is written once (2MN).
+Traffic: the logits are read once (MN); the gradient reads them once and is written once (2MN). Of rows that a list
+truncates, the logits of its columns alone are read in either pass, and the gradient is written once (MN).
 """
 
 import triton
 import triton.language as tl
 
-from fused_softmax.core.kernels.rows import body_of, tile_part_of, whole_vectors
+from fused_softmax.core.kernels.rows import body_of, edges_of, tile_part_of, whole_vectors
 from fused_softmax.core.kernels.spec import Rows
-from fused_softmax.core.kernels.state import log_sum_of, scores_of
+from fused_softmax.core.kernels.state import NEG_INF, log_sum_of, scores_of
 from fused_softmax.ops.losses.kernels.common import (
     load_edge_logits,
     load_logits,
     logit_of_target,
+    logits_of,
     numbers_of,
     slope_of,
 )
+from fused_softmax.ops.losses.kernels.kept import among, bits_from, bits_of_tile, ids_at, list_of
 from fused_softmax.ops.losses.kernels.scan import merge_scanned, scan_logits, store_scanned
 from fused_softmax.ops.losses.kernels.spec import Numbers, Scanned, Targets
 
@@ -34,13 +37,30 @@ def tempered(N, temperature_ptr, row):
 
 
 @triton.jit
-def targets_of(target_ptr, row, n_targets, n_cols, ignore_index, K: tl.constexpr):
-    """The Targets of rows [n, 1]."""
+def targets_of(target_ptr, row, n_targets, n_cols, ignore_index, kept, K: tl.constexpr):
+    """The Targets of rows [n, 1]. kept: the one row's Listed, or where the rows' bitmasks begin; else None."""
     i = tl.arange(0, K.targets)[None, :]
     t = tl.load(target_ptr + row * n_targets + i, mask=i < n_targets, other=ignore_index).to(tl.int64)
     counts = (i < n_targets) & (t != ignore_index)
     inside = (t >= 0) & (t < n_cols)
-    return Targets(row * n_targets + i, t, counts & inside, counts & (inside == 0), i < n_targets)
+    found = inside
+    spoilt = tl.zeros([1, 1], tl.int1)
+    if K.listed:
+        found, spoilt = among(kept, t, n_cols, K)
+    if K.masked:
+        found = bits_from(kept, t, counts & inside) & 1 == 1
+    known = counts & inside
+    at = row * n_targets + i
+    return Targets(at, t, known & found, counts & (inside == 0), i < n_targets, known & (found == 0), spoilt)
+
+
+@triton.jit
+def counts_of(T, K: tl.constexpr):
+    """Whether a target of each row counts: [n, 1]."""
+    if K.truncated:
+        return any_of(T.kept | T.wrong | T.outside)
+    else:
+        return any_of(T.kept | T.wrong)
 
 
 @triton.jit
@@ -52,57 +72,85 @@ def any_of(on):
 @triton.jit
 def store_log_probs(
     x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-    x_row_stride, n_cols, n_targets, ignore_index, row, S, N, K: tl.constexpr,
+    x_row_stride, n_cols, n_targets, ignore_index, row, S, N, kept, K: tl.constexpr,
 ):  # fmt: skip
     """The results of rows [n, 1] by what is known of them: 0 of a row of which no target counts."""
-    T = targets_of(target_ptr, row, n_targets, n_cols, ignore_index, K)
+    T = targets_of(target_ptr, row, n_targets, n_cols, ignore_index, kept, K)
     z_t = logit_of_target(tl.load(x_ptr + row * x_row_stride + T.t, mask=T.kept, other=0.0), N, K)
     ls = log_sum_of(S.m, S.s, K.ptx)
     log_prob = z_t - S.m - ls
-    tl.store(log_prob_ptr + T.at, tl.where(T.kept, log_prob, tl.where(T.wrong, float("nan"), 0.0)), mask=T.there)
-    counts = any_of(T.kept | T.wrong)
+    counts = counts_of(T, K)
+    seen = counts
+    n = n_cols.to(K.state_dtype)
+    if K.truncated:  # over nothing, or over columns of -inf: all classes have probability 0
+        seen = tl.where(S.s != 0.0, counts, False)
+        log_prob = tl.where(T.kept & seen, log_prob, tl.where(S.s == S.s, NEG_INF, float("nan")))
+        log_prob = tl.where(T.wrong, float("nan"), tl.where(T.kept | T.outside, log_prob, 0.0))
+        n = S.n
+    else:
+        log_prob = tl.where(T.kept, log_prob, tl.where(T.wrong, float("nan"), 0.0))
+    tl.store(log_prob_ptr + T.at, log_prob, mask=T.there)
     if m_ptr is not None:
         tl.store(m_ptr + row, S.m)
         tl.store(ls_ptr + row, ls)
     if K.stats:
-        tl.store(entropy_ptr + row, tl.where(counts, ls - S.u / S.s, 0.0))
+        tl.store(entropy_ptr + row, tl.where(seen, ls - S.u / S.s, 0.0))
     if lse_ptr is not None:
         tl.store(lse_ptr + row, tl.where(counts, S.m + ls, 0.0))
     if log_sq_ptr is not None:
-        tl.store(log_sq_ptr + row, tl.where(counts, tl.log(S.q) - 2.0 * tl.log(S.s), 0.0))
+        log_sq = tl.log(S.q) - 2.0 * tl.log(S.s)
+        if K.truncated:
+            log_sq = tl.where(seen, log_sq, NEG_INF)
+        tl.store(log_sq_ptr + row, tl.where(counts, log_sq, 0.0))
     if mean_ptr is not None:
-        tl.store(mean_ptr + row, tl.where(counts, S.total / n_cols.to(K.state_dtype), 0.0))
+        mean = S.total / n
+        if K.truncated:
+            mean = tl.where(n > 0.0, mean, 0.0)
+        tl.store(mean_ptr + row, tl.where(counts, mean, 0.0))
     if K.finds:
-        tl.store(top_ptr + T.at, T.kept & (T.t == S.found), mask=T.there)
+        tl.store(top_ptr + T.at, T.kept & seen & (T.t == S.found), mask=T.there)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index"])
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index", "bits_row_stride",
+        "n_kept", "first_row",
+    ]
+)  # fmt: skip
 def _log_probs(
-    x_ptr, target_ptr, temperature_ptr, numbers_ptr, states_ptr, found_ptr,
+    x_ptr, target_ptr, temperature_ptr, numbers_ptr, ids_ptr, offsets_ptr, bits_ptr, states_ptr, found_ptr,
     m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-    x_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index, factor, hidden, cap,
-    K: tl.constexpr,
+    x_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index, bits_row_stride,
+    factor, hidden, cap, n_kept, first_row, K: tl.constexpr,
 ):  # fmt: skip
     """A row a program, tile by tile, or the state of one part of it (where states_ptr is given)."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = (program % n_parts).to(tl.int64)
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, row)
-    S = scan_logits(x_ptr, x_row_stride, misalignment, row, part, None, 0.0, n_cols, n_parts, part_cols, hidden, N, K)
+    kept = bits_ptr
+    if K.masked:
+        kept = bits_ptr + row * bits_row_stride
+    if K.listed:
+        kept = list_of(ids_ptr, offsets_ptr, first_row + row, n_kept)
+    S = scan_logits(
+        x_ptr, x_row_stride, misalignment, row, part, None, 0.0, n_cols, n_parts, part_cols, hidden, N, kept, K
+    )  # fmt: skip
     if states_ptr is not None:
         store_scanned(states_ptr, found_ptr, row, part, n_rows, n_parts, S, K)
     else:
         store_log_probs(
             x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-            x_row_stride, n_cols, n_targets, ignore_index, row + tl.zeros([1, 1], tl.int64), S, N, K,
+            x_row_stride, n_cols, n_targets, ignore_index, row + tl.zeros([1, 1], tl.int64), S, N, kept, K,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "n_targets", "ignore_index"])
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "n_targets", "ignore_index", "bits_row_stride"])
 def _merge_log_probs(
-    x_ptr, target_ptr, temperature_ptr, numbers_ptr, states_ptr, found_ptr,
+    x_ptr, target_ptr, temperature_ptr, numbers_ptr, bits_ptr, states_ptr, found_ptr,
     m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-    x_row_stride, n_rows, n_cols, n_parts, n_targets, ignore_index, factor, hidden, cap, K: tl.constexpr,
+    x_row_stride, n_rows, n_cols, n_parts, n_targets, ignore_index, bits_row_stride, factor, hidden, cap,
+    K: tl.constexpr,
 ):  # fmt: skip
     """The results of rows by the states of their parts."""
     row = tl.program_id(0).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)
@@ -110,9 +158,12 @@ def _merge_log_probs(
     S = column_of(merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K))
     row = row[:, None]
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, row)
+    kept = bits_ptr
+    if K.masked:
+        kept = bits_ptr + row * bits_row_stride
     store_log_probs(
         x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-        x_row_stride, n_cols, n_targets, ignore_index, row, S, N, K,
+        x_row_stride, n_cols, n_targets, ignore_index, row, S, N, kept, K,
     )  # fmt: skip
 
 
@@ -120,7 +171,8 @@ def _merge_log_probs(
 def column_of(S):
     """What is known of rows [n], as [n, 1]."""
     return Scanned(
-        S.m[:, None], S.s[:, None], S.wz[:, None], S.u[:, None], S.q[:, None], S.total[:, None], S.found[:, None]
+        S.m[:, None], S.s[:, None], S.wz[:, None], S.u[:, None], S.q[:, None], S.total[:, None], S.found[:, None],
+        S.n[:, None],
     )  # fmt: skip
 
 
@@ -135,12 +187,74 @@ def slope_by_entropy(z, a, g_entropy, entropy, m, ls, N, K: tl.constexpr):
     return p * of_p
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index"])
+@triton.jit
+def own_of(t, r, end, n_parts):
+    """Which columns a part has that ends there in the body: those before and after the body the first and the last."""
+    at_t = t - r.head
+    own = (at_t >= r.start) & (at_t < end)
+    return own | (at_t < 0) & (r.part == 0) | (at_t >= r.body) & (r.part == n_parts - 1)
+
+
+@triton.jit
+def write_listed(
+    x_ptr, dx_ptr, values_ptr, x_row_stride, dx_row_stride, dx_rows, n_cols, n_parts, end, r, L, T,
+    g, a, g_entropy, entropy, m, ls, counts, N, K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one part of a row that a list truncates: what is not listed first, and then the listed columns.
+
+    Over the logits it is computed before the first is written, and waits at values_ptr, by the places of the list.
+    """
+    i = tl.arange(0, K.list_cols)[:, None]
+    if K.inplace:
+        for at in range(0, L.size, K.list_cols):
+            c, own = own_ids(L, at + i, n_cols, n_parts, end, r)
+            dx = gradient_at(x_ptr + r.row * x_row_stride, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K)
+            tl.store(values_ptr + L.first + at + i, dx, mask=own)
+        tl.debug_barrier()  # all have read before one writes
+    fill = tl.where(T.spoilt & counts, float("nan"), 0.0).to(K.cast_dtype)
+    dx_body = body_of(dx_rows, r.row, K)
+    for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
+        tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at)
+    if K.shifted:
+        cols, on = edges_of(r, n_cols, n_parts, K)
+        tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
+    tl.debug_barrier()  # what stands at listed columns is written last
+    for at in range(0, L.size, K.list_cols):
+        c, own = own_ids(L, at + i, n_cols, n_parts, end, r)
+        if K.inplace:
+            dx = tl.load(values_ptr + L.first + at + i, mask=own, other=0.0)
+        else:
+            dx = gradient_at(x_ptr + r.row * x_row_stride, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K)
+        tl.store(dx_ptr + r.row * dx_row_stride + c, dx, mask=own)
+
+
+@triton.jit
+def own_ids(L, i, n_cols, n_parts, end, r):
+    """(the columns at places of a list, which of them a part has)."""
+    c = ids_at(L, i)
+    return c, (c >= 0) & (c < n_cols) & own_of(c, r, end, n_parts)
+
+
+@triton.jit
+def gradient_at(row_ptr, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K: tl.constexpr):
+    """The gradient of a row's columns c [n, 1], of which targets T get g."""
+    z = logits_of(tl.load(row_ptr + c, mask=own, other=0.0), N, K)
+    of_targets = tl.sum(tl.where((c == T.t) & T.kept, g, 0.0), axis=1)[:, None]
+    dx = (slope_by_entropy(z, a, g_entropy, entropy, m, ls, N, K) + of_targets) * slope_of(z, N, K)
+    return tl.where(counts, dx, 0.0).to(K.cast_dtype)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index", "bits_row_stride",
+        "n_kept", "first_row",
+    ]
+)  # fmt: skip
 def _log_prob_gradient(
-    x_ptr, dx_ptr, target_ptr, temperature_ptr, numbers_ptr, m_ptr, ls_ptr, entropy_ptr,
-    dlog_prob_ptr, dentropy_ptr, dlse_ptr,
-    x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index, factor, cap,
-    K: tl.constexpr,
+    x_ptr, dx_ptr, target_ptr, temperature_ptr, numbers_ptr, ids_ptr, offsets_ptr, bits_ptr, values_ptr,
+    m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr,
+    x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index,
+    bits_row_stride, factor, cap, n_kept, first_row, K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one part of a row. What stands at targets is written last, by the logits that stood there."""
     PIECES: tl.constexpr = K.pieces
@@ -150,7 +264,12 @@ def _log_prob_gradient(
     r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)
     live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, r.row)
-    T = targets_of(target_ptr, r.row, n_targets, n_cols, ignore_index, K)
+    kept = bits_ptr
+    if K.masked:
+        kept = bits_ptr + r.row * bits_row_stride
+    if K.listed:  # whose programs have a row each
+        kept = list_of(ids_ptr, offsets_ptr, first_row + (tl.program_id(0) // n_parts).to(tl.int64), n_kept)
+    T = targets_of(target_ptr, r.row, n_targets, n_cols, ignore_index, kept, K)
     g = tl.zeros(T.t.shape, K.state_dtype)
     if dlog_prob_ptr is not None:
         g = tl.load(dlog_prob_ptr + T.at, mask=T.kept, other=0.0)
@@ -165,13 +284,19 @@ def _log_prob_gradient(
         entropy = tl.load(entropy_ptr + r.row)
     m = tl.load(m_ptr + r.row)
     ls = tl.load(ls_ptr + r.row)
-    counts = any_of(T.kept | T.wrong)
+    counts = counts_of(T, K)
+    if K.truncated:
+        counts &= ls != NEG_INF
     end = tl.minimum(r.body, r.start + part_cols)
-    # Targets of this program's columns: of those before and after the body its first and its last part have.
-    at_t = T.t - r.head
-    own = (at_t >= r.start) & (at_t < end)
-    own |= (at_t < 0) & (r.part == 0) | (at_t >= r.body) & (r.part == n_parts - 1)
-    own &= T.kept & live
+    if K.listed:
+        write_listed(
+            x_ptr, dx_ptr, values_ptr, x_row_stride, dx_row_stride, dx_rows, n_cols, n_parts, end, r, kept, T,
+            g, a, g_entropy, entropy, m, ls, counts, N, K,
+        )  # fmt: skip
+        return
+    own = own_of(T.t, r, end, n_parts) & T.kept & live
+    if K.truncated:
+        own &= counts
     x_t = tl.load(x_ptr + r.row * x_row_stride + T.t, mask=own, other=0.0)
     tl.debug_barrier()  # all have read before one writes: dx may lie where x does
     x_body = body_of(x, r.row, K)
@@ -181,13 +306,19 @@ def _log_prob_gradient(
         for p in tl.static_range(PIECES):
             z_p = scores_of(z[p], N.factor, K)
             dx = slope_by_entropy(z_p, a, g_entropy, entropy, m, ls, N, K) * slope_of(z_p, N, K)
-            dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
             on = (p * K.block_cols + r.cols < end - at) & live
+            dx = tl.where(counts, dx, 0.0)
+            if K.masked:
+                dx = tl.where(bits_of_tile(kept, r.head + at + p * K.block_cols, n_cols, K), dx, 0.0)
+            dx = dx.to(K.cast_dtype)
             tl.store(dx_body + (at + p * K.block_cols + r.cols), dx, mask=on)
     if K.shifted:
         edge = load_edge_logits(x, n_cols, n_parts, r, 0.0, N, K)
         dx = slope_by_entropy(edge.x, a, g_entropy, entropy, m, ls, N, K) * slope_of(edge.x, N, K)
-        dx = tl.where(counts, dx, 0.0).to(K.cast_dtype)
+        dx = tl.where(counts, dx, 0.0)
+        if K.masked:
+            dx = tl.where(bits_from(kept, edge.cols, edge.on) & 1 == 1, dx, 0.0)
+        dx = dx.to(K.cast_dtype)
         tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
     tl.debug_barrier()
     g_t = g

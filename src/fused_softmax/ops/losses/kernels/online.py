@@ -37,7 +37,8 @@ def _online_loss(
     if K.smooth:
         z_t = load_target_logit(x_ptr + row * x_row_stride, T, T.kept, N, K)
     S = scan_logits(
-        x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero_of(z_t), n_cols, n_parts, part_cols, hidden, N, K
+        x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero_of(z_t), n_cols, n_parts, part_cols, hidden, N,
+        None, K,
     )  # fmt: skip
     if not K.smooth:  # the first read need not wait for the target
         z_t = load_target_logit(x_ptr + row * x_row_stride, T, T.kept, N, K)

@@ -29,13 +29,20 @@ from fused_softmax.ops.losses.kernels.common import (
     sum_of,
     sum_of_edge,
 )
+from fused_softmax.ops.losses.kernels.kept import bits_from, ids_at
 from fused_softmax.ops.losses.kernels.spec import Scanned
 
 
 @triton.jit
 def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, n_cols, n_parts, part_cols, hidden, N,
-                K: tl.constexpr):  # fmt: skip
-    """What is known of a part of a row of logits. zero: from where they are summed, for smoothing."""
+                kept, K: tl.constexpr):  # fmt: skip
+    """What is known of a part of a row of logits. zero: from where they are summed, for smoothing.
+
+    kept: the row's Listed (K.listed) or where its bitmask begins (K.masked); else None, and all columns count.
+    """
+    n_classes = n_cols
+    if K.listed:  # whose places are scanned as columns are elsewhere
+        n_cols, part_cols = kept.size, kept.size
     PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)
     part_cols = whole_vectors(part_cols, K)
@@ -52,9 +59,18 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
     q = tl.zeros([HEIGHT, 1], K.state_dtype)
     total = tl.zeros([HEIGHT, 1], K.state_dtype)
     found = tl.full([HEIGHT, 1], NO_COLUMN, tl.int32)
+    n = tl.zeros([HEIGHT, 1], K.state_dtype)
     end = tl.minimum(r.start + part_cols, r.body)
     for at in range(r.start, end, PIECES * K.block_cols):
-        z = load_logits(x_body + at, r.cols, end - at, hidden, N, K, PIECES, 0)
+        on = ()
+        if K.listed:
+            c = ids_at(kept, at + r.cols)
+            z = load_listed(x_body, c, at + r.cols < end, n_classes, hidden, N, K)
+        else:
+            z = load_logits(x_body + at, r.cols, end - at, hidden, N, K, PIECES, 0)
+            if K.masked:
+                on = bits_of(kept, at, end, r.cols, K)
+                z = where_on(z, on, hidden, K)
         m_tile = tl.maximum(m, max_of(z, N.factor, K)[:, None])
         scale, base = origin_of(m_tile, K.ptx)
         fade = weight_of(m, m_tile, K.ptx)
@@ -62,14 +78,19 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
         if K.smooth:
             wz += sum_of(z, r.head + at, r.cols, end - at, weight_ptr, zero, N, K)[:, None]
         if K.finds:
-            here = first_max_of(z, m_tile, (r.head + at).to(tl.int32), r.cols, N.factor, K)[:, None]
+            if K.listed:
+                here = first_max_of(z, m_tile, 0, c.to(tl.int32), N.factor, K)[:, None]
+            else:
+                here = first_max_of(z, m_tile, (r.head + at).to(tl.int32), r.cols, N.factor, K)[:, None]
             found = tl.where(m_tile > m, here, tl.minimum(found, here))
         if K.stats:
             u = faded_terms(u, s, m, m_tile, fade) + entropy_terms(held, scale, base, m_tile, N, K)[:, None]
         if K.moments:
-            squares, values = moments_of(held, r.cols, end - at, scale, base, N, K)
+            squares, values = moments_of(held, r.cols, end - at, on, scale, base, N, K)
             q = q * fade * fade + squares[:, None]
             total += values[:, None]
+            if K.masked:
+                n += count_of(on, K)[:, None]
         s = s * fade + sum_exp_of(held, scale, base, N.factor, K)[:, None]
         m = m_tile
     m_lane = m
@@ -81,6 +102,9 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
     q = tl.sum(tl.sum(q * fade * fade, axis=1), axis=0)
     total = tl.sum(tl.sum(total, axis=1), axis=0)
     found = tl.min(tl.min(tl.where(m_lane == m, found, NO_COLUMN), axis=1), axis=0)
+    n = tl.sum(tl.sum(n, axis=1), axis=0)
+    if K.listed:
+        n = kept.size.to(K.state_dtype)
     if K.shifted:  # whose moments nobody asks for
         edge = finish_edge(edge, N, K)
         m_edge = tl.max(edge.x, axis=0)
@@ -97,19 +121,66 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
         if K.finds:
             found = tl.where(m_body == m, found, NO_COLUMN)
             found = tl.minimum(found, tl.min(tl.where(edge.on & (edge.x == m), edge.cols, NO_COLUMN), axis=0))
-    return Scanned(m, s, wz, u, q, total, found)
+    return Scanned(m, s, wz, u, q, total, found, n)
 
 
 @triton.jit
-def moments_of(pieces, cols, size, scale, base, N, K: tl.constexpr):
-    """(sum exp(z - m) ** 2, sum z) over the last axis of all pieces, whose first `size` columns count."""
+def load_listed(row_ptr, c, there, n_classes, hidden, N, K: tl.constexpr):
+    """As `load_logits`, a piece of the columns c that are there: NaN for what is no column."""
+    inside = (c >= 0) & (c < n_classes)
+    (z,) = load_logits(row_ptr, tl.where(inside, c, n_classes), n_classes, hidden, N, K, 1, 0)
+    none = (tl.zeros([], K.state_dtype) + float("nan")).to(z.dtype)
+    return (tl.where(there & (inside == 0), none, z),)
+
+
+@triton.jit
+def bits_of(bits_ptr, at, end, cols, K: tl.constexpr):
+    """Which columns before the end a bitmask has, of all pieces from `at` on: those of a lane share a byte."""
+    WIDTH: tl.constexpr = K.lane_cols
+    PIECES: tl.constexpr = K.pieces
+    lane = tl.arange(0, K.block_cols // K.lane_cols)[:, None] * WIDTH
+    on = ()
+    for p in tl.static_range(PIECES):
+        first = at + p * K.block_cols + lane
+        here = (bits_from(bits_ptr, first, first < end) >> tl.arange(0, WIDTH)[None, :]) & 1 == 1
+        on = on + (here & (p * K.block_cols + cols < end - at),)  # noqa: RUF005
+    return on
+
+
+@triton.jit
+def where_on(pieces, on, hidden, K: tl.constexpr):
+    """Pieces in which columns that are not `on` are as those past a row's end."""
+    kept = ()
+    for p in tl.static_range(len(pieces)):
+        other = NEG_INF if K.capped else (tl.zeros([], K.state_dtype) + hidden).to(pieces[p].dtype)
+        kept = kept + (tl.where(on[p], pieces[p], other),)  # noqa: RUF005
+    return kept
+
+
+@triton.jit
+def count_of(on, K: tl.constexpr):
+    """How many are `on`, over the last axis of all pieces."""
+    n = on[0].to(K.state_dtype)
+    for p in tl.static_range(1, len(on)):
+        n += on[p].to(K.state_dtype)
+    return tl.sum(n, axis=K.axis)
+
+
+@triton.jit
+def moments_of(pieces, cols, size, on, scale, base, N, K: tl.constexpr):
+    """(sum exp(z - m) ** 2, sum z) over the last axis of all pieces, whose first `size` columns count; of a bitmask
+    those that are `on`.
+    """
     squares = tl.zeros(pieces[0].shape, K.state_dtype)
     values = tl.zeros(pieces[0].shape, K.state_dtype)
     for p in tl.static_range(len(pieces)):
         z = scores_of(pieces[p], N.factor, K)
         e = exp_at(z, scale, base, K.ptx)
         squares += rounded_product(e, e)
-        values += tl.where(p * K.block_cols + cols < size, z, 0.0)
+        if K.masked:
+            values += tl.where(on[p], z, 0.0)
+        else:
+            values += tl.where(p * K.block_cols + cols < size, z, 0.0)
     return tl.sum(squares, axis=K.axis), tl.sum(values, axis=K.axis)
 
 
@@ -126,6 +197,8 @@ def store_scanned(states_ptr, found_ptr, row, part, n_rows, n_parts, S, K: tl.co
     if K.moments:
         tl.store(states_ptr + 4 * step, S.q)
         tl.store(states_ptr + 5 * step, S.total)
+        if K.masked:
+            tl.store(states_ptr + 6 * step, S.n)
     if K.finds:
         tl.store(found_ptr + row * n_parts + part, S.found)
 
@@ -147,6 +220,7 @@ def merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K: tl.constexpr):
     q = tl.zeros(m.shape, K.state_dtype)
     total = tl.zeros(m.shape, K.state_dtype)
     found = tl.full(m.shape, NO_COLUMN, tl.int32)
+    n = tl.zeros(m.shape, K.state_dtype)
     if K.stats:
         u_parts = tl.load(states_ptr + 3 * step, mask=on, other=0.0)
         u = tl.sum(faded_terms(u_parts, s_parts, m_parts, m[:, None], fade), axis=1)
@@ -154,7 +228,9 @@ def merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K: tl.constexpr):
         q_parts = tl.load(states_ptr + 4 * step, mask=on, other=0.0)
         q = tl.sum(rounded_product(rounded_product(q_parts, fade), fade), axis=1)
         total = tl.sum(tl.load(states_ptr + 5 * step, mask=on, other=0.0), axis=1)
+        if K.masked:
+            n = tl.sum(tl.load(states_ptr + 6 * step, mask=on, other=0.0), axis=1)
     if K.finds:
         found = tl.load(found_ptr + row[:, None] * n_parts + j, mask=on, other=NO_COLUMN)
         found = tl.min(tl.where(m_parts == m[:, None], found, NO_COLUMN), axis=1)
-    return Scanned(m, s, wz, u, q, total, found)
+    return Scanned(m, s, wz, u, q, total, found, n)

@@ -12,6 +12,7 @@ class LossSpec(Spec):
 
     weighted, smooth, capped, scaled (or capped), z_loss, mean: what the call asks for. stats: the entropy; finds: the
     likeliest class; moments: sums of squared probabilities and of logits. targets: of a row, as a power of two.
+    listed, masked: whether a row is normalised over some columns alone, which a list has or a bitmask.
     totals: parts of the targets' totals. gradient: whether it is written too; inplace: over the logits.
     counted: how many targets at most each program counts itself, instead of totals. finishes: whether the program whose
     loss is the last to be written sums them all.
@@ -29,6 +30,8 @@ class LossSpec(Spec):
     finds: bool = False
     moments: bool = False
     targets: int = 1
+    listed: bool = False
+    masked: bool = False
     gradient: bool = False
     inplace: bool = False
     counted: int = 0
@@ -45,6 +48,21 @@ class LossSpec(Spec):
     @property
     def scale_on_use(self):
         return self.scaled and not self.capped
+
+    @property
+    def truncated(self):
+        """Whether a row is normalised over some columns alone."""
+        return self.listed or self.masked
+
+    @property
+    def list_cols(self):
+        """How many of a row's listed columns are compared with its targets at a time."""
+        return max(1, min(1024, 2048 // self.targets))
+
+    @property
+    def bits_at_once(self):
+        """How many columns of a tile share an access to their bitmask."""
+        return min(8, self.block_cols)
 
     @property
     def unpack(self):
@@ -73,6 +91,9 @@ class Target(NamedTuple):
 class Targets(NamedTuple):
     """The classes t of rows, [n, K.targets]: where each stands in memory, whether it counts, whether there is no such
     class, and which are there.
+
+    outside: those that count, and over which their row is not normalised; they are not among the kept. spoilt: whether
+    the row's list has what is no column.
     """
 
     at: Any
@@ -80,13 +101,27 @@ class Targets(NamedTuple):
     kept: Any
     wrong: Any
     there: Any
+    outside: Any
+    spoilt: Any
+
+
+class Listed(NamedTuple):
+    """The columns over which a row is normalised: `size` ids from ids_ptr + first on. right: whether they can be read.
+
+    Of offsets that cannot be right there is one, which is no column: what follows is NaN as for any such id.
+    """
+
+    ids_ptr: Any
+    first: Any
+    size: Any
+    right: Any
 
 
 class Scanned(NamedTuple):
     """What is known of a row of logits, or of its part, once it was read: 0, or no column, where nobody asked.
 
     m, s: its state. wz: sum_c w_c (z_c - zero). u: sum exp(z - m) (z - m). q: sum exp(z - m) ** 2. total: sum z.
-    found: the first column whose logit is m.
+    found: the first column whose logit is m. n: how many columns count, of a row that is normalised over some alone.
     """
 
     m: Any
@@ -96,6 +131,7 @@ class Scanned(NamedTuple):
     q: Any
     total: Any
     found: Any
+    n: Any
 
 
 class LossRow(NamedTuple):

@@ -1,0 +1,54 @@
+"""The columns over which a row of logits is normalised, where it is not over all: those of a list, or of a bitmask."""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.ops.losses.kernels.spec import Listed
+
+
+@triton.jit
+def list_of(ids_ptr, offsets_ptr, row, n_kept):
+    """The Listed of a row, whose number counts from the first offset."""
+    begin = tl.load(offsets_ptr + row).to(tl.int64)
+    end = tl.load(offsets_ptr + row + 1).to(tl.int64)
+    right = (begin >= 0) & (begin <= end) & (end <= n_kept) & ((begin == 0) | (row > 0))
+    return Listed(ids_ptr, tl.where(right, begin, 0), tl.where(right, end - begin, 1), right)
+
+
+@triton.jit
+def ids_at(L, i):
+    """The columns at places i of a list; -1 past its end, and of a list that cannot be read."""
+    return tl.load(L.ids_ptr + L.first + i, mask=(i < L.size) & L.right, other=-1).to(tl.int64)
+
+
+@triton.jit
+def among(L, t, n_classes, K: tl.constexpr):
+    """(which of targets [1, K.targets] a list has, whether it has what is no column)."""
+    i = tl.arange(0, K.list_cols)[:, None]
+    found = tl.zeros(t.shape, tl.int32)
+    spoilt = tl.zeros([1, 1], tl.int32)
+    for at in range(0, L.size, K.list_cols):
+        c = ids_at(L, at + i)
+        found |= tl.max((c == t).to(tl.int32), axis=0)[None, :]
+        none = (at + i < L.size) & ((c < 0) | (c >= n_classes))
+        spoilt |= tl.max(none.to(tl.int32), axis=0)[None, :]
+    return found > 0, spoilt > 0
+
+
+@triton.jit
+def bits_from(bits_ptr, cols, on):
+    """What a byte of a bitmask has from the bit of a column on, which is then the lowest; 0 where not `on`."""
+    return tl.load(bits_ptr + cols // 8, mask=on, other=0).to(tl.int32) >> (cols % 8).to(tl.int32)
+
+
+@triton.jit
+def bits_of_tile(bits_ptr, start, n_cols, K: tl.constexpr):
+    """Which of a tile's columns, from `start` on, bitmasks of rows [n, 1] have: one access for up to 8 of them."""
+    WIDTH: tl.constexpr = K.bits_at_once
+    first = start + tl.arange(0, K.block_cols // K.bits_at_once)[None, :] * WIDTH
+    bits = bits_from(bits_ptr, first, first < n_cols)
+    if K.shifted:  # a row's columns lie over two bytes
+        after = first // 8 * 8 + 8
+        bits |= bits_from(bits_ptr, after, after < n_cols) << (after - first).to(tl.int32)
+    on = (bits[:, :, None] >> tl.arange(0, WIDTH)[None, None, :]) & 1
+    return tl.reshape(on, [K.block_rows, K.block_cols]) == 1
