@@ -19,6 +19,7 @@ from fused_softmax.core.no_gradient import LOSS, refusing
 from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import differentiated as differentiated_pair
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.options import (
@@ -242,7 +243,7 @@ def _of_probabilities(input: Tensor, target: Tensor, loss: Loss) -> Tensor:
         kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale, label_smoothing=loss.label_smoothing
     )  # fmt: skip
     weight = weight_for_kernels(loss.weight, input)
-    rows = differentiated_pair(rows_of(input), rows_of(target), weight, None, None, asked)
+    rows = differentiated_pair(Pair(rows_of(input), rows_of(target), weight), asked)
     if loss.reduction == "none":
         return rows.view(input.shape[:1] + input.shape[2:] if input.ndim > 1 else ())
     return rows.mean() if loss.reduction == "mean" else rows.sum()

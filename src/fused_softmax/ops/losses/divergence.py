@@ -14,9 +14,9 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
 from fused_softmax.core.route import Route, on_device, readable, route_of
 from fused_softmax.ops.losses.cross_entropy import CHECK
-from fused_softmax.ops.losses.divergence_rows import differentiated, referred, refused, with_rows
-from fused_softmax.ops.losses.log_prob import log_prob
-from fused_softmax.ops.losses.options import Divergence, _is_reduction
+from fused_softmax.ops.losses.divergence_rows import differentiated, pair_of, referred, refused, with_rows
+from fused_softmax.ops.losses.log_prob import log_prob as log_probs
+from fused_softmax.ops.losses.options import Divergence, is_reduction
 
 _NAME = "divergence"
 _TARGETS = ("target_scale", "target_softcap", "target_temperature")
@@ -85,7 +85,7 @@ def divergence(
     }  # fmt: skip
     shape = _check_student(input)
     options = _checked(input, shape, target, given, columns, rest)
-    _is_reduction(_NAME, "reduction", reduction)
+    is_reduction(_NAME, "reduction", reduction)
     _check_weight(input, shape, weight)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"{_NAME}: dtype must be a float torch.dtype, got {described(dtype)}")
@@ -220,7 +220,7 @@ def _of_columns(input, target, columns, rest, options: Divergence) -> tuple[Tens
             target = target.to(arithmetic_of(target))
             target = target.log() if options.target_is == "probs" else target
         return z, target, replace(options, target_is="logits")
-    log_q = log_prob(
+    log_q: Any = log_probs(
         input, columns, scale=options.scale, softcap=options.softcap, temperature=options.temperature, ignore_index=-1
     )  # fmt: skip
     log_q = torch.where(columns == -1, float("nan"), log_q)
@@ -246,12 +246,7 @@ def rows_of_pair(input: Tensor, target: Tensor, options: Divergence, weight: Ten
     if route is Route.COMPOSED:
         return referred(input, target, options, None if weight is None else weight.detach() != 0)
     x, y = input.reshape(-1, input.shape[-1]), target.reshape(-1, input.shape[-1])
-    alike = options.with_numbers()
-    of_rows = [
-        each.detach().reshape(-1).to(torch.float32).contiguous() if isinstance(each, Tensor) else None
-        for each in (options.temperature, options.target_temperature)
-    ]
+    pair = pair_of(x, y, options)
     if route is Route.OPERATOR:
-        options = with_rows(options, *of_rows)
-        return torch.ops.fused_softmax.divergence.default(x, y, *options.traced())[0].view(shape)
-    return differentiated(x, y, None, *of_rows, alike).view(shape)
+        return torch.ops.fused_softmax.divergence.default(x, y, *with_rows(options, pair).traced())[0].view(shape)
+    return differentiated(pair, options.with_numbers()).view(shape)

@@ -5,7 +5,7 @@ A row has the same bits in any batch: see `plan_alone`. The gradient has no sums
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,8 +91,8 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
         return empty((n,), (1,), torch.float32)
 
     def rows_of(n):
-        of_teacher = [of_row(n) if asked.target_is == "logits" else None for _ in range(2)]
-        return PairRows(of_row(n), of_row(n), *of_teacher, of_row(n), of_row(n))
+        m_t, ls_t = (of_row(n), of_row(n)) if asked.target_is == "logits" else (None, None)
+        return PairRows(of_row(n), of_row(n), m_t, ls_t, of_row(n), of_row(n))
 
     def of_parts(numbers, n):
         return empty((numbers, n, parts), (n * parts, parts, 1), torch.float32)
@@ -110,15 +110,15 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
     values = dict(zip(NUMBERS, asked.numbers, strict=True))
     merging = replace(spec, block_rows=_MERGED, block_cols=1)
     of_blocks = {"programs": partial(blocks_of, _MERGED), "num_warps": 1}
-    kernels = [(_pair_states, spec, {})]
+    kernels: list[tuple[Any, PairSpec, dict[str, Any]]] = [(_pair_states, spec, {})]
     if parts > 1:
         kernels.append((_merge_pairs, merging, of_blocks))
     if asked.twice:
         kernels += [(_pair_sums, spec, {}), (_merge_sums, merging, of_blocks)]
     launches, places = [], []
     for kernel, of_kernel, how in kernels:
-        numbers = {"numbers": NUMBERS} if "factor" in kernel.arg_names else {}
-        launches.append(prepare(kernel, plan, of_kernel, tensors, values, device=device, **numbers, **how))
+        numbers = NUMBERS if "factor" in kernel.arg_names else ()
+        launches.append(prepare(kernel, plan, of_kernel, tensors, values, device=device, numbers=numbers, **how))
         pointers = [names.index(name[:-4]) for name in kernel.arg_names if name.endswith("_ptr")]
         places.append(([i for i in pointers if given[i] is not None], bool(numbers)))
 

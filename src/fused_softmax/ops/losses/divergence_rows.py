@@ -23,23 +23,46 @@ def refused(input: Tensor, target: Tensor, options: Divergence) -> str:
     return "" if input.numel() else "there are no logits"
 
 
-def differentiated(x, y, weight, temperature, target_temperature, options: Divergence) -> Tensor:
-    """The divergences of rows [n, n_classes], float32. weight: of the classes of "cross". temperatures: of rows."""
-    if not needs_grad(x, y):
-        return run(x, y, weight, temperature, target_temperature, options)[1].value
-    return _apply(x, y, weight, temperature, target_temperature, options)
+def differentiated(pair: Pair, options: Divergence) -> Tensor:
+    """The divergences of rows, float32, with their gradients."""
+    if not needs_grad(pair.x, pair.y):
+        return run(pair, options)[1].value
+    return _apply(*pair, options)
 
 
-def with_rows(options: Divergence, temperature: Tensor | None, target_temperature: Tensor | None) -> Divergence:
-    """With temperatures of rows, where there are any."""
-    given = {"temperature": temperature, "target_temperature": target_temperature}
-    return replace(options, **{name: each for name, each in given.items() if each is not None})
+def pair_of(x: Tensor, y: Tensor, options: Divergence) -> Pair:
+    """Rows with the temperatures of each, as kernels take them."""
+    temperature, of_target = (
+        each.detach().reshape(-1).to(torch.float32).contiguous() if isinstance(each, Tensor) else None
+        for each in (options.temperature, options.target_temperature)
+    )
+    return Pair(x, y, None, temperature, of_target)
 
 
-def run(x, y, weight, temperature, target_temperature, options: Divergence) -> tuple[Pair, PairRows]:
+def with_rows(options: Divergence, pair: Pair) -> Divergence:
+    """With the temperatures of rows, where there are any."""
+    if pair.temperature is not None:
+        options = replace(options, temperature=pair.temperature)
+    if pair.target_temperature is not None:
+        options = replace(options, target_temperature=pair.target_temperature)
+    return options
+
+
+def _in_vectors(pair: Pair) -> Pair:
+    return pair._replace(x=in_vectors(pair.x, pair.y), y=in_vectors(pair.y, pair.x))
+
+
+def run(pair: Pair, options: Divergence) -> tuple[Pair, PairRows]:
     """(the tensors as kernels took them, what is known of their rows)."""
-    pair = Pair(in_vectors(x.detach(), y), in_vectors(y.detach(), x), weight, temperature, target_temperature)
+    pair = _in_vectors(pair._replace(x=pair.x.detach(), y=pair.y.detach()))
     return pair, forward(pair, options)
+
+
+def gradients(
+    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Those of the student's rows and, if wanted, of the teacher's, by the kernels."""
+    return backward(_in_vectors(pair), rows, dvalue, options, of_target)
 
 
 class _Divergence(torch.autograd.Function):
@@ -47,24 +70,22 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, weight, temperature, target_temperature, options):
-        pair, rows = run(x, y, weight, temperature, target_temperature, options)
+        pair, rows = run(Pair(x, y, weight, temperature, target_temperature), options)
         ctx.options = options
         ctx.save_for_backward(x, y, *pair[2:], *rows)
         return rows.value
 
     @staticmethod
     def backward(ctx, dvalue):
-        nothing = (None,) * 4
         (dvalue,) = resolved(dvalue)
-        x, y, weight, *of_rows = saved_of(ctx, "divergence")
-        temperatures, rows = of_rows[:2], PairRows(*of_rows[2:])
+        saved = saved_of(ctx, "divergence")
+        pair, rows = Pair(*saved[: len(Pair._fields)]), PairRows(*saved[len(Pair._fields) :])
+        wanted = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or batched(dvalue):
-            dx, dy = differentiable_gradient(
-                x, y, weight, *temperatures, ctx.options, dvalue, rows.value, ctx.needs_input_grad[:2]
-            )
-            return dx, dy, *nothing
-        pair = Pair(in_vectors(x, y), in_vectors(y, x), weight, *temperatures)
-        return *backward(pair, rows, dvalue, ctx.options, of_target=ctx.needs_input_grad[1]), *nothing
+            dx, dy = differentiable_gradient(pair, ctx.options, dvalue, rows.value, wanted)
+        else:
+            dx, dy = gradients(pair, rows, dvalue, ctx.options, of_target=wanted[1])
+        return dx, dy, None, None, None, None
 
 
 # As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
@@ -72,25 +93,26 @@ _apply = super(torch.autograd.Function, _Divergence).apply
 
 
 def differentiable_gradient(
-    x, y, weight, temperature, target_temperature, options: Divergence, dvalue, value, wanted=(True, False)
+    pair: Pair, options: Divergence, dvalue: Tensor, value: Tensor, wanted=(True, False)
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients by torch's operations, for a second derivative or a batch of gradients.
 
     Rows that get no gradient are left out where their divergence is not finite: 0 times it would be NaN.
     """
-    options = with_rows(options, temperature, target_temperature)
     counts = None if batched(dvalue) else (dvalue != 0) | value.isfinite()
     with torch.enable_grad():
-        given = apart(*(each if each.requires_grad else each.detach().requires_grad_() for each in (x, y)))
-        rows = referred(*given, options, counts, weight)
-    asked = [each for each, wants in zip(given, wanted, strict=True) if wants]
+        x, y = apart(*(each if each.requires_grad else each.detach().requires_grad_() for each in pair[:2]))
+        rows = referred(x, y, with_rows(options, pair), counts, pair.weight)
+    asked = [each for each, wants in zip((x, y), wanted, strict=True) if wants]
     found = iter(torch.autograd.grad([rows], asked, [dvalue.to(rows.dtype)], create_graph=torch.is_grad_enabled()))
     dx, dy = (next(found) if wants else None for wants in wanted)
     return dx, dy
 
 
-def referred(input, target, options: Divergence, counts: Tensor | None = None, weight=None) -> Tensor:
-    """`reference.divergence` in the dtype of the arithmetic, 0 in rows that do not count."""
+def referred(
+    input: Tensor, target: Tensor, options: Divergence, counts: Tensor | None = None, weight: Tensor | None = None
+) -> Tensor:
+    """The formula of rows in the dtype of the arithmetic, and 0 of rows that do not count."""
     arithmetic = torch.promote_types(arithmetic_of(input), arithmetic_of(target))
     if counts is not None:
         of_rows = counts.unsqueeze(-1)

@@ -35,7 +35,7 @@ def _is_int(name: str, argument: str, value: Any) -> None:
         raise ValueError(f"{name}: {argument} must fit in 64 bits, got {value}")
 
 
-def _is_reduction(name: str, argument: str, value: Any) -> None:
+def is_reduction(name: str, argument: str, value: Any) -> None:
     if value not in ("mean", "sum", "none"):
         raise ValueError(f'{name}: {argument} must be "mean", "sum" or "none", got {described(value)}')
 
@@ -77,7 +77,7 @@ class Loss(Options):
 
     weight: Tensor | None = option(None, "Tensor?")
     ignore_index: int = option(-100, "int", _is_int)
-    reduction: str = option("mean", "str", _is_reduction)
+    reduction: str = option("mean", "str", is_reduction)
     label_smoothing: float = option(0.0, "float", _is_share, whole_rows=True)
     softcap: float | None = option(None, "float?", _is_cap)
     scale: float = option(1.0, "float", _is_finite)
@@ -288,10 +288,12 @@ class Divergence(Options):
 
     def with_numbers(self) -> Self:
         """Less temperatures of rows, which are given beside it: what is kept holds no tensor."""
-        tensors = {
-            name: 1.0 for name in ("temperature", "target_temperature") if isinstance(getattr(self, name), Tensor)
-        }
-        return replace(self, **tensors) if tensors else self
+        plain = self
+        if isinstance(plain.temperature, Tensor):
+            plain = replace(plain, temperature=1.0)
+        if isinstance(plain.target_temperature, Tensor):
+            plain = replace(plain, target_temperature=1.0)
+        return plain
 
 
 _INDICES = (torch.int64, torch.int32, torch.uint8)
