@@ -34,9 +34,8 @@ def divergence(input, target, *given):
             rest = [torch.zeros_like(value) for _ in range(5)]
             return value, *rest
         rows = ops.run(ops.pair_of(input, target, options), options.with_numbers())[1]
-        m_t, ls_t = (
-            input.new_empty(0, dtype=torch.float32) if each is None else each for each in (rows.m_t, rows.ls_t)
-        )
+        of_teacher = rows.m_t, rows.ls_t
+        m_t, ls_t = (input.new_empty(0, dtype=torch.float32) if each is None else each for each in of_teacher)
         return rows.value, rows.m, rows.ls, m_t, ls_t, rows.total
 
 
@@ -57,9 +56,9 @@ def save_divergence(ctx, inputs, output):
 
 
 def divergence_gradient(ctx, ddivergence, *_):
-    saved = ctx.saved_tensors
-    pair, (value, *states) = Pair(*saved[: len(Pair._fields)]), saved[len(Pair._fields) :]
-    dx = None
+    saved, of_pair = ctx.saved_tensors, len(Pair._fields)
+    pair, (value, *states) = Pair(*saved[:of_pair]), saved[of_pair:]
+    dx: Tensor | None = None
     if ctx.needs_input_grad[0] and ddivergence is not None:
         if torch.is_grad_enabled():
             dx, _ = ops.differentiable_gradient(pair, ctx.options, ddivergence, value)
