@@ -61,7 +61,7 @@ def divergence_gradient(ctx, ddivergence, *_):
     dx: Tensor | None = None
     if ctx.needs_input_grad[0] and ddivergence is not None:
         if torch.is_grad_enabled():
-            dx, _ = ops.differentiable_gradient(pair, ctx.options, ddivergence, value)
+            dx = ops.differentiable_gradient(pair, ctx.options, ddivergence, value)[0]
         else:
             operator = torch.ops.fused_softmax.divergence_backward.default
             options = ops.with_rows(ctx.options, pair)
