@@ -76,7 +76,7 @@ def _spec(pair: Pair, asked: Divergence, plan: RowPlan) -> PairSpec:
     kind["target_scaled"] |= pair.target_temperature is not None
     device = pair.x.get_device()
     spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=_itemsize(pair), **kind)
-    return replace(spec, pieces=1, full_pieces=0, axis=1)
+    return replace(spec, pieces=1, full_pieces=0, axis=1, itemsize=_itemsize(pair))
 
 
 def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:

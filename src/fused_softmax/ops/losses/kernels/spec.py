@@ -155,7 +155,8 @@ class PairSpec(Spec):
     """Of a student's rows and a teacher's: see `options.Divergence`.
 
     divergence: its kind, or "cross". given: what the teacher's rows are. weighted, smooth: of "cross".
-    scaled, capped, target_scaled, target_capped: whether logits are multiplied, or go through a tanh.
+    scaled, capped, target_scaled, target_capped: whether logits are multiplied, or go through a tanh. itemsize: the
+    smaller one of both rows.
     """
 
     divergence: str = "kl"
@@ -166,6 +167,12 @@ class PairSpec(Spec):
     capped: bool = False
     target_scaled: bool = False
     target_capped: bool = False
+    itemsize: int = 4
+
+    @property
+    def lane_cols(self):
+        """As many as 16 bytes have, whether they are read together or not."""
+        return 16 // self.itemsize
 
 
 class PairNumbers(NamedTuple):
