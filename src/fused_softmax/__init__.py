@@ -37,6 +37,7 @@ __all__ = [
     "attention",
     "cross_entropy",
     "disable",
+    "divergence",
     "enable",
     "enabled",
     "explain",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from fused_softmax.explanation import explain
     from fused_softmax.ops.attention.attention import AttentionOutput, attention
     from fused_softmax.ops.losses.cross_entropy import cross_entropy
+    from fused_softmax.ops.losses.divergence import divergence
     from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
     from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
     from fused_softmax.ops.losses.log_prob import LogProbOutput, LogProbStats, log_prob
@@ -90,6 +92,7 @@ else:
         "ops.attention.attention": ("AttentionOutput", "attention"),
         "ops.losses.cross_entropy": ("cross_entropy",),
         "ops.losses.output": ("CrossEntropyOutput", "TokenStats"),
+        "ops.losses.divergence": ("divergence",),
         "ops.losses.linear_cross_entropy": ("linear_cross_entropy",),
         "ops.losses.linear_log_prob": ("linear_log_prob",),
         "ops.losses.log_prob": ("LogProbOutput", "LogProbStats", "log_prob"),

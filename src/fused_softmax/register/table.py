@@ -13,10 +13,12 @@ from fused_softmax.core import one_dim
 from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
+from fused_softmax.ops.losses import divergence_operators as divergence_rules
 from fused_softmax.ops.losses import log_prob_operators as log_prob_rules
 from fused_softmax.ops.losses import operators as loss_rules
 from fused_softmax.ops.losses import reference as losses_reference
 from fused_softmax.ops.losses.cross_entropy import cross_entropy
+from fused_softmax.ops.losses.divergence import divergence
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.losses.log_prob import log_prob
 from fused_softmax.ops.sampling import operators as sampling_rules
@@ -177,6 +179,22 @@ OPERATORS = (
         schema=log_prob_rules.BACKWARD,
         run=log_prob_rules.log_prob_backward,
         fake=log_prob_rules.fake_log_prob_backward,
+    ),
+    Operator(
+        name="divergence",
+        schema=divergence_rules.DIVERGENCE,
+        run=divergence_rules.divergence,
+        fake=divergence_rules.fake_divergence,
+        save=divergence_rules.save_divergence,
+        gradient=divergence_rules.divergence_gradient,
+        public=divergence,
+        reference=losses_reference.divergence,
+    ),
+    Operator(
+        name="divergence_backward",
+        schema=divergence_rules.BACKWARD,
+        run=divergence_rules.divergence_backward,
+        fake=divergence_rules.fake_divergence_backward,
     ),
     Operator(
         name="sample",

@@ -19,10 +19,13 @@ from fused_softmax.core.no_gradient import LOSS, refusing
 from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.divergence_launches import Pair
+from fused_softmax.ops.losses.divergence_rows import differentiated as differentiated_pair
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.options import (
     NUMBERS,
     WITHOUT_ROWS,
+    Divergence,
     Loss,
     check_logits,
     check_lse,
@@ -194,13 +197,14 @@ def _cross_entropy(input, target, options, wanted, lse, key):
             return loss_on_shards(input, target, loss, wanted, result_dtype)
         return loss_of_whole_rows(cross_entropy, input, target, lse, loss, wanted, result_dtype)
     tensors = [each for each in (input, target, weight, lse) if each is not None]
-    refused = refused_loss(input, result_dtype, target, loss)
+    probabilities = target.is_floating_point()
+    refused = refused_loss(input, result_dtype, target, loss, bool(wanted.beside))
     if input.numel() == 0 or target.numel() == 0:
         refused = "there are no logits"
     route = route_of(name, *tensors, refused=refused, batches=False)
-    if route is Route.OPERATOR:
+    if route is Route.OPERATOR and not probabilities:
         return _traced(input, target, loss, wanted, result_dtype, lse)
-    if route is Route.COMPOSED:
+    if route is not Route.KERNEL:
         if not target.is_floating_point() and readable(target):
             check_targets(name, target, n_classes, ignore_index)
         plain = loss.plain and wanted == Wanted() and lse is None
@@ -213,6 +217,8 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
         return composed(input, target, loss, wanted, result_dtype, arithmetic, lse)
 
+    if probabilities:
+        return _of_probabilities(input, target, loss).to(result_dtype)
     if CHECK:
         check_targets(name, target, n_classes, ignore_index)
     rows = rows_of(input)
@@ -229,6 +235,18 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     if key is not None:
         keep(launched, name, key, input, target, weight, *(() if lse is None else (lse,)))
     return launched(input, target, weight, *numbers, lse)
+
+
+def _of_probabilities(input: Tensor, target: Tensor, loss: Loss) -> Tensor:
+    """The loss of targets that are probabilities, float32, with the gradients of both."""
+    asked = Divergence(
+        kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale, label_smoothing=loss.label_smoothing
+    )  # fmt: skip
+    weight = weight_for_kernels(loss.weight, input)
+    rows = differentiated_pair(Pair(rows_of(input), rows_of(target), weight), asked)
+    if loss.reduction == "none":
+        return rows.view(input.shape[:1] + input.shape[2:] if input.ndim > 1 else ())
+    return rows.mean() if loss.reduction == "mean" else rows.sum()
 
 
 def dtype_of_loss(name: str, input: Tensor, target: Tensor, dtype: torch.dtype | None) -> torch.dtype:

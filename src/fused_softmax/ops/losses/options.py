@@ -35,7 +35,7 @@ def _is_int(name: str, argument: str, value: Any) -> None:
         raise ValueError(f"{name}: {argument} must fit in 64 bits, got {value}")
 
 
-def _is_reduction(name: str, argument: str, value: Any) -> None:
+def is_reduction(name: str, argument: str, value: Any) -> None:
     if value not in ("mean", "sum", "none"):
         raise ValueError(f'{name}: {argument} must be "mean", "sum" or "none", got {described(value)}')
 
@@ -77,7 +77,7 @@ class Loss(Options):
 
     weight: Tensor | None = option(None, "Tensor?")
     ignore_index: int = option(-100, "int", _is_int)
-    reduction: str = option("mean", "str", _is_reduction)
+    reduction: str = option("mean", "str", is_reduction)
     label_smoothing: float = option(0.0, "float", _is_share, whole_rows=True)
     softcap: float | None = option(None, "float?", _is_cap)
     scale: float = option(1.0, "float", _is_finite)
@@ -326,6 +326,88 @@ class LogProb(Options):
         return replace(self, temperature=1.0) if isinstance(self.temperature, Tensor) else self
 
 
+def _is_one_of(*words: str) -> Any:
+    def check(name: str, argument: str, value: Any) -> None:
+        if value not in words:
+            known = ", ".join(f'"{word}"' for word in words)
+            raise ValueError(f"{name}: {argument} is one of {known}; got {described(value)}")
+
+    return check
+
+
+def _is_beta(name: str, argument: str, value: Any) -> None:
+    _is_number(name, argument, value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name}: {argument} must be in [0, 1], got {value}")
+
+
+KINDS = ("kl", "reverse_kl", "jsd", "tvd")
+GIVEN = ("logits", "log_probs", "probs")
+
+
+@dataclass(frozen=True)
+class Divergence(Options):
+    """What a call asks of divergences, beside a student's logits and a teacher's rows.
+
+    Logits are softcap(x * scale) / temperature, those of the teacher by the target_ options. kind: "cross" too, whose
+    teacher's rows are probabilities, spread by label_smoothing.
+    """
+
+    kind: str = option("kl", "str", _is_one_of(*KINDS))
+    beta: float = option(0.5, "float", _is_beta)
+    scale: float = option(1.0, "float", _is_finite)
+    softcap: float | None = option(None, "float?", _is_cap)
+    temperature: float | Tensor = option(1.0, "float", _is_temperature, by_row=True)
+    target_scale: float = option(1.0, "float", _is_finite)
+    target_softcap: float | None = option(None, "float?", _is_cap)
+    target_temperature: float | Tensor = option(1.0, "float", _is_temperature, by_row=True)
+    target_is: str = option("logits", "str", _is_one_of(*GIVEN))
+    label_smoothing: float = 0.0
+
+    @cached_property
+    def losses(self) -> tuple[Loss, Loss]:
+        """The student's logits and the teacher's as losses have them."""
+        student = LogProb(scale=self.scale, softcap=self.softcap, temperature=self.temperature)
+        teacher = LogProb(
+            scale=self.target_scale, softcap=self.target_softcap, temperature=self.target_temperature
+        )  # fmt: skip
+        return student.loss, teacher.loss
+
+    @property
+    def twice(self) -> bool:
+        """Whether a divergence is a sum of what both rows' states are needed for."""
+        return self.kind in ("jsd", "tvd")
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a PairSpec that this decides."""
+        student, teacher = (each.kind() for each in self.losses)
+        return {
+            "divergence": self.kind, "given": self.target_is, "smooth": self.label_smoothing > 0,
+            "scaled": student["scaled"], "capped": student["capped"],
+            "target_scaled": teacher["scaled"], "target_capped": teacher["capped"],
+        }  # fmt: skip
+
+    @cached_property
+    def key(self) -> tuple:
+        """What kept calls depend on of this, beside the values of its numbers and the tensors."""
+        return tuple(self.fields().values())
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """As each launch is given them."""
+        student, teacher = (each.numbers() for each in self.losses)
+        return student.factor, student.cap, teacher.factor, teacher.cap, float(self.beta), float(self.label_smoothing)
+
+    def with_numbers(self) -> Self:
+        """Less temperatures of rows, which are given beside it: what is kept holds no tensor."""
+        plain = self
+        if isinstance(plain.temperature, Tensor):
+            plain = replace(plain, temperature=1.0)
+        if isinstance(plain.target_temperature, Tensor):
+            plain = replace(plain, target_temperature=1.0)
+        return plain
+
+
 _INDICES = (torch.int64, torch.int32, torch.uint8)
 
 
@@ -388,13 +470,18 @@ def loss_of(
     return Loss(**options, scale=1.0 if scale is None else float(scale), stats=stats)
 
 
-def refused_loss(input: Tensor, result_dtype: torch.dtype, target: Tensor, loss: Loss) -> str:
-    """Why the kernels do not take a loss; "" if they do."""
+def refused_loss(
+    input: Tensor, result_dtype: torch.dtype, target: Tensor, loss: Loss, beside: bool = True
+) -> str:  # fmt: skip
+    """Why the kernels do not take a loss; "" if they do. beside: whether more than the loss is asked for."""
     for dtype in (input.dtype, result_dtype):
         if dtype not in DTYPES:
             return f"no kernel has {dtype}"
     if target.is_floating_point():
-        return "targets are probabilities"
+        if beside or loss.lse_square_scale or (loss.weight is not None and loss.weight.requires_grad):
+            return "targets are probabilities"
+        if torch.float64 in (input.dtype, target.dtype) or target.dtype not in DTYPES:
+            return f"targets are probabilities of {target.dtype}, of logits of {input.dtype}"
     if loss.scale == 0:
         return "scale is 0"
     return ""

@@ -149,12 +149,7 @@ def log_prob(
         columns |= spoilt
         seen = seen & columns
     z = torch.where(seen, input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
-    z = _capped(z if scale is None else z * scale, softcap)
-    if temperature is not None:
-        if isinstance(temperature, Tensor):
-            t_of_row = temperature.detach().to(arithmetic).unsqueeze(-1)
-            temperature = torch.where(t_of_row > 0, t_of_row, math.nan)
-        z = z / temperature
+    z = _tempered(z, scale, softcap, temperature)
     if kept is not None:
         return _truncated(z, t, target.shape, counts, wrong, columns, spoilt)
     lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
@@ -217,3 +212,42 @@ def columns_of(kept: tuple[Tensor, Tensor] | Tensor, input: Tensor) -> tuple[Ten
     with_none = torch.zeros(n_rows + 1, dtype=torch.bool, device=ids.device)
     spoilt = spoilt | with_none.scatter(0, torch.where(inside, n_rows, row), True)[:-1]
     return columns.view(input.shape), spoilt.view(*leading, 1)
+
+
+def divergence(
+    input: Tensor, target: Tensor, *, kind: str = "kl", beta: float = 0.5, scale: float | None = None,
+    softcap: float | None = None, temperature: float | Tensor | None = None, target_scale: float | None = None,
+    target_softcap: float | None = None, target_temperature: float | Tensor | None = None, target_is: str = "logits",
+    arithmetic: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
+    """The divergence of every row, of fused_softmax.divergence by torch's operations."""
+    log_q = torch.log_softmax(_tempered(input.to(arithmetic), scale, softcap, temperature), -1)
+    q, y = log_q.exp(), target.to(arithmetic)
+    if target_is == "logits":
+        log_t = torch.log_softmax(_tempered(y, target_scale, target_softcap, target_temperature), -1)
+    else:
+        log_t = y if target_is == "log_probs" else y.log()
+    t = y if target_is == "probs" else log_t.exp()
+    if kind == "tvd":
+        return (q - t).abs().sum(-1) / 2
+    if kind == "jsd" and 0 < beta < 1:
+        m = beta * t + (1 - beta) * q
+        log_m = torch.where(m == 0, 1.0, m).log()
+        return beta * _relative(t, log_t, log_m) + (1 - beta) * _relative(q, log_q, log_m)
+    forward = kind == "kl" or (kind == "jsd" and beta == 0)
+    return _relative(t, log_t, log_q) if forward else _relative(q, log_q, log_t)
+
+
+def _relative(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum p (log p - log q), to which p = 0 adds nothing."""
+    return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(-1)
+
+
+def _tempered(z: Tensor, scale: float | None, softcap: float | None, temperature: float | Tensor | None) -> Tensor:
+    z = _capped(z if scale is None else z * scale, softcap)
+    if temperature is None:
+        return z
+    if isinstance(temperature, Tensor):
+        of_row = temperature.detach().to(z.dtype).unsqueeze(-1)
+        temperature = torch.where(of_row > 0, of_row, math.nan)
+    return z / temperature

@@ -187,6 +187,61 @@ class Shares(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairSpec(Spec):
+    """Of a student's rows and a teacher's: see `options.Divergence`.
+
+    divergence: its kind, or "cross". given: what the teacher's rows are. weighted, smooth: of "cross".
+    scaled, capped, target_scaled, target_capped: whether logits are multiplied, or go through a tanh. itemsize: the
+    smaller one of both rows.
+    """
+
+    divergence: str = "kl"
+    given: str = "logits"
+    weighted: bool = False
+    smooth: bool = False
+    scaled: bool = False
+    capped: bool = False
+    target_scaled: bool = False
+    target_capped: bool = False
+    itemsize: int = 4
+
+    @property
+    def lane_cols(self):
+        """As many as 16 bytes have, whether they are read together or not."""
+        return 16 // self.itemsize
+
+
+class PairNumbers(NamedTuple):
+    """The numbers of a pair of rows."""
+
+    factor: Any
+    cap: Any
+    target_factor: Any
+    target_cap: Any
+    beta: Any
+    smoothing: Any
+
+
+class OfTeacher(NamedTuple):
+    """A teacher's probabilities and their logarithms."""
+
+    p: Any
+    log_p: Any
+
+
+class PairSums(NamedTuple):
+    """Of a pair of rows, or of a part of both: the student's state (m, s), the teacher's, of probabilities their sum
+    alone, and c, the one sum of a divergence that one pass gives.
+    """
+
+    m: Any
+    s: Any
+    m_t: Any
+    s_t: Any
+    c: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossShardSpec(LossSpec):
     """Of the numbers that ranks tell each other of rows, and of what follows from them."""
 

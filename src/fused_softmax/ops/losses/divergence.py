@@ -1,0 +1,252 @@
+"""Divergences of a student's distribution from a teacher's, row by row, with the student's gradient.
+
+Traffic: both are read once (kl, reverse_kl) or twice (jsd, tvd), and in the backward pass once more, where the gradient
+is written.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.described import described
+from fused_softmax.core.route import Route, on_device, readable, route_of
+from fused_softmax.ops.losses.cross_entropy import CHECK
+from fused_softmax.ops.losses.divergence_rows import differentiated, pair_of, referred, refused, with_rows
+from fused_softmax.ops.losses.log_prob import log_prob as log_probs
+from fused_softmax.ops.losses.options import Divergence, is_reduction
+
+_NAME = "divergence"
+_TARGETS = ("target_scale", "target_softcap", "target_temperature")
+
+
+def divergence(
+    input: Tensor,
+    target: Tensor,
+    *,
+    kind: str = "kl",
+    beta: float = 0.5,
+    scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float | Tensor | None = None,
+    target_scale: float | None = None,
+    target_softcap: float | None = None,
+    target_temperature: float | Tensor | None = None,
+    target_is: str = "logits",
+    columns: Tensor | None = None,
+    rest: str = "renormalize",
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The divergence of a student's distribution Q of each row from a teacher's T, as distillation minimises it.
+
+    Neither distribution is ever in memory. The gradient is the student's alone.
+
+    input: the student's logits [..., n_classes]; float32, float16, bfloat16 or float64.
+    target: the teacher's rows, of the input's shape and any float dtype; with columns, of theirs. It gets no gradient:
+        one that requires it raises RuntimeError.
+    kind: "kl" is sum T (log T - log Q), KL(teacher || student); "reverse_kl" is sum Q (log Q - log T). "jsd" is
+        beta KL(T || M) + (1 - beta) KL(Q || M) with M = beta T + (1 - beta) Q, and by beta 0 kl, by beta 1 reverse_kl.
+        "tvd" is half the sum of |Q - T|. What has no probability adds nothing.
+    beta: in [0, 1]; of jsd.
+    scale, softcap, temperature: the student's logits are input * scale, then softcap * tanh(of that / softcap), then
+        divided by the temperature. That is a number above 0, or a tensor of the leading shape, which gets no gradient.
+        Where a tensor's temperature is not above 0, the row is NaN.
+    target_scale, target_softcap, target_temperature: the same of the teacher's logits. Of probabilities they raise.
+    target_is: whether the target is "logits", "log_probs" or "probs". Probabilities are taken as they are given.
+    columns: the classes [..., k] of which the teacher has told, an index of each of the target's [..., k]. One that is
+        no class makes the row NaN; on a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises IndexError.
+    rest: with columns, what becomes of all other classes: "renormalize" drops them, and both distributions are of the
+        columns alone; "lump" takes them together as one class more. That needs the teacher's probabilities, as
+        "log_probs" or "probs".
+    weight: of rows, of the leading shape. mean is sum w l / sum w, sum is sum w l, and none gives w l. A row of weight
+        0 has divergence and gradient 0, whatever it holds.
+    reduction: "mean", "sum" or "none".
+    dtype: of the result; float32 if None, or float64 for float64.
+
+    A row has the same bits in any batch: how it is summed depends on its length, its dtypes and the options alone.
+    Returns the divergence, [] or of the leading shape.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+
+    Hinton et al., "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531); Agarwal et al., "On-Policy
+    Distillation of Language Models" (the generalised JSD, arXiv 2306.13649).
+
+    >>> divergence(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 2.0]]))
+    tensor(0.0673)
+    >>> divergence(student, teacher, kind="jsd", temperature=2.0, target_temperature=2.0)  # [8, 1024, 151936] each
+    """
+    given = {
+        "kind": kind, "beta": beta, "scale": scale, "softcap": softcap, "temperature": temperature,
+        "target_scale": target_scale, "target_softcap": target_softcap, "target_temperature": target_temperature,
+        "target_is": target_is,
+    }  # fmt: skip
+    shape = _check_student(input)
+    options = _checked(input, shape, target, given, columns, rest)
+    is_reduction(_NAME, "reduction", reduction)
+    _check_weight(input, shape, weight)
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"{_NAME}: dtype must be a float torch.dtype, got {described(dtype)}")
+    if columns is not None:
+        input, target, options = _of_columns(input, target, columns, rest, options)
+    rows = rows_of_pair(input, target, options, weight)
+    return reduced(rows, weight, reduction).to(dtype or arithmetic_of(input))
+
+
+def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    """Rows' divergences as they count; of weight 0, 0."""
+    if weight is None:
+        return rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
+    w = weight.detach().to(rows.dtype)
+    rows = torch.where(w == 0, 0.0, rows) * w
+    return rows if reduction == "none" else rows.sum() / w.sum() if reduction == "mean" else rows.sum()
+
+
+def _check_student(input: Any) -> tuple[int, ...]:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{_NAME}: input must be a Tensor, not {type(input).__name__}")
+    if input.is_nested or input.layout != torch.strided:
+        raise RuntimeError(f"{_NAME}: input must be a dense strided tensor, got {input.layout}")
+    if not input.dtype.is_floating_point:
+        raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
+    if input.ndim == 0 or input.shape[-1] == 0:
+        raise ValueError(f"{_NAME}: input must have at least one class, got shape {tuple(input.shape)}")
+    return tuple(input.shape)
+
+
+def _checked(input, shape, target, given, columns, rest) -> Divergence:
+    """The options of a call, or an error that names the argument."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{_NAME}: target must be a Tensor, not {type(target).__name__}")
+    if target.is_nested or target.layout != torch.strided:
+        raise RuntimeError(f"{_NAME}: target must be a dense strided tensor, got {target.layout}")
+    if not target.is_floating_point():
+        raise RuntimeError(f"{_NAME}: target must be of a float dtype, got {target.dtype}")
+    if target.device != input.device:
+        raise RuntimeError(f"{_NAME}: target must be on the input's device {input.device}, got {target.device}")
+    if target.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{_NAME}: target requires grad, and a teacher gets none; give target.detach()")
+    for argument, option in Divergence.OPTIONS.items():
+        if option.check is not None:
+            option.check(_NAME, argument, given[argument])
+    if given["target_is"] != "logits":
+        for argument in _TARGETS:
+            if given[argument] is not None:
+                raise ValueError(f'{_NAME}: {argument} is of logits, and target_is is "{given["target_is"]}"')
+    for argument in ("temperature", "target_temperature"):
+        _check_of_rows(input, shape, argument, given[argument])
+    if rest not in ("renormalize", "lump"):
+        raise ValueError(f'{_NAME}: rest is "renormalize" or "lump", got {described(rest)}')
+    expected = shape
+    if columns is not None:
+        expected = _check_columns(input, shape, columns, rest, given)
+    elif rest != "renormalize":
+        raise ValueError(f"{_NAME}: rest is of columns, and there are none")
+    if tuple(target.shape) != expected:
+        of = "the input's" if columns is None else "the columns'"
+        raise ValueError(f"{_NAME}: target must have {of} shape {expected}, got {tuple(target.shape)}")
+    return _options(given)
+
+
+def _options(given: dict[str, Any]) -> Divergence:
+    """With numbers in the place of those that were left out, and as floats."""
+    numbers = {
+        name: value if isinstance(value, Tensor) else 1.0 if value is None else float(value)
+        for name, value in given.items()
+        if name.endswith(("scale", "temperature"))
+    }
+    beta = float(given["beta"])
+    kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd") if given["kind"] == "jsd" else given["kind"]
+    caps = {name: None if given[name] is None else float(given[name]) for name in ("softcap", "target_softcap")}
+    return Divergence(**(given | numbers | caps | {"beta": beta, "kind": kind}))
+
+
+def _check_of_rows(input: Tensor, shape: tuple[int, ...], argument: str, value: Any) -> None:
+    """An error where a tensor is not one number of every row, without a gradient."""
+    if not isinstance(value, Tensor):
+        return
+    if value.layout != torch.strided:
+        raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got {value.layout}")
+    if tuple(value.shape) != shape[:-1]:
+        raise ValueError(f"{_NAME}: {argument} must have shape {shape[:-1]}, got {tuple(value.shape)}")
+    if not value.is_floating_point() or value.device != input.device:
+        raise RuntimeError(
+            f"{_NAME}: {argument} must be of a float dtype and on the input's device {input.device}, got "
+            f"{value.dtype} on {value.device}"
+        )
+    if value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{_NAME}: {argument} requires grad, and is a constant; give {argument}.detach()")
+
+
+def _check_weight(input: Tensor, shape: tuple[int, ...], weight: Any) -> None:
+    if weight is not None and not isinstance(weight, Tensor):
+        raise TypeError(f"{_NAME}: weight must be a Tensor, not {type(weight).__name__}")
+    if isinstance(weight, Tensor) and weight.dtype == torch.bool:
+        raise RuntimeError(f"{_NAME}: weight must be of a float dtype, got torch.bool; give mask.float()")
+    _check_of_rows(input, shape, "weight", weight)
+
+
+def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: str, given: dict) -> tuple[int, ...]:
+    """The shape of the columns, or an error."""
+    if not isinstance(columns, Tensor):
+        raise TypeError(f"{_NAME}: columns must be a Tensor, not {type(columns).__name__}")
+    if columns.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"{_NAME}: columns must be of int64 or int32, got {columns.dtype}")
+    if columns.device != input.device:
+        raise RuntimeError(f"{_NAME}: columns must be on the input's device {input.device}, got {columns.device}")
+    found = tuple(columns.shape)
+    if len(found) != len(shape) or found[:-1] != shape[:-1] or found[-1] == 0:
+        raise ValueError(f"{_NAME}: columns must have shape {(*shape[:-1], 'k')}, got {found}")
+    if rest == "lump" and given["target_is"] == "logits":
+        raise ValueError(f'{_NAME}: rest="lump" takes a teacher\'s probabilities: target_is="log_probs" or "probs"')
+    if CHECK or (readable(columns) and not on_device(input)):
+        wrong = (columns < 0) | (columns >= shape[-1])
+        if wrong.any():
+            worst = int(columns[wrong][0])
+            raise IndexError(f"{_NAME}: columns has {worst}, which is out of range [0, {shape[-1] - 1}]")
+    return found
+
+
+def _of_columns(input, target, columns, rest, options: Divergence) -> tuple[Tensor, Tensor, Divergence]:
+    """(the student's logits and the teacher's rows of some columns, and of the rest together, their options)."""
+    columns = columns.long()
+    if rest == "renormalize":
+        inside = (columns >= 0) & (columns < input.shape[-1])
+        z = input.gather(-1, torch.where(inside, columns, 0))
+        z = torch.where(inside, z, float("nan"))
+        if options.target_is != "logits":  # of which a softmax is their share of the columns
+            target = target.to(arithmetic_of(target))
+            target = target.log() if options.target_is == "probs" else target
+        return z, target, replace(options, target_is="logits")
+    log_q: Any = log_probs(
+        input, columns, scale=options.scale, softcap=options.softcap, temperature=options.temperature, ignore_index=-1
+    )  # fmt: skip
+    log_q = torch.where(columns == -1, float("nan"), log_q)
+    log_q = torch.cat([log_q, _log_of_rest(log_q)], -1)
+    t = target.to(log_q.dtype)
+    t = t.exp() if options.target_is == "log_probs" else t
+    t = torch.cat([t, (1.0 - t.sum(-1, keepdim=True)).clamp_min(0.0)], -1)
+    return log_q, t, Divergence(kind=options.kind, beta=options.beta, target_is="probs")
+
+
+def _log_of_rest(log_q: Tensor) -> Tensor:
+    """The logarithm of what columns leave of 1; of nothing, that of the least that rounding could hide."""
+    left = 1.0 - log_q.exp().sum(-1, keepdim=True)
+    return left.clamp_min(torch.finfo(log_q.dtype).eps).log()
+
+
+def rows_of_pair(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None = None) -> Tensor:
+    """The divergence of every row, in the leading shape. weight: 0 of rows to ignore."""
+    target = target.detach()
+    temperatures = [each for each in (options.temperature, options.target_temperature) if isinstance(each, Tensor)]
+    route = route_of(_NAME, input, target, *temperatures, refused=refused(input, target, options), batches=False)
+    shape = input.shape[:-1]
+    if route is Route.COMPOSED:
+        return referred(input, target, options, None if weight is None else weight.detach() != 0)
+    x, y = input.reshape(-1, input.shape[-1]), target.reshape(-1, input.shape[-1])
+    pair = pair_of(x, y, options)
+    if route is Route.OPERATOR:
+        return torch.ops.fused_softmax.divergence.default(x, y, *with_rows(options, pair).traced())[0].view(shape)
+    return differentiated(pair, options.with_numbers()).view(shape)

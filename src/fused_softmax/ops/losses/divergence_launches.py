@@ -1,0 +1,183 @@
+"""Prepared launches of the divergences of pairs of rows, and of their gradient.
+
+A row has the same bits in any batch: see `plan_alone`. The gradient has no sums.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.calls import allocator, kept
+from fused_softmax.core.device import device_of
+from fused_softmax.core.launched import Launched, compose
+from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.plan import RowPlan, plan_alone, plan_reduction
+from fused_softmax.core.runner import prepare, spec_of
+from fused_softmax.ops.losses.kernels.divergence import (
+    _merge_pairs,
+    _merge_sums,
+    _pair_gradient,
+    _pair_states,
+    _pair_sums,
+)
+from fused_softmax.ops.losses.kernels.spec import PairNumbers, PairSpec
+from fused_softmax.ops.losses.launches import blocks_of, picked_of
+from fused_softmax.ops.losses.options import Divergence
+
+NUMBERS = PairNumbers._fields
+_MERGED = 32  # rows that a program merges
+
+
+class Pair(NamedTuple):
+    """Rows [n, n_classes] of a student and of a teacher, temperatures of rows [n] or None, and weights of classes."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor | None = None
+    temperature: Tensor | None = None
+    target_temperature: Tensor | None = None
+
+
+class PairRows(NamedTuple):
+    """Of every row [n], float32: the states of both, the divergence, and what its gradient takes of the whole row."""
+
+    m: Tensor
+    ls: Tensor
+    m_t: Tensor | None
+    ls_t: Tensor | None
+    value: Tensor
+    total: Tensor
+
+
+def in_vectors(x: Tensor, other: Tensor) -> Tensor:
+    """Rows of which each starts where vectors of both tensors do, if rows are a whole number of vectors."""
+    vector = 16 // min(x.element_size(), other.element_size())
+    rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+    even = rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
+    return rows if even or x.shape[1] % vector else rows.clone(memory_format=torch.contiguous_format)
+
+
+def forward(pair: Pair, asked: Divergence) -> PairRows:
+    """The divergences of rows that lie `in_vectors`."""
+    call = kept("divergences", asked.key, pair, _prepare_forward, pair, asked)
+    return call(pair, asked.numbers)
+
+
+def _itemsize(pair: Pair) -> int:
+    return min(pair.x.element_size(), pair.y.element_size())
+
+
+def _spec(pair: Pair, asked: Divergence, plan: RowPlan) -> PairSpec:
+    kind = asked.fields() | {"weighted": pair.weight is not None}
+    kind["scaled"] |= pair.temperature is not None
+    kind["target_scaled"] |= pair.target_temperature is not None
+    device = pair.x.get_device()
+    spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=_itemsize(pair), **kind)
+    return replace(spec, pieces=1, full_pieces=0, axis=1, itemsize=_itemsize(pair))
+
+
+def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
+    """What runs the kernels on tensors like these: call(pair, numbers) -> PairRows."""
+    x, device = pair.x, pair.x.get_device()
+    n_rows, n_cols = x.shape
+    empty = allocator(x.device)
+    plan = plan_alone(n_rows, n_cols, _itemsize(pair), device_of(device))
+    spec, parts = _spec(pair, asked, plan), plan.parts
+
+    def of_row(n):
+        return empty((n,), (1,), torch.float32)
+
+    def rows_of(n):
+        m_t, ls_t = (of_row(n), of_row(n)) if asked.target_is == "logits" else (None, None)
+        return PairRows(of_row(n), of_row(n), m_t, ls_t, of_row(n), of_row(n))
+
+    def of_parts(numbers, n):
+        return empty((numbers, n, parts), (n * parts, parts, 1), torch.float32)
+
+    def states_of(n):
+        return of_parts(5, n) if parts > 1 else None
+
+    def arranged(pair, rows, states, sums):
+        return *pair, states, *rows, sums
+
+    sums_of = partial(of_parts, 2) if asked.twice else lambda n: None
+    names = (*Pair._fields, "states", *PairRows._fields, "sums")
+    given = arranged(pair, rows_of(n_rows), states_of(n_rows), sums_of(n_rows))
+    tensors = dict(zip(names, given, strict=True))
+    values = dict(zip(NUMBERS, asked.numbers, strict=True))
+    merging = replace(spec, block_rows=_MERGED, block_cols=1)
+    of_blocks = {"programs": partial(blocks_of, _MERGED), "num_warps": 1}
+    kernels: list[tuple[Any, PairSpec, dict[str, Any]]] = [(_pair_states, spec, {})]
+    if parts > 1:
+        kernels.append((_merge_pairs, merging, of_blocks))
+    if asked.twice:
+        kernels += [(_pair_sums, spec, {}), (_merge_sums, merging, of_blocks)]
+    launches, places = [], []
+    for kernel, of_kernel, how in kernels:
+        numbers = NUMBERS if "factor" in kernel.arg_names else ()
+        launches.append(prepare(kernel, plan, of_kernel, tensors, values, device=device, numbers=numbers, **how))
+        pointers = [names.index(name[:-4]) for name in kernel.arg_names if name.endswith("_ptr")]
+        places.append(([i for i in pointers if given[i] is not None], bool(numbers)))
+
+    def build(n, *launches):
+        def call(pair, numbers):
+            rows = rows_of(n)
+            tensors = arranged(pair, rows, states_of(n), sums_of(n))
+            for launch, (of_kernel, numbered) in zip(launches, places, strict=True):
+                launch(*[tensors[i] for i in of_kernel], *(numbers if numbered else ()))
+            return rows
+
+        return call
+
+    return compose(build, *launches, n=n_rows, by_row=True)
+
+
+def backward(
+    pair: Pair, rows: PairRows, dvalue: Tensor, asked: Divergence, of_target: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(the gradient by the student's rows, that of "cross" by the teacher's probabilities, if it is wanted)."""
+    x, y = pair.x, pair.y
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
+    dvalue = dvalue.to(torch.float32).contiguous()
+    given = (*pair, dx, dy)
+    call = kept("divergence_gradient", asked.key, given, _prepare_gradient, pair, rows, dvalue, dx, dy, asked)
+    call(pair, rows, dvalue, dx, dy, asked.numbers)
+    return dx, dy
+
+
+def _prepare_gradient(
+    pair: Pair, rows: PairRows, dvalue: Tensor, dx: Tensor, dy: Tensor | None, asked: Divergence
+) -> Launched:  # fmt: skip
+    """What writes gradients: call(pair, rows, dvalue, dx, dy, numbers)."""
+    x, y, device = pair.x, pair.y, pair.x.get_device()
+    n_rows, n_cols = x.shape
+    alike = {alignment_of(each) for each in (x, y, dx)} == {"even"} and n_cols % (16 // _itemsize(pair)) == 0
+    plan = plan_reduction(
+        n_rows, n_cols, _itemsize(pair), device_of(device), alignment="even" if alike else "scalar", writes=True,
+        capped=asked.softcap is not None,
+    )  # fmt: skip
+    spec = replace(_spec(pair, asked, plan), tile=True)
+    names = (*Pair._fields, "dx", "dy", "m", "ls", "m_t", "ls_t", "total", "dvalue")
+
+    def arranged(pair, rows, dvalue, dx, dy):
+        return *pair, dx, dy, rows.m, rows.ls, rows.m_t, rows.ls_t, rows.total, dvalue
+
+    given = arranged(pair, rows, dvalue, dx, dy)
+    tensors = dict(zip(names, given, strict=True))
+    values = dict(zip(NUMBERS, asked.numbers, strict=True))
+    launched = prepare(_pair_gradient, plan, spec, tensors, values, device=device, numbers=NUMBERS)
+    order = [names.index(name[:-4]) for name in _pair_gradient.arg_names if name.endswith("_ptr")]
+    picked = picked_of([given[i] for i in order])
+
+    def build(_, launch):
+        def call(pair, rows, dvalue, dx, dy, numbers):
+            tensors = arranged(pair, rows, dvalue, dx, dy)
+            launch(*picked([tensors[i] for i in order]), *numbers)
+
+        return call
+
+    return compose(build, launched, n=n_rows, by_row=True)

@@ -1,0 +1,127 @@
+"""The divergences of rows of a student and of a teacher, the cross-entropy of probabilities, and their gradients."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.checks import DTYPES, arithmetic_of
+from fused_softmax.core.no_gradient import saved_of
+from fused_softmax.core.route import apart, batched, needs_grad, resolved
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.divergence_launches import Pair, PairRows, backward, forward, in_vectors
+from fused_softmax.ops.losses.options import Divergence
+
+
+def refused(input: Tensor, target: Tensor, options: Divergence) -> str:
+    """Why the kernels do not take a call; "" if they do."""
+    for dtype in (input.dtype, target.dtype):
+        if dtype not in DTYPES or dtype == torch.float64:
+            return f"no kernel has {dtype}"
+    if options.scale == 0 or options.target_scale == 0:
+        return "scale is 0"
+    return "" if input.numel() else "there are no logits"
+
+
+def differentiated(pair: Pair, options: Divergence) -> Tensor:
+    """The divergences of rows, float32, with their gradients."""
+    if not needs_grad(pair.x, pair.y):
+        return run(pair, options)[1].value
+    return _apply(*pair, options)
+
+
+def pair_of(x: Tensor, y: Tensor, options: Divergence) -> Pair:
+    """Rows with the temperatures of each, as kernels take them."""
+    temperature, of_target = (
+        each.detach().reshape(-1).to(torch.float32).contiguous() if isinstance(each, Tensor) else None
+        for each in (options.temperature, options.target_temperature)
+    )
+    return Pair(x, y, None, temperature, of_target)
+
+
+def with_rows(options: Divergence, pair: Pair) -> Divergence:
+    """With the temperatures of rows, where there are any."""
+    if pair.temperature is not None:
+        options = replace(options, temperature=pair.temperature)
+    if pair.target_temperature is not None:
+        options = replace(options, target_temperature=pair.target_temperature)
+    return options
+
+
+def _in_vectors(pair: Pair) -> Pair:
+    return pair._replace(x=in_vectors(pair.x, pair.y), y=in_vectors(pair.y, pair.x))
+
+
+def run(pair: Pair, options: Divergence) -> tuple[Pair, PairRows]:
+    """(the tensors as kernels took them, what is known of their rows)."""
+    pair = _in_vectors(pair._replace(x=pair.x.detach(), y=pair.y.detach()))
+    return pair, forward(pair, options)
+
+
+def gradients(
+    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Those of the student's rows and, if wanted, of the teacher's, by the kernels."""
+    return backward(_in_vectors(pair), rows, dvalue, options, of_target)
+
+
+class _Divergence(torch.autograd.Function):
+    """The divergences of rows [n, n_classes], float32."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, temperature, target_temperature, options):
+        pair, rows = run(Pair(x, y, weight, temperature, target_temperature), options)
+        ctx.options = options
+        ctx.save_for_backward(x, y, *pair[2:], *rows)
+        return rows.value
+
+    @staticmethod
+    def backward(ctx, dvalue):
+        (dvalue,) = resolved(dvalue)
+        saved = saved_of(ctx, "divergence")
+        pair, rows = Pair(*saved[: len(Pair._fields)]), PairRows(*saved[len(Pair._fields) :])
+        wanted = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled() or batched(dvalue):
+            dx, dy = differentiable_gradient(pair, ctx.options, dvalue, rows.value, wanted)
+        else:
+            dx, dy = gradients(pair, rows, dvalue, ctx.options, of_target=wanted[1])
+        return dx, dy, None, None, None, None
+
+
+# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+_apply = super(torch.autograd.Function, _Divergence).apply
+
+
+def differentiable_gradient(
+    pair: Pair, options: Divergence, dvalue: Tensor, value: Tensor, wanted=(True, False)
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients by torch's operations, for a second derivative or a batch of gradients.
+
+    Rows that get no gradient are left out where their divergence is not finite: 0 times it would be NaN.
+    """
+    counts = None if batched(dvalue) else (dvalue != 0) | value.isfinite()
+    with torch.enable_grad():
+        x, y = apart(*(each if each.requires_grad else each.detach().requires_grad_() for each in pair[:2]))
+        rows = referred(x, y, with_rows(options, pair), counts, pair.weight)
+    asked = [each for each, wants in zip((x, y), wanted, strict=True) if wants]
+    found = iter(torch.autograd.grad([rows], asked, [dvalue.to(rows.dtype)], create_graph=torch.is_grad_enabled()))
+    dx, dy = (next(found) if wants else None for wants in wanted)
+    return dx, dy
+
+
+def referred(
+    input: Tensor, target: Tensor, options: Divergence, counts: Tensor | None = None, weight: Tensor | None = None
+) -> Tensor:
+    """The formula of rows in the dtype of the arithmetic, and 0 of rows that do not count."""
+    arithmetic = torch.promote_types(arithmetic_of(input), arithmetic_of(target))
+    if counts is not None:
+        of_rows = counts.unsqueeze(-1)
+        input, target = torch.where(of_rows, input, 0.0), torch.where(of_rows, target, 0.0)
+    if options.kind == "cross":
+        rows = reference.cross_entropy(
+            input, target, weight, reduction="none", label_smoothing=options.label_smoothing, softcap=options.softcap,
+            scale=options.scale, dtype=arithmetic, arithmetic=arithmetic,
+        )[0]  # fmt: skip
+    else:
+        rows = reference.divergence(input, target, **options.options(), arithmetic=arithmetic)
+    return rows if counts is None else torch.where(counts, rows, 0.0)

@@ -1,0 +1,373 @@
+"""The divergence of a teacher's distribution T and a student's Q of each row, and its gradient by the student's logits.
+
+kl = sum T (log T - log Q),  reverse_kl = sum Q (log Q - log T),  tvd = 1/2 sum |Q - T|,
+jsd = b sum T (log T - log M) + (1 - b) sum Q (log Q - log M),  M = b T + (1 - b) Q,
+cross = -sum w T log Q, where T is spread by a smoothing e: T (1 - e) + e / n_classes.
+d/dz_c of kl and cross is S Q_c - w T_c, S = sum w T;  of the others Q_c (f_c - sum Q f), where f is log Q - log T, or
+1/2 sign(Q - T), or (1 - b) (log Q - log M).
+Traffic: two reads give kl, reverse_kl and cross, and two more jsd and tvd; the gradient takes two reads and a write.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.rows import body_of, lanes_of_part, tile_part_of, whole_vectors
+from fused_softmax.core.kernels.spec import Row, Rows
+from fused_softmax.core.kernels.state import NEG_INF, capped, exp_at, log_sum_of, origin_of, weight_of
+from fused_softmax.ops.losses.kernels.spec import OfTeacher, PairNumbers, PairSums
+
+
+@triton.jit
+def finished(x, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """The logits of a piece as it was read."""
+    z = x.to(tl.float32)
+    if SCALED:
+        z *= factor
+    if CAPPED:
+        z = capped(z, cap)
+    return z
+
+
+@triton.jit
+def numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr, target_temperature_ptr,
+                    row):  # fmt: skip
+    """The numbers of rows; NaN for one whose temperature is not more than 0."""
+    if temperature_ptr is not None:
+        t = tl.load(temperature_ptr + row)
+        t = tl.where(t > 0.0, t, float("nan"))
+        factor, cap = factor / t, cap / t
+    if target_temperature_ptr is not None:
+        t = tl.load(target_temperature_ptr + row)
+        t = tl.where(t > 0.0, t, float("nan"))
+        target_factor, target_cap = target_factor / t, target_cap / t
+    return PairNumbers(factor, cap, target_factor, target_cap, beta, smoothing)
+
+
+@triton.jit
+def teacher_of(y, w, lse, n_cols, N, K: tl.constexpr):
+    """(T, log T) of a piece of the teacher's row. lse: of logits; w: the classes' weights, which are in T."""
+    if K.given == "logits":
+        log_t = finished(y, N.target_factor, N.target_cap, K.target_scaled, K.target_capped) - lse
+        return OfTeacher(tl.exp(log_t), log_t)
+    elif K.given == "log_probs":
+        log_t = y.to(tl.float32)
+        return OfTeacher(tl.exp(log_t), log_t)
+    else:
+        t = y.to(tl.float32)
+        if K.smooth:
+            t = t * (1.0 - N.smoothing) + N.smoothing / n_cols
+        if K.divergence == "cross":
+            return OfTeacher(t * w, t)
+        else:
+            return OfTeacher(t, tl.log(t))
+
+
+@triton.jit
+def part_of_one(x_ptr, x_row_stride, misalignment, row, part, n_cols, part_cols, K: tl.constexpr):
+    """(the part of a row, where the row begins). What is read by elements is read side by side, a lane each."""
+    x = Rows(x_ptr, x_row_stride, misalignment)
+    r = lanes_of_part(part, row, x, n_cols, whole_vectors(part_cols, K), K)
+    if K.vector == 1:
+        WIDTH: tl.constexpr = K.lane_cols
+        HEIGHT: tl.constexpr = K.block_cols // WIDTH
+        cols = tl.arange(0, HEIGHT)[:, None] + tl.arange(0, WIDTH)[None, :] * HEIGHT
+        r = Row(r.row, r.part, r.start, r.size, r.head, r.body, cols)
+    return r, body_of(x, row, K)
+
+
+@triton.jit
+def weights_of(weight_ptr, cols, on, K: tl.constexpr):
+    if K.weighted:
+        return tl.load(weight_ptr + cols, mask=on, other=0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def faded(c, fade):
+    """c * fade, where nothing is left of what fades away."""
+    return tl.where(fade == 0.0, 0.0, c * fade)
+
+
+@triton.jit
+def origin(ptr, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """From where logits of a row are counted, so that what they all share does not drown a difference: its first."""
+    z = finished(tl.load(ptr), factor, cap, SCALED, CAPPED)
+    return tl.where(tl.abs(z) < float("inf"), z, 0.0)
+
+
+@triton.jit
+def origins_of(x_row, y_row, N, K: tl.constexpr):
+    """(from where a student's logits are counted, from where a teacher's are)."""
+    of_y = 0.0
+    if K.given == "logits":
+        of_y = origin(y_row, N.target_factor, N.target_cap, K.target_scaled, K.target_capped)
+    return origin(x_row, N.factor, N.cap, K.scaled, K.capped), of_y
+
+
+@triton.jit
+def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K: tl.constexpr):
+    """The PairSums of a part of a row. zero, of_y: from where logits are counted."""
+    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+    m = tl.full([HEIGHT, 1], NEG_INF, tl.float32)
+    s = tl.zeros([HEIGHT, 1], tl.float32)
+    m_t = tl.full([HEIGHT, 1], NEG_INF, tl.float32)
+    s_t = tl.zeros([HEIGHT, 1], tl.float32)
+    c = tl.zeros([HEIGHT, 1], tl.float32)
+    for at in range(r.start, end, K.block_cols):
+        on = r.cols < end - at
+        x = tl.load(x_body + (at + r.cols), mask=on, other=0.0)
+        y = tl.load(y_body + (at + r.cols), mask=on, other=0.0)
+        z = tl.where(on, finished(x, N.factor, N.cap, K.scaled, K.capped), NEG_INF)
+        m_tile = tl.maximum(m, tl.max(z, axis=1)[:, None])
+        scale, base = origin_of(m_tile, K.ptx)
+        fade = weight_of(m, m_tile, K.ptx)
+        e = exp_at(z, scale, base, K.ptx)
+        s = s * fade + tl.sum(e, axis=1)[:, None]
+        if K.given == "logits":
+            z_t = finished(y, N.target_factor, N.target_cap, K.target_scaled, K.target_capped)
+            z_t = tl.where(on, z_t, NEG_INF)
+            m_t_tile = tl.maximum(m_t, tl.max(z_t, axis=1)[:, None])
+            scale_t, base_t = origin_of(m_t_tile, K.ptx)
+            fade_t = weight_of(m_t, m_t_tile, K.ptx)
+            t = exp_at(z_t, scale_t, base_t, K.ptx)
+            log_t = z_t - of_y
+            s_t = s_t * fade_t + tl.sum(t, axis=1)[:, None]
+            m_t = m_t_tile
+        else:
+            T = teacher_of(y, weights_of(weight_ptr, at + r.cols, on, K), 0.0, n_cols, N, K)
+            t, log_t = tl.where(on, T.p, 0.0), T.log_p
+            fade_t = 1.0
+            s_t += tl.sum(t, axis=1)[:, None]
+        if K.divergence == "kl":
+            c = faded(c, fade_t) + tl.sum(tl.where(t == 0.0, 0.0, t * (log_t - (z - zero))), axis=1)[:, None]
+        elif K.divergence == "cross":
+            c -= tl.sum(tl.where(on, t * (z - zero), 0.0), axis=1)[:, None]  # NaN of 0 times -inf, as torch's
+        elif K.divergence == "reverse_kl":
+            c = faded(c, fade) + tl.sum(tl.where(e == 0.0, 0.0, e * ((z - zero) - log_t)), axis=1)[:, None]
+        m = m_tile
+    top, top_t = tl.max(m, axis=0)[:, None], tl.max(m_t, axis=0)[:, None]
+    fade, fade_t = weight_of(m, top, K.ptx), weight_of(m_t, top_t, K.ptx)
+    if K.divergence == "reverse_kl":
+        c = faded(c, fade)
+    elif K.given == "logits":
+        c = faded(c, fade_t)
+    s = tl.sum(s * fade, axis=0)
+    if K.given == "logits":
+        s_t = s_t * fade_t
+    return PairSums(tl.max(m, axis=0), s, tl.max(m_t, axis=0), tl.sum(s_t, axis=0), tl.sum(c, axis=0))
+
+
+@triton.jit
+def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, zero, of_y, K: tl.constexpr):
+    """What is known of rows by the PairSums of them: the states of both, and where one pass gives them the divergence
+    and what the gradient needs of it. total: the sum of T, or the divergence itself.
+    """
+    ls = log_sum_of(S.m, S.s, K.ptx)
+    tl.store(m_ptr + row, S.m)
+    tl.store(ls_ptr + row, ls)
+    ls_t = tl.zeros_like(ls)
+    m_t = tl.zeros_like(ls)
+    if K.given == "logits":
+        ls_t = log_sum_of(S.m_t, S.s_t, K.ptx)
+        m_t = S.m_t
+        tl.store(m_t_ptr + row, m_t)
+        tl.store(ls_t_ptr + row, ls_t)
+    lse, lse_t = S.m - zero + ls, m_t - of_y + ls_t
+    if K.divergence == "reverse_kl":
+        value = S.c / S.s + lse_t - lse
+        tl.store(value_ptr + row, value)
+        tl.store(total_ptr + row, value)
+    elif (K.divergence == "kl") & (K.given == "logits"):
+        tl.store(value_ptr + row, S.c / S.s_t + lse - lse_t)
+        tl.store(total_ptr + row, tl.zeros_like(ls) + 1.0)
+    elif (K.divergence == "kl") | (K.divergence == "cross"):
+        tl.store(value_ptr + row, S.c + tl.where(S.s_t == 0.0, 0.0, S.s_t * lse))
+        tl.store(total_ptr + row, S.s_t)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment"])
+def _pair_states(
+    x_ptr, y_ptr, weight_ptr, temperature_ptr, target_temperature_ptr, states_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr,
+    value_ptr, total_ptr,
+    x_row_stride, y_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment,
+    factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
+):  # fmt: skip
+    """A row a program, or the sums of one part of it (where states_ptr is given)."""
+    program = tl.program_id(0)
+    row = (program // n_parts).to(tl.int64)
+    part = (program % n_parts).to(tl.int64)
+    N = numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
+                        target_temperature_ptr, row)  # fmt: skip
+    zero, of_y = origins_of(x_ptr + row * x_row_stride, y_ptr + row * y_row_stride, N, K)
+    r, x_body = part_of_one(x_ptr, x_row_stride, misalignment, row, part, n_cols, part_cols, K)
+    _, y_body = part_of_one(y_ptr, y_row_stride, misalignment, row, part, n_cols, part_cols, K)
+    end = tl.minimum(r.start + whole_vectors(part_cols, K), r.body)
+    S = scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K)
+    if states_ptr is not None:
+        j = tl.arange(0, 1)
+        at = states_ptr + row * n_parts + part + j
+        step = n_rows.to(tl.int64) * n_parts
+        tl.store(at, S.m)
+        tl.store(at + step, S.s)
+        tl.store(at + 2 * step, S.m_t)
+        tl.store(at + 3 * step, S.s_t)
+        tl.store(at + 4 * step, S.c)
+    else:
+        store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row + tl.arange(0, 1), S, zero, of_y, K)
+
+
+@triton.jit
+def rows_of_block(n_rows, K: tl.constexpr):
+    """Rows of a program; past the last one they repeat it."""
+    BLOCK: tl.constexpr = K.block_rows
+    return tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), n_rows - 1)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_parts"])
+def _merge_pairs(
+    x_ptr, y_ptr, temperature_ptr, target_temperature_ptr, states_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr,
+    total_ptr, x_row_stride, y_row_stride, n_rows, n_parts, factor, cap, target_factor, target_cap, beta, smoothing,
+    K: tl.constexpr,
+):  # fmt: skip
+    """What is known of rows by the sums of their parts, in the order of their columns."""
+    row = rows_of_block(n_rows, K)
+    step = n_rows.to(tl.int64) * n_parts
+    at = states_ptr + row * n_parts
+    m = tl.full(row.shape, NEG_INF, tl.float32)
+    m_t = tl.full(row.shape, NEG_INF, tl.float32)
+    for p in range(n_parts):
+        m = tl.maximum(m, tl.load(at + p))
+        m_t = tl.maximum(m_t, tl.load(at + 2 * step + p))
+    s = tl.zeros(row.shape, tl.float32)
+    s_t = tl.zeros(row.shape, tl.float32)
+    c = tl.zeros(row.shape, tl.float32)
+    for p in range(n_parts):
+        fade = weight_of(tl.load(at + p), m, K.ptx)
+        s += tl.load(at + step + p) * fade
+        fade_t = 1.0
+        if K.given == "logits":
+            fade_t = weight_of(tl.load(at + 2 * step + p), m_t, K.ptx)
+        s_t += tl.load(at + 3 * step + p) * fade_t
+        c += faded(tl.load(at + 4 * step + p), fade if K.divergence == "reverse_kl" else fade_t)
+    N = numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
+                        target_temperature_ptr, row)  # fmt: skip
+    zero, of_y = origins_of(x_ptr + row * x_row_stride, y_ptr + row * y_row_stride, N, K)
+    S = PairSums(m, s, m_t, s_t, c)
+    store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, zero, of_y, K)
+
+
+@triton.jit
+def share_of(log_q, T, N, K: tl.constexpr):
+    """f of the gradient Q (f - sum Q f), and of jsd what a column adds to the divergence."""
+    q = tl.exp(log_q)
+    if K.divergence == "tvd":
+        return tl.where(q > T.p, 0.5, tl.where(q < T.p, -0.5, 0.0)), 0.5 * tl.abs(q - T.p)
+    elif K.divergence == "jsd":
+        log_m = tl.log(N.beta * T.p + (1.0 - N.beta) * q)
+        of_t = tl.where(T.p == 0.0, 0.0, T.p * (T.log_p - log_m))
+        f = tl.where(q == 0.0, 0.0, log_q - log_m)
+        return (1.0 - N.beta) * f, N.beta * of_t + (1.0 - N.beta) * q * f
+    else:
+        return log_q - T.log_p, 0.0
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment"])
+def _pair_sums(
+    x_ptr, y_ptr, temperature_ptr, target_temperature_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, sums_ptr,
+    x_row_stride, y_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment,
+    factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
+):  # fmt: skip
+    """(jsd or tvd, sum Q f) of a part of a row by the states of both rows: [2, n_rows, n_parts]."""
+    program = tl.program_id(0)
+    row = (program // n_parts).to(tl.int64)
+    part = (program % n_parts).to(tl.int64)
+    N = numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
+                        target_temperature_ptr, row)  # fmt: skip
+    r, x_body = part_of_one(x_ptr, x_row_stride, misalignment, row, part, n_cols, part_cols, K)
+    _, y_body = part_of_one(y_ptr, y_row_stride, misalignment, row, part, n_cols, part_cols, K)
+    end = tl.minimum(r.start + whole_vectors(part_cols, K), r.body)
+    lse = tl.load(m_ptr + row) + tl.load(ls_ptr + row)
+    lse_t = 0.0
+    if K.given == "logits":
+        lse_t = tl.load(m_t_ptr + row) + tl.load(ls_t_ptr + row)
+    HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+    value = tl.zeros([HEIGHT], tl.float32)
+    of_q = tl.zeros([HEIGHT], tl.float32)
+    for at in range(r.start, end, K.block_cols):
+        on = r.cols < end - at
+        x = tl.load(x_body + (at + r.cols), mask=on, other=0.0)
+        y = tl.load(y_body + (at + r.cols), mask=on, other=0.0)
+        log_q = finished(x, N.factor, N.cap, K.scaled, K.capped) - lse
+        f, here = share_of(log_q, teacher_of(y, 1.0, lse_t, n_cols, N, K), N, K)
+        value += tl.sum(tl.where(on, here, 0.0), axis=1)
+        of_q += tl.sum(tl.where(on, tl.exp(log_q) * f, 0.0), axis=1)
+    at_part = row * n_parts + part
+    tl.store(sums_ptr + at_part, tl.sum(value, axis=0))
+    tl.store(sums_ptr + n_rows.to(tl.int64) * n_parts + at_part, tl.sum(of_q, axis=0))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_parts"])
+def _merge_sums(sums_ptr, value_ptr, total_ptr, n_rows, n_parts, K: tl.constexpr):
+    """Both sums of rows, of their parts in the order of their columns."""
+    row = rows_of_block(n_rows, K)
+    value = tl.zeros(row.shape, tl.float32)
+    of_q = tl.zeros(row.shape, tl.float32)
+    at = sums_ptr + row * n_parts
+    for p in range(n_parts):
+        value += tl.load(at + p)
+        of_q += tl.load(at + n_rows.to(tl.int64) * n_parts + p)
+    tl.store(value_ptr + row, value)
+    tl.store(total_ptr + row, of_q)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment"])
+def _pair_gradient(
+    x_ptr, y_ptr, dx_ptr, dy_ptr, weight_ptr, temperature_ptr, target_temperature_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr,
+    total_ptr, dvalue_ptr,
+    x_row_stride, y_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment,
+    factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a part of a row by the student's logits, and (dy_ptr) that of cross by the probabilities.
+
+    A row whose own gradient is 0 gets 0, whatever it holds.
+    """
+    x_rows = Rows(x_ptr, x_row_stride, misalignment)
+    part_cols = whole_vectors(part_cols, K)
+    r = tile_part_of(x_rows, n_rows, n_cols, n_parts, part_cols, K)
+    N = numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
+                        target_temperature_ptr, r.row)  # fmt: skip
+    m, ls = tl.load(m_ptr + r.row), tl.load(ls_ptr + r.row)
+    total, g = tl.load(total_ptr + r.row), tl.load(dvalue_ptr + r.row)
+    lse_t = tl.zeros(r.row.shape, tl.float32)
+    if K.given == "logits":
+        lse_t = tl.load(m_t_ptr + r.row) + tl.load(ls_t_ptr + r.row)
+    y_body = body_of(Rows(y_ptr, y_row_stride, misalignment), r.row, K)
+    x_body = body_of(x_rows, r.row, K)
+    dx_body = body_of(Rows(dx_ptr, dx_row_stride, misalignment), r.row, K)
+    end = tl.minimum(r.body, r.start + part_cols)
+    for at in range(r.start, end, K.block_cols):
+        on = r.cols < end - at
+        x = tl.load(x_body + (at + r.cols), mask=on, other=0.0)
+        y = tl.load(y_body + (at + r.cols), mask=on, other=0.0)
+        z = finished(x, N.factor, N.cap, K.scaled, K.capped)
+        log_q = z - m - ls
+        w = weights_of(weight_ptr, at + r.cols, on, K)
+        T = teacher_of(y, w, lse_t, n_cols, N, K)
+        q = tl.exp(log_q)
+        if (K.divergence == "kl") | (K.divergence == "cross"):
+            dz = total * q - T.p
+        else:
+            f, _ = share_of(log_q, T, N, K)
+            dz = tl.where(q == 0.0, 0.0, q * (f - total))
+        slope = tl.zeros(z.shape, tl.float32) + 1.0
+        if K.scaled:
+            slope *= N.factor
+        if K.capped:
+            size = tl.abs(z)
+            slope *= (N.cap - size) / N.cap * (1.0 + size / N.cap)
+        dx = tl.where(g == 0.0, 0.0, g * dz * slope)
+        tl.store(dx_body + (at + r.cols), dx.to(dx_ptr.dtype.element_ty), mask=on)
+        if dy_ptr is not None:
+            dy = tl.where(g == 0.0, 0.0, g * w * (1.0 - N.smoothing) * -log_q)
+            tl.store(dy_ptr + r.row * n_cols + (at + r.cols), dy.to(dy_ptr.dtype.element_ty), mask=on)
