@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from fused_softmax.core.kernels.rows import body_of, lanes_of_part, tile_part_of, whole_vectors
-from fused_softmax.core.kernels.spec import Row, Rows
+from fused_softmax.core.kernels.spec import Rows
 from fused_softmax.core.kernels.state import NEG_INF, capped, exp_at, log_sum_of, origin_of, weight_of
+from fused_softmax.ops.losses.kernels.scan import side_by_side
 from fused_softmax.ops.losses.kernels.spec import OfTeacher, PairNumbers, PairSums
 
 
@@ -64,15 +65,10 @@ def teacher_of(y, w, lse, n_cols, N, K: tl.constexpr):
 
 @triton.jit
 def part_of_one(x_ptr, x_row_stride, misalignment, row, part, n_cols, part_cols, K: tl.constexpr):
-    """(the part of a row, where the row begins). What is read by elements is read side by side, a lane each."""
+    """(the part of a row, where the row begins)."""
     x = Rows(x_ptr, x_row_stride, misalignment)
     r = lanes_of_part(part, row, x, n_cols, whole_vectors(part_cols, K), K)
-    if K.vector == 1:
-        WIDTH: tl.constexpr = K.lane_cols
-        HEIGHT: tl.constexpr = K.block_cols // WIDTH
-        cols = tl.arange(0, HEIGHT)[:, None] + tl.arange(0, WIDTH)[None, :] * HEIGHT
-        r = Row(r.row, r.part, r.start, r.size, r.head, r.body, cols)
-    return r, body_of(x, row, K)
+    return side_by_side(r, K), body_of(x, row, K)
 
 
 @triton.jit

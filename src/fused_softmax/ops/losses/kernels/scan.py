@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.core.kernels.rows import body_of, first_max_of, lanes_of_part, load_edge, whole_vectors
-from fused_softmax.core.kernels.spec import Rows
+from fused_softmax.core.kernels.spec import Row, Rows
 from fused_softmax.core.kernels.state import (
     NEG_INF,
     NO_COLUMN,
@@ -34,6 +34,18 @@ from fused_softmax.ops.losses.kernels.spec import Scanned
 
 
 @triton.jit
+def side_by_side(r, K: tl.constexpr):
+    """Lanes that read elements one by one, with each next to the other's. bf16 4096 x 50257: a third of the time."""
+    if K.vector == 1:
+        WIDTH: tl.constexpr = K.lane_cols
+        HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
+        cols = tl.arange(0, HEIGHT)[:, None] + tl.arange(0, WIDTH)[None, :] * HEIGHT
+        return Row(r.row, r.part, r.start, r.size, r.head, r.body, cols)
+    else:
+        return r
+
+
+@triton.jit
 def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, n_cols, n_parts, part_cols, hidden, N,
                 kept, K: tl.constexpr):  # fmt: skip
     """What is known of a part of a row of logits. zero: from where they are summed, for smoothing.
@@ -47,6 +59,8 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
     x = Rows(x_ptr, x_row_stride, misalignment)
     part_cols = whole_vectors(part_cols, K)
     r = lanes_of_part(part, row, x, n_cols, part_cols, K)
+    if not K.masked:  # whose bits are read by lanes of neighbours
+        r = side_by_side(r, K)
     x_body = body_of(x, row, K)
     edge = 0
     if K.shifted:  # loaded before anything waits for the pieces

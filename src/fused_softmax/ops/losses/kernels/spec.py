@@ -41,6 +41,11 @@ class LossSpec(Spec):
     crowds: bool = False
 
     @property
+    def lane_cols(self):
+        """As many as 16 bytes have, where they are read one by one."""
+        return self.vector if self.vector > 1 else 128 // self.cast_dtype.primitive_bitwidth
+
+    @property
     def compute_dtype(self):
         """With a softcap pieces hold finished logits, so that no tanh is taken twice."""
         return self.state_dtype if self.capped else self.cast_dtype
