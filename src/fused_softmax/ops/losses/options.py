@@ -209,6 +209,10 @@ class LogProb(Options):
         numbers = self.loss.numbers()
         return numbers[:3], (numbers.factor, numbers.cap)
 
+    def asked(self) -> dict[str, Any]:
+        """What every rank of a group has to ask alike."""
+        return self.options() | ({"temperature": "of rows"} if isinstance(self.temperature, Tensor) else {})
+
     def with_number(self) -> Self:
         """Less temperatures of rows, which are given beside it: what is kept holds no tensor."""
         return replace(self, temperature=1.0) if isinstance(self.temperature, Tensor) else self

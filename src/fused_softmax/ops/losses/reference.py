@@ -129,6 +129,15 @@ def token_stats(
         )  # fmt: skip
 
 
+def finished(z: Tensor, scale: float | None, softcap: float | None, temperature: float | Tensor | None) -> Tensor:
+    """Logits [..., n_classes] as log_prob has them; NaN where the temperature of a row is not more than 0."""
+    z = _capped(z if scale is None else z * scale, softcap)
+    if isinstance(temperature, Tensor):
+        of_rows = temperature.detach().to(z.dtype).unsqueeze(-1)
+        temperature = torch.where(of_rows > 0, of_rows, math.nan)
+    return z if temperature is None else z / temperature
+
+
 def log_prob(
     input: Tensor, target: Tensor, *, scale: float | None = None, softcap: float | None = None,
     temperature: float | Tensor | None = None, ignore_index: int = -100, arithmetic: torch.dtype = torch.float64,
@@ -142,12 +151,7 @@ def log_prob(
     wrong = counts & ((t < 0) | (t >= input.shape[-1]))
     kept, of_row = counts & ~wrong, counts.any(-1)
     z = torch.where(of_row.unsqueeze(-1), input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
-    z = _capped(z if scale is None else z * scale, softcap)
-    if temperature is not None:
-        if isinstance(temperature, Tensor):
-            t_of_row = temperature.detach().to(arithmetic).unsqueeze(-1)
-            temperature = torch.where(t_of_row > 0, t_of_row, math.nan)
-        z = z / temperature
+    z = finished(z, scale, softcap, temperature)
     lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
     p = log_p.exp()
     entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fused_softmax.core.checks import DTYPES, arithmetic_in
 from fused_softmax.core.route import is_sharded, needs_grad, resolved
@@ -54,11 +55,11 @@ class Placed(NamedTuple):
             return Shards(None, 0, (n_classes,), n_classes)
         return shards_of_mesh(self.mesh, self.classes, n_classes)
 
-    def targets(self, target: Any) -> Tensor:
-        """This rank's targets."""
+    def targets(self, target: Any, argument: str = "target") -> Tensor:
+        """This rank's targets, or another tensor of their leading shape."""
         if self.over and not is_sharded(target):
             raise ValueError(
-                f"{self.name}: target must be a DTensor where the rows of the input lie in shards: "
+                f"{self.name}: {argument} must be a DTensor where the rows of the input lie in shards: "
                 "a plain tensor may be of all rows, or of this rank's"
             )
         mine = _local(target, self.mesh, self.of_rows)
@@ -132,6 +133,35 @@ def loss_on_shards(
     shards = told_by(peers, placed.name, shards)
     y, lse, z, *stats = sharded(*as_rows(local, targets), loss, shards, wanted, dtype, placed.groups, *how)
     return placed.output(y, lse, z, stats, wanted, loss.reduction)
+
+
+def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, temperature: Any) -> Any:
+    """Log-probabilities of logits that are a DTensor, and the rest of their results, as DTensors that lie as rows do.
+
+    of_rank: gives those of (input, target, temperature, shards), this rank's rows; shards: None where they are whole.
+    target, and temperature if it is a tensor: DTensors, or whole tensors that are the same on all ranks.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    name = "log_prob"
+    input, kept = cut_once(input, input.ndim - 1)
+    of_rows = [
+        each if isinstance(each, Shard) and i != kept else Replicate() for i, each in enumerate(input.placements)
+    ]
+    placed = Placed(name, input.device_mesh, of_rows, kept, input.shape[:-1])
+    (local,), t = resolved(input.to_local()), placed.targets(target)
+    if isinstance(temperature, Tensor):
+        temperature = placed.targets(temperature, "temperature")
+    shards = None
+    if kept is not None:
+        shards = placed.shards(input.shape[-1])
+        shards = told_by(peers_of(name, None, shards.group, local, t), name, shards)
+
+    def place(each: Tensor) -> Any:
+        of_targets = each.ndim == target.ndim
+        return (placed._replace(shape=target.shape) if of_targets else placed)._of_targets(each)
+
+    return tree_map_only(Tensor, place, of_rank(local, t, temperature, shards))
 
 
 def loss_of_whole_rows(

@@ -1,0 +1,245 @@
+"""Log-probabilities of rows whose classes lie in shards over ranks, by one exchange of a few numbers a row.
+
+A shard is a row to its rank, which reads it as one device does. What all shards say of theirs is that of the whole row,
+with the share P_r = exp(lse_r - lse) that shard r has of a row's probability:
+log p_t = log p_t of shard r + log P_r,  entropy = sum_r P_r (entropy_r - log P_r),
+sum_c p_c ** 2 = sum_r P_r ** 2 (sum_c p_c ** 2 of shard r),  mean = sum_r n_r mean_r / sum_r n_r.
+None is a small difference of great logits. The gradient needs no exchange, for every rank has that of the same results.
+Traffic of a shard of N columns: MN, with a gradient 3MN; between ranks 3 numbers a row, and one for each result more.
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.calls import bump_version
+from fused_softmax.core.checks import DTYPES, arithmetic_of
+from fused_softmax.core.no_gradient import refuse, saved_of
+from fused_softmax.core.route import resolved, runs_here
+from fused_softmax.ops.losses import reference
+from fused_softmax.ops.losses.launches import with_whole_rows
+from fused_softmax.ops.losses.log_prob_launches import (
+    HAVE,
+    STATISTICS,
+    Asked,
+    Gradients,
+    LogProbRows,
+    aligned,
+    backward,
+    forward,
+    given_of,
+)
+from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ranks.first_derivative import once
+from fused_softmax.ranks.groups import Shards, gather
+
+_IGNORED, _NO_CLASS = -1, -2  # among a shard's own targets, whatever ignore_index is
+
+
+class OfCall(NamedTuple):
+    """What a call has beside its tensors. options: with a number for a temperature. asked: of whole rows.
+
+    inplace: whether the gradient is written over the logits.
+    """
+
+    options: LogProb
+    shards: Shards
+    asked: Asked
+    inplace: bool = False
+
+
+class Places(NamedTuple):
+    """Targets [n, k] of whole rows as a shard sees them.
+
+    local: among its own classes; of those that another shard has, the first. here: whether it has them. counts: whether
+    they are not ignored. wrong: whether there is no such class.
+    """
+
+    local: Tensor
+    here: Tensor
+    counts: Tensor
+    wrong: Tensor
+
+    @property
+    def of_row(self) -> Tensor:
+        """Whether any of a row's targets counts [n]."""
+        return self.counts.any(1)
+
+
+def places_of(target: Tensor, ignore_index: int, shards: Shards) -> Places:
+    t = target.long()
+    counts, local = t != ignore_index, t - shards.first
+    wrong = counts & ((t < 0) | (t >= shards.n_classes))
+    here = counts & (local >= 0) & (local < shards.held)
+    local = torch.where(here, local, 0).masked_fill(~counts, _IGNORED).masked_fill(wrong, _NO_CLASS)
+    return Places(local, here, counts, wrong)
+
+
+class LogProbOverRanks(torch.autograd.Function):
+    """(log_prob, entropy, lse, statistics) of rows x [n, columns] by targets [n, k], the same on every rank, with the
+    gradient of this rank's logits.
+    """
+
+    @staticmethod
+    def forward(ctx, x, target, temperature, of_call):
+        ctx.set_materialize_grads(False)
+        found = rows_of_all(x, target, temperature, of_call)
+        ctx.of_call = of_call
+        ctx.save_for_backward(x, target, temperature, found.m, found.ls, found.entropy)
+        if found.is_top1 is not None:
+            ctx.mark_non_differentiable(found.is_top1)
+        return found[2:]
+
+    @staticmethod
+    @once("log_prob")
+    def backward(ctx, dlog_prob, dentropy, dlse, *of_stats):
+        refuse("log_prob", STATISTICS, of_stats, HAVE)
+        if dlog_prob is None and dentropy is None and dlse is None:
+            return (None,) * 4
+        x, target, temperature, *states = saved_of(ctx, "log_prob")
+        of_call, gradients = ctx.of_call, Gradients(*resolved(dlog_prob, dentropy, dlse))
+        dx = x.detach() if of_call.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        gradient_of(x, target, temperature, tuple(states), gradients, of_call, dx)
+        if of_call.inplace:  # whoever else keeps the logits is told by autograd
+            bump_version(x)
+        return dx, None, None, None
+
+
+def rows_of_all(x: Tensor, target: Tensor, temperature: Tensor | None, of_call: OfCall) -> LogProbRows:
+    """What is known of whole rows, of whose columns x has this rank's."""
+    options, shards, asked, _ = of_call
+    places = places_of(target, options.ignore_index, shards)
+    own = _own(x[:, : shards.held], places, temperature, options, asked)
+    return merged(gather(_said(own, places, asked), shards), places, shards, asked)
+
+
+def _by_kernels(x: Tensor, target: Tensor, options: LogProb) -> bool:
+    return x.numel() > 0 and options.scale != 0 and x.dtype in DTYPES and runs_here(x, target)
+
+
+def _own(x: Tensor, places: Places, temperature: Tensor | None, options: LogProb, asked: Asked) -> LogProbRows:
+    """What is known of the shard's own rows; of what nobody asks for, anything."""
+    options = replace(options, ignore_index=_IGNORED)
+    if _by_kernels(x, places.local, options):
+        given = given_of(aligned(x), places.local, temperature, options)
+        return forward(given, options, asked._replace(lse=False, states=True))
+    n, arithmetic = len(x), arithmetic_of(x)
+    if not x.shape[1]:
+        nothing = x.new_full((n,), -math.inf, dtype=arithmetic)
+        zero, of_targets = torch.zeros_like(nothing), places.local.new_zeros(places.local.shape, dtype=arithmetic)
+        return LogProbRows(nothing, nothing, of_targets, zero, None, zero, zero, places.here)
+    z = _finished(x, temperature, options)
+    m = z.amax(1)
+    origin = _origin(m)
+    of_targets, entropy, ls, stats = reference.log_prob(
+        z - origin.unsqueeze(1), places.local, ignore_index=_IGNORED, arithmetic=arithmetic
+    )
+    stats["mean_logits"] = stats["mean_logits"] + origin
+    return LogProbRows(m, ls, of_targets, entropy, None, **stats)
+
+
+def _finished(x: Tensor, temperature: Tensor | None, options: LogProb) -> Tensor:
+    of_rows = options.temperature if temperature is None else temperature
+    return reference.finished(x.to(arithmetic_of(x)), options.scale, options.softcap, of_rows)
+
+
+def _origin(m: Tensor) -> Tensor:
+    """What is subtracted from the logits of a row: of one that is -inf everywhere, 0."""
+    return torch.where(m == -torch.inf, 0.0, m)
+
+
+def _of_rows(rows: LogProbRows, asked: Asked) -> list[Tensor | None]:
+    """The results [n] that a message has, in its order; None for those that nobody asks for."""
+    of_rows = (rows.entropy, asked.entropy), (rows.log_sum_sq_probs, asked.log_sum_sq_probs)
+    return [each if wants else None for each, wants in (*of_rows, (rows.mean_logits, asked.mean_logits))]
+
+
+def _said(own: LogProbRows, places: Places, asked: Asked) -> Tensor:
+    """A rank's message [numbers, n]: m, ls, the results of its rows, and those of its targets, +inf for others."""
+    of_rows = torch.stack([each for each in (own.m, own.ls, *_of_rows(own, asked)) if each is not None])
+    said = [of_rows, torch.where(places.here, own.log_prob, torch.inf).t()]
+    if asked.is_top1:
+        said.append((own.is_top1 & places.here).t().to(of_rows.dtype))  # type: ignore[operator]
+    return torch.cat(said)
+
+
+def merged(heard: Tensor, places: Places, shards: Shards, asked: Asked) -> LogProbRows:
+    """What is known of whole rows by the messages [ranks, numbers, n] of all."""
+    held, k = [n for n in shards.held_by if n], places.local.shape[1]
+    if len(held) < len(heard):  # one without columns has no likeliest class either
+        heard = torch.stack([each for each, n in zip(heard, shards.held_by, strict=True) if n])
+    wants = asked.entropy, asked.log_sum_sq_probs, asked.mean_logits
+    m_r, ls_r, *of_rows = heard[:, : 2 + sum(wants)].unbind(1)
+    of_targets, tops = heard[:, 2 + sum(wants) :].split((k, k if asked.is_top1 else 0), 1)
+    m = m_r.amax(0)
+    ls = (ls_r + (m_r - _origin(m))).exp().sum(0).log()
+    log_share = (m_r - m) + (ls_r - ls)  # apart, for m may be far greater than both
+    share = log_share.exp()
+    entropy_r, log_sq_r, mean_r = (of_rows.pop(0) if each else None for each in wants)
+    entropy = log_sq = mean = top = None
+    if entropy_r is not None:
+        entropy = torch.where(share == 0, 0.0, share * (entropy_r - log_share)).sum(0)
+    if log_sq_r is not None:
+        log_sq = torch.where(share == 0, 0.0, (2.0 * log_share + log_sq_r).exp()).sum(0).log()
+    if mean_r is not None:
+        mean = sum(each * (n / shards.n_classes) for each, n in zip(mean_r, held, strict=True))
+    of_share = log_share.unsqueeze(1)
+    of_targets = torch.where(of_share == -torch.inf, of_share, of_targets + of_share).where(
+        of_targets != torch.inf, 0.0
+    )
+    of_targets = of_targets.sum(0).masked_fill(~places.counts.t(), 0.0).masked_fill(places.wrong.t(), math.nan)
+    if asked.is_top1:  # that of the first shard with the greatest logit
+        best = m_r.argmax(0).expand(1, k, -1)
+        top = (tops.gather(0, best).squeeze(0) > 0).t().contiguous()
+    lse = m + ls if asked.lse else None
+    entropy, lse, log_sq, mean = (
+        None if each is None else each.masked_fill(~places.of_row, 0.0) for each in (entropy, lse, log_sq, mean)
+    )
+    return LogProbRows(m, ls, of_targets.t().contiguous(), entropy, lse, log_sq, mean, top)
+
+
+def _own_gradients(gradients: Gradients, places: Places, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Those of a shard's own results: a target elsewhere takes from its row's logits what lse would give them."""
+    dlog_prob, dentropy, dlse = (None if each is None else each.to(dtype) for each in gradients)
+    if dlog_prob is None:
+        dlog_prob = torch.zeros(places.local.shape, dtype=dtype, device=places.local.device)
+    elsewhere = torch.where(places.counts & ~places.here, dlog_prob, 0.0).sum(1)
+    dlse = -elsewhere if dlse is None else dlse - elsewhere
+    return torch.where(places.here, dlog_prob, 0.0), dentropy, dlse
+
+
+def gradient_of(
+    x: Tensor, target: Tensor, temperature: Tensor | None, states: tuple[Tensor, Tensor, Tensor | None],
+    gradients: Gradients, of_call: OfCall, dx: Tensor,
+) -> None:  # fmt: skip
+    """Write dx [n, columns], which may be x: the gradient of this rank's logits, and 0 at padding.
+
+    states: m, ls and, where it has a gradient, the entropy of whole rows.
+    """
+    options, shards = replace(of_call.options, ignore_index=_IGNORED), of_call.shards
+    places, held = places_of(target, of_call.options.ignore_index, shards), shards.held
+    dx[:, held:] = 0
+    if not held or not len(x):
+        return
+    dlog_prob, dentropy, dlse = _own_gradients(gradients, places, states[0].dtype)
+    x, of_own = with_whole_rows(x[:, :held]), dx[:, :held]
+    m, ls, entropy = states[0].contiguous(), states[1].contiguous(), states[2]
+    entropy = entropy if entropy is None else entropy.contiguous()
+    if _by_kernels(x, places.local, options):
+        given = given_of(x, places.local, temperature, options)
+        backward(given, m, ls, entropy, Gradients(dlog_prob, dentropy, dlse), options, of_own)
+        return
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        z = _finished(leaf, temperature, options)
+    log_p = z.detach() - m.unsqueeze(1) - ls.unsqueeze(1)
+    p, of_p = log_p.exp(), (dlse - dlog_prob.sum(1)).unsqueeze(1)
+    if dentropy is not None and entropy is not None:
+        of_p = of_p - dentropy.unsqueeze(1) * (torch.where(p == 0, 0.0, log_p) + entropy.unsqueeze(1))
+    dz = (p * of_p).scatter_add(1, places.local.clamp(min=0), dlog_prob)
+    (found,) = torch.autograd.grad(z, leaf, dz)
+    found = found.masked_fill(~places.of_row.unsqueeze(1), 0.0)
+    of_own.copy_(found.masked_fill(places.wrong.any(1, keepdim=True), math.nan))
