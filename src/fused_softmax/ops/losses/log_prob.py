@@ -210,18 +210,16 @@ def _over_ranks(
     shards: Shards,
 ) -> Tensor | LogProbOutput:  # fmt: skip
     """Of logits [..., columns] of this rank's shard, and whole targets."""
-    leading, (options, temperature) = input.shape[:-1], _split(options)
+    leading, (options, temperature) = input.shape[:-1], split(options, input)
     n, k = prod(leading), target.shape[-1] if target.ndim == input.ndim else 1
-    if temperature is not None:
-        temperature = temperature.detach().resolve_neg().reshape(-1).to(arithmetic_of(input)).contiguous()
     rows, targets = input.reshape(n, input.shape[-1]), target.reshape(n, k)
     of_call = OfCall(options, shards, wanted, inplace and needs_grad(input))
     found = LogProbOverRanks.apply(rows, targets, temperature, of_call)
     return output_of(found, wanted, target.shape, leading, dtype or arithmetic_of(input))
 
 
-def _of_whole_rows(input, target, given, wanted, inplace, dtype) -> Tensor | LogProbOutput:
-    """As the public function, of what it has checked."""
+def of_checked(input, target, given, wanted, dtype, inplace: bool = False) -> Tensor | LogProbOutput:
+    """As the public function, of options that were checked."""
     return log_prob(
         input, target, **given, return_entropy=wanted.entropy, return_lse=wanted.lse,
         return_stats=tuple(name for name in STATS if getattr(wanted, name)), inplace_backward=inplace, dtype=dtype,
@@ -239,7 +237,7 @@ def _log_prob(input, target, given, wanted, inplace, dtype, key):
 
         def of_rank(input, target, temperature, shards):
             if shards is None:
-                return _of_whole_rows(input, target, given | {"temperature": temperature}, wanted, inplace, dtype)
+                return of_checked(input, target, given | {"temperature": temperature}, wanted, dtype, inplace)
             of_shard = replace(options, temperature=temperature)
             return _over_ranks(input, target, of_shard, wanted, inplace, dtype, shards)
 
@@ -388,6 +386,14 @@ def _as_rows(input: Tensor, target: Tensor, temperature: Tensor | None) -> tuple
 def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
     """(options whose temperature is a number, the temperatures of rows)."""
     return options.with_number(), options.temperature if isinstance(options.temperature, Tensor) else None
+
+
+def split(options: LogProb, x: Tensor) -> tuple[LogProb, Tensor | None]:
+    """The same, with temperatures of all rows [n] as kernels take them. x: the logits, or what they are made of."""
+    options, of_rows = _split(options)
+    if of_rows is None:
+        return options, None
+    return options, of_rows.detach().resolve_neg().reshape(-1).to(arithmetic_of(x)).contiguous()
 
 
 def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, how: tuple):
