@@ -212,7 +212,7 @@ def _over_ranks(
     """Of logits [..., columns] of this rank's shard, and whole targets."""
     leading, (options, temperature) = input.shape[:-1], split(options, input)
     n, k = prod(leading), target.shape[-1] if target.ndim == input.ndim else 1
-    rows, targets = input.reshape(n, input.shape[-1]), target.reshape(n, k)
+    rows, targets = input.reshape(n, input.shape[-1]), target.reshape(n, k).contiguous()
     of_call = OfCall(options, shards, wanted, inplace and needs_grad(input))
     found = LogProbOverRanks.apply(rows, targets, temperature, of_call)
     return output_of(found, wanted, target.shape, leading, dtype or arithmetic_of(input))

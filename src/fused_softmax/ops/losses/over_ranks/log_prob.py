@@ -15,12 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_softmax.core.calls import bump_version
+from fused_softmax.core.calls import bump_version, kept
 from fused_softmax.core.checks import DTYPES, arithmetic_of
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import refuse, saved_of
 from fused_softmax.core.route import resolved, runs_here
+from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.launches import with_whole_rows
+from fused_softmax.ops.losses.kernels.log_prob_over_ranks import _merge_shards
+from fused_softmax.ops.losses.kernels.spec import LossSpec
+from fused_softmax.ops.losses.launches import picked_of, with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import (
     HAVE,
     STATISTICS,
@@ -35,7 +39,9 @@ from fused_softmax.ops.losses.log_prob_launches import (
 from fused_softmax.ops.losses.options import LogProb
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards, gather
+from fused_softmax.ranks.launches import allocator
 
+_ROWS = 128  # of a program
 _IGNORED, _NO_CLASS = -1, -2  # among a shard's own targets, whatever ignore_index is
 
 
@@ -109,11 +115,11 @@ class LogProbOverRanks(torch.autograd.Function):
 
 
 def rows_of_all(x: Tensor, target: Tensor, temperature: Tensor | None, of_call: OfCall) -> LogProbRows:
-    """What is known of whole rows, of whose columns x has this rank's."""
+    """What is known of whole rows, of whose columns x has this rank's. target: [n, k], contiguous."""
     options, shards, asked, _ = of_call
     places = places_of(target, options.ignore_index, shards)
     own = _own(x[:, : shards.held], places, temperature, options, asked)
-    return merged(gather(_said(own, places, asked), shards), places, shards, asked)
+    return merged(gather(_said(own, places, shards, asked), shards), target, places, of_call)
 
 
 def _by_kernels(x: Tensor, target: Tensor, options: LogProb) -> bool:
@@ -151,27 +157,71 @@ def _origin(m: Tensor) -> Tensor:
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def _of_rows(rows: LogProbRows, asked: Asked) -> list[Tensor | None]:
-    """The results [n] that a message has, in its order; None for those that nobody asks for."""
-    of_rows = (rows.entropy, asked.entropy), (rows.log_sum_sq_probs, asked.log_sum_sq_probs)
-    return [each if wants else None for each, wants in (*of_rows, (rows.mean_logits, asked.mean_logits))]
+def _said(own: LogProbRows, places: Places, shards: Shards, asked: Asked) -> Tensor:
+    """A rank's message [numbers, n]: m, ls, the results of its rows, and those of its targets.
 
-
-def _said(own: LogProbRows, places: Places, asked: Asked) -> Tensor:
-    """A rank's message [numbers, n]: m, ls, the results of its rows, and those of its targets, +inf for others."""
-    of_rows = torch.stack([each for each in (own.m, own.ls, *_of_rows(own, asked)) if each is not None])
-    said = [of_rows, torch.where(places.here, own.log_prob, torch.inf).t()]
+    A mean is a part of the whole row's. Targets of other ranks are +inf; -1 of a likeliest class says that there is no
+    column.
+    """
+    wanted = (own.entropy, asked.entropy), (own.log_sum_sq_probs, asked.log_sum_sq_probs)
+    of_rows = [own.m, own.ls, *[each for each, wants in wanted if wants]]
+    if asked.mean_logits and own.mean_logits is not None:
+        of_rows.append(own.mean_logits * (shards.held / shards.n_classes))
+    said = [torch.stack(of_rows), torch.where(places.here, own.log_prob, torch.inf).t()]  # type: ignore[arg-type]
     if asked.is_top1:
-        said.append((own.is_top1 & places.here).t().to(of_rows.dtype))  # type: ignore[operator]
+        top = (own.is_top1 & places.here).t().to(own.log_prob.dtype)  # type: ignore[operator]
+        said.append(top if shards.held else top - 1.0)
     return torch.cat(said)
 
 
-def merged(heard: Tensor, places: Places, shards: Shards, asked: Asked) -> LogProbRows:
-    """What is known of whole rows by the messages [ranks, numbers, n] of all."""
-    held, k = [n for n in shards.held_by if n], places.local.shape[1]
-    if len(held) < len(heard):  # one without columns has no likeliest class either
-        heard = torch.stack([each for each, n in zip(heard, shards.held_by, strict=True) if n])
-    wants = asked.entropy, asked.log_sum_sq_probs, asked.mean_logits
+def merged(heard: Tensor, target: Tensor, places: Places, of_call: OfCall) -> LogProbRows:
+    """What is known of whole rows by the messages [ranks, numbers, n] of all, the same on every rank."""
+    if not heard.numel() or not runs_here(heard, target):  # by what is the same on all ranks
+        return _merged(heard, places, of_call.asked)
+    options, shards, asked, _ = of_call
+    key = len(heard), options.ignore_index, shards.n_classes, *asked
+    call = kept("log_probs of shards", key, (heard, target), _prepare_merging, heard, target, key, asked)
+    return call(heard, target)
+
+
+def _prepare_merging(heard: Tensor, target: Tensor, key: tuple, asked: Asked) -> Launched:
+    """call(heard, target) -> LogProbRows"""
+    (n, k), dtype, device, empty = target.shape, heard.dtype, heard.get_device(), allocator(heard.device)
+
+    def made() -> LogProbRows:
+        entropy, lse, log_sq, mean = (empty((n,), (1,), dtype) if each else None for each in asked[:4])
+        of_row, of_targets = ((n,), (1,)), ((n, k), (k, 1))
+        top = empty(*of_targets, torch.bool) if asked.is_top1 else None
+        found = empty(*of_row, dtype), empty(*of_row, dtype), empty(*of_targets, dtype)
+        return LogProbRows(*found, entropy, lse, log_sq, mean, top)
+
+    spec = LossSpec(
+        block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[dtype], ptx=has_ptx(device)
+    )  # fmt: skip
+    ranks, ignore_index, n_classes, *_ = key
+    values = {
+        "n_rows": n, "ranks": ranks, "length": heard[0].numel(), "n_targets": k, "n_classes": n_classes,
+        "ignore_index": ignore_index,
+    }  # fmt: skip
+    names = ("heard", "target", "m", "ls", "log_prob", "entropy", "lse", "log_sq", "mean", "top")
+    arranged = heard, target, *made()
+    run = prepare(
+        _merge_shards, None, spec, dict(zip(names, arranged, strict=True)), values, device=device,
+        programs=lambda plan: -(-n // _ROWS), num_warps=4,
+    ).__call__  # fmt: skip
+    picked = picked_of(arranged)
+
+    def call(heard, target):
+        found = made()
+        run(*picked((heard, target, *found)))
+        return found
+
+    return Launched(call)
+
+
+def _merged(heard: Tensor, places: Places, asked: Asked) -> LogProbRows:
+    """The same by torch's operations."""
+    k, wants = places.local.shape[1], (asked.entropy, asked.log_sum_sq_probs, asked.mean_logits)
     m_r, ls_r, *of_rows = heard[:, : 2 + sum(wants)].unbind(1)
     of_targets, tops = heard[:, 2 + sum(wants) :].split((k, k if asked.is_top1 else 0), 1)
     m = m_r.amax(0)
@@ -179,26 +229,23 @@ def merged(heard: Tensor, places: Places, shards: Shards, asked: Asked) -> LogPr
     log_share = (m_r - m) + (ls_r - ls)  # apart, for m may be far greater than both
     share = log_share.exp()
     entropy_r, log_sq_r, mean_r = (of_rows.pop(0) if each else None for each in wants)
-    entropy = log_sq = mean = top = None
+    entropy = log_sq = top = None
     if entropy_r is not None:
         entropy = torch.where(share == 0, 0.0, share * (entropy_r - log_share)).sum(0)
     if log_sq_r is not None:
         log_sq = torch.where(share == 0, 0.0, (2.0 * log_share + log_sq_r).exp()).sum(0).log()
-    if mean_r is not None:
-        mean = sum(each * (n / shards.n_classes) for each, n in zip(mean_r, held, strict=True))
+    mean = None if mean_r is None else mean_r.sum(0)
     of_share = log_share.unsqueeze(1)
-    of_targets = torch.where(of_share == -torch.inf, of_share, of_targets + of_share).where(
-        of_targets != torch.inf, 0.0
-    )
-    of_targets = of_targets.sum(0).masked_fill(~places.counts.t(), 0.0).masked_fill(places.wrong.t(), math.nan)
+    own = torch.where(of_share == -torch.inf, of_share, of_targets + of_share).where(of_targets != torch.inf, 0.0)
+    log_prob = own.sum(0).masked_fill(~places.counts.t(), 0.0).masked_fill(places.wrong.t(), math.nan)
     if asked.is_top1:  # that of the first shard with the greatest logit
-        best = m_r.argmax(0).expand(1, k, -1)
+        best = ((m_r == m) & (tops[:, 0] >= 0)).to(torch.int32).argmax(0).expand(1, k, -1)
         top = (tops.gather(0, best).squeeze(0) > 0).t().contiguous()
     lse = m + ls if asked.lse else None
     entropy, lse, log_sq, mean = (
         None if each is None else each.masked_fill(~places.of_row, 0.0) for each in (entropy, lse, log_sq, mean)
     )
-    return LogProbRows(m, ls, of_targets.t().contiguous(), entropy, lse, log_sq, mean, top)
+    return LogProbRows(m, ls, log_prob.t().contiguous(), entropy, lse, log_sq, mean, top)
 
 
 def _own_gradients(gradients: Gradients, places: Places, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
