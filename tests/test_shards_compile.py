@@ -92,3 +92,12 @@ def test_log_probabilities_of_whole_rows(asked, k, dtype, target):
     with mock.patch.object(torch.Tensor, "get_device", return_value=0):
         (launch,) = launched(GPUS[target], lambda: log_prob._prepare_merging(heard, targets, key, asked))
     assert launch.compile(target).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_places_of_targets(dtype, target):
+    targets = torch.empty(ROWS, 2, dtype=dtype)
+    with mock.patch.object(torch.Tensor, "get_device", return_value=0):
+        (launch,) = launched(GPUS[target], lambda: log_prob._prepare_placing(targets, -100, HELD, HELD, 2 * HELD))
+    assert launch.compile(target).spilled_bytes == 0

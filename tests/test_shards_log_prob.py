@@ -155,12 +155,16 @@ def test_shards_of_minus_infinity(ranks, options, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("value", [math.nan, INF, -INF])
+@pytest.mark.parametrize("value", [math.nan, INF, -INF, "temperature"])
 def test_rows_of_which_nothing_is_known(ranks, value, way):
-    x, target = logits(4).float(), torch.tensor([20, 3, 20, 11])
-    x[1] = value
-    found = same_on_all([each[:3] for each in ranks.values(4, of_shards, way, x, target, ALL)])
-    wanted = log_prob(x.double(), target, **ALL)
+    x, target, options = logits(4).float(), torch.tensor([20, 3, 20, 11]), ALL
+    if value == "temperature":
+        options = ALL | {"temperature": torch.tensor([1.0, 0.0, 2.0, -1.0])}
+    else:
+        x[1] = value
+    found = same_on_all([each[:3] for each in ranks.values(4, of_shards, way, x, target, options)])
+    wanted = log_prob(x.double(), target, **options)
+    assert wanted.log_prob[1].isnan()
     for ours, truth in zip(found, wanted[:3], strict=True):
         close(ours, truth)
 

@@ -33,7 +33,7 @@ from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
 from fused_softmax.ops.losses.options import LogProb
 from fused_softmax.ops.losses.over_ranks.dtensor import linear_log_prob_on_shards, own_classes
 from fused_softmax.ops.losses.over_ranks.linear import Summing
-from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, rows_of_all
+from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, places_of, rows_of_all
 from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.gather import peers_of, told_by
@@ -281,7 +281,9 @@ def _forward(x, w, bias, target, temperature, how: _How) -> tuple[LogProbRows, T
         if how.shards is None:
             parts.append(forward(given_of(aligned(logits), target[here], t, how.options), how.options, how.asked))
         else:
-            parts.append(rows_of_all(logits, target[here], t, OfCall(how.options, how.shards, how.asked)))
+            places = places_of(target[here], how.options.ignore_index, how.shards)
+            of_call = OfCall(how.options, how.shards, how.asked)
+            parts.append(rows_of_all(logits, target[here], places, t, of_call))
     if len(parts) == 1:
         return parts[0], logits if how.keeps else None
     joined = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
@@ -302,8 +304,9 @@ def _backward(x, w, bias, target, temperature, states, how: _How, asked, incomin
             given = given_of(logits, target[here], t, how.options)
             backward(given, m, ls, entropy, Incoming(*of_rows), how.options, logits)  # type: ignore[arg-type]
         else:
+            places = places_of(target[here], how.options.ignore_index, how.shards)
             of_call = OfCall(how.options, how.shards, how.asked)
-            gradient_of(logits, target[here], t, (m, ls, entropy), Incoming(*of_rows), of_call, logits)  # type: ignore[arg-type]
+            gradient_of(logits, places, t, (m, ls, entropy), Incoming(*of_rows), of_call, logits)  # type: ignore[arg-type]
         summing.add(start, logits)
     return summing.finish().in_dtypes(x, w, bias)
 

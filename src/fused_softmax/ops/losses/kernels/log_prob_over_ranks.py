@@ -1,6 +1,7 @@
-"""Log-probabilities of whole rows by what ranks say of their shards: see ops/losses/over_ranks/log_prob.py.
+"""Of rows whose classes lie over ranks: targets as a shard has them, and log-probabilities by what all ranks say.
 
-Traffic: the numbers of all ranks, and the results. By torch's operations it took some thirty launches.
+ops/losses/over_ranks/log_prob.py has the formulas. By torch's operations these two took some forty launches.
+Traffic: the targets; the numbers of all ranks, and the results.
 """
 
 import triton
@@ -8,6 +9,24 @@ import triton.language as tl
 
 from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.losses.kernels.over_ranks import rows_of_program
+
+
+@triton.jit(do_not_specialize=["n", "first", "held", "n_classes", "ignore_index", "ignored", "no_class"])
+def _place(
+    target_ptr, local_ptr, here_ptr, counts_ptr, wrong_ptr, n, first, held, n_classes, ignore_index, ignored, no_class,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The Places of targets [n] for a shard of the classes from `first` on: K.block_rows a program."""
+    at, live = rows_of_program(n, K)
+    t = tl.load(target_ptr + at, mask=live, other=0).to(tl.int64)
+    counts = t != ignore_index
+    here = counts & (t >= first) & (t < first + held)
+    wrong = counts & ((t < 0) | (t >= n_classes))
+    local = tl.where(wrong, no_class, tl.where(counts, tl.where(here, t - first, 0), ignored))
+    tl.store(local_ptr + at, local, mask=live)
+    tl.store(here_ptr + at, here, mask=live)
+    tl.store(counts_ptr + at, counts, mask=live)
+    tl.store(wrong_ptr + at, wrong, mask=live)
 
 
 @triton.jit

@@ -10,19 +10,19 @@ Traffic of a shard of N columns: MN, with a gradient 3MN; between ranks 3 number
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_softmax.core.calls import bump_version, kept
 from fused_softmax.core.checks import DTYPES, arithmetic_of
-from fused_softmax.core.launched import Launched
+from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.no_gradient import refuse, saved_of
 from fused_softmax.core.route import resolved, runs_here
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.kernels.log_prob_over_ranks import _merge_shards
+from fused_softmax.ops.losses.kernels.log_prob_over_ranks import _merge_shards, _place
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import picked_of, with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import (
@@ -76,12 +76,49 @@ class Places(NamedTuple):
 
 
 def places_of(target: Tensor, ignore_index: int, shards: Shards) -> Places:
+    """target: [n, k], contiguous."""
+    if target.numel() and runs_here(target):
+        key = ignore_index, shards.first, shards.held, shards.n_classes
+        return kept("places of shards", key, (target,), _prepare_placing, target, *key)(target)
     t = target.long()
     counts, local = t != ignore_index, t - shards.first
     wrong = counts & ((t < 0) | (t >= shards.n_classes))
     here = counts & (local >= 0) & (local < shards.held)
     local = torch.where(here, local, 0).masked_fill(~counts, _IGNORED).masked_fill(wrong, _NO_CLASS)
     return Places(local, here, counts, wrong)
+
+
+def _prepare_placing(target: Tensor, ignore_index: int, first: int, held: int, n_classes: int) -> Launched:
+    """call(target) -> Places"""
+    shape, strides, empty = tuple(target.shape), target.stride(), allocator(target.device)
+
+    def made() -> Places:
+        return Places(*[empty(shape, strides, torch.bool if i else torch.int64) for i in range(4)])
+
+    values = {
+        "n": target.numel(), "first": first, "held": held, "n_classes": n_classes, "ignore_index": ignore_index,
+        "ignored": _IGNORED, "no_class": _NO_CLASS,
+    }  # fmt: skip
+    run = _prepare(_place, torch.float32, target, {"target": target, **made()._asdict()}, values, target.numel())
+
+    def call(target):
+        found = made()
+        run(target, *found)
+        return found
+
+    return Launched(call)
+
+
+def _prepare(kernel: Any, dtype: torch.dtype, like: Tensor, tensors: dict, values: dict, n: int) -> Call:
+    """The launch of a kernel of n rows or targets."""
+    device = like.get_device()
+    spec = LossSpec(
+        block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[dtype], ptx=has_ptx(device)
+    )  # fmt: skip
+    programs = -(-n // _ROWS)
+    return prepare(
+        kernel, None, spec, tensors, values, device=device, programs=lambda plan: programs, num_warps=4
+    ).__call__  # fmt: skip
 
 
 class LogProbOverRanks(torch.autograd.Function):
@@ -92,9 +129,10 @@ class LogProbOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, target, temperature, of_call):
         ctx.set_materialize_grads(False)
-        found = rows_of_all(x, target, temperature, of_call)
+        places = places_of(target, of_call.options.ignore_index, of_call.shards)
+        found = rows_of_all(x, target, places, temperature, of_call)
         ctx.of_call = of_call
-        ctx.save_for_backward(x, target, temperature, found.m, found.ls, found.entropy)
+        ctx.save_for_backward(x, temperature, found.m, found.ls, found.entropy, *places)
         if found.is_top1 is not None:
             ctx.mark_non_differentiable(found.is_top1)
         return found[2:]
@@ -105,19 +143,18 @@ class LogProbOverRanks(torch.autograd.Function):
         refuse("log_prob", STATISTICS, of_stats, HAVE)
         if dlog_prob is None and dentropy is None and dlse is None:
             return (None,) * 4
-        x, target, temperature, *states = saved_of(ctx, "log_prob")
+        x, temperature, m, ls, entropy, *places = saved_of(ctx, "log_prob")
         of_call, gradients = ctx.of_call, Gradients(*resolved(dlog_prob, dentropy, dlse))
         dx = x.detach() if of_call.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        gradient_of(x, target, temperature, tuple(states), gradients, of_call, dx)
+        gradient_of(x, Places(*places), temperature, (m, ls, entropy), gradients, of_call, dx)
         if of_call.inplace:  # whoever else keeps the logits is told by autograd
             bump_version(x)
         return dx, None, None, None
 
 
-def rows_of_all(x: Tensor, target: Tensor, temperature: Tensor | None, of_call: OfCall) -> LogProbRows:
+def rows_of_all(x: Tensor, target: Tensor, places: Places, temperature: Tensor | None, of_call: OfCall) -> LogProbRows:
     """What is known of whole rows, of whose columns x has this rank's. target: [n, k], contiguous."""
     options, shards, asked, _ = of_call
-    places = places_of(target, options.ignore_index, shards)
     own = _own(x[:, : shards.held], places, temperature, options, asked)
     return merged(gather(_said(own, places, shards, asked), shards), target, places, of_call)
 
@@ -186,7 +223,7 @@ def merged(heard: Tensor, target: Tensor, places: Places, of_call: OfCall) -> Lo
 
 def _prepare_merging(heard: Tensor, target: Tensor, key: tuple, asked: Asked) -> Launched:
     """call(heard, target) -> LogProbRows"""
-    (n, k), dtype, device, empty = target.shape, heard.dtype, heard.get_device(), allocator(heard.device)
+    (n, k), dtype, empty = target.shape, heard.dtype, allocator(heard.device)
 
     def made() -> LogProbRows:
         entropy, lse, log_sq, mean = (empty((n,), (1,), dtype) if each else None for each in asked[:4])
@@ -195,9 +232,6 @@ def _prepare_merging(heard: Tensor, target: Tensor, key: tuple, asked: Asked) ->
         found = empty(*of_row, dtype), empty(*of_row, dtype), empty(*of_targets, dtype)
         return LogProbRows(*found, entropy, lse, log_sq, mean, top)
 
-    spec = LossSpec(
-        block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[dtype], ptx=has_ptx(device)
-    )  # fmt: skip
     ranks, ignore_index, n_classes, *_ = key
     values = {
         "n_rows": n, "ranks": ranks, "length": heard[0].numel(), "n_targets": k, "n_classes": n_classes,
@@ -205,10 +239,7 @@ def _prepare_merging(heard: Tensor, target: Tensor, key: tuple, asked: Asked) ->
     }  # fmt: skip
     names = ("heard", "target", "m", "ls", "log_prob", "entropy", "lse", "log_sq", "mean", "top")
     arranged = heard, target, *made()
-    run = prepare(
-        _merge_shards, None, spec, dict(zip(names, arranged, strict=True)), values, device=device,
-        programs=lambda plan: -(-n // _ROWS), num_warps=4,
-    ).__call__  # fmt: skip
+    run = _prepare(_merge_shards, dtype, heard, dict(zip(names, arranged, strict=True)), values, n)
     picked = picked_of(arranged)
 
     def call(heard, target):
@@ -259,7 +290,7 @@ def _own_gradients(gradients: Gradients, places: Places, dtype: torch.dtype) -> 
 
 
 def gradient_of(
-    x: Tensor, target: Tensor, temperature: Tensor | None, states: tuple[Tensor, Tensor, Tensor | None],
+    x: Tensor, places: Places, temperature: Tensor | None, states: tuple[Tensor, Tensor, Tensor | None],
     gradients: Gradients, of_call: OfCall, dx: Tensor,
 ) -> None:  # fmt: skip
     """Write dx [n, columns], which may be x: the gradient of this rank's logits, and 0 at padding.
@@ -267,8 +298,9 @@ def gradient_of(
     states: m, ls and, where it has a gradient, the entropy of whole rows.
     """
     options, shards = replace(of_call.options, ignore_index=_IGNORED), of_call.shards
-    places, held = places_of(target, of_call.options.ignore_index, shards), shards.held
-    dx[:, held:] = 0
+    held = shards.held
+    if held < x.shape[1]:
+        dx[:, held:] = 0
     if not held or not len(x):
         return
     dlog_prob, dentropy, dlse = _own_gradients(gradients, places, states[0].dtype)
