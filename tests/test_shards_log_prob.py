@@ -186,6 +186,21 @@ def test_great_logits_keep_the_digits_of_small_results(ranks, temperature, way):
     close(torch.cat([each[-1] for each in found], 1), wanted[-1], 1e-6)
 
 
+def behind_an_empty_shard(group, way, x, target):
+    by(way)
+    own = x if dist.get_rank(group) else x[:, :0]
+    return log_prob(own, target, return_stats=("is_top1",), group=group, shard_sizes=(0, x.shape[1])).stats.is_top1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_without_columns_has_no_likeliest_class(ranks, way):
+    """Even where all logits are as small as the greatest of no column."""
+    x, target = torch.full((3, 5), -INF), torch.tensor([0, 1, 2])
+    x[1, 1] = 0
+    for top in ranks.values(2, behind_an_empty_shard, way, x, target):
+        assert top.tolist() == [True, True, False]
+
+
 def padded(group, way, x, target, n_classes, options):
     by(way)
     leaf = shard(x, group, 1).requires_grad_()
