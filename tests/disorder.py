@@ -9,7 +9,8 @@ import torch.distributed as dist
 import fused_softmax
 
 SOFTMAXES = ("softmax", "log_softmax", "logsumexp")
-LOSSES = ("cross_entropy", "linear_cross_entropy")
+LOSSES = ("cross_entropy", "linear_cross_entropy", "log_prob", "linear_log_prob")
+LINEAR = ("linear_cross_entropy", "linear_log_prob")
 WRONG = ("sizes", "columns", "options", "dtype", "rows", "function", "argument")
 FEATURES = 6
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -43,7 +44,7 @@ def cases(n, n_wrong, names, seed, ranks=2, widest=20):
         sizes = sizes if sum(sizes) > 2 else (2, *sizes[1:-1], 1)
         n_classes = draw.choice([None, None, sum(sizes), max(1, sum(sizes) - draw.randint(1, 3))])
         dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
-        dtype = draw.choice(dtypes[:3] if name in ("linear_cross_entropy", "sample") else dtypes)
+        dtype = draw.choice(dtypes[:3] if name in (*LINEAR, "sample") else dtypes)
         how = draw.choice(WRONG) if i in wrong else None
         case = name, dtype, draw.randint(1, 5), sizes, n_classes, _options(name, draw), draw.random() < 0.5
         yield Case(*case, how, draw.randrange(ranks), draw.randrange(2**20))
@@ -54,6 +55,8 @@ def _options(name, draw):
         return draw.choice([{}, {}, {"scale": 0.5}, {"sink": 0.3}, {"scale": 2.0, "sink": -1.0}])
     if name == "sample":
         return draw.choice([{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.8}, {"return_logprobs": "raw"}])
+    if name in ("log_prob", "linear_log_prob"):
+        return draw.choice([{}, {}, {"softcap": 4.0}, {"scale": 0.7}, {"temperature": 0.5}])
     return draw.choice([
         {}, {}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"softcap": 4.0},
         {"scale": 0.7}, {"lse_square_scale": 0.01}, {"ignore_index": 0},
@@ -74,6 +77,8 @@ def _bad_options(name, options, seed):
         "logsumexp": [{"sink": torch.zeros(3, 3, 3)}, {"dim": (0, 1)}], "sample": [{"top_p": -1.0}, {"seed": 1.5}],
         "cross_entropy": [{"label_smoothing": 2.0}, {"reduction": "max"}, {"weight": torch.ones(99)}],
         "linear_cross_entropy": [{"softcap": -1.0}, {"chunk_size": 0}, {"reduction": "max"}],
+        "log_prob": [{"temperature": 0.0}, {"return_stats": ("some",)}, {"softcap": -1.0}],
+        "linear_log_prob": [{"logits": "some"}, {"chunk_size": 0}, {"temperature": -1.0}],
     }[name] + [{"n_classes": 0}, {"shard_sizes": [1]}, {"n_classes": 10**9}]  # fmt: skip
     return {**options, **kinds[seed % len(kinds)]}
 
@@ -123,7 +128,7 @@ def made(case, group, device, transport):
     if name == "sample":
         seeds = torch.arange(len(own), device=device) + case.seed
         return function(own, **{**of, "seed": seeds, "position": 3, **options}), []
-    inputs = [hidden, own_weight] if name == "linear_cross_entropy" else [own]
+    inputs = [hidden, own_weight] if name in LINEAR else [own]
     inputs = [each.requires_grad_(case.graded) for each in inputs]
     if name in SOFTMAXES:
         return function(*inputs, **{"dim": 1, **of, **options}), inputs
@@ -139,16 +144,15 @@ def wanted(case, group, device):
     if case.name == "sample":
         seeds = torch.arange(len(x), device=device) + case.seed
         return fused_softmax.sample(x[:, :n], **{"seed": seeds, "position": 3, **case.options}), []
-    inputs = [hidden.double(), w.double()] if case.name == "linear_cross_entropy" else [x.double()]
+    inputs = [hidden.double(), w.double()] if case.name in LINEAR else [x.double()]
     inputs = [each.requires_grad_(case.graded) for each in inputs]
-    if case.name == "linear_cross_entropy":
-        y = fused_softmax.linear_cross_entropy(inputs[0], inputs[1][:n], target, **case.options)
-    elif case.name == "cross_entropy":
-        y = fused_softmax.cross_entropy(inputs[0][:, :n], target, **case.options)
+    function = getattr(fused_softmax, case.name)
+    if case.name in LINEAR:
+        y = function(inputs[0], inputs[1][:n], target, **case.options)
     else:
-        y = getattr(fused_softmax, case.name)(inputs[0][:, :n], 1, **case.options)
+        y = function(inputs[0][:, :n], target if case.name in LOSSES else 1, **case.options)
     gradients = list(torch.autograd.grad(y.sum(), inputs)) if case.graded else []
-    if gradients and case.name == "linear_cross_entropy":
+    if gradients and case.name in LINEAR:
         gradients[1] = gradients[1][here]
     elif gradients:
         gradients[0] = gradients[0][:, here]

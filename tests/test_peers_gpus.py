@@ -180,6 +180,57 @@ def test_softmaxes(gpus, transport, name, options):
         close(dx, of_whole, 3e-5)
 
 
+def log_probs(group, transport, dtype, options):
+    """All results of log_prob and, from hidden states, of linear_log_prob, with the gradients of the first three."""
+    from test_log_prob import ALL, formula, gradients_like
+
+    rank, sizes, device = group.rank(), SIZES[group.size()], torch.device("cuda", group.rank())
+    target = torch.stack((targets(40, COLUMNS), logits(40, COLUMNS).argmax(1)), 1)
+    of_rows = torch.linspace(0.5, 2, 40, device=device)
+    found, of, options = (
+        [],
+        over(group, transport),
+        options | ({"temperature": of_rows} if "softcap" in options else {}),
+    )
+    for kind in ("rows", "layer"):
+        x = logits(40, COLUMNS, dtype=dtype)
+        whole = [x.double().requires_grad_()]
+        given = [mine(x, group).requires_grad_()]
+        call, of_whole = fused_softmax.log_prob, lambda x: x
+        if kind == "layer":
+            x, w = logits(40, 256, 1, dtype) / 8, logits(COLUMNS, 256, 2, dtype) / 8
+            whole = [x.double().requires_grad_(), w.double().requires_grad_()]
+            given = [x.clone().requires_grad_(), w.split(sizes)[rank].clone().requires_grad_()]
+            call, of_whole = partial(fused_softmax.linear_log_prob, chunk_size=17), lambda x, w: x @ w.t()
+        y = call(*given, target, **options, **ALL, **of)
+        wanted = formula(of_whole(*whole), target, **options)
+        parts = gradients_like(wanted[:3])
+        gradients = torch.autograd.grad(y[:3], given, [each.float() for each in parts])
+        of_all = list(torch.autograd.grad(wanted[:3], whole, parts))
+        of_all[-1] = mine(of_all[-1], group) if kind == "rows" else of_all[-1].split(sizes)[rank]
+        found.append(([*on_host([*y[:3], *y.stats])], on_host(wanted), on_host(gradients), on_host(of_all)))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.5}], ids=["plain", "options"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_log_probs(gpus, transport, dtype, options):
+    near = 1e-4 if dtype == torch.float32 else 2e-2
+    for kind, of_ranks in zip(
+        ("rows", "layer"), zip(*gpus(log_probs, transport, dtype, options), strict=True), strict=True
+    ):
+        same_on_all([[*values, *(gradients[:1] if kind == "layer" else [])] for values, _, gradients, _ in of_ranks])
+        for values, wanted, gradients, of_whole in of_ranks:
+            *values, top = values
+            *wanted, best = wanted
+            for ours, truth in zip(values, wanted, strict=True):
+                close(ours, truth, 1e-4 if kind == "rows" else 10 * near)  # of logits that a layer has rounded
+            assert kind == "layer" or top.equal(best)
+            for ours, truth in zip(gradients, of_whole, strict=True):
+                assert (ours.double() - truth).norm() < near * truth.norm()
+
+
 def linear(group, transport):
     x, w = logits(512, 256, 1, torch.bfloat16) / 8, logits(COLUMNS, 256, 2, torch.bfloat16) / 8
     target, rank, sizes = targets(512, COLUMNS), group.rank(), SIZES[group.size()]
@@ -282,7 +333,7 @@ def replayed(group, times):
 
     def call():
         smoothed = cross_entropy(x, target, label_smoothing=0.1, **of)
-        return cross_entropy(x, target, **of), smoothed, logsumexp(x, 1, **of)
+        return cross_entropy(x, target, **of), smoothed, logsumexp(x, 1, **of), fused_softmax.log_prob(x, target, **of)
 
     call()
     torch.cuda.synchronize()
@@ -298,6 +349,7 @@ def replayed(group, times):
             torch.nn.functional.cross_entropy(whole, target),
             torch.nn.functional.cross_entropy(whole, target, label_smoothing=0.1),
             torch.logsumexp(whole, 1),
+            torch.log_softmax(whole, 1).gather(1, target.unsqueeze(1)).squeeze(1),
         )
         worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)))
     return worst

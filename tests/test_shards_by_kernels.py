@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sharded import close, differentiated, logits, same_on_all
 
 import fused_softmax
-from fused_softmax import cross_entropy, logsumexp
+from fused_softmax import cross_entropy, log_prob, logsumexp
 from fused_softmax.core import route
 from fused_softmax.core.runner import launch
 from fused_softmax.ops.softmax import over_ranks as softmax_gradient_sharded
@@ -33,6 +33,8 @@ CALLS = {
     "smoothing": lambda x, t, group: gradient_of(cross_entropy(x, t, label_smoothing=0.1, group=group), x),
     "weights": lambda x, t, group: gradient_of(cross_entropy(x, t, torch.ones(x.shape[1]), group=group), x),
     "statistics": lambda x, t, group: gradient_of(cross_entropy(x, t, return_token_stats=True, group=group), x),
+    "log_prob": lambda x, t, group: gradient_of(log_prob(x, t, group=group), x),
+    "entropy": lambda x, t, group: gradient_of(log_prob(x, t, return_entropy=True, group=group).entropy, x),
     "softmax": lambda x, t, group: gradient_of(fused_softmax.softmax(x, group=group), x),
     "logsumexp": lambda x, t, group: gradient_of(logsumexp(x, 1, group=group), x),
 }
@@ -83,6 +85,7 @@ def launches(group, name):
 @pytest.mark.parametrize(
     ("name", "kernels", "small"),
     [("loss", 7, 4), ("smoothing", 8, 8), ("weights", 6, 10), ("statistics", 7, 12), ("softmax", 4, 26),
+     ("log_prob", 4, 20), ("entropy", 4, 21),
      ("logsumexp", 2, 14)],
 )  # fmt: skip
 def test_a_call_and_its_gradient_take_few_launches_and_none_of_torchs_reads_the_shard(ranks, name, kernels, small):

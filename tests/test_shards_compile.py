@@ -7,8 +7,10 @@ import torch
 from launches import GPUS, launched
 from products import pairwise
 
+from fused_softmax.ops.losses.log_prob_launches import Asked
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.over_ranks import launches as calls
+from fused_softmax.ops.losses.over_ranks import log_prob
 from fused_softmax.ops.softmax import over_ranks as softmax_gradient_sharded
 from fused_softmax.ops.softmax import over_ranks as softmax_over_ranks
 from fused_softmax.ranks.groups import Shards
@@ -76,3 +78,26 @@ def test_a_gradient_of_softmax(columns, log, dtype, target):
         found = launch.compile(target)
         assert found.spilled_bytes == 0
         assert max(found.load_widths) == 16
+
+
+@pairwise()
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("asked", [Asked(), Asked(True), Asked(*[True] * 5)], ids=str)
+def test_log_probabilities_of_whole_rows(asked, k, dtype, target):
+    numbers = 2 + asked.entropy + asked.log_sum_sq_probs + asked.mean_logits + k * (1 + asked.is_top1)
+    heard, targets = torch.empty(4, numbers, ROWS, dtype=dtype), torch.empty(ROWS, k, dtype=torch.int64)
+    key = 4, -100, 2 * HELD, *asked
+    with mock.patch.object(torch.Tensor, "get_device", return_value=0):
+        (launch,) = launched(GPUS[target], lambda: log_prob._prepare_merging(heard, targets, key, asked))
+    assert launch.compile(target).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_places_of_targets(dtype, target):
+    targets = torch.empty(ROWS, 2, dtype=dtype)
+    with mock.patch.object(torch.Tensor, "get_device", return_value=0):
+        (launch,) = launched(GPUS[target], lambda: log_prob._prepare_placing(targets, -100, HELD, HELD, 2 * HELD))
+    assert launch.compile(target).spilled_bytes == 0

@@ -177,7 +177,8 @@ class LinearLogProb(_OfLayer):
 
     in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
         linear_bias [num_classes] or None, initialised like torch.nn.Linear's.
-    options: arguments of the function, passed in every call. device, dtype: of the parameters.
+    options: arguments of the function, passed in every call; with group among them, num_classes are this rank's.
+    device, dtype: of the parameters.
 
     Call it with the input [..., in_features] and the target, [...] or [..., k]; a temperature of the call, a number or
     a tensor [...], goes before that of the options, and so does kept. It returns what the function returns, and raises

@@ -235,7 +235,7 @@ def check_targets_alike(name: str, group: Any, target: Tensor) -> None:
 
 
 def _checksum(target: Tensor) -> int:
-    return zlib.crc32(target.detach().cpu().contiguous().numpy().tobytes())
+    return zlib.crc32(target.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _digest_of(asked: Mapping[str, Any], sizes: tuple[int, ...]) -> int:

@@ -4,9 +4,10 @@ Either all logits stay for the backward pass, which writes their gradient over t
 exist a chunk of rows at a time, and the backward pass makes them again: four.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,20 +18,29 @@ from fused_softmax.core.no_gradient import refuse, saved_of
 from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import log_prob as of_logits
-from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
+from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets, check_targets_of_all
 from fused_softmax.ops.losses.linear_by_rows import (
     OF_LAYERS,
-    Gradients,
     Linear,
     check_layer,
     chunks,
     linear_of,
     whole_logits,
 )
-from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput, log_prob
+from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput
 from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
-from fused_softmax.ops.losses.options import Kept, LogProb, check_kept, check_lists
+from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_kept_of_whole_rows, check_lists
+from fused_softmax.ops.losses.over_ranks.dtensor import linear_log_prob_on_shards, own_classes
+from fused_softmax.ops.losses.over_ranks.linear import Summing
+from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, places_of, rows_of_all
+from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
+from fused_softmax.ranks.first_derivative import once
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Over, Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 _NAME = "linear_log_prob"
 
@@ -53,6 +63,10 @@ def linear_log_prob(
     logits: str = "auto",
     accumulate: str = "fp32",
     dtype: torch.dtype | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    transport: Transport | None = None,
 ) -> Tensor | LogProbOutput:
     """log_prob(linear(input, linear_weight, linear_bias), target, ...), from hidden states.
 
@@ -70,6 +84,10 @@ def linear_log_prob(
         save_on_cpu do not move them, and checkpointing without reentry does not free them.
     accumulate: "fp32" adds chunks of linear_weight's gradient in float32 (float64 for float64). "input" adds them in
         linear_weight's dtype, and allocates no accumulator.
+    group, n_classes, shard_sizes, transport: as log_prob's. Each rank gives its own rows of linear_weight, and of
+        linear_bias. The input is the same on all ranks, and so is its gradient, which is summed over them as
+        `accumulate` says. linear_weight and linear_bias may be DTensors in [Shard(0)] over the group. Without group=, a
+        DTensor takes an input that is one too, on the same mesh.
 
     A second backward pass makes the logits again. Compiled code, torch.func and devices without kernels have all logits
     in memory. A row's results have the same bits in any batch for which cuBLAS chooses the same kernel.
@@ -80,12 +98,58 @@ def linear_log_prob(
     >>> linear_log_prob(hidden, lm_head.weight, tokens, return_entropy=True).entropy  # [8192], float32
     """
     given = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
-    wanted = of_logits.wanted_of(return_entropy, return_lse, return_stats, _NAME)
+    asked = return_entropy, return_lse, return_stats
     how = {"chunk_size": chunk_size, "logits": logits, "accumulate": accumulate}
-    return _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, kept, how, dtype)
+    of_call = input, linear_weight, target, linear_bias, given, asked, kept, how, dtype
+    if group is None and n_classes is None and shard_sizes is None and transport is None:
+        return _linear_log_prob(*of_call)
+    return _of_shards(*of_call, over_of(group, n_classes, shard_sizes, transport))
 
 
-def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, kept, how, dtype):
+def _linear_log_prob(input, linear_weight, target, linear_bias, given, asked, kept, how, dtype):
+    (input, linear_weight, linear_bias), options, wanted = _checked(
+        input, linear_weight, target, linear_bias, given, asked, how, dtype
+    )
+    of_layer = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
+    mesh = mesh_of(_NAME, of_layer, {"target": target, "temperature": temperature})
+    check_kept_of_whole_rows(_NAME, kept, mesh=mesh)
+    n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+    if CHECK or (readable(target) and not on_device(input)):
+        check_targets(_NAME, target, n_classes, options.ignore_index)
+    if mesh is not None:
+
+        def of_rank(x, w, t, bias, temperature, shards):
+            of_rows = replace(options, temperature=temperature)
+            return _by_chunks(x, w, t, bias, of_rows, EVERY, wanted, how, dtype, shards)
+
+        input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
+        return linear_log_prob_on_shards(of_rank, input, linear_weight, linear_bias, target, options.temperature)
+    if kept is not None:
+        check_kept(_NAME, kept, input, (*leading, n_classes))
+    columns = Kept.of(kept)
+    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
+        check_lists(_NAME, columns, n_classes)
+    tensors = [input, linear_weight, target, linear_bias, temperature, *columns[:3]]
+    tensors = [each for each in tensors if each is not None]
+    empty = not (input.numel() and target.numel())
+    refused = "there are no logits" if empty else of_logits.refused(input, target, options)
+    route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
+    if route is not Route.KERNEL:
+        rows, targets = _rows_of(input, target)
+        weight = linear_weight.to(input.dtype)
+        bias = None if linear_bias is None else linear_bias.to(input.dtype)
+        made = whole_logits(rows, weight, bias, _of_rows(targets, options.ignore_index), options.ignore_index)
+        return of_logits.of_checked(made.view(*leading, n_classes), target, given, wanted, dtype, kept)
+    return _by_chunks(input, linear_weight, target, linear_bias, options, columns, wanted, how, dtype)
+
+
+def _checked(
+    input, linear_weight, target, linear_bias, given, asked, how, dtype, over: Over | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], LogProb, Asked]:
+    """((input, weight, bias) in the dtype of products, with a group this rank's classes of both; options; wanted)."""
+    entropy, lse, stats = asked
+    wanted = of_logits.wanted_of(entropy, lse, stats, _NAME)
     check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"], masters=True)
     if how["logits"] not in ("auto", "keep", "recompute"):
         raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(how["logits"])}')
@@ -93,50 +157,82 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, wanted, k
     if cast is not None:
         input, linear_weight = input.to(cast), linear_weight.to(cast)
         linear_bias = None if linear_bias is None else linear_bias.to(cast)
-    n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
-    options = of_logits.checked(input, (*leading, n_classes), target, given, dtype, _NAME)
-    if kept is not None:
-        check_kept(_NAME, kept, input, (*leading, n_classes))
-    columns = Kept.of(kept)
-    tensors = [each for each in (input, linear_weight, target, linear_bias, *columns[:3]) if each is not None]
-    temperature = options.temperature if isinstance(options.temperature, Tensor) else None
-    tensors += [] if temperature is None else [temperature]
-    empty = not (input.numel() and target.numel())
-    refused = "there are no logits" if empty else of_logits.refused(input, target, options)
-    route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
-    if CHECK or (readable(target) and not on_device(input)):
-        check_targets(_NAME, target, n_classes, options.ignore_index)
-    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
-        check_lists(_NAME, columns, n_classes)
-    rows = input.reshape(prod(leading), input.shape[-1])
-    targets = target.reshape(rows.shape[0], target.shape[-1] if target.ndim == input.ndim else 1)
-    several, result_dtype = target.ndim == input.ndim, dtype or arithmetic_of(input)
-    if route is not Route.KERNEL:
-        weight = linear_weight.to(input.dtype)
-        bias = None if linear_bias is None else linear_bias.to(input.dtype)
-        made = whole_logits(rows, weight, bias, _of_rows(targets, options.ignore_index), options.ignore_index)
-        return log_prob(
-            made.view(*leading, n_classes), target, **given, kept=kept, dtype=dtype, return_entropy=wanted.entropy,
-            return_lse=wanted.lse, return_stats=tuple(name for name in of_logits.STATS if getattr(wanted, name)),
-        )  # fmt: skip
-    if temperature is not None:
-        temperature = temperature.detach().reshape(-1).to(arithmetic_of(input)).contiguous()
+    if over is not None:
+        linear_weight = own_classes(_NAME, "linear_weight", linear_weight, over.group)
+        linear_bias = own_classes(_NAME, "linear_bias", linear_bias, over.group)
+    columns = linear_weight.shape[0]
+    columns = columns if over is None else sum(sizes_of(_NAME, over, columns))
+    options = of_logits.checked(input, (*input.shape[:-1], columns), target, given, dtype, _NAME)
+    return (input, linear_weight, linear_bias), options, wanted
+
+
+def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, how, dtype, over: Over):
+    """A call whose classes lie over the ranks of a group."""
+    with Refusing(_NAME, over, input, linear_weight, target):
+        check_over(_NAME, over, input, target, given["temperature"])
+        check_kept_of_whole_rows(_NAME, kept, over.group)
+        (input, linear_weight, linear_bias), options, wanted = _checked(
+            input, linear_weight, target, linear_bias, given, asked, how, dtype, over
+        )
+        sizes = sizes_of(_NAME, over, linear_weight.shape[0])
+        if CHECK or (readable(target) and not on_device(input)):
+            check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
+    alike = {
+        "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **options.asked(),
+        "wanted": tuple(wanted), "result": dtype, **how, "targets": tuple(target.shape[input.ndim - 1 :]),
+        "require_grad": tuple(each is not None and needs_grad(each) for each in (input, linear_weight, linear_bias)),
+    }  # fmt: skip
+    shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, target)
+    peers = peers_of(_NAME, over.transport, over.group, input, linear_weight, target)
+    if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
+        peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape, *alike.items()))
+    shards, held = told_by(peers, _NAME, shards), shards.held
+    if held < linear_weight.shape[0]:  # no product has padding in it, which may be anything
+        linear_weight = linear_weight[:held]
+        linear_bias = None if linear_bias is None else linear_bias[:held]
+    return _by_chunks(input, linear_weight, target, linear_bias, options, EVERY, wanted, how, dtype, shards)
+
+
+def _rows_of(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(the input [n, in_features], its targets [n, k])"""
+    rows = input.reshape(prod(input.shape[:-1]), input.shape[-1])
+    return rows, target.reshape(len(rows), target.shape[-1] if target.ndim == input.ndim else 1)
+
+
+def _by_chunks(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, options: LogProb, columns: Kept,
+    wanted: Asked, how: dict[str, Any], dtype: torch.dtype | None, shards: Shards | None = None,
+) -> Tensor | LogProbOutput:  # fmt: skip
+    """shards: of the classes, of which the weight then has this rank's."""
+    rows, targets = _rows_of(input, target)
+    options, temperature = of_logits.split(options, input)
     asked = [each is not None and needs_grad(each) for each in (rows, linear_weight, linear_bias)]
-    linear = linear_of(rows, linear_weight, how["chunk_size"], how["accumulate"], asked[1])
+    sizes = () if shards is None else shards.sizes
+    linear = linear_of(rows, linear_weight, how["chunk_size"], how["accumulate"], asked[1], sizes)
     few = rows.shape[0] <= max(linear.chunk_size, rows.shape[1])
     keeps = any(asked) and (how["logits"] == "keep" or (how["logits"] == "auto" and few))
-    of_call = _How(options.with_number(), linear, wanted._replace(states=any(asked)), keeps)
-    found = _LinearLogProb.apply(rows, linear_weight, linear_bias, targets.contiguous(), temperature, columns, of_call)
-    return of_logits.output_of(found, wanted, target.shape if several else leading, leading, result_dtype)
+    of_call = _How(options, linear, wanted._replace(states=any(asked)), keeps, shards)
+    function = _LinearLogProb if shards is None else _LinearLogProbOverRanks
+    found = function.apply(rows, linear_weight, linear_bias, targets.contiguous(), temperature, columns, of_call)
+    return of_logits.output_of(found, wanted, target.shape, input.shape[:-1], dtype or arithmetic_of(input))
 
 
 class _How(NamedTuple):
-    """What a call does, beside its tensors. keeps: whether all logits stay for the backward pass."""
+    """What a call does, beside its tensors.
+
+    keeps: whether all logits stay for the backward pass. shards: of classes that lie over ranks, or None.
+    """
 
     options: LogProb
     linear: Linear
     asked: Asked
     keeps: bool
+    shards: Shards | None = None
+
+    @property
+    def group(self) -> Any:
+        """Over whose ranks the input's gradient is summed, or None."""
+        return None if self.shards is None or len(self.shards.sizes) == 1 else self.shards.group
 
 
 def _of_rows(targets: Tensor, ignore_index: int) -> Tensor:
@@ -171,11 +267,17 @@ class _LinearLogProb(torch.autograd.Function):
         saved: list[Any] = [None if each is None else each.contiguous() for each in others]
         target, temperature, m, ls, entropy, *of_kept = saved
         columns = Kept(*of_kept)
-        if torch.is_grad_enabled() or batched(*incoming):
+        if ctx.how.shards is None and (torch.is_grad_enabled() or batched(*incoming)):
             return *_differentiable(x, w, bias, target, temperature, columns, ctx.how, asked, incoming), *nothing
         logits, ctx.logits = ctx.logits, None  # of which the gradient is made where they are
         states = m, ls, entropy
         return *_backward(x, w, bias, target, temperature, columns, states, ctx.how, asked, incoming, logits), *nothing
+
+
+class _LinearLogProbOverRanks(_LinearLogProb):
+    """The same of classes that lie over ranks, the same on every rank but for the gradients of weight and bias."""
+
+    backward = staticmethod(once(_NAME)(_LinearLogProb.backward))
 
 
 def _lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -187,11 +289,16 @@ def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple
     """(what is known of all rows, the logits if they are kept)."""
     linear = Linear(x.shape[0], how.linear.accumulate) if how.keeps else how.linear
     parts, logits = [], None
-    for start, logits in chunks(*_lowered(x, w, bias), linear):
+    for start, logits in _chunks(*_lowered(x, w, bias), linear):
         here = slice(start, start + len(logits))
         t = None if temperature is None else temperature[here]
-        given = given_of(aligned(logits), target[here], t, how.options, columns.rows(here))
-        parts.append(forward(given, how.options, how.asked))
+        if how.shards is None:
+            given = given_of(aligned(logits), target[here], t, how.options, columns.rows(here))
+            parts.append(forward(given, how.options, how.asked))
+        else:
+            places = places_of(target[here], how.options.ignore_index, how.shards)
+            of_call = OfCall(how.options, how.shards, how.asked)
+            parts.append(rows_of_all(logits, target[here], places, t, of_call))
     if len(parts) == 1:
         return parts[0], logits if how.keeps else None
     joined = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
@@ -205,15 +312,25 @@ def _backward(
     lowered = _lowered(x, w, bias)
     left_out = (target.long() == how.options.ignore_index).all(-1) if asked[1] else None
     linear = how.linear if kept is None else Linear(x.shape[0], how.linear.accumulate)
-    gradients = Gradients(*lowered, linear, asked, wide=w.dtype != x.dtype, left_out=left_out)
-    for start, logits in chunks(*lowered, linear) if kept is None else [(0, kept)]:
+    summing = Summing(*lowered, linear, how.group, asked, wide=w.dtype != x.dtype, left_out=left_out)
+    for start, logits in _chunks(*lowered, linear) if kept is None else [(0, kept)]:
         here = slice(start, start + len(logits))
         t = None if temperature is None else temperature[here]
         m, ls, entropy, *of_rows = (each if each is None else each[here] for each in (*states, *incoming))
-        given = given_of(logits, target[here], t, how.options, columns.rows(here))
-        backward(given, m, ls, entropy, Incoming(*of_rows), how.options, logits)  # type: ignore[arg-type]
-        gradients.add(start, logits)
-    return gradients.in_dtypes(x, w, bias)
+        if how.shards is None:
+            given = given_of(logits, target[here], t, how.options, columns.rows(here))
+            backward(given, m, ls, entropy, Incoming(*of_rows), how.options, logits)  # type: ignore[arg-type]
+        else:
+            places = places_of(target[here], how.options.ignore_index, how.shards)
+            of_call = OfCall(how.options, how.shards, how.asked)
+            gradient_of(logits, places, t, (m, ls, entropy), Incoming(*of_rows), of_call, logits)  # type: ignore[arg-type]
+        summing.add(start, logits)
+    return summing.finish().in_dtypes(x, w, bias)
+
+
+def _chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterator[tuple[int, Tensor]]:
+    """`chunks`, and one without rows where there are none."""
+    yield from chunks(x, w, bias, linear) if len(x) else [(0, x.new_empty(0, len(w)))]
 
 
 def _differentiable(x, w, bias, target, temperature, columns: Kept, how: _How, asked, incoming: Incoming):

@@ -6,7 +6,8 @@ Traffic: the logits are read once in the forward pass (MN), read once and writte
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,12 @@ from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import refuse, refusing, saved_of
 from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets
+from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets, check_targets_of_all
 from fused_softmax.ops.losses.launches import with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import (
+    HAVE,
+    STATISTICS,
+    STATS,
     Asked,
     Gradients,
     aligned,
@@ -28,14 +32,19 @@ from fused_softmax.ops.losses.log_prob_launches import (
     given_of,
     prepare_log_probs,
 )
-from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_lists
+from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_kept_of_whole_rows, check_lists
+from fused_softmax.ops.losses.over_ranks.dtensor import log_prob_on_shards
+from fused_softmax.ops.losses.over_ranks.log_prob import LogProbOverRanks, OfCall
 from fused_softmax.ops.losses.overwritten import check_overwritten
 from fused_softmax.ops.softmax.scores import kind_of_scale
+from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Over, Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 _NAME = "log_prob"
-STATS = ("log_sum_sq_probs", "mean_logits", "is_top1")
-STATISTICS = tuple(f"stats.{name}" for name in STATS)
-HAVE = "log_prob, entropy and lse have one"
 _INDICES = (torch.int64, torch.int32, torch.uint8)
 
 
@@ -83,6 +92,10 @@ def log_prob(
     kept: tuple[Tensor, Tensor] | Tensor | None = None,
     inplace_backward: bool = False,
     dtype: torch.dtype | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    transport: Transport | None = None,
 ) -> Tensor | LogProbOutput:
     """The log-probability of a chosen class of each row of logits, and on request the entropy and lse of the row.
 
@@ -110,16 +123,31 @@ def log_prob(
         outside has log-probability -inf and no gradient. A row over nothing, or over logits of -inf alone, has lse
         -inf, and entropy and gradient 0; its log_sum_sq_probs is -inf, is_top1 False, and mean_logits over nothing 0.
         Offsets that do not rise from 0 to at most n_kept, or ids that are no class, make the row's results and gradient
-        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, they raise IndexError.
+        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, they raise IndexError. Neither group= nor
+        DTensors go with it.
     inplace_backward: the backward pass writes the gradient over the logits and allocates nothing. They are then lost:
         there is one backward pass and no second derivative. A leaf raises, as for torch's operations in place. Compiled
         code allocates it all the same.
     dtype: of the results; float32 if None, or float64 for float64.
 
+    group: of torch.distributed, over whose ranks the classes lie in shards: each rank gives its own columns of the
+        logits, in rank order, as many as it has. Targets are classes among all, the same on all ranks; so are a tensor
+        of temperatures and all results, which have the same bits. Each rank's incoming gradients are those of these
+        results, which are never summed over ranks. Every rank of the group makes the same call. There is no second
+        derivative.
+    n_classes, shard_sizes: as cross_entropy's.
+    transport: with group: how ranks tell each other at most 5 numbers a row and 2 a target: "collective" by one
+        all_gather of the group's backend; "peer" by memory that GPUs of one host write into each other's, in a launch
+        of its own. None takes "peer" on GPUs where it can.
+
+    A DTensor may lie in shards of its classes or rows. Results are DTensors too, which lie as the rows do. Targets and
+    temperatures may be plain tensors, the same on all ranks, where no rows lie in shards.
+
     The forward pass gives a row the same bits in any batch: how it is summed depends on its length, its dtype and the
     options alone. Rows whose size is no multiple of 16 bytes are read element by element, which takes longer.
     Returns a Tensor of the targets' shape; a LogProbOutput if more was asked for.
-    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument; with group, also as
+    cross_entropy where ranks differ.
 
     A use: Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347).
 
@@ -129,6 +157,10 @@ def log_prob(
     >>> log_prob(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), kept=(torch.tensor([0, 1]), torch.tensor([0, 2])))
     tensor([-0.3133])
     """
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
+        options = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
+        asked, over = (return_entropy, return_lse, return_stats), over_of(group, n_classes, shard_sizes, transport)
+        return _of_shards(input, target, options, asked, kept, inplace_backward, dtype, over)
     key = None
     numbers = _kind_of_numbers(scale, softcap, temperature)
     of_kept = () if kept is None else _kind_of_kept(kept, input)
@@ -185,8 +217,66 @@ def wanted_of(entropy: bool, lse: bool, stats: Any, name: str) -> Asked:
     return Asked(bool(entropy), bool(lse), *(each in stats for each in STATS))
 
 
+def _of_shards(input, target, given, asked, kept, inplace, dtype, over: Over) -> Tensor | LogProbOutput:
+    """A call whose classes lie over the ranks of a group."""
+    with Refusing(_NAME, over, input, target):
+        check_over(_NAME, over, input, target, given["temperature"])
+        check_kept_of_whole_rows(_NAME, kept, over.group)
+        entropy, lse, stats = asked
+        wanted = wanted_of(entropy, lse, stats, _NAME)
+        options = _checked(input, target, given, dtype, over)
+        (input,) = resolved(input)
+        if inplace and needs_grad(input):
+            _check_inplace(input)
+        sizes = sizes_of(_NAME, over, input.shape[-1])
+        if CHECK or (readable(target) and not on_device(input)):
+            check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
+    alike = {"operation": _NAME, "dtype": input.dtype, **options.asked(), "wanted": tuple(wanted), "result": dtype}
+    alike["targets"] = target.shape[-1] if target.ndim == input.ndim else None
+    shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, target)
+    peers = peers_of(_NAME, over.transport, over.group, input, target)
+    return _over_ranks(input, target, options, wanted, inplace, dtype, told_by(peers, _NAME, shards))
+
+
+def _over_ranks(
+    input: Tensor, target: Tensor, options: LogProb, wanted: Asked, inplace: bool, dtype: torch.dtype | None,
+    shards: Shards,
+) -> Tensor | LogProbOutput:  # fmt: skip
+    """Of logits [..., columns] of this rank's shard, and whole targets."""
+    leading, (options, temperature) = input.shape[:-1], split(options, input)
+    n, k = prod(leading), target.shape[-1] if target.ndim == input.ndim else 1
+    rows, targets = input.reshape(n, input.shape[-1]), target.reshape(n, k).contiguous()
+    of_call = OfCall(options, shards, wanted, inplace and needs_grad(input))
+    found = LogProbOverRanks.apply(rows, targets, temperature, of_call)
+    return output_of(found, wanted, target.shape, leading, dtype or arithmetic_of(input))
+
+
+def of_checked(input, target, given, wanted, dtype, kept=None, inplace: bool = False) -> Tensor | LogProbOutput:
+    """As the public function, of options that were checked."""
+    return log_prob(
+        input, target, **given, return_entropy=wanted.entropy, return_lse=wanted.lse,
+        return_stats=tuple(name for name in STATS if getattr(wanted, name)), kept=kept, inplace_backward=inplace,
+        dtype=dtype,
+    )  # fmt: skip
+
+
 def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
     options = _checked(input, target, given, dtype)
+    mesh = mesh_of(_NAME, {"input": input}, {"target": target, "temperature": options.temperature})
+    check_kept_of_whole_rows(_NAME, kept, mesh=mesh)
+    if mesh is not None:
+        if readable(target) and not on_device(input):
+            check_targets(_NAME, target, input.shape[-1], options.ignore_index)
+        if inplace and needs_grad(input):
+            check_overwritten(_NAME, input)
+
+        def of_rank(input, target, temperature, shards):
+            if shards is None:
+                return of_checked(input, target, given | {"temperature": temperature}, wanted, dtype, None, inplace)
+            of_shard = replace(options, temperature=temperature)
+            return _over_ranks(input, target, of_shard, wanted, inplace, dtype, shards)
+
+        return log_prob_on_shards(of_rank, as_dtensor(input, mesh), target, options.temperature)
     if kept is not None:
         check_kept(_NAME, kept, input, tuple(input.shape))
     columns = Kept.of(kept)
@@ -210,7 +300,7 @@ def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
     return call(input, target, given["scale"], given["softcap"], given["temperature"], kept)
 
 
-def _checked(input, target, given, dtype) -> LogProb:
+def _checked(input, target, given, dtype, over: Over | None = None) -> LogProb:
     if not isinstance(input, Tensor):
         raise TypeError(f"{_NAME}: input must be a Tensor, not {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
@@ -219,7 +309,8 @@ def _checked(input, target, given, dtype) -> LogProb:
         raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
     if input.ndim == 0:
         raise ValueError(f"{_NAME}: input must have a class dim, got shape ()")
-    return checked(input, tuple(input.shape), target, given, dtype, _NAME)
+    columns = input.shape[-1] if over is None else sum(sizes_of(_NAME, over, input.shape[-1]))
+    return checked(input, (*input.shape[:-1], columns), target, given, dtype, _NAME)
 
 
 def checked(
@@ -338,6 +429,14 @@ def _as_rows(
 def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
     """(options whose temperature is a number, the temperatures of rows)."""
     return options.with_number(), options.temperature if isinstance(options.temperature, Tensor) else None
+
+
+def split(options: LogProb, x: Tensor) -> tuple[LogProb, Tensor | None]:
+    """The same, with temperatures of all rows [n] as kernels take them. x: the logits, or what they are made of."""
+    options, of_rows = _split(options)
+    if of_rows is None:
+        return options, None
+    return options, of_rows.detach().resolve_neg().reshape(-1).to(arithmetic_of(x)).contiguous()
 
 
 def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, columns: Kept, how: tuple):

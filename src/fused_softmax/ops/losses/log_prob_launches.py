@@ -24,6 +24,9 @@ from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import blocks_of, picked_of, with_whole_rows
 from fused_softmax.ops.losses.options import EVERY, Kept, LogProb
 
+STATS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+STATISTICS = tuple(f"stats.{name}" for name in STATS)
+HAVE = "log_prob, entropy and lse have one"
 _NUMBERS = ("factor", "hidden", "cap")
 _READ_NUMBERS = ("factor", "cap")  # of a kernel that masks columns past a row's end
 _LIST_NUMBERS = ("n_kept", "first_row")

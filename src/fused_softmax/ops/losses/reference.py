@@ -129,6 +129,15 @@ def token_stats(
         )  # fmt: skip
 
 
+def finished(z: Tensor, scale: float | None, softcap: float | None, temperature: float | Tensor | None) -> Tensor:
+    """Logits [..., n_classes] as log_prob has them; NaN where the temperature of a row is not more than 0."""
+    z = _capped(z if scale is None else z * scale, softcap)
+    if isinstance(temperature, Tensor):
+        of_rows = temperature.detach().to(z.dtype).unsqueeze(-1)
+        temperature = torch.where(of_rows > 0, of_rows, math.nan)
+    return z if temperature is None else z / temperature
+
+
 def log_prob(
     input: Tensor, target: Tensor, *, scale: float | None = None, softcap: float | None = None,
     temperature: float | Tensor | None = None, ignore_index: int = -100,
@@ -149,7 +158,7 @@ def log_prob(
         columns |= spoilt
         seen = seen & columns
     z = torch.where(seen, input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
-    z = _tempered(z, scale, softcap, temperature)
+    z = finished(z, scale, softcap, temperature)
     if kept is not None:
         return _truncated(z, t, target.shape, counts, wrong, columns, spoilt)
     lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
@@ -221,10 +230,10 @@ def divergence(
     arithmetic: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
     """The divergence of every row, of fused_softmax.divergence by torch's operations."""
-    log_q = torch.log_softmax(_tempered(input.to(arithmetic), scale, softcap, temperature), -1)
+    log_q = torch.log_softmax(finished(input.to(arithmetic), scale, softcap, temperature), -1)
     q, y = log_q.exp(), target.to(arithmetic)
     if target_is == "logits":
-        log_t = torch.log_softmax(_tempered(y, target_scale, target_softcap, target_temperature), -1)
+        log_t = torch.log_softmax(finished(y, target_scale, target_softcap, target_temperature), -1)
     else:
         log_t = y if target_is == "log_probs" else y.log()
     t = y if target_is == "probs" else log_t.exp()
@@ -241,13 +250,3 @@ def divergence(
 def _relative(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """sum p (log p - log q), to which p = 0 adds nothing."""
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(-1)
-
-
-def _tempered(z: Tensor, scale: float | None, softcap: float | None, temperature: float | Tensor | None) -> Tensor:
-    z = _capped(z if scale is None else z * scale, softcap)
-    if temperature is None:
-        return z
-    if isinstance(temperature, Tensor):
-        of_row = temperature.detach().to(z.dtype).unsqueeze(-1)
-        temperature = torch.where(of_row > 0, of_row, math.nan)
-    return z / temperature

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fused_softmax.core.checks import DTYPES, arithmetic_in
 from fused_softmax.core.route import is_sharded, needs_grad, resolved
@@ -54,11 +55,11 @@ class Placed(NamedTuple):
             return Shards(None, 0, (n_classes,), n_classes)
         return shards_of_mesh(self.mesh, self.classes, n_classes)
 
-    def targets(self, target: Any) -> Tensor:
-        """This rank's targets."""
+    def targets(self, target: Any, argument: str = "target") -> Tensor:
+        """This rank's targets, or another tensor of their leading shape."""
         if self.over and not is_sharded(target):
             raise ValueError(
-                f"{self.name}: target must be a DTensor where the rows of the input lie in shards: "
+                f"{self.name}: {argument} must be a DTensor where the rows of the input lie in shards: "
                 "a plain tensor may be of all rows, or of this rank's"
             )
         mine = _local(target, self.mesh, self.of_rows)
@@ -84,6 +85,11 @@ class Placed(NamedTuple):
             y, self._of_targets(lse) if wanted.lse else None, self._reduced(z, reduction) if wanted.z_loss else None,
             TokenStats(*map(self._of_targets, stats)) if wanted.stats else None,
         )  # fmt: skip
+
+    def rows(self, found: Any, leading: torch.Size) -> Any:
+        """Results of rows, of this leading shape, and of their targets, as DTensors."""
+        of_row = self._replace(shape=leading)
+        return tree_map_only(Tensor, lambda y: (self if y.ndim == len(self.shape) else of_row)._of_targets(y), found)
 
     def _of_targets(self, values: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
@@ -132,6 +138,31 @@ def loss_on_shards(
     shards = told_by(peers, placed.name, shards)
     y, lse, z, *stats = sharded(*as_rows(local, targets), loss, shards, wanted, dtype, placed.groups, *how)
     return placed.output(y, lse, z, stats, wanted, loss.reduction)
+
+
+def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, temperature: Any) -> Any:
+    """Log-probabilities of logits that are a DTensor, and the rest of their results, as DTensors that lie as rows do.
+
+    of_rank: gives those of (input, target, temperature, shards), this rank's rows; shards: None where they are whole.
+    target, and temperature if it is a tensor: DTensors, or whole tensors that are the same on all ranks.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    name = "log_prob"
+    input, kept = cut_once(input, input.ndim - 1)
+    of_rows = [
+        each if isinstance(each, Shard) and i != kept else Replicate() for i, each in enumerate(input.placements)
+    ]
+    placed = Placed(name, input.device_mesh, of_rows, kept, target.shape)
+    (local,), t = resolved(input.to_local()), placed.targets(target)
+    if isinstance(temperature, Tensor):
+        temperature = placed.targets(temperature, "temperature")
+    shards = None
+    if kept is not None:
+        shards = placed.shards(input.shape[-1])
+        shards = told_by(peers_of(name, None, shards.group, local, t), name, shards)
+
+    return placed.rows(of_rank(local, t, temperature, shards), input.shape[:-1])
 
 
 def loss_of_whole_rows(
@@ -260,27 +291,9 @@ def linear_loss_on_shards(
     target, the loss's weight: DTensors, or whole tensors that are the same on all ranks.
     skip_ignored: only that the lse of ignored rows is 0: their logits are made all the same.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard
 
-    mesh = linear_weight.device_mesh
-    weight, kept = cut_once(linear_weight, 0, 1)
-    # Rows over the ranks among which the classes lie are gathered: each rank has a part of every row's logits.
-    of_rows = [
-        each if type(each) is Shard and each.dim < input.ndim - 1 and i != kept else Replicate()
-        for i, each in enumerate(input.placements)
-    ]
-    placed = Placed("linear_cross_entropy", mesh, of_rows, kept, target.shape)
-    x, t = input.redistribute(placements=of_rows).to_local(), placed.targets(target)
-    # Ranks that have other rows have another part of the gradient of these.
-    of_gradient = [Shard(0) if i == kept else Partial() if i in placed.over else Replicate() for i in range(mesh.ndim)]
-    w = weight.to_local(grad_placements=of_gradient)
-    bias = None
-    if linear_bias is not None:
-        linear_bias = as_dtensor(linear_bias, mesh)
-        bias = linear_bias.redistribute(placements=weight.placements).to_local(grad_placements=of_gradient)
-
+    placed, x, w, bias, t, shards = _layer_of("linear_cross_entropy", input, linear_weight, linear_bias, target)
     rows, flat = x.reshape(-1, x.shape[-1]), t.reshape(-1).contiguous()
-    shards = placed.shards(linear_weight.shape[0])
     linear = linear_of(rows, w, chunk_size, accumulate, needs_grad(w), shards.sizes)
     of_call = OfCall(
         replace(loss, weight=placed.weight(loss.weight)), linear, shards, dtype, summed=True, over=placed.groups
@@ -290,6 +303,44 @@ def linear_loss_on_shards(
     if skip_ignored and wanted.lse:
         lse = lse.masked_fill(flat.long() == loss.ignore_index, 0.0)
     return placed.output(y, lse, z, stats, wanted, loss.reduction)
+
+
+def _layer_of(
+    name: str, input: Any, linear_weight: Any, linear_bias: Any, target: Any
+) -> tuple[Placed, Tensor, Tensor, Tensor | None, Tensor, Shards]:
+    """(where results lie, this rank's input, weight, bias and targets, who has which classes)."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = linear_weight.device_mesh
+    weight, kept = cut_once(linear_weight, 0, 1)
+    # Rows over the ranks among which the classes lie are gathered: each rank has a part of every row's logits.
+    of_rows = [
+        each if type(each) is Shard and each.dim < input.ndim - 1 and i != kept else Replicate()
+        for i, each in enumerate(input.placements)
+    ]
+    placed = Placed(name, mesh, of_rows, kept, target.shape)
+    x, t = input.redistribute(placements=of_rows).to_local(), placed.targets(target)
+    # Ranks that have other rows have another part of the gradient of these.
+    of_gradient = [Shard(0) if i == kept else Partial() if i in placed.over else Replicate() for i in range(mesh.ndim)]
+    w = weight.to_local(grad_placements=of_gradient)
+    bias = None
+    if linear_bias is not None:
+        linear_bias = as_dtensor(linear_bias, mesh)
+        bias = linear_bias.redistribute(placements=weight.placements).to_local(grad_placements=of_gradient)
+    return placed, x, w, bias, t, placed.shards(linear_weight.shape[0])
+
+
+def linear_log_prob_on_shards(
+    of_rank: Callable[..., Any], input: Any, linear_weight: Any, linear_bias: Any, target: Any, temperature: Any
+) -> Any:
+    """`log_prob_on_shards` of input @ linear_weight.T + linear_bias, which are DTensors of one mesh.
+
+    of_rank: gives the results of (input, linear_weight, target, linear_bias, temperature, shards).
+    """
+    placed, x, w, bias, t, shards = _layer_of("linear_log_prob", input, linear_weight, linear_bias, target)
+    if isinstance(temperature, Tensor):
+        temperature = placed.targets(temperature, "temperature")
+    return placed.rows(of_rank(x, w, t, bias, temperature, shards), input.shape[:-1])
 
 
 def logits_on_shards(input: Any, linear_weight: Any, linear_bias: Any) -> Tensor:

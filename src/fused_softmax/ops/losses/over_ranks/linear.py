@@ -53,6 +53,11 @@ class OfCall(NamedTuple):
     summed: bool
     over: Sequence[Any] = ()
 
+    @property
+    def group(self) -> Any:
+        """Over whose ranks the input's gradient is summed, or None."""
+        return self.shards.group if self.summed and len(self.shards.sizes) > 1 else None
+
 
 class GatheredRows(torch.autograd.Function):
     """The rows of all ranks, in rank order; each rank gets the sum over ranks of its own rows' gradients."""
@@ -80,14 +85,14 @@ class LinearSharded(torch.autograd.Function):
         counts = _counts_of_all(x, target, of_call)
         at_once = any(asked) and loss.reduction != "none"
         at_once = at_once and not (late and loss.lse_square_scale and loss.weight is not None)
-        summing = _Summing(x, w, bias, of_call, asked, late, ~counts.on) if at_once else None
+        summing = Summing(x, w, bias, of_call.linear, of_call.group, asked, late, ~counts.on) if at_once else None
         found = []
         for here, shard in _shards_of(x, w, bias, target, of_call):
             states = states_of(shard)
             found.append(states)
             if summing is not None:
                 of_chunk = _counts_at(counts, here, divided=not late)
-                summing.add(here.start, shard, states, of_chunk, states.lse.new_ones(()), None, None)
+                summing.add(here.start, _gradient(shard, states, of_chunk, states.lse.new_ones(()), None, None))
         states = States(*[None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)])  # type: ignore[arg-type]
         whole = shard_of(x.new_empty(len(x), 0), target, loss, shards)
         y, z = losses_of(whole, states, counts)
@@ -115,29 +120,37 @@ class LinearSharded(torch.autograd.Function):
         counts = _counts_of_all(x, target, of_call, () if of_loss is None else (of_loss, of_z))
         of_lse = None if dlse is None else dlse.reshape(-1)
         left_out = left_out_of(target, of_call.loss, of_lse)
-        summing = _Summing(x, w, bias, of_call, ctx.asked, divides_late(x, of_call.loss), left_out)
+        late, linear = divides_late(x, of_call.loss), of_call.linear
+        summing = Summing(x, w, bias, linear, of_call.group, ctx.asked, late, left_out)
         wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
         for here, shard in _shards_of(x, w, bias, target, of_call):
             of_rows = [each if each is None or each.ndim == 0 else each[here] for each in wide]
             of_chunk = States(*[None if each is None else each[here] for each in states])  # type: ignore[arg-type]
-            summing.add(here.start, shard, of_chunk, _counts_at(counts, here), *of_rows)
+            summing.add(here.start, _gradient(shard, of_chunk, _counts_at(counts, here), *of_rows))
         return *summing.finish().times(None), *(None,) * 3
 
 
-class _Summing:
+def _gradient(shard: Shard, states: States, counts: Counts, dy, dlse, dz) -> Tensor:
+    """That of a chunk's logits, over which it is written."""
+    return gradient_of(shard, states, coefficients_of(shard, states, counts, dy, dlse, dz), shard.x)
+
+
+class Summing:
     """The gradients of a call, of which the input's is summed over ranks chunk by chunk, as wide as chunks add up."""
 
-    def __init__(self, x, w, bias, of_call: OfCall, asked: Sequence[bool], wide: bool, left_out: Tensor) -> None:
-        over_ranks = of_call.summed and len(of_call.shards.sizes) > 1
-        self.group = of_call.shards.group if over_ranks and asked[0] else None
-        own = asked[0] and not over_ranks, *asked[1:]
-        self.gradients = Gradients(x, w, bias, of_call.linear, own, wide=wide, left_out=left_out)
-        self.wide = arithmetic_of(x) if of_call.linear.accumulate or wide else x.dtype
+    def __init__(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, group: Any, asked: Sequence[bool], wide: bool,
+        left_out: Tensor | None,
+    ) -> None:  # fmt: skip
+        """group: over whose ranks, or None where one rank has it whole."""
+        self.group = group if asked[0] else None
+        own = asked[0] and self.group is None, *asked[1:]
+        self.gradients = Gradients(x, w, bias, linear, own, wide=wide, left_out=left_out)
+        self.wide = arithmetic_of(x) if linear.accumulate or wide else x.dtype
         self.dx = None if self.group is None else torch.empty_like(x)
         self.on_its_way: tuple[int, Tensor, Any] | None = None
 
-    def add(self, start: int, shard: Shard, states: States, counts: Counts, dy, dlse, dz) -> None:
-        dlogits = gradient_of(shard, states, coefficients_of(shard, states, counts, dy, dlse, dz), shard.x)
+    def add(self, start: int, dlogits: Tensor) -> None:
         self.gradients.add(start, dlogits)
         if self.group is not None:
             part = add_product(None, dlogits, self.gradients.w, self.wide)

@@ -1,0 +1,119 @@
+"""Of rows whose classes lie over ranks: targets as a shard has them, and log-probabilities by what all ranks say.
+
+ops/losses/over_ranks/log_prob.py has the formulas. By torch's operations these two took some forty launches.
+Traffic: the targets; the numbers of all ranks, and the results.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.state import NEG_INF
+from fused_softmax.ops.losses.kernels.over_ranks import rows_of_program
+
+
+@triton.jit(do_not_specialize=["n", "first", "held", "n_classes", "ignore_index", "ignored", "no_class"])
+def _place(
+    target_ptr, local_ptr, here_ptr, counts_ptr, wrong_ptr, n, first, held, n_classes, ignore_index, ignored, no_class,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The Places of targets [n] for a shard of the classes from `first` on: K.block_rows a program."""
+    at, live = rows_of_program(n, K)
+    t = tl.load(target_ptr + at, mask=live, other=0).to(tl.int64)
+    counts = t != ignore_index
+    here = counts & (t >= first) & (t < first + held)
+    wrong = counts & ((t < 0) | (t >= n_classes))
+    local = tl.where(wrong, no_class, tl.where(counts, tl.where(here, t - first, 0), ignored))
+    tl.store(local_ptr + at, local, mask=live)
+    tl.store(here_ptr + at, here, mask=live)
+    tl.store(counts_ptr + at, counts, mask=live)
+    tl.store(wrong_ptr + at, wrong, mask=live)
+
+
+@triton.jit
+def share_of(of_rank, n_rows, live, m, ls):
+    """(log of the share that a rank's columns have of a row's probability, m of these)."""
+    m_r = tl.load(of_rank, mask=live, other=0.0)
+    return (m_r - m) + (tl.load(of_rank + n_rows, mask=live, other=0.0) - ls), m_r
+
+
+@triton.jit(do_not_specialize=["n_rows", "ranks", "n_targets", "n_classes", "ignore_index"])
+def _merge_shards(
+    heard_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
+    n_rows, ranks, length, n_targets, n_classes, ignore_index, K: tl.constexpr,
+):  # fmt: skip
+    """K.block_rows rows a program, by the messages [ranks, length] of all, merged in rank order."""
+    BLOCK_ROWS: tl.constexpr = K.block_rows
+    row, live = rows_of_program(n_rows, K)
+    m = tl.full([BLOCK_ROWS], NEG_INF, K.state_dtype)
+    of_rank = heard_ptr + row
+    for _ in range(ranks):
+        m = tl.maximum(m, tl.load(of_rank, mask=live, other=0.0))
+        of_rank += length
+    origin = tl.where(m == NEG_INF, 0.0, m)
+    s = tl.zeros([BLOCK_ROWS], K.state_dtype)
+    of_rank = heard_ptr + row
+    for _ in range(ranks):
+        m_r = tl.load(of_rank, mask=live, other=0.0)
+        s += tl.exp(tl.load(of_rank + n_rows, mask=live, other=0.0) + (m_r - origin))
+        of_rank += length
+    ls = tl.log(s)
+    entropy = tl.zeros([BLOCK_ROWS], K.state_dtype)
+    squares = tl.zeros([BLOCK_ROWS], K.state_dtype)
+    mean = tl.zeros([BLOCK_ROWS], K.state_dtype)
+    of_rank = heard_ptr + row
+    for _ in range(ranks):
+        log_share, m_r = share_of(of_rank, n_rows, live, m, ls)
+        p = tl.exp(log_share)
+        at = of_rank + 2 * n_rows
+        if entropy_ptr is not None:
+            entropy += tl.where(p == 0.0, 0.0, p * (tl.load(at, mask=live, other=0.0) - log_share))
+            at += n_rows
+        if log_sq_ptr is not None:
+            log_sq_r = tl.load(at, mask=live, other=0.0)
+            squares += tl.where(p == 0.0, 0.0, tl.exp(2.0 * log_share + log_sq_r))
+            at += n_rows
+        if mean_ptr is not None:
+            mean += tl.load(at, mask=live, other=0.0)
+        of_rank += length
+    first = 2  # number of targets in a message
+    if entropy_ptr is not None:
+        first += 1
+    if log_sq_ptr is not None:
+        first += 1
+    if mean_ptr is not None:
+        first += 1
+    counts = row < 0
+    for i in range(n_targets):
+        t = tl.load(target_ptr + row * n_targets + i, mask=live, other=0).to(tl.int64)
+        on = t != ignore_index
+        counts = counts | on
+        log_prob = tl.zeros([BLOCK_ROWS], K.state_dtype)
+        top = tl.zeros([BLOCK_ROWS], K.state_dtype)
+        found = row < 0
+        of_rank = heard_ptr + row
+        for _ in range(ranks):
+            log_share, m_r = share_of(of_rank, n_rows, live, m, ls)
+            of_target = tl.load(of_rank + (first + i) * n_rows, mask=live, other=0.0)
+            own = tl.where(log_share == NEG_INF, log_share, of_target + log_share)
+            log_prob += tl.where(of_target == float("inf"), 0.0, own)
+            if top_ptr is not None:
+                flag = tl.load(of_rank + (first + n_targets + i) * n_rows, mask=live, other=0.0)
+                best = (m_r == m) & (flag >= 0.0) & (found == 0)
+                top = tl.where(best, flag, top)
+                found = found | best
+            of_rank += length
+        wrong = (t < 0) | (t >= n_classes)
+        log_prob = tl.where(on, tl.where(wrong, float("nan"), log_prob), 0.0)
+        tl.store(log_prob_ptr + row * n_targets + i, log_prob, mask=live)
+        if top_ptr is not None:
+            tl.store(top_ptr + row * n_targets + i, top > 0.0, mask=live)
+    tl.store(m_ptr + row, m, mask=live)
+    tl.store(ls_ptr + row, ls, mask=live)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, tl.where(counts, entropy, 0.0), mask=live)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, tl.where(counts, m + ls, 0.0), mask=live)
+    if log_sq_ptr is not None:
+        tl.store(log_sq_ptr + row, tl.where(counts, tl.log(squares), 0.0), mask=live)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, tl.where(counts, mean, 0.0), mask=live)
