@@ -34,6 +34,7 @@ OPERATIONS = {
     "linear_cross_entropy": "linear_cross_entropy, gradient",
     "log_prob": "log_prob with entropy",
     "log_prob_gradient": "log_prob with entropy, gradient",
+    "linear_log_prob": "linear_log_prob with entropy, gradient",
     "sample": "sample",
     "sample_greedy": "sample, the greatest",
     "sample_top_k": "sample, top-k 50",
@@ -165,6 +166,7 @@ PROVIDERS = (
             "softmax": by("softmaxes.liger"),
             "softmax_backward": by("softmaxes.liger_backward"),
             "linear_cross_entropy": by("layers.liger"),
+            "linear_log_prob": by("layers.liger_log_prob"),
         },
         over_ranks={"cross_entropy_gradient": by("shards.liger")},
         needs_gpu=True,
@@ -192,6 +194,26 @@ PROVIDERS = (
         "cce",
         Look("#6A6A00", "M-.4,-.95L.4,-.95L.95,-.4L.95,.4L.4,.95L-.4,.95L-.95,.4L-.95,-.4Z", (14, 4)),
         {"linear_cross_entropy": by("layers.cut_cross_entropy")},
+    ),
+    Provider(
+        "trl",
+        Look("#7A4E2D", "M-.9,-.9L.9,-.9L.9,-.5L.2,-.5L.2,.9L-.2,.9L-.2,-.5L-.9,-.5Z", (8, 1, 1, 1), dark="#c08a5e"),
+        {
+            "log_prob": by("losses.trl"),
+            "log_prob_gradient": by("losses.trl", gradient=True),
+            "linear_log_prob": by("layers.trl"),
+        },
+        needs_gpu=True,
+    ),
+    Provider(
+        "verl",
+        Look("#2A7F8E", "M-.9,-.9L-.45,-.9L0,.3L.45,-.9L.9,-.9L.2,.9L-.2,.9Z", (3, 4, 9, 4), dark="#5bb8c8"),
+        {
+            "log_prob": by("losses.verl"),
+            "log_prob_gradient": by("losses.verl", gradient=True),
+            "linear_log_prob": by("layers.verl"),
+        },
+        needs_gpu=True,
     ),
     Provider(
         "transformers",
@@ -293,6 +315,18 @@ PROVIDERS = (
         "32 in place",
         Look("#00441B", "M-1,0L-.5,-.87L.5,-.87L1,0L.5,.87L-.5,.87Z", (9, 3, 3, 3), dark="#3db46d"),
         {"linear_cross_entropy": by("layers.own", chunk_size=32, accumulate="input")},
+        kind="variant",
+    ),
+    Provider(
+        "logits kept",
+        Look("#6A51A3", "M-1,-.6L1,-.6L1,.6L.6,.6L.6,-.2L-.6,-.2L-.6,.6L-1,.6Z", (6, 3, 6, 1), dark="#a58be0"),
+        {"linear_log_prob": by("layers.own_log_prob", logits="keep")},
+        kind="variant",
+    ),
+    Provider(
+        "logits recomputed",
+        Look("#BCBDDC", "M-1,.6L1,.6L1,-.6L.6,-.6L.6,.2L-.6,.2L-.6,-.6L-1,-.6Z", (2, 1, 5, 1)),
+        {"linear_log_prob": by("layers.own_log_prob", logits="recompute")},
         kind="variant",
     ),
     Provider(

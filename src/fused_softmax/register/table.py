@@ -172,7 +172,7 @@ OPERATORS = (
         gradient=log_prob_rules.log_prob_gradient,
         public=log_prob,
         reference=losses_reference.log_prob,
-        bench=("log_prob", "log_prob_gradient"),
+        bench=("log_prob", "log_prob_gradient", "linear_log_prob"),
     ),
     Operator(
         name="log_prob_backward",

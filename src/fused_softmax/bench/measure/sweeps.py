@@ -128,6 +128,13 @@ SWEEPS = {
         shapes="4096x2048x32000,8192x4096x32000,4096x4096x128256,8192x4096x128256,4096x4096x151936,2048x3584x262144",
         ndim=3,
     ),
+    "linear-log-prob": Sweep(
+        "gradients of a linear layer's log-probabilities and entropies, tokens x hidden x vocabulary, beside its three "
+        "matrix products",
+        {"linear_log_prob": ("bfloat16",)},
+        shapes="8192x4096x151936,8192x2048x151936",
+        ndim=3,
+    ),
     "sampling": Sweep(
         "a token of each row of logits: no filter, the greatest, top-k, top-p of flat and of peaked rows, both, min-p",
         dict.fromkeys(FILTERS, BOTH),
