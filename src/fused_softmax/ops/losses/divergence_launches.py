@@ -136,11 +136,14 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
 
 
 def backward(
-    pair: Pair, rows: PairRows, dvalue: Tensor, asked: Divergence, of_target: bool = False
+    pair: Pair, rows: PairRows, dvalue: Tensor, asked: Divergence, of_target: bool = False, over: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient by the student's rows, that of "cross" by the teacher's probabilities, if it is wanted)."""
+    """(the gradient by the student's rows, that of "cross" by the teacher's probabilities, if it is wanted).
+
+    over: whether the first is written over these rows.
+    """
     x, y = pair.x, pair.y
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
     dvalue = dvalue.to(torch.float32).contiguous()
     given = (*pair, dx, dy)

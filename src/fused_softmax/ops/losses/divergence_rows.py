@@ -59,10 +59,10 @@ def run(pair: Pair, options: Divergence) -> tuple[Pair, PairRows]:
 
 
 def gradients(
-    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False
+    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False, over: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of the student's rows and, if wanted, of the teacher's, by the kernels."""
-    return backward(_in_vectors(pair), rows, dvalue, options, of_target)
+    """Those of the student's rows, over them if asked, and if wanted of the teacher's, by the kernels."""
+    return backward(pair if over else _in_vectors(pair), rows, dvalue, options, of_target, over)
 
 
 class _Divergence(torch.autograd.Function):

@@ -342,8 +342,10 @@ def _pair_gradient(
     x_body = body_of(x_rows, r.row, K)
     dx_body = body_of(Rows(dx_ptr, dx_row_stride, misalignment), r.row, K)
     end = tl.minimum(r.body, r.start + part_cols)
+    # Rows past the end repeat the last one, whose logits may be overwritten by then.
+    live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
     for at in range(r.start, end, K.block_cols):
-        on = r.cols < end - at
+        on = (r.cols < end - at) & live
         x = tl.load(x_body + (at + r.cols), mask=on, other=0.0)
         y = tl.load(y_body + (at + r.cols), mask=on, other=0.0)
         z = finished(x, N.factor, N.cap, K.scaled, K.capped)
