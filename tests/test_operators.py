@@ -68,6 +68,7 @@ def loss_samples():
     second = (-100, "none", 0.1, 5.0, 2.0, 0.1)
     several, given = torch.tensor([[5, 5], [-100, 3], [0, 7]]), logits(3, 2, seed=5)
     of_linear = (None, -100, "mean", 0.1, None, 1.0, 0.0, 2, "fp32", [True] * 3)
+    y, plain = logits(3, 8, seed=6).detach(), (0.5, 1.0, None, 1.0, None, 1.0, None, 1.0, None)
     return {
         "cross_entropy": [
             (x, target),
@@ -100,6 +101,17 @@ def loss_samples():
         "log_prob_backward": [
             (x, target[:, None], m, ls, rows[:0], rows[:, None], None, None),
             (x, several, m, ls, rows, given, rows, rows, -100, 0.5, 4.0, 1.0, rows.detach() + 1),
+        ],
+        "divergence": [
+            (x, y),
+            (x, y, "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1, 2.0, 5.0, 1.0, rows.detach() + 2),
+            (x, y.log_softmax(-1), "reverse_kl", *plain, "log_probs"),
+            (x, y.softmax(-1), "tvd", *plain, "probs"),
+        ],
+        "divergence_backward": [
+            (x.detach(), y, m, m, ls, m, ls, ls, rows.detach()),
+            (x.detach(), y, m, m, ls, m, ls, ls, rows.detach(), "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1),
+            (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), "kl", *plain, "probs"),
         ],
     }  # fmt: skip
 
@@ -288,6 +300,11 @@ def public_samples(device):
         "log_prob": [
             ((x, target), {}),
             ((x, target.view(5, 1).expand(5, 3)), {"scale": -0.5, "softcap": 5.0, "temperature": weight[:5]}),
+        ],
+        "divergence": [
+            ((x[0],), {"target": x[1] / 2, "kind": kind, **options})  # of one row, the mean
+            for kind in ("kl", "reverse_kl", "jsd", "tvd")
+            for options in ({}, {"softcap": 5.0, "temperature": 0.7, "target_scale": 2.0, "beta": 0.3})
         ],
         "attention": [
             ((x.view(5, 1, 7, 10) / 4, x.view(5, 1, 7, 10), x.view(5, 1, 7, 10)), options)
