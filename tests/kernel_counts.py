@@ -31,6 +31,11 @@ def log_prob(n, grad=False):
     return ours.log_prob(x, target, return_entropy=True)[:2]
 
 
+def divergence(n, grad=False, **options):
+    x, y = made(n, VOCABULARY, grad=grad), made(n, VOCABULARY)
+    return ours.divergence(x, y, **options)
+
+
 def sample(n, **filters):
     return ours.sample(made(n, VOCABULARY), 0.7, seed=1, **filters)
 
@@ -56,6 +61,9 @@ LISTS = {
     "loss, vocabularies": [lambda n=n: loss(4096, n) for n in (128256, 128000, 129280)],
     "log_prob, numbers of rows": [lambda n=n: log_prob(n) for n in (1, 7, 512, 20000)],
     "log_prob, both passes": [lambda: log_prob(4096, True)],
+    "divergence, numbers of rows": [lambda n=n: divergence(n) for n in (1, 7, 512, 20000)],
+    "divergence, both passes": [lambda: divergence(4096, True)],
+    "divergence, of two passes": [lambda: divergence(4096, True, kind="jsd")],
     "T, batches": [lambda n=n: sample(n) for n in BATCHES],
     "top-k, batches": [lambda n=n: sample(n, top_k=50) for n in BATCHES],
     "attention, lengths": [lambda n=n: attention(n, is_causal=True) for n in (1024, 2048, 4096, 8192)],

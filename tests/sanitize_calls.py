@@ -7,6 +7,7 @@ from torch import Tensor
 from fused_softmax import (
     attention,
     cross_entropy,
+    divergence,
     linear_cross_entropy,
     log_prob,
     log_softmax,
@@ -45,6 +46,11 @@ def gathered(x):
     return torch.log_softmax(x, -1).gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
 
 
+def diverged(x):
+    log_q, log_t = (torch.log_softmax(each, -1) for each in (x, x.detach().flip(0)))
+    return F.kl_div(log_q, log_t, reduction="batchmean", log_target=True)
+
+
 def attended(of, name):
     return lambda q, k, v, bias: of(q, k, v, **{name: bias})
 
@@ -76,6 +82,16 @@ LOSSES = {
     "losses of split rows": (loss(cross_entropy), loss(F.cross_entropy), [(3, 40003), (40003,)]),
     "log-probabilities": (lambda x: log_prob(x, targets(x)), gathered, [(19, 1030)]),
     "log-probabilities of long rows": (lambda x: log_prob(x, targets(x)), gathered, [(3, 40008)]),
+    "divergences": (lambda x: divergence(x, x.detach().flip(0)), diverged, [(19, 1030)]),
+    "divergences of long rows": (lambda x: divergence(x, x.detach().flip(0)), diverged, [(3, 40008)]),
+    "divergences of two passes": (
+        lambda x: divergence(x, x.detach().flip(0), kind="tvd"),
+        lambda x: (x.softmax(-1) - x.detach().flip(0).softmax(-1)).abs().sum(-1).mean() / 2, [(3, 40008)],
+    ),
+    "losses of probabilities": (
+        lambda x, y: cross_entropy(x, y.softmax(-1)), lambda x, y: F.cross_entropy(x, y.softmax(-1)),
+        [(19, 1030), (19, 1030)],
+    ),
     "a linear layer's loss": (
         lambda x, w: linear_cross_entropy(x, w, targets(x, len(w))),
         lambda x, w: F.cross_entropy(x @ w.T, targets(x, len(w))), [(70, 64), (300, 64)],

@@ -9,7 +9,7 @@ from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.divergence_launches import Pair, PairRows, backward, forward, in_vectors
+from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, backward, forward, in_vectors
 from fused_softmax.ops.losses.options import Divergence
 
 
@@ -79,7 +79,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx, dvalue):
         (dvalue,) = resolved(dvalue)
         saved = saved_of(ctx, "divergence")
-        pair, rows = Pair(*saved[: len(Pair._fields)]), PairRows(*saved[len(Pair._fields) :])
+        pair, rows = Pair(*saved[:OF_PAIR]), PairRows(*saved[OF_PAIR:])
         wanted = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or batched(dvalue):
             dx, dy = differentiable_gradient(pair, ctx.options, dvalue, rows.value, wanted)
