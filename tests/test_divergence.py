@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import kernels, peaked
 from products import QUICK, pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import fused_softmax
 from fused_softmax import cross_entropy, divergence
@@ -190,6 +191,18 @@ def test_tiles_of_minus_infinity(kind, who, where, n_classes, device):
         f = torch.where(q > 0, f, 0.0)
         truth = q * (f - (q * f).sum(-1, keepdim=True))
         torch.testing.assert_close(dx.cpu().double(), truth.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
+@pytest.mark.parametrize("n_classes", [70, 40001])
+def test_what_fades_away_before_a_peak(kind, n_classes, device):
+    """A class that only the other has, of a probability that is 0 in float32: infinite until the peak is seen."""
+    x, y = pair(2, n_classes)
+    (first, second) = (y, x) if kind == "kl" else (x, y)
+    first[:, -1], second[:, 5] = 300.0, -INF
+    found = divergence(x.to(device), y.to(device), kind=kind, reduction="none")
+    first[:, 5] = -INF
+    torch.testing.assert_close(found.cpu().double(), formula(x, y, kind=kind), rtol=1e-5, atol=1e-5)
 
 
 @every_kind
@@ -638,13 +651,29 @@ def test_what_is_changed_in_place_is_told(device):
     y.mul_(0.5)
     rows = divergence(logits, y, reduction="none")
     wanted = torch.autograd.grad((rows * 2).exp().sum(), leaf)
-    rows = divergence(leaf * 1, y, reduction="none")
-    try:
-        found = torch.autograd.grad(rows.mul_(2).exp().sum(), leaf)
-    except RuntimeError as error:  # where the rows are kept for the gradient
-        assert "modified by an inplace operation" in str(error)  # noqa: PT017
-    else:
+    for create_graph in (False, True):
+        rows = divergence(leaf * 1, y, reduction="none")
+        found = torch.autograd.grad(rows.mul_(2).exp().sum(), leaf, create_graph=create_graph)
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "saved on a CPU", "hooks"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_saved_tensors(way, create_graph, device):
+    x, y = pair(4, 613, device=device)
+    temperature = torch.linspace(0.5, 2, 4, device=device)
+    call = lambda x: divergence(x * 1, y, kind="jsd", temperature=temperature)  # noqa: E731
+    (wanted,) = torch.autograd.grad(call(leaf := x.clone().requires_grad_()), leaf)
+    leaf = x.clone().requires_grad_()
+    if way == "checkpoint":
+        loss = checkpoint(call, leaf, use_reentrant=False)
+    else:
+        turned = lambda t: t.t().contiguous().t() if t.ndim == 2 else t  # noqa: E731
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, turned)
+        with hooks if way == "hooks" else torch.autograd.graph.save_on_cpu():
+            loss = call(leaf)
+    (found,) = torch.autograd.grad(loss, leaf, create_graph=create_graph)
+    torch.testing.assert_close(found, wanted)
 
 
 # The same bits.

@@ -51,7 +51,7 @@ class PairRows(NamedTuple):
     ls: Tensor
     m_t: Tensor | None
     ls_t: Tensor | None
-    value: Tensor
+    value: Any  # a Tensor, or None for the gradient, which does not need it
     total: Tensor
 
 
