@@ -189,6 +189,7 @@ OPERATORS = (
         gradient=divergence_rules.divergence_gradient,
         public=divergence,
         reference=losses_reference.divergence,
+        bench=("divergence", "divergence_gradient"),
     ),
     Operator(
         name="divergence_backward",

@@ -1,11 +1,11 @@
-"""Cross-entropy as it is measured, and its gradient."""
+"""Losses of rows of logits as they are measured, and their gradients."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fused_softmax import cross_entropy, log_prob
+from fused_softmax import cross_entropy, divergence, log_prob
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.makers import Call, Maker, without_init
@@ -88,6 +88,45 @@ def log_prob_gradient_formula(case: Case) -> Call:
     return call
 
 
+def with_teacher(case: Case, generator: torch.Generator) -> Inputs:
+    """A student's logits and a teacher's."""
+    return logits(case, generator), logits(case, generator)
+
+
+def divergences_formula(case: Case) -> Call:
+    def call(x, y):
+        log_q, log_t = (torch.log_softmax(each, -1, dtype=widest(x)) for each in (x, y))
+        return (log_t.exp() * (log_t - log_q)).sum(-1)
+
+    return call
+
+
+def kl_by_torch(x, y, reduction: str = "batchmean"):
+    log_q, log_t = (torch.log_softmax(each, -1, dtype=torch.float32) for each in (x, y))
+    return torch.nn.functional.kl_div(log_q, log_t, reduction=reduction, log_target=True)
+
+
+def divergence_gradient_formula(case: Case) -> Call:
+    def call(x, y):
+        q, t = (torch.softmax(each, -1, dtype=widest(x)) for each in (x, y))
+        return ((q - t) / case.n_rows).to(x.dtype)
+
+    return call
+
+
+def liger_kl(case: Case) -> Call:
+    """Its loss takes log-probabilities, which torch's log_softmax makes."""
+    from liger_kernel.transformers.kl_div import LigerKLDIVLoss
+
+    kl = LigerKLDIVLoss(reduction="batchmean", log_target=True)
+
+    def call(x, y):
+        log_q, log_t = (torch.log_softmax(each, -1, dtype=torch.float32) for each in (x, y))
+        return kl(log_q, log_t)
+
+    return loss_gradient(call)(case)
+
+
 def quack(case: Case) -> Call:
     from quack.cross_entropy import cross_entropy
 
@@ -147,5 +186,23 @@ ENTRIES = {
         held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
         ceilings=lambda case: ceiling.copies(),
         parameters=lambda case: {"return_entropy": True},
+    ),
+    "divergence": Operation(
+        inputs=with_teacher,
+        own=lambda case: lambda x, y: divergence(x, y, reduction="none"),
+        formula=divergences_formula,
+        eager=lambda case: lambda x, y: kl_by_torch(x, y, "none").sum(-1),
+        held_bytes=lambda case: 2 * case.tensor_bytes + 4 * case.n_rows,
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"kind": "kl", "reduction": "none"},
+    ),
+    "divergence_gradient": Operation(
+        inputs=with_teacher,
+        own=loss_gradient(divergence),
+        formula=divergence_gradient_formula,
+        eager=loss_gradient(kl_by_torch),
+        held_bytes=lambda case: 3 * case.tensor_bytes,
+        ceilings=lambda case: ceiling.adds(),
+        parameters=lambda case: {"kind": "kl", "reduction": "mean"},
     ),
 }

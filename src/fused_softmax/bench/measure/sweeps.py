@@ -122,6 +122,11 @@ SWEEPS = {
         dict.fromkeys(("log_prob", "log_prob_gradient"), BOTH),
         shapes="64x1024,8192x32000,4096x50257,64x128256,8192x151936",
     ),
+    "divergence": Sweep(
+        "KL(teacher || student) of rows of logits, and the gradient of its mean with its forward pass",
+        dict.fromkeys(("divergence", "divergence_gradient"), BOTH),
+        shapes="8192x151936,8192x32000,4096x50257",
+    ),
     "linear-cross-entropy": Sweep(
         "gradients of a linear layer's mean loss, tokens x hidden x vocabulary, beside its three matrix products",
         {"linear_cross_entropy": ("bfloat16",)},

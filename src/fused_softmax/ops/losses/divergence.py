@@ -83,6 +83,10 @@ def divergence(
         "target_scale": target_scale, "target_softcap": target_softcap, "target_temperature": target_temperature,
         "target_is": target_is,
     }  # fmt: skip
+    return _divergence(input, target, given, columns, rest, weight, reduction, dtype)
+
+
+def _divergence(input, target, given, columns, rest, weight, reduction, dtype):
     shape = _check_student(input)
     _check_target(input, target)
     options = check_divergence(_NAME, input, shape, given, weight, reduction, dtype)
@@ -233,7 +237,9 @@ def _of_columns(input, target, columns, rest, options: Divergence) -> tuple[Tens
     log_q = torch.cat([log_q, _log_of_rest(log_q)], -1)
     t = target.to(log_q.dtype)
     t = t.exp() if options.target_is == "log_probs" else t
-    t = torch.cat([t, (1.0 - t.sum(-1, keepdim=True)).clamp_min(0.0)], -1)
+    # reverse_kl of a teacher that leaves nothing would be infinite by what rounding hides.
+    least = torch.finfo(t.dtype).eps if options.kind == "reverse_kl" else 0.0
+    t = torch.cat([t, (1.0 - t.sum(-1, keepdim=True)).clamp_min(least)], -1)
     return log_q, t, Divergence(kind=options.kind, beta=options.beta, target_is="probs")
 
 

@@ -41,6 +41,9 @@ class Pair(NamedTuple):
     target_temperature: Tensor | None = None
 
 
+OF_PAIR = len(Pair._fields)
+
+
 class PairRows(NamedTuple):
     """Of every row [n], float32: the states of both, the divergence, and what its gradient takes of the whole row."""
 
@@ -48,7 +51,7 @@ class PairRows(NamedTuple):
     ls: Tensor
     m_t: Tensor | None
     ls_t: Tensor | None
-    value: Tensor
+    value: Any  # a Tensor, or None for the gradient, which does not need it
     total: Tensor
 
 
