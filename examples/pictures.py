@@ -1,4 +1,4 @@
-"""The pictures of the examples, by Altair: losses by step beside something else that is measured."""
+"""The pictures of the examples, by Altair: losses or rewards by step beside something else that is measured."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,9 +22,9 @@ def by_name() -> dict[str, Any]:
     }
 
 
-def losses(curves: Mapping[str, Iterable[float]]) -> alt.Chart:
-    rows = [{"name": name, "step": i, "loss": loss} for name, curve in curves.items() for i, loss in enumerate(curve)]
-    chart = data(rows).mark_line().encode(x="step:Q", y=alt.Y("loss:Q", scale=alt.Scale(zero=False)), **by_name())
+def losses(curves: Mapping[str, Iterable[float]], what: str = "loss") -> alt.Chart:
+    rows = [{"name": name, "step": i, what: value} for name, curve in curves.items() for i, value in enumerate(curve)]
+    chart = data(rows).mark_line().encode(x="step:Q", y=alt.Y(f"{what}:Q", scale=alt.Scale(zero=False)), **by_name())
     return chart.properties(title="the same model, tokens and steps", width=450)
 
 

@@ -18,6 +18,7 @@ def calls():
     yield "statistics", lambda: fused_softmax.cross_entropy(x, target, return_token_stats=True)
     yield "linear_cross_entropy", lambda: fused_softmax.linear_cross_entropy(graded, weight, target).backward()
     yield "log_prob", lambda: fused_softmax.log_prob(graded, target).sum().backward()
+    yield "divergence", lambda: fused_softmax.divergence(graded, x).backward()
     yield "attention", lambda: fused_softmax.attention(q.clone().requires_grad_(), k, k).sum().backward()
     yield "sample", lambda: fused_softmax.sample(x, 0.7, top_k=3, seed=1)
     yield "filters", lambda: fused_softmax.top_p_mask_logits(x, 0.5)

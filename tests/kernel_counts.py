@@ -32,6 +32,11 @@ def log_prob(n, grad=False, n_kept=None):
     return ours.log_prob(x, target, return_entropy=True, kept=kept)[:2]
 
 
+def divergence(n, grad=False, **options):
+    x, y = made(n, VOCABULARY, grad=grad), made(n, VOCABULARY)
+    return ours.divergence(x, y, **options)
+
+
 def sample(n, **filters):
     return ours.sample(made(n, VOCABULARY), 0.7, seed=1, **filters)
 
@@ -58,6 +63,9 @@ LISTS = {
     "log_prob, numbers of rows": [lambda n=n: log_prob(n) for n in (1, 7, 512, 20000)],
     "log_prob, both passes": [lambda: log_prob(4096, True)],
     "log_prob, lists": [lambda n=n: log_prob(n, True, 50 * n + 1) for n in (1, 7, 512, 20000)],
+    "divergence, numbers of rows": [lambda n=n: divergence(n) for n in (1, 7, 512, 20000)],
+    "divergence, both passes": [lambda: divergence(4096, True)],
+    "divergence, of two passes": [lambda: divergence(4096, True, kind="jsd")],
     "T, batches": [lambda n=n: sample(n) for n in BATCHES],
     "top-k, batches": [lambda n=n: sample(n, top_k=50) for n in BATCHES],
     "attention, lengths": [lambda n=n: attention(n, is_causal=True) for n in (1024, 2048, 4096, 8192)],

@@ -7,6 +7,7 @@ from torch import Tensor
 from fused_softmax import (
     attention,
     cross_entropy,
+    divergence,
     linear_cross_entropy,
     log_prob,
     log_softmax,
@@ -50,6 +51,11 @@ def lists_of(x, n):
     return torch.arange(n, device=x.device).repeat(len(x)), torch.arange(len(x) + 1, device=x.device) * n
 
 
+def diverged(x):
+    log_q, log_t = (torch.log_softmax(each, -1) for each in (x, x.detach().flip(0)))
+    return F.kl_div(log_q, log_t, reduction="batchmean", log_target=True)
+
+
 def attended(of, name):
     return lambda q, k, v, bias: of(q, k, v, **{name: bias})
 
@@ -84,6 +90,16 @@ LOSSES = {
         lambda x: log_prob(x, targets(x), kept=lists_of(x, 512)), lambda x: gathered(x[:, :512]), [(19, 1030)],
     ),
     "log-probabilities of long rows": (lambda x: log_prob(x, targets(x)), gathered, [(3, 40008)]),
+    "divergences": (lambda x: divergence(x, x.detach().flip(0)), diverged, [(19, 1030)]),
+    "divergences of long rows": (lambda x: divergence(x, x.detach().flip(0)), diverged, [(3, 40008)]),
+    "divergences of two passes": (
+        lambda x: divergence(x, x.detach().flip(0), kind="tvd"),
+        lambda x: (x.softmax(-1) - x.detach().flip(0).softmax(-1)).abs().sum(-1).mean() / 2, [(3, 40008)],
+    ),
+    "losses of probabilities": (
+        lambda x, y: cross_entropy(x, y.softmax(-1)), lambda x, y: F.cross_entropy(x, y.softmax(-1)),
+        [(19, 1030), (19, 1030)],
+    ),
     "a linear layer's loss": (
         lambda x, w: linear_cross_entropy(x, w, targets(x, len(w))),
         lambda x, w: F.cross_entropy(x @ w.T, targets(x, len(w))), [(70, 64), (300, 64)],

@@ -37,6 +37,12 @@ def check_results():
             lambda: fused_softmax.log_prob(x, target),
             lambda: torch.log_softmax(x, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
         ),
+        (
+            lambda: fused_softmax.divergence(x, x.detach().flip(0), reduction="sum"),
+            lambda: torch.nn.functional.kl_div(
+                torch.log_softmax(x, -1), torch.log_softmax(x.detach().flip(0), -1), reduction="sum", log_target=True
+            ),
+        ),
     ):
         found, expected = ours(), torchs()
         torch.testing.assert_close(found, expected)

@@ -122,7 +122,7 @@ def test_a_mix_of_dtypes_that_autocast_makes_one_is_taken(device):
 def test_the_table_has_every_function():
     functions = {name for name in fused_softmax.__all__ if name.islower() and name != "nn"}
     assert set(rules.TABLE) == functions - {
-        "linear_log_prob", "log_prob",  # the first does as the linear loss, the second leaves all as it is
+        "linear_log_prob", "log_prob", "divergence",  # the first does as the linear loss, the others leave all as it is
         "enable", "disable", "enabled", "explain", "warmup",
     }  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_the_docs_say_what_the_table_does():
             said[used.lowers, used.result] for used in (rule if d in rule.devices else nothing for d in ("cuda", "cpu"))
         )
         for name, rule in rules.TABLE.items()
-    } | {"log_prob": ("nothing", "nothing")}  # whose results have a dtype of their own
+    } | dict.fromkeys(("log_prob", "divergence"), ("nothing", "nothing"))  # whose results have dtypes of their own
     assert rows[0][1:] == ["on a GPU", "on a CPU"]
     assert found == expected
 
@@ -401,6 +401,7 @@ def test_what_autocast_leaves_alone_is_the_same_under_it(device, dtype):
     x, probabilities = logits.to(dtype), logits.softmax(-1).to(dtype)
     functions = {
         "log_prob": lambda: fused_softmax.log_prob(x, seen),
+        "divergence": lambda: fused_softmax.divergence(x, logits.flip(0), kind="jsd"),
         "sample": lambda: fused_softmax.sample(x, 0.7, 20, 0.9, seed=1, return_logprobs="processed", top_logprobs=2),
         "speculative_sample": lambda: fused_softmax.speculative_sample(x.view(2, 2, 300), drafts, seed=1),
         "top_k_mask_logits": lambda: fused_softmax.top_k_mask_logits(x, 5),
@@ -410,7 +411,9 @@ def test_what_autocast_leaves_alone_is_the_same_under_it(device, dtype):
         "top_p_renorm_probs": lambda: fused_softmax.top_p_renorm_probs(probabilities, 0.8),
         "penalize": lambda: fused_softmax.penalize(x, seen, 1.2, 0.1, 0.2),
     }
-    assert set(functions) - {"log_prob"} == {name for name, rule in rules.TABLE.items() if rule == rules.Rule()}
+    assert set(functions) - {"log_prob", "divergence"} == {
+        name for name, rule in rules.TABLE.items() if rule == rules.Rule()
+    }
     for name, call in functions.items():
         plain = call()
         with autocast(device, BF16):

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import astuple, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy
 import pytest
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries import ceiling, layers, makers, sampling, softmaxes
+from fused_softmax.bench.entries import ceiling, layers, losses, makers, sampling, softmaxes
 from fused_softmax.bench.entries import filters as entries_filters
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.operations import OPERATIONS
@@ -314,9 +314,101 @@ def test_of_a_linear_layers_loss_both_gradients_are_judged():
     assert ceiling.Products()(x, w, target).shape == w.shape
 
 
+def test_of_a_layers_log_probabilities_both_gradients_of_both_results_are_judged():
+    case = sample("linear_log_prob")
+    x, w, target = check.inputs(case, 1, "cpu", seed=0)[0]
+    judge = check.Judge(case, (x, w, target))
+    plain = layers.linear_then_log_prob
+    for wrong in (
+        lambda x, w, target: (plain(x.detach(), w, target)[0], plain(x, w, target)[1]),
+        lambda x, w, target: (plain(x, w.detach(), target)[0], plain(x, w, target)[1]),
+        lambda x, w, target: (plain(x, w, target)[0], plain(x, w, target)[1].detach() + 0 * w.sum()),
+        lambda x, w, target: (plain(x, w, target)[0] + 0 * w.sum(), -plain(x, w, target)[1]),
+    ):
+        y = layers.log_prob_gradient(wrong)(x, w, target)
+        assert judge.complaint(y, judge.allowed(own=False))[0].startswith("largest error")
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Modules under the names of TRL, Liger and verl, with what the bench calls of them, of torch's operations."""
+
+    class Applied:
+        def __init__(self, apply):
+            self.apply = apply
+
+    def of_layer(x, w, target):
+        return layers.linear_then_log_prob(x, w, target)
+
+    def of_trl(x, w, bias, target, temperature, chunk_size, softcap, scale, outputs):
+        assert (bias, temperature, chunk_size, softcap, scale, outputs) == (None, 1.0, 5, None, 1.0, ("entropy",))
+        return *of_layer(x, w, target), None, None, None
+
+    def of_liger(x, w, target, temperature, ignore_index, tiles, return_entropy):
+        assert (temperature, ignore_index, tiles, return_entropy) == (1.0, -100, 1, True)
+        of_targets, entropy = of_layer(x, w, target)
+        return -of_targets, entropy
+
+    def of_verl(x, w, target, temperature, reduction):
+        assert (temperature, reduction) == (1.0, "none")
+        return of_layer(x, w, target)
+
+    stand_ins = {
+        "trl.kernels": {
+            "selective_log_softmax_and_entropy": losses.eager_log_prob, "ChunkedLogProbFunction": Applied(of_trl)
+        },
+        "trl.trainer.utils": {"_CHUNKED_LOGPROB_CHUNK_SIZE": 5},
+        "liger_kernel.ops": {"LigerFusedLinearScaledCrossEntropyFunction": Applied(of_liger)},
+        "verl.utils.torch_functional": {
+            "logprobs_from_logits": lambda x, target, inplace_backward: losses.eager_log_prob(x, target)[0],
+            "entropy_from_logits": lambda x: losses.eager_log_prob(x, x.argmax(-1))[1],
+        },
+        "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": of_verl},
+    }  # fmt: skip
+    for name, has in stand_ins.items():
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            package = ".".join(parts[:i])
+            if package not in stand_ins:
+                monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        module = ModuleType(name)
+        module.__dict__.update(has)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("name", ["log_prob", "log_prob_gradient", "linear_log_prob"])
+def test_calls_of_other_projects_log_probabilities_are_judged_as_ours(name, stand_ins):
+    case = sample(name)
+    inputs = check.inputs(case, 1, "cpu", seed=0)[0]
+    judge = check.Judge(case, inputs)
+    peers = set(catalog.PEERS[name]) - catalog.VARIANTS
+    assert peers == {"trl", "verl", *(["liger"] if name == "linear_log_prob" else [])}
+    for peer in peers:
+        assert check.verdict(judge, OPERATIONS[name].providers[peer](case), own=False)[0] == "", peer
+
+
+def test_a_module_is_imported_without_the_packages_around_it(tmp_path, monkeypatch):
+    folder = tmp_path / "made_up_around" / "inner"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("import no_such_package")
+    (folder / "__init__.py").write_text("import no_such_package")
+    (folder / "beside.py").write_text("number = 7")
+    (folder / "module.py").write_text("from made_up_around.inner.beside import number\nfrom . import beside")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("made_up_around", "made_up_around.inner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert makers.without_init("made_up_around.inner.module").number == 7
+    for name in ("no_such_package.module", "made_up_around.missing.module"):
+        with pytest.raises(ModuleNotFoundError, match=name.rpartition(".")[0]):
+            makers.without_init(name)
+    for name in [name for name in sys.modules if name.startswith("made_up_around")]:
+        del sys.modules[name]
+
+
 def test_memory_is_printed_of_losses(tmp_path):
-    of_loss = replace(point(), operation="cross_entropy_gradient", memory_bytes=3 * 2**20)
-    for points, expected in (([of_loss], True), ([point(memory_bytes=2**20)], False)):
+    names = "cross_entropy_gradient", "linear_log_prob"
+    of_loss, of_layer = (replace(point(), operation=name, memory_bytes=3 * 2**20) for name in names)
+    for points, expected in (([of_loss], True), ([of_layer], True), ([point(memory_bytes=2**20)], False)):
         report.print_run(run_of(*points), console := Console(file=io.StringIO(), width=200))
         assert ("memory: MiB" in console.file.getvalue()) == expected
         assert ("3.0" in console.file.getvalue()) == expected
@@ -855,7 +947,7 @@ def test_real_figures():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_real_figures_of_every_operation(name):
     shape = (4, 8, 512, 512) if len(OPERATIONS[name].sample.shape) == 4 else (2048, 4096)
-    shape = (2048, 512, 8192) if name == "linear_cross_entropy" else shape
+    shape = (2048, 512, 8192) if name.startswith("linear_") else shape
     shape = (2, 8, 512, 64) if name in KINDS else shape
     case = sample(name, shape=shape, dtype="bfloat16", dim=0 if name == "softmax_dim" else -1)
     for found in measure.measure(case, ["fused_softmax", "torch", "torch.compile"], measure.Effort(2, 5)):

@@ -37,6 +37,13 @@ CALLS = {
         lambda **options: fused_softmax.log_prob(X, **{"target": T, **options}),
         ("target", "scale", "softcap", "temperature", "ignore_index", "return_stats", "kept", "dtype"),
     ),
+    "divergence": (
+        lambda **options: fused_softmax.divergence(X, **{"target": X, **options}),
+        (
+            "target", "kind", "beta", "scale", "softcap", "temperature", "target_scale", "target_softcap",
+            "target_temperature", "target_is", "columns", "rest", "weight", "reduction", "dtype",
+        ),
+    ),
     "sample": (
         lambda **options: fused_softmax.sample(X, **options),
         (

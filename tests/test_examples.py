@@ -1,4 +1,6 @@
-"""The examples run: tiny trainings, alone, over two ranks and of a bias, generate() by our sampler, a server's step."""
+"""The examples run: tiny trainings, alone, over two ranks, of a bias and by rewards; generate() by our sampler, and a
+server's step.
+"""
 
 import errno
 import importlib.util
@@ -52,6 +54,16 @@ def generate():
 def attention_bias():
     pytest.importorskip("altair", reason="the example draws its curves")
     return module_of("attention_bias")
+
+
+@pytest.fixture
+def grpo_tiny(monkeypatch):
+    """As where TRL is not installed."""
+    pytest.importorskip("transformers", reason="the example trains a model of the transformers package")
+    pytest.importorskip("altair", reason="the example draws its curves")
+    module = module_of("grpo_tiny")
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    return module
 
 
 @pytest.fixture
@@ -219,7 +231,29 @@ def test_bad_options_of_a_bias_are_named(options, message, attention_bias, capsy
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["two_ranks", "train_tiny", "generate", "attention_bias"])
+REWARDED = ["--vocab", "16", "--hidden", "16", "--layers", "1", "--prompts", "2", "--generations", "4", "--length", "4"]
+
+
+@pytest.mark.parametrize("by", ["hand", "TRL"])
+def test_rewards_rise_alike_with_our_log_probabilities(by, grpo_tiny, device, tmp_path, monkeypatch, capsys):
+    if by == "TRL":
+        pytest.importorskip("trl", reason="TRL's trainer trains")
+        monkeypatch.setattr(grpo_tiny, "find_spec", lambda _: True)
+    out = tmp_path / "curves.png"
+    theirs, ours = grpo_tiny.main(["--steps", "3", *REWARDED, "--device", device, "-o", str(out)])
+    assert len(theirs.rewards) == len(ours.rewards) == 3
+    assert theirs.rewards == pytest.approx(ours.rewards, abs=1e-3)
+    for a, b in zip(theirs.found, ours.found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert all(run.peak_bytes > 0 for run in (theirs, ours))
+    assert out.read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert ("TRL is not installed" in said) == (by == "hand")
+    assert said.count("in 3 steps") == 2
+    assert "at most apart: log-probabilities" in said
+
+
+@pytest.mark.parametrize("name", ["two_ranks", "train_tiny", "generate", "attention_bias", "grpo_tiny"])
 def test_a_picture_that_exists_is_kept(request, name, tmp_path, capsys):
     out = tmp_path / "curves.png"
     out.write_text("mine")
@@ -250,6 +284,10 @@ WRONG = {
     "attention_bias": {
         **dict.fromkeys(("steps", "vocab", "batch", "length", "heads", "dim", "layers", "furthest"), WHOLE),
         "dim ": ("257", "500"), "length ": ("3",), "dtype": ("float16",), "out": PICTURES,
+    },
+    "grpo_tiny": {
+        **dict.fromkeys(("steps", "vocab", "hidden", "layers", "prompts", "generations", "length"), WHOLE),
+        "vocab ": ("7",), "generations ": ("1",), "hidden ": ("65", "127"), "dtype": ("float16",), "out": PICTURES,
     },
     "two_ranks": {
         **dict.fromkeys(("ranks", "steps", "vocab", "hidden", "tokens", "length"), WHOLE),

@@ -88,6 +88,7 @@ FUNCTIONS = {
     "cross_entropy": (lambda x, t, q: fused_softmax.cross_entropy(x, t), RowPlan),
     "linear_cross_entropy": (lambda x, t, q: fused_softmax.linear_cross_entropy(x, x.repeat(8, 1), t), RowPlan),
     "log_prob": (lambda x, t, q: fused_softmax.log_prob(x, t), RowPlan),
+    "divergence": (lambda x, t, q: fused_softmax.divergence(x, x.flip(0), kind="jsd"), RowPlan),
     "attention": (lambda x, t, q: fused_softmax.attention(q, q, q, q @ q.mT), Tiles),
     "sample": (lambda x, t, q: fused_softmax.sample(x, top_k=3, seed=1), DrawPlan),
 }

@@ -53,6 +53,14 @@ def replace_everywhere(source, pattern, new):
         path.write_text(text)
 
 
+def test_an_operation_is_of_its_own_public_function():
+    """An operator may name operations of several functions."""
+    functions = fingerprint.functions()
+    assert {name: functions[name].name for name in ("log_prob", "log_prob_gradient", "linear_log_prob")} == {
+        "log_prob": "log_prob", "log_prob_gradient": "log_prob", "linear_log_prob": "linear_log_prob"
+    }  # fmt: skip
+
+
 def test_a_file_may_have_another_name(source, present):
     old = file_of(source, "\nclass RowPlan")
     old.rename(old.with_name("other_name.py"))

@@ -232,7 +232,7 @@ def test_the_parts_have_no_cycle():
 
 
 def is_of_kernels(name):
-    return "kernels" in name.split(".")[:-1]
+    return name.startswith(f"{PUBLIC}.") and "kernels" in name.split(".")[:-1]
 
 
 def test_kernels_are_named_where_they_are_launched_alone():

@@ -1,5 +1,6 @@
 """The losses' kernels compiled for GPUs that need not be present: no spill, wide accesses."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -8,11 +9,12 @@ from launches import ABOUT_THE_CALL, GPUS, launched
 from products import pairwise
 
 from fused_softmax.core import calls
+from fused_softmax.ops.losses import divergence_launches as divergences
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_by_classes as by_classes
 from fused_softmax.ops.losses import log_prob_launches as log_probs
 from fused_softmax.ops.losses.given_lse import forward_given_lse
-from fused_softmax.ops.losses.options import Kept, LogProb, Loss
+from fused_softmax.ops.losses.options import Divergence, Kept, LogProb, Loss
 from fused_softmax.ops.losses.sums import multiply
 
 pytestmark = pytest.mark.compiles
@@ -27,10 +29,11 @@ def binaries(target, run):
     """Of what `run` launches, as of tensors on a GPU, by the names of the kernels; of two launches the last."""
     calls.forget()
     on_gpu = mock.patch.object(torch.Tensor, "get_device", return_value=0)
-    of_classes, of_rows = (
-        mock.patch.object(module, "device_of", return_value=GPUS[target]) for module in (by_classes, log_probs)
+    of_classes, of_rows, of_pairs = (
+        mock.patch.object(module, "device_of", return_value=GPUS[target])
+        for module in (by_classes, log_probs, divergences)
     )
-    with on_gpu, of_classes, of_rows:
+    with on_gpu, of_classes, of_rows, of_pairs:
         recorded = launched(GPUS[target], run)
     calls.forget()  # what was kept launches nothing
     cuda = GPUS[target].backend == "cuda"
@@ -166,3 +169,43 @@ def test_log_probabilities_over_kept_columns(target, dtype, softcap, k, kind, in
             assert max(found["_log_prob_gradient"].store_widths) == 16
         for name, binary in found.items():
             assert binary.spilled_bytes <= ABOUT_THE_CALL, (n_cols, name)
+
+
+@pairwise(("kind", "given"))
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jsd", "tvd", "cross"])
+@pytest.mark.parametrize("given", ["logits", "log_probs", "probs"])
+@pytest.mark.parametrize("how", ["plain", "of rows", "softcap"])
+def test_divergences(target, dtypes, kind, given, how):
+    given = "probs" if kind == "cross" else given
+    options = Divergence(kind=kind, target_is=given)
+    if how == "softcap":
+        options = replace(options, softcap=30.0, target_softcap=30.0 if given == "logits" else None)
+    if kind == "cross" and how == "of rows":
+        options = replace(options, label_smoothing=0.1)
+    row = torch.ones(512)
+    for n_cols in (128, 1000, 4096, 50257, 151936):
+        x, y = (torch.empty(512, n_cols, dtype=dtype) for dtype in dtypes)
+        pair = divergences.Pair(x, y)
+        if kind == "cross":
+            pair = pair._replace(weight=torch.ones(n_cols))
+        elif how == "of rows":
+            pair = pair._replace(temperature=row, target_temperature=row if given == "logits" else None)
+
+        def run():
+            states = (row, row) if given == "logits" else (None, None)
+            divergences.forward(pair, options)  # noqa: B023
+            rows = divergences.PairRows(row, row, *states, row, row)
+            divergences.backward(pair, rows, row, options, of_target=kind == "cross")  # noqa: B023
+
+        found = binaries(target, run)
+        twice = {"_pair_sums", "_merge_sums"} if options.twice else set()
+        merged = {"_merge_pairs"} if n_cols > 16384 else set()
+        assert found.keys() == {"_pair_states", "_pair_gradient"} | twice | merged, n_cols
+        for name, binary in found.items():
+            assert binary.spilled_bytes == 0, (n_cols, name)
+            if target != "gfx942" and n_cols % 8 == 0 and not name.startswith("_merge"):
+                assert max(binary.load_widths) == 16, (n_cols, name)
+                if name == "_pair_gradient":
+                    assert max(binary.store_widths) == 16, (n_cols, name)

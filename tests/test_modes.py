@@ -80,6 +80,10 @@ CALLS = {
     "log_prob": lambda i: fused_softmax.log_prob(
         i["x"], i["target"], temperature=i["x"].detach()[:, 0].abs(), return_entropy=True
     ).entropy,
+    "divergence": lambda i: fused_softmax.divergence(
+        i["x"], i["w"][:12].detach(), kind="jsd", temperature=i["x"].detach()[:, 0].abs(),
+        weight=i["w"].detach()[:12, 0],
+    ),
     "attention": lambda i: fused_softmax.attention(i["q"], i["q"], i["q"]),
     "attention, masked": lambda i: fused_softmax.attention(i["q"], i["q"], i["q"], i["mask"], softcap=5.0),
     "attention, one query": lambda i: fused_softmax.attention(i["q"][:, :, -1:], i["q"], i["q"]),

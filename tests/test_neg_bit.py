@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from conftest import kernels, peaked
 
 import fused_softmax
-from fused_softmax import attention, cross_entropy, linear_cross_entropy, log_prob, log_softmax, logsumexp, softmax
+from fused_softmax import (
+    attention,
+    cross_entropy,
+    divergence,
+    linear_cross_entropy,
+    log_prob,
+    log_softmax,
+    logsumexp,
+    softmax,
+)
 
 pytestmark = kernels
 T = torch.tensor([3, -100, 0, 7])
@@ -46,6 +55,8 @@ CALLS = {
     "linear, lse": lambda x: of(x, linear, return_lse=True).lse,
     "linear, statistics": lambda x: of(x, linear, return_token_stats=True).loss,
     "log_prob": lambda x: of(x, log_prob), "entropy": lambda x: of(x, log_prob, return_entropy=True).entropy,
+    "divergence": lambda x: divergence(x, LAYER.to(x)[:4], reduction="none"),
+    "probabilities": lambda x: cross_entropy(x, LAYER.to(x)[:4].softmax(-1)),
     "attention": lambda x: attention(x[None], x[None], x[None]),
     "attention's lse": lambda x: attention(x[None], x[None], x[None], return_lse=True).lse,
     "torch's cross_entropy": lambda x: of(x, F.cross_entropy),
@@ -121,7 +132,19 @@ def test_an_input_with_the_bit(name, device):
 
 
 @pytest.mark.parametrize(
-    "name", ["cross_entropy", "none", "lse", "z-loss", "given lse", "linear", "linear, none", "entropy"]
+    "name",
+    [
+        "cross_entropy",
+        "none",
+        "lse",
+        "z-loss",
+        "given lse",
+        "linear",
+        "linear, none",
+        "entropy",
+        "divergence",
+        "probabilities",
+    ],
 )
 def test_saved_tensors_with_the_bit(name, device):
     """Hooks of saved tensors may give back what they like, as long as it is equal."""

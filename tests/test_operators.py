@@ -70,6 +70,7 @@ def loss_samples():
     of_linear = (None, -100, "mean", 0.1, None, 1.0, 0.0, 2, "fp32", [True] * 3)
     plain, bits = (-100, 1.0, None, 1.0, None), torch.tensor([[255], [12], [0]], dtype=torch.int32)
     lists = torch.tensor([7, 5, 0, 3, 1]), torch.tensor([0, 3, 4, 5], dtype=torch.int32)
+    y, of_pair = logits(3, 8, seed=6).detach(), (0.5, 1.0, None, 1.0, None, 1.0, None, 1.0, None)
     return {
         "cross_entropy": [
             (x, target),
@@ -106,6 +107,17 @@ def loss_samples():
             (x, several, m, ls, rows, given, rows, rows, -100, 0.5, 4.0, 1.0, rows.detach() + 1),
             (x, several, m, ls, rows, given, rows, rows, *plain, *lists),
             (x, several, m, ls, rows, given, rows, rows, *plain, None, None, bits),
+        ],
+        "divergence": [
+            (x, y),
+            (x, y, "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1, 2.0, 5.0, 1.0, rows.detach() + 2),
+            (x, y.log_softmax(-1), "reverse_kl", *of_pair, "log_probs"),
+            (x, y.softmax(-1), "tvd", *of_pair, "probs"),
+        ],
+        "divergence_backward": [
+            (x.detach(), y, m, m, ls, m, ls, ls, rows.detach()),
+            (x.detach(), y, m, m, ls, m, ls, ls, rows.detach(), "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1),
+            (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), "kl", *of_pair, "probs"),
         ],
     }  # fmt: skip
 
@@ -295,6 +307,11 @@ def public_samples(device):
             ((x, target), {}),
             ((x, target.view(5, 1).expand(5, 3)), {"scale": -0.5, "softcap": 5.0, "temperature": weight[:5]}),
             ((x, target), {"softcap": 5.0, "kept": (torch.arange(350, device=device) % 70, whole)}),
+        ],
+        "divergence": [
+            ((x[0],), {"target": x[1] / 2, "kind": kind, **options})  # of one row, the mean
+            for kind in ("kl", "reverse_kl", "jsd", "tvd")
+            for options in ({}, {"softcap": 5.0, "temperature": 0.7, "target_scale": 2.0, "beta": 0.3})
         ],
         "attention": [
             ((x.view(5, 1, 7, 10) / 4, x.view(5, 1, 7, 10), x.view(5, 1, 7, 10)), options)

@@ -42,6 +42,7 @@ __all__ = [
     "enabled",
     "explain",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_prob",
     "log_prob",
     "log_softmax",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from fused_softmax.ops.losses.cross_entropy import cross_entropy
     from fused_softmax.ops.losses.divergence import divergence
     from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+    from fused_softmax.ops.losses.linear_divergence import linear_divergence
     from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
     from fused_softmax.ops.losses.log_prob import LogProbOutput, LogProbStats, log_prob
     from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats
@@ -94,6 +96,7 @@ else:
         "ops.losses.output": ("CrossEntropyOutput", "TokenStats"),
         "ops.losses.divergence": ("divergence",),
         "ops.losses.linear_cross_entropy": ("linear_cross_entropy",),
+        "ops.losses.linear_divergence": ("linear_divergence",),
         "ops.losses.linear_log_prob": ("linear_log_prob",),
         "ops.losses.log_prob": ("LogProbOutput", "LogProbStats", "log_prob"),
         "ops.softmax.logsumexp": ("logsumexp",),

@@ -21,7 +21,7 @@ from fused_softmax.core import calls, launch, no_gradient, route
 from fused_softmax.core.route import Decision, Route
 from fused_softmax.ops.attention import attention
 from fused_softmax.ops.attention import ways as attention_ways
-from fused_softmax.ops.losses import cross_entropy, linear_cross_entropy, linear_log_prob, log_prob
+from fused_softmax.ops.losses import cross_entropy, divergence, linear_cross_entropy, linear_log_prob, log_prob
 from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.softmax import logsumexp, softmax
@@ -50,6 +50,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (log_prob, "_of_shards", "log_prob", _OVER_A_GROUP),
     (linear_log_prob, "_linear_log_prob", "linear_log_prob", None),
     (linear_log_prob, "_of_shards", "linear_log_prob", _OVER_A_GROUP),
+    (divergence, "_divergence", "divergence", None),
     (attention, "_attention", "attention", None),
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
@@ -473,7 +474,7 @@ def _replace_all() -> None:
     for where, name, way in _SETTLING:
         _replace(where, name, _settling(getattr(where, name), way))
     for each in _functions():
-        _, _, room, *_, home = each.__module__.split(".")
+        _, _, room, *_, home = each.__module__.removesuffix("_rows").split(".")
         home = _OF_ROOMS.get(room, room) if home not in _OPERATORS else home
         _replace(each, "forward", staticmethod(_going_forward(each.forward)))
         _replace(each, "backward", staticmethod(_going_back(each.backward, home)))

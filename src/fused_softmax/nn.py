@@ -12,6 +12,7 @@ from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.attention.options import MOST_DIM
 from fused_softmax.ops.losses.cross_entropy import CrossEntropyOutput, cross_entropy
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.losses.linear_divergence import linear_divergence
 from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
 from fused_softmax.ops.losses.log_prob import LogProbOutput
 from fused_softmax.ops.softmax.scores import MaskedRows
@@ -211,6 +212,48 @@ class LinearLogProb(_OfLayer):
         of_call = {"temperature": temperature, "kept": kept}
         options = self.options | {name: each for name, each in of_call.items() if each is not None}
         return linear_log_prob(input, self.linear_weight, target, linear_bias=self.linear_bias, **options)
+
+
+class LinearDivergence(_OfLayer):
+    """A student's linear layer and its divergence from a teacher's, by `fused_softmax.linear_divergence`.
+
+    in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
+        linear_bias [num_classes] or None, initialised like torch.nn.Linear's.
+    options: arguments of the function, passed in every call. device, dtype: of the parameters.
+
+    Call it with the input [..., in_features] and the teacher's target_input [..., target features], target_weight
+    [num_classes, target features] and, if it has one, target_bias [num_classes]; weight [...] says what rows count. It
+    returns what the function returns, and raises its errors; an unknown option raises TypeError.
+
+    >>> LinearDivergence(2048, 151936, kind="jsd")(hidden, of_teacher, teacher.lm_head.weight)  # [n, 2048], [n, 4096]
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device, dtype)
+        self.options = _known(options, linear_divergence)
+
+    def forward(
+        self,
+        input: Tensor,
+        target_input: Tensor,
+        target_weight: Tensor,
+        target_bias: Tensor | None = None,
+        *,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        return linear_divergence(
+            input, self.linear_weight, target_input, target_weight, linear_bias=self.linear_bias,
+            target_bias=target_bias, weight=weight, **self.options,
+        )  # fmt: skip
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):

@@ -101,6 +101,7 @@ SUITES = {
         ),
         "attorch", workers=4,
     ),
+    "trl": Suite("huggingface/trl", ("tests/__init__.py", "tests/test_kernels.py"), "trl"),
     # The last tag that has a softmax in Triton.
     "xformers": Suite(
         "facebookresearch/xformers", ("tests/test_triton_softmax.py",), "xformers", workers=4, commit="v0.0.26",

@@ -172,7 +172,7 @@ OPERATORS = (
         gradient=log_prob_rules.log_prob_gradient,
         public=log_prob,
         reference=losses_reference.log_prob,
-        bench=("log_prob", "log_prob_gradient"),
+        bench=("log_prob", "log_prob_gradient", "linear_log_prob"),
     ),
     Operator(
         name="log_prob_backward",
@@ -189,6 +189,7 @@ OPERATORS = (
         gradient=divergence_rules.divergence_gradient,
         public=divergence,
         reference=losses_reference.divergence,
+        bench=("divergence", "divergence_gradient"),
     ),
     Operator(
         name="divergence_backward",

@@ -1,4 +1,4 @@
-"""A linear layer and its cross-entropy as they are measured, with the gradients of both."""
+"""A linear layer with its cross-entropy or its log-probabilities as they are measured, with the gradients of both."""
 
 import math
 from functools import partial
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax import linear_cross_entropy
+from fused_softmax import linear_cross_entropy, linear_log_prob
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
-from fused_softmax.bench.entries.losses import loss_gradient_formula
-from fused_softmax.bench.entries.makers import Call, Maker
+from fused_softmax.bench.entries.losses import eager_log_prob, log_prob_gradient_formula, loss_gradient_formula
+from fused_softmax.bench.entries.makers import Call, Maker, without_init
 from fused_softmax.bench.entries.operation import Inputs, Operation, widest
 
 
@@ -96,6 +96,66 @@ def torch_chunked(case: Case) -> Call:
     return layer_gradient(lambda x, w, target: linear_cross_entropy(x, w, target, options=options))(case)
 
 
+def log_prob_gradient(function: Call) -> Call:
+    """The gradients of the sum of a layer's log-probabilities and entropies as one result, as layer_gradient has it."""
+
+    def call(x, w, target):
+        with torch.enable_grad():
+            x, w = (each.detach().requires_grad_() for each in (x, w))
+            both = function(x, w, target)
+            # The gradient of a sum is expanded, and verl's kernel takes a contiguous one.
+            dx, dw = torch.autograd.grad(both, (x, w), [torch.ones_like(each) for each in both])
+        return with_sum(dx, dw)
+
+    return call
+
+
+def log_prob_formula(case: Case) -> Call:
+    of_logits = log_prob_gradient_formula(case)
+
+    def call(x, w, target):
+        dlogits = of_logits(x @ w.t(), target)
+        return with_sum(dlogits @ w, dlogits.t() @ x)
+
+    return call
+
+
+def linear_then_log_prob(x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return eager_log_prob(torch.nn.functional.linear(x, w), target)
+
+
+def own_log_prob(case: Case, **options: Any) -> Call:
+    return log_prob_gradient(lambda x, w, target: linear_log_prob(x, w, target, return_entropy=True, **options)[:2])
+
+
+def trl(case: Case) -> Call:
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE  # as its trainers call it
+
+    options = None, 1.0, ("entropy",)  # softcap, scale, outputs
+    return log_prob_gradient(
+        lambda x, w, target: ChunkedLogProbFunction.apply(
+            x, w, None, target, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, *options
+        )[:2]
+    )
+
+
+def liger_log_prob(case: Case) -> Call:
+    """On Hopper it needs CuTe DSL; elsewhere it is torch's operations, in chunks."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    def both(x, w, target):
+        losses, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, target, 1.0, -100, 1, True)
+        return -losses, entropy
+
+    return log_prob_gradient(both)
+
+
+def verl(case: Case) -> Call:
+    linear_cross_entropy = without_init("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return log_prob_gradient(lambda x, w, target: linear_cross_entropy(x, w, target, 1.0, "none"))
+
+
 ENTRIES = {
     "linear_cross_entropy": Operation(
         inputs=layer,
@@ -105,6 +165,18 @@ ENTRIES = {
         held_bytes=layer_bytes,
         ceilings=lambda case: ceiling.products(),
         parameters=lambda case: {"reduction": "mean"},
+        whole=True,
+        checking_bytes=layer_checking_bytes,
+        sample=Case((61, 24, 781)),
+    ),
+    "linear_log_prob": Operation(
+        inputs=layer,
+        own=own_log_prob,
+        formula=log_prob_formula,
+        eager=lambda case: log_prob_gradient(linear_then_log_prob),
+        held_bytes=layer_bytes,
+        ceilings=lambda case: ceiling.products(),
+        parameters=lambda case: {"return_entropy": True},
         whole=True,
         checking_bytes=layer_checking_bytes,
         sample=Case((61, 24, 781)),

@@ -1,12 +1,17 @@
-"""Cross-entropy as it is measured, and its gradient."""
+"""Losses of rows of logits as they are measured, and their gradients."""
+
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from fused_softmax import cross_entropy, log_prob
+from fused_softmax import cross_entropy, divergence, log_prob
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
-from fused_softmax.bench.entries.makers import Call, Maker
+from fused_softmax.bench.entries.makers import Call, Maker, without_init
 from fused_softmax.bench.entries.operation import Inputs, Operation, logits, widest
+
+Pair = tuple[Tensor, Tensor]
 
 
 def with_targets(case: Case, generator: torch.Generator) -> Inputs:
@@ -39,21 +44,14 @@ def loss_gradient_formula(case: Case) -> Call:
     return call
 
 
-def own_log_prob(case: Case) -> Call:
-    def call(x, target):
-        return log_prob(x, target, return_entropy=True)[:2]
-
-    return call
+def own_log_prob(x: Tensor, target: Tensor) -> Pair:
+    return log_prob(x, target, return_entropy=True)[:2]  # type: ignore[return-value]
 
 
-def eager_log_prob(case: Case) -> Call:
+def eager_log_prob(x: Tensor, target: Tensor) -> Pair:
     """As reinforcement learning computes it of torch's operations, in float32."""
-
-    def call(x, target):
-        log_p = torch.log_softmax(x, -1, dtype=torch.float32)
-        return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-
-    return call
+    log_p = torch.log_softmax(x, -1, dtype=torch.float32)
+    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def log_prob_formula(case: Case) -> Call:
@@ -64,21 +62,19 @@ def log_prob_formula(case: Case) -> Call:
     return call
 
 
-def log_prob_gradient(maker: Maker) -> Maker:
-    """The gradient of the sum of both, including the forward pass."""
+def log_prob_pair(function: Callable[[Tensor, Tensor], Pair], gradient: bool = False) -> Call:
+    """A function's log-probabilities and entropies as one result, or the gradient of their sum, with both passes."""
 
-    def make(case):
-        function = maker(case)
+    def call(x, target):
+        return torch.stack(function(x, target), -1)
 
-        def call(x, target):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                of_targets, entropy = function(x, target)
-                return torch.autograd.grad((of_targets.sum() + entropy.sum()), x)[0]
+    def both_passes(x, target):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            of_targets, entropy = function(x, target)
+            return torch.autograd.grad((of_targets.sum() + entropy.sum()), x)[0]
 
-        return call
-
-    return make
+    return both_passes if gradient else call
 
 
 def log_prob_gradient_formula(case: Case) -> Call:
@@ -86,16 +82,72 @@ def log_prob_gradient_formula(case: Case) -> Call:
         log_p = torch.log_softmax(x, -1, dtype=widest(x))
         p = log_p.exp()
         entropy = -(p * log_p).sum(-1, keepdim=True)
-        dx = -p - p * (log_p + entropy)
-        return dx.scatter_add(-1, target.unsqueeze(-1), torch.ones_like(entropy)).to(x.dtype)
+        dx = log_p.add_(entropy + 1).mul_(p).neg_()  # in place: of a layer's float64 logits there are 10 GiB
+        return dx.scatter_add_(-1, target.unsqueeze(-1), torch.ones_like(entropy)).to(x.dtype)
 
     return call
+
+
+def with_teacher(case: Case, generator: torch.Generator) -> Inputs:
+    """A student's logits and a teacher's."""
+    return logits(case, generator), logits(case, generator)
+
+
+def divergences_formula(case: Case) -> Call:
+    def call(x, y):
+        log_q, log_t = (torch.log_softmax(each, -1, dtype=widest(x)) for each in (x, y))
+        return (log_t.exp() * (log_t - log_q)).sum(-1)
+
+    return call
+
+
+def kl_by_torch(x, y, reduction: str = "batchmean"):
+    log_q, log_t = (torch.log_softmax(each, -1, dtype=torch.float32) for each in (x, y))
+    return torch.nn.functional.kl_div(log_q, log_t, reduction=reduction, log_target=True)
+
+
+def divergence_gradient_formula(case: Case) -> Call:
+    def call(x, y):
+        q, t = (torch.softmax(each, -1, dtype=widest(x)) for each in (x, y))
+        return ((q - t) / case.n_rows).to(x.dtype)
+
+    return call
+
+
+def liger_kl(case: Case) -> Call:
+    """Its loss takes log-probabilities, which torch's log_softmax makes."""
+    from liger_kernel.transformers.kl_div import LigerKLDIVLoss
+
+    kl = LigerKLDIVLoss(reduction="batchmean", log_target=True)
+
+    def call(x, y):
+        log_q, log_t = (torch.log_softmax(each, -1, dtype=torch.float32) for each in (x, y))
+        return kl(log_q, log_t)
+
+    return loss_gradient(call)(case)
 
 
 def quack(case: Case) -> Call:
     from quack.cross_entropy import cross_entropy
 
     return loss_gradient(cross_entropy)(case)
+
+
+def trl(case: Case, gradient: bool = False) -> Call:
+    from trl.kernels import selective_log_softmax_and_entropy
+
+    return log_prob_pair(selective_log_softmax_and_entropy, gradient)
+
+
+def verl(case: Case, gradient: bool = False) -> Call:
+    """Its results have the dtype of the logits."""
+    functional = without_init("verl.utils.torch_functional")
+
+    def both(x, target):
+        of_targets = functional.logprobs_from_logits(x, target, inplace_backward=False)
+        return of_targets.float(), functional.entropy_from_logits(x).float()
+
+    return log_prob_pair(both, gradient)
 
 
 ENTRIES = {
@@ -119,20 +171,38 @@ ENTRIES = {
     ),
     "log_prob": Operation(
         inputs=with_targets,
-        own=lambda case: lambda x, target: torch.stack(own_log_prob(case)(x, target), -1),
+        own=lambda case: log_prob_pair(own_log_prob),
         formula=log_prob_formula,
-        eager=lambda case: lambda x, target: torch.stack(eager_log_prob(case)(x, target), -1),
+        eager=lambda case: log_prob_pair(eager_log_prob),
         held_bytes=lambda case: case.tensor_bytes + 16 * case.n_rows,
         ceilings=lambda case: ceiling.reads(),
         parameters=lambda case: {"return_entropy": True},
     ),
     "log_prob_gradient": Operation(
         inputs=with_targets,
-        own=log_prob_gradient(own_log_prob),
+        own=lambda case: log_prob_pair(own_log_prob, gradient=True),
         formula=log_prob_gradient_formula,
-        eager=log_prob_gradient(eager_log_prob),
+        eager=lambda case: log_prob_pair(eager_log_prob, gradient=True),
         held_bytes=lambda case: 2 * case.tensor_bytes + 8 * case.n_rows,
         ceilings=lambda case: ceiling.copies(),
         parameters=lambda case: {"return_entropy": True},
+    ),
+    "divergence": Operation(
+        inputs=with_teacher,
+        own=lambda case: lambda x, y: divergence(x, y, reduction="none"),
+        formula=divergences_formula,
+        eager=lambda case: lambda x, y: kl_by_torch(x, y, "none").sum(-1),
+        held_bytes=lambda case: 2 * case.tensor_bytes + 4 * case.n_rows,
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"kind": "kl", "reduction": "none"},
+    ),
+    "divergence_gradient": Operation(
+        inputs=with_teacher,
+        own=loss_gradient(divergence),
+        formula=divergence_gradient_formula,
+        eager=loss_gradient(kl_by_torch),
+        held_bytes=lambda case: 3 * case.tensor_bytes,
+        ceilings=lambda case: ceiling.adds(),
+        parameters=lambda case: {"kind": "kl", "reduction": "mean"},
     ),
 }

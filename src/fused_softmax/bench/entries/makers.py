@@ -1,6 +1,10 @@
 """What makes a provider's call, and which plan our own calls follow. `catalog.PROVIDERS` has the providers."""
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fused_softmax.bench.cases import Case
@@ -22,6 +26,17 @@ def compiled(maker: Maker) -> Maker:
         return torch.compile(maker(case), dynamic=False)
 
     return provide
+
+
+def without_init(name: str) -> ModuleType:
+    """A module of an installed package, without the __init__ of the packages around it, which may import much more."""
+    parts = name.split(".")
+    for package in (".".join(parts[:i]) for i in range(1, len(parts))):
+        if package not in sys.modules:
+            if (spec := find_spec(package)) is None:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+            sys.modules[package] = module_from_spec(spec)
+    return import_module(name)
 
 
 def forced(strategy: Strategy, x: "Tensor") -> Call:

@@ -122,10 +122,22 @@ SWEEPS = {
         dict.fromkeys(("log_prob", "log_prob_gradient"), BOTH),
         shapes="64x1024,8192x32000,4096x50257,64x128256,8192x151936",
     ),
+    "divergence": Sweep(
+        "KL(teacher || student) of rows of logits, and the gradient of its mean with its forward pass",
+        dict.fromkeys(("divergence", "divergence_gradient"), BOTH),
+        shapes="8192x151936,8192x32000,4096x50257",
+    ),
     "linear-cross-entropy": Sweep(
         "gradients of a linear layer's mean loss, tokens x hidden x vocabulary, beside its three matrix products",
         {"linear_cross_entropy": ("bfloat16",)},
         shapes="4096x2048x32000,8192x4096x32000,4096x4096x128256,8192x4096x128256,4096x4096x151936,2048x3584x262144",
+        ndim=3,
+    ),
+    "linear-log-prob": Sweep(
+        "gradients of a linear layer's log-probabilities and entropies, tokens x hidden x vocabulary, beside its three "
+        "matrix products",
+        {"linear_log_prob": ("bfloat16",)},
+        shapes="8192x4096x151936,8192x2048x151936",
         ndim=3,
     ),
     "sampling": Sweep(

@@ -47,7 +47,7 @@ def print_run(run: Run, console: Console) -> None:
         print_table(run, console, "call: GB/s over eager wall time on the CPU; in brackets, its us", call_speed)
     elif run.points:
         print_table(run, console, "largest error against float64, and the error allowed", error)
-    if any(point.memory_bytes and "cross_entropy" in point.operation for point in run.points):
+    if any(p.memory_bytes and ("cross_entropy" in p.operation or "log_prob" in p.operation) for p in run.points):
         print_table(run, console, "memory: MiB that a call allocated at most, beside its inputs", memory)
     if run.first_calls:
         print_first_calls(run.first_calls, console)

@@ -83,12 +83,14 @@ def divergence(
         "target_scale": target_scale, "target_softcap": target_softcap, "target_temperature": target_temperature,
         "target_is": target_is,
     }  # fmt: skip
+    return _divergence(input, target, given, columns, rest, weight, reduction, dtype)
+
+
+def _divergence(input, target, given, columns, rest, weight, reduction, dtype):
     shape = _check_student(input)
-    options = _checked(input, shape, target, given, columns, rest)
-    is_reduction(_NAME, "reduction", reduction)
-    _check_weight(input, shape, weight)
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"{_NAME}: dtype must be a float torch.dtype, got {described(dtype)}")
+    _check_target(input, target)
+    options = check_divergence(_NAME, input, shape, given, weight, reduction, dtype)
+    _check_shapes(input, shape, target, given, columns, rest)
     if columns is not None:
         input, target, options = _of_columns(input, target, columns, rest, options)
     rows = rows_of_pair(input, target, options, weight)
@@ -116,8 +118,7 @@ def _check_student(input: Any) -> tuple[int, ...]:
     return tuple(input.shape)
 
 
-def _checked(input, shape, target, given, columns, rest) -> Divergence:
-    """The options of a call, or an error that names the argument."""
+def _check_target(input: Tensor, target: Any) -> None:
     if not isinstance(target, Tensor):
         raise TypeError(f"{_NAME}: target must be a Tensor, not {type(target).__name__}")
     if target.is_nested or target.layout != torch.strided:
@@ -128,15 +129,33 @@ def _checked(input, shape, target, given, columns, rest) -> Divergence:
         raise RuntimeError(f"{_NAME}: target must be on the input's device {input.device}, got {target.device}")
     if target.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{_NAME}: target requires grad, and a teacher gets none; give target.detach()")
+
+
+def check_divergence(
+    name: str, input: Tensor, shape: tuple[int, ...], given: dict[str, Any], weight: Any, reduction: Any, dtype: Any
+) -> Divergence:
+    """The options of a call of logits of a shape, made of the input or these; or an error that names the argument."""
     for argument, option in Divergence.OPTIONS.items():
         if option.check is not None:
-            option.check(_NAME, argument, given[argument])
+            option.check(name, argument, given[argument])
     if given["target_is"] != "logits":
         for argument in _TARGETS:
             if given[argument] is not None:
-                raise ValueError(f'{_NAME}: {argument} is of logits, and target_is is "{given["target_is"]}"')
+                raise ValueError(f'{name}: {argument} is of logits, and target_is is "{given["target_is"]}"')
     for argument in ("temperature", "target_temperature"):
-        _check_of_rows(input, shape, argument, given[argument])
+        check_of_rows(name, input, shape, argument, given[argument])
+    is_reduction(name, "reduction", reduction)
+    if weight is not None and not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: weight must be a Tensor, not {type(weight).__name__}")
+    if isinstance(weight, Tensor) and weight.dtype == torch.bool:
+        raise RuntimeError(f"{name}: weight must be of a float dtype, got torch.bool; give mask.float()")
+    check_of_rows(name, input, shape, "weight", weight)
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"{name}: dtype must be a float torch.dtype, got {described(dtype)}")
+    return _options(given)
+
+
+def _check_shapes(input, shape, target, given, columns, rest) -> None:
     if rest not in ("renormalize", "lump"):
         raise ValueError(f'{_NAME}: rest is "renormalize" or "lump", got {described(rest)}')
     expected = shape
@@ -147,7 +166,6 @@ def _checked(input, shape, target, given, columns, rest) -> Divergence:
     if tuple(target.shape) != expected:
         of = "the input's" if columns is None else "the columns'"
         raise ValueError(f"{_NAME}: target must have {of} shape {expected}, got {tuple(target.shape)}")
-    return _options(given)
 
 
 def _options(given: dict[str, Any]) -> Divergence:
@@ -163,29 +181,21 @@ def _options(given: dict[str, Any]) -> Divergence:
     return Divergence(**(given | numbers | caps | {"beta": beta, "kind": kind}))
 
 
-def _check_of_rows(input: Tensor, shape: tuple[int, ...], argument: str, value: Any) -> None:
+def check_of_rows(name: str, input: Tensor, shape: tuple[int, ...], argument: str, value: Any) -> None:
     """An error where a tensor is not one number of every row, without a gradient."""
     if not isinstance(value, Tensor):
         return
     if value.layout != torch.strided:
-        raise RuntimeError(f"{_NAME}: {argument} must be a dense strided tensor, got {value.layout}")
+        raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {value.layout}")
     if tuple(value.shape) != shape[:-1]:
-        raise ValueError(f"{_NAME}: {argument} must have shape {shape[:-1]}, got {tuple(value.shape)}")
+        raise ValueError(f"{name}: {argument} must have shape {shape[:-1]}, got {tuple(value.shape)}")
     if not value.is_floating_point() or value.device != input.device:
         raise RuntimeError(
-            f"{_NAME}: {argument} must be of a float dtype and on the input's device {input.device}, got "
+            f"{name}: {argument} must be of a float dtype and on the input's device {input.device}, got "
             f"{value.dtype} on {value.device}"
         )
     if value.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{_NAME}: {argument} requires grad, and is a constant; give {argument}.detach()")
-
-
-def _check_weight(input: Tensor, shape: tuple[int, ...], weight: Any) -> None:
-    if weight is not None and not isinstance(weight, Tensor):
-        raise TypeError(f"{_NAME}: weight must be a Tensor, not {type(weight).__name__}")
-    if isinstance(weight, Tensor) and weight.dtype == torch.bool:
-        raise RuntimeError(f"{_NAME}: weight must be of a float dtype, got torch.bool; give mask.float()")
-    _check_of_rows(input, shape, "weight", weight)
+        raise RuntimeError(f"{name}: {argument} requires grad, and is a constant; give {argument}.detach()")
 
 
 def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: str, given: dict) -> tuple[int, ...]:
@@ -227,7 +237,9 @@ def _of_columns(input, target, columns, rest, options: Divergence) -> tuple[Tens
     log_q = torch.cat([log_q, _log_of_rest(log_q)], -1)
     t = target.to(log_q.dtype)
     t = t.exp() if options.target_is == "log_probs" else t
-    t = torch.cat([t, (1.0 - t.sum(-1, keepdim=True)).clamp_min(0.0)], -1)
+    # reverse_kl of a teacher that leaves nothing would be infinite by what rounding hides.
+    least = torch.finfo(t.dtype).eps if options.kind == "reverse_kl" else 0.0
+    t = torch.cat([t, (1.0 - t.sum(-1, keepdim=True)).clamp_min(least)], -1)
     return log_q, t, Divergence(kind=options.kind, beta=options.beta, target_is="probs")
 
 

@@ -41,6 +41,9 @@ class Pair(NamedTuple):
     target_temperature: Tensor | None = None
 
 
+OF_PAIR = len(Pair._fields)
+
+
 class PairRows(NamedTuple):
     """Of every row [n], float32: the states of both, the divergence, and what its gradient takes of the whole row."""
 
@@ -48,7 +51,7 @@ class PairRows(NamedTuple):
     ls: Tensor
     m_t: Tensor | None
     ls_t: Tensor | None
-    value: Tensor
+    value: Any  # a Tensor, or None for the gradient, which does not need it
     total: Tensor
 
 
@@ -136,11 +139,14 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
 
 
 def backward(
-    pair: Pair, rows: PairRows, dvalue: Tensor, asked: Divergence, of_target: bool = False
+    pair: Pair, rows: PairRows, dvalue: Tensor, asked: Divergence, of_target: bool = False, over: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient by the student's rows, that of "cross" by the teacher's probabilities, if it is wanted)."""
+    """(the gradient by the student's rows, that of "cross" by the teacher's probabilities, if it is wanted).
+
+    over: whether the first is written over these rows.
+    """
     x, y = pair.x, pair.y
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
     dvalue = dvalue.to(torch.float32).contiguous()
     given = (*pair, dx, dy)

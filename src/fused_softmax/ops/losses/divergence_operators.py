@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import divergence_rows as ops
-from fused_softmax.ops.losses.divergence_launches import Pair, PairRows
+from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows
 from fused_softmax.ops.losses.options import Divergence
 
 _OPTIONS = Divergence.schema()
@@ -56,8 +56,8 @@ def save_divergence(ctx, inputs, output):
 
 
 def divergence_gradient(ctx, ddivergence, *_):
-    saved, of_pair = ctx.saved_tensors, len(Pair._fields)
-    pair, (value, *states) = Pair(*saved[:of_pair]), saved[of_pair:]
+    saved = ctx.saved_tensors
+    pair, (value, *states) = Pair(*saved[:OF_PAIR]), saved[OF_PAIR:]
     dx: Tensor | None = None
     if ctx.needs_input_grad[0] and ddivergence is not None:
         if torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.divergence_launches import Pair, PairRows, backward, forward, in_vectors
+from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, backward, forward, in_vectors
 from fused_softmax.ops.losses.options import Divergence
 
 
@@ -59,10 +59,10 @@ def run(pair: Pair, options: Divergence) -> tuple[Pair, PairRows]:
 
 
 def gradients(
-    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False
+    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False, over: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of the student's rows and, if wanted, of the teacher's, by the kernels."""
-    return backward(_in_vectors(pair), rows, dvalue, options, of_target)
+    """Those of the student's rows, over them if asked, and if wanted of the teacher's, by the kernels."""
+    return backward(pair if over else _in_vectors(pair), rows, dvalue, options, of_target, over)
 
 
 class _Divergence(torch.autograd.Function):
@@ -72,17 +72,17 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, x, y, weight, temperature, target_temperature, options):
         pair, rows = run(Pair(x, y, weight, temperature, target_temperature), options)
         ctx.options = options
-        ctx.save_for_backward(x, y, *pair[2:], *rows)
+        ctx.save_for_backward(x, y, *pair[2:], *rows._replace(value=None))  # which a caller may change in place
         return rows.value
 
     @staticmethod
     def backward(ctx, dvalue):
         (dvalue,) = resolved(dvalue)
         saved = saved_of(ctx, "divergence")
-        pair, rows = Pair(*saved[: len(Pair._fields)]), PairRows(*saved[len(Pair._fields) :])
+        pair, rows = Pair(*saved[:OF_PAIR]), PairRows(*saved[OF_PAIR:])
         wanted = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or batched(dvalue):
-            dx, dy = differentiable_gradient(pair, ctx.options, dvalue, rows.value, wanted)
+            dx, dy = differentiable_gradient(pair, ctx.options, dvalue, wanted=wanted)
         else:
             dx, dy = gradients(pair, rows, dvalue, ctx.options, of_target=wanted[1])
         return dx, dy, None, None, None, None
@@ -93,13 +93,18 @@ _apply = super(torch.autograd.Function, _Divergence).apply
 
 
 def differentiable_gradient(
-    pair: Pair, options: Divergence, dvalue: Tensor, value: Tensor, wanted=(True, False)
+    pair: Pair, options: Divergence, dvalue: Tensor, value: Tensor | None = None, wanted=(True, False)
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients by torch's operations, for a second derivative or a batch of gradients.
 
     Rows that get no gradient are left out where their divergence is not finite: 0 times it would be NaN.
     """
-    counts = None if batched(dvalue) else (dvalue != 0) | value.isfinite()
+    counts = None
+    if not batched(dvalue):
+        if value is None:
+            with torch.no_grad():
+                value = referred(pair.x, pair.y, with_rows(options, pair), weight=pair.weight)
+        counts = (dvalue != 0) | value.isfinite()
     with torch.enable_grad():
         x, y = apart(*(each if each.requires_grad else each.detach().requires_grad_() for each in pair[:2]))
         rows = referred(x, y, with_rows(options, pair), counts, pair.weight)

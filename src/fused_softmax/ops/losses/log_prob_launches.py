@@ -31,7 +31,7 @@ _NUMBERS = ("factor", "hidden", "cap")
 _READ_NUMBERS = ("factor", "cap")  # of a kernel that masks columns past a row's end
 _LIST_NUMBERS = ("n_kept", "first_row")
 _LIST_COLS, _LIST_WARPS = 1024, 4  # of a tile of listed columns, whatever stands beside it
-_LIST_PARTS = 4  # of the dense gradient's, of which one program writes all and reads the list once
+_LIST_PARTS = 4  # of the dense gradient's, of which one program writes all over the logits and reads the list once
 
 
 class Asked(NamedTuple):
@@ -202,7 +202,9 @@ def backward(
     """
     x = given.x
     over = dx is not None
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
+    if dx is None:
+        made = torch.empty if given.kept.ids is None else torch.zeros
+        dx = made(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return dx
     arithmetic = arithmetic_of(x)
@@ -225,10 +227,12 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
     )  # fmt: skip
     listed, empty = given.kept.ids is not None, allocator(x.device)
     if listed:
-        part_cols = n_cols if plan.strategy == "tile" else _LIST_PARTS * plan.part_cols
+        whole = plan.strategy == "tile" or not over
         plan = replace(
             plan, block_rows=1, block_cols=triton.next_power_of_2(plan.pieces * plan.block_cols), pieces=1,
-            part_cols=part_cols, parts=-(-plan.parts // _LIST_PARTS), num_warps=max(plan.num_warps, _LIST_WARPS),
+            part_cols=max(n_cols, plan.part_cols) if whole else _LIST_PARTS * plan.part_cols,
+            parts=1 if whole else -(-plan.parts // _LIST_PARTS),
+            num_warps=max(plan.num_warps, _LIST_WARPS) if over else _LIST_WARPS,
         )  # fmt: skip
     spec = replace(
         _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False,

@@ -110,8 +110,7 @@ def log_prob_backward(input, target, m, ls, entropy, dlog_prob, dentropy, dlse, 
             return ops.differentiable_gradient(input, target, temperature, options, gradients, kept)
         rows = with_whole_rows(input)
         of_call = given_of(rows, target.contiguous(), temperature, options, kept)
-        dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        return backward(of_call, m, ls, entropy, gradients, options, dx)
+        return backward(of_call, m, ls, entropy, gradients, options)
 
 
 def fake_log_prob_backward(input, *given):

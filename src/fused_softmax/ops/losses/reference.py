@@ -238,7 +238,9 @@ def divergence(
         log_t = y if target_is == "log_probs" else y.log()
     t = y if target_is == "probs" else log_t.exp()
     if kind == "tvd":
-        return (q - t).abs().sum(-1) / 2
+        apart = q - t
+        sign = torch.where(apart > 0, 1.0, torch.where(apart < 0, -1.0, apart.detach()))  # that of NaN is NaN
+        return (apart * sign).sum(-1) / 2
     if kind == "jsd" and 0 < beta < 1:
         m = beta * t + (1 - beta) * q
         log_m = torch.where(m == 0, 1.0, m).log()

@@ -45,10 +45,10 @@ def numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, tem
 
 
 @triton.jit
-def teacher_of(y, w, lse, n_cols, N, K: tl.constexpr):
-    """(T, log T) of a piece of the teacher's row. lse: of logits; w: the classes' weights, which are in T."""
-    if K.given == "logits":
-        log_t = finished(y, N.target_factor, N.target_cap, K.target_scaled, K.target_capped) - lse
+def teacher_of(y, w, m, ls, n_cols, N, K: tl.constexpr):
+    """(T, log T) of a piece of the teacher's row. m, ls: of logits; w: the classes' weights, which are in T."""
+    if K.given == "logits":  # m and ls apart: their sum would round by what all logits share
+        log_t = finished(y, N.target_factor, N.target_cap, K.target_scaled, K.target_capped) - m - ls
         return OfTeacher(tl.exp(log_t), log_t)
     elif K.given == "log_probs":
         log_t = y.to(tl.float32)
@@ -131,7 +131,7 @@ def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K: tl.c
             s_t = s_t * fade_t + tl.sum(t, axis=1)[:, None]
             m_t = m_t_tile
         else:
-            T = teacher_of(y, weights_of(weight_ptr, at + r.cols, on, K), 0.0, n_cols, N, K)
+            T = teacher_of(y, weights_of(weight_ptr, at + r.cols, on, K), 0.0, 0.0, n_cols, N, K)
             t, log_t = tl.where(on, T.p, 0.0), T.log_p
             fade_t = 1.0
             s_t += tl.sum(t, axis=1)[:, None]
@@ -169,16 +169,16 @@ def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, z
         m_t = S.m_t
         tl.store(m_t_ptr + row, m_t)
         tl.store(ls_t_ptr + row, ls_t)
-    lse, lse_t = S.m - zero + ls, m_t - of_y + ls_t
+    more = (S.m - zero) - (m_t - of_y) + (ls - ls_t)  # lse - lse_t, each counted from its origin
     if K.divergence == "reverse_kl":
-        value = S.c / S.s + lse_t - lse
+        value = S.c / S.s - more
         tl.store(value_ptr + row, value)
         tl.store(total_ptr + row, value)
     elif (K.divergence == "kl") & (K.given == "logits"):
-        tl.store(value_ptr + row, S.c / S.s_t + lse - lse_t)
+        tl.store(value_ptr + row, S.c / S.s_t + more)
         tl.store(total_ptr + row, tl.zeros_like(ls) + 1.0)
     elif (K.divergence == "kl") | (K.divergence == "cross"):
-        tl.store(value_ptr + row, S.c + tl.where(S.s_t == 0.0, 0.0, S.s_t * lse))
+        tl.store(value_ptr + row, S.c + tl.where(S.s_t == 0.0, 0.0, S.s_t * more))
         tl.store(total_ptr + row, S.s_t)
 
 
@@ -258,9 +258,11 @@ def share_of(log_q, T, N, K: tl.constexpr):
     """f of the gradient Q (f - sum Q f), and of jsd what a column adds to the divergence."""
     q = tl.exp(log_q)
     if K.divergence == "tvd":
-        return tl.where(q > T.p, 0.5, tl.where(q < T.p, -0.5, 0.0)), 0.5 * tl.abs(q - T.p)
+        sign = tl.where(q > T.p, 1.0, tl.where(q < T.p, -1.0, q - T.p))  # 0 of equals, and NaN of NaN
+        return 0.5 * sign, 0.5 * tl.abs(q - T.p)
     elif K.divergence == "jsd":
-        log_m = tl.log(N.beta * T.p + (1.0 - N.beta) * q)
+        M = N.beta * T.p + (1.0 - N.beta) * q
+        log_m = tl.log(tl.where(M < 1e-37, 1.0, M))  # of the least that T or Q can be, M is 0
         of_t = tl.where(T.p == 0.0, 0.0, T.p * (T.log_p - log_m))
         f = tl.where(q == 0.0, 0.0, log_q - log_m)
         return (1.0 - N.beta) * f, N.beta * of_t + (1.0 - N.beta) * q * f
@@ -283,10 +285,10 @@ def _pair_sums(
     r, x_body = part_of_one(x_ptr, x_row_stride, misalignment, row, part, n_cols, part_cols, K)
     _, y_body = part_of_one(y_ptr, y_row_stride, misalignment, row, part, n_cols, part_cols, K)
     end = tl.minimum(r.start + whole_vectors(part_cols, K), r.body)
-    lse = tl.load(m_ptr + row) + tl.load(ls_ptr + row)
-    lse_t = 0.0
+    m, ls = tl.load(m_ptr + row), tl.load(ls_ptr + row)
+    m_t, ls_t = 0.0, 0.0
     if K.given == "logits":
-        lse_t = tl.load(m_t_ptr + row) + tl.load(ls_t_ptr + row)
+        m_t, ls_t = tl.load(m_t_ptr + row), tl.load(ls_t_ptr + row)
     HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
     value = tl.zeros([HEIGHT], tl.float32)
     of_q = tl.zeros([HEIGHT], tl.float32)
@@ -294,8 +296,8 @@ def _pair_sums(
         on = r.cols < end - at
         x = tl.load(x_body + (at + r.cols), mask=on, other=0.0)
         y = tl.load(y_body + (at + r.cols), mask=on, other=0.0)
-        log_q = finished(x, N.factor, N.cap, K.scaled, K.capped) - lse
-        f, here = share_of(log_q, teacher_of(y, 1.0, lse_t, n_cols, N, K), N, K)
+        log_q = finished(x, N.factor, N.cap, K.scaled, K.capped) - m - ls
+        f, here = share_of(log_q, teacher_of(y, 1.0, m_t, ls_t, n_cols, N, K), N, K)
         value += tl.sum(tl.where(on, here, 0.0), axis=1)
         of_q += tl.sum(tl.where(on, tl.exp(log_q) * f, 0.0), axis=1)
     at_part = row * n_parts + part
@@ -335,21 +337,23 @@ def _pair_gradient(
                         target_temperature_ptr, r.row)  # fmt: skip
     m, ls = tl.load(m_ptr + r.row), tl.load(ls_ptr + r.row)
     total, g = tl.load(total_ptr + r.row), tl.load(dvalue_ptr + r.row)
-    lse_t = tl.zeros(r.row.shape, tl.float32)
+    m_t, ls_t = tl.zeros(r.row.shape, tl.float32), tl.zeros(r.row.shape, tl.float32)
     if K.given == "logits":
-        lse_t = tl.load(m_t_ptr + r.row) + tl.load(ls_t_ptr + r.row)
+        m_t, ls_t = tl.load(m_t_ptr + r.row), tl.load(ls_t_ptr + r.row)
     y_body = body_of(Rows(y_ptr, y_row_stride, misalignment), r.row, K)
     x_body = body_of(x_rows, r.row, K)
     dx_body = body_of(Rows(dx_ptr, dx_row_stride, misalignment), r.row, K)
     end = tl.minimum(r.body, r.start + part_cols)
+    # Rows past the end repeat the last one, whose logits may be overwritten by then.
+    live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
     for at in range(r.start, end, K.block_cols):
-        on = r.cols < end - at
+        on = (r.cols < end - at) & live
         x = tl.load(x_body + (at + r.cols), mask=on, other=0.0)
         y = tl.load(y_body + (at + r.cols), mask=on, other=0.0)
         z = finished(x, N.factor, N.cap, K.scaled, K.capped)
         log_q = z - m - ls
         w = weights_of(weight_ptr, at + r.cols, on, K)
-        T = teacher_of(y, w, lse_t, n_cols, N, K)
+        T = teacher_of(y, w, m_t, ls_t, n_cols, N, K)
         q = tl.exp(log_q)
         if (K.divergence == "kl") | (K.divergence == "cross"):
             dz = total * q - T.p

@@ -203,6 +203,7 @@ def write_listed(
     """The gradient of one part of a row that a list truncates: what is not listed first, and then the listed columns.
 
     Over the logits it is computed before the first is written, and waits at values_ptr, by the places of the list.
+    Elsewhere what it is written to is 0 already.
     """
     i = tl.arange(0, K.list_cols)[:, None]
     if K.inplace:
@@ -211,14 +212,16 @@ def write_listed(
             dx = gradient_at(x_ptr + r.row * x_row_stride, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K)
             tl.store(values_ptr + L.first + at + i, dx, mask=own)
         tl.debug_barrier()  # all have read before one writes
-    fill = tl.where(T.spoilt & counts, float("nan"), 0.0).to(K.cast_dtype)
-    dx_body = body_of(dx_rows, r.row, K)
-    for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
-        tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at)
-    if K.shifted:
-        cols, on = edges_of(r, n_cols, n_parts, K)
-        tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
-    tl.debug_barrier()  # what stands at listed columns is written last
+    spoilt = T.spoilt & counts
+    if K.inplace | (tl.max(tl.max(spoilt.to(tl.int32), axis=1), axis=0) > 0):
+        fill = tl.where(spoilt, float("nan"), 0.0).to(K.cast_dtype)
+        dx_body = body_of(dx_rows, r.row, K)
+        for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
+            tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at)
+        if K.shifted:
+            cols, on = edges_of(r, n_cols, n_parts, K)
+            tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
+        tl.debug_barrier()  # what stands at listed columns is written last
     for at in range(0, L.size, K.list_cols):
         c, own = own_ids(L, at + i, n_cols, n_parts, end, r)
         if K.inplace:

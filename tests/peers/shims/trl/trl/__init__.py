@@ -1,0 +1,1 @@
+"""TRL's names on fused_softmax."""

@@ -1,0 +1,201 @@
+"""linear_divergence against float64: reductions, dtypes, chunks, weights, gradients, and what it refuses."""
+
+import pytest
+import torch
+from conftest import kernels
+
+from fused_softmax import linear_divergence
+from fused_softmax.nn import LinearDivergence
+
+pytestmark = kernels
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+ROWS, CLASSES = 13, 50
+KINDS = ["kl", "reverse_kl", "jsd", "tvd"]
+
+
+def layers(dtype=FP32, *, bias=False, teacher=None, classes=CLASSES):
+    """(the student's tensors, the teacher's): input, weight, and a bias or None."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape, dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    student = [made(ROWS, 8, dtype=dtype), made(classes, 8, dtype=dtype), made(classes, dtype=dtype) if bias else None]
+    of = teacher or dtype
+    return student, [made(ROWS, 6, dtype=of), made(classes, 6, dtype=of), made(classes, dtype=of) if bias else None]
+
+
+def log_softmax_of(x, w, bias, temperature):
+    z = torch.nn.functional.linear(x, w, bias) / temperature
+    return torch.log_softmax(z, -1)
+
+
+def rows_of(kind, log_q, log_t, beta=0.5):
+    q, t = log_q.exp(), log_t.exp()
+    if kind == "kl":
+        return (t * (log_t - log_q)).sum(-1)
+    if kind == "reverse_kl":
+        return (q * (log_q - log_t)).sum(-1)
+    if kind == "tvd":
+        return 0.5 * (q - t).abs().sum(-1)
+    log_m = (beta * t + (1 - beta) * q).log()
+    return beta * (t * (log_t - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
+
+
+def truth(kind, student, teacher, weight, reduction, temperature=1.5):
+    """(the divergence in float64, the student's tensors that it is of)"""
+    student = [None if each is None else each.detach().double().requires_grad_() for each in student]
+    teacher = [None if each is None else each.double() for each in teacher]
+    rows = rows_of(kind, log_softmax_of(*student, temperature), log_softmax_of(*teacher, 1.0))
+    rows = rows if weight is None else rows * weight.double()
+    if reduction == "mean":
+        rows = rows.sum() / (len(rows) if weight is None else weight.double().sum())
+    return rows.sum() if reduction == "sum" else rows, student
+
+
+def require_grad(tensors):
+    return [None if each is None else each.requires_grad_() for each in tensors]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(kind, reduction, chunk_size):
+    student, teacher = layers(bias=True)
+    weight = torch.linspace(0.0, 2.0, ROWS)
+    student = require_grad(student)
+    x, w, b = student
+    y = linear_divergence(
+        x, w, *teacher[:2], linear_bias=b, target_bias=teacher[2], kind=kind, reduction=reduction, weight=weight,
+        chunk_size=chunk_size, temperature=1.5,
+    )  # fmt: skip
+    wanted, of = truth(kind, student, teacher, weight, reduction)
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6)
+    dy = torch.linspace(-1.0, 2.0, y.numel()).view(y.shape)
+    for ours, exact in zip(
+        torch.autograd.grad(y, student, dy), torch.autograd.grad(wanted, of, dy.double()), strict=True
+    ):
+        assert (ours.double() - exact).norm() <= 2e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sixteen_bits(dtype, reduction):
+    student, teacher = layers(dtype)
+    student = require_grad(student[:2])
+    y = linear_divergence(*student, *teacher[:2], reduction=reduction, temperature=1.5)
+    assert y.dtype == FP32
+    wanted, of = truth("kl", [*student, None], teacher, None, reduction)
+    torch.testing.assert_close(y.double(), wanted, rtol=3e-2, atol=3e-2)
+    dy = torch.ones(y.shape)
+    pairs = zip(torch.autograd.grad(y, student, dy), torch.autograd.grad(wanted, of[:2], dy.double()), strict=True)
+    for ours, exact in pairs:
+        assert ours.dtype == dtype
+        assert (ours.double() - exact).norm() < 3e-2 * exact.norm()
+
+
+def test_master_weights_get_gradients_of_their_own_dtype():
+    student, teacher = layers(BF16)
+    x, w = student[0].requires_grad_(), student[1].float().requires_grad_()
+    dx, dw = torch.autograd.grad(linear_divergence(x, w, *teacher[:2]), [x, w])
+    assert (dx.dtype, dw.dtype) == (BF16, FP32)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_rows_of_weight_0_may_hold_anything(reduction):
+    student, teacher = layers()
+    weight = torch.ones(ROWS)
+    weight[3] = 0
+    student[0][3] = float("nan")
+    x, w = require_grad(student[:2])
+    y = linear_divergence(x, w, *teacher[:2], weight=weight, reduction=reduction)
+    dx, dw = torch.autograd.grad(y.sum(), [x, w])
+    assert all(each.isfinite().all() for each in (y, dx, dw))
+    assert not dx[3].any()
+
+
+def test_the_teachers_hidden_size_and_dtype_may_differ():
+    student, teacher = layers(FP32, teacher=BF16)
+    wanted, _ = truth("kl", student, teacher, None, "mean")
+    y = linear_divergence(*student[:2], *teacher[:2], temperature=1.5)
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_leading_dims_and_no_reduction():
+    student, teacher = layers()
+    x, h = student[0][:12].view(3, 4, 8), teacher[0][:12].view(3, 4, 6)
+    y = linear_divergence(x, student[1], h, teacher[1], reduction="none")
+    flat = linear_divergence(student[0][:12], student[1], teacher[0][:12], teacher[1], reduction="none")
+    assert torch.equal(y, flat.view(3, 4))
+
+
+def test_two_backward_passes_give_the_same():
+    student, teacher = layers()
+    x, w = require_grad(student[:2])
+    y = linear_divergence(x, w, *teacher[:2])
+    of = torch.tensor(2.0)
+    first = torch.autograd.grad(y, [x, w], of, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, [x, w], of), strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives(reduction):
+    student, teacher = layers()
+    x, w = require_grad(student[:2])
+    y = linear_divergence(x, w, *teacher[:2], temperature=1.5, reduction=reduction).sum()
+    wanted, of = truth("kl", [x, w, None], teacher, None, reduction)
+    found = []
+    for value, inputs in ((y, [x, w]), (wanted.sum(), of[:2])):
+        first = torch.autograd.grad(value, inputs, create_graph=True)
+        found.append(torch.autograd.grad(sum(each.square().sum() for each in first), inputs))
+    for ours, exact in zip(*found, strict=True):
+        assert (ours.double() - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_compiled_code_gives_the_same():
+    student, teacher = layers()
+    x, w = require_grad(student[:2])
+    compiled = torch.compile(linear_divergence, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, w, *teacher[:2]), linear_divergence(x, w, *teacher[:2]))
+
+
+def test_the_module():
+    layer = LinearDivergence(8, CLASSES, kind="tvd", bias=True)
+    student, teacher = layers()
+    y = layer(student[0], *teacher[:2], weight=torch.ones(ROWS))
+    y.backward()
+    assert all(each.grad.any() for each in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        (
+            {"target_weight": torch.zeros(CLASSES, 5)},
+            ValueError,
+            r"target_weight must have shape \(50, 6\)",
+        ),
+        ({"target_weight": torch.zeros(CLASSES + 1, 6)}, ValueError, "target_weight must have shape"),
+        ({"target_input": torch.zeros(ROWS - 1, 6)}, ValueError, "target_input must have shape"),
+        ({"target_input": torch.zeros(ROWS, 6, requires_grad=True)}, RuntimeError, "target_input requires grad"),
+        (
+            {"target_weight": torch.zeros(CLASSES, 6).half()},
+            RuntimeError,
+            "target_weight must be of",
+        ),
+        ({"target_bias": torch.zeros(3)}, ValueError, "target_bias must have shape"),
+        ({"target_input": [1]}, TypeError, "target_input must be a Tensor"),
+        ({"kind": "js"}, ValueError, "kind is one of"),
+        ({"reduction": "avg"}, ValueError, "reduction must be"),
+        ({"weight": torch.ones(2)}, ValueError, r"weight must have shape \(13,\)"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
+        ({"temperature": 0.0}, ValueError, "temperature must be more than 0"),
+    ],
+)
+def test_bad_input(changed, error, said):
+    student, teacher = layers()
+    given = {
+        "input": student[0], "linear_weight": student[1], "target_input": teacher[0], "target_weight": teacher[1],
+    }  # fmt: skip
+    with pytest.raises(error, match=f"linear_divergence: .*{said}"):
+        linear_divergence(**given | changed)
