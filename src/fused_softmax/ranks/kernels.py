@@ -30,7 +30,7 @@ Traffic: 8 bytes for each 32 bits, into every rank's slots.
 import triton
 import triton.language as tl
 
-from fused_softmax.core.kernels.exchange import POLLS, pack_state, states_of, tag_of, wait_for
+from fused_softmax.core.kernels.exchange import pack_state, states_of, tag_of, wait_for
 from fused_softmax.core.kernels.state import rounded_product, weight_of
 
 DIGEST = tl.constexpr(0x7FFFFFFF)
@@ -141,24 +141,21 @@ def odd_one(asked_ptr, rank, ranks, K: tl.constexpr):
 
 @triton.jit
 def wait_long(slot_ptrs, asked_ptr, rank, ranks, message, wanted, tag, limit, K: tl.constexpr):
-    """`wait_for`, for `limit` nanoseconds more; polls, where there is no clock. It ends where a rank is at odds.
-
-    The clock and the words of ranks are read once in many polls: all GPUs' lanes that read a clock wait for each other.
-    """
+    """`wait_for`, for `limit` nanoseconds more; polls, where there is no clock. It ends where a rank is at odds."""
     waiting = 1
     polls = 0
     if K.ptx:
         begin = nanoseconds(K)
     while waiting > 0:
         odd = odd_one(asked_ptr, rank, ranks, K)  # before the messages, which an earlier launch may have left
-        message, _ = wait_for(slot_ptrs, message, wanted, tag)
+        message = tl.load(slot_ptrs, mask=wanted & (tag_of(message) != tag), other=message, volatile=True)
         missing = wanted & (tag_of(message) != tag)
-        polls += POLLS
         if K.ptx:
             missing = missing & (nanoseconds(K) - begin < limit)
         else:
             missing = missing & (polls < limit)
         waiting = tl.where(odd < K.lanes, 0, tl.max(missing.to(tl.int32), axis=0))
+        polls += 1
     return message
 
 
