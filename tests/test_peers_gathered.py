@@ -253,3 +253,17 @@ def test_softmaxes_of_float64(ranks):
     wanted.backward(dy)
     close(torch.cat([each[0] for each in found], 1), wanted.detach(), 1e-12)
     close(torch.cat([each[1] for each in found], 1), whole.grad, 1e-12)
+
+
+@pytest.mark.parametrize(("n", "sets_up"), [(2, True), (4, False)])
+def test_a_call_that_names_no_transport_goes_by_peers_between_two_gpus_alone(monkeypatch, n, sets_up):
+    group, asked = object(), []
+    monkeypatch.setattr(peers.dist, "get_world_size", lambda group: n)
+    monkeypatch.setattr(peers, "_refuse_capture", lambda device: None)
+    monkeypatch.setattr(peers, "_groups", {})
+    monkeypatch.setattr(peers, "_set_up", lambda group, device: asked.append(device) or "nothing is mapped here")
+    device = torch.device("cuda", 0)
+    assert peers.choose("softmax", None, group, device, None) is None
+    assert bool(asked) == sets_up
+    with pytest.raises(ValueError, match="softmax: transport='peer' cannot take this call: nothing is mapped here"):
+        peers.choose("softmax", "peer", group, device, None)

@@ -21,7 +21,14 @@ from fused_softmax.core import calls, launch, no_gradient, route
 from fused_softmax.core.route import Decision, Route
 from fused_softmax.ops.attention import attention
 from fused_softmax.ops.attention import ways as attention_ways
-from fused_softmax.ops.losses import cross_entropy, divergence, linear_cross_entropy, linear_log_prob, log_prob
+from fused_softmax.ops.losses import (
+    cross_entropy,
+    divergence,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_log_prob,
+    log_prob,
+)
 from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.softmax import logsumexp, softmax
@@ -51,6 +58,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (linear_log_prob, "_linear_log_prob", "linear_log_prob", None),
     (linear_log_prob, "_of_shards", "linear_log_prob", _OVER_A_GROUP),
     (divergence, "_divergence", "divergence", None),
+    (linear_divergence, "_linear_divergence", "linear_divergence", None),
     (attention, "_attention", "attention", None),
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),

@@ -43,6 +43,7 @@ _MISSING = 1  # of the words that kernels leave
 _REFUSED = -1  # of the words that ranks have of each other
 _PATIENCE = 2.0  # seconds, for a rank that a launch has waited for in vain
 _DEFAULT_SECONDS = 600.0
+MOST_RANKS = 2  # of a call that names no transport: four H200s had launches of 1 ms that took 90
 _POLLS_AT_ONCE = 500  # of a host, which then sleeps in between
 _POLLS_A_SECOND = 2000  # under the interpreter, whose kernels have no clock
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -292,10 +293,12 @@ def _follow(index: int, last: Any) -> None:
 def choose(name: str, transport: Any, group: Any, device: torch.device, hindrance: str | None) -> Peers | None:
     """The memory by which the ranks of a call talk, or None for a collective.
 
-    hindrance: why this call cannot go by peers, on any rank, in words. Tensors of a CPU go by them only if asked.
-    Raises where transport is "peer" and that cannot be.
+    hindrance: why this call cannot go by peers, on any rank, in words. Tensors of a CPU, and more than MOST_RANKS, go
+    by them only if asked. Raises where transport is "peer" and that cannot be.
     """
     if transport == "collective" or (transport is None and device.type != "cuda"):
+        return None
+    if transport is None and dist.get_world_size(group) > MOST_RANKS:
         return None
     found: Peers | str | None = None
     if hindrance is None:

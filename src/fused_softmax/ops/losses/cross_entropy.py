@@ -115,7 +115,7 @@ def cross_entropy(
         ranks have as many as each other.
     transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend; "peer"
         by memory that GPUs of one host write into each other's: in the launch that reads the logits, or in one of its
-        own with class weights, label_smoothing or return_token_stats. None takes "peer" on GPUs where it can.
+        own with class weights, label_smoothing or return_token_stats. None takes "peer" on two GPUs where it can.
 
     With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError, because they
     need more of the row.

@@ -70,13 +70,21 @@ def linear_divergence(
     >>> linear_divergence(hidden, student.lm_head.weight, of_teacher, teacher.lm_head.weight, kind="jsd")
     tensor(0.4103, device='cuda:0', grad_fn=<_LinearDivergenceBackward>)
     """
-    check_layer(_NAME, input, linear_weight, linear_bias, chunk_size, accumulate, masters=True)
-    _check_teacher(input, linear_weight, target_input, target_weight, target_bias)
     given: dict[str, Any] = {
         "kind": kind, "beta": beta, "scale": scale, "softcap": softcap, "temperature": temperature,
         "target_scale": target_scale, "target_softcap": target_softcap, "target_temperature": target_temperature,
         "target_is": "logits",
     }  # fmt: skip
+    layers = input, linear_weight, linear_bias, target_input, target_weight, target_bias
+    return _linear_divergence(*layers, given, weight, reduction, chunk_size, accumulate, dtype)
+
+
+def _linear_divergence(
+    input, linear_weight, linear_bias, target_input, target_weight, target_bias, given, weight, reduction, chunk_size,
+    accumulate, dtype,
+) -> Tensor:  # fmt: skip
+    check_layer(_NAME, input, linear_weight, linear_bias, chunk_size, accumulate, masters=True)
+    _check_teacher(input, linear_weight, target_input, target_weight, target_bias)
     shape = (*input.shape[:-1], linear_weight.shape[0])
     options = check_divergence(_NAME, input, shape, given, weight, reduction, dtype)
     cast = autocast.lowered_dtype(OF_LAYERS, input)

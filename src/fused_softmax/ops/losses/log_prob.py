@@ -138,7 +138,7 @@ def log_prob(
     n_classes, shard_sizes: as cross_entropy's.
     transport: with group: how ranks tell each other at most 5 numbers a row and 2 a target: "collective" by one
         all_gather of the group's backend; "peer" by memory that GPUs of one host write into each other's, in a launch
-        of its own. None takes "peer" on GPUs where it can.
+        of its own. None takes "peer" on two GPUs where it can.
 
     A DTensor may lie in shards of its classes or rows. Results are DTensors too, which lie as the rows do. Targets and
     temperatures may be plain tensors, the same on all ranks, where no rows lie in shards.

@@ -80,7 +80,7 @@ def softmax(
         ranks have as many columns as each other.
     transport: with group: how ranks talk to each other: "collective", by all_gather; or "peer", by memory that GPUs of
         one host write into each other's: over the last dim and without scale, mask, sink and masked_rows in one launch.
-        None takes "peer" on GPUs where it can.
+        None takes "peer" on two GPUs where it can.
 
     Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
     ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
