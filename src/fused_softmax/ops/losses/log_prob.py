@@ -105,8 +105,8 @@ def log_prob(
 
     input: logits [..., n_classes]; float32, float16, bfloat16 or float64.
     target: class indices of the leading shape, of int64, int32 or uint8; or [..., k], for k classes of each row. One
-        that is neither a class nor ignore_index makes its log-probability and its row of the gradient
-        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises IndexError.
+        that is neither a class nor ignore_index makes its log-probability and its row of the gradient NaN, with kept
+        at the kept columns. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, it raises IndexError.
     scale, softcap, temperature: the logits are input * scale, then softcap * tanh(of that / softcap), then divided by
         the temperature. That is a number above 0, or a tensor of the leading shape, which gets no gradient. Where a
         tensor's temperature is not above 0, the row's results are NaN.
