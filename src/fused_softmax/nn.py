@@ -173,7 +173,26 @@ class LinearCrossEntropyLoss(_OfLayer):
         )  # fmt: skip
 
 
-class LinearLogProb(_OfLayer):
+class _OfFunction(_OfLayer):
+    """The same where all but the layer's sizes are options of its function."""
+
+    function: Callable
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device, dtype)
+        self.options = _known(options, self.function)
+
+
+class LinearLogProb(_OfFunction):
     """A linear layer and the log-probabilities of its classes, by `fused_softmax.linear_log_prob`.
 
     in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
@@ -188,18 +207,7 @@ class LinearLogProb(_OfLayer):
     >>> LinearLogProb(4096, 151936, return_entropy=True)(hidden, tokens).entropy  # [n, 4096], [n]
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        *,
-        bias: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(in_features, num_classes, bias, device, dtype)
-        self.options = _known(options, linear_log_prob)
+    function = staticmethod(linear_log_prob)
 
     def forward(
         self,
@@ -214,7 +222,7 @@ class LinearLogProb(_OfLayer):
         return linear_log_prob(input, self.linear_weight, target, linear_bias=self.linear_bias, **options)
 
 
-class LinearDivergence(_OfLayer):
+class LinearDivergence(_OfFunction):
     """A student's linear layer and its divergence from a teacher's, by `fused_softmax.linear_divergence`.
 
     in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
@@ -228,18 +236,7 @@ class LinearDivergence(_OfLayer):
     >>> LinearDivergence(2048, 151936, kind="jsd")(hidden, of_teacher, teacher.lm_head.weight)  # [n, 2048], [n, 4096]
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        *,
-        bias: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(in_features, num_classes, bias, device, dtype)
-        self.options = _known(options, linear_divergence)
+    function = staticmethod(linear_divergence)
 
     def forward(
         self,

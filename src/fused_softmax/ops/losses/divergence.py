@@ -16,7 +16,7 @@ from fused_softmax.core.route import Route, on_device, readable, route_of
 from fused_softmax.ops.losses.cross_entropy import CHECK
 from fused_softmax.ops.losses.divergence_rows import differentiated, pair_of, referred, refused, with_rows
 from fused_softmax.ops.losses.log_prob import log_prob as log_probs
-from fused_softmax.ops.losses.options import Divergence, is_reduction
+from fused_softmax.ops.losses.options import Divergence, check_of_rows, is_reduction
 
 _NAME = "divergence"
 _TARGETS = ("target_scale", "target_softcap", "target_temperature")
@@ -179,23 +179,6 @@ def _options(given: dict[str, Any]) -> Divergence:
     kind = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd") if given["kind"] == "jsd" else given["kind"]
     caps = {name: None if given[name] is None else float(given[name]) for name in ("softcap", "target_softcap")}
     return Divergence(**(given | numbers | caps | {"beta": beta, "kind": kind}))
-
-
-def check_of_rows(name: str, input: Tensor, shape: tuple[int, ...], argument: str, value: Any) -> None:
-    """An error where a tensor is not one number of every row, without a gradient."""
-    if not isinstance(value, Tensor):
-        return
-    if value.layout != torch.strided:
-        raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {value.layout}")
-    if tuple(value.shape) != shape[:-1]:
-        raise ValueError(f"{name}: {argument} must have shape {shape[:-1]}, got {tuple(value.shape)}")
-    if not value.is_floating_point() or value.device != input.device:
-        raise RuntimeError(
-            f"{name}: {argument} must be of a float dtype and on the input's device {input.device}, got "
-            f"{value.dtype} on {value.device}"
-        )
-    if value.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{name}: {argument} requires grad, and is a constant; give {argument}.detach()")
 
 
 def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: str, given: dict) -> tuple[int, ...]:

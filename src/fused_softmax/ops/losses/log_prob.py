@@ -32,7 +32,15 @@ from fused_softmax.ops.losses.log_prob_launches import (
     given_of,
     prepare_log_probs,
 )
-from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_kept_of_whole_rows, check_lists
+from fused_softmax.ops.losses.options import (
+    EVERY,
+    Kept,
+    LogProb,
+    check_kept,
+    check_kept_of_whole_rows,
+    check_lists,
+    check_of_rows,
+)
 from fused_softmax.ops.losses.over_ranks.dtensor import log_prob_on_shards
 from fused_softmax.ops.losses.over_ranks.log_prob import LogProbOverRanks, OfCall
 from fused_softmax.ops.losses.overwritten import check_overwritten
@@ -338,18 +346,7 @@ def checked(
         if option.check is not None:
             option.check(name, argument, given[argument])
     temperature = given["temperature"]
-    if isinstance(temperature, Tensor):
-        if temperature.layout != torch.strided:
-            raise RuntimeError(f"{name}: temperature must be a dense strided tensor, got {temperature.layout}")
-        if tuple(temperature.shape) != leading:
-            raise ValueError(f"{name}: temperature must have shape {leading}, got {tuple(temperature.shape)}")
-        if not temperature.is_floating_point() or temperature.device != input.device:
-            raise RuntimeError(
-                f"{name}: temperature must be of a float dtype and on the input's device {input.device}, got "
-                f"{temperature.dtype} on {temperature.device}"
-            )
-        if temperature.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{name}: temperature requires grad, and is a constant; give temperature.detach()")
+    check_of_rows(name, input, shape, "temperature", temperature)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"{name}: dtype must be a float torch.dtype, got {described(dtype)}")
     return _options(given["ignore_index"], given["scale"], given["softcap"], temperature)

@@ -426,6 +426,23 @@ class Divergence(Options):
         return plain
 
 
+def check_of_rows(name: str, input: Tensor, shape: tuple[int, ...], argument: str, value: Any) -> None:
+    """An error where a tensor is not one number of every row, without a gradient."""
+    if not isinstance(value, Tensor):
+        return
+    if value.layout != torch.strided:
+        raise RuntimeError(f"{name}: {argument} must be a dense strided tensor, got {value.layout}")
+    if tuple(value.shape) != shape[:-1]:
+        raise ValueError(f"{name}: {argument} must have shape {shape[:-1]}, got {tuple(value.shape)}")
+    if not value.is_floating_point() or value.device != input.device:
+        raise RuntimeError(
+            f"{name}: {argument} must be of a float dtype and on the input's device {input.device}, got "
+            f"{value.dtype} on {value.device}"
+        )
+    if value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: {argument} requires grad, and is a constant; give {argument}.detach()")
+
+
 _INDICES = (torch.int64, torch.int32, torch.uint8)
 
 
