@@ -9,6 +9,7 @@ import torch
 from conftest import kernels, peaked
 from products import QUICK, pairwise
 from shapes import framed
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -670,7 +671,7 @@ def test_compiled(temperature, k, dtype, inplace, device):
 
 
 def test_dynamic_rows_compile_once(device):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     function = torch.compile(lambda x, t: log_prob(x, t, return_entropy=True), backend=counter, fullgraph=True)
     for n in (3, 5, 9, 2):

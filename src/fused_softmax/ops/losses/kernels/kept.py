@@ -17,19 +17,23 @@ def list_of(ids_ptr, offsets_ptr, row, n_kept):
 
 @triton.jit
 def ids_at(L, i):
-    """The columns at places i of a list; -1 past its end, and of a list that cannot be read."""
-    return tl.load(L.ids_ptr + L.first + i, mask=(i < L.size) & L.right, other=-1).to(tl.int64)
+    """The columns at places i of a list, int32; -1 past its end, of a list that cannot be read, and of what is none."""
+    c = tl.load(L.ids_ptr + L.first + i, mask=(i < L.size) & L.right, other=-1)
+    if c.dtype == tl.int64:
+        c = tl.where(c >> 31 == 0, c, -1).to(tl.int32)
+    return c
 
 
 @triton.jit
 def among(L, t, n_classes, K: tl.constexpr):
     """(which of targets [1, K.targets] a list has, whether it has what is no column)."""
     i = tl.arange(0, K.list_cols)[:, None]
+    t_32 = tl.where(t >> 31 == 0, t, -2).to(tl.int32)
     found = tl.zeros(t.shape, tl.int32)
     spoilt = tl.zeros([1, 1], tl.int32)
     for at in range(0, L.size, K.list_cols):
         c = ids_at(L, at + i)
-        found |= tl.max((c == t).to(tl.int32), axis=0)[None, :]
+        found |= tl.max((c == t_32).to(tl.int32), axis=0)[None, :]
         none = (at + i < L.size) & ((c < 0) | (c >= n_classes))
         spoilt |= tl.max(none.to(tl.int32), axis=0)[None, :]
     return found > 0, spoilt > 0

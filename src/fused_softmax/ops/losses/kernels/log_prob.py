@@ -203,27 +203,21 @@ def write_listed(
     """The gradient of one part of a row that a list truncates: what is not listed first, and then the listed columns.
 
     Over the logits it is computed before the first is written, and waits at values_ptr, by the places of the list.
-    Elsewhere what it is written to is 0 already.
+    Elsewhere it is 0 already.
     """
     i = tl.arange(0, K.list_cols)[:, None]
     if K.inplace:
         for at in range(0, L.size, K.list_cols):
-            c, own = own_ids(L, at + i, n_cols, n_parts, end, r)
+            c, own = own_ids(L, at + i, n_cols, n_parts, end, r, K)
             dx = gradient_at(x_ptr + r.row * x_row_stride, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K)
             tl.store(values_ptr + L.first + at + i, dx, mask=own)
         tl.debug_barrier()  # all have read before one writes
     spoilt = T.spoilt & counts
     if K.inplace | (tl.max(tl.max(spoilt.to(tl.int32), axis=1), axis=0) > 0):
-        fill = tl.where(spoilt, float("nan"), 0.0).to(K.cast_dtype)
-        dx_body = body_of(dx_rows, r.row, K)
-        for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
-            tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at)
-        if K.shifted:
-            cols, on = edges_of(r, n_cols, n_parts, K)
-            tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
-        tl.debug_barrier()  # what stands at listed columns is written last
+        fill_part(dx_ptr, dx_row_stride, dx_rows, tl.where(spoilt, float("nan"), 0.0), n_cols, n_parts, end, r, K)
+    tl.debug_barrier()  # what stands at listed columns is written last
     for at in range(0, L.size, K.list_cols):
-        c, own = own_ids(L, at + i, n_cols, n_parts, end, r)
+        c, own = own_ids(L, at + i, n_cols, n_parts, end, r, K)
         if K.inplace:
             dx = tl.load(values_ptr + L.first + at + i, mask=own, other=0.0)
         else:
@@ -232,17 +226,33 @@ def write_listed(
 
 
 @triton.jit
-def own_ids(L, i, n_cols, n_parts, end, r):
+def fill_part(dx_ptr, dx_row_stride, dx_rows, value, n_cols, n_parts, end, r, K: tl.constexpr):
+    """One number all over a part of a row."""
+    fill = value.to(K.cast_dtype)
+    dx_body = body_of(dx_rows, r.row, K)
+    for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
+        tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at, cache_modifier=".cg")
+    if K.shifted:
+        cols, on = edges_of(r, n_cols, n_parts, K)
+        tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
+
+
+@triton.jit
+def own_ids(L, i, n_cols, n_parts, end, r, K: tl.constexpr):
     """(the columns at places of a list, which of them a part has)."""
     c = ids_at(L, i)
-    return c, (c >= 0) & (c < n_cols) & own_of(c, r, end, n_parts)
+    at_c = c - r.head
+    own = (at_c >= r.start.to(tl.int32)) & (at_c < end.to(tl.int32))
+    if K.shifted:
+        own |= (at_c < 0) & (r.part == 0) | (at_c >= r.body) & (r.part == n_parts - 1)
+    return c, own & (c >= 0) & (c < n_cols)
 
 
 @triton.jit
 def gradient_at(row_ptr, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K: tl.constexpr):
     """The gradient of a row's columns c [n, 1], of which targets T get g."""
     z = logits_of(tl.load(row_ptr + c, mask=own, other=0.0), N, K)
-    of_targets = tl.sum(tl.where((c == T.t) & T.kept, g, 0.0), axis=1)[:, None]
+    of_targets = tl.sum(tl.where((c == T.t.to(tl.int32)) & T.kept, g, 0.0), axis=1)[:, None]
     dx = (slope_by_entropy(z, a, g_entropy, entropy, m, ls, N, K) + of_targets) * slope_of(z, N, K)
     return tl.where(counts, dx, 0.0).to(K.cast_dtype)
 
@@ -266,6 +276,9 @@ def _log_prob_gradient(
     part_cols = whole_vectors(part_cols, K)
     r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)
     live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
+    end = tl.minimum(r.body, r.start + part_cols)
+    if K.listed and not K.inplace:  # before anything is waited for
+        fill_part(dx_ptr, dx_row_stride, dx_rows, tl.zeros([1, 1], tl.float32), n_cols, n_parts, end, r, K)
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, r.row)
     kept = bits_ptr
     if K.masked:
@@ -290,7 +303,6 @@ def _log_prob_gradient(
     counts = counts_of(T, K)
     if K.truncated:
         counts &= ls != NEG_INF
-    end = tl.minimum(r.body, r.start + part_cols)
     if K.listed:
         write_listed(
             x_ptr, dx_ptr, values_ptr, x_row_stride, dx_row_stride, dx_rows, n_cols, n_parts, end, r, kept, T,
