@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import kernels, peaked
 from products import QUICK, pairwise
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -94,6 +95,12 @@ def assert_right(x, y, *, of=divergence, weights=None, near=None, **options):
     near = max(near, 4 * torch.finfo(x.dtype).eps if x.dtype != FP64 else 0.0)
     most = truth.nan_to_num(0).abs().amax(-1, keepdim=True).clamp(min=1e-3)  # of terms that cancel
     torch.testing.assert_close(dx.double() / most, truth / most, rtol=near, atol=near, equal_nan=True)
+    if of is divergence and g.ndim == 1:  # written with the sum, where the kernels hold rows
+        w = g.abs() + 1
+        (dx_of_sum,) = torch.autograd.grad(of(leaf, y, reduction="sum", weight=w.float(), **options), leaf)
+        truth = torch.autograd.grad(formula(exact, y, **options), exact, w)[0]
+        most = truth.nan_to_num(0).abs().amax(-1, keepdim=True).clamp(min=1e-3)
+        torch.testing.assert_close(dx_of_sum.double() / most, truth / most, rtol=near, atol=near, equal_nan=True)
     return found, dx
 
 
@@ -158,18 +165,18 @@ def test_rows_of_several_parts(kind, n_classes, dtypes, target_is, device):
 
 
 @every_kind
-@pytest.mark.parametrize("n_classes", [70, 20001])
+@pytest.mark.parametrize("n_classes", [72, 20000, 20001])
 def test_distant_peaks(kind, n_classes, device):
     """The student is sure of one class and the teacher of another."""
     x, y = (peaked(3, n_classes, seed=seed) for seed in (0, 1))
     x[0, 3], y[0, 5], x[1, 69], y[1, 69], x[2, 0] = 60.0, 70.0, 80.0, 85.0, -80.0
-    assert_right(x.to(device), y.to(device), kind=kind)
+    assert_right(x.to(device), y.to(device), kind=kind, near=2e-4)  # of gradients of 0, by which 1 - 1 is rounded
 
 
 @every_kind
 @pytest.mark.parametrize("who", ["student", "teacher", "both"])
 @pytest.mark.parametrize("where", ["leading", "middle", "trailing"])
-@pytest.mark.parametrize("n_classes", [60, 20001])
+@pytest.mark.parametrize("n_classes", [64, 20000, 20001])
 def test_tiles_of_minus_infinity(kind, who, where, n_classes, device):
     """What has no probability adds nothing, and what only one has makes a divergence infinite or adds its own part."""
     (x, y), third = pair(2, n_classes), n_classes // 3
@@ -230,7 +237,7 @@ def test_probabilities_of_zero(kind, n_classes, device):
 
 @every_kind
 @pytest.mark.parametrize("target_is", ["log_probs", "probs"])
-@pytest.mark.parametrize("n_classes", [70, 20001])
+@pytest.mark.parametrize("n_classes", [72, 20000, 20001])
 def test_probabilities_that_do_not_sum_to_1(kind, target_is, n_classes, device):
     x, y = pair(3, n_classes)
     t = y.softmax(-1) * torch.tensor([[0.3], [1.7], [1.0]])
@@ -758,7 +765,7 @@ def test_modes_of_autograd(device):
             for _ in range(2):
                 found = divergence(leaf, y)
         assert not found.requires_grad
-        assert torch.equal(found, wanted)
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-6, atol=0)  # which the gradient's launch has summed
 
 
 # Compilers and transforms.
@@ -802,7 +809,7 @@ def test_compiled_with_columns_and_weights(rest, device):
 
 
 def test_dynamic_rows_compile_once(device):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     function = torch.compile(lambda x, y: divergence(x, y, kind="jsd"), backend=counter, fullgraph=True)
     for n in (3, 5, 9, 2):

@@ -6,7 +6,7 @@ from launches import ABOUT_THE_CALL, GPUS, Rows, launched, rows_as
 from products import one_in, pairwise
 from test_family_compiles import ABOUT_THE_CALL_OF_COLUMNS, Cube
 
-from fused_softmax.core.plan import most_parts, plan_reduction, plan_rows
+from fused_softmax.core.plan import parts_held, plan_reduction, plan_rows
 from fused_softmax.ops.softmax import launches as softmax_rows
 from fused_softmax.ops.softmax.scores import Scores, scores_against
 
@@ -60,7 +60,7 @@ def as_lean(ordinary, other, plan=None, target="sm_90"):
     if plan is not None and plan.strategy == "split":
         gpu, registers = GPUS[target], -(-other.registers // 8) * 8
         resident = min(32, 64 // plan.num_warps, gpu.registers // (32 * plan.num_warps * registers))
-        assert plan.parts <= most_parts(plan, gpu) <= gpu.sm_count * resident // 2
+        assert plan.parts <= parts_held(plan, gpu) <= gpu.sm_count * resident
     assert set(other.load_widths) == set(ordinary.load_widths)
     assert set(other.store_widths) == set(ordinary.store_widths)
 

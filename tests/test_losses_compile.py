@@ -9,6 +9,7 @@ from launches import ABOUT_THE_CALL, GPUS, launched
 from products import pairwise
 
 from fused_softmax.core import calls
+from fused_softmax.core.launch import MOST_SPILLED
 from fused_softmax.ops.losses import divergence_launches as divergences
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_by_classes as by_classes
@@ -198,14 +199,17 @@ def test_divergences(target, dtypes, kind, given, how):
             divergences.forward(pair, options)  # noqa: B023
             rows = divergences.PairRows(row, row, *states, row, row)
             divergences.backward(pair, rows, row, options, of_target=kind == "cross")  # noqa: B023
+            if n_cols % 8 == 0:  # noqa: B023
+                divergences.at_once(pair, row, options, kind == "cross")  # noqa: B023
 
         found = binaries(target, run)
         twice = {"_pair_sums", "_merge_sums"} if options.twice else set()
         merged = {"_merge_pairs"} if n_cols > 16384 else set()
-        assert found.keys() == {"_pair_states", "_pair_gradient"} | twice | merged, n_cols
+        held = {"_pair_held"} if n_cols % 8 == 0 else set()
+        assert found.keys() == {"_pair_states", "_pair_gradient"} | twice | merged | held, n_cols
         for name, binary in found.items():
-            assert binary.spilled_bytes == 0, (n_cols, name)
+            assert binary.spilled_bytes <= (MOST_SPILLED if name == "_pair_held" else 0), (n_cols, name)
             if target != "gfx942" and n_cols % 8 == 0 and not name.startswith("_merge"):
                 assert max(binary.load_widths) == 16, (n_cols, name)
-                if name == "_pair_gradient":
+                if name in ("_pair_gradient", "_pair_held"):
                     assert max(binary.store_widths) == 16, (n_cols, name)

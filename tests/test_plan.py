@@ -14,7 +14,7 @@ from fused_softmax.core.plan import (
     Device,
     candidate,
     fetches_ahead,
-    most_parts,
+    parts_held,
     plan_loss,
     plan_reduction,
     plan_rows,
@@ -107,7 +107,7 @@ def test_every_shape_has_a_plan_that_covers_it(n_rows, n_cols, itemsize, device,
     assert plan.alignment in (possible, "scalar"), "short rows may be read by elements, no other change"
     assert plan == plan_rows(n_rows, n_cols, itemsize, device, alignment=alignment)
     if plan.strategy == "split":
-        assert 1 < plan.parts <= most_parts(plan, device), "programs that wait must fit the chip together"
+        assert 1 < plan.parts <= parts_held(plan, device), "programs that wait must fit the chip together"
 
 
 @pytest.mark.parametrize("itemsize", ITEMSIZES)
@@ -236,7 +236,7 @@ def test_rows_that_no_chip_holds_are_streamed():
 def test_a_gpu_of_one_multiprocessor_never_waits_for_what_it_cannot_hold():
     for n_cols in widths(2):
         plan = plan_rows(1, n_cols, 2, TINY_GPU)
-        assert plan.strategy != "split" or plan.parts <= most_parts(plan, TINY_GPU)
+        assert plan.strategy != "split" or plan.parts <= parts_held(plan, TINY_GPU)
 
 
 @pytest.mark.parametrize("itemsize", ITEMSIZES)

@@ -22,7 +22,7 @@ from fused_softmax.core.plan import (
     Ladder,
     built_in,
     candidate,
-    most_parts,
+    parts_held,
     plan_rows,
     table_of,
     tuned,
@@ -57,7 +57,7 @@ def test_a_table_never_lets_more_programs_wait_than_the_chip_holds():
         gpu = on(ROWS, PARTS | {"rungs": rungs})
         for n_cols in (32768, 2**20, 2**23):
             plan = plan_rows(4096, n_cols, 2, gpu)
-            assert plan.strategy == "stream" or plan.parts <= most_parts(plan, gpu)
+            assert plan.strategy == "stream" or plan.parts <= parts_held(plan, gpu)
 
 
 def test_a_table_goes_through_json():
@@ -254,7 +254,7 @@ def test_candidates_fit_registers_and_the_chip():
             for plan in plans:
                 held = (n_cols if plan.strategy == "row" else plan.part_cols) * itemsize * inputs
                 assert held <= 32 * plan.num_warps * HELD_BYTES
-                assert plan.strategy == "row" or plan.parts <= most_parts(plan, H200)
+                assert plan.strategy == "row" or plan.parts <= parts_held(plan, H200)
     assert tune.WIDTHS[:3] == (1024, 1536, 2048)
     assert tune.WIDTHS[-1] == 2**19
 

@@ -102,6 +102,40 @@ def collect(slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 
 @triton.jit
+def collect_several(slots_ptr, step, part, n_parts, tag, THIRD: tl.constexpr, K: tl.constexpr):
+    """Two messages of all parts of a row, or three (THIRD), whose slots lie `step` apart, and whether one is missing.
+
+    As `collect`, but asked for together: one after another, each would take its own way to L2 and back.
+    """
+    LANES: tl.constexpr = K.lanes
+    j = tl.arange(0, LANES)
+    on = j < n_parts
+    slot_ptrs = slots_ptr + (part % K.copies) * n_parts + j
+    old = tl.zeros([LANES], tl.int64) + ((1 - tag) << 31)
+    if K.poll_last_first:
+        wait_for(slot_ptrs, old, j == n_parts - 1, tag)
+    a, b, c = load_several(slot_ptrs, step, on, old, old, old, THIRD)
+    missing = on & ((tag_of(a) != tag) | (tag_of(b) != tag) | (THIRD & (tag_of(c) != tag)))
+    left = tl.max(missing.to(tl.int32), axis=0)
+    polls = 0
+    while (left > 0) & (polls < POLLS):
+        a, b, c = load_several(slot_ptrs, step, missing, a, b, c, THIRD)
+        missing = on & ((tag_of(a) != tag) | (tag_of(b) != tag) | (THIRD & (tag_of(c) != tag)))
+        left = tl.max(missing.to(tl.int32), axis=0)
+        polls += 1
+    return a, b, c, in_any_warp(left, K)
+
+
+@triton.jit
+def load_several(slot_ptrs, step, on, a, b, c, THIRD: tl.constexpr):
+    a = tl.load(slot_ptrs, mask=on, other=a, volatile=True)
+    b = tl.load(slot_ptrs + step, mask=on, other=b, volatile=True)
+    if THIRD:
+        c = tl.load(slot_ptrs + 2 * step, mask=on, other=c, volatile=True)
+    return a, b, c
+
+
+@triton.jit
 def in_any_warp(flag, K: tl.constexpr):
     """Whether the flag, 0 or 1, is set in any warp: what each of them has read for itself may differ.
 

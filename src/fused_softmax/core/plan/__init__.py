@@ -9,8 +9,10 @@ from fused_softmax.core.plan.rows import (
     candidate,
     fetches_ahead,
     most_parts,
+    parts_held,
     plan_alone,
     plan_loss,
+    plan_pairs,
     plan_reduction,
     plan_rows,
     reduction_rung_ends,
@@ -22,6 +24,6 @@ from fused_softmax.core.plan.strategies import Alignment, RowPlan, Strategy
 __all__ = [
     "COLUMN_POSITIONS", "H100", "H200", "HELD_BYTES", "TUNABLE", "UNBOUNDED", "VECTOR_BYTES", "Alignment",
     "Device", "Ladder", "RowPlan", "Strategy", "Table", "built_in", "candidate", "fetches_ahead",
-    "most_parts", "plan_alone", "plan_loss", "plan_reduction", "plan_rows", "reduction_rung_ends", "row_rung_ends",
-    "table_of",
+    "most_parts", "parts_held", "plan_alone", "plan_loss", "plan_pairs", "plan_reduction", "plan_rows",
+    "reduction_rung_ends", "row_rung_ends", "table_of",
 ]  # fmt: skip

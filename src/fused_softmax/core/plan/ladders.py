@@ -76,6 +76,12 @@ SPLIT_PARTS = {
     ),
     (2, 4): Ladder((131072, 8192, 4), (UNBOUNDED, 8192, 8), note="65536 0.99, 131072 0.98; 262144 0.96, 1 Mi 0.93"),
 }  # fmt: skip
+# Of rows whose parts take more than half of the chip, which a second read would slow more.
+ALL_NOTE = "60 x 2306048 fp32 0.90, read twice 0.58; 33 x 4 Mi 0.73, 0.59"
+WHOLE_PARTS = (
+    5,
+    4,
+)  # a part may be longer by so much where pieces divide the row: bf16 51200 0.976, in equal parts 0.945
 SHIFTED_SPLIT_PARTS = {  # the first part does the edges too, and a long part hides that work
     **SPLIT_PARTS,
     (1, 2): Ladder((UNBOUNDED, 16384, 4), note="bf16 50257 0.95, with parts of 8192 0.91"),
@@ -122,6 +128,9 @@ STREAM_PIECES = 4
 STREAM_PROGRAMS = 8  # a multiprocessor, from which on rows are cut into longer parts
 STREAM_MOST_PARTS = 1024  # whose states a program of the second pass merges at once
 GRADIENT_MOST_PARTS = 4096  # a row, where no part needs another's state
+# itemsize: (columns, warps) of a part of a pair of rows that are held, and the longest pair of one program.
+PAIR_PARTS = {2: (8192, 4), 4: (4096, 4)}
+PAIR_NOTE = "bf16 151936 kl 2852 us, in parts of 4096 3364; jsd 5397, by 8 warps 5293"
 ALONE_BYTES = 65536  # of a part of a row whose parts must not follow from the number of rows
 
 # Reductions: rows are read and none is written; figures are ratios to a read.

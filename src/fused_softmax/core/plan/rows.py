@@ -8,12 +8,16 @@ from typing import Any, get_args
 
 from fused_softmax.core.plan.device import H200, Device
 from fused_softmax.core.plan.ladders import (
+    ALL_NOTE,
     ALL_REGISTERS,
     ALONE_BYTES,
     CAUSAL_WARPS,
     FEW_ROWS_COLS,
     GRADIENT_MOST_PARTS,
     LEAST_SHIFTED,
+    PAIR_NOTE,
+    PAIR_PARTS,
+    POLL_LAST_FIRST_PARTS,
     RATHER_SPLIT,
     REDUCTION_NOTE,
     REDUCTION_PARTS,
@@ -96,6 +100,10 @@ def _held_rows(rows: Rows, alignment: Alignment) -> RowPlan:
         plan = build("split", rows, because, same_rows=same_rows)
         if 1 < plan.parts <= most_parts(plan, device):
             return plan
+        measured = device.capability[0] == H200.capability[0]
+        if measured and not fits and 1 < plan.parts <= parts_held(plan, device):
+            why = f"a row takes more than half of the chip, since a second read costs more ({ALL_NOTE})"
+            return replace(plan, reasons=(*plan.reasons, why))
         same_rows = both(same_rows, split(rows, {}).same_rows)  # other numbers of rows may have parts that fit
     if fits:
         return build("row", rows, f"a row of at most {most} columns fits one program", same_rows=same_rows)
@@ -180,6 +188,32 @@ def plan_alone(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPl
     part_cols = -(-n_cols // parts // tile_cols) * tile_cols if parts > 1 else max(n_cols, tile_cols)
     because = f"a row is read in parts of about {ALONE_BYTES >> 10} KiB, whatever stands beside it"
     return build("stream", rows, because, {"num_warps": num_warps, "part_cols": part_cols}, said=warps)
+
+
+def plan_pairs(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPlan | None:
+    """The plan for pairs of rows that are held until a gradient is written, with the same bits in any batch.
+
+    None where the chip does not hold them, or rows are no whole number of vectors. itemsize: the larger one of both.
+
+    >>> plan_pairs(8192, 151936, 2, H200).parts
+    19
+    """
+    held = 2, itemsize
+    if n_cols % (VECTOR_BYTES // itemsize) or held not in SPLIT_PARTS:
+        return None
+    rows = rows_of(n_rows, n_cols, itemsize, 2, "even", device)
+    part_cols, num_warps = PAIR_PARTS[itemsize]
+    if n_cols <= part_cols:
+        return build("row", rows, f"a pair of rows of at most {part_cols} columns fits one program")
+    parts = -(-n_cols // part_cols)
+    # Lanes that followed from the number of rows would sum in another order.
+    choices = {
+        "part_cols": part_cols, "num_warps": num_warps, "lanes": max(32, next_power_of_2(parts)),
+        "poll_last_first": parts >= POLL_LAST_FIRST_PARTS,
+    }  # fmt: skip
+    said = f"parts of at most {part_cols} columns, whatever stands beside a row ({PAIR_NOTE})"
+    plan = build("split", rows, "a pair of rows exceeds one program, and the chip holds it", choices, said=said)
+    return plan if plan.parts <= most_parts(plan, device, registers=ALL_REGISTERS) else None
 
 
 def _written_reduction(rows: Rows) -> RowPlan:
@@ -284,12 +318,17 @@ def candidate(
 def most_parts(plan: RowPlan, device: Device, registers: int | None = None) -> int:
     """Parts of one row that may wait for each other: half of those that reside at once, so that two streams can.
 
-    registers: of a thread at most; those of softmax's own kernels if None.
+    Of a row that would be read twice otherwise they may be all. registers: as `parts_held`.
     """
+    return parts_held(plan, device, registers) // 2
+
+
+def parts_held(plan: RowPlan, device: Device, registers: int | None = None) -> int:
+    """Parts that reside at once. registers: of a thread at most; those of softmax's own kernels if None."""
     held = -(-plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
     registers = registers or (ALL_REGISTERS if plan.alignment == "scalar" else SPLIT_REGISTERS.rung(held)[1])
     resident = device.registers // (32 * plan.num_warps * registers)
-    return device.sm_count * max(1, resident) // 2
+    return device.sm_count * max(1, resident)
 
 
 def fetches_ahead(plan: RowPlan, device: Device, itemsize: int, *, causal: bool = False) -> bool:
@@ -320,7 +359,7 @@ def row_rung_ends(itemsize: int, device: Device, inputs: int = 1) -> list[int]:
     ends |= {rung[0] for ladder in ladders for rung in ladder}
     if held in SPLIT_PARTS:  # the longest row that the chip holds
         plan = candidate("split", device.sm_count + 1, 2**26, itemsize, device, inputs=inputs)
-        ends.add(most_parts(plan, device) * plan.part_cols)
+        ends |= {most_parts(plan, device) * plan.part_cols, parts_held(plan, device) * plan.part_cols}
     return sorted(end for end in ends if end < UNBOUNDED // 8)
 
 

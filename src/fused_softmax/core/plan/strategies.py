@@ -19,6 +19,7 @@ from fused_softmax.core.plan.ladders import (
     STREAM_PROGRAMS,
     STREAM_WARPS,
     WARPS_HELD,
+    WHOLE_PARTS,
     Ladder,
     prefetch_bytes,
     row_warps,
@@ -236,6 +237,8 @@ def split(rows: Rows, choices: Choices) -> Shape:
     masked = part_cols % block_cols or rows.body % part_cols
     if masked and part_cols > MASKED_PIECES * block_cols and "part_cols" not in choices:
         part_cols = _equal_parts(rows.body, wanted - block_cols)
+    if masked and rows.work == "forward" and not few and "part_cols" not in choices:
+        part_cols = _whole_parts(rows.body, wanted, block_cols) or part_cols
     parts = -(-rows.body // part_cols)
     if few:
         reason = f"parts of {part_cols} columns, so that few rows fill the chip ({_few_rows_parts(rows).note})"
@@ -270,6 +273,15 @@ def _few_rows_parts(rows: Rows) -> Ladder:
 def _equal_parts(body: int, part_cols: int) -> int:
     """Columns of parts of equal length, whole cache lines, so that all but the last piece of a part need no mask."""
     return -(-body // -(-body // part_cols) // 64) * 64
+
+
+def _whole_parts(body: int, part_cols: int, block_cols: int) -> int:
+    """Columns of equal parts of about `part_cols` that need no mask, as pieces divide the row; 0 if none do."""
+    longer, than = WHOLE_PARTS
+    pieces, remain = divmod(body, block_cols)
+    most = part_cols // block_cols
+    found = range(most * longer // than, most * than // longer, -1)
+    return next((n * block_cols for n in found if not remain and pieces % n == 0), 0)
 
 
 def stream(rows: Rows, choices: Choices) -> Shape:

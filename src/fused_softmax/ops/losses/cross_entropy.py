@@ -21,6 +21,7 @@ from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import differentiated as differentiated_pair
+from fused_softmax.ops.losses.divergence_rows import summed as summed_pair
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.options import (
     NUMBERS,
@@ -243,7 +244,11 @@ def _of_probabilities(input: Tensor, target: Tensor, loss: Loss) -> Tensor:
         kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale, label_smoothing=loss.label_smoothing
     )  # fmt: skip
     weight = weight_for_kernels(loss.weight, input)
-    rows = differentiated_pair(Pair(rows_of(input), rows_of(target), weight), asked)
+    pair = Pair(rows_of(input), rows_of(target), weight)
+    found = summed_pair(pair, asked, None, loss.reduction)
+    if found is not None:
+        return found
+    rows = differentiated_pair(pair, asked)
     if loss.reduction == "none":
         return rows.view(input.shape[:1] + input.shape[2:] if input.ndim > 1 else ())
     return rows.mean() if loss.reduction == "mean" else rows.sum()

@@ -14,7 +14,7 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
 from fused_softmax.core.route import Route, on_device, readable, route_of
 from fused_softmax.ops.losses.cross_entropy import CHECK
-from fused_softmax.ops.losses.divergence_rows import differentiated, pair_of, referred, refused, with_rows
+from fused_softmax.ops.losses.divergence_rows import differentiated, pair_of, referred, refused, summed, with_rows
 from fused_softmax.ops.losses.log_prob import log_prob as log_probs
 from fused_softmax.ops.losses.options import Divergence, check_of_rows, is_reduction
 
@@ -93,8 +93,7 @@ def _divergence(input, target, given, columns, rest, weight, reduction, dtype):
     _check_shapes(input, shape, target, given, columns, rest)
     if columns is not None:
         input, target, options = _of_columns(input, target, columns, rest, options)
-    rows = rows_of_pair(input, target, options, weight)
-    return reduced(rows, weight, reduction).to(dtype or arithmetic_of(input))
+    return divergences(input, target, options, weight, reduction).to(dtype or arithmetic_of(input))
 
 
 def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
@@ -232,16 +231,23 @@ def _log_of_rest(log_q: Tensor) -> Tensor:
     return left.clamp_min(torch.finfo(log_q.dtype).eps).log()
 
 
-def rows_of_pair(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None = None) -> Tensor:
-    """The divergence of every row, in the leading shape. weight: 0 of rows to ignore."""
+def divergences(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor:
+    """The divergences of rows as they are reduced. weight: of rows.
+
+    The gradient of a sum or mean is written in the pass that sums it.
+    """
     target = target.detach()
     temperatures = [each for each in (options.temperature, options.target_temperature) if isinstance(each, Tensor)]
     route = route_of(_NAME, input, target, *temperatures, refused=refused(input, target, options), batches=False)
     shape = input.shape[:-1]
     if route is Route.COMPOSED:
-        return referred(input, target, options, None if weight is None else weight.detach() != 0)
+        rows = referred(input, target, options, None if weight is None else weight.detach() != 0)
+        return reduced(rows, weight, reduction)
     x, y = input.reshape(-1, input.shape[-1]), target.reshape(-1, input.shape[-1])
     pair = pair_of(x, y, options)
     if route is Route.OPERATOR:
-        return torch.ops.fused_softmax.divergence.default(x, y, *with_rows(options, pair).traced())[0].view(shape)
-    return differentiated(pair, options.with_numbers()).view(shape)
+        rows = torch.ops.fused_softmax.divergence.default(x, y, *with_rows(options, pair).traced())[0].view(shape)
+        return reduced(rows, weight, reduction)
+    options = options.with_numbers()
+    found = summed(pair, options, weight, reduction)
+    return reduced(differentiated(pair, options).view(shape), weight, reduction) if found is None else found

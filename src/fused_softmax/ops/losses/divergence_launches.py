@@ -14,8 +14,8 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of
-from fused_softmax.core.plan import RowPlan, plan_alone, plan_reduction
-from fused_softmax.core.runner import prepare, spec_of
+from fused_softmax.core.plan import RowPlan, plan_alone, plan_pairs, plan_reduction
+from fused_softmax.core.runner import IN_TURN, prepare, spec_of
 from fused_softmax.ops.losses.kernels.divergence import (
     _merge_pairs,
     _merge_sums,
@@ -23,12 +23,20 @@ from fused_softmax.ops.losses.kernels.divergence import (
     _pair_states,
     _pair_sums,
 )
+from fused_softmax.ops.losses.kernels.divergence_held import _pair_held
 from fused_softmax.ops.losses.kernels.spec import PairNumbers, PairSpec
 from fused_softmax.ops.losses.launches import blocks_of, picked_of
 from fused_softmax.ops.losses.options import Divergence
 
 NUMBERS = PairNumbers._fields
 _MERGED = 32  # rows that a program merges
+_BESIDES, _BESIDES_TVD = 48, 90  # registers of a thread besides those that hold a pair
+# As `runner.IN_TURN`, of two exchanges.
+IN_TURN_TWICE: tuple[dict[str, bool], ...] = (
+    {"collect": False},
+    {"publish": False, "collect_shares": False},
+    {"publish": False, "publish_shares": False},
+)
 
 
 class Pair(NamedTuple):
@@ -73,12 +81,16 @@ def _itemsize(pair: Pair) -> int:
     return min(pair.x.element_size(), pair.y.element_size())
 
 
-def _spec(pair: Pair, asked: Divergence, plan: RowPlan) -> PairSpec:
+def _kind(pair: Pair, asked: Divergence) -> dict[str, Any]:
     kind = asked.fields() | {"weighted": pair.weight is not None}
     kind["scaled"] |= pair.temperature is not None
     kind["target_scaled"] |= pair.target_temperature is not None
+    return kind
+
+
+def _spec(pair: Pair, asked: Divergence, plan: RowPlan) -> PairSpec:
     device = pair.x.get_device()
-    spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=_itemsize(pair), **kind)
+    spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=_itemsize(pair), **_kind(pair, asked))
     return replace(spec, pieces=1, full_pieces=0, axis=1, itemsize=_itemsize(pair))
 
 
@@ -136,6 +148,65 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
         return call
 
     return compose(build, *launches, n=n_rows, by_row=True)
+
+
+def plan_held(pair: Pair) -> RowPlan | None:
+    """Of a launch that holds these rows until their gradient is written; None where none can."""
+    n_rows, n_cols = pair.x.shape
+    itemsize = max(pair.x.element_size(), pair.y.element_size())
+    even = all(each.data_ptr() % 16 == 0 for each in pair[:2])
+    return plan_pairs(n_rows, n_cols, itemsize, device_of(pair.x.get_device())) if even else None
+
+
+def at_once(pair: Pair, dvalue: Tensor, asked: Divergence, of_target: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(the divergences of rows that lie `in_vectors`, and the gradients as `backward` gives them), in one launch.
+
+    For rows that have a `plan_held`. dvalue: float32, contiguous.
+    """
+    x, y = pair.x, pair.y
+    value = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
+    given = (*pair, dx, dy)
+    call = kept("divergences_at_once", asked.key, given, _prepare_held, pair, dvalue, value, dx, dy, asked)
+    call(pair, dvalue, value, dx, dy, asked.numbers)
+    return value, dx, dy
+
+
+def _prepare_held(
+    pair: Pair, dvalue: Tensor, value: Tensor, dx: Tensor, dy: Tensor | None, asked: Divergence
+) -> Launched:  # fmt: skip
+    """What writes divergences and gradients: call(pair, dvalue, value, dx, dy, numbers)."""
+    device, plan = pair.x.get_device(), plan_held(pair)
+    assert plan is not None
+    kind = _kind(pair, asked)
+    spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=plan.itemsize, **kind)
+    spec = replace(spec, itemsize=_itemsize(pair))
+    if plan.strategy == "split":
+        plan = replace(plan, copies=plan.copies * spec.messages)  # of slots
+    names = (*Pair._fields, "dx", "dy", "dvalue", "value")
+
+    def arranged(pair, dvalue, value, dx, dy):
+        return *pair, dx, dy, dvalue, value
+
+    given = arranged(pair, dvalue, value, dx, dy)
+    tensors = dict(zip(names, given, strict=True))
+    values = dict(zip(NUMBERS, asked.numbers, strict=True))
+    launched = prepare(
+        _pair_held, plan, spec, tensors, values, device=device, numbers=NUMBERS,
+        besides=_BESIDES_TVD if asked.kind == "tvd" else _BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
+    )  # fmt: skip
+    order = [names.index(name[:-4]) for name in _pair_held.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
+    picked = picked_of([given[i] for i in order])
+
+    def build(_, launch):
+        def call(pair, dvalue, value, dx, dy, numbers):
+            tensors = arranged(pair, dvalue, value, dx, dy)
+            launch(*picked([tensors[i] for i in order]), *numbers)
+
+        return call
+
+    return compose(build, launched, n=plan.n_rows, by_row=True)
 
 
 def backward(

@@ -9,8 +9,18 @@ from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, backward, forward, in_vectors
+from fused_softmax.ops.losses.divergence_launches import (
+    OF_PAIR,
+    Pair,
+    PairRows,
+    at_once,
+    backward,
+    forward,
+    in_vectors,
+    plan_held,
+)
 from fused_softmax.ops.losses.options import Divergence
+from fused_softmax.ops.losses.sums import multiply
 
 
 def refused(input: Tensor, target: Tensor, options: Divergence) -> str:
@@ -28,6 +38,29 @@ def differentiated(pair: Pair, options: Divergence) -> Tensor:
     if not needs_grad(pair.x, pair.y):
         return run(pair, options)[1].value
     return _apply(*pair, options)
+
+
+def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor | None:
+    """The sum or mean of rows' divergences, float32, whose gradients are written in the same pass; None where not.
+
+    weight: of rows. A row of weight 0 adds 0, whatever it holds. Of fp16, what loss scaling would have kept is lost
+    before the scaled result comes back.
+    """
+    if reduction == "none" or not needs_grad(pair.x, pair.y) or torch.float16 in (pair.x.dtype, pair.y.dtype):
+        return None
+    if plan_held(_in_vectors(pair)) is None:
+        return None
+    return _apply_summed(*pair, _counts(pair, weight, reduction), options)
+
+
+def _counts(pair: Pair, weight: Tensor | None, reduction: str) -> Tensor:
+    """What each row's divergence counts in the result, float32 [n]."""
+    n = len(pair.x)
+    if weight is None:
+        each = 1 / n if reduction == "mean" else 1.0
+        return torch.full((n,), each, dtype=torch.float32, device=pair.x.device)
+    w = weight.detach().reshape(-1).to(torch.float32)
+    return w / w.sum() if reduction == "mean" else w.contiguous()
 
 
 def pair_of(x: Tensor, y: Tensor, options: Divergence) -> Pair:
@@ -52,9 +85,13 @@ def _in_vectors(pair: Pair) -> Pair:
     return pair._replace(x=in_vectors(pair.x, pair.y), y=in_vectors(pair.y, pair.x))
 
 
+def _detached(pair: Pair) -> Pair:
+    return _in_vectors(pair._replace(x=pair.x.detach(), y=pair.y.detach()))
+
+
 def run(pair: Pair, options: Divergence) -> tuple[Pair, PairRows]:
     """(the tensors as kernels took them, what is known of their rows)."""
-    pair = _in_vectors(pair._replace(x=pair.x.detach(), y=pair.y.detach()))
+    pair = _detached(pair)
     return pair, forward(pair, options)
 
 
@@ -88,8 +125,36 @@ class _Divergence(torch.autograd.Function):
         return dx, dy, None, None, None, None
 
 
-# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+class _Summed(torch.autograd.Function):
+    """The sum of what divergences of rows [n, n_classes] count; its gradient is there when it is."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, temperature, target_temperature, counts, options):
+        pair = Pair(x, y, weight, temperature, target_temperature)
+        value, *ctx.gradients = at_once(_detached(pair), counts, options, ctx.needs_input_grad[1])
+        ctx.options = options
+        ctx.save_for_backward(*pair, counts)
+        return torch.where(counts == 0, 0.0, counts * value).sum()
+
+    @staticmethod
+    def backward(ctx, dresult):
+        (dresult,) = resolved(dresult)
+        saved = saved_of(ctx, "divergence")
+        pair, counts = Pair(*saved[:OF_PAIR]), saved[OF_PAIR]
+        if torch.is_grad_enabled() or batched(dresult):
+            dx, dy = differentiable_gradient(pair, ctx.options, counts * dresult, wanted=ctx.needs_input_grad[:2])
+            return dx, dy, None, None, None, None, None
+        # Given away: whoever has them may change them, and a second backward writes them again.
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            found = at_once(_detached(pair), counts, ctx.options, ctx.needs_input_grad[1])[1:]
+        dx, dy = (None if each is None else multiply(each, dresult.contiguous()) for each in found)
+        return dx if ctx.needs_input_grad[0] else None, dy, None, None, None, None, None
+
+
+# As their apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
 _apply = super(torch.autograd.Function, _Divergence).apply
+_apply_summed = super(torch.autograd.Function, _Summed).apply
 
 
 def differentiable_gradient(

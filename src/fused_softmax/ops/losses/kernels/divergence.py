@@ -13,7 +13,15 @@ import triton.language as tl
 
 from fused_softmax.core.kernels.rows import body_of, lanes_of_part, tile_part_of, whole_vectors
 from fused_softmax.core.kernels.spec import Rows
-from fused_softmax.core.kernels.state import NEG_INF, capped, exp_at, log_sum_of, origin_of, weight_of
+from fused_softmax.core.kernels.state import (
+    NEG_INF,
+    capped,
+    exp_at,
+    log_sum_of,
+    origin_of,
+    rounded_product,
+    weight_of,
+)
 from fused_softmax.ops.losses.kernels.scan import side_by_side
 from fused_softmax.ops.losses.kernels.spec import OfTeacher, PairNumbers, PairSums
 
@@ -23,7 +31,7 @@ def finished(x, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """The logits of a piece as it was read."""
     z = x.to(tl.float32)
     if SCALED:
-        z *= factor
+        z = rounded_product(z, factor)  # folded into a later subtraction, it would not be what m is
     if CAPPED:
         z = capped(z, cap)
     return z
@@ -155,31 +163,58 @@ def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K: tl.c
 
 
 @triton.jit
-def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, zero, of_y, K: tl.constexpr):
-    """What is known of rows by the PairSums of them: the states of both, and where one pass gives them the divergence
-    and what the gradient needs of it. total: the sum of T, or the divergence itself.
+def known_of(S, zero, of_y, K: tl.constexpr):
+    """(m, ls, m_t, ls_t, divergence, total) of rows by the PairSums of them.
+
+    The last two, where one pass gives them: total is what the gradient needs of the whole row, the sum of T, or the
+    divergence itself. ls and m_t are 0 of probabilities.
     """
     ls = log_sum_of(S.m, S.s, K.ptx)
-    tl.store(m_ptr + row, S.m)
-    tl.store(ls_ptr + row, ls)
     ls_t = tl.zeros_like(ls)
     m_t = tl.zeros_like(ls)
     if K.given == "logits":
         ls_t = log_sum_of(S.m_t, S.s_t, K.ptx)
         m_t = S.m_t
-        tl.store(m_t_ptr + row, m_t)
-        tl.store(ls_t_ptr + row, ls_t)
     more = (S.m - zero) - (m_t - of_y) + (ls - ls_t)  # lse - lse_t, each counted from its origin
+    value = tl.zeros_like(ls)
+    total = value
     if K.divergence == "reverse_kl":
         value = S.c / S.s - more
-        tl.store(value_ptr + row, value)
-        tl.store(total_ptr + row, value)
+        total = value
     elif (K.divergence == "kl") & (K.given == "logits"):
-        tl.store(value_ptr + row, S.c / S.s_t + more)
-        tl.store(total_ptr + row, tl.zeros_like(ls) + 1.0)
+        value = S.c / S.s_t + more
+        total = tl.zeros_like(ls) + 1.0
     elif (K.divergence == "kl") | (K.divergence == "cross"):
-        tl.store(value_ptr + row, S.c + tl.where(S.s_t == 0.0, 0.0, S.s_t * more))
-        tl.store(total_ptr + row, S.s_t)
+        value = S.c + tl.where(S.s_t == 0.0, 0.0, S.s_t * more)
+        total = S.s_t
+    return S.m, ls, m_t, ls_t, value, total
+
+
+@triton.jit
+def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, zero, of_y, K: tl.constexpr):
+    """What is known of rows by the PairSums of them."""
+    m, ls, m_t, ls_t, value, total = known_of(S, zero, of_y, K)
+    tl.store(m_ptr + row, m)
+    tl.store(ls_ptr + row, ls)
+    if K.given == "logits":
+        tl.store(m_t_ptr + row, m_t)
+        tl.store(ls_t_ptr + row, ls_t)
+    if not K.twice:
+        tl.store(value_ptr + row, value)
+        tl.store(total_ptr + row, total)
+
+
+@triton.jit
+def merged_pairs(S, K: tl.constexpr):
+    """The PairSums of a row by those of its parts, a lane each."""
+    m, m_t = tl.max(S.m, axis=0), tl.max(S.m_t, axis=0)
+    fade = weight_of(S.m, m, K.ptx)
+    fade_t = tl.zeros_like(fade) + 1.0
+    if K.given == "logits":
+        fade_t = weight_of(S.m_t, m_t, K.ptx)
+    c = faded(S.c, fade if K.divergence == "reverse_kl" else fade_t)
+    s, s_t = tl.sum(rounded_product(S.s, fade), axis=0), tl.sum(rounded_product(S.s_t, fade_t), axis=0)
+    return PairSums(m, s, m_t, s_t, tl.sum(c, axis=0))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment"])
@@ -319,6 +354,27 @@ def _merge_sums(sums_ptr, value_ptr, total_ptr, n_rows, n_parts, K: tl.constexpr
     tl.store(total_ptr + row, of_q)
 
 
+@triton.jit
+def gradient_of_pair(x, y, w, m, ls, m_t, ls_t, total, g, n_cols, N, K: tl.constexpr):
+    """(the gradient of a piece by the student's logits, log Q). g: that of the divergence; by 0 it is 0."""
+    z = finished(x, N.factor, N.cap, K.scaled, K.capped)
+    log_q = z - m - ls
+    T = teacher_of(y, w, m_t, ls_t, n_cols, N, K)
+    q = tl.exp(log_q)
+    if (K.divergence == "kl") | (K.divergence == "cross"):
+        dz = total * q - T.p
+    else:
+        f, _ = share_of(log_q, T, N, K)
+        dz = tl.where(q == 0.0, 0.0, q * (f - total))
+    slope = tl.zeros(z.shape, tl.float32) + 1.0
+    if K.scaled:
+        slope *= N.factor
+    if K.capped:
+        size = tl.abs(z)
+        slope *= (N.cap - size) / N.cap * (1.0 + size / N.cap)
+    return tl.where(g == 0.0, 0.0, g * dz * slope), log_q
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment"])
 def _pair_gradient(
     x_ptr, y_ptr, dx_ptr, dy_ptr, weight_ptr, temperature_ptr, target_temperature_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr,
@@ -350,23 +406,8 @@ def _pair_gradient(
         on = (r.cols < end - at) & live
         x = tl.load(x_body + (at + r.cols), mask=on, other=0.0)
         y = tl.load(y_body + (at + r.cols), mask=on, other=0.0)
-        z = finished(x, N.factor, N.cap, K.scaled, K.capped)
-        log_q = z - m - ls
         w = weights_of(weight_ptr, at + r.cols, on, K)
-        T = teacher_of(y, w, m_t, ls_t, n_cols, N, K)
-        q = tl.exp(log_q)
-        if (K.divergence == "kl") | (K.divergence == "cross"):
-            dz = total * q - T.p
-        else:
-            f, _ = share_of(log_q, T, N, K)
-            dz = tl.where(q == 0.0, 0.0, q * (f - total))
-        slope = tl.zeros(z.shape, tl.float32) + 1.0
-        if K.scaled:
-            slope *= N.factor
-        if K.capped:
-            size = tl.abs(z)
-            slope *= (N.cap - size) / N.cap * (1.0 + size / N.cap)
-        dx = tl.where(g == 0.0, 0.0, g * dz * slope)
+        dx, log_q = gradient_of_pair(x, y, w, m, ls, m_t, ls_t, total, g, n_cols, N, K)
         tl.store(dx_body + (at + r.cols), dx.to(dx_ptr.dtype.element_ty), mask=on)
         if dy_ptr is not None:
             dy = tl.where(g == 0.0, 0.0, g * w * (1.0 - N.smoothing) * -log_q)

@@ -62,7 +62,7 @@ class LossSpec(Spec):
     @property
     def list_cols(self):
         """How many of a row's listed columns are compared with its targets at a time."""
-        return max(1, min(1024, 2048 // self.targets))
+        return max(1, min(512, 1024 // self.targets))
 
     @property
     def bits_at_once(self):
@@ -197,7 +197,7 @@ class PairSpec(Spec):
 
     divergence: its kind, or "cross". given: what the teacher's rows are. weighted, smooth: of "cross".
     scaled, capped, target_scaled, target_capped: whether logits are multiplied, or go through a tanh. itemsize: the
-    smaller one of both rows.
+    smaller one of both rows. publish_shares, collect_shares: as publish and collect, of the second exchange of `twice`.
     """
 
     divergence: str = "kl"
@@ -209,11 +209,28 @@ class PairSpec(Spec):
     target_scaled: bool = False
     target_capped: bool = False
     itemsize: int = 4
+    publish_shares: bool = True
+    collect_shares: bool = True
 
     @property
     def lane_cols(self):
         """As many as 16 bytes have, whether they are read together or not."""
         return 16 // self.itemsize
+
+    @property
+    def twice(self):
+        """Whether a divergence is a sum of what both rows' states are needed for."""
+        return self.divergence in ("jsd", "tvd")
+
+    @property
+    def messages(self):
+        """Of a part, where a row's programs exchange."""
+        return messages_of(self.divergence)
+
+
+def messages_of(divergence: str) -> int:
+    """The states of both rows, and the sums of what one pass gives, or then a second."""
+    return 4 if divergence in ("jsd", "tvd") else 3
 
 
 class PairNumbers(NamedTuple):
@@ -244,6 +261,46 @@ class PairSums(NamedTuple):
     m_t: Any
     s_t: Any
     c: Any
+
+
+class Exponents(NamedTuple):
+    """What the exponentials of both rows are counted from (`origin_of`), and their logits: zero and of_y."""
+
+    scale: Any
+    base: Any
+    scale_t: Any
+    base_t: Any
+    zero: Any
+    of_y: Any
+
+
+class BothStates(NamedTuple):
+    """Of a pair of rows: their maxima, what their exponentials are multiplied by, the student's lse from `zero` on, and
+    by how much log T - log Q exceeds the difference of the logits that are counted from `of_y` and `zero`.
+    """
+
+    m: Any
+    m_t: Any
+    of_s: Any
+    of_t: Any
+    lse: Any
+    more: Any
+
+
+class HeldPair(NamedTuple):
+    """A pair of rows of which a program holds both, or a part of both. N: its numbers. dvalue: see `_pair_held`."""
+
+    x: Any
+    y: Any
+    dx: Any
+    dy_ptr: Any
+    weight_ptr: Any
+    value_ptr: Any
+    n_cols: Any
+    n_parts: Any
+    part_cols: Any
+    N: Any
+    dvalue: Any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,483 @@
+"""The divergences of pairs of rows, and the gradient of their sum or mean, written in the same pass.
+
+Traffic: two reads and a write. Both rows wait in registers of one program, or of several that exchange their sums. A
+message is 64 bits, and a part has several: the student's state, the teacher's, and a divergence's own sum; of jsd and
+tvd, whose sums need both states, two more after those.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.exchange import collect_several, publish, slots_of, states_of
+from fused_softmax.core.kernels.rows import body_of, load_pieces, part_of, prefetch_part, row_of_part, store_piece
+from fused_softmax.core.kernels.spec import Rows
+from fused_softmax.core.kernels.state import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    exp_at,
+    hold_all,
+    natural_exp,
+    origin_of,
+    widen,
+)
+from fused_softmax.ops.losses.kernels.divergence import (
+    finished,
+    known_of,
+    merged_pairs,
+    numbers_of_pair,
+    origins_of,
+    weights_of,
+)
+from fused_softmax.ops.losses.kernels.spec import BothStates, Exponents, HeldPair, PairSums
+
+LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "part_cols", "misalignment", "ahead"])
+def _pair_held(
+    slots_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr, weight_ptr, temperature_ptr, target_temperature_ptr, dvalue_ptr, value_ptr,
+    x_row_stride, y_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
+    factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
+):  # fmt: skip
+    """A pair of rows a program, or one part of both (K.split), held until the gradient is written.
+
+    dvalue: what each row's divergence counts in the result. A row of 0 gets no gradient, whatever it holds.
+    """
+    program = tl.program_id(0)
+    row = row_of_part(program, n_parts, K)
+    P = HeldPair(
+        Rows(x_ptr, x_row_stride, misalignment), Rows(y_ptr, y_row_stride, misalignment),
+        Rows(dx_ptr, dx_row_stride, misalignment), dy_ptr, weight_ptr, value_ptr, n_cols, n_parts, part_cols,
+        numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
+                        target_temperature_ptr, row),
+        tl.load(dvalue_ptr + row),
+    )  # fmt: skip
+    row_slots_ptr = slots_ptr
+    tag = 0
+    if K.split:
+        row_slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies * K.messages, K)
+    r = part_of(program % n_parts, row, P.x, n_cols, part_cols, K)
+    zero, of_y = origins_of(x_ptr + row * x_row_stride, y_ptr + row * y_row_stride, P.N, K)
+    of_y += tl.zeros([], tl.float32)
+    x, y = load_pair(r, P, K)
+    S = sums_of_held(x, y, r, zero, of_y, P, K)
+    if K.prefetch:
+        prefetch_part(P.x, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
+        prefetch_part(P.y, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
+    x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
+    if K.split:
+        if K.publish:
+            publish_sums(S, row_slots_ptr, r.part, n_parts, tag, K)
+        if K.collect:
+            S, left = collect_sums(row_slots_ptr, r.part, n_parts, tag, K)
+            if left > 0:
+                pair_alone(row, r.part, row_slots_ptr, tag, zero, of_y, P, K)
+            else:
+                B, value, total = both_of(S, zero, of_y, K)
+                if K.twice:
+                    value, total = shares_of_held(x, y, r, B, zero, of_y, P, K)
+                    x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
+                    if K.publish_shares:
+                        publish_shares(value, total, row_slots_ptr, r.part, n_parts, tag, K)
+                    if K.collect_shares:
+                        value, total, left = collect_shares(row_slots_ptr, r.part, n_parts, tag, K)
+                        if left > 0:
+                            pair_alone(row, r.part, row_slots_ptr, tag, zero, of_y, P, K)
+                        else:
+                            finish_held(x, y, r, B, value, total, zero, of_y, P, K)
+                else:
+                    finish_held(x, y, r, B, value, total, zero, of_y, P, K)
+    else:
+        B, value, total = both_of(S, zero, of_y, K)
+        if K.twice:
+            value, total = shares_of_held(x, y, r, B, zero, of_y, P, K)
+            x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
+        finish_held(x, y, r, B, value, total, zero, of_y, P, K)
+
+
+@triton.jit
+def load_pair(r, P, K: tl.constexpr):
+    """The pieces of both rows, or of a part of both, as they stand in memory."""
+    PIECES: tl.constexpr = K.pieces
+    x = load_pieces(body_of(P.x, r.row, K) + r.start, r.cols, r.size, 0.0, K, PIECES, K.full_pieces)
+    y = load_pieces(body_of(P.y, r.row, K) + r.start, r.cols, r.size, 0.0, K, PIECES, K.full_pieces)
+    return x, y
+
+
+@triton.jit
+def logits_of(x, on, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr):
+    """The logits of a piece that is held; -inf past the row's end."""
+    return tl.where(on, finished(widen(x, x.dtype, K.ptx), factor, cap, SCALED, CAPPED), NEG_INF)
+
+
+@triton.jit
+def student_of(x, on, N, K: tl.constexpr):
+    return logits_of(x, on, N.factor, N.cap, K.scaled, K.capped, K)
+
+
+@triton.jit
+def teacher_logits_of(y, on, N, K: tl.constexpr):
+    return logits_of(y, on, N.target_factor, N.target_cap, K.target_scaled, K.target_capped, K)
+
+
+@triton.jit
+def on_of(p: tl.constexpr, r, K: tl.constexpr):
+    """Which columns of a piece are of the row."""
+    if p < K.full_pieces:
+        return tl.full(r.cols.shape, True, tl.int1)
+    else:
+        return p * K.block_cols + r.cols < r.size
+
+
+@triton.jit
+def fast_log2(x, PTX: tl.constexpr):
+    """log2(x), by NVIDIA's unit of special functions; of a subnormal x it is -inf."""
+    if PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def maxima_of(x, y, r, N, K: tl.constexpr):
+    """(the student's greatest logit, the teacher's, or 0 of probabilities) of a row, or of its part."""
+    m = max_of_logits(x, r, N.factor, N.cap, K.scaled, K.capped, K)
+    m_t = tl.zeros([], tl.float32)
+    if K.given == "logits":
+        m_t = max_of_logits(y, r, N.target_factor, N.target_cap, K.target_scaled, K.target_capped, K)
+    return m, m_t
+
+
+@triton.jit
+def max_of_logits(x, r, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr):
+    """The greatest logit of the pieces of a row; of 16 bits as they stand, two elements an instruction."""
+    if K.ptx and x[0].dtype.primitive_bitwidth == 16 and not (SCALED or CAPPED):
+        top = tl.where(on_of(0, r, K), x[0], NEG_INF)
+        for p in tl.static_range(1, len(x)):
+            top = packed_maximum(top, tl.where(on_of(p, r, K), x[p], NEG_INF))
+        return tl.max(top.to(tl.float32), axis=0)
+    else:
+        top = logits_of(x[0], on_of(0, r, K), factor, cap, SCALED, CAPPED, K)
+        for p in tl.static_range(1, len(x)):
+            top = tl.maximum(top, logits_of(x[p], on_of(p, r, K), factor, cap, SCALED, CAPPED, K))
+        return tl.max(top, axis=0)
+
+
+@triton.jit
+def packed_maximum(a, b):
+    if a.dtype.is_bf16():
+        return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
+def exponents_of(m, m_t, zero, of_y, K: tl.constexpr):
+    """The Exponents of both rows by their maxima, or of parts of them."""
+    scale, base = origin_of(m, K.ptx)
+    scale_t, base_t = origin_of(m_t, K.ptx)
+    return Exponents(scale, base, scale_t, base_t, zero, of_y)
+
+
+@triton.jit
+def terms_of(x, y, w, on, E, P, K: tl.constexpr):
+    """(exp(z - m), z - zero, what is in proportion to T, log T or what differs from it by a number of the row) of a
+    piece. w: the classes' weights.
+    """
+    z = student_of(x, on, P.N, K)
+    e = exp_at(z, E.scale, E.base, K.ptx)
+    if K.given == "logits":
+        z_t = teacher_logits_of(y, on, P.N, K)
+        return e, z - E.zero, exp_at(z_t, E.scale_t, E.base_t, K.ptx), z_t - E.of_y
+    elif K.given == "log_probs":
+        log_t = tl.where(on, widen(y, y.dtype, K.ptx), NEG_INF)
+        return e, z - E.zero, natural_exp(log_t, K.ptx), log_t
+    else:
+        t = widen(y, y.dtype, K.ptx)
+        if K.smooth:
+            t = t * (1.0 - P.N.smoothing) + P.N.smoothing / P.n_cols
+        t = tl.where(on, t, 0.0)
+        if K.divergence == "cross":
+            return e, z - E.zero, t * w, t
+        else:
+            return e, z - E.zero, t, fast_log2(t, K.ptx) * LN2
+
+
+@triton.jit
+def weights_at_piece(at, on, r, P, K: tl.constexpr):
+    return weights_of(P.weight_ptr, r.start + at + r.cols, on, K)
+
+
+@triton.jit
+def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
+    """(s, s_t, c) and what the piece that begins `at` columns after its part adds to them."""
+    e, z, t, log_t = terms_of(x, y, weights_at_piece(at, on, r, P, K), on, E, P, K)
+    if K.divergence == "kl":
+        c += t * tl.where(t < LEAST_NORMAL, 0.0, log_t - z)
+    elif K.divergence == "cross":
+        c -= tl.where(on, t * z, 0.0)  # NaN of 0 times -inf, as torch's
+    elif K.divergence == "reverse_kl":
+        c += e * tl.where(e == 0.0, 0.0, z - log_t)
+    return s + e, s_t + t, c
+
+
+@triton.jit
+def sums_of_held(x, y, r, zero, of_y, P, K: tl.constexpr):
+    """The PairSums of a row, or of its part."""
+    m, m_t = maxima_of(x, y, r, P.N, K)
+    x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
+    E = exponents_of(m, m_t, zero, of_y, K)
+    s = tl.zeros(r.cols.shape, tl.float32)
+    s_t = tl.zeros(r.cols.shape, tl.float32)
+    c = tl.zeros(r.cols.shape, tl.float32)
+    for p in tl.static_range(len(x)):
+        s, s_t, c = add_terms(s, s_t, c, x[p], y[p], p * K.block_cols, on_of(p, r, K), r, E, P, K)
+    return PairSums(m, tl.sum(s, axis=0), m_t, tl.sum(s_t, axis=0), tl.sum(c, axis=0))
+
+
+@triton.jit
+def jsd_of(z, log_t, more, N, K: tl.constexpr):
+    """(log2 Q - log2 M, log2 T - log2 M) of a piece, M = beta T + (1 - beta) Q. more: to be added to log T - log Q.
+
+    By T / Q, whose logarithm is bounded: beyond, what Q or T counts is 0.
+    """
+    ratio = (log_t - z + more) * LOG2E
+    ratio = tl.minimum(tl.where(ratio > -100.0, ratio, -100.0), 100.0)  # NaN of -inf less -inf too
+    of_q = -fast_log2(tl.fma(tl.exp2(ratio), N.beta, 1.0 - N.beta), K.ptx)
+    return of_q, of_q + ratio
+
+
+@triton.jit
+def publish_sums(S, slots_ptr, part, n_parts, tag, K: tl.constexpr):
+    """Tell all programs of a row this part's sums. What may be negative travels as a state's maximum."""
+    step = K.copies * n_parts
+    none = tl.zeros([], tl.float32)
+    publish(S.m, S.s, slots_ptr, part, n_parts, tag, K)
+    if K.given == "logits":
+        publish(S.m_t, S.s_t, slots_ptr + step, part, n_parts, tag, K)
+    else:
+        publish(S.s_t, none, slots_ptr + step, part, n_parts, tag, K)
+    if not K.twice:
+        publish(S.c, none, slots_ptr + 2 * step, part, n_parts, tag, K)
+
+
+@triton.jit
+def collect_sums(slots_ptr, part, n_parts, tag, K: tl.constexpr):
+    """(the PairSums of a row by those of its parts, whether one is missing still)."""
+    LANES: tl.constexpr = K.lanes
+    of_s, of_t, of_c, missing = collect_several(slots_ptr, K.copies * n_parts, part, n_parts, tag, not K.twice, K)
+    m, s = states_of(of_s, n_parts, K)
+    m_t, s_t = states_of(of_t, n_parts, K)
+    if K.given != "logits":
+        m_t, s_t = tl.zeros([LANES], tl.float32), told_of(of_t, n_parts, K)
+    c = tl.zeros([LANES], tl.float32)
+    if not K.twice:
+        c = told_of(of_c, n_parts, K)
+    return merged_pairs(PairSums(m, s, m_t, s_t, c), K), missing
+
+
+@triton.jit
+def both_of(S, zero, of_y, K: tl.constexpr):
+    """(the BothStates of a pair of rows, and what `known_of` gives of their divergence)."""
+    m, ls, m_t, ls_t, value, total = known_of(S, zero, of_y, K)
+    lse = m - zero + ls
+    of_t = tl.zeros_like(lse) + 1.0
+    if K.given == "logits":
+        of_t = 1.0 / S.s_t
+    return BothStates(m, m_t, 1.0 / S.s, of_t, lse, lse - (m_t - of_y + ls_t)), value, total
+
+
+@triton.jit
+def told_of(message, n_parts, K: tl.constexpr):
+    """A number of every part, a lane each; 0 past the last one."""
+    told, _ = states_of(message, n_parts, K)
+    return tl.where(tl.arange(0, K.lanes) < n_parts, told, 0.0)
+
+
+@triton.jit
+def shares_of_held(x, y, r, B, zero, of_y, P, K: tl.constexpr):
+    """(jsd or tvd, sum Q f) of a row, or of its part, by the BothStates."""
+    E = exponents_of(B.m, B.m_t, zero, of_y, K)
+    value = tl.zeros(r.cols.shape, tl.float32)
+    of_q = tl.zeros(r.cols.shape, tl.float32)
+    for p in tl.static_range(len(x)):
+        value, of_q = add_shares(value, of_q, x[p], y[p], on_of(p, r, K), B, E, P, K)
+    return shares_of_sums(tl.sum(value, axis=0), tl.sum(of_q, axis=0), P.N, K)
+
+
+@triton.jit
+def add_shares(value, of_q, x, y, on, B, E, P, K: tl.constexpr):
+    """Sums of a row in proportion to (jsd or tvd, sum Q f), and what a piece adds to them."""
+    e, z, t, log_t = terms_of(x, y, 1.0, on, E, P, K)
+    q, t = e * B.of_s, t * B.of_t
+    if K.divergence == "tvd":
+        return value + tl.abs(q - t), of_q + signed(q, t)
+    else:
+        f, f_t = jsd_of(z, log_t, B.more, P.N, K)
+        return value + ((P.N.beta * t) * f_t + (1.0 - P.N.beta) * (q * f)), of_q + q * f
+
+
+@triton.jit
+def shares_of_sums(value, of_q, N, K: tl.constexpr):
+    if K.divergence == "tvd":
+        return 0.5 * value, 0.5 * of_q
+    else:
+        return value * LN2, of_q * ((1.0 - N.beta) * LN2)
+
+
+@triton.jit
+def signed(q, t):
+    """q by the sign of q - t, which is 0 where both are equal."""
+    return tl.where(q > t, q, tl.where(q < t, -q, q - t))
+
+
+@triton.jit
+def publish_shares(value, of_q, slots_ptr, part, n_parts, tag, K: tl.constexpr):
+    step = K.copies * n_parts
+    none = tl.zeros([], tl.float32)
+    publish(value, none, slots_ptr + 2 * step, part, n_parts, tag, K)
+    publish(of_q, none, slots_ptr + 3 * step, part, n_parts, tag, K)
+
+
+@triton.jit
+def collect_shares(slots_ptr, part, n_parts, tag, K: tl.constexpr):
+    """(jsd or tvd of a row, sum Q f, whether a part's are missing still)."""
+    step = K.copies * n_parts
+    of_value, of_q, _, missing = collect_several(slots_ptr + 2 * step, step, part, n_parts, tag, False, K)
+    value, total = told_of(of_value, n_parts, K), told_of(of_q, n_parts, K)
+    return tl.sum(value, axis=0), tl.sum(total, axis=0), missing
+
+
+@triton.jit
+def finish_held(x, y, r, B, value, total, zero, of_y, P, K: tl.constexpr):
+    """The gradient of a row, or of its part; the first part stores the divergence."""
+    if r.part == 0:
+        tl.store(P.value_ptr + r.row, value)
+    dx_body, dy_body = bodies_of(r, P, K)
+    if P.dvalue == 0.0:
+        for p in tl.static_range(len(x)):
+            zeros = tl.zeros(r.cols.shape, tl.float32)
+            store_piece(dx_body, zeros.to(P.dx.ptr.dtype.element_ty), p, r.cols, r.size, K)
+            if P.dy_ptr is not None:
+                store_piece(dy_body, zeros.to(P.dy_ptr.dtype.element_ty), p, r.cols, r.size, K)
+    else:
+        E = exponents_of(B.m, B.m_t, zero, of_y, K)
+        for p in tl.static_range(len(x)):
+            dx, dy = gradient_of_piece(x[p], y[p], p * K.block_cols, on_of(p, r, K), r, B, E, total, P, K)
+            store_piece(dx_body, dx.to(P.dx.ptr.dtype.element_ty), p, r.cols, r.size, K)
+            if P.dy_ptr is not None:
+                store_piece(dy_body, dy.to(P.dy_ptr.dtype.element_ty), p, r.cols, r.size, K)
+
+
+@triton.jit
+def bodies_of(r, P, K: tl.constexpr):
+    """(where the gradient of a row, or of its part, begins, where that of the target does, if it is wanted)."""
+    dy_body = P.dx.ptr
+    if P.dy_ptr is not None:
+        dy_body = P.dy_ptr + (r.row * (P.n_cols // K.vector * K.vector) + r.start)
+    return body_of(P.dx, r.row, K) + r.start, dy_body
+
+
+@triton.jit
+def gradient_of_piece(x, y, at, on, r, B, E, total, P, K: tl.constexpr):
+    """(the gradient of a piece, that of the target of "cross")."""
+    w = weights_at_piece(at, on, r, P, K)
+    e, z, t, log_t = terms_of(x, y, w, on, E, P, K)
+    g = P.dvalue
+    if K.scaled:
+        g *= P.N.factor
+    of_e = g * B.of_s
+    if (K.divergence == "kl") | (K.divergence == "cross"):
+        dx = e * (of_e * total) - t * (g * B.of_t)
+    elif K.divergence == "reverse_kl":
+        dx = e * of_e * tl.where(e == 0.0, 0.0, z - log_t - (B.more + total))
+    elif K.divergence == "tvd":
+        q = e * B.of_s
+        dx = g * (0.5 * signed(q, t * B.of_t) - q * total)
+    else:
+        f, _ = jsd_of(z, log_t, B.more, P.N, K)
+        dx = e * of_e * (f * ((1.0 - P.N.beta) * LN2) - total)
+    if K.capped:
+        size = tl.abs(student_of(x, on, P.N, K))
+        dx *= (P.N.cap - size) / P.N.cap * (1.0 + size / P.N.cap)
+    return dx, P.dvalue * w * (1.0 - P.N.smoothing) * (B.lse - z)
+
+
+@triton.jit(noinline=True)
+def pair_alone(row, part, slots_ptr, tag, zero, of_y, P, K: tl.constexpr):
+    """The same of a row whose other parts have not all told their sums: all are computed here, with the same bits.
+
+    Neither row is overwritten, so what is read is whole. It is read piece by piece, for which few registers do.
+    """
+    LANES: tl.constexpr = K.lanes
+    j = tl.arange(0, LANES)
+    m = tl.full([LANES], NEG_INF, tl.float32)
+    s = tl.zeros([LANES], tl.float32)
+    m_t, s_t, c = (m if K.given == "logits" else s), s, s
+    for other in range(P.n_parts):
+        S = sums_of_part(part_of(other, row, P.x, P.n_cols, P.part_cols, K), zero, of_y, P, K)
+        here = j == other
+        m, s, c = tl.where(here, S.m, m), tl.where(here, S.s, s), tl.where(here, S.c, c)
+        m_t, s_t = tl.where(here, S.m_t, m_t), tl.where(here, S.s_t, s_t)
+    B, value, total = both_of(merged_pairs(PairSums(m, s, m_t, s_t, c), K), zero, of_y, K)
+    E = exponents_of(B.m, B.m_t, zero, of_y, K)
+    if K.twice:
+        values = tl.zeros([LANES], tl.float32)
+        totals = values
+        for other in range(P.n_parts):
+            r = part_of(other, row, P.x, P.n_cols, P.part_cols, K)
+            value_p = tl.zeros(r.cols.shape, tl.float32)
+            total_p = value_p
+            for at in range(0, r.size, K.block_cols):
+                x, y = load_piece(at, r, P, K)
+                value_p, total_p = add_shares(value_p, total_p, x, y, at + r.cols < r.size, B, E, P, K)
+            value, total = shares_of_sums(tl.sum(value_p, axis=0), tl.sum(total_p, axis=0), P.N, K)
+            values, totals = tl.where(j == other, value, values), tl.where(j == other, total, totals)
+            if K.publish_shares:  # noqa: SIM102  a constexpr, and a tensor
+                if other == part:  # all slots of a part are written by every launch
+                    publish_shares(value, total, slots_ptr, part, P.n_parts, tag, K)
+        value, total = tl.sum(values, axis=0), tl.sum(totals, axis=0)
+    if part == 0:
+        tl.store(P.value_ptr + row, value)
+    r = part_of(part, row, P.x, P.n_cols, P.part_cols, K)
+    dx_body, dy_body = bodies_of(r, P, K)
+    for at in range(0, r.size, K.block_cols):
+        on = at + r.cols < r.size
+        x, y = load_piece(at, r, P, K)
+        dx, dy = gradient_of_piece(x, y, at, on, r, B, E, total, P, K)
+        dx = tl.where(P.dvalue == 0.0, 0.0, dx)
+        tl.store(dx_body + (at + r.cols), dx.to(P.dx.ptr.dtype.element_ty), mask=on, cache_modifier=".cs")
+        if P.dy_ptr is not None:
+            dy = tl.where(P.dvalue == 0.0, 0.0, dy)
+            tl.store(dy_body + (at + r.cols), dy.to(P.dy_ptr.dtype.element_ty), mask=on, cache_modifier=".cs")
+
+
+@triton.jit
+def load_piece(at, r, P, K: tl.constexpr):
+    """The pieces of both rows that begin `at` columns after their parts."""
+    x = load_pieces(body_of(P.x, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)
+    y = load_pieces(body_of(P.y, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)
+    return x[0], y[0]
+
+
+@triton.jit
+def sums_of_part(r, zero, of_y, P, K: tl.constexpr):
+    """`sums_of_held`, read piece by piece."""
+    top = tl.full(r.cols.shape, NEG_INF, tl.float32)
+    top_t = top
+    for at in range(0, r.size, K.block_cols):
+        x, y = load_piece(at, r, P, K)
+        top = tl.maximum(top, student_of(x, at + r.cols < r.size, P.N, K))
+        if K.given == "logits":
+            top_t = tl.maximum(top_t, teacher_logits_of(y, at + r.cols < r.size, P.N, K))
+    m, m_t = tl.max(top, axis=0), tl.zeros([], tl.float32)
+    if K.given == "logits":
+        m_t = tl.max(top_t, axis=0)
+    E = exponents_of(m, m_t, zero, of_y, K)
+    s = tl.zeros(r.cols.shape, tl.float32)
+    s_t, c = s, s
+    for at in range(0, r.size, K.block_cols):
+        x, y = load_piece(at, r, P, K)
+        s, s_t, c = add_terms(s, s_t, c, x, y, at, at + r.cols < r.size, r, E, P, K)
+    return PairSums(m, tl.sum(s, axis=0), m_t, tl.sum(s_t, axis=0), tl.sum(c, axis=0))

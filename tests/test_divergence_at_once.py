@@ -1,0 +1,133 @@
+"""Divergences whose gradient is written with their sum: the same as of rows, in any batch, by parts that go alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import INTERPRETED, kernels
+from products import pairwise
+from test_divergence import BF16, FP32, GIVEN, every_kind, given_as, pair
+
+from fused_softmax import cross_entropy, divergence
+from fused_softmax.core import calls
+from fused_softmax.core.plan import H100, plan_pairs
+from fused_softmax.ops.losses import divergence_launches as launches
+from fused_softmax.ops.losses.options import Divergence
+
+pytestmark = kernels
+ROW, SPLIT = 4096, 20000  # columns
+
+
+def by_both(x, y, kind, target_is, weight=None, **options):
+    """(a sum and its gradient by the one launch, the same by rows and then their gradient)."""
+    options = {"kind": kind, "target_is": target_is, "weight": weight, **options}
+    leaf = x.detach().requires_grad_()
+    at_once, of_rows = divergence(leaf, y, reduction="sum", **options), divergence(leaf, y, reduction="none", **options)
+    gradients = [torch.autograd.grad(each.sum(), leaf)[0] for each in (at_once, of_rows)]
+    return (at_once.detach(), gradients[0]), (of_rows.detach().sum(), gradients[1])
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_rows_plan_does_not_follow_from_the_number_of_rows(itemsize):
+    for n_cols, strategy in ((8, "row"), (ROW, "row"), (SPLIT, "split"), (151936, "split")):
+        plans = {replace(plan_pairs(n, n_cols, itemsize, H100), n_rows=1, prefetch=0) for n in (1, 7, 132, 4096, 2**20)}
+        assert {plan.strategy for plan in plans} == {strategy}
+        assert len(plans) == 1, n_cols
+    assert plan_pairs(8, 151937, itemsize, H100) is None
+    assert plan_pairs(8, 2**24, itemsize, H100) is None
+
+
+@pairwise(("kind", "target_is"), ("kind", "n_cols"))
+@every_kind
+@pytest.mark.parametrize("target_is", GIVEN)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP32, BF16)], ids=str)
+@pytest.mark.parametrize("n_cols", [8, 264, ROW, ROW + 8, SPLIT])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 5.0, "scale": -0.5}], ids=str)
+def test_rows_and_parts(kind, target_is, dtypes, n_cols, options, device):
+    x, y = pair(5, n_cols, *dtypes, device)
+    y, weight = given_as(y, target_is), torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0], device=device)
+    if target_is == "logits":
+        options = options | {"target_temperature": torch.linspace(0.5, 2, 5, device=device)}
+    (found, dx), (wanted, truth) = by_both(x, y, kind, target_is, weight, **options)
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-5)
+    near = 1e-2 if x.dtype == BF16 else 5e-5
+    torch.testing.assert_close(dx.float(), truth.float(), rtol=near, atol=near * truth.abs().max().item())
+    assert (dx[3] == 0).all()
+
+
+@every_kind
+@pytest.mark.parametrize("target_is", GIVEN)
+@pytest.mark.parametrize("n_cols", [ROW, SPLIT])
+def test_the_same_bits_in_any_batch(kind, target_is, n_cols, device):
+    x, y = pair(7, n_cols, BF16, BF16, device)
+    y = given_as(y, target_is)
+
+    def gradient(which):
+        leaf = x[which].detach().requires_grad_()
+        return torch.autograd.grad(divergence(leaf, y[which], kind=kind, target_is=target_is, reduction="sum"), leaf)[0]
+
+    wanted, shuffled = gradient(slice(None)), torch.randperm(7)
+    assert torch.equal(gradient(shuffled), wanted[shuffled])
+    assert torch.equal(gradient(slice(4, 5)), wanted[4:5])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="programs one after another, of which all but a row's last miss others")
+@pairwise()
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jsd", "tvd", "cross"])
+@pytest.mark.parametrize("target_is", GIVEN)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_parts_that_miss_others_go_alone_with_the_same_bits(kind, target_is, dtype, monkeypatch):
+    x, y = pair(2, SPLIT, dtype, dtype)
+    target_is = "probs" if kind == "cross" else target_is
+    given = (
+        launches.Pair(x, given_as(y, target_is)),
+        torch.tensor([0.5, 2.0]),
+        Divergence(kind=kind, target_is=target_is),
+    )
+    wanted = launches.at_once(*given, kind == "cross")
+    calls.forget()
+    monkeypatch.setattr(launches, "IN_TURN", ({},))
+    monkeypatch.setattr(launches, "IN_TURN_TWICE", ({},))
+    for found, of_all in zip(launches.at_once(*given, kind == "cross"), wanted, strict=True):
+        assert (found is None and of_all is None) or torch.equal(found, of_all)
+
+
+@every_kind
+@pytest.mark.parametrize("n_cols", [ROW, SPLIT])
+def test_rows_of_weight_0_hold_anything(kind, n_cols, device):
+    x, y = pair(3, n_cols, device=device)
+    weight = torch.tensor([1.0, 0.0, 2.0], device=device)
+    wanted = by_both(x, y, kind, "logits", weight)[0]
+    x[1], y[1] = torch.nan, torch.inf
+    for found, before in zip(by_both(x, y, kind, "logits", weight)[0], wanted, strict=True):
+        assert torch.equal(found, before)
+
+
+@pytest.mark.parametrize("n_cols", [ROW, SPLIT])
+def test_a_second_backward_pass_writes_the_gradient_again(n_cols, device):
+    x, y = pair(3, n_cols, device=device)
+    loss = divergence(leaf := x.requires_grad_(), y)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    kept = first.clone()
+    first.zero_()  # it is the caller's
+    (second,) = torch.autograd.grad(3 * loss, leaf, retain_graph=True)
+    torch.testing.assert_close(second, 3 * kept)
+    assert torch.equal(torch.autograd.grad(loss, leaf)[0], kept)
+
+
+@pytest.mark.parametrize("n_cols", [ROW, SPLIT])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_probabilities(n_cols, dtype, reduction, smoothing, device):
+    x, y = pair(3, n_cols, dtype, dtype, device)
+    p, weight = given_as(y, "probs"), torch.linspace(0.5, 2, n_cols, device=device)
+    inputs = [each.detach().requires_grad_() for each in (x, p)]
+    exact = [each.detach().double().requires_grad_() for each in (x, p)]
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    found = cross_entropy(*inputs, weight, **options)
+    wanted = torch.nn.functional.cross_entropy(*exact, weight.double(), **options)
+    near = 1e-2 if dtype == BF16 else 2e-5
+    torch.testing.assert_close(found.double(), wanted, rtol=near, atol=near)
+    for dx, truth in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(wanted, exact), strict=True):
+        torch.testing.assert_close(dx.double(), truth, rtol=near, atol=near * truth.abs().max().item())
