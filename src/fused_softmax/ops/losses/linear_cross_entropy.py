@@ -41,6 +41,7 @@ from fused_softmax.ops.losses.linear_by_rows import (
     divides_late,
     keeps_logits,
     linear_of,
+    lowered,
     whole_logits,
 )
 from fused_softmax.ops.losses.options import NUMBERS, Loss, check_logits, loss_of, refused_loss, weight_for_kernels
@@ -101,8 +102,9 @@ def linear_cross_entropy(
     """cross_entropy(linear(input, linear_weight, linear_bias), target, ...), without all logits in memory at once.
 
     input: [in_features] or [..., in_features]; float32, float16, bfloat16 or float64.
-    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]; both of the input's dtype. Autocast casts these
-        three as it casts linear's.
+    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Each has the input's dtype. If that has 16 bits,
+        they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
+        Autocast casts these three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
         for which all logits exist at once; they take no chunk_size.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
@@ -201,7 +203,8 @@ def _linear_cross_entropy(
     shards = None
     if over_group:
         alike = {
-            "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **loss.asked(),
+            "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
+            "in_features": input.shape[-1], **loss.asked(),
             "statistics": loss.stats, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored,
             "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
             "weight_requires_grad": needs_grad(linear_weight),
@@ -225,7 +228,8 @@ def _linear_cross_entropy(
     if mesh is not None:
         input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
         if target.is_floating_point():
-            logits = logits_on_shards(input, linear_weight, linear_bias)
+            bias = None if linear_bias is None else linear_bias.to(input.dtype)
+            logits = logits_on_shards(input, linear_weight.to(input.dtype), bias)
             logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
             return loss_of_whole_rows(cross_entropy, logits, of_target, None, loss, wanted, result_dtype)
         return linear_loss_on_shards(
@@ -374,7 +378,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if how.steps is None:
             results, totals, gradients = forward(x, w, bias, target, loss, how.linear, how.asked, how.wanted)
         else:
-            gradients, ((_, ctx.dlogits),) = None, chunks(x, w, bias, how.linear)
+            gradients, ((_, ctx.dlogits),) = None, chunks(*lowered(x, w, bias), how.linear)
             results, _, totals = run_steps(
                 how.steps, ctx.dlogits, target, loss, loss.numbers(), None, how.kind, ctx.dlogits
             )  # fmt: skip
@@ -409,14 +413,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if alone and ctx.gradients is not None and not batched(dy):
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
-            return *gradients.times(dy if ctx.late is None else dy * ctx.late), *nothing
+            return *gradients.times(dy if ctx.late is None else dy * ctx.late, x, w, bias), *nothing
         if alone and ctx.dlogits is not None and not batched(dy):
             dlogits, ctx.dlogits = ctx.dlogits, None
             ctx.how.steps.multiply(dlogits, dy)
             left_out = left_out_of(target, loss) if asked[1] else None
-            gradients = Gradients(x, w, bias, linear, asked, left_out=left_out)
+            wide = w.dtype != x.dtype
+            gradients = Gradients(*lowered(x, w, bias), linear, asked, wide=wide, left_out=left_out)
             gradients.add(0, dlogits)
-            return *gradients.times(None), *nothing
+            return *gradients.in_dtypes(x, w, bias), *nothing
         if dy is None:
             dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device)
         if batched(dy, dlse, dz):
@@ -461,11 +466,11 @@ def forward(
         gradients = Gradients(x, w, bias, linear, asked, made=made)
     else:
         of_chunk, totals_of_chunk = (replace(loss, reduction="sum"), None) if late else (loss, totals)
-        gradients = None
+        factors, gradients = lowered(x, w, bias), None
         if any(asked):
             left_out = left_out_of(target, loss) if asked[1] else None
-            gradients = Gradients(x, w, bias, linear, asked, wide=late, left_out=left_out)
-        rows = by_rows(x, w, bias, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
+            gradients = Gradients(*factors, linear, asked, wide=late or w.dtype != x.dtype, left_out=left_out)
+        rows = by_rows(*factors, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
         lse = rows.m + rows.ls if wanted.lse else None  # type: ignore[operator]
     if loss.reduction == "none":
         y, z = rows.loss.view(-1), rows.z
@@ -474,7 +479,7 @@ def forward(
         y, z = finish(rows, totals, loss, dtype)
     if wanted.z_loss and z is None:
         z = torch.zeros_like(y)
-    return (y, lse, z, *stats_of(rows, target, loss)), totals, gradients
+    return (y, lse, z, *stats_of(rows, target, loss)), totals, gradients and gradients.done()
 
 
 def backward(
@@ -482,11 +487,11 @@ def backward(
     asked: Sequence[bool], dy: Tensor, dlse: Tensor | None = None, dz: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients that are asked for, by logits that are made again; dy, dlse and dz are of loss, lse and z-loss."""
-    left_out = left_out_of(target, loss, dlse) if asked[1] else None
-    gradients = Gradients(x, w, bias, linear, asked, left_out=left_out)
+    left_out, factors = left_out_of(target, loss, dlse) if asked[1] else None, lowered(x, w, bias)
+    gradients = Gradients(*factors, linear, asked, wide=w.dtype != x.dtype, left_out=left_out)
     loss = replace(loss, stats=False)
     dz = None if dz is None else dy + dz
-    for start, logits in chunks(x, w, bias, linear):
+    for start, logits in chunks(*factors, linear):
         here = slice(start, start + len(logits))
         rows = losses.forward(logits, target[here], loss, totals)
         of_rows = [each if each is None or each.ndim == 0 else each[here] for each in (dy, dz, dlse)]
@@ -495,7 +500,7 @@ def backward(
             dx=logits,
         )  # fmt: skip
         gradients.add(start, logits)
-    return gradients.times(None)
+    return gradients.in_dtypes(x, w, bias)
 
 
 def differentiable_gradient(

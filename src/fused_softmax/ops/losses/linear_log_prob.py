@@ -27,6 +27,7 @@ from fused_softmax.ops.losses.linear_by_rows import (
     linear_of,
     whole_logits,
 )
+from fused_softmax.ops.losses.linear_by_rows import lowered as _lowered
 from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput
 from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
@@ -137,9 +138,8 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, asked, ke
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
     if route is not Route.KERNEL:
         rows, targets = _rows_of(input, target)
-        weight = linear_weight.to(input.dtype)
-        bias = None if linear_bias is None else linear_bias.to(input.dtype)
-        made = whole_logits(rows, weight, bias, _of_rows(targets, options.ignore_index), options.ignore_index)
+        of_rows = _of_rows(targets, options.ignore_index)
+        made = whole_logits(rows, linear_weight, linear_bias, of_rows, options.ignore_index)
         return of_logits.of_checked(made.view(*leading, n_classes), target, given, wanted, dtype, kept)
     return _by_chunks(input, linear_weight, target, linear_bias, options, columns, wanted, how, dtype)
 
@@ -150,7 +150,7 @@ def _checked(
     """((input, weight, bias) in the dtype of products, with a group this rank's classes of both; options; wanted)."""
     entropy, lse, stats = asked
     wanted = of_logits.wanted_of(entropy, lse, stats, _NAME)
-    check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"], masters=True)
+    check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"])
     if how["logits"] not in ("auto", "keep", "recompute"):
         raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(how["logits"])}')
     cast = autocast.lowered_dtype(OF_LAYERS, input)
@@ -178,7 +178,8 @@ def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, ho
         if CHECK or (readable(target) and not on_device(input)):
             check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
     alike = {
-        "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **options.asked(),
+        "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
+        "in_features": input.shape[-1], **options.asked(),
         "wanted": tuple(wanted), "result": dtype, **how, "targets": tuple(target.shape[input.ndim - 1 :]),
         "require_grad": tuple(each is not None and needs_grad(each) for each in (input, linear_weight, linear_bias)),
     }  # fmt: skip
@@ -278,11 +279,6 @@ class _LinearLogProbOverRanks(_LinearLogProb):
     """The same of classes that lie over ranks, the same on every rank but for the gradients of weight and bias."""
 
     backward = staticmethod(once(_NAME)(_LinearLogProb.backward))
-
-
-def _lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the products are made of: master weights in the dtype of the hidden states."""
-    return x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
 
 
 def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple[LogProbRows, Tensor | None]:
