@@ -239,11 +239,8 @@ def _cross_entropy(input, target, options, wanted, lse, key):
 
 def _of_probabilities(input: Tensor, target: Tensor, loss: Loss) -> Tensor:
     """The loss of targets that are probabilities, float32, with the gradients of both."""
-    asked = Divergence(
-        kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale, label_smoothing=loss.label_smoothing
-    )  # fmt: skip
-    weight = weight_for_kernels(loss.weight, input)
-    rows = differentiated_pair(Pair(rows_of(input), rows_of(target), weight), asked)
+    pair = Pair(rows_of(input), rows_of(target), weight_for_kernels(loss.weight, input))
+    rows = differentiated_pair(pair, Divergence.of_loss(loss))
     if loss.reduction == "none":
         return rows.view(input.shape[:1] + input.shape[2:] if input.ndim > 1 else ())
     return rows.mean() if loss.reduction == "mean" else rows.sum()

@@ -44,6 +44,7 @@ from fused_softmax.ops.losses.linear_by_rows import (
     lowered,
     whole_logits,
 )
+from fused_softmax.ops.losses.linear_probabilities import loss_of_probabilities
 from fused_softmax.ops.losses.options import NUMBERS, Loss, check_logits, loss_of, refused_loss, weight_for_kernels
 from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.losses.over_ranks.dtensor import (
@@ -106,7 +107,8 @@ def linear_cross_entropy(
         they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
         Autocast casts these three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
-        for which all logits exist at once; they take no chunk_size.
+        which get their gradient too. Beside lse, z-loss, statistics, float64, a DTensor or a class weight that requires
+        a gradient, all logits exist at once for probabilities; these calls take no chunk_size.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
         z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is
@@ -189,11 +191,6 @@ def _linear_cross_entropy(
             of_target = target.movedim(-1, 1)
         check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
         loss = loss_of(_NAME, input, target, columns, dtype, wanted.stats, **options)
-        if chunk_size is not None and target.is_floating_point():
-            raise ValueError(
-                f"{_NAME}: chunk_size takes targets of class indices, got chunk_size={chunk_size} and probabilities, "
-                "for which all logits exist at once"
-            )
         if over_group:
             if target.is_floating_point():
                 raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
@@ -225,9 +222,15 @@ def _linear_cross_entropy(
     result_dtype = dtype_of_loss(_NAME, input, target, dtype)
     given = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
     mesh = mesh_of_loss(_NAME, given, target, weight)
+    probabilities, refused = target.is_floating_point(), refused_loss(input, result_dtype, target, loss, wanted.beside)
+    if chunk_size is not None and probabilities and (mesh is not None or refused):
+        raise ValueError(
+            f"{_NAME}: chunk_size={chunk_size} takes no probabilities here, for which all logits exist at once: "
+            f"{refused or 'an argument is a DTensor'}"
+        )
     if mesh is not None:
         input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
-        if target.is_floating_point():
+        if probabilities:
             bias = None if linear_bias is None else linear_bias.to(input.dtype)
             logits = logits_on_shards(input, linear_weight.to(input.dtype), bias)
             logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
@@ -235,12 +238,12 @@ def _linear_cross_entropy(
         return linear_loss_on_shards(
             input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate, skip_ignored
         )
-    refused, empty = refused_loss(input, result_dtype, target, loss), target.numel() == 0 or linear_weight.numel() == 0
+    empty = target.numel() == 0 or linear_weight.numel() == 0
     tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
-    route = route_of(
-        _NAME, *tensors, refused="there are no logits" if empty else refused, batches=False,
-        holds="" if empty or shards is not None else "all logits",
-    )  # fmt: skip
+    refused, holds = ("there are no logits", "") if empty else (refused, "all logits" if shards is None else "")
+    route = route_of(_NAME, *tensors, refused=refused, batches=False, holds=holds)
+    if probabilities and route is Route.OPERATOR:
+        route = route_of(_NAME, *tensors, refused="targets are probabilities, which no operator takes", holds=holds)
     if shards is not None:
         route = Route.KERNEL  # or what stands for kernels on a shard
     if route is Route.OPERATOR:
@@ -254,12 +257,15 @@ def _linear_cross_entropy(
         stats = refusing(_NAME, STATISTICS, stats, y, LOSS) if wanted.stats else stats
         return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
     if route is Route.COMPOSED:
-        if not target.is_floating_point() and readable(target):
+        if not probabilities and readable(target):
             check_targets(_NAME, target, n_classes, ignore_index)
         logits = whole_logits(input, linear_weight, linear_bias, target, ignore_index)
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
         found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input), name=_NAME)
         return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
+    if probabilities:
+        of_layer = input, linear_weight, linear_bias
+        return loss_of_probabilities(*of_layer, target, loss, chunk_size, accumulate).to(result_dtype)
     if CHECK:
         check_targets(_NAME, target, n_classes, ignore_index)
     if loss.weight is not None:

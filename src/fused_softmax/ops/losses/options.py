@@ -382,6 +382,14 @@ class Divergence(Options):
     target_is: str = option("logits", "str", _is_one_of(*GIVEN))
     label_smoothing: float = 0.0
 
+    @classmethod
+    def of_loss(cls, loss: Loss) -> Self:
+        """The cross-entropy of targets that are probabilities; the classes' weights stand beside it."""
+        return cls(
+            kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale,
+            label_smoothing=loss.label_smoothing,
+        )  # fmt: skip
+
     @cached_property
     def losses(self) -> tuple[Loss, Loss]:
         """The student's logits and the teacher's as losses have them."""
