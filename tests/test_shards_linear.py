@@ -26,8 +26,8 @@ def linear_losses(group, way, x, w, bias, target, weight, options, of=1.0):
     inputs = [each for each in (x, w, bias) if each is not None]
     again = torch.autograd.grad(graded, inputs, parts, retain_graph=True)
     gradients = torch.autograd.grad(graded, inputs, parts)
-    for first, second in zip(again, gradients, strict=True):
-        assert (first - second).norm() <= (4 * torch.finfo(first.dtype).eps + 1e-6) * second.norm()
+    for first, second in zip(again, gradients, strict=True):  # of logits' gradients of the input's dtype
+        assert (first - second).norm() <= (4 * torch.finfo(x.dtype).eps + 1e-6) * second.norm()
     return [each.detach() for each in tensors], gradients
 
 
@@ -210,7 +210,7 @@ def sent_backward(group, x, w):
     mine, w = x.chunk(n)[rank].clone().requires_grad_(), shard(w, group, 0)
     y = linear_cross_entropy(mine, w, torch.arange(len(x)), **over(group), input_sharded=True, reduction="none")
     with CommDebugMode() as sent:
-        parts = GatheredRows.apply(mine, Shards(group, rank, SIZES[n], N_CLASSES))
+        parts = GatheredRows.apply(mine, Shards(group, rank, SIZES[n], N_CLASSES), "linear_cross_entropy")
         (own,) = torch.autograd.grad(parts, mine, x * (rank + 1))
     assert len(y) == len(x)
     return {str(name): count for name, count in sent.get_comm_counts().items()}, own

@@ -166,6 +166,18 @@ def whole_logits(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, igno
     return linear(without(x, spoilt), w, bias).masked_fill(spoilt.unsqueeze(-1), torch.nan)
 
 
+def counted(targets: Tensor, ignore_index: int) -> Tensor | None:
+    """Which rows count, of targets [n] or [n, k], as indices that the device is waited for; None if all or none do."""
+    on = targets.long() != ignore_index
+    rows = (on if on.ndim == 1 else on.any(-1)).nonzero().squeeze(-1)
+    return rows if 0 < len(rows) < len(targets) else None
+
+
+def spread(of_rows: Tensor, rows: Tensor, n: int) -> Tensor:
+    """Values of these rows among n, 0 at the others."""
+    return of_rows.new_zeros(n, *of_rows.shape[1:]).index_put((rows,), of_rows)
+
+
 def divides_late(x: Tensor, loss: Loss) -> bool:
     """Whether gradients are divided by a mean's total only when what scales the loss is known."""
     return x.dtype == torch.float16 and loss.mean

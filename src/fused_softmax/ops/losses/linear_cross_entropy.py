@@ -38,10 +38,12 @@ from fused_softmax.ops.losses.linear_by_rows import (
     by_rows,
     check_layer,
     chunks,
+    counted,
     divides_late,
     keeps_logits,
     linear_of,
     lowered,
+    spread,
     whole_logits,
 )
 from fused_softmax.ops.losses.linear_probabilities import loss_of_probabilities
@@ -54,7 +56,7 @@ from fused_softmax.ops.losses.over_ranks.dtensor import (
     mesh_of_loss,
     own_classes,
 )
-from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, LinearSharded, OfCall
+from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, LinearSharded, OfCall, leading_of_all
 from fused_softmax.ops.losses.steps import (
     Kind,
     Steps,
@@ -185,7 +187,7 @@ def _linear_cross_entropy(
             linear_bias = own_classes(_NAME, "linear_bias", linear_bias, group)
         columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
         if input_sharded:
-            leading = _rows_of_all(input, target, group)
+            leading = leading_of_all(_NAME, input, target, group)
         of_target = target  # as cross_entropy takes it: the class dim at 1
         if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
             of_target = target.movedim(-1, 1)
@@ -212,7 +214,7 @@ def _linear_cross_entropy(
             peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape, *alike.items()))
         shards = told_by(peers, _NAME, shards)
         if input_sharded:
-            input = GatheredRows.apply(input, shards)
+            input = GatheredRows.apply(input, shards, _NAME)
         if shards.held < columns:  # no product has padding in it, which may be anything
             linear_weight = linear_weight[: shards.held]
             linear_bias = None if linear_bias is None else linear_bias[: shards.held]
@@ -280,13 +282,9 @@ def _linear_cross_entropy(
         numbers = tuple(options[each] for each in NUMBERS)
         return call(input, linear_weight, target, linear_bias, weight, numbers)
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
-    kept = None
-    if skip_ignored:
-        kept = (flat.long() != ignore_index).nonzero().squeeze(-1)
-        if 0 < len(kept) < len(flat):
-            rows, flat = rows[kept], flat[kept]
-        else:
-            kept = None
+    kept = counted(flat, ignore_index) if skip_ignored else None
+    if kept is not None:
+        rows, flat = rows[kept], flat[kept]
     if shards is None:
         how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
         found = _apply(rows, linear_weight, linear_bias, flat, loss, how)
@@ -298,9 +296,9 @@ def _linear_cross_entropy(
         y, lse, z, *stats = LinearSharded.apply(rows, linear_weight, linear_bias, flat, over_ranks, asked)
     if kept is not None:
         n = target.numel()
-        y, z = (each if each is None or reduction != "none" else _spread(each, kept, n) for each in (y, z))
-        lse = None if lse is None else _spread(lse, kept, n)
-        stats = [_spread(each, kept, n) for each in stats]
+        y, z = (each if each is None or reduction != "none" else spread(each, kept, n) for each in (y, z))
+        lse = None if lse is None else spread(lse, kept, n)
+        stats = [spread(each, kept, n) for each in stats]
     return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
 
 
@@ -347,22 +345,6 @@ def _how_of(
     asked = _asked(rows, w, bias)
     linear = linear_of(rows, w, chunk_size, accumulate, asked[1])
     return _How(linear, asked if loss.reduction != "none" else [False] * 3, wanted)
-
-
-def _rows_of_all(input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
-    """The leading shape of the input of all ranks, of which each gives as many rows."""
-    n_ranks, rows = torch.distributed.get_world_size(group), input.shape[:-1].numel()
-    if input.ndim != 2 or not isinstance(target, Tensor) or tuple(target.shape) != (n_ranks * rows,):
-        raise ValueError(
-            f"{_NAME}: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
-            f"{tuple(input.shape)}, {tuple(getattr(target, 'shape', ()))} and {n_ranks} ranks"
-        )
-    return (n_ranks * rows,)
-
-
-def _spread(of_kept: Tensor, kept: Tensor, n: int) -> Tensor:
-    """Values of the rows `kept` among n, 0 at the others."""
-    return of_kept.new_zeros(n).index_put((kept,), of_kept)
 
 
 def _output(

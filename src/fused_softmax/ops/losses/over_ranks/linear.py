@@ -59,20 +59,37 @@ class OfCall(NamedTuple):
         return self.shards.group if self.summed and len(self.shards.sizes) > 1 else None
 
 
+def leading_of_all(name: str, input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
+    """The leading shape of the input of all ranks, of which each gives as many rows."""
+    n_ranks, rows = dist.get_world_size(group), input.shape[:-1].numel()
+    if input.ndim != 2 or not isinstance(target, Tensor) or tuple(target.shape[:1]) != (n_ranks * rows,):
+        raise ValueError(
+            f"{name}: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
+            f"{tuple(input.shape)}, {tuple(getattr(target, 'shape', ()))} and {n_ranks} ranks"
+        )
+    return (n_ranks * rows,)
+
+
 class GatheredRows(torch.autograd.Function):
-    """The rows of all ranks, in rank order; each rank gets the sum over ranks of its own rows' gradients."""
+    """The rows of all ranks, in rank order; each rank gets the sum over ranks of its own rows' gradients.
+
+    name: of the function that gathers them.
+    """
 
     @staticmethod
-    def forward(ctx, x, shards):
-        ctx.shards = shards
+    def forward(ctx, x, shards, name):
+        ctx.shards, ctx.name = shards, name
         return gather(x.contiguous(), shards._replace(digest=None, by_peers=None)).flatten(0, 1)
 
     @staticmethod
-    @once("linear_cross_entropy")
     def backward(ctx, dx):
-        own = dx.new_empty(len(dx) // len(ctx.shards.sizes), *dx.shape[1:])  # every rank has as many rows
-        _reduce_scatter(own, dx.contiguous(), group=ctx.shards.group)
-        return own, None
+        return once(ctx.name)(_scattered)(ctx, dx)
+
+
+def _scattered(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+    own = dx.new_empty(len(dx) // len(ctx.shards.sizes), *dx.shape[1:])  # every rank has as many rows
+    _reduce_scatter(own, dx.contiguous(), group=ctx.shards.group)
+    return own, None, None
 
 
 class LinearSharded(torch.autograd.Function):
