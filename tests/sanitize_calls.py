@@ -100,6 +100,10 @@ LOSSES = {
         lambda x, y: cross_entropy(x, y.softmax(-1)), lambda x, y: F.cross_entropy(x, y.softmax(-1)),
         [(19, 1030), (19, 1030)],
     ),
+    "a linear layer's loss of probabilities": (
+        lambda x, w, y: linear_cross_entropy(x, w, y.softmax(-1), chunk_size=32),
+        lambda x, w, y: F.cross_entropy(x @ w.T, y.softmax(-1)), [(70, 64), (300, 64), (70, 300)],
+    ),
     "a linear layer's loss": (
         lambda x, w: linear_cross_entropy(x, w, targets(x, len(w))),
         lambda x, w: F.cross_entropy(x @ w.T, targets(x, len(w))), [(70, 64), (300, 64)],

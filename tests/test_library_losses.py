@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fused_softmax import cross_entropy, linear_cross_entropy
 from fused_softmax.ops.losses import launches as cross_entropy_calls
+from fused_softmax.ops.losses import operators as rules
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses import steps as cross_entropy_steps
 
@@ -302,6 +303,35 @@ def test_linear_compiled(reduction, options, dtype, chunk_size, device, ran):
         assert gradient.dtype == of.dtype
         atol = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
         torch.testing.assert_close(gradient.double(), expected, rtol=2e-2 if dtype != FP32 else 1e-4, atol=atol)
+
+
+@pairwise()
+@every_reduction
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("on_kernels", [True, False])
+def test_linear_master_weights_compiled(reduction, dtype, chunk_size, on_kernels, device, ran, monkeypatch):
+    """Their gradients are float32, and no product is rounded; the operators' own torch operations do the same."""
+    x, *low = layer(5, 16, 40, dtype, device)
+    tensors, target = [x, *(each.detach().float().requires_grad_() for each in low)], targets(5, 40, device=device)
+    if not on_kernels:
+        monkeypatch.setattr(rules, "_on_kernels", lambda x: False)
+
+    def call(x, w, b):
+        return linear_cross_entropy(
+            x, w, target, linear_bias=b, chunk_size=chunk_size, reduction=reduction, dtype=FP32
+        )  # fmt: skip
+
+    loss = compiled(call)[0](*tensors)
+    dy = torch.linspace(0.5, 2, loss.numel(), device=device).view(loss.shape)
+    gradients = torch.autograd.grad(loss, tensors, dy)
+    assert bool(ran) == on_kernels
+    exact = [each.detach().double().requires_grad_() for each in (x, *low)]
+    truth = composed(*exact, target, reduction=reduction)
+    of_truth = torch.autograd.grad(truth, exact, dy.double())
+    for found, of, want in zip((loss, *gradients), (loss, *tensors), (truth, *of_truth), strict=True):
+        assert found.dtype == of.dtype
+        assert (found.double() - want).abs().max() <= 8 * torch.finfo(dtype).eps * want.abs().max() + 1e-7
 
 
 @pytest.mark.parametrize(

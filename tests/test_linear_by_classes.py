@@ -90,6 +90,14 @@ def test_when_it_is_taken(rows, chunk_size, shape, goes):
     assert by_classes.goes_by_classes(x, w, chunk_size) is goes
 
 
+def test_a_master_weight_takes_scratch_for_its_wider_gradient():
+    x, w = torch.empty(1, dtype=BF16).expand(2048, 4096), torch.empty(1, dtype=BF16).expand(16384, 4096)
+    assert by_classes.goes_by_classes(x, w, 64)
+    master = torch.empty(1).expand(w.shape)
+    assert not by_classes.goes_by_classes(x, master, 64)
+    assert by_classes.goes_by_classes(x, master, 128)
+
+
 KERNEL_OPTIONS = OPTIONS | {"smoothing alone": {"label_smoothing": 1.0}, "large scale": {"scale": 100.0}}
 
 
@@ -217,6 +225,35 @@ def test_loss_and_gradients(name, options, dtype, reduction, accumulate, device,
             allowed = 8 * sums * torch.finfo(dtype).eps * want.abs().max() + least
             assert (found.double() - want).abs().max() <= allowed, way
     assert len(small) == 1
+
+
+@kernels
+@pairwise()
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(("reduction", "accumulate"), [("sum", "fp32"), ("sum", "input"), ("mean", "fp32")])
+@pytest.mark.parametrize("of_bias", [None, FP32, "low"], ids=str)
+def test_the_gradient_of_a_master_weight_is_twice_the_room_for_logits(
+    name, dtype, reduction, accumulate, of_bias, device, small
+):
+    """In float32, of products that were not rounded; a mean of float16 goes by rows."""
+    (x, w, bias), target, chunk_size = layer(name, dtype, device)
+    exact = [each.detach().double().requires_grad_() for each in (x, w, bias)][: 2 if of_bias is None else 3]
+    given = [x, w.detach().float().requires_grad_()]
+    given += [] if of_bias is None else [bias if of_bias == "low" else bias.detach().float().requires_grad_()]
+    truth = F.cross_entropy(F.linear(*exact), target, reduction=reduction)
+    expected = (truth, *torch.autograd.grad(truth, exact, torch.full_like(truth, 1.5)))
+    loss = linear_cross_entropy(
+        *given[:2], target, linear_bias=given[2] if len(given) > 2 else None, reduction=reduction,
+        chunk_size=2 * chunk_size, accumulate=accumulate, dtype=FP32,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(loss, given, torch.full_like(loss, 1.5))
+    assert len(small) == (dtype == BF16 or reduction == "sum")
+    for found, want, of in zip((loss, *gradients), expected, (loss, *given), strict=True):
+        assert found.dtype == of.dtype
+        sums = 3 if accumulate == "input" else 1
+        assert (found.double() - want).abs().max() <= 8 * sums * torch.finfo(dtype).eps * want.abs().max() + 1e-7
+    assert not torch.equal(gradients[1].to(dtype).float(), gradients[1])
 
 
 @kernels

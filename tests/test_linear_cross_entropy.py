@@ -1,5 +1,6 @@
 """linear_cross_entropy, chunk by chunk, against float64 of a layer and its loss; and what it refuses."""
 
+import gc
 import os
 
 import pytest
@@ -71,6 +72,94 @@ def test_the_weights_gradient_of_a_loss_that_is_scaled_and_has_rows_of_nan(featu
         torch.testing.assert_close(found, tuple(each.float() for each in expected), rtol=1e-5, atol=1e-6)
 
 
+MASTERS = {"both": (True, True), "weight": (True, False), "bias": (False, True)}
+
+
+@pairwise()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("accumulate", ["fp32", "input"])
+@pytest.mark.parametrize("skip_ignored", [False, True])
+@pytest.mark.parametrize("options", ["plain", "lse", "weights", "statistics"])
+def test_master_weights(dtype, masters, reduction, chunk_size, accumulate, skip_ignored, options, device):
+    """The loss of their 16 bits, and gradients in float32, made twice, that were not rounded to 16 bits."""
+    more = {
+        "plain": {}, "lse": {"return_lse": True}, "statistics": {"return_token_stats": True},
+        "weights": {"weight": torch.linspace(0.5, 2, 40, device=device), "lse_square_scale": 0.01},
+    }[options]  # fmt: skip
+    x, *low = layer(dtype, device)
+    pairs = zip(low, MASTERS[masters], strict=True)
+    given = [x, *(each.detach().float().requires_grad_() if on else each for each, on in pairs)]
+    how = {"reduction": reduction, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored}
+    target, how = TARGET.to(device), how | more
+    found = linear_cross_entropy(*given[:2], target, linear_bias=given[2], dtype=torch.float32, **how)
+    exact = [each.detach().double().requires_grad_() for each in (x, *low)]
+    weight = {"weight": more["weight"].double()} if "weight" in more else {}
+    arguments = {name: each for name, each in more.items() if not name.startswith("return")} | weight
+    truth, lse, _ = reference.cross_entropy(F.linear(*exact), target, reduction=reduction, **arguments)
+    truths, results = [truth], [found if isinstance(found, torch.Tensor) else found.loss]
+    if options == "lse":
+        truths.append(lse.masked_fill(target == -100, 0.0) if skip_ignored else lse)
+        results.append(found.lse)
+    dy = [torch.linspace(0.5, 1.5, each.numel(), device=device).view(each.shape) for each in results]
+    expected = torch.autograd.grad(truths, exact, [each.double() for each in dy])
+    eps = torch.finfo(dtype).eps
+    for _ in range(2):
+        gradients = torch.autograd.grad(results, given, dy, retain_graph=True)
+        for ours, of, want in zip((*results, *gradients), (*results, *given), (*truths, *expected), strict=True):
+            assert ours.dtype == of.dtype
+            assert (ours.double() - want).abs().max() <= 8 * eps * want.abs().max() + 1e-7
+        for gradient, of in zip(gradients, given, strict=True):
+            assert of.dtype == dtype or not torch.equal(gradient.to(dtype).float(), gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_a_master_is_the_accumulator(dtype, device):
+    """Which the gradient of a weight of 16 bits is rounded from."""
+    low, target = layer(dtype, device), TARGET.to(device)
+    x, w, bias = low[0], low[1].detach().float().requires_grad_(), low[2].detach().float().requires_grad_()
+    (y, *found), (same, *rounded) = (
+        (loss, *torch.autograd.grad(loss, of, loss.new_full((), 1.3)))
+        for of in ((x, w, bias), low)
+        for loss in (linear_cross_entropy(of[0], of[1], target, linear_bias=of[2], chunk_size=3, reduction="sum"),)
+    )
+    assert torch.equal(y, same)
+    for ours, want in zip(found, rounded, strict=True):
+        assert torch.equal(ours.to(dtype), want)
+
+
+def test_no_copy_of_a_master_waits_for_the_backward_pass(device):
+    x, w = (each.detach().requires_grad_() for each in layer(torch.float32, device)[:2])
+    x, target = x.detach().bfloat16().repeat(6, 1).requires_grad_(), TARGET.to(device).repeat(6)
+
+    def copies():
+        gc.collect()
+        of_layer = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == w.shape]
+        return [each for each in of_layer if each.dtype == torch.bfloat16]
+
+    loss = linear_cross_entropy(x, w, target, chunk_size=8)
+    assert not copies()
+    assert torch.autograd.grad(loss, w)[0].dtype == torch.float32
+
+
+def test_a_second_derivative_of_master_weights(device):
+    x, *low = layer(torch.bfloat16, device)
+    given = x, *(each.detach().float().requires_grad_() for each in low)
+
+    def second(call, given):
+        first = torch.autograd.grad(call(*given), given, create_graph=True)
+        return torch.autograd.grad(sum(each.float().square().sum() for each in first), given)
+
+    target = TARGET.to(device)
+    found = second(lambda x, w, b: linear_cross_entropy(x, w, target, linear_bias=b, dtype=torch.float32), given)
+    wanted = second(lambda *each: F.cross_entropy(F.linear(*(t.bfloat16() for t in each)).float(), target), given)
+    for ours, want, of in zip(found, wanted, given, strict=True):
+        assert ours.dtype == of.dtype
+        torch.testing.assert_close(ours, want, rtol=0.05, atol=0.02 * float(want.abs().max()))
+
+
 def test_without_gradients_the_logits_alone_are_made(device, monkeypatch):
     products, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda *given, **more: products.append(0) or mm(*given, **more))
@@ -110,6 +199,12 @@ BAD = {
     "bias": ({"linear_bias": torch.ones(3)}, ValueError, r"linear_bias.*\(4,\).*\(3,\)"),
     "bias type": ({"linear_bias": 1.0}, TypeError, "linear_bias.*float"),
     "dtypes": ({"linear_weight": torch.ones(4, 3).half()}, RuntimeError, "linear_weight.*float32.*float16"),
+    "a master of 16 bits": (
+        {"input": torch.ones(2, 3).half(), "linear_weight": torch.ones(4, 3).bfloat16()},
+        RuntimeError,
+        "linear_weight.*float16, or float32 beside 16 bits, got torch.bfloat16",
+    ),
+    "a wider bias": ({"linear_bias": torch.ones(4).double()}, RuntimeError, "linear_bias.*float32.*float64"),
     "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size.*0"),
     "chunk_size type": ({"chunk_size": 1.5}, TypeError, "chunk_size.*float"),
     "accumulate": ({"accumulate": "fp16"}, ValueError, "accumulate.*fp16"),
@@ -133,6 +228,7 @@ def test_bad_input(name, device):
         (9000, {"of_weight": False}, 3072),
         (8192, {"accumulate": "input"}, 4096),
         (8192, {"dtype": torch.float16}, 4096),
+        (8192, {"master": True}, 4096),  # whose accumulator is its gradient
         (100, {}, 100),
         (8192, {"chunk_size": 700}, 700),
     ],
@@ -140,9 +236,10 @@ def test_bad_input(name, device):
 )
 def test_a_chunk_takes_no_more_memory_than_it_saves(rows, options, size):
     dtype = options.get("dtype", torch.bfloat16)
-    x, w = torch.empty(1, dtype=dtype).expand(rows, 4096), torch.empty(1, dtype=dtype).expand(128256, 4096)
+    of_weight = torch.float32 if "master" in options else dtype
+    x, w = torch.empty(1, dtype=dtype).expand(rows, 4096), torch.empty(1, dtype=of_weight).expand(128256, 4096)
     how = {"chunk_size": None, "accumulate": "fp32", "of_weight": True} | options
-    how.pop("dtype", None)
+    how = {name: each for name, each in how.items() if name not in ("dtype", "master")}
     assert linear_of(x, w, **how).chunk_size == size
 
 
@@ -193,7 +290,7 @@ def test_weights_of_another_float_dtype_are_taken_on_a_cpu_as_by_the_kernels(mon
 def test_a_kept_call_answers_for_no_call_that_differs(device):
     """Each of these is made after all others were kept, and is as if it were the first."""
     x, w = (peaked(n, 8, seed=n).to(device).requires_grad_() for n in (6, 37))
-    target = targets(6, 37, ignored=False, device=device)
+    target, low = targets(6, 37, ignored=False, device=device), x.detach().bfloat16().requires_grad_()
     more = {"bias": peaked(1, 37)[0].to(device), "weight": torch.linspace(0.5, 2.0, 37, device=device)}
     changes: list[dict] = [
         {}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": int(target[0])}, {"label_smoothing": 0.1},
@@ -201,12 +298,15 @@ def test_a_kept_call_answers_for_no_call_that_differs(device):
         {"lse_square_scale": 0.1}, {"dtype": torch.float64}, {"chunk_size": 1}, {"chunk_size": 4},
         {"accumulate": "input"}, {"linear_bias": more["bias"]}, {"weight": more["weight"]}, {"skip_ignored": True},
         {"weight": more["weight"], "label_smoothing": 0.1}, {"return_lse": True}, {"return_token_stats": True},
+        {"input": low}, {"input": low, "linear_weight": w.detach().bfloat16().requires_grad_()},
+        {"input": low, "linear_bias": more["bias"]}, {"input": low, "linear_bias": more["bias"].bfloat16()},
     ]  # fmt: skip
 
     def call(options):
-        found = linear_cross_entropy(x, w, target, **options)
+        given = {"input": x, "linear_weight": w} | options
+        found = linear_cross_entropy(target=target, **given)
         loss = found if isinstance(found, torch.Tensor) else found.loss
-        return loss, *torch.autograd.grad(loss.sum(), (x, w))
+        return loss, *torch.autograd.grad(loss.sum(), (given["input"], given["linear_weight"]))
 
     alone = []
     for options in changes:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from products import pairwise
+from test_log_prob_kept import given
 
 import fused_softmax
 from fused_softmax import linear_log_prob
@@ -115,6 +116,103 @@ def test_statistics_and_leading_dims(device):
         linear_log_prob(x, w, target, return_stats=names).stats.mean_logits.sum().backward()
 
 
+@pairwise(("k", "kept", "temperature"))
+@pytest.mark.parametrize("dtypes", [(FP32, None), (BF16, FP32), (FP64, None)], ids=str)
+@pytest.mark.parametrize("logits", ["keep", "recompute"])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.parametrize("kept", [None, "int64", "int32", "bitmask"])
+@pytest.mark.parametrize("temperature", [None, 0.6, "of rows"])
+@pytest.mark.parametrize("shape", [(12,), (3, 4)], ids=str)
+@pytest.mark.parametrize("counting", ["some", "all", "none"])
+def test_rows_that_are_left_out(dtypes, logits, chunk_size, k, kept, temperature, shape, counting, device, monkeypatch):
+    """They are in no product, and results and gradients are those of a call that makes their logits too."""
+    x, w, bias = layer(device, *dtypes, n=12)
+    target = targets(device, k, n=12)
+    target.view(12, -1)[{"some": [0, 3, 4, 5, 9, 11], "all": [], "none": range(12)}[counting]] = -100
+    if k and counting == "some":
+        target[1, 0] = -100  # the row has another target, which counts
+    counts = (target.view(12, -1) != -100).any(-1)
+    x[~counts] = float("nan")
+    of_rows = torch.linspace(0.5, 2, 12, device=device).view(shape)
+    options = {"temperature": of_rows if temperature == "of rows" else temperature}
+    if kept is not None:
+        columns = torch.rand(12, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.5
+        columns[6], columns[7] = False, True
+        options["kept"] = given(columns.view(*shape, CLASSES).to(device), kept)
+    leaves = [each.requires_grad_() for each in (x, w, bias)]
+    products, addmm = [], torch.addmm
+
+    def watched(bias, rows, *others, **more):
+        if rows.shape[1] == FEATURES:
+            products.append(len(rows))
+        return addmm(bias, rows, *others, **more)
+
+    def call(skip_ignored):
+        return linear_log_prob(
+            x.view(*shape, -1), w, target.view(*shape, *([k] if k else [])), linear_bias=bias, return_entropy=True,
+            return_lse=True, return_stats=("log_sum_sq_probs", "mean_logits", "is_top1"), chunk_size=chunk_size,
+            logits=logits, skip_ignored=skip_ignored, **options,
+        )  # fmt: skip
+
+    wanted = call(False)
+    monkeypatch.setattr(torch, "addmm", watched)
+    found = call(True)
+    monkeypatch.undo()
+    assert sum(products) == (int(counts.sum()) or 12)
+    for ours, theirs in zip((*found[:3], *found.stats), (*wanted[:3], *wanted.stats), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert not ours.view(12, -1)[~counts].any()
+    generator = torch.Generator().manual_seed(2)
+    incoming = [torch.randn(each.shape, generator=generator, dtype=FP64).to(device, each.dtype) for each in found[:3]]
+    rough = 2**-7 if x.dtype == BF16 else 1e-5
+    for again in (True, False):
+        ours, theirs = (torch.autograd.grad(each[:3], leaves, incoming, retain_graph=again) for each in (found, wanted))
+        assert not ours[0][~counts].any()
+        torch.testing.assert_close(ours, theirs, rtol=rough, atol=rough)
+    with pytest.raises(RuntimeError, match=r"stats\.mean_logits has no gradient"):
+        call(True).stats.mean_logits.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 3, 2, 5, 7], [9, 6, 3, 0, 0], [1, 2, 3, 5, 7], [0, 2, 3, 13, 13], [-2, 2, 3, 5, 9]], ids=str
+)
+def test_rows_left_out_among_lists_that_cannot_be_read(offsets, device):
+    """A row that is NaN stays so, and one that is not is NaN or as it was."""
+    x, w, _ = layer(device, n=4)
+    target, ids = torch.tensor([3, -100, 4, 5], device=device), torch.arange(12, device=device)
+    how = {"kept": (ids, torch.tensor(offsets, device=device)), "return_lse": True}
+    wanted, found = (linear_log_prob(x, w, target, skip_ignored=skip, **how).lse for skip in (False, True))
+    assert found[1] == 0
+    assert found.isnan().any()
+    assert found[wanted.isnan()].isnan().all()
+    torch.testing.assert_close(found[found.isfinite()], wanted[found.isfinite()])
+
+
+def test_the_second_derivative_of_rows_that_are_left_out(device):
+    x, w, bias = (each.requires_grad_() for each in layer(device, FP64))
+    target = targets(device)
+
+    def call(x, w, bias):
+        return linear_log_prob(x, w, target, linear_bias=bias, return_entropy=True, skip_ignored=True)[:2]
+
+    assert torch.autograd.gradgradcheck(call, (x, w, bias), fast_mode=True)
+
+
+def test_compiled_and_transformed_rows_are_left_out_of_results(device):
+    x, w, _ = layer(device)
+    x, target = x.requires_grad_(), targets(device)
+    call = lambda x: linear_log_prob(x, w, target, return_entropy=True, skip_ignored=True)[:2]  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), call(x))
+    torch.testing.assert_close(*(torch.autograd.grad(sum(each.sum() for each in of(x)), x) for of in (compiled, call)))
+    both = torch.stack((x, x.flip(0))).detach()
+    expected = tuple(torch.stack(each) for each in zip(*map(call, both), strict=True))
+    torch.testing.assert_close(torch.vmap(call)(both), expected)
+
+
 def test_second_derivatives(device):
     x, w, bias = (each.requires_grad_() for each in layer(device, FP64))
     target, temperature = targets(device), torch.linspace(0.5, 2, N, device=device, dtype=FP64)
@@ -204,6 +302,7 @@ WRONG = {
     "accumulate": ({"accumulate": "fp16"}, ValueError, "accumulate.*fp16"),
     "temperature": ({"temperature": 0.0}, ValueError, "temperature.*0.0"),
     "temperatures": ({"temperature": torch.ones(3)}, ValueError, r"temperature.*\(2,\).*\(3,\)"),
+    "input_sharded": ({"input_sharded": True}, ValueError, "n_classes, shard_sizes and transport are of shards"),
     "return_stats": ({"return_stats": ("mean",)}, ValueError, "return_stats.*mean"),
     "input": ({"input": torch.ones(2, 3, dtype=torch.int32)}, NotImplementedError, "input.*int32"),
 }

@@ -426,14 +426,3 @@ def test_a_loss_that_has_had_its_backward_pass_holds_no_logits(device):
     gc.collect()
     assert torch.UntypedStorage._expired(memory)
     assert loss.grad_fn is not None
-
-
-# linear_cross_entropy's chunks.
-
-
-def test_chunks_of_probabilities_are_refused(device):
-    """All logits existed at once, whatever chunk_size said."""
-    x, w, p = logits(device), (peaked(C, C, seed=1) / 4).to(device), torch.softmax(logits(device), 1)
-    with pytest.raises(ValueError, match="chunk_size takes targets of class indices"):
-        linear_cross_entropy(x, w, p, chunk_size=2)
-    linear_cross_entropy(x, w, p)

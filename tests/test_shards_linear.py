@@ -8,7 +8,7 @@ import torch.distributed as dist
 from products import pairwise
 from sharded import INDICES, N_CLASSES, SIZES, WAYS, by, close, flat, graded_of, logits, over, same_on_all, shard
 
-from fused_softmax import linear_cross_entropy
+from fused_softmax import linear_cross_entropy, linear_log_prob
 from fused_softmax.ops.losses.over_ranks.linear import GatheredRows
 from fused_softmax.ranks.groups import Shards
 
@@ -26,8 +26,8 @@ def linear_losses(group, way, x, w, bias, target, weight, options, of=1.0):
     inputs = [each for each in (x, w, bias) if each is not None]
     again = torch.autograd.grad(graded, inputs, parts, retain_graph=True)
     gradients = torch.autograd.grad(graded, inputs, parts)
-    for first, second in zip(again, gradients, strict=True):
-        assert (first - second).norm() <= (4 * torch.finfo(first.dtype).eps + 1e-6) * second.norm()
+    for first, second in zip(again, gradients, strict=True):  # of logits' gradients of the input's dtype
+        assert (first - second).norm() <= (4 * torch.finfo(x.dtype).eps + 1e-6) * second.norm()
     return [each.detach() for each in tensors], gradients
 
 
@@ -81,21 +81,39 @@ def test_linear_losses_are_those_of_one_process(ranks, options, way, n):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_dtypes_of_linear_losses(ranks, dtype, weighted, way):
-    x, w = logits(12, 6, seed=5).to(dtype), logits(N_CLASSES, 6, seed=6).to(dtype)
+@pytest.mark.parametrize("master", [False, True])
+def test_dtypes_of_linear_losses(ranks, dtype, master, weighted, way):
+    if master and dtype == torch.float64:
+        pytest.skip("a master is wider than the input")
+    x, low = logits(12, 6, seed=5).to(dtype), logits(N_CLASSES, 6, seed=6).to(dtype)
+    w = low.float() if master else low
     target, weight = torch.arange(12) * 3, torch.linspace(0.2, 2, N_CLASSES) if weighted else None
     of = 2.0**8 if dtype == torch.float16 else 1.0
     options = {"chunk_size": 4, "dtype": torch.float32, "lse_square_scale": 1e-3}
     found = ranks.values(3, linear_losses, way, x, w, None, target, weight, options, of)
-    inputs = [each.double().requires_grad_() for each in (x, w)]
+    inputs = [each.double().requires_grad_() for each in (x, low)]
     weight = None if weight is None else weight.double()
     y = linear_cross_entropy(*inputs, target, weight=weight, lse_square_scale=1e-3)
     dx, dw = torch.autograd.grad(y, inputs, torch.tensor(of).double() * 0.5)
     eps = torch.finfo(dtype).eps
     close(found[0][0][0], y, 1e-5 + eps)
-    for ours, truth in ((found[0][1][0], dx), (torch.cat([each[1][1] for each in found]), dw)):
-        assert ours.dtype == dtype
+    for ours, truth, of in ((found[0][1][0], dx, x), (torch.cat([each[1][1] for each in found]), dw, w)):
+        assert ours.dtype == of.dtype
         assert (ours.double() - truth).norm() <= (4 * eps + 1e-6) * truth.norm()
+
+
+def a_master_on_one_rank(group, function):
+    x, w = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(4, 3, dtype=torch.bfloat16)
+    w = w.float() if dist.get_rank(group) == 1 else w
+    return function(x.requires_grad_(), w.requires_grad_(), INDICES, accumulate="input", group=group)
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_prob])
+def test_ranks_whose_weights_differ_in_dtype_are_told(ranks, function):
+    """Their sums over ranks would not be of one dtype."""
+    said = "differ in weight_dtype: torch.bfloat16 on rank 0, torch.float32 on rank 1"
+    for each in ranks(2, a_master_on_one_rank, function):
+        assert each.args[:2] == ("RuntimeError", f"{function.__name__}: the ranks of the group {said}")
 
 
 def chunks_of_memory(group, x, w, target):
@@ -192,7 +210,7 @@ def sent_backward(group, x, w):
     mine, w = x.chunk(n)[rank].clone().requires_grad_(), shard(w, group, 0)
     y = linear_cross_entropy(mine, w, torch.arange(len(x)), **over(group), input_sharded=True, reduction="none")
     with CommDebugMode() as sent:
-        parts = GatheredRows.apply(mine, Shards(group, rank, SIZES[n], N_CLASSES))
+        parts = GatheredRows.apply(mine, Shards(group, rank, SIZES[n], N_CLASSES), "linear_cross_entropy")
         (own,) = torch.autograd.grad(parts, mine, x * (rank + 1))
     assert len(y) == len(x)
     return {str(name): count for name, count in sent.get_comm_counts().items()}, own

@@ -98,6 +98,67 @@ def test_dtypes(ranks, dtype, master, way):
     are_right(found, of_whole(x, w.to(dtype), bias.to(dtype), target, ALL), 1e-11 if dtype == FP64 else 4e-2)
 
 
+def of_rows_in_shards(group, way, x, w, bias, target, options, sharded):
+    in_parts() if options["transport"] == "peer" else by(way)
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    leaves = [(x.chunk(n)[rank] if sharded else x).clone(), shard(w, group, 0), shard(bias, group, 0)]
+    leaves = [each.requires_grad_() for each in leaves]
+    y = linear_log_prob(*leaves[:2], target, linear_bias=leaves[2], input_sharded=sharded, **options, **over(group))
+    return [each.detach() for each in results(y)], gradients_of(y, leaves)
+
+
+@pairwise(("n", "way", "sharded", "skips"))
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("sharded", "skips"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("temperature", [None, "of rows"])
+@pytest.mark.parametrize("dtype", ["fp32", "master"])
+@pytest.mark.parametrize("how", [{}, {"chunk_size": 5, "logits": "recompute"}], ids=str)
+@pytest.mark.parametrize("transport", ["collective", "peer"])
+def test_rows_in_shards_and_rows_left_out(ranks, n, way, sharded, skips, k, temperature, dtype, how, transport):
+    of_products = BF16 if dtype == "master" else FP32
+    x, low = ((logits(rows, FEATURES, seed) / 3).to(of_products) for rows, seed in ((12, 5), (N_CLASSES, 6)))
+    bias = torch.linspace(-1, 1, N_CLASSES).bfloat16().float()
+    target = targets(logits(12), k)
+    target.view(12, -1)[[0, 5, 7]] = -100
+    options = ALL | how | {"skip_ignored": skips, "transport": transport}
+    options |= {"temperature": torch.linspace(0.3, 2, 12) if temperature else None}
+    found = ranks.values(n, of_rows_in_shards, way, x, low.float(), bias, target, options, sharded)
+    values, gradients = of_whole(x, low, bias, target, options)
+    if sharded:
+        dx = torch.cat([each[0] for _, each in found])
+        found = [(each, (dx, *others)) for each, (_, *others) in found]
+    are_right(found, (values, gradients), 4e-2 if dtype == "master" else 1e-5)
+
+
+def rows_that_do_not_fit(group, x, target):
+    by("torch")
+    linear_log_prob(x, torch.zeros(4, 5), target, group=group, input_sharded=True)
+
+
+def test_rows_in_shards_that_do_not_fit_their_targets(ranks):
+    said = "linear_log_prob: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
+    for x, target in ((torch.zeros(2, 5), torch.zeros(2).long()), (torch.zeros(2, 1, 5), torch.zeros(4, 1).long())):
+        for each in ranks(2, rows_that_do_not_fit, x, target):
+            assert each.args[0] == "ValueError"
+            assert each.args[1].startswith(said)
+
+
+def second_of_rows_in_shards(group, x, target):
+    by("torch")
+    leaf, w = x.clone().requires_grad_(), torch.ones(4, 5).requires_grad_()
+    y = linear_log_prob(leaf, w, target, group=group, input_sharded=True)
+    (dx,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
+    dx.sum().backward()
+
+
+def test_rows_in_shards_have_no_second_derivative(ranks):
+    said = "linear_log_prob: there is no second derivative over the ranks of a group"
+    for each in ranks(2, second_of_rows_in_shards, torch.ones(2, 5), torch.arange(4)):
+        assert each.args[:2] == ("RuntimeError", said)
+
+
 def of_a_subset(group, way, x, w, target, which):
     by(way)
     leaves = [x.clone().requires_grad_("x" in which), shard(w, group, 0).requires_grad_("w" in which)]
@@ -236,10 +297,11 @@ def test_ranks_that_differ_are_told_in_what(ranks, odd):
 
 def of_module(group, x, w, target):
     by("torch")
-    module = fused_softmax.nn.LinearLogProb(FEATURES, len(shard(w, group, 0)), **over(group))
+    how = {"input_sharded": True, "skip_ignored": True}
+    module = fused_softmax.nn.LinearLogProb(FEATURES, len(shard(w, group, 0)), **how, **over(group))
     with torch.no_grad():
         module.linear_weight.copy_(shard(w, group, 0))
-    return module(x, target).detach()
+    return module(x.chunk(dist.get_world_size(group))[dist.get_rank(group)], target).detach()
 
 
 def test_a_module(ranks):

@@ -240,11 +240,10 @@ def _cross_entropy(input, target, options, wanted, lse, key):
 
 def _of_probabilities(input: Tensor, target: Tensor, loss: Loss) -> Tensor:
     """The loss of targets that are probabilities, float32, with the gradients of both."""
-    asked = Divergence(
-        kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale, label_smoothing=loss.label_smoothing
-    )  # fmt: skip
-    weight = weight_for_kernels(loss.weight, input)
-    pair = Pair(rows_of(input), rows_of(target), weight)
+    pair, asked = (
+        Pair(rows_of(input), rows_of(target), weight_for_kernels(loss.weight, input)),
+        Divergence.of_loss(loss),
+    )
     found = summed_pair(pair, asked, None, loss.reduction)
     if found is not None:
         return found

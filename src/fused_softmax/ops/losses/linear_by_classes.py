@@ -106,11 +106,11 @@ def _blocks(first: int, stop: int, most: int) -> list[Block]:
 
 def goes_by_classes(x: Tensor, w: Tensor, chunk_size: int) -> bool:
     """Whether this takes less time than chunks of so many rows, where a gradient of w is asked for."""
-    most = chunk_size * w.shape[0]
+    most, room = chunk_size * w.shape[0], w.shape[1] * w.element_size() // x.element_size()
     return (
         -(-x.shape[0] // chunk_size) >= _CHUNKS
         and chunk_size <= min(_CHUNK_ROWS[x.element_size()], w.shape[1])
-        and most >= _CLASSES * max(padded_of(x), w.shape[1])
+        and most >= _CLASSES * max(padded_of(x), room)
     )
 
 
@@ -120,15 +120,17 @@ def by_classes(
 ) -> tuple[LossRows, Tensor | None, tuple[Tensor | None, Tensor, Tensor | None]]:  # fmt: skip
     """(what is known of rows x, their lse, gradients of x, w and bias); that of x in `dtype` where it is a sum.
 
-    most: elements of scratch. asked: which gradients are wanted, that of w among them.
+    w, bias: may be masters, of which w has its gradient in its own dtype. most: elements of scratch. asked: which
+    gradients are wanted, that of w among them.
     """
-    x, w, bias = x.detach(), w.detach(), None if bias is None else bias.detach()
+    dw = torch.empty(w.shape, dtype=w.dtype, device=x.device)
+    x, w, bias = x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
     rows = without(x, left_out_of(target, loss))
-    n_classes, features = w.shape
+    n_classes = len(w)
     product = _Biased(x, w, bias) if bias is not None and x.element_size() == 2 else None
     tokens = Tokens(x, target, loss, totals, n_classes, None if product else bias)
-    steps = steps_of(n_classes, features, tokens.padded, most)
-    dw = torch.empty(n_classes, features, dtype=x.dtype, device=x.device)
+    flat = dw.view(-1).view(x.dtype)  # room for logits
+    steps = steps_of(n_classes, flat.numel() // n_classes, tokens.padded, most)
     db = torch.empty(n_classes, dtype=arithmetic_of(x), device=x.device) if asked[2] else None
     dx = None
 
@@ -149,7 +151,6 @@ def by_classes(
         if db is not None:
             torch.sum(logits, 1, dtype=db.dtype, out=db[block.first : block.stop])
 
-    flat = dw.view(-1)
     tokens.make_room([block.stop - block.first for block in steps.states])
     for block in steps.states:
         logits = logits_of_block(block, flat)
@@ -162,13 +163,14 @@ def by_classes(
     for block in steps.kept:
         dlogits, of_w = logits[block.first - kept.first : block.stop - kept.first], dw[block.first : block.stop]
         if block.apart:
-            of_w.copy_(torch.mm(dlogits, rows, out=scratch[: of_w.numel()].view(of_w.shape)))
+            room = scratch[: len(of_w) * flat.numel() // n_classes].view(dw.dtype)
+            of_w.copy_(write_product(dlogits, rows, room.view(of_w.shape)))
         else:
-            torch.mm(dlogits, rows, out=of_w)
+            write_product(dlogits, rows, of_w)
     for block in steps.again:
         logits = logits_of_block(block, scratch if block.apart else flat)
         make_gradient(logits, block)
-        torch.mm(logits, rows, out=dw[block.first : block.stop])
+        write_product(logits, rows, dw[block.first : block.stop])
     return results, lse, (dx, dw, db)
 
 
@@ -326,10 +328,21 @@ def without(x: Tensor, rows: Tensor) -> Tensor:
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """total + a @ b in `dtype`, which may be wider than theirs; in place where there is a total."""
-    wide: dict[str, Any] = {"out_dtype": dtype} if dtype != a.dtype and a.is_cuda else {}
-    if not wide:
-        a, b = a.to(dtype), b.to(dtype)
-    if total is not None:
-        return torch.addmm(total, a, b, out=total, **wide)
+    if total is None:
+        return write_product(a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device))
+    a, b, wide = _factors(a, b, dtype)
+    return torch.addmm(total, a, b, out=total, **wide)
+
+
+def write_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b, written there, whose dtype may be wider than theirs."""
+    a, b, wide = _factors(a, b, out.dtype)
     # Autocast, under which a backward pass may run, casts no operation that is told where to write.
-    return torch.mm(a, b, out=torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device), **wide)
+    return torch.mm(a, b, out=out, **wide)
+
+
+def _factors(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What torch multiplies, and how, for a product in `dtype`."""
+    if dtype != a.dtype and a.is_cuda:
+        return a, b, {"out_dtype": dtype}
+    return a.to(dtype), b.to(dtype), {}

@@ -30,12 +30,10 @@ class Linear:
     accumulate: bool
 
 
-def check_layer(
-    name: str, input: Any, linear_weight: Any, linear_bias: Any, chunk_size: Any, accumulate: Any, masters: bool = False
-) -> None:
+def check_layer(name: str, input: Any, linear_weight: Any, linear_bias: Any, chunk_size: Any, accumulate: Any) -> None:
     """An error that names the argument where a linear layer's tensors do not fit.
 
-    masters: whether a weight and a bias may be of float32 beside an input of 16 bits.
+    A weight and a bias may be of float32 beside an input of 16 bits.
     """
     of_layer = [("input", input), ("linear_weight", linear_weight)]
     of_layer += [] if linear_bias is None else [("linear_bias", linear_bias)]
@@ -58,15 +56,15 @@ def check_layer(
         )
     # Autocast gives all of them one dtype, but leaves float64 alone.
     is_cast = autocast.lowered_dtype(OF_LAYERS, input) is not None
-    beside = masters and input.element_size() == 2
+    masters = input.element_size() == 2
     for argument, tensor in of_layer[1:]:
         if tensor.device != input.device:
             raise RuntimeError(f"{name}: {argument} must be on the input's device {input.device}, got {tensor.device}")
         fits = tensor.dtype == input.dtype or (is_cast and autocast.lowers(tensor))
-        if not fits and not (beside and tensor.dtype == torch.float32):
-            more = ", or float32 beside 16 bits" if masters else ""
+        if not fits and not (masters and tensor.dtype == torch.float32):
             raise RuntimeError(
-                f"{name}: {argument} must be of the input's dtype {input.dtype}{more}, got {tensor.dtype}"
+                f"{name}: {argument} must be of the input's dtype {input.dtype}, or float32 beside 16 bits, got "
+                f"{tensor.dtype}"
             )
     if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool)):
         raise TypeError(f"{name}: chunk_size must be an int, not {type(chunk_size).__name__}")
@@ -88,8 +86,9 @@ def linear_of(
         row_bytes = max(n_classes, 1) * x.element_size()
         fits = _CHUNK_BYTES // row_bytes
         chunk_size = max(fits // _CHUNK_ROWS * _CHUNK_ROWS, min(fits, _CHUNK_ROWS), 1)
-        if of_weight and accumulate == "fp32" and x.dtype == torch.bfloat16:
-            # Several take a chunk and two gradients' bytes; in the end, their rounded sum beside them, three.
+        if of_weight and accumulate == "fp32" and x.dtype == w.dtype == torch.bfloat16:
+            # Several take a chunk and two gradients' bytes; in the end, their rounded sum beside them, three. The sum
+            # of a master weight's is its gradient.
             w_bytes = n_classes * w.shape[1] * x.element_size()
             at_once = max(_CHUNK_BYTES + w_bytes, 2 * w_bytes)
             chunk_size = x.shape[0] if x.shape[0] * row_bytes <= at_once else chunk_size
@@ -106,6 +105,11 @@ def keeps_logits(x: Tensor, linear: Linear, asked: Sequence[bool], loss: Loss) -
     """
     few = x.shape[0] <= min(linear.chunk_size, x.shape[1])
     return few and asked[1] and x.dtype != torch.float16 and not loss.stats
+
+
+def lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What products are made of: a master weight and bias in the dtype of the input."""
+    return x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
 
 
 def by_rows(
@@ -148,10 +152,11 @@ def _part(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def whole_logits(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
-    """linear(x, w, bias) by torch's operations; NaN in ignored rows that hold NaN or infinity, which have no part in a
-    gradient.
+    """linear(x, w, bias) by torch's operations, masters lowered; NaN in ignored rows that hold NaN or infinity, which
+    have no part in a gradient.
     """
     linear = torch.nn.functional.linear
+    w, bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if target.is_floating_point():
         return linear(x, w, bias)
     ignored = target.long() == ignore_index
@@ -161,24 +166,39 @@ def whole_logits(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, igno
     return linear(without(x, spoilt), w, bias).masked_fill(spoilt.unsqueeze(-1), torch.nan)
 
 
+def counted(targets: Tensor, ignore_index: int) -> Tensor | None:
+    """Which rows count, of targets [n] or [n, k], as indices that the device is waited for; None if all or none do."""
+    on = targets.long() != ignore_index
+    rows = (on if on.ndim == 1 else on.any(-1)).nonzero().squeeze(-1)
+    return rows if 0 < len(rows) < len(targets) else None
+
+
+def spread(of_rows: Tensor, rows: Tensor, n: int) -> Tensor:
+    """Values of these rows among n, 0 at the others."""
+    return of_rows.new_zeros(n, *of_rows.shape[1:]).index_put((rows,), of_rows)
+
+
 def divides_late(x: Tensor, loss: Loss) -> bool:
     """Whether gradients are divided by a mean's total only when what scales the loss is known."""
     return x.dtype == torch.float16 and loss.mean
 
 
 class Gradients:
-    """The gradients asked for, of input, linear_weight and linear_bias, by those of chunks of logits."""
+    """The gradients asked for, of input, linear_weight and linear_bias, by those of chunks of logits.
+
+    x, w, bias: what the products are made of, `lowered`.
+    """
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: Sequence[bool], wide: bool = False,
         left_out: Tensor | None = None, made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ):  # fmt: skip
-        """wide: sums over rows take the dtype of the arithmetic, for the input's may not hold them.
+        """wide: sums over rows take the dtype of the arithmetic, for the input's may not hold them, or w is a master.
 
         left_out: `left_out_of`, for chunks that are added. made: the gradients that are there already.
         """
         self.left_out = left_out
-        self.x, self.w, self.bias = x.detach(), w.detach(), bias
+        self.x, self.w = x.detach(), w.detach()
         self.asked, self.linear = asked, linear
         several = x.shape[0] > linear.chunk_size
         self.dtype = arithmetic_of(x) if wide or (linear.accumulate and several) else x.dtype
@@ -198,10 +218,15 @@ class Gradients:
             db = dlogits.sum(0, dtype=arithmetic_of(dlogits))
             self.db = db if self.db is None else self.db.add_(db)
 
-    def times(self, factor: Tensor | None) -> list[Tensor | None]:
-        """The gradients times a factor of one element, in the dtypes of their tensors."""
+    def done(self) -> "Gradients":
+        """Itself, less what the products were made of: a master's copy would wait for the backward pass."""
+        del self.x, self.w, self.left_out
+        return self
+
+    def times(self, factor: Tensor | None, *tensors: Tensor | None) -> list[Tensor | None]:
+        """The gradients times a factor of one element, in the dtypes of these: input, weight and bias as given."""
         found: list[Tensor | None] = []
-        for gradient, of in ((self.dx, self.x), (self.dw, self.w), (self.db, self.bias)):
+        for gradient, of in zip((self.dx, self.dw, self.db), tensors, strict=True):
             if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
                 by_kernel = factor is not None and on_device(gradient)
                 gradient = multiply(gradient, factor) if by_kernel else _times(gradient, factor)  # type: ignore[arg-type]
@@ -213,9 +238,8 @@ class Gradients:
         return found
 
     def in_dtypes(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """The gradients in the dtypes of these: input, weight and bias, of which the products may have been lower."""
-        pairs = zip((self.dx, self.dw, self.db), tensors, strict=True)
-        return [None if gradient is None else gradient.to(of.dtype) for gradient, of in pairs]  # type: ignore[union-attr]
+        """The gradients in the dtypes of these: input, weight and bias as given."""
+        return self.times(None, *tensors)
 
 
 def _times(gradient: Tensor, factor: Tensor | None) -> Tensor:

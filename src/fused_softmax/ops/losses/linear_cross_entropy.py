@@ -38,11 +38,15 @@ from fused_softmax.ops.losses.linear_by_rows import (
     by_rows,
     check_layer,
     chunks,
+    counted,
     divides_late,
     keeps_logits,
     linear_of,
+    lowered,
+    spread,
     whole_logits,
 )
+from fused_softmax.ops.losses.linear_probabilities import loss_of_probabilities
 from fused_softmax.ops.losses.options import NUMBERS, Loss, check_logits, loss_of, refused_loss, weight_for_kernels
 from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
 from fused_softmax.ops.losses.over_ranks.dtensor import (
@@ -52,7 +56,7 @@ from fused_softmax.ops.losses.over_ranks.dtensor import (
     mesh_of_loss,
     own_classes,
 )
-from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, LinearSharded, OfCall
+from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, LinearSharded, OfCall, leading_of_all
 from fused_softmax.ops.losses.steps import (
     Kind,
     Steps,
@@ -101,10 +105,12 @@ def linear_cross_entropy(
     """cross_entropy(linear(input, linear_weight, linear_bias), target, ...), without all logits in memory at once.
 
     input: [in_features] or [..., in_features]; float32, float16, bfloat16 or float64.
-    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]; both of the input's dtype. Autocast casts these
-        three as it casts linear's.
+    linear_weight: [n_classes, in_features]; linear_bias: [n_classes]. Each has the input's dtype. If that has 16 bits,
+        they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
+        Autocast casts these three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
-        for which all logits exist at once; they take no chunk_size.
+        which get their gradient too. Beside lse, z-loss, statistics, float64, a DTensor or a class weight that requires
+        a gradient, all logits exist at once for probabilities; these calls take no chunk_size.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
         z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is
@@ -181,17 +187,12 @@ def _linear_cross_entropy(
             linear_bias = own_classes(_NAME, "linear_bias", linear_bias, group)
         columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
         if input_sharded:
-            leading = _rows_of_all(input, target, group)
+            leading = leading_of_all(_NAME, input, target, group)
         of_target = target  # as cross_entropy takes it: the class dim at 1
         if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
             of_target = target.movedim(-1, 1)
         check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
         loss = loss_of(_NAME, input, target, columns, dtype, wanted.stats, **options)
-        if chunk_size is not None and target.is_floating_point():
-            raise ValueError(
-                f"{_NAME}: chunk_size takes targets of class indices, got chunk_size={chunk_size} and probabilities, "
-                "for which all logits exist at once"
-            )
         if over_group:
             if target.is_floating_point():
                 raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
@@ -201,7 +202,8 @@ def _linear_cross_entropy(
     shards = None
     if over_group:
         alike = {
-            "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **loss.asked(),
+            "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
+            "in_features": input.shape[-1], **loss.asked(),
             "statistics": loss.stats, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored,
             "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
             "weight_requires_grad": needs_grad(linear_weight),
@@ -212,7 +214,7 @@ def _linear_cross_entropy(
             peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape, *alike.items()))
         shards = told_by(peers, _NAME, shards)
         if input_sharded:
-            input = GatheredRows.apply(input, shards)
+            input = GatheredRows.apply(input, shards, _NAME)
         if shards.held < columns:  # no product has padding in it, which may be anything
             linear_weight = linear_weight[: shards.held]
             linear_bias = None if linear_bias is None else linear_bias[: shards.held]
@@ -222,21 +224,28 @@ def _linear_cross_entropy(
     result_dtype = dtype_of_loss(_NAME, input, target, dtype)
     given = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
     mesh = mesh_of_loss(_NAME, given, target, weight)
+    probabilities, refused = target.is_floating_point(), refused_loss(input, result_dtype, target, loss, wanted.beside)
+    if chunk_size is not None and probabilities and (mesh is not None or refused):
+        raise ValueError(
+            f"{_NAME}: chunk_size={chunk_size} takes no probabilities here, for which all logits exist at once: "
+            f"{refused or 'an argument is a DTensor'}"
+        )
     if mesh is not None:
         input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
-        if target.is_floating_point():
-            logits = logits_on_shards(input, linear_weight, linear_bias)
+        if probabilities:
+            bias = None if linear_bias is None else linear_bias.to(input.dtype)
+            logits = logits_on_shards(input, linear_weight.to(input.dtype), bias)
             logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
             return loss_of_whole_rows(cross_entropy, logits, of_target, None, loss, wanted, result_dtype)
         return linear_loss_on_shards(
             input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate, skip_ignored
         )
-    refused, empty = refused_loss(input, result_dtype, target, loss), target.numel() == 0 or linear_weight.numel() == 0
+    empty = target.numel() == 0 or linear_weight.numel() == 0
     tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
-    route = route_of(
-        _NAME, *tensors, refused="there are no logits" if empty else refused, batches=False,
-        holds="" if empty or shards is not None else "all logits",
-    )  # fmt: skip
+    refused, holds = ("there are no logits", "") if empty else (refused, "all logits" if shards is None else "")
+    route = route_of(_NAME, *tensors, refused=refused, batches=False, holds=holds)
+    if probabilities and route is Route.OPERATOR:
+        route = route_of(_NAME, *tensors, refused="targets are probabilities, which no operator takes", holds=holds)
     if shards is not None:
         route = Route.KERNEL  # or what stands for kernels on a shard
     if route is Route.OPERATOR:
@@ -250,12 +259,15 @@ def _linear_cross_entropy(
         stats = refusing(_NAME, STATISTICS, stats, y, LOSS) if wanted.stats else stats
         return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
     if route is Route.COMPOSED:
-        if not target.is_floating_point() and readable(target):
+        if not probabilities and readable(target):
             check_targets(_NAME, target, n_classes, ignore_index)
         logits = whole_logits(input, linear_weight, linear_bias, target, ignore_index)
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
         found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input), name=_NAME)
         return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
+    if probabilities:
+        of_layer = input, linear_weight, linear_bias
+        return loss_of_probabilities(*of_layer, target, loss, chunk_size, accumulate).to(result_dtype)
     if CHECK:
         check_targets(_NAME, target, n_classes, ignore_index)
     if loss.weight is not None:
@@ -270,13 +282,9 @@ def _linear_cross_entropy(
         numbers = tuple(options[each] for each in NUMBERS)
         return call(input, linear_weight, target, linear_bias, weight, numbers)
     rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
-    kept = None
-    if skip_ignored:
-        kept = (flat.long() != ignore_index).nonzero().squeeze(-1)
-        if 0 < len(kept) < len(flat):
-            rows, flat = rows[kept], flat[kept]
-        else:
-            kept = None
+    kept = counted(flat, ignore_index) if skip_ignored else None
+    if kept is not None:
+        rows, flat = rows[kept], flat[kept]
     if shards is None:
         how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
         found = _apply(rows, linear_weight, linear_bias, flat, loss, how)
@@ -288,9 +296,9 @@ def _linear_cross_entropy(
         y, lse, z, *stats = LinearSharded.apply(rows, linear_weight, linear_bias, flat, over_ranks, asked)
     if kept is not None:
         n = target.numel()
-        y, z = (each if each is None or reduction != "none" else _spread(each, kept, n) for each in (y, z))
-        lse = None if lse is None else _spread(lse, kept, n)
-        stats = [_spread(each, kept, n) for each in stats]
+        y, z = (each if each is None or reduction != "none" else spread(each, kept, n) for each in (y, z))
+        lse = None if lse is None else spread(lse, kept, n)
+        stats = [spread(each, kept, n) for each in stats]
     return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
 
 
@@ -339,22 +347,6 @@ def _how_of(
     return _How(linear, asked if loss.reduction != "none" else [False] * 3, wanted)
 
 
-def _rows_of_all(input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
-    """The leading shape of the input of all ranks, of which each gives as many rows."""
-    n_ranks, rows = torch.distributed.get_world_size(group), input.shape[:-1].numel()
-    if input.ndim != 2 or not isinstance(target, Tensor) or tuple(target.shape) != (n_ranks * rows,):
-        raise ValueError(
-            f"{_NAME}: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
-            f"{tuple(input.shape)}, {tuple(getattr(target, 'shape', ()))} and {n_ranks} ranks"
-        )
-    return (n_ranks * rows,)
-
-
-def _spread(of_kept: Tensor, kept: Tensor, n: int) -> Tensor:
-    """Values of the rows `kept` among n, 0 at the others."""
-    return of_kept.new_zeros(n).index_put((kept,), of_kept)
-
-
 def _output(
     y, lse, z, stats, wanted: Wanted, loss: Loss, shape, dtype: torch.dtype, ignored: Tensor | None
 ) -> Tensor | CrossEntropyOutput:
@@ -374,7 +366,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if how.steps is None:
             results, totals, gradients = forward(x, w, bias, target, loss, how.linear, how.asked, how.wanted)
         else:
-            gradients, ((_, ctx.dlogits),) = None, chunks(x, w, bias, how.linear)
+            gradients, ((_, ctx.dlogits),) = None, chunks(*lowered(x, w, bias), how.linear)
             results, _, totals = run_steps(
                 how.steps, ctx.dlogits, target, loss, loss.numbers(), None, how.kind, ctx.dlogits
             )  # fmt: skip
@@ -409,14 +401,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if alone and ctx.gradients is not None and not batched(dy):
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
-            return *gradients.times(dy if ctx.late is None else dy * ctx.late), *nothing
+            return *gradients.times(dy if ctx.late is None else dy * ctx.late, x, w, bias), *nothing
         if alone and ctx.dlogits is not None and not batched(dy):
             dlogits, ctx.dlogits = ctx.dlogits, None
             ctx.how.steps.multiply(dlogits, dy)
             left_out = left_out_of(target, loss) if asked[1] else None
-            gradients = Gradients(x, w, bias, linear, asked, left_out=left_out)
+            wide = w.dtype != x.dtype
+            gradients = Gradients(*lowered(x, w, bias), linear, asked, wide=wide, left_out=left_out)
             gradients.add(0, dlogits)
-            return *gradients.times(None), *nothing
+            return *gradients.in_dtypes(x, w, bias), *nothing
         if dy is None:
             dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device)
         if batched(dy, dlse, dz):
@@ -461,11 +454,11 @@ def forward(
         gradients = Gradients(x, w, bias, linear, asked, made=made)
     else:
         of_chunk, totals_of_chunk = (replace(loss, reduction="sum"), None) if late else (loss, totals)
-        gradients = None
+        factors, gradients = lowered(x, w, bias), None
         if any(asked):
             left_out = left_out_of(target, loss) if asked[1] else None
-            gradients = Gradients(x, w, bias, linear, asked, wide=late, left_out=left_out)
-        rows = by_rows(x, w, bias, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
+            gradients = Gradients(*factors, linear, asked, wide=late or w.dtype != x.dtype, left_out=left_out)
+        rows = by_rows(*factors, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
         lse = rows.m + rows.ls if wanted.lse else None  # type: ignore[operator]
     if loss.reduction == "none":
         y, z = rows.loss.view(-1), rows.z
@@ -474,7 +467,7 @@ def forward(
         y, z = finish(rows, totals, loss, dtype)
     if wanted.z_loss and z is None:
         z = torch.zeros_like(y)
-    return (y, lse, z, *stats_of(rows, target, loss)), totals, gradients
+    return (y, lse, z, *stats_of(rows, target, loss)), totals, gradients and gradients.done()
 
 
 def backward(
@@ -482,11 +475,11 @@ def backward(
     asked: Sequence[bool], dy: Tensor, dlse: Tensor | None = None, dz: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients that are asked for, by logits that are made again; dy, dlse and dz are of loss, lse and z-loss."""
-    left_out = left_out_of(target, loss, dlse) if asked[1] else None
-    gradients = Gradients(x, w, bias, linear, asked, left_out=left_out)
+    left_out, factors = left_out_of(target, loss, dlse) if asked[1] else None, lowered(x, w, bias)
+    gradients = Gradients(*factors, linear, asked, wide=w.dtype != x.dtype, left_out=left_out)
     loss = replace(loss, stats=False)
     dz = None if dz is None else dy + dz
-    for start, logits in chunks(x, w, bias, linear):
+    for start, logits in chunks(*factors, linear):
         here = slice(start, start + len(logits))
         rows = losses.forward(logits, target[here], loss, totals)
         of_rows = [each if each is None or each.ndim == 0 else each[here] for each in (dy, dz, dlse)]
@@ -495,7 +488,7 @@ def backward(
             dx=logits,
         )  # fmt: skip
         gradients.add(start, logits)
-    return gradients.times(None)
+    return gradients.in_dtypes(x, w, bias)
 
 
 def differentiable_gradient(

@@ -18,7 +18,15 @@ from fused_softmax.ops import autocast
 from fused_softmax.ops.losses.divergence import check_divergence, divergence, reduced
 from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import gradients, pair_of, referred, refused, run, with_rows
-from fused_softmax.ops.losses.linear_by_rows import OF_LAYERS, Gradients, Linear, check_layer, chunks, linear_of
+from fused_softmax.ops.losses.linear_by_rows import (
+    OF_LAYERS,
+    Gradients,
+    Linear,
+    check_layer,
+    chunks,
+    linear_of,
+    lowered,
+)
 from fused_softmax.ops.losses.options import Divergence
 
 _NAME = "linear_divergence"
@@ -83,7 +91,7 @@ def _linear_divergence(
     input, linear_weight, linear_bias, target_input, target_weight, target_bias, given, weight, reduction, chunk_size,
     accumulate, dtype,
 ) -> Tensor:  # fmt: skip
-    check_layer(_NAME, input, linear_weight, linear_bias, chunk_size, accumulate, masters=True)
+    check_layer(_NAME, input, linear_weight, linear_bias, chunk_size, accumulate)
     _check_teacher(input, linear_weight, target_input, target_weight, target_bias)
     shape = (*input.shape[:-1], linear_weight.shape[0])
     options = check_divergence(_NAME, input, shape, given, weight, reduction, dtype)
@@ -223,21 +231,15 @@ class _LinearDivergence(torch.autograd.Function):
         return *found.in_dtypes(layers.x, layers.w, layers.bias), *nothing
 
 
-def _lowered(layers: _Layers) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the student's products are made of: master weights in the dtype of the hidden states."""
-    x, w, bias = layers[:3]
-    return x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
-
-
 def _gradients_of(layers: _Layers, factor: Tensor, how: _How, asked: Sequence[bool]) -> Gradients:
     left_out = factor == 0 if asked[1] else None
     wide = layers.w.dtype != layers.x.dtype
-    return Gradients(*_lowered(layers), how.linear, asked, wide=wide, left_out=left_out)
+    return Gradients(*lowered(*layers[:3]), how.linear, asked, wide=wide, left_out=left_out)
 
 
 def _pairs(layers: _Layers, how: _How) -> Iterator[tuple[slice, Pair]]:
     """(rows, the logits of both layers) of each chunk."""
-    of_student, of_teacher = chunks(*_lowered(layers), how.linear), chunks(*layers[3:6], how.linear)
+    of_student, of_teacher = chunks(*lowered(*layers[:3]), how.linear), chunks(*layers[3:6], how.linear)
     for (start, logits), (_, theirs) in zip(of_student, of_teacher, strict=True):
         here = slice(start, start + len(logits))
         temperature, of_target = (None if each is None else each[here] for each in layers[6:])

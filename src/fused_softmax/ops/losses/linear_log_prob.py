@@ -24,15 +24,18 @@ from fused_softmax.ops.losses.linear_by_rows import (
     Linear,
     check_layer,
     chunks,
+    counted,
     linear_of,
+    spread,
     whole_logits,
 )
+from fused_softmax.ops.losses.linear_by_rows import lowered as _lowered
 from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput
 from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
 from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_kept_of_whole_rows, check_lists
 from fused_softmax.ops.losses.over_ranks.dtensor import linear_log_prob_on_shards, own_classes
-from fused_softmax.ops.losses.over_ranks.linear import Summing
+from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, Summing, leading_of_all
 from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, places_of, rows_of_all
 from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
 from fused_softmax.ranks.first_derivative import once
@@ -67,6 +70,8 @@ def linear_log_prob(
     n_classes: int | None = None,
     shard_sizes: Sequence[int] | None = None,
     transport: Transport | None = None,
+    skip_ignored: bool = False,
+    input_sharded: bool = False,
 ) -> Tensor | LogProbOutput:
     """log_prob(linear(input, linear_weight, linear_bias), target, ...), from hidden states.
 
@@ -88,6 +93,10 @@ def linear_log_prob(
         linear_bias. The input is the same on all ranks, and so is its gradient, which is summed over them as
         `accumulate` says. linear_weight and linear_bias may be DTensors in [Shard(0)] over the group. Without group=, a
         DTensor takes an input that is one too, on the same mesh.
+    skip_ignored: makes no logits for rows whose targets are all ignored. This pays if many rows are. It waits for the
+        device, to learn how many they are.
+    input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets
+        their gradient; targets [ranks * rows] or [ranks * rows, k], temperatures and results are those of all.
 
     A second backward pass makes the logits again. Compiled code, torch.func and devices without kernels have all logits
     in memory. A row's results have the same bits in any batch for which cuBLAS chooses the same kernel.
@@ -99,9 +108,12 @@ def linear_log_prob(
     """
     given = {"scale": scale, "softcap": softcap, "temperature": temperature, "ignore_index": ignore_index}
     asked = return_entropy, return_lse, return_stats
-    how = {"chunk_size": chunk_size, "logits": logits, "accumulate": accumulate}
+    how = {
+        "chunk_size": chunk_size, "logits": logits, "accumulate": accumulate, "skip_ignored": bool(skip_ignored),
+        "input_sharded": bool(input_sharded),
+    }  # fmt: skip
     of_call = input, linear_weight, target, linear_bias, given, asked, kept, how, dtype
-    if group is None and n_classes is None and shard_sizes is None and transport is None:
+    if group is None and n_classes is None and shard_sizes is None and transport is None and not input_sharded:
         return _linear_log_prob(*of_call)
     return _of_shards(*of_call, over_of(group, n_classes, shard_sizes, transport))
 
@@ -137,9 +149,8 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, asked, ke
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
     if route is not Route.KERNEL:
         rows, targets = _rows_of(input, target)
-        weight = linear_weight.to(input.dtype)
-        bias = None if linear_bias is None else linear_bias.to(input.dtype)
-        made = whole_logits(rows, weight, bias, _of_rows(targets, options.ignore_index), options.ignore_index)
+        of_rows = _of_rows(targets, options.ignore_index)
+        made = whole_logits(rows, linear_weight, linear_bias, of_rows, options.ignore_index)
         return of_logits.of_checked(made.view(*leading, n_classes), target, given, wanted, dtype, kept)
     return _by_chunks(input, linear_weight, target, linear_bias, options, columns, wanted, how, dtype)
 
@@ -150,7 +161,7 @@ def _checked(
     """((input, weight, bias) in the dtype of products, with a group this rank's classes of both; options; wanted)."""
     entropy, lse, stats = asked
     wanted = of_logits.wanted_of(entropy, lse, stats, _NAME)
-    check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"], masters=True)
+    check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"])
     if how["logits"] not in ("auto", "keep", "recompute"):
         raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(how["logits"])}')
     cast = autocast.lowered_dtype(OF_LAYERS, input)
@@ -160,9 +171,11 @@ def _checked(
     if over is not None:
         linear_weight = own_classes(_NAME, "linear_weight", linear_weight, over.group)
         linear_bias = own_classes(_NAME, "linear_bias", linear_bias, over.group)
-    columns = linear_weight.shape[0]
+    columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
     columns = columns if over is None else sum(sizes_of(_NAME, over, columns))
-    options = of_logits.checked(input, (*input.shape[:-1], columns), target, given, dtype, _NAME)
+    if over is not None and how["input_sharded"]:
+        leading = leading_of_all(_NAME, input, target, over.group)
+    options = of_logits.checked(input, (*leading, columns), target, given, dtype, _NAME)
     return (input, linear_weight, linear_bias), options, wanted
 
 
@@ -178,7 +191,8 @@ def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, ho
         if CHECK or (readable(target) and not on_device(input)):
             check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
     alike = {
-        "operation": _NAME, "dtype": input.dtype, "in_features": input.shape[-1], **options.asked(),
+        "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
+        "in_features": input.shape[-1], **options.asked(),
         "wanted": tuple(wanted), "result": dtype, **how, "targets": tuple(target.shape[input.ndim - 1 :]),
         "require_grad": tuple(each is not None and needs_grad(each) for each in (input, linear_weight, linear_bias)),
     }  # fmt: skip
@@ -187,6 +201,8 @@ def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, ho
     if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
         peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape, *alike.items()))
     shards, held = told_by(peers, _NAME, shards), shards.held
+    if how["input_sharded"]:
+        input = GatheredRows.apply(input, shards, _NAME)
     if held < linear_weight.shape[0]:  # no product has padding in it, which may be anything
         linear_weight = linear_weight[:held]
         linear_bias = None if linear_bias is None else linear_bias[:held]
@@ -206,21 +222,28 @@ def _by_chunks(
     """shards: of the classes, of which the weight then has this rank's."""
     rows, targets = _rows_of(input, target)
     options, temperature = of_logits.split(options, input)
+    which, n = counted(targets, options.ignore_index) if how["skip_ignored"] else None, len(rows)
+    if which is not None:
+        rows, targets, columns = rows[which], targets[which], columns.of_rows(which)
+        temperature = None if temperature is None else temperature[which]
     asked = [each is not None and needs_grad(each) for each in (rows, linear_weight, linear_bias)]
     sizes = () if shards is None else shards.sizes
     linear = linear_of(rows, linear_weight, how["chunk_size"], how["accumulate"], asked[1], sizes)
     few = rows.shape[0] <= max(linear.chunk_size, rows.shape[1])
     keeps = any(asked) and (how["logits"] == "keep" or (how["logits"] == "auto" and few))
-    of_call = _How(options, linear, wanted._replace(states=any(asked)), keeps, shards)
+    of_call = _How(options, linear, wanted._replace(states=any(asked)), keeps, shards, not how["input_sharded"])
     function = _LinearLogProb if shards is None else _LinearLogProbOverRanks
     found = function.apply(rows, linear_weight, linear_bias, targets.contiguous(), temperature, columns, of_call)
+    if which is not None:
+        found = [None if each is None else spread(each, which, n) for each in found]
     return of_logits.output_of(found, wanted, target.shape, input.shape[:-1], dtype or arithmetic_of(input))
 
 
 class _How(NamedTuple):
     """What a call does, beside its tensors.
 
-    keeps: whether all logits stay for the backward pass. shards: of classes that lie over ranks, or None.
+    keeps: whether all logits stay for the backward pass. shards: of classes that lie over ranks, or None. summed:
+    whether the input's gradient is summed over them here.
     """
 
     options: LogProb
@@ -228,11 +251,13 @@ class _How(NamedTuple):
     asked: Asked
     keeps: bool
     shards: Shards | None = None
+    summed: bool = True
 
     @property
     def group(self) -> Any:
         """Over whose ranks the input's gradient is summed, or None."""
-        return None if self.shards is None or len(self.shards.sizes) == 1 else self.shards.group
+        whole = self.shards is None or len(self.shards.sizes) == 1 or not self.summed
+        return None if whole else self.shards.group  # type: ignore[union-attr]
 
 
 def _of_rows(targets: Tensor, ignore_index: int) -> Tensor:
@@ -278,11 +303,6 @@ class _LinearLogProbOverRanks(_LinearLogProb):
     """The same of classes that lie over ranks, the same on every rank but for the gradients of weight and bias."""
 
     backward = staticmethod(once(_NAME)(_LinearLogProb.backward))
-
-
-def _lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the products are made of: master weights in the dtype of the hidden states."""
-    return x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
 
 
 def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple[LogProbRows, Tensor | None]:

@@ -19,7 +19,7 @@ from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.linear_by_classes import left_out_of, without
-from fused_softmax.ops.losses.linear_by_rows import linear_of
+from fused_softmax.ops.losses.linear_by_rows import linear_of, lowered
 from fused_softmax.ops.losses.options import OPTIONS, WITHOUT_ROWS, Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.steps import Kind, differentiable_gradient, losses_of
@@ -101,7 +101,7 @@ def linear_cross_entropy(x, w, target, bias, *given):
         linear = linear_of(x, w, chunk_size, accumulate, len(asked) > 1 and asked[1])
         asked = _at_once(x, loss.reduction, asked)
         if not _on_kernels(x):
-            logits = torch.nn.functional.linear(x, w, bias)
+            logits = torch.nn.functional.linear(*lowered(x, w, bias))
             y, z, lse, _, *stats = _composed(logits, target, loss, arithmetic_of(x))
             one = torch.ones((), dtype=y.dtype, device=y.device)
             dlogits = _gradient(logits, target, lse, one, None, None, loss) if any(asked) else logits
@@ -109,7 +109,7 @@ def linear_cross_entropy(x, w, target, bias, *given):
         else:
             given = x.contiguous(), w, bias, target.contiguous(), loss, linear, asked, wanted
             (y, lse, z, *stats), _, gradients = linear_ops.forward(*given)
-            found = [None] * 3 if gradients is None else gradients.times(None)
+            found = [None] * 3 if gradients is None else gradients.in_dtypes(x, w, bias)
             found, y = [x.new_empty(0) if each is None else each for each in found], y.clone()
         lse, z = (each if asks else y.new_empty(0) for each, asks in ((lse, wanted.lse), (z, wanted.z_loss)))
         return y, *found, lse, z, *(stats or _no_stats(y))
@@ -121,7 +121,7 @@ def linear_backward(dy, x, w, target, bias, *given):
         loss = Loss.of_operator(x, of_loss)
         linear = linear_of(x, w, chunk_size, accumulate, asked[1])
         if not _on_kernels(x):
-            logits = torch.nn.functional.linear(x, w, bias)
+            logits = torch.nn.functional.linear(*lowered(x, w, bias))
             _, _, lse, *_ = _composed(logits, target, loss, arithmetic_of(x))
             dlogits = _gradient(logits, target, lse, dy, dz, dlse, loss)
             return _of_layer(without(x, left_out_of(target, loss, dlse)), w, bias, dlogits, asked)
@@ -199,9 +199,9 @@ def _gradient(x, target, lse, dy, dz, dls, loss):
 
 def _of_layer(x, w, bias, dlogits, asked):
     found = (
-        dlogits @ w if asked[0] else x.new_empty(0),
-        dlogits.t() @ x if asked[1] else x.new_empty(0),
-        dlogits.sum(0) if asked[2] and bias is not None else x.new_empty(0),
+        dlogits @ w.to(x.dtype) if asked[0] else x.new_empty(0),
+        (dlogits.t() @ x).to(w.dtype) if asked[1] else x.new_empty(0),
+        dlogits.sum(0).to(bias.dtype) if asked[2] and bias is not None else x.new_empty(0),
     )
     return found
 

@@ -213,6 +213,18 @@ class Kept(NamedTuple):
         bits = None if self.bits is None else self.bits[here]
         return Kept(self.ids, self.offsets, bits, self.first_row + here.start)
 
+    def of_rows(self, rows: Tensor) -> "Kept":
+        """Of these rows, by index. A list that cannot be read becomes one of what is no class."""
+        if self.ids is None or self.offsets is None:
+            return self if self.bits is None else Kept(None, None, self.bits[rows])
+        n_ids, offsets, spoilt = self.ids.shape[0], self.offsets.long(), unreadable(self.offsets, self.ids.shape[0])
+        sizes = torch.where(spoilt, 1, offsets[1:] - offsets[:-1])[rows]
+        until = sizes.cumsum(0)
+        row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), sizes)
+        at = offsets[rows[row]] + torch.arange(len(row), device=rows.device) - (until - sizes)[row]
+        ids = torch.cat((self.ids, self.ids.new_full((1,), -1)))[torch.where(spoilt[rows[row]], n_ids, at)]
+        return Kept(ids, torch.cat((until.new_zeros(1), until)).to(self.offsets.dtype))
+
     @property
     def kind(self) -> tuple:
         """What kept calls depend on of a list, whose length is another in each call."""
@@ -232,6 +244,16 @@ class Kept(NamedTuple):
 
 
 EVERY = Kept()
+
+
+def unreadable(offsets: Tensor, n_ids: int) -> Tensor:
+    """Which rows' lists cannot be read: up to where offsets reach what they fell from, and past the ids."""
+    offsets = offsets.long()
+    begin, end, upto = offsets[:-1], offsets[1:], offsets.cummax(0).values
+    spoilt = (begin < 0) | (begin != upto[:-1]) | (end < begin) | (end > n_ids)
+    return spoilt | ((begin != 0) & (torch.arange(len(begin), device=offsets.device) == 0))
+
+
 _LIST_DTYPES = (torch.int32, torch.int64)
 
 
@@ -381,6 +403,14 @@ class Divergence(Options):
     target_temperature: float | Tensor = option(1.0, "float", _is_temperature, by_row=True)
     target_is: str = option("logits", "str", _is_one_of(*GIVEN))
     label_smoothing: float = 0.0
+
+    @classmethod
+    def of_loss(cls, loss: Loss) -> Self:
+        """The cross-entropy of targets that are probabilities; the classes' weights stand beside it."""
+        return cls(
+            kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale,
+            label_smoothing=loss.label_smoothing,
+        )  # fmt: skip
 
     @cached_property
     def losses(self) -> tuple[Loss, Loss]:

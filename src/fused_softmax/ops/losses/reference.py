@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.ops.losses.options import unreadable
+
 
 def cross_entropy(
     input: Tensor,
@@ -210,9 +212,7 @@ def columns_of(kept: tuple[Tensor, Tensor] | Tensor, input: Tensor) -> tuple[Ten
         columns = bits.flatten(-2)[..., :n_classes].bool()
         return columns, torch.zeros((*leading, 1), dtype=torch.bool, device=kept.device)
     ids, offsets = kept[0].long(), kept[1].long()
-    begin, end, upto = offsets[:-1], offsets[1:], offsets.cummax(0).values
-    spoilt = (begin < 0) | (begin != upto[:-1]) | (end < begin) | (end > ids.shape[0])
-    spoilt = spoilt | ((begin != 0) & (torch.arange(n_rows, device=ids.device) == 0))
+    spoilt, upto = unreadable(offsets, ids.shape[0]), offsets.cummax(0).values
     row = torch.searchsorted(upto[1:], torch.arange(ids.shape[0], device=ids.device), right=True)
     inside = (ids >= 0) & (ids < n_classes)
     nowhere = n_rows * n_classes

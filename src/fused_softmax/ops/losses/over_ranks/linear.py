@@ -17,7 +17,7 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import resolved
 from fused_softmax.ops.losses.linear_by_classes import add_product, left_out_of
-from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, divides_late
+from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, divides_late, lowered
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS
 from fused_softmax.ops.losses.over_ranks.states import (
@@ -59,20 +59,37 @@ class OfCall(NamedTuple):
         return self.shards.group if self.summed and len(self.shards.sizes) > 1 else None
 
 
+def leading_of_all(name: str, input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
+    """The leading shape of the input of all ranks, of which each gives as many rows."""
+    n_ranks, rows = dist.get_world_size(group), input.shape[:-1].numel()
+    if input.ndim != 2 or not isinstance(target, Tensor) or tuple(target.shape[:1]) != (n_ranks * rows,):
+        raise ValueError(
+            f"{name}: input_sharded takes [rows, in_features] of each rank and target [ranks * rows], got "
+            f"{tuple(input.shape)}, {tuple(getattr(target, 'shape', ()))} and {n_ranks} ranks"
+        )
+    return (n_ranks * rows,)
+
+
 class GatheredRows(torch.autograd.Function):
-    """The rows of all ranks, in rank order; each rank gets the sum over ranks of its own rows' gradients."""
+    """The rows of all ranks, in rank order; each rank gets the sum over ranks of its own rows' gradients.
+
+    name: of the function that gathers them.
+    """
 
     @staticmethod
-    def forward(ctx, x, shards):
-        ctx.shards = shards
+    def forward(ctx, x, shards, name):
+        ctx.shards, ctx.name = shards, name
         return gather(x.contiguous(), shards._replace(digest=None, by_peers=None)).flatten(0, 1)
 
     @staticmethod
-    @once("linear_cross_entropy")
     def backward(ctx, dx):
-        own = dx.new_empty(len(dx) // len(ctx.shards.sizes), *dx.shape[1:])  # every rank has as many rows
-        _reduce_scatter(own, dx.contiguous(), group=ctx.shards.group)
-        return own, None
+        return once(ctx.name)(_scattered)(ctx, dx)
+
+
+def _scattered(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+    own = dx.new_empty(len(dx) // len(ctx.shards.sizes), *dx.shape[1:])  # every rank has as many rows
+    _reduce_scatter(own, dx.contiguous(), group=ctx.shards.group)
+    return own, None, None
 
 
 class LinearSharded(torch.autograd.Function):
@@ -85,9 +102,10 @@ class LinearSharded(torch.autograd.Function):
         counts = _counts_of_all(x, target, of_call)
         at_once = any(asked) and loss.reduction != "none"
         at_once = at_once and not (late and loss.lse_square_scale and loss.weight is not None)
-        summing = Summing(x, w, bias, of_call.linear, of_call.group, asked, late, ~counts.on) if at_once else None
+        layer, wide = lowered(x, w, bias), late or w.dtype != x.dtype
+        summing = Summing(*layer, of_call.linear, of_call.group, asked, wide, ~counts.on) if at_once else None
         found = []
-        for here, shard in _shards_of(x, w, bias, target, of_call):
+        for here, shard in _shards_of(*layer, target, of_call):
             states = states_of(shard)
             found.append(states)
             if summing is not None:
@@ -116,18 +134,18 @@ class LinearSharded(torch.autograd.Function):
         if ctx.gradients is not None and dlse is None and dz is None and dy is not None:
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
-            return *gradients.times(dy if ctx.late is None else dy * ctx.late), *(None,) * 3
+            return *gradients.times(dy if ctx.late is None else dy * ctx.late, x, w, bias), *(None,) * 3
         counts = _counts_of_all(x, target, of_call, () if of_loss is None else (of_loss, of_z))
         of_lse = None if dlse is None else dlse.reshape(-1)
         left_out = left_out_of(target, of_call.loss, of_lse)
-        late, linear = divides_late(x, of_call.loss), of_call.linear
-        summing = Summing(x, w, bias, linear, of_call.group, ctx.asked, late, left_out)
-        wide = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
-        for here, shard in _shards_of(x, w, bias, target, of_call):
-            of_rows = [each if each is None or each.ndim == 0 else each[here] for each in wide]
+        layer, wide = lowered(x, w, bias), divides_late(x, of_call.loss) or w.dtype != x.dtype
+        summing = Summing(*layer, of_call.linear, of_call.group, ctx.asked, wide, left_out)
+        incoming = [None if each is None else each.to(states.lse.dtype) for each in (dy, dlse, dz)]
+        for here, shard in _shards_of(*layer, target, of_call):
+            of_rows = [each if each is None or each.ndim == 0 else each[here] for each in incoming]
             of_chunk = States(*[None if each is None else each[here] for each in states])  # type: ignore[arg-type]
             summing.add(here.start, _gradient(shard, of_chunk, _counts_at(counts, here), *of_rows))
-        return *summing.finish().times(None), *(None,) * 3
+        return *summing.finish().in_dtypes(x, w, bias), *(None,) * 3
 
 
 def _gradient(shard: Shard, states: States, counts: Counts, dy, dlse, dz) -> Tensor:
@@ -161,7 +179,7 @@ class Summing:
         if self.group is not None:
             self._arrived()
             self.gradients.dx = self.dx
-        return self.gradients
+        return self.gradients.done()
 
     def _arrived(self) -> None:
         if self.on_its_way is not None and self.dx is not None:
@@ -177,7 +195,7 @@ def _shards_of(
     """(rows, their logits) of each chunk; one of none where there are no rows, for other ranks may have some."""
     if not len(x):
         yield slice(0, 0), shard_of(x.new_empty(0, len(w)), target, of_call.loss, of_call.shards)
-    for start, logits in chunks(x.detach(), w.detach(), bias, of_call.linear):
+    for start, logits in chunks(x, w, bias, of_call.linear):
         here = slice(start, start + len(logits))
         yield here, shard_of(logits, target[here], of_call.loss, of_call.shards)
 
