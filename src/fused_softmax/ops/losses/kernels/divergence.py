@@ -170,6 +170,8 @@ def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, z
         tl.store(m_t_ptr + row, m_t)
         tl.store(ls_t_ptr + row, ls_t)
     more = (S.m - zero) - (m_t - of_y) + (ls - ls_t)  # lse - lse_t, each counted from its origin
+    if K.shard:  # of one without probability the shares of ranks say so: its own lse would make NaN of infinities
+        more = tl.where((S.m == NEG_INF) | (m_t == NEG_INF), 0.0, more)
     if K.divergence == "reverse_kl":
         value = S.c / S.s - more
         tl.store(value_ptr + row, value)

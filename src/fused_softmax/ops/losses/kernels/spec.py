@@ -197,7 +197,7 @@ class PairSpec(Spec):
 
     divergence: its kind, or "cross". given: what the teacher's rows are. weighted, smooth: of "cross".
     scaled, capped, target_scaled, target_capped: whether logits are multiplied, or go through a tanh. itemsize: the
-    smaller one of both rows.
+    smaller one of both rows. shard: whether rows are a part of longer ones, as which ops/losses/over_ranks has them.
     """
 
     divergence: str = "kl"
@@ -209,6 +209,7 @@ class PairSpec(Spec):
     target_scaled: bool = False
     target_capped: bool = False
     itemsize: int = 4
+    shard: bool = False
 
     @property
     def lane_cols(self):

@@ -91,6 +91,20 @@ class Placed(NamedTuple):
         of_row = self._replace(shape=leading)
         return tree_map_only(Tensor, lambda y: (self if y.ndim == len(self.shape) else of_row)._of_targets(y), found)
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of what all rows have."""
+        found = values.sum()
+        for group in self.groups:
+            dist.all_reduce(found, group=group)
+        return found
+
+    def summed(self, values: Tensor, total: Any, dtype: torch.dtype) -> Any:
+        """The sum of what all rows have, over a total, as a DTensor."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        placements = [Partial() if i in self.over else Replicate() for i in range(self.mesh.ndim)]
+        return DTensor.from_local((values.sum() / total).to(dtype), self.mesh, placements, run_check=False)
+
     def _of_targets(self, values: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 
@@ -146,14 +160,9 @@ def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, tem
     of_rank: gives those of (input, target, temperature, shards), this rank's rows; shards: None where they are whole.
     target, and temperature if it is a tensor: DTensors, or whole tensors that are the same on all ranks.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
     name = "log_prob"
     input, kept = cut_once(input, input.ndim - 1)
-    of_rows = [
-        each if isinstance(each, Shard) and i != kept else Replicate() for i, each in enumerate(input.placements)
-    ]
-    placed = Placed(name, input.device_mesh, of_rows, kept, target.shape)
+    placed = Placed(name, input.device_mesh, _of_leading(input, kept), kept, target.shape)
     (local,), t = resolved(input.to_local()), placed.targets(target)
     if isinstance(temperature, Tensor):
         temperature = placed.targets(temperature, "temperature")
@@ -165,6 +174,37 @@ def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, tem
     return placed.rows(of_rank(local, t, temperature, shards), input.shape[:-1])
 
 
+def divergence_on_shards(
+    of_rank: Callable[..., Tensor], input: Any, target: Any, columns: Any, of_rows: Mapping[str, Any], reduction: str,
+    dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """Divergences of logits that are a DTensor, from a target that goes where they lie; with columns, where rows do.
+
+    of_rank: gives those of (input, target, columns, of_rows, shards), this rank's rows; shards: None where they are
+    whole. of_rows: "weight" and temperatures, numbers left out where they are no tensors.
+    """
+    input, kept = cut_once(input, input.ndim - 1)
+    placed = Placed("divergence", input.device_mesh, _of_leading(input, kept), kept, input.shape[:-1])
+    (local,) = resolved(input.to_local())
+    if columns is None:
+        (target,) = resolved(_local(target, placed.mesh, list(input.placements)))
+    else:
+        columns, target = placed.targets(columns, "columns"), placed.targets(target)
+    of_rows = {name: placed.targets(each, name) for name, each in of_rows.items() if isinstance(each, Tensor)}
+    shards = None
+    if kept is not None:
+        shards = placed.shards(input.shape[-1])
+        shards = told_by(peers_of(placed.name, None, shards.group, local, target), placed.name, shards)
+    total: Any = 1.0
+    rows = of_rank(local, target, columns, of_rows, shards)
+    if "weight" in of_rows:
+        w = of_rows["weight"].detach().to(rows.dtype)
+        rows, total = torch.where(w == 0, 0.0, rows) * w, placed.total(w) if reduction == "mean" else 1.0
+    elif reduction == "mean":
+        total = float(math.prod(placed.shape))
+    return placed._of_targets(rows.to(dtype)) if reduction == "none" else placed.summed(rows, total, dtype)
+
+
 def loss_of_whole_rows(
     function: Callable[..., Any], input: Any, target: Any, lse: Any, loss: Loss, wanted: Wanted, dtype: torch.dtype
 ) -> Tensor | CrossEntropyOutput:
@@ -173,8 +213,6 @@ def loss_of_whole_rows(
     function: cross_entropy. Each rank computes the losses of its own rows, of all classes; sums over ranks that hold
     other rows are Partial("sum").
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
     class_dim = 0 if input.ndim == 1 else 1
     input, _ = cut_once(input, None, class_dim)
     cut, axes = Cut(input.device_mesh, input.placements, input.shape), list(range(input.ndim))
@@ -195,14 +233,8 @@ def loss_of_whole_rows(
             on = (t != loss.ignore_index) if by_class else torch.ones_like(found.loss)
             if by_class and weight is not None:
                 on = torch.where(on, weight.detach()[torch.where(on, t, 0).long()], 0.0)
-            total = on.sum(dtype=found.loss.dtype)
-            for group in placed.groups:
-                dist.all_reduce(total, group=group)
-        placements = [Partial() if i in placed.over else Replicate() for i in range(cut.mesh.ndim)]
-        sums = [
-            DTensor.from_local((each.sum() / total).to(dtype), cut.mesh, placements, run_check=False)
-            for each in of_rows
-        ]
+            total = placed.total(on.to(found.loss.dtype))
+        sums = [placed.summed(each, total, dtype) for each in of_rows]
     else:
         sums = [placed._of_targets(each.to(dtype)) for each in of_rows]
     if not wanted.beside:
@@ -221,6 +253,13 @@ def _of_rows(x: Any, kept: int | None) -> list[Any]:
         Shard(each.dim - (each.dim > 1)) if isinstance(each, Shard) and i != kept else Replicate()
         for i, each in enumerate(x.placements)
     ]
+
+
+def _of_leading(x: Any, kept: int | None) -> list[Any]:
+    """The same of logits whose class dim is the last one."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [each if isinstance(each, Shard) and i != kept else Replicate() for i, each in enumerate(x.placements)]
 
 
 def cut_once(x: Any, dim: int | None, *whole: int) -> tuple[Any, int | None]:
