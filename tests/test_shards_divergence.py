@@ -14,7 +14,7 @@ from test_divergence import GIVEN, KINDS, formula, given_as
 from test_shards_dtensor import mesh_of
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from fused_softmax import divergence
+from fused_softmax import cross_entropy, divergence
 from fused_softmax.ops.losses.options import Divergence
 from fused_softmax.ops.losses.over_ranks import dtensor as on_shards
 from fused_softmax.ranks import groups as distributed
@@ -598,3 +598,187 @@ def test_other_tensors_beside_a_dtensor(ranks):
         for each in ranks(4, beside_a_dtensor, what):
             assert each.args[0] == error
             assert each.args[1].startswith(f"divergence: {said}")
+
+
+def probabilities(rows=N_ROWS, columns=N_CLASSES):
+    """That do not sum to 1, some of them 0."""
+    t = 1.2 * torch.softmax(logits(rows, columns, 2), 1)
+    return torch.where(t < 1e-3, 0.0, t)
+
+
+def results(output):
+    return [output] if isinstance(output, torch.Tensor) else [each for each in output if each is not None]
+
+
+def loss_and_gradients(output, inputs):
+    found = results(output)
+    graded = [each for each in found if each.requires_grad]
+    parts = [numbers(each.numel()).view(each.shape).to(each) + 0.1 * i for i, each in enumerate(graded)]
+    return [each.detach() for each in found], torch.autograd.grad(graded, inputs, parts)
+
+
+def loss_of_shards(group, way, x, t, weight, options, asks):
+    by(way)
+    dim = 0 if x.ndim == 1 else 1
+    leaf, own = shard(x, group, dim).requires_grad_(), shard(t, group, dim).requires_grad_(asks)
+    weight = None if weight is None else shard(weight, group, 0)
+    found = cross_entropy(leaf, own, weight, **options, **over(group))
+    return loss_and_gradients(found, [leaf, own] if asks else [leaf])
+
+
+def loss_of_whole(x, t, weight, options, asks):
+    leaf, own = x.double().requires_grad_(), t.double().requires_grad_(asks)
+    weight = None if weight is None else weight.double()
+    return loss_and_gradients(cross_entropy(leaf, own, weight, **options), [leaf, own] if asks else [leaf])
+
+
+def losses_are_right(found, wanted, dtypes, dim=1):
+    near = 1e-11 if dtypes[0] == FP64 else 2e-5
+    for ours, truth in zip(same_on_all([each[0] for each in found]), wanted[0], strict=True):
+        assert ours.shape == truth.shape
+        close(ours, truth, near)
+    for i, truth in enumerate(wanted[1]):
+        ours = torch.cat([each[1][i] for each in found], dim)
+        assert ours.dtype == dtypes[i]
+        close(ours, truth, max(near, 4 * torch.finfo(dtypes[i]).eps))
+
+
+@pairwise(("asks", "smoothing", "way"), ("n", "smoothing"))
+@pytest.mark.parametrize("n", SIZES)
+@every_way
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (FP16, FP16), (FP64, FP64)], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("more", [{}, {"scale": -0.5}, {"softcap": 4.0}, {"lse_square_scale": 0.01}], ids=str)
+@pytest.mark.parametrize("beside", [{}, {"return_lse": True}, {"return_lse": True, "return_z_loss": True}], ids=len)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_losses_of_probabilities(ranks, n, way, dtypes, smoothing, weighted, more, beside, reduction, asks):
+    x, t = logits().to(dtypes[0]), probabilities().to(dtypes[1])
+    weight = torch.linspace(0.2, 2, N_CLASSES) if weighted else None
+    options = {"label_smoothing": smoothing, "reduction": reduction, "dtype": FP64 if dtypes[0] == FP64 else FP32}
+    options |= more | beside
+    found = ranks.values(n, loss_of_shards, way, x, t, weight, options, asks)
+    losses_are_right(found, loss_of_whole(x, t, weight, options | {"dtype": FP64}, asks), dtypes)
+
+
+@every_way
+@pytest.mark.parametrize("shape", [(N_CLASSES,), (3, N_CLASSES, 2), (0, N_CLASSES)], ids=str)
+def test_losses_of_probabilities_of_any_shape(ranks, shape, way):
+    n = math.prod(shape) // N_CLASSES
+    x, t = (each.float() for each in (logits(n), probabilities(n)))
+    if len(shape) == 3:
+        x, t = (each.view(3, 2, N_CLASSES).movedim(2, 1) for each in (x, t))
+    x, t = x.reshape(shape), t.reshape(shape)
+    options = {"reduction": "none", "label_smoothing": 0.2, "return_lse": True}
+    found = ranks.values(4, loss_of_shards, way, x, t, None, options, True)
+    losses_are_right(found, loss_of_whole(x, t, None, options, True), (FP32, FP32), 0 if x.ndim == 1 else 1)
+
+
+@every_way
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_losses_of_masked_logits_are_torchs(ranks, smoothing, way):
+    """0 times -inf is NaN there, whichever rank has it, and a probability of what cannot be makes infinity."""
+    x, t = logits(6).float(), probabilities(6).float() + 0.01
+    x[0, :12], x[1, 12], x[2], x[3, 20] = -INF, -INF, -INF, -INF
+    t[0, 3], t[3, 20], t[4] = 0.0, 0.0, 0.0
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    wanted = F.cross_entropy(x.double(), t.double(), **options)
+    for (value,), _ in ranks.values(3, loss_of_shards, way, x, t, None, options, False):
+        close(value, wanted)
+
+
+def padded_loss(group, way, x, t, weight, n_classes, options):
+    by(way)
+    leaf, own = (shard(each, group, 1).requires_grad_() for each in (x, t))
+    weight = shard(weight, group, 0)
+    found = cross_entropy(leaf, own, weight, **options, **over(group), n_classes=n_classes)
+    return loss_and_gradients(found, [leaf, own])
+
+
+@every_way
+@pytest.mark.parametrize("n_classes", [36, 13, 5])
+def test_losses_of_probabilities_leave_out_padding(ranks, n_classes, way):
+    x, t, weight = logits().float(), probabilities().float(), torch.linspace(0.2, 2, N_CLASSES)
+    options = {"label_smoothing": 0.2, "return_lse": True}
+    values, gradients = loss_of_whole(x[:, :n_classes], t[:, :n_classes], weight[:n_classes], options, True)
+    x[:, n_classes:], t[:, n_classes:], weight[n_classes:] = math.nan, math.nan, math.nan
+    found = ranks.values(3, padded_loss, way, x, t, weight, n_classes, options)
+    wanted = values, [F.pad(each, (0, N_CLASSES - n_classes)) for each in gradients]
+    losses_are_right(found, wanted, (FP32, FP32))
+
+
+def loss_by_peers(group, x, t, options):
+    in_parts(PART_COLS)
+    rank, sizes = dist.get_rank(group), WIDE[dist.get_world_size(group)]
+    leaf, own = (each.split(sizes, 1)[rank].clone().requires_grad_() for each in (x, t))
+    y = cross_entropy(leaf, own, **options, group=group, shard_sizes=sizes, transport="peer")
+    return loss_and_gradients(y, [leaf, own])
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_losses_of_probabilities_by_peers(ranks, dtype, n):
+    x, t, options = logits(4, 331).to(dtype), probabilities(4, 331).to(dtype), {"label_smoothing": 0.1}
+    found = ranks.values(n, loss_by_peers, x, t, options)
+    losses_are_right(found, loss_of_whole(x, t, None, options, True), (dtype, dtype))
+
+
+def once_alone(group, x, t):
+    by("kernels")
+    leaf = shard(x, group, 1).requires_grad_()
+    y = cross_entropy(leaf, shard(t, group, 1), **over(group))
+    (dx,) = torch.autograd.grad(y, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="cross_entropy: there is no second derivative over the ranks of a group"):
+        dx.sum().backward()
+    return True
+
+
+def test_losses_of_probabilities_have_one_derivative(ranks):
+    assert all(ranks.values(2, once_alone, logits().float(), probabilities().float()))
+
+
+def odd_loss(group, odd):
+    rank = dist.get_rank(group)
+    t = torch.full((2, 3), 0.2, dtype=FP64 if odd == "target_dtype" and rank else FP32)
+    options = {"label_smoothing": 0.1 * rank} if odd == "label_smoothing" else {}
+    if odd == "wanted" and rank:
+        t = torch.zeros(2, dtype=torch.long)
+    return cross_entropy(torch.zeros(2, 3), t, group=group, **options)
+
+
+@pytest.mark.parametrize("odd", ["target_dtype", "label_smoothing", "wanted"])
+def test_ranks_whose_losses_of_probabilities_differ_are_told_in_what(ranks, odd):
+    for each in ranks(2, odd_loss, odd):
+        assert each.args[0] == "RuntimeError"
+        said = "target_dtype" if odd == "wanted" else odd
+        assert each.args[1].startswith(f"cross_entropy: the ranks of the group differ in {said}: ")
+
+
+def loss_of_dtensors(group, way, x, t, weight, placements, options):
+    by(way)
+    mesh = mesh_of((4,) if len(placements) == 1 else (2, 2))
+    leaf, own = (distribute_tensor(each, mesh, placements).requires_grad_() for each in (x, t))
+    given = {"weight": distribute_tensor(weight, mesh, [Replicate()] * mesh.ndim)}
+    with torch.distributed.tensor.debug.CommDebugMode() as heard:
+        y = cross_entropy(leaf, own, **given, **options)
+    y.backward() if options["reduction"] == "mean" else y.sum().backward()
+    counted = {str(each).rsplit(".", 1)[-1]: n for each, n in heard.get_comm_counts().items() if n}
+    return [y.full_tensor().detach(), leaf.grad.full_tensor(), own.grad.full_tensor()], counted
+
+
+@pairwise()
+@every_way
+@pytest.mark.parametrize("placements", [[Shard(1)], [Shard(0), Shard(1)], [Replicate(), Shard(1)]], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("lse_square_scale", [0.0, 0.01])
+def test_dtensors_of_probabilities_stay_where_they_lie(ranks, placements, reduction, lse_square_scale, way):
+    x, t, weight = logits(6, 13).float(), probabilities(6, 13).float(), torch.linspace(0.5, 1.5, 13)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": lse_square_scale}
+    leaf, own = x.double().requires_grad_(), t.double().requires_grad_()
+    wanted = cross_entropy(leaf, own, weight.double(), **options)
+    gradients = torch.autograd.grad(wanted.sum(), [leaf, own])
+    for found, counted in ranks.values(4, loss_of_dtensors, way, x, t, weight, placements, options):
+        for ours, truth in zip(found, (wanted.detach(), *gradients), strict=True):
+            close(ours, truth)
+        assert set(counted) <= {"_allgather_base_", "allgather_into_tensor_coalesced_", "allreduce_"}, counted

@@ -29,7 +29,7 @@ from fused_softmax.ops.losses.divergence_rows import refused, run
 from fused_softmax.ops.losses.kernels.divergence_over_ranks import _merge_pairs_of_ranks
 from fused_softmax.ops.losses.kernels.spec import PairSpec
 from fused_softmax.ops.losses.launches import picked_of
-from fused_softmax.ops.losses.options import Divergence
+from fused_softmax.ops.losses.options import Divergence, Loss, weight_for_kernels
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards, gather
 from fused_softmax.ranks.launches import allocator
@@ -126,6 +126,36 @@ def rows_over_ranks(input: Tensor, target: Tensor, options: Divergence, shards: 
     ]
     value, _ = DivergenceOverRanks.apply(x, y, None, *of_rows, OfCall(options.with_numbers(), shards))
     return value.view(leading)
+
+
+def probabilities_over_ranks(
+    x: Tensor, target: Tensor, loss: Loss, shards: Shards, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, z-loss) of logits [n, columns] by probabilities [n, columns], of whose columns this rank has these.
+
+    loss: its weight is [columns].
+    """
+    options = Divergence(
+        kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale, label_smoothing=loss.label_smoothing
+    )  # fmt: skip
+    weight = weight_for_kernels(loss.weight, x)
+    weight = None if weight is None else weight.resolve_neg()
+    rows, lse = ProbabilitiesOverRanks.apply(x, target, weight, None, None, OfCall(options, shards))
+    z = loss.lse_square_scale * lse.square() if loss.lse_square_scale else torch.zeros_like(rows)
+    if loss.lse_square_scale:
+        rows = rows + z
+    if loss.reduction != "none":
+        rows, z = (each.mean() if loss.mean else each.sum() for each in (rows, z))
+    return rows.to(dtype), lse, z.to(dtype)
+
+
+def lacks(loss: Loss) -> str:
+    """What a loss of probabilities asks for that is not there over ranks; "" if nothing."""
+    if loss.stats:
+        return "return_token_stats takes targets of class indices with group=, got probabilities"
+    if loss.weight is not None and loss.weight.requires_grad and torch.is_grad_enabled():
+        return "weight requires grad, and with group= it is a constant; give weight.detach()"
+    return ""
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from fused_softmax.ops.autocast import result_dtype
 from fused_softmax.ops.losses.linear_by_rows import linear_of
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats, Wanted
+from fused_softmax.ops.losses.over_ranks.divergence import lacks, probabilities_over_ranks
 from fused_softmax.ops.losses.over_ranks.linear import LinearSharded, OfCall
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, loss_by_peers, states_by, written_at_once
 from fused_softmax.ops.losses.over_ranks.steps import sharded
-from fused_softmax.ops.losses.steps import as_rows
+from fused_softmax.ops.losses.steps import as_rows, rows_of
 from fused_softmax.ranks import groups as distributed
 from fused_softmax.ranks.dtensor import Cut, as_dtensor, mesh_of, replicates_plain, shards_of_mesh, tied
 from fused_softmax.ranks.gather import peers_of, told_by
@@ -210,22 +211,27 @@ def loss_of_whole_rows(
 ) -> Tensor | CrossEntropyOutput:
     """The loss of logits that are a DTensor by targets that are probabilities, or by an lse that is given.
 
-    function: cross_entropy. Each rank computes the losses of its own rows, of all classes; sums over ranks that hold
-    other rows are Partial("sum").
+    function: cross_entropy. Each rank computes the losses of its own rows, of all classes, or over ranks where the
+    classes of logits lie in shards; sums over ranks that hold other rows are Partial("sum").
     """
     class_dim = 0 if input.ndim == 1 else 1
-    input, _ = cut_once(input, None, class_dim)
+    by_class = not target.is_floating_point()
+    whole = by_class or lacks(loss) != ""
+    input, kept = cut_once(input, None, class_dim) if whole else cut_once(input, class_dim)
     cut, axes = Cut(input.device_mesh, input.placements, input.shape), list(range(input.ndim))
     rows = [d for d in axes if d != class_dim]
-    placed = Placed("cross_entropy", cut.mesh, _of_rows(input, None), None, torch.Size(input.shape[d] for d in rows))
-    by_class = not target.is_floating_point()
+    placed = Placed("cross_entropy", cut.mesh, _of_rows(input, kept), kept, torch.Size(input.shape[d] for d in rows))
     t = placed.targets(target) if by_class else cut.local(target, axes)
-    weight = None if loss.weight is None else cut.local(loss.weight, (None,))
+    weight = None if loss.weight is None else cut.local(loss.weight, (class_dim,))
     x, given_lse = cut.local(input, axes), {} if lse is None else {"lse": cut.local(lse, rows)}
-    found = function(
-        x, t, **loss.options() | {"weight": weight, "reduction": "none"}, **given_lse, return_lse=True,
-        return_z_loss=True, return_token_stats=loss.stats, dtype=arithmetic_in(dtype),
-    )  # fmt: skip
+    if kept is None:
+        found = function(
+            x, t, **loss.options() | {"weight": weight, "reduction": "none"}, **given_lse, return_lse=True,
+            return_z_loss=True, return_token_stats=loss.stats, dtype=arithmetic_in(dtype),
+        )  # fmt: skip
+    else:
+        x, t = resolved(x, t)
+        found = _of_own_classes(placed, x, t, replace(loss, weight=weight), input.shape[class_dim], dtype)
     of_rows = tied(found.loss, x, t, weight), found.z_loss
     if loss.reduction != "none":
         total: Any = 1.0
@@ -243,6 +249,18 @@ def loss_of_whole_rows(
     return CrossEntropyOutput(
         sums[0], placed._of_targets(found.lse) if wanted.lse else None, sums[1] if wanted.z_loss else None, stats
     )
+
+
+def _of_own_classes(
+    placed: Placed, x: Tensor, t: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype
+) -> CrossEntropyOutput:
+    """Losses of rows by the probabilities of this rank's classes."""
+    shards = placed.shards(n_classes)
+    shards = told_by(peers_of(placed.name, None, shards.group, x, t), placed.name, shards)
+    of_rows = replace(loss, reduction="none")
+    y, lse, z = probabilities_over_ranks(rows_of(x), rows_of(t), of_rows, shards, arithmetic_in(dtype))
+    shape = x.shape[:1] + x.shape[2:] if x.ndim > 1 else ()
+    return CrossEntropyOutput(y.view(shape), lse.view(shape), z.view(shape))
 
 
 def _of_rows(x: Any, kept: int | None) -> list[Any]:
