@@ -183,7 +183,11 @@ def padded(group, way, x, y, n_classes, options):
     by(way)
     leaf = shard(x, group, 1).requires_grad_()
     found = divergence(leaf, shard(y, group, 1), **over(group), n_classes=n_classes, **options)
-    (dx,) = torch.autograd.grad(found, leaf, numbers(len(x)).to(found.dtype))
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        (dx,) = torch.autograd.grad(found, leaf, numbers(len(x)).to(found.dtype))
+    finally:
+        torch.use_deterministic_algorithms(False)
     return found.detach(), dx
 
 
