@@ -135,6 +135,7 @@ HARD = {
     "a NaN": lambda x, y: x[0, 3].fill_(math.nan), "the teacher's NaN": lambda x, y: y[0, 3].fill_(math.nan),
     "an infinity": lambda x, y: x[0, 12].fill_(INF),
     "disjoint": lambda x, y: (x[0, :13].fill_(-INF), y[0, 13:].fill_(-INF)),
+    "the lowest": lambda x, y: (x[0, :12].fill_(-3e38), y[0, :12].fill_(-3e38)),
     "one class": lambda x, y: (x[0, 1:].fill_(-INF), y[0, 1:].fill_(-INF)),
 }  # fmt: skip
 

@@ -237,7 +237,7 @@ class OfTeacher(NamedTuple):
 
 class PairSums(NamedTuple):
     """Of a pair of rows, or of a part of both: the student's state (m, s), the teacher's, of probabilities their sum
-    alone, and c, the one sum of a divergence that one pass gives.
+    alone, and c, the one sum of a divergence that one pass gives, of logits counted from m and m_t.
     """
 
     m: Any
