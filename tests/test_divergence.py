@@ -253,6 +253,29 @@ def test_equal_distributions(kind, device):
     assert (torch.autograd.grad(found.sum(), leaf)[0].abs() <= 1e-6).all()
 
 
+@pairwise(("kind", "n_classes"))
+@pytest.mark.parametrize("kind", [*KINDS, "cross"])
+@pytest.mark.parametrize("target_is", ["logits", "probs"])
+@pytest.mark.parametrize("n_classes", [300, 40001])
+@pytest.mark.parametrize("least", [-1e4, -65504.0, -1e9, -3.4e38])
+@pytest.mark.parametrize("masked", [1, 299, -1])
+def test_masks_that_are_finite_drown_no_difference(kind, target_is, n_classes, least, masked, device):
+    """However far the first logits lie from the others, or all but the last one."""
+    x, y = pair(3, n_classes, device=device)
+    x[:, :masked], y[:, :masked] = least, least
+    leaf, exact = x.requires_grad_(), x.detach().double().requires_grad_()
+    if kind == "cross":
+        t = torch.softmax(y, 1)
+        found, wanted = cross_entropy(leaf, t, reduction="none"), F.cross_entropy(exact, t.double(), reduction="none")
+    else:
+        y = given_as(y, target_is)
+        found = divergence(leaf, y, kind=kind, target_is=target_is, reduction="none")
+        wanted = formula(exact, y, kind=kind, target_is=target_is)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
+    (dx,), (truth,) = torch.autograd.grad(found.sum(), leaf), torch.autograd.grad(wanted.sum(), exact)
+    torch.testing.assert_close(dx.double(), truth, rtol=1e-4, atol=2e-6)
+
+
 @every_kind
 @pytest.mark.parametrize("offset", [0.0, 100.0, 3000.0])
 def test_tiny_divergences(kind, offset, device):

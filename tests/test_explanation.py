@@ -417,6 +417,7 @@ def sharded(group, x, target):
         fused_softmax.linear_cross_entropy(x, part.mT[:, :1].expand(20, 40), target % 20, group=group)
         fused_softmax.log_prob(part, target, group=group)
         fused_softmax.linear_log_prob(x, part.mT[:, :1].expand(20, 40), target % 20, group=group)
+        fused_softmax.divergence(part, part, group=group)
         fused_softmax.sample(part, seed=1, group=group)
         fused_softmax.softmax(distribute_tensor(x, mesh, [Shard(0)]))
         fused_softmax.cross_entropy(distribute_tensor(x, mesh, [Shard(1)]), target)
@@ -428,6 +429,7 @@ def sharded(group, x, target):
         fused_softmax.linear_cross_entropy(features, layer, likely)
         fused_softmax.log_prob(distribute_tensor(x, mesh, [Shard(1)]), target)
         fused_softmax.linear_log_prob(features, layer, target)
+        fused_softmax.divergence(rows, rows)
         fused_softmax.attention(heads, heads, heads)
         fused_softmax.sample(rows, seed=1)
         fused_softmax.speculative_sample(
@@ -445,13 +447,14 @@ def test_sharded_calls(ranks):
         assert outer == [
             *[(name, "sharded", over) for name in ("softmax", "logsumexp", "cross_entropy", "linear_cross_entropy")],
             ("log_prob", "sharded", over), ("linear_log_prob", "sharded", over),
-            ("sample", "sharded", over), ("softmax", "sharded", of_shards), ("cross_entropy", "sharded", of_shards),
+            ("divergence", "sharded", over), ("sample", "sharded", over), ("softmax", "sharded", of_shards),
+            ("cross_entropy", "sharded", of_shards),
             ("cross_entropy", "sharded", of_shards),
             *[("linear_cross_entropy", "sharded", "an argument is a DTensor")] * 2, ("log_prob", "sharded", of_shards),
             *[
                 (name, "sharded", "an argument is a DTensor")
                 for name in (
-                    "linear_log_prob", "attention", "sample", "speculative_sample",
+                    "linear_log_prob", "divergence", "attention", "sample", "speculative_sample",
                     "top_k_mask_logits", "penalize",
                 )
             ],

@@ -231,6 +231,97 @@ def test_log_probs(gpus, transport, dtype, options):
                 assert (ours.double() - truth).norm() < near * truth.norm()
 
 
+def pairs(rows, columns, dtype, target_is):
+    """A student's logits, and what a teacher of logits like them gives."""
+    x = logits(rows, columns)
+    y = x + logits(rows, columns, 3) / 4
+    if target_is != "logits":
+        y = torch.log_softmax(y, 1)
+    return x.to(dtype), (y.exp() if target_is == "probs" else y).to(dtype)
+
+
+def divergences(group, transport, dtype, target_is, options):
+    """Of every kind and of columns, with the gradient of this GPU's logits; and float64's."""
+    from test_divergence import KINDS, formula
+
+    found, of = [], over(group, transport)
+    weight = torch.linspace(0, 2, 40, device=torch.device("cuda", group.rank()))
+    options = options | {"target_is": target_is, "beta": 0.3}
+    if "softcap" in options:
+        options |= {"temperature": weight + 0.5}
+    x, y = pairs(40, COLUMNS, dtype, target_is)
+    for kind in KINDS:
+        given, whole = mine(x, group).requires_grad_(), x.double().requires_grad_()
+        for _ in range(2):  # the second is found
+            value = fused_softmax.divergence(
+                given, mine(y, group), kind=kind, weight=weight, reduction="none", **options, **of
+            )  # fmt: skip
+        wanted = formula(whole, y, kind=kind, **options) * weight.double()
+        dvalue = torch.linspace(-1, 2, 40, device=weight.device)
+        (dx,) = torch.autograd.grad(value, [given], dvalue)
+        (of_whole,) = torch.autograd.grad(wanted, [whole], dvalue.double())
+        found.append((on_host([value]), on_host([wanted]), on_host([dx, mine(of_whole, group)])))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.5}], ids=["plain", "options"])
+@pytest.mark.parametrize("target_is", ["logits", "log_probs", "probs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_divergences(gpus, transport, dtype, target_is, options):
+    for of_ranks in zip(*gpus(divergences, transport, dtype, target_is, options), strict=True):  # of each kind
+        same_on_all([values for values, _, _ in of_ranks])
+        for (value,), (wanted,), (dx, of_whole) in of_ranks:
+            close(value, wanted, 1e-4)
+            assert (dx.double() - of_whole).norm() <= (1e-3 if dtype == torch.float32 else 2e-2) * of_whole.norm()
+
+
+def divergences_of_columns(group, transport, rest):
+    x, y = pairs(40, COLUMNS, torch.bfloat16, "log_probs")
+    told, columns = y.float().topk(20, 1)
+    given, whole = mine(x, group).requires_grad_(), x.double().requires_grad_()
+    of_told = {"columns": columns, "rest": rest, "target_is": "log_probs"}
+    value = fused_softmax.divergence(given, told, **of_told, **over(group, transport))
+    wanted = fused_softmax.divergence(whole, told.double(), **of_told)
+    (dx,), (of_whole,) = torch.autograd.grad(value, [given]), torch.autograd.grad(wanted, [whole])
+    return on_host([value]), wanted.detach().cpu(), *on_host([dx, mine(of_whole, group)])
+
+
+@pytest.mark.parametrize("rest", ["renormalize", "lump"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_divergences_of_columns(gpus, transport, rest):
+    found = gpus(divergences_of_columns, transport, rest)
+    same_on_all([each[0] for each in found])
+    for (value,), wanted, dx, of_whole in found:
+        close(value, wanted, 1e-4)
+        assert (dx.double() - of_whole).norm() <= 2e-2 * of_whole.norm()
+
+
+def of_probabilities(group, transport, dtype, options):
+    x, t = pairs(40, COLUMNS, dtype, "probs")
+    weight = torch.linspace(0.2, 2, COLUMNS, device=x.device)
+    given = [mine(each, group).requires_grad_() for each in (x, t)]
+    options = options | {"label_smoothing": 0.1, "dtype": torch.float32}
+    for _ in range(2):  # the second is found
+        y = cross_entropy(*given, mine(weight, group), **options, **over(group, transport))
+    whole = [each.double().cpu().requires_grad_() for each in (x, t)]
+    wanted = cross_entropy(*whole, weight.double().cpu(), **options | {"dtype": torch.float64})
+    gradients, of_whole = torch.autograd.grad(y, given), torch.autograd.grad(wanted, whole)
+    return on_host([y]), wanted.detach(), on_host(gradients), [mine(each, group) for each in of_whole]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 8.0}, {"lse_square_scale": 0.01}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_losses_of_probabilities(gpus, transport, dtype, options):
+    found = gpus(of_probabilities, transport, dtype, options)
+    same_on_all([each[0] for each in found])
+    for (y,), wanted, gradients, of_whole in found:
+        close(y, wanted, 1e-4)
+        for ours, truth in zip(gradients, of_whole, strict=True):
+            assert (ours.double() - truth).norm() <= (1e-3 if dtype == torch.float32 else 2e-2) * truth.norm()
+
+
 def linear(group, transport):
     x, w = logits(512, 256, 1, torch.bfloat16) / 8, logits(COLUMNS, 256, 2, torch.bfloat16) / 8
     target, rank, sizes = targets(512, COLUMNS), group.rank(), SIZES[group.size()]

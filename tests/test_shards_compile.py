@@ -7,10 +7,12 @@ import torch
 from launches import GPUS, launched
 from products import pairwise
 
+from fused_softmax.ops.losses import divergence_launches
+from fused_softmax.ops.losses.divergence_launches import Pair, PairRows
 from fused_softmax.ops.losses.log_prob_launches import Asked
-from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.options import Divergence, Loss
+from fused_softmax.ops.losses.over_ranks import divergence, log_prob
 from fused_softmax.ops.losses.over_ranks import launches as calls
-from fused_softmax.ops.losses.over_ranks import log_prob
 from fused_softmax.ops.softmax import over_ranks as softmax_gradient_sharded
 from fused_softmax.ops.softmax import over_ranks as softmax_over_ranks
 from fused_softmax.ranks.groups import Shards
@@ -101,3 +103,37 @@ def test_places_of_targets(dtype, target):
     with mock.patch.object(torch.Tensor, "get_device", return_value=0):
         (launch,) = launched(GPUS[target], lambda: log_prob._prepare_placing(targets, -100, HELD, HELD, 2 * HELD))
     assert launch.compile(target).spilled_bytes == 0
+
+
+@pairwise()
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "tvd", "cross"])
+@pytest.mark.parametrize("given", ["logits", "probs"])
+def test_divergences_of_whole_rows(kind, given, dtype, target):
+    options = Divergence(kind=kind, target_is="probs" if kind == "cross" else given)
+    heard = torch.empty(4, len(divergence._told(options)), ROWS, dtype=dtype)
+    with mock.patch.object(torch.Tensor, "get_device", return_value=0):
+        (launch,) = launched(GPUS[target], lambda: divergence._prepare_merging(heard, options))
+    assert launch.compile(target).spilled_bytes == 0
+
+
+@pairwise(("kind", "given"))
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jsd", "cross"])
+@pytest.mark.parametrize("given", ["logits", "probs"])
+@pytest.mark.parametrize("columns", [16000, HELD])
+def test_divergences_of_a_shard(columns, given, kind, target):
+    options = Divergence(kind=kind, target_is="probs" if kind == "cross" else given, shard=True)
+    x = torch.empty(ROWS, columns, dtype=torch.bfloat16)
+    pair, row = Pair(x, x), torch.empty(ROWS)
+    states = (row, row) if options.target_is == "logits" else (None, None)
+    of_pairs = mock.patch.object(divergence_launches, "device_of", return_value=GPUS[target])
+    with mock.patch.object(torch.Tensor, "get_device", return_value=0), of_pairs:
+        launches = launched(GPUS[target], lambda: divergence_launches._prepare_forward(pair, options))
+        if options.twice:
+            rows = PairRows(row, row, *states, row, row)
+            launches += launched(GPUS[target], lambda: divergence_launches._prepare_sums(pair, rows, options))
+    assert len(launches) == 1 + (columns == HELD) + 2 * options.twice
+    for launch in launches:
+        assert launch.compile(target).spilled_bytes == 0

@@ -71,7 +71,21 @@ def refused(group, name, x, rest, arguments):
         ("softmax", (2,), {}, "IndexError", "dim 2 is out of range"),
         ("logsumexp", ((0, 1),), {}, "ValueError", "group= is for a single dim"),
         ("cross_entropy", (INDICES,), {"lse": torch.zeros(2)}, "ValueError", "lse and group= exclude each other"),
-        ("cross_entropy", (torch.zeros(2, 3),), {}, "ValueError", "group= takes targets of class indices"),
+        ("cross_entropy", (torch.zeros(2, 4),), {}, "RuntimeError", "target of probabilities must have shape (2, 3)"),
+        (
+            "cross_entropy",
+            (torch.zeros(2, 3),),
+            {"return_token_stats": True},
+            "ValueError",
+            "return_token_stats takes targets of class indices with group=, got probabilities",
+        ),
+        (
+            "cross_entropy",
+            (torch.zeros(2, 3), torch.ones(3).requires_grad_()),
+            {},
+            "ValueError",
+            "weight requires grad, and with group= it is a constant; give weight.detach()",
+        ),
         ("cross_entropy", (INDICES,), {"n_classes": 7}, "ValueError", "the shards hold (3, 3) columns, together fewer"),
         ("cross_entropy", (INDICES, torch.ones(4)), {}, "RuntimeError", "weight must have shape (3,)"),
         (

@@ -5,6 +5,7 @@ Traffic: with a gradient, reduction mean or sum reads the logits once and writes
 (2MN); reduction none reads the logits twice and writes once (3MN). Without a gradient the logits are read once (MN).
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from fused_softmax.ops.losses.options import (
     weight_for_kernels,
 )
 from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
+from fused_softmax.ops.losses.over_ranks.divergence import lacks, probabilities_over_ranks
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_of_whole_rows, loss_on_shards, mesh_of_loss
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, prepare_loss, states_by, written_at_once
 from fused_softmax.ops.losses.over_ranks.steps import sharded
@@ -107,16 +109,18 @@ def cross_entropy(
         classes has to be ignored, and its row gets no gradient. return_lse returns the given lse.
 
     group: of torch.distributed, over whose ranks the classes lie in shards: each rank gives its own columns of the
-        logits and of weight, in rank order, as many as it has. Targets are classes among all, the same on all ranks.
-        So is the loss; each rank's incoming gradient is that of this one loss, which is never summed over ranks. Every
-        rank of the group makes the same call. There is no second derivative.
+        logits, of weight and of probabilities, in rank order, as many as it has. Targets that are classes are among
+        all, the same on all ranks. So is the loss; each rank's incoming gradient is that of this one loss, which is
+        never summed over ranks. Every rank of the group makes the same call. There is no second derivative. With
+        probabilities, return_token_stats and a weight that requires a gradient raise ValueError.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding without a gradient.
     shard_sizes: with group: the classes of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
         ranks have as many as each other.
     transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend; "peer"
         by memory that GPUs of one host write into each other's: in the launch that reads the logits, or in one of its
-        own with class weights, label_smoothing or return_token_stats. None takes "peer" on two GPUs where it can.
+        own with class weights, label_smoothing, return_token_stats or probabilities. None takes "peer" on two GPUs
+        where it can.
 
     With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError, because they
     need more of the row.
@@ -288,17 +292,20 @@ def _of_shards(input, target, options, wanted, lse, over):
     with Refusing(name, over, input, target):
         check_over(name, over, input, target, weight)
         loss, columns = _checked(input, target, options, wanted)
-        (input,) = resolved(input)
+        input, target = resolved(input, target)
         if lse is not None:
             raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")
-        if target.is_floating_point():
-            raise ValueError(f"{name}: group= takes targets of class indices, got probabilities")
-        if wanted.inplace and loss.reduction != "none" and needs_grad(input):
+        probabilities = target.is_floating_point()
+        if probabilities and lacks(loss):
+            raise ValueError(f"{name}: {lacks(loss)}")
+        if not probabilities and wanted.inplace and loss.reduction != "none" and needs_grad(input):
             _check_inplace(input, rows_of(input), wanted)
         sizes = sizes_of(name, over, columns)
-        if CHECK or (readable(target) and not on_device(input)):
+        if not probabilities and (CHECK or (readable(target) and not on_device(input))):
             check_targets_of_all(name, target, sizes, over, loss.ignore_index)
     asked = {"operation": name, "dtype": input.dtype, **loss.asked(), "wanted": tuple(wanted)}
+    if probabilities:
+        return _of_own_probabilities(input, target, loss, wanted, asked, sizes, over)
     shards = shards_of(name, sizes, target.numel(), over, input.device, asked, target)
     result_dtype = autocast.result_dtype(name, input, wanted.dtype)
     peers = peers_of(name, transport, group, input, target)
@@ -312,6 +319,17 @@ def _of_shards(input, target, options, wanted, lse, over):
     shards = told_by(peers, name, shards)
     y, of_rows, z, *stats = sharded(*as_rows(input, target), loss, shards, wanted, result_dtype, *how)
     return output_of(y, of_rows, z, stats, wanted, loss.reduction, tuple(target.shape))
+
+
+def _of_own_probabilities(input, target, loss: Loss, wanted: Wanted, asked: dict, sizes: tuple[int, ...], over: Over):
+    """A loss of probabilities, of whose columns each rank has its own, as of the logits'."""
+    name, shape = "cross_entropy", input.shape[:1] + input.shape[2:] if input.ndim > 1 else ()
+    asked = asked | {"target_dtype": target.dtype}
+    shards = shards_of(name, sizes, math.prod(shape), over, input.device, asked)
+    shards = told_by(peers_of(name, over.transport, over.group, input, target), name, shards)
+    dtype = dtype_of_loss(name, input, target, wanted.dtype)
+    found = probabilities_over_ranks(rows_of(input), rows_of(target), loss, shards, dtype)
+    return output_of(*found, (), wanted, loss.reduction, shape)
 
 
 def prepare_plain(

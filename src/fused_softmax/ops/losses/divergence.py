@@ -4,19 +4,32 @@ Traffic: both are read once (kl, reverse_kl) or twice (jsd, tvd), and in the bac
 is written.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
-from fused_softmax.core.route import Route, on_device, readable, route_of
+from fused_softmax.core.route import Route, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses.cross_entropy import CHECK
+from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import differentiated, pair_of, referred, refused, summed, with_rows
 from fused_softmax.ops.losses.log_prob import log_prob as log_probs
-from fused_softmax.ops.losses.options import Divergence, check_of_rows, is_reduction
+from fused_softmax.ops.losses.log_prob import over_ranks as log_probs_over_ranks
+from fused_softmax.ops.losses.log_prob_launches import Asked
+from fused_softmax.ops.losses.options import Divergence, LogProb, check_of_rows, is_reduction
+from fused_softmax.ops.losses.over_ranks.divergence import ChosenLogits, rows_over_ranks
+from fused_softmax.ops.losses.over_ranks.dtensor import divergence_on_shards
+from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Over, Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 _NAME = "divergence"
 _TARGETS = ("target_scale", "target_softcap", "target_temperature")
@@ -40,6 +53,10 @@ def divergence(
     weight: Tensor | None = None,
     reduction: str = "mean",
     dtype: torch.dtype | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """The divergence of a student's distribution Q of each row from a teacher's T, as distillation minimises it.
 
@@ -67,9 +84,23 @@ def divergence(
     reduction: "mean", "sum" or "none".
     dtype: of the result; float32 if None, or float64 for float64.
 
+    group: of torch.distributed, over whose ranks the classes lie in shards: each rank gives its own columns of the
+        student's logits and of the teacher's rows, in rank order, as many as it has. With columns, these and the
+        target's [..., k] are among all classes and whole, the same on all ranks; so are tensors of temperatures and the
+        weight. The result is the same on all ranks, to the bit, and is never summed over them. Every rank of the group
+        makes the same call. There is no second derivative.
+    n_classes, shard_sizes: as cross_entropy's.
+    transport: with group: how ranks tell each other at most 5 numbers a row, in two exchanges for jsd and tvd;
+        with columns, a number of each: "collective" or "peer", as log_prob has them.
+
+    DTensors of both may lie in shards of classes or rows; the target goes where the input lies. Temperatures, weight
+    and, with columns, these and the target may be plain tensors, the same on all ranks, where no rows lie in shards.
+    Where they do, a mean and a sum are Partial.
+
     A row has the same bits in any batch: how it is summed depends on its length, its dtypes and the options alone.
     Returns the divergence, [] or of the leading shape.
-    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument; with group, also as
+    cross_entropy where ranks differ.
 
     Hinton et al., "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531); Agarwal et al., "On-Policy
     Distillation of Language Models" (the generalised JSD, arXiv 2306.13649).
@@ -83,17 +114,68 @@ def divergence(
         "target_scale": target_scale, "target_softcap": target_softcap, "target_temperature": target_temperature,
         "target_is": target_is,
     }  # fmt: skip
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
+        over = over_of(group, n_classes, shard_sizes, transport)
+        return _of_shards(input, target, given, columns, rest, weight, reduction, dtype, over)
     return _divergence(input, target, given, columns, rest, weight, reduction, dtype)
 
 
 def _divergence(input, target, given, columns, rest, weight, reduction, dtype):
-    shape = _check_student(input)
+    options = _checked(input, target, given, columns, rest, weight, reduction, dtype)
+    result_dtype = dtype or arithmetic_of(input)
+    of_rows = {name: given[name] for name in ("temperature", "target_temperature")} | {"weight": weight}
+    both, whole = {"input": input, "target": target}, of_rows
+    if columns is not None:
+        both, whole = {"input": input}, of_rows | {"target": target, "columns": columns}
+    mesh = mesh_of(_NAME, both, whole)
+    if mesh is not None:
+
+        def of_rank(input, target, columns, of_rows, shards):
+            temperatures = {name: of_rows.get(name, getattr(options, name)) for name in given if "temperature" in name}
+            return _rows(input, target, replace(options, **temperatures), columns, rest, of_rows.get("weight"), shards)
+
+        return divergence_on_shards(
+            of_rank, as_dtensor(input, mesh), target.detach(), columns, of_rows, reduction, result_dtype
+        )
+    if columns is not None:
+        input, target, options = _of_columns(input, target, columns, rest, options, None)
+    return _reduced(input, target, options, weight, reduction).to(result_dtype)
+
+
+def _of_shards(input, target, given, columns, rest, weight, reduction, dtype, over: Over) -> Tensor:
+    """A call whose classes lie over the ranks of a group."""
+    with Refusing(_NAME, over, input, target):
+        check_over(_NAME, over, input, target, columns, weight, given["temperature"], given["target_temperature"])
+        options = _checked(input, target, given, columns, rest, weight, reduction, dtype, over)
+        input, target = resolved(input, target)
+        sizes = sizes_of(_NAME, over, input.shape[-1])
+    alike = {"operation": _NAME, "dtype": input.dtype, "target_dtype": target.dtype, **options.asked(), "result": dtype}
+    alike["columns_of_rows"] = None if columns is None else (columns.shape[-1], rest)
+    shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, columns)
+    shards = told_by(peers_of(_NAME, over.transport, over.group, input, target), _NAME, shards)
+    rows = _rows(input, target, options, columns, rest, weight, shards)
+    return reduced(rows, weight, reduction).to(dtype or arithmetic_of(input))
+
+
+def _checked(input, target, given, columns, rest, weight, reduction, dtype, over: Over | None = None) -> Divergence:
+    """The options of a call, with a group of this rank's columns; or an error that names the argument."""
+    shape = _check_student(input, over)
     _check_target(input, target)
     options = check_divergence(_NAME, input, shape, given, weight, reduction, dtype)
     _check_shapes(input, shape, target, given, columns, rest)
+    return options
+
+
+def _rows(
+    input: Tensor, target: Tensor, options: Divergence, columns: Tensor | None, rest: str, weight: Tensor | None,
+    shards: Shards | None = None,
+) -> Tensor:  # fmt: skip
+    """The divergence of every row, in the leading shape. shards: of the classes, where this rank has a part of them."""
     if columns is not None:
-        input, target, options = _of_columns(input, target, columns, rest, options)
-    return divergences(input, target, options, weight, reduction).to(dtype or arithmetic_of(input))
+        input, target, options = _of_columns(input, target, columns, rest, options, shards)
+    elif shards is not None:
+        return rows_over_ranks(input, target, options, shards)
+    return rows_of_pair(input, target, options, weight)
 
 
 def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
@@ -105,16 +187,20 @@ def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
     return rows if reduction == "none" else rows.sum() / w.sum() if reduction == "mean" else rows.sum()
 
 
-def _check_student(input: Any) -> tuple[int, ...]:
+def _check_student(input: Any, over: Over | None = None) -> tuple[int, ...]:
+    """The shape of logits, with a group that of whole rows; or an error."""
     if not isinstance(input, Tensor):
         raise TypeError(f"{_NAME}: input must be a Tensor, not {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
         raise RuntimeError(f"{_NAME}: input must be a dense strided tensor, got {input.layout}")
     if not input.dtype.is_floating_point:
         raise NotImplementedError(f"{_NAME}: input must be of a float dtype, got {input.dtype}")
-    if input.ndim == 0 or input.shape[-1] == 0:
+    columns = input.shape[-1] if input.ndim else 0
+    if over is not None and input.ndim:
+        columns = over.n_classes or sum(sizes_of(_NAME, over, columns))
+    if columns == 0:
         raise ValueError(f"{_NAME}: input must have at least one class, got shape {tuple(input.shape)}")
-    return tuple(input.shape)
+    return *input.shape[:-1], columns
 
 
 def _check_target(input: Tensor, target: Any) -> None:
@@ -157,7 +243,7 @@ def check_divergence(
 def _check_shapes(input, shape, target, given, columns, rest) -> None:
     if rest not in ("renormalize", "lump"):
         raise ValueError(f'{_NAME}: rest is "renormalize" or "lump", got {described(rest)}')
-    expected = shape
+    expected = tuple(input.shape)
     if columns is not None:
         expected = _check_columns(input, shape, columns, rest, given)
     elif rest != "renormalize":
@@ -201,20 +287,29 @@ def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: st
     return found
 
 
-def _of_columns(input, target, columns, rest, options: Divergence) -> tuple[Tensor, Tensor, Divergence]:
+def _of_columns(
+    input, target, columns, rest, options: Divergence, shards: Shards | None
+) -> tuple[Tensor, Tensor, Divergence]:
     """(the student's logits and the teacher's rows of some columns, and of the rest together, their options)."""
     columns = columns.long()
     if rest == "renormalize":
-        inside = (columns >= 0) & (columns < input.shape[-1])
-        z = input.gather(-1, torch.where(inside, columns, 0))
-        z = torch.where(inside, z, float("nan"))
+        if shards is not None:
+            n = prod(input.shape[:-1])
+            of_rows = input.reshape(n, input.shape[-1]), columns.reshape(n, columns.shape[-1])
+            z: Any = ChosenLogits.apply(*of_rows, shards).view(columns.shape)
+        else:
+            inside = (columns >= 0) & (columns < input.shape[-1])
+            z = input.gather(-1, torch.where(inside, columns, 0))
+            z = torch.where(inside, z, float("nan"))
         if options.target_is != "logits":  # of which a softmax is their share of the columns
             target = target.to(arithmetic_of(target))
             target = target.log() if options.target_is == "probs" else target
         return z, target, replace(options, target_is="logits")
-    log_q: Any = log_probs(
-        input, columns, scale=options.scale, softcap=options.softcap, temperature=options.temperature, ignore_index=-1
-    )  # fmt: skip
+    of_student = LogProb(-1, options.scale, options.softcap, options.temperature)
+    if shards is not None:
+        log_q: Any = log_probs_over_ranks(input, columns, of_student, Asked(), False, None, shards)
+    else:
+        log_q = log_probs(input, columns, **of_student.options())
     log_q = torch.where(columns == -1, float("nan"), log_q)
     log_q = torch.cat([log_q, _log_of_rest(log_q)], -1)
     t = target.to(log_q.dtype)
@@ -231,23 +326,32 @@ def _log_of_rest(log_q: Tensor) -> Tensor:
     return left.clamp_min(torch.finfo(log_q.dtype).eps).log()
 
 
-def divergences(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor:
-    """The divergences of rows as they are reduced. weight: of rows.
+def _reduced(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor:
+    """Divergences as they are reduced. Where it can, the launch that sums them writes their gradient too."""
+    if reduction != "none" and _route_of(input, target, options) is Route.KERNEL:
+        found = summed(_pair_of(input, target.detach(), options), options.with_numbers(), weight, reduction)
+        if found is not None:
+            return found
+    return reduced(rows_of_pair(input, target, options, weight), weight, reduction)
 
-    The gradient of a sum or mean is written in the pass that sums it.
-    """
-    target = target.detach()
-    temperatures = [each for each in (options.temperature, options.target_temperature) if isinstance(each, Tensor)]
-    route = route_of(_NAME, input, target, *temperatures, refused=refused(input, target, options), batches=False)
-    shape = input.shape[:-1]
+
+def rows_of_pair(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None = None) -> Tensor:
+    """The divergence of every row, in the leading shape. weight: 0 of rows to ignore."""
+    target, shape = target.detach(), input.shape[:-1]
+    route = _route_of(input, target, options)
     if route is Route.COMPOSED:
-        rows = referred(input, target, options, None if weight is None else weight.detach() != 0)
-        return reduced(rows, weight, reduction)
-    x, y = input.reshape(-1, input.shape[-1]), target.reshape(-1, input.shape[-1])
-    pair = pair_of(x, y, options)
+        return referred(input, target, options, None if weight is None else weight.detach() != 0)
+    pair = _pair_of(input, target, options)
     if route is Route.OPERATOR:
-        rows = torch.ops.fused_softmax.divergence.default(x, y, *with_rows(options, pair).traced())[0].view(shape)
-        return reduced(rows, weight, reduction)
-    options = options.with_numbers()
-    found = summed(pair, options, weight, reduction)
-    return reduced(differentiated(pair, options).view(shape), weight, reduction) if found is None else found
+        operator = torch.ops.fused_softmax.divergence.default
+        return operator(pair.x, pair.y, *with_rows(options, pair).traced())[0].view(shape)
+    return differentiated(pair, options.with_numbers()).view(shape)
+
+
+def _route_of(input: Tensor, target: Tensor, options: Divergence) -> Route:
+    temperatures = [each for each in (options.temperature, options.target_temperature) if isinstance(each, Tensor)]
+    return route_of(_NAME, input, target, *temperatures, refused=refused(input, target, options), batches=False)
+
+
+def _pair_of(input: Tensor, target: Tensor, options: Divergence) -> Pair:
+    return pair_of(input.reshape(-1, input.shape[-1]), target.reshape(-1, input.shape[-1]), options)

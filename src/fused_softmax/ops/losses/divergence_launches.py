@@ -118,7 +118,8 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
     def arranged(pair, rows, states, sums):
         return *pair, states, *rows, sums
 
-    sums_of = partial(of_parts, 2) if asked.twice else lambda n: None
+    sums_up = asked.twice and not asked.shard  # sums are by whole rows' states
+    sums_of = partial(of_parts, 2) if sums_up else lambda n: None
     names = (*Pair._fields, "states", *PairRows._fields, "sums")
     given = arranged(pair, rows_of(n_rows), states_of(n_rows), sums_of(n_rows))
     tensors = dict(zip(names, given, strict=True))
@@ -128,7 +129,7 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
     kernels: list[tuple[Any, PairSpec, dict[str, Any]]] = [(_pair_states, spec, {})]
     if parts > 1:
         kernels.append((_merge_pairs, merging, of_blocks))
-    if asked.twice:
+    if sums_up:
         kernels += [(_pair_sums, spec, {}), (_merge_sums, merging, of_blocks)]
     launches, places = [], []
     for kernel, of_kernel, how in kernels:
@@ -210,14 +211,14 @@ def _prepare_held(
 
 
 def backward(
-    pair: Pair, rows: PairRows, dvalue: Tensor, asked: Divergence, of_target: bool = False, over: bool = False
+    pair: Pair, rows: PairRows, dvalue: Tensor, asked: Divergence, of_target: bool = False, dx: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(the gradient by the student's rows, that of "cross" by the teacher's probabilities, if it is wanted).
 
-    over: whether the first is written over these rows.
+    dx: where the first is written, which may be these rows; new if none is given.
     """
     x, y = pair.x, pair.y
-    dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
     dvalue = dvalue.to(torch.float32).contiguous()
     given = (*pair, dx, dy)
@@ -258,3 +259,41 @@ def _prepare_gradient(
         return call
 
     return compose(build, launched, n=n_rows, by_row=True)
+
+
+def shard_sums(pair: Pair, rows: PairRows, asked: Divergence) -> Tensor:
+    """[2, n] of a shard of rows that lie `in_vectors`, by the states of whole rows: what it adds to jsd or tvd, and to
+    what their gradient takes.
+    """
+    tensors = *pair, *rows[:4]
+    call = kept("divergences of shards", asked.key, tensors, _prepare_sums, pair, rows, asked)
+    return call(pair, rows, asked.numbers)
+
+
+def _prepare_sums(pair: Pair, rows: PairRows, asked: Divergence) -> Launched:
+    """call(pair, rows, numbers) -> [2, n]"""
+    x, device = pair.x, pair.x.get_device()
+    n_rows, n_cols = x.shape
+    empty = allocator(x.device)
+    plan = plan_alone(n_rows, n_cols, _itemsize(pair), device_of(device))
+    spec, parts = _spec(pair, asked, plan), plan.parts
+    found = empty((2, n_rows), (n_rows, 1), torch.float32)
+    sums = empty((2, n_rows, parts), (n_rows * parts, parts, 1), torch.float32)
+    tensors = {**pair._asdict(), **rows._asdict(), "sums": sums, "value": found[0], "total": found[1]}
+    values = dict(zip(NUMBERS, asked.numbers, strict=True))
+    add = prepare(_pair_sums, plan, spec, tensors, values, device=device, numbers=NUMBERS)
+    names = [name[:-4] for name in _pair_sums.arg_names if name.endswith("_ptr")]
+    picked = picked_of([tensors[name] for name in names])
+    merging = replace(spec, block_rows=_MERGED, block_cols=1)
+    merge = prepare(
+        _merge_sums, plan, merging, tensors, {}, device=device, programs=partial(blocks_of, _MERGED), num_warps=1
+    )  # fmt: skip
+
+    def call(pair, rows, numbers):
+        sums = empty((2, n_rows, parts), (n_rows * parts, parts, 1), torch.float32)
+        found = empty((2, n_rows), (n_rows, 1), torch.float32)
+        add(*picked((pair.x, pair.y, *pair[3:], *rows[:4], sums)), *numbers)
+        merge(sums, found[0], found[1])
+        return found
+
+    return Launched(call)

@@ -99,7 +99,7 @@ def gradients(
     pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False, over: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Those of the student's rows, over them if asked, and if wanted of the teacher's, by the kernels."""
-    return backward(pair if over else _in_vectors(pair), rows, dvalue, options, of_target, over)
+    return backward(pair if over else _in_vectors(pair), rows, dvalue, options, of_target, pair.x if over else None)
 
 
 class _Divergence(torch.autograd.Function):

@@ -243,10 +243,10 @@ def _of_shards(input, target, given, asked, kept, inplace, dtype, over: Over) ->
     alike["targets"] = target.shape[-1] if target.ndim == input.ndim else None
     shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, target)
     peers = peers_of(_NAME, over.transport, over.group, input, target)
-    return _over_ranks(input, target, options, wanted, inplace, dtype, told_by(peers, _NAME, shards))
+    return over_ranks(input, target, options, wanted, inplace, dtype, told_by(peers, _NAME, shards))
 
 
-def _over_ranks(
+def over_ranks(
     input: Tensor, target: Tensor, options: LogProb, wanted: Asked, inplace: bool, dtype: torch.dtype | None,
     shards: Shards,
 ) -> Tensor | LogProbOutput:  # fmt: skip
@@ -282,7 +282,7 @@ def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
             if shards is None:
                 return of_checked(input, target, given | {"temperature": temperature}, wanted, dtype, None, inplace)
             of_shard = replace(options, temperature=temperature)
-            return _over_ranks(input, target, of_shard, wanted, inplace, dtype, shards)
+            return over_ranks(input, target, of_shard, wanted, inplace, dtype, shards)
 
         return log_prob_on_shards(of_rank, as_dtensor(input, mesh), target, options.temperature)
     if kept is not None:

@@ -390,7 +390,7 @@ class Divergence(Options):
     """What a call asks of divergences, beside a student's logits and a teacher's rows.
 
     Logits are softcap(x * scale) / temperature, those of the teacher by the target_ options. kind: "cross" too, whose
-    teacher's rows are probabilities, spread by label_smoothing.
+    teacher's rows are probabilities, spread by label_smoothing. shard: whether rows are a rank's part of longer ones.
     """
 
     kind: str = option("kl", "str", _is_one_of(*KINDS))
@@ -403,6 +403,7 @@ class Divergence(Options):
     target_temperature: float | Tensor = option(1.0, "float", _is_temperature, by_row=True)
     target_is: str = option("logits", "str", _is_one_of(*GIVEN))
     label_smoothing: float = 0.0
+    shard: bool = False
 
     @classmethod
     def of_loss(cls, loss: Loss) -> Self:
@@ -432,7 +433,7 @@ class Divergence(Options):
         return {
             "divergence": self.kind, "given": self.target_is, "smooth": self.label_smoothing > 0,
             "scaled": student["scaled"], "capped": student["capped"],
-            "target_scaled": teacher["scaled"], "target_capped": teacher["capped"],
+            "target_scaled": teacher["scaled"], "target_capped": teacher["capped"], "shard": self.shard,
         }  # fmt: skip
 
     @cached_property
@@ -445,6 +446,10 @@ class Divergence(Options):
         """As each launch is given them."""
         student, teacher = (each.numbers() for each in self.losses)
         return student.factor, student.cap, teacher.factor, teacher.cap, float(self.beta), float(self.label_smoothing)
+
+    def asked(self) -> dict[str, Any]:
+        """What every rank of a group has to ask alike."""
+        return {name: "of rows" if isinstance(each, Tensor) else each for name, each in self.options().items()}
 
     def with_numbers(self) -> Self:
         """Less temperatures of rows, which are given beside it: what is kept holds no tensor."""

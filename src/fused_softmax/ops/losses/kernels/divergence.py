@@ -94,24 +94,28 @@ def faded(c, fade):
 
 
 @triton.jit
-def origin(ptr, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """From where logits of a row are counted, so that what they all share does not drown a difference: its first."""
-    z = finished(tl.load(ptr), factor, cap, SCALED, CAPPED)
-    return tl.where(tl.abs(z) < float("inf"), z, 0.0)
+def counted_from(m):
+    """From where logits are counted whose greatest is m, so that what they all share drowns no difference."""
+    return tl.where(tl.abs(m) < float("inf"), m, 0.0)
 
 
 @triton.jit
-def origins_of(x_row, y_row, N, K: tl.constexpr):
-    """(from where a student's logits are counted, from where a teacher's are)."""
-    of_y = 0.0
+def recounted(c, s, s_t, m, m_t, to, to_t, K: tl.constexpr):
+    """The sum c of a PairSums, of logits that are now counted from greatest ones `to` and `to_t`."""
+    moved = counted_from(to) - counted_from(m)
     if K.given == "logits":
-        of_y = origin(y_row, N.target_factor, N.target_cap, K.target_scaled, K.target_capped)
-    return origin(x_row, N.factor, N.cap, K.scaled, K.capped), of_y
+        moved -= counted_from(to_t) - counted_from(m_t)
+    if K.divergence == "reverse_kl":
+        return c - tl.where(s == 0.0, 0.0, s * moved)
+    elif (K.divergence == "kl") | (K.divergence == "cross"):
+        return c + tl.where(s_t == 0.0, 0.0, s_t * moved)
+    else:
+        return c
 
 
 @triton.jit
-def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K: tl.constexpr):
-    """The PairSums of a part of a row. zero, of_y: from where logits are counted."""
+def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, N, K: tl.constexpr):
+    """The PairSums of a part of a row."""
     HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
     m = tl.full([HEIGHT, 1], NEG_INF, tl.float32)
     s = tl.zeros([HEIGHT, 1], tl.float32)
@@ -127,7 +131,7 @@ def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K: tl.c
         scale, base = origin_of(m_tile, K.ptx)
         fade = weight_of(m, m_tile, K.ptx)
         e = exp_at(z, scale, base, K.ptx)
-        s = s * fade + tl.sum(e, axis=1)[:, None]
+        m_t_tile = m_t
         if K.given == "logits":
             z_t = finished(y, N.target_factor, N.target_cap, K.target_scaled, K.target_capped)
             z_t = tl.where(on, z_t, NEG_INF)
@@ -135,23 +139,25 @@ def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K: tl.c
             scale_t, base_t = origin_of(m_t_tile, K.ptx)
             fade_t = weight_of(m_t, m_t_tile, K.ptx)
             t = exp_at(z_t, scale_t, base_t, K.ptx)
-            log_t = z_t - of_y
-            s_t = s_t * fade_t + tl.sum(t, axis=1)[:, None]
-            m_t = m_t_tile
+            log_t = z_t - counted_from(m_t_tile)
         else:
             T = teacher_of(y, weights_of(weight_ptr, at + r.cols, on, K), 0.0, 0.0, n_cols, N, K)
             t, log_t = tl.where(on, T.p, 0.0), T.log_p
             fade_t = 1.0
-            s_t += tl.sum(t, axis=1)[:, None]
+        z -= counted_from(m_tile)
+        c = recounted(c, s, s_t, m, m_t, m_tile, m_t_tile, K)
         if K.divergence == "kl":
-            c = faded(c, fade_t) + tl.sum(tl.where(t == 0.0, 0.0, t * (log_t - (z - zero))), axis=1)[:, None]
+            c = faded(c, fade_t) + tl.sum(tl.where(t == 0.0, 0.0, t * (log_t - z)), axis=1)[:, None]
         elif K.divergence == "cross":
-            c -= tl.sum(tl.where(on, t * (z - zero), 0.0), axis=1)[:, None]  # NaN of 0 times -inf, as torch's
+            c -= tl.sum(tl.where(on, t * z, 0.0), axis=1)[:, None]  # NaN of 0 times -inf, as torch's
         elif K.divergence == "reverse_kl":
-            c = faded(c, fade) + tl.sum(tl.where(e == 0.0, 0.0, e * ((z - zero) - log_t)), axis=1)[:, None]
-        m = m_tile
+            c = faded(c, fade) + tl.sum(tl.where(e == 0.0, 0.0, e * (z - log_t)), axis=1)[:, None]
+        s = s * fade + tl.sum(e, axis=1)[:, None]
+        s_t = s_t * fade_t + tl.sum(t, axis=1)[:, None]
+        m, m_t = m_tile, m_t_tile
     top, top_t = tl.max(m, axis=0)[:, None], tl.max(m_t, axis=0)[:, None]
     fade, fade_t = weight_of(m, top, K.ptx), weight_of(m_t, top_t, K.ptx)
+    c = recounted(c, s, s_t, m, m_t, top, top_t, K)
     if K.divergence == "reverse_kl":
         c = faded(c, fade)
     elif K.given == "logits":
@@ -163,11 +169,11 @@ def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K: tl.c
 
 
 @triton.jit
-def known_of(S, zero, of_y, K: tl.constexpr):
-    """(m, ls, m_t, ls_t, divergence, total) of rows by the PairSums of them.
+def known_of(S, K: tl.constexpr):
+    """(ls, m_t, ls_t, divergence, total) of rows by the PairSums of them.
 
     The last two, where one pass gives them: total is what the gradient needs of the whole row, the sum of T, or the
-    divergence itself. ls and m_t are 0 of probabilities.
+    divergence itself. m_t and ls_t are 0 of probabilities.
     """
     ls = log_sum_of(S.m, S.s, K.ptx)
     ls_t = tl.zeros_like(ls)
@@ -175,7 +181,9 @@ def known_of(S, zero, of_y, K: tl.constexpr):
     if K.given == "logits":
         ls_t = log_sum_of(S.m_t, S.s_t, K.ptx)
         m_t = S.m_t
-    more = (S.m - zero) - (m_t - of_y) + (ls - ls_t)  # lse - lse_t, each counted from its origin
+    more = ls - ls_t  # lse - lse_t, each counted from its m, as S.c is
+    if K.shard:  # of one without probability the shares of ranks say so: its own lse would make NaN of infinities
+        more = tl.where((S.m == NEG_INF) | (m_t == NEG_INF), 0.0, more)
     value = tl.zeros_like(ls)
     total = value
     if K.divergence == "reverse_kl":
@@ -187,14 +195,14 @@ def known_of(S, zero, of_y, K: tl.constexpr):
     elif (K.divergence == "kl") | (K.divergence == "cross"):
         value = S.c + tl.where(S.s_t == 0.0, 0.0, S.s_t * more)
         total = S.s_t
-    return S.m, ls, m_t, ls_t, value, total
+    return ls, m_t, ls_t, value, total
 
 
 @triton.jit
-def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, zero, of_y, K: tl.constexpr):
+def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, K: tl.constexpr):
     """What is known of rows by the PairSums of them."""
-    m, ls, m_t, ls_t, value, total = known_of(S, zero, of_y, K)
-    tl.store(m_ptr + row, m)
+    ls, m_t, ls_t, value, total = known_of(S, K)
+    tl.store(m_ptr + row, S.m)
     tl.store(ls_ptr + row, ls)
     if K.given == "logits":
         tl.store(m_t_ptr + row, m_t)
@@ -212,7 +220,8 @@ def merged_pairs(S, K: tl.constexpr):
     fade_t = tl.zeros_like(fade) + 1.0
     if K.given == "logits":
         fade_t = weight_of(S.m_t, m_t, K.ptx)
-    c = faded(S.c, fade if K.divergence == "reverse_kl" else fade_t)
+    c = recounted(S.c, S.s, S.s_t, S.m, S.m_t, m, m_t, K)
+    c = faded(c, fade if K.divergence == "reverse_kl" else fade_t)
     s, s_t = tl.sum(rounded_product(S.s, fade), axis=0), tl.sum(rounded_product(S.s_t, fade_t), axis=0)
     return PairSums(m, s, m_t, s_t, tl.sum(c, axis=0))
 
@@ -230,11 +239,10 @@ def _pair_states(
     part = (program % n_parts).to(tl.int64)
     N = numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
                         target_temperature_ptr, row)  # fmt: skip
-    zero, of_y = origins_of(x_ptr + row * x_row_stride, y_ptr + row * y_row_stride, N, K)
     r, x_body = part_of_one(x_ptr, x_row_stride, misalignment, row, part, n_cols, part_cols, K)
     _, y_body = part_of_one(y_ptr, y_row_stride, misalignment, row, part, n_cols, part_cols, K)
     end = tl.minimum(r.start + whole_vectors(part_cols, K), r.body)
-    S = scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, zero, of_y, N, K)
+    S = scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, N, K)
     if states_ptr is not None:
         j = tl.arange(0, 1)
         at = states_ptr + row * n_parts + part + j
@@ -245,7 +253,7 @@ def _pair_states(
         tl.store(at + 3 * step, S.s_t)
         tl.store(at + 4 * step, S.c)
     else:
-        store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row + tl.arange(0, 1), S, zero, of_y, K)
+        store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row + tl.arange(0, 1), S, K)
 
 
 @triton.jit
@@ -257,9 +265,7 @@ def rows_of_block(n_rows, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "n_parts"])
 def _merge_pairs(
-    x_ptr, y_ptr, temperature_ptr, target_temperature_ptr, states_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr,
-    total_ptr, x_row_stride, y_row_stride, n_rows, n_parts, factor, cap, target_factor, target_cap, beta, smoothing,
-    K: tl.constexpr,
+    states_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, n_rows, n_parts, K: tl.constexpr
 ):  # fmt: skip
     """What is known of rows by the sums of their parts, in the order of their columns."""
     row = rows_of_block(n_rows, K)
@@ -274,18 +280,18 @@ def _merge_pairs(
     s_t = tl.zeros(row.shape, tl.float32)
     c = tl.zeros(row.shape, tl.float32)
     for p in range(n_parts):
-        fade = weight_of(tl.load(at + p), m, K.ptx)
-        s += tl.load(at + step + p) * fade
+        m_p, s_p = tl.load(at + p), tl.load(at + step + p)
+        m_t_p, s_t_p = tl.load(at + 2 * step + p), tl.load(at + 3 * step + p)
+        fade = weight_of(m_p, m, K.ptx)
+        s += s_p * fade
         fade_t = 1.0
         if K.given == "logits":
-            fade_t = weight_of(tl.load(at + 2 * step + p), m_t, K.ptx)
-        s_t += tl.load(at + 3 * step + p) * fade_t
-        c += faded(tl.load(at + 4 * step + p), fade if K.divergence == "reverse_kl" else fade_t)
-    N = numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
-                        target_temperature_ptr, row)  # fmt: skip
-    zero, of_y = origins_of(x_ptr + row * x_row_stride, y_ptr + row * y_row_stride, N, K)
+            fade_t = weight_of(m_t_p, m_t, K.ptx)
+        s_t += s_t_p * fade_t
+        c_p = recounted(tl.load(at + 4 * step + p), s_p, s_t_p, m_p, m_t_p, m, m_t, K)
+        c += faded(c_p, fade if K.divergence == "reverse_kl" else fade_t)
     S = PairSums(m, s, m_t, s_t, c)
-    store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, zero, of_y, K)
+    store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, K)
 
 
 @triton.jit

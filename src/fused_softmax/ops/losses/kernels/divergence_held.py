@@ -22,11 +22,11 @@ from fused_softmax.core.kernels.state import (
     widen,
 )
 from fused_softmax.ops.losses.kernels.divergence import (
+    counted_from,
     finished,
     known_of,
     merged_pairs,
     numbers_of_pair,
-    origins_of,
     weights_of,
 )
 from fused_softmax.ops.losses.kernels.spec import BothStates, Exponents, HeldPair, PairSums
@@ -58,10 +58,8 @@ def _pair_held(
     if K.split:
         row_slots_ptr, tag = slots_of(slots_ptr, row, program % n_parts, n_parts, K.copies * K.messages, K)
     r = part_of(program % n_parts, row, P.x, n_cols, part_cols, K)
-    zero, of_y = origins_of(x_ptr + row * x_row_stride, y_ptr + row * y_row_stride, P.N, K)
-    of_y += tl.zeros([], tl.float32)
     x, y = load_pair(r, P, K)
-    S = sums_of_held(x, y, r, zero, of_y, P, K)
+    S = sums_of_held(x, y, r, P, K)
     if K.prefetch:
         prefetch_part(P.x, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
         prefetch_part(P.y, n_cols, n_parts, part_cols, tl.num_programs(0), ahead, K)
@@ -72,28 +70,28 @@ def _pair_held(
         if K.collect:
             S, left = collect_sums(row_slots_ptr, r.part, n_parts, tag, K)
             if left > 0:
-                pair_alone(row, r.part, row_slots_ptr, tag, zero, of_y, P, K)
+                pair_alone(row, r.part, row_slots_ptr, tag, P, K)
             else:
-                B, value, total = both_of(S, zero, of_y, K)
+                B, value, total = both_of(S, K)
                 if K.twice:
-                    value, total = shares_of_held(x, y, r, B, zero, of_y, P, K)
+                    value, total = shares_of_held(x, y, r, B, P, K)
                     x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
                     if K.publish_shares:
                         publish_shares(value, total, row_slots_ptr, r.part, n_parts, tag, K)
                     if K.collect_shares:
                         value, total, left = collect_shares(row_slots_ptr, r.part, n_parts, tag, K)
                         if left > 0:
-                            pair_alone(row, r.part, row_slots_ptr, tag, zero, of_y, P, K)
+                            pair_alone(row, r.part, row_slots_ptr, tag, P, K)
                         else:
-                            finish_held(x, y, r, B, value, total, zero, of_y, P, K)
+                            finish_held(x, y, r, B, value, total, P, K)
                 else:
-                    finish_held(x, y, r, B, value, total, zero, of_y, P, K)
+                    finish_held(x, y, r, B, value, total, P, K)
     else:
-        B, value, total = both_of(S, zero, of_y, K)
+        B, value, total = both_of(S, K)
         if K.twice:
-            value, total = shares_of_held(x, y, r, B, zero, of_y, P, K)
+            value, total = shares_of_held(x, y, r, B, P, K)
             x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
-        finish_held(x, y, r, B, value, total, zero, of_y, P, K)
+        finish_held(x, y, r, B, value, total, P, K)
 
 
 @triton.jit
@@ -173,23 +171,24 @@ def packed_maximum(a, b):
 
 
 @triton.jit
-def exponents_of(m, m_t, zero, of_y, K: tl.constexpr):
+def exponents_of(m, m_t, K: tl.constexpr):
     """The Exponents of both rows by their maxima, or of parts of them."""
     scale, base = origin_of(m, K.ptx)
     scale_t, base_t = origin_of(m_t, K.ptx)
-    return Exponents(scale, base, scale_t, base_t, zero, of_y)
+    return Exponents(scale, base, scale_t, base_t, counted_from(m), counted_from(m_t))
 
 
 @triton.jit
 def terms_of(x, y, w, on, E, P, K: tl.constexpr):
-    """(exp(z - m), z - zero, what is in proportion to T, log T or what differs from it by a number of the row) of a
-    piece. w: the classes' weights.
+    """(exp(z - m), z as it is counted, T but for a factor of the row, log T but for a number of it) of a piece.
+
+    w: the classes' weights.
     """
     z = student_of(x, on, P.N, K)
     e = exp_at(z, E.scale, E.base, K.ptx)
     if K.given == "logits":
         z_t = teacher_logits_of(y, on, P.N, K)
-        return e, z - E.zero, exp_at(z_t, E.scale_t, E.base_t, K.ptx), z_t - E.of_y
+        return e, z - E.zero, exp_at(z_t, E.scale_t, E.base_t, K.ptx), z_t - E.zero_t
     elif K.given == "log_probs":
         log_t = tl.where(on, widen(y, y.dtype, K.ptx), NEG_INF)
         return e, z - E.zero, natural_exp(log_t, K.ptx), log_t
@@ -223,11 +222,11 @@ def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
 
 
 @triton.jit
-def sums_of_held(x, y, r, zero, of_y, P, K: tl.constexpr):
+def sums_of_held(x, y, r, P, K: tl.constexpr):
     """The PairSums of a row, or of its part."""
     m, m_t = maxima_of(x, y, r, P.N, K)
     x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
-    E = exponents_of(m, m_t, zero, of_y, K)
+    E = exponents_of(m, m_t, K)
     s = tl.zeros(r.cols.shape, tl.float32)
     s_t = tl.zeros(r.cols.shape, tl.float32)
     c = tl.zeros(r.cols.shape, tl.float32)
@@ -278,14 +277,13 @@ def collect_sums(slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 
 @triton.jit
-def both_of(S, zero, of_y, K: tl.constexpr):
+def both_of(S, K: tl.constexpr):
     """(the BothStates of a pair of rows, and what `known_of` gives of their divergence)."""
-    m, ls, m_t, ls_t, value, total = known_of(S, zero, of_y, K)
-    lse = m - zero + ls
-    of_t = tl.zeros_like(lse) + 1.0
+    ls, m_t, ls_t, value, total = known_of(S, K)
+    of_t = tl.zeros_like(ls) + 1.0
     if K.given == "logits":
         of_t = 1.0 / S.s_t
-    return BothStates(m, m_t, 1.0 / S.s, of_t, lse, lse - (m_t - of_y + ls_t)), value, total
+    return BothStates(S.m, m_t, 1.0 / S.s, of_t, ls, ls - ls_t), value, total
 
 
 @triton.jit
@@ -296,9 +294,9 @@ def told_of(message, n_parts, K: tl.constexpr):
 
 
 @triton.jit
-def shares_of_held(x, y, r, B, zero, of_y, P, K: tl.constexpr):
+def shares_of_held(x, y, r, B, P, K: tl.constexpr):
     """(jsd or tvd, sum Q f) of a row, or of its part, by the BothStates."""
-    E = exponents_of(B.m, B.m_t, zero, of_y, K)
+    E = exponents_of(B.m, B.m_t, K)
     value = tl.zeros(r.cols.shape, tl.float32)
     of_q = tl.zeros(r.cols.shape, tl.float32)
     for p in tl.static_range(len(x)):
@@ -350,7 +348,7 @@ def collect_shares(slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 
 @triton.jit
-def finish_held(x, y, r, B, value, total, zero, of_y, P, K: tl.constexpr):
+def finish_held(x, y, r, B, value, total, P, K: tl.constexpr):
     """The gradient of a row, or of its part; the first part stores the divergence."""
     if r.part == 0:
         tl.store(P.value_ptr + r.row, value)
@@ -362,7 +360,7 @@ def finish_held(x, y, r, B, value, total, zero, of_y, P, K: tl.constexpr):
             if P.dy_ptr is not None:
                 store_piece(dy_body, zeros.to(P.dy_ptr.dtype.element_ty), p, r.cols, r.size, K)
     else:
-        E = exponents_of(B.m, B.m_t, zero, of_y, K)
+        E = exponents_of(B.m, B.m_t, K)
         for p in tl.static_range(len(x)):
             dx, dy = gradient_of_piece(x[p], y[p], p * K.block_cols, on_of(p, r, K), r, B, E, total, P, K)
             store_piece(dx_body, dx.to(P.dx.ptr.dtype.element_ty), p, r.cols, r.size, K)
@@ -401,11 +399,11 @@ def gradient_of_piece(x, y, at, on, r, B, E, total, P, K: tl.constexpr):
     if K.capped:
         size = tl.abs(student_of(x, on, P.N, K))
         dx *= (P.N.cap - size) / P.N.cap * (1.0 + size / P.N.cap)
-    return dx, P.dvalue * w * (1.0 - P.N.smoothing) * (B.lse - z)
+    return dx, P.dvalue * w * (1.0 - P.N.smoothing) * (B.ls - z)
 
 
 @triton.jit(noinline=True)
-def pair_alone(row, part, slots_ptr, tag, zero, of_y, P, K: tl.constexpr):
+def pair_alone(row, part, slots_ptr, tag, P, K: tl.constexpr):
     """The same of a row whose other parts have not all told their sums: all are computed here, with the same bits.
 
     Neither row is overwritten, so what is read is whole. It is read piece by piece, for which few registers do.
@@ -416,12 +414,12 @@ def pair_alone(row, part, slots_ptr, tag, zero, of_y, P, K: tl.constexpr):
     s = tl.zeros([LANES], tl.float32)
     m_t, s_t, c = (m if K.given == "logits" else s), s, s
     for other in range(P.n_parts):
-        S = sums_of_part(part_of(other, row, P.x, P.n_cols, P.part_cols, K), zero, of_y, P, K)
+        S = sums_of_part(part_of(other, row, P.x, P.n_cols, P.part_cols, K), P, K)
         here = j == other
         m, s, c = tl.where(here, S.m, m), tl.where(here, S.s, s), tl.where(here, S.c, c)
         m_t, s_t = tl.where(here, S.m_t, m_t), tl.where(here, S.s_t, s_t)
-    B, value, total = both_of(merged_pairs(PairSums(m, s, m_t, s_t, c), K), zero, of_y, K)
-    E = exponents_of(B.m, B.m_t, zero, of_y, K)
+    B, value, total = both_of(merged_pairs(PairSums(m, s, m_t, s_t, c), K), K)
+    E = exponents_of(B.m, B.m_t, K)
     if K.twice:
         values = tl.zeros([LANES], tl.float32)
         totals = values
@@ -462,7 +460,7 @@ def load_piece(at, r, P, K: tl.constexpr):
 
 
 @triton.jit
-def sums_of_part(r, zero, of_y, P, K: tl.constexpr):
+def sums_of_part(r, P, K: tl.constexpr):
     """`sums_of_held`, read piece by piece."""
     top = tl.full(r.cols.shape, NEG_INF, tl.float32)
     top_t = top
@@ -474,7 +472,7 @@ def sums_of_part(r, zero, of_y, P, K: tl.constexpr):
     m, m_t = tl.max(top, axis=0), tl.zeros([], tl.float32)
     if K.given == "logits":
         m_t = tl.max(top_t, axis=0)
-    E = exponents_of(m, m_t, zero, of_y, K)
+    E = exponents_of(m, m_t, K)
     s = tl.zeros(r.cols.shape, tl.float32)
     s_t, c = s, s
     for at in range(0, r.size, K.block_cols):

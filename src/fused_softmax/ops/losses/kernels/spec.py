@@ -197,7 +197,8 @@ class PairSpec(Spec):
 
     divergence: its kind, or "cross". given: what the teacher's rows are. weighted, smooth: of "cross".
     scaled, capped, target_scaled, target_capped: whether logits are multiplied, or go through a tanh. itemsize: the
-    smaller one of both rows. publish_shares, collect_shares: as publish and collect, of the second exchange of `twice`.
+    smaller one of both rows. shard: whether rows are a part of longer ones, as which ops/losses/over_ranks has them.
+    publish_shares, collect_shares: as publish and collect, of the second exchange of `twice`.
     """
 
     divergence: str = "kl"
@@ -209,6 +210,7 @@ class PairSpec(Spec):
     target_scaled: bool = False
     target_capped: bool = False
     itemsize: int = 4
+    shard: bool = False
     publish_shares: bool = True
     collect_shares: bool = True
 
@@ -253,7 +255,7 @@ class OfTeacher(NamedTuple):
 
 class PairSums(NamedTuple):
     """Of a pair of rows, or of a part of both: the student's state (m, s), the teacher's, of probabilities their sum
-    alone, and c, the one sum of a divergence that one pass gives.
+    alone, and c, the one sum of a divergence that one pass gives, of logits counted from m and m_t.
     """
 
     m: Any
@@ -264,26 +266,26 @@ class PairSums(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """What the exponentials of both rows are counted from (`origin_of`), and their logits: zero and of_y."""
+    """What the exponentials of both rows are counted from (`origin_of`), and their logits (`counted_from`)."""
 
     scale: Any
     base: Any
     scale_t: Any
     base_t: Any
     zero: Any
-    of_y: Any
+    zero_t: Any
 
 
 class BothStates(NamedTuple):
-    """Of a pair of rows: their maxima, what their exponentials are multiplied by, the student's lse from `zero` on, and
-    by how much log T - log Q exceeds the difference of the logits that are counted from `of_y` and `zero`.
+    """Of a pair of rows: their maxima, what their exponentials are multiplied by, the student's ls, and by how much
+    log T - log Q exceeds the difference of the logits, each counted from its maximum.
     """
 
     m: Any
     m_t: Any
     of_s: Any
     of_t: Any
-    lse: Any
+    ls: Any
     more: Any
 
 

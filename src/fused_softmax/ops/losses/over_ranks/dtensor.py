@@ -16,10 +16,11 @@ from fused_softmax.ops.autocast import result_dtype
 from fused_softmax.ops.losses.linear_by_rows import linear_of
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats, Wanted
+from fused_softmax.ops.losses.over_ranks.divergence import lacks, probabilities_over_ranks
 from fused_softmax.ops.losses.over_ranks.linear import LinearSharded, OfCall
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, loss_by_peers, states_by, written_at_once
 from fused_softmax.ops.losses.over_ranks.steps import sharded
-from fused_softmax.ops.losses.steps import as_rows
+from fused_softmax.ops.losses.steps import as_rows, rows_of
 from fused_softmax.ranks import groups as distributed
 from fused_softmax.ranks.dtensor import Cut, as_dtensor, mesh_of, replicates_plain, shards_of_mesh, tied
 from fused_softmax.ranks.gather import peers_of, told_by
@@ -91,6 +92,20 @@ class Placed(NamedTuple):
         of_row = self._replace(shape=leading)
         return tree_map_only(Tensor, lambda y: (self if y.ndim == len(self.shape) else of_row)._of_targets(y), found)
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of what all rows have."""
+        found = values.sum()
+        for group in self.groups:
+            dist.all_reduce(found, group=group)
+        return found
+
+    def summed(self, values: Tensor, total: Any, dtype: torch.dtype) -> Any:
+        """The sum of what all rows have, over a total, as a DTensor."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        placements = [Partial() if i in self.over else Replicate() for i in range(self.mesh.ndim)]
+        return DTensor.from_local((values.sum() / total).to(dtype), self.mesh, placements, run_check=False)
+
     def _of_targets(self, values: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 
@@ -146,14 +161,9 @@ def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, tem
     of_rank: gives those of (input, target, temperature, shards), this rank's rows; shards: None where they are whole.
     target, and temperature if it is a tensor: DTensors, or whole tensors that are the same on all ranks.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
     name = "log_prob"
     input, kept = cut_once(input, input.ndim - 1)
-    of_rows = [
-        each if isinstance(each, Shard) and i != kept else Replicate() for i, each in enumerate(input.placements)
-    ]
-    placed = Placed(name, input.device_mesh, of_rows, kept, target.shape)
+    placed = Placed(name, input.device_mesh, _of_leading(input, kept), kept, target.shape)
     (local,), t = resolved(input.to_local()), placed.targets(target)
     if isinstance(temperature, Tensor):
         temperature = placed.targets(temperature, "temperature")
@@ -165,29 +175,63 @@ def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, tem
     return placed.rows(of_rank(local, t, temperature, shards), input.shape[:-1])
 
 
+def divergence_on_shards(
+    of_rank: Callable[..., Tensor], input: Any, target: Any, columns: Any, of_rows: Mapping[str, Any], reduction: str,
+    dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """Divergences of logits that are a DTensor, from a target that goes where they lie; with columns, where rows do.
+
+    of_rank: gives those of (input, target, columns, of_rows, shards), this rank's rows; shards: None where they are
+    whole. of_rows: "weight" and temperatures, numbers left out where they are no tensors.
+    """
+    input, kept = cut_once(input, input.ndim - 1)
+    placed = Placed("divergence", input.device_mesh, _of_leading(input, kept), kept, input.shape[:-1])
+    (local,) = resolved(input.to_local())
+    if columns is None:
+        (target,) = resolved(_local(target, placed.mesh, list(input.placements)))
+    else:
+        columns, target = placed.targets(columns, "columns"), placed.targets(target)
+    of_rows = {name: placed.targets(each, name) for name, each in of_rows.items() if isinstance(each, Tensor)}
+    shards = None
+    if kept is not None:
+        shards = placed.shards(input.shape[-1])
+        shards = told_by(peers_of(placed.name, None, shards.group, local, target), placed.name, shards)
+    total: Any = 1.0
+    rows = of_rank(local, target, columns, of_rows, shards)
+    if "weight" in of_rows:
+        w = of_rows["weight"].detach().to(rows.dtype)
+        rows, total = torch.where(w == 0, 0.0, rows) * w, placed.total(w) if reduction == "mean" else 1.0
+    elif reduction == "mean":
+        total = float(math.prod(placed.shape))
+    return placed._of_targets(rows.to(dtype)) if reduction == "none" else placed.summed(rows, total, dtype)
+
+
 def loss_of_whole_rows(
     function: Callable[..., Any], input: Any, target: Any, lse: Any, loss: Loss, wanted: Wanted, dtype: torch.dtype
 ) -> Tensor | CrossEntropyOutput:
     """The loss of logits that are a DTensor by targets that are probabilities, or by an lse that is given.
 
-    function: cross_entropy. Each rank computes the losses of its own rows, of all classes; sums over ranks that hold
-    other rows are Partial("sum").
+    function: cross_entropy. Each rank computes the losses of its own rows, of all classes, or over ranks where the
+    classes of logits lie in shards; sums over ranks that hold other rows are Partial("sum").
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
     class_dim = 0 if input.ndim == 1 else 1
-    input, _ = cut_once(input, None, class_dim)
+    by_class = not target.is_floating_point()
+    whole = by_class or lacks(loss) != ""
+    input, kept = cut_once(input, None, class_dim) if whole else cut_once(input, class_dim)
     cut, axes = Cut(input.device_mesh, input.placements, input.shape), list(range(input.ndim))
     rows = [d for d in axes if d != class_dim]
-    placed = Placed("cross_entropy", cut.mesh, _of_rows(input, None), None, torch.Size(input.shape[d] for d in rows))
-    by_class = not target.is_floating_point()
+    placed = Placed("cross_entropy", cut.mesh, _of_rows(input, kept), kept, torch.Size(input.shape[d] for d in rows))
     t = placed.targets(target) if by_class else cut.local(target, axes)
-    weight = None if loss.weight is None else cut.local(loss.weight, (None,))
+    weight = None if loss.weight is None else cut.local(loss.weight, (class_dim,))
     x, given_lse = cut.local(input, axes), {} if lse is None else {"lse": cut.local(lse, rows)}
-    found = function(
-        x, t, **loss.options() | {"weight": weight, "reduction": "none"}, **given_lse, return_lse=True,
-        return_z_loss=True, return_token_stats=loss.stats, dtype=arithmetic_in(dtype),
-    )  # fmt: skip
+    if kept is None:
+        found = function(
+            x, t, **loss.options() | {"weight": weight, "reduction": "none"}, **given_lse, return_lse=True,
+            return_z_loss=True, return_token_stats=loss.stats, dtype=arithmetic_in(dtype),
+        )  # fmt: skip
+    else:
+        x, t = resolved(x, t)
+        found = _of_own_classes(placed, x, t, replace(loss, weight=weight), input.shape[class_dim], dtype)
     of_rows = tied(found.loss, x, t, weight), found.z_loss
     if loss.reduction != "none":
         total: Any = 1.0
@@ -195,14 +239,8 @@ def loss_of_whole_rows(
             on = (t != loss.ignore_index) if by_class else torch.ones_like(found.loss)
             if by_class and weight is not None:
                 on = torch.where(on, weight.detach()[torch.where(on, t, 0).long()], 0.0)
-            total = on.sum(dtype=found.loss.dtype)
-            for group in placed.groups:
-                dist.all_reduce(total, group=group)
-        placements = [Partial() if i in placed.over else Replicate() for i in range(cut.mesh.ndim)]
-        sums = [
-            DTensor.from_local((each.sum() / total).to(dtype), cut.mesh, placements, run_check=False)
-            for each in of_rows
-        ]
+            total = placed.total(on.to(found.loss.dtype))
+        sums = [placed.summed(each, total, dtype) for each in of_rows]
     else:
         sums = [placed._of_targets(each.to(dtype)) for each in of_rows]
     if not wanted.beside:
@@ -213,6 +251,18 @@ def loss_of_whole_rows(
     )
 
 
+def _of_own_classes(
+    placed: Placed, x: Tensor, t: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype
+) -> CrossEntropyOutput:
+    """Losses of rows by the probabilities of this rank's classes."""
+    shards = placed.shards(n_classes)
+    shards = told_by(peers_of(placed.name, None, shards.group, x, t), placed.name, shards)
+    of_rows = replace(loss, reduction="none")
+    y, lse, z = probabilities_over_ranks(rows_of(x), rows_of(t), of_rows, shards, arithmetic_in(dtype))
+    shape = x.shape[:1] + x.shape[2:] if x.ndim > 1 else ()
+    return CrossEntropyOutput(y.view(shape), lse.view(shape), z.view(shape))
+
+
 def _of_rows(x: Any, kept: int | None) -> list[Any]:
     """The placements of the rows of logits that `cut_once` has placed."""
     from torch.distributed.tensor import Replicate, Shard
@@ -221,6 +271,13 @@ def _of_rows(x: Any, kept: int | None) -> list[Any]:
         Shard(each.dim - (each.dim > 1)) if isinstance(each, Shard) and i != kept else Replicate()
         for i, each in enumerate(x.placements)
     ]
+
+
+def _of_leading(x: Any, kept: int | None) -> list[Any]:
+    """The same of logits whose class dim is the last one."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [each if isinstance(each, Shard) and i != kept else Replicate() for i, each in enumerate(x.placements)]
 
 
 def cut_once(x: Any, dim: int | None, *whole: int) -> tuple[Any, int | None]:
