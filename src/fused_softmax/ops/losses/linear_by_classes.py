@@ -67,7 +67,7 @@ def steps_of(n_classes: int, features: int, tokens: int, most: int) -> Steps:
     kept = n_classes * features // tokens
     kept = n_classes if kept >= n_classes else _rounded(kept)
     first = stop = n_classes - kept
-    states = [*_blocks(0, first, kept), Block(first, n_classes)]
+    states = [*blocks_of_classes(0, first, kept), Block(first, n_classes)]
     of_kept, again, scratch = [], [], 0
     # Logits of class c are at (c - first) * tokens, and its features' gradients at c * features: written from the last
     # class on, where nothing lies that is still to be read, or apart and then copied over what has been read.
@@ -83,7 +83,7 @@ def steps_of(n_classes: int, features: int, tokens: int, most: int) -> Steps:
     while stop > 0:
         size = stop * features // (tokens + features)
         if size < min(most // tokens, stop):
-            again += [block._replace(apart=True) for block in reversed(_blocks(0, stop, most // tokens))]
+            again += [block._replace(apart=True) for block in reversed(blocks_of_classes(0, stop, most // tokens))]
             scratch = max(scratch, (again[-1].stop - again[-1].first) * tokens)
             break
         again.append(Block(stop - _rounded(size), stop))
@@ -95,7 +95,12 @@ def _rounded(n: int) -> int:
     return n // MULTIPLE * MULTIPLE or n
 
 
-def _blocks(first: int, stop: int, most: int) -> list[Block]:
+def fills(classes: int, w: Tensor) -> bool:
+    """Whether a block of so many of w's classes fills the chip, or is all of them."""
+    return classes >= min(_CLASSES, len(w))
+
+
+def blocks_of_classes(first: int, stop: int, most: int) -> list[Block]:
     """Classes [first, stop) in equal blocks of `most` at most, the first the longest."""
     if stop == first:
         return []
@@ -326,10 +331,21 @@ def without(x: Tensor, rows: Tensor) -> Tensor:
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """total + a @ b in `dtype`, which may be wider than theirs; in place where there is a total."""
-    wide: dict[str, Any] = {"out_dtype": dtype} if dtype != a.dtype and a.is_cuda else {}
-    if not wide:
-        a, b = a.to(dtype), b.to(dtype)
-    if total is not None:
-        return torch.addmm(total, a, b, out=total, **wide)
+    if total is None:
+        return product_into(torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device), a, b)
+    a, b, wide = _factors_of(a, b, dtype)
+    return torch.addmm(total, a, b, out=total, **wide)
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the dtype of `out`, which may be wider than theirs."""
+    a, b, wide = _factors_of(a, b, out.dtype)
     # Autocast, under which a backward pass may run, casts no operation that is told where to write.
-    return torch.mm(a, b, out=torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device), **wide)
+    return torch.mm(a, b, out=out, **wide)
+
+
+def _factors_of(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """(factors and options of a product in `dtype`)"""
+    if dtype != a.dtype and a.is_cuda:
+        return a, b, {"out_dtype": dtype}
+    return a.to(dtype), b.to(dtype), {}
