@@ -5,6 +5,7 @@ A row has the same bits in any batch: see `plan_alone`. The gradient has no sums
 
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from fused_softmax.ops.losses.launches import blocks_of, picked_of
 from fused_softmax.ops.losses.options import Divergence
 
 NUMBERS = PairNumbers._fields
+GRADIENT = "divergence_gradient"  # the name of a kept one
 _MERGED = 32  # rows that a program merges
 
 
@@ -65,7 +67,7 @@ def in_vectors(x: Tensor, other: Tensor) -> Tensor:
 
 def forward(pair: Pair, asked: Divergence) -> PairRows:
     """The divergences of rows that lie `in_vectors`."""
-    call = kept("divergences", asked.key, pair, _prepare_forward, pair, asked)
+    call = kept("divergences", asked.key, pair, prepare_forward, pair, asked)
     return call(pair, asked.numbers)
 
 
@@ -82,8 +84,11 @@ def _spec(pair: Pair, asked: Divergence, plan: RowPlan) -> PairSpec:
     return replace(spec, pieces=1, full_pieces=0, axis=1, itemsize=_itemsize(pair))
 
 
-def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
-    """What runs the kernels on tensors like these: call(pair, numbers) -> PairRows."""
+def prepare_forward(pair: Pair, asked: Divergence, states: bool = True) -> Launched:
+    """What runs the kernels on tensors like these: call(pair, numbers) -> PairRows.
+
+    states: whether more than the divergences is read of these, such as by a gradient.
+    """
     x, device = pair.x, pair.x.get_device()
     n_rows, n_cols = x.shape
     empty = allocator(x.device)
@@ -94,6 +99,10 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
         return empty((n,), (1,), torch.float32)
 
     def rows_of(n):
+        if not states and not asked.twice:
+            rest = of_row(n)  # which nobody reads, so that one has all of it
+            m_t = rest if asked.target_is == "logits" else None
+            return PairRows(rest, rest, m_t, m_t, of_row(n), rest)
         m_t, ls_t = (of_row(n), of_row(n)) if asked.target_is == "logits" else (None, None)
         return PairRows(of_row(n), of_row(n), m_t, ls_t, of_row(n), of_row(n))
 
@@ -123,14 +132,14 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
         numbers = NUMBERS if "factor" in kernel.arg_names else ()
         launches.append(prepare(kernel, plan, of_kernel, tensors, values, device=device, numbers=numbers, **how))
         pointers = [names.index(name[:-4]) for name in kernel.arg_names if name.endswith("_ptr")]
-        places.append(([i for i in pointers if given[i] is not None], bool(numbers)))
+        places.append((itemgetter(*[i for i in pointers if given[i] is not None]), bool(numbers)))
 
     def build(n, *launches):
         def call(pair, numbers):
             rows = rows_of(n)
             tensors = arranged(pair, rows, states_of(n), sums_of(n))
             for launch, (of_kernel, numbered) in zip(launches, places, strict=True):
-                launch(*[tensors[i] for i in of_kernel], *(numbers if numbered else ()))
+                launch(*of_kernel(tensors), *(numbers if numbered else ()))
             return rows
 
         return call
@@ -150,7 +159,7 @@ def backward(
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
     dvalue = dvalue.to(torch.float32).contiguous()
     given = (*pair, dx, dy)
-    call = kept("divergence_gradient", asked.key, given, _prepare_gradient, pair, rows, dvalue, dx, dy, asked)
+    call = kept(GRADIENT, asked.key, given, _prepare_gradient, pair, rows, dvalue, dx, dy, asked)
     call(pair, rows, dvalue, dx, dy, asked.numbers)
     return dx, dy
 

@@ -1,15 +1,27 @@
 """The divergences of rows of a student and of a teacher, the cross-entropy of probabilities, and their gradients."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_softmax.core.calls import find
 from fused_softmax.core.checks import DTYPES, arithmetic_of
+from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, backward, forward, in_vectors
+from fused_softmax.ops.losses.divergence_launches import (
+    GRADIENT,
+    OF_PAIR,
+    Pair,
+    PairRows,
+    backward,
+    forward,
+    in_vectors,
+    prepare_forward,
+)
 from fused_softmax.ops.losses.options import Divergence
 
 
@@ -25,18 +37,46 @@ def refused(input: Tensor, target: Tensor, options: Divergence) -> str:
 
 def differentiated(pair: Pair, options: Divergence) -> Tensor:
     """The divergences of rows, float32, with their gradients."""
-    if not needs_grad(pair.x, pair.y):
-        return run(pair, options)[1].value
-    return _apply(*pair, options)
+    return (with_gradient if needs_grad(pair.x, pair.y) else without_gradient)(pair, options, "none", None)
+
+
+def with_gradient(pair: Pair, options: Divergence, reduction: str, run: Call | None) -> Tensor:
+    """The divergences of rows, or their mean or sum. run: what `prepare_rows` made for tensors like these."""
+    return _apply(*pair, (options, reduction, run))
+
+
+def without_gradient(pair: Pair, options: Divergence, reduction: str, run: Call | None) -> Tensor:
+    """The same, of tensors without one."""
+    return _reduced(_rows_of(pair, options, run).value, reduction)
+
+
+def prepare_rows(pair: Pair, options: Divergence) -> Launched | None:
+    """What runs the kernels on rows like these; None where they read copies."""
+    of_call = _in_vectors(pair._replace(x=pair.x.detach(), y=pair.y.detach()))
+    in_place = all(a.data_ptr() == b.data_ptr() for a, b in zip(of_call[:2], pair[:2], strict=True))
+    return prepare_forward(of_call, options, needs_grad(pair.x, pair.y)) if in_place else None
+
+
+def _rows_of(pair: Pair, options: Divergence, prepared: Call | None) -> PairRows:
+    return run(pair, options)[1] if prepared is None else prepared(pair, options.numbers)
+
+
+def _reduced(value: Tensor, reduction: str) -> Tensor:
+    return value if reduction == "none" else value.mean() if reduction == "mean" else value.sum()
 
 
 def pair_of(x: Tensor, y: Tensor, options: Divergence) -> Pair:
     """Rows with the temperatures of each, as kernels take them."""
     temperature, of_target = (
-        each.detach().reshape(-1).to(torch.float32).contiguous() if isinstance(each, Tensor) else None
+        of_rows(each) if isinstance(each, Tensor) else None
         for each in (options.temperature, options.target_temperature)
     )
     return Pair(x, y, None, temperature, of_target)
+
+
+def of_rows(temperature: Tensor | None) -> Tensor | None:
+    """Temperatures as kernels take them."""
+    return None if temperature is None else temperature.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def with_rows(options: Divergence, pair: Pair) -> Divergence:
@@ -66,26 +106,63 @@ def gradients(
 
 
 class _Divergence(torch.autograd.Function):
-    """The divergences of rows [n, n_classes], float32."""
+    """The divergences of rows [n, n_classes], or their mean or sum, float32."""
 
     @staticmethod
-    def forward(ctx, x, y, weight, temperature, target_temperature, options):
-        pair, rows = run(Pair(x, y, weight, temperature, target_temperature), options)
-        ctx.options = options
-        ctx.save_for_backward(x, y, *pair[2:], *rows._replace(value=None))  # which a caller may change in place
-        return rows.value
+    def forward(ctx, x, y, weight, temperature, target_temperature, how):
+        ctx.options, ctx.reduction, prepared = how
+        pair = Pair(x, y, weight, temperature, target_temperature)
+        rows = _rows_of(pair, ctx.options, prepared)
+        # Less the values, which a caller may change in place.
+        ctx.save_for_backward(*pair, rows.m, rows.ls, rows.m_t, rows.ls_t, None, rows.total)
+        return _reduced(rows.value, ctx.reduction)
 
     @staticmethod
     def backward(ctx, dvalue):
+        if not ctx.needs_input_grad[1] and not torch.is_grad_enabled() and not batched(dvalue):
+            dx = _found_gradient(ctx, dvalue)
+            if dx is not None:
+                return dx, None, None, None, None, None
         (dvalue,) = resolved(dvalue)
-        saved = saved_of(ctx, "divergence")
-        pair, rows = Pair(*saved[:OF_PAIR]), PairRows(*saved[OF_PAIR:])
+        x, y, *others = saved_of(ctx, "divergence")
+        # Hooks of saved tensors may return other strides.
+        saved: list[Any] = [each if each is None else each.contiguous() for each in others]
+        pair, rows = Pair(x, y, *saved[: OF_PAIR - 2]), PairRows(*saved[OF_PAIR - 2 :])
+        dvalue = _of_each(dvalue, ctx.reduction, len(pair.x))
         wanted = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or batched(dvalue):
             dx, dy = differentiable_gradient(pair, ctx.options, dvalue, wanted=wanted)
         else:
             dx, dy = gradients(pair, rows, dvalue, ctx.options, of_target=wanted[1])
         return dx, dy, None, None, None, None
+
+
+def _of_each(dvalue: Tensor, reduction: str, n: int) -> Tensor:
+    """What each row's divergence gets of what their mean or sum gets."""
+    if reduction == "none":
+        return dvalue
+    return (dvalue / n if reduction == "mean" else dvalue).expand(n)
+
+
+def _found_gradient(ctx, dvalue: Tensor) -> Tensor | None:
+    """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
+    try:
+        x, y, weight, temperature, target_temperature, *of_rows = ctx.saved_tensors
+    except RuntimeError:  # which `saved_of` explains
+        return None
+    for each in of_rows:  # no guard looks at what hooks of saved tensors return
+        if each is not None and (each.is_neg() or not each.is_contiguous()):
+            return None
+    if dvalue.is_neg():
+        return None
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    options, pair = ctx.options, Pair(x, y, weight, temperature, target_temperature)
+    call = find(GRADIENT, options.key, *pair, dx, None)
+    if call is None:
+        return None
+    dvalue = _of_each(dvalue, ctx.reduction, x.shape[0]).contiguous()
+    call(pair, PairRows(*of_rows), dvalue, dx, None, options.numbers)
+    return dx
 
 
 # As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.

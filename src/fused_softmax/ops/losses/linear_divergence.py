@@ -208,8 +208,11 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, incoming):
         (incoming,) = resolved(incoming)
-        *of_layers, factor, value, dx, dw, db = saved_of(ctx, _NAME)
-        layers, how, asked, nothing = _Layers(*of_layers), ctx.how, ctx.needs_input_grad[:3], (None,) * 7
+        *both, temperature, of_target, factor, value, dx, dw, db = saved_of(ctx, _NAME)
+        of_rows = temperature, of_target, factor  # of which hooks of saved tensors may return other strides
+        rows: list[Any] = [each if each is None else each.contiguous() for each in of_rows]
+        layers, factor, how = _Layers(*both, *rows[:2]), rows[2], ctx.how
+        asked, nothing = ctx.needs_input_grad[:3], (None,) * 7
         if torch.is_grad_enabled() or batched(incoming):
             return *_differentiable(layers, factor, how, asked, incoming, value), *nothing
         if how.at_once:
@@ -217,8 +220,8 @@ class _LinearDivergence(torch.autograd.Function):
         incoming = incoming.contiguous()
         found = _gradients_of(layers, factor, how, asked)
         for here, made in _pairs(layers, how):
-            pair, rows = run(made, how.options)
-            gradients(pair, rows, incoming[here], how.options, over=True)
+            pair, states = run(made, how.options)
+            gradients(pair, states, incoming[here], how.options, over=True)
             found.add(here.start, pair.x)
         return *found.in_dtypes(layers.x, layers.w, layers.bias), *nothing
 

@@ -173,7 +173,7 @@ def log_prob(
         asked, over = (return_entropy, return_lse, return_stats), over_of(group, n_classes, shard_sizes, transport)
         return _of_shards(input, target, options, asked, kept, inplace_backward, dtype, over)
     key = None
-    numbers = _kind_of_numbers(scale, softcap, temperature)
+    numbers = kind_of_numbers(scale, softcap, temperature)
     of_kept = () if kept is None else _kind_of_kept(kept, input)
     told = type(ignore_index) is int and type(return_stats) is tuple
     if numbers is not None and of_kept is not None and told and not CHECK:
@@ -188,7 +188,7 @@ def log_prob(
     return _log_prob(input, target, options, wanted, kept, inplace_backward, dtype, key)
 
 
-def _kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None:
+def kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None:
     """What a kept call depends on of numbers that change from call to call; None where one wants a check."""
     if scale is None and softcap is None and temperature is None:
         return ()
