@@ -84,7 +84,7 @@ _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
     (patch, "loss_as_aten", (SHARDED, "the input is a DTensor")),
 )
 # What a call goes through whose result has a `reason` to add.
-_TELLING: tuple[tuple[Any, str], ...] = ((linear_log_prob, "way_of"),)
+_TELLING: tuple[tuple[Any, str], ...] = ((linear_log_prob, "way_of"), (linear_divergence, "way_of"))
 
 
 class Taken(NamedTuple):
