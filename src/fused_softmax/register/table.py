@@ -209,6 +209,7 @@ OPERATORS = (
         flops=linear_divergence_rules.flops_of_linear_divergence,
         public=linear_divergence,
         reference=losses_reference.linear_divergence,
+        bench=("linear_divergence",),
     ),
     Operator(
         name="linear_divergence_backward",
