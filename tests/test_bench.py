@@ -329,6 +329,30 @@ def test_of_a_layers_log_probabilities_both_gradients_of_both_results_are_judged
         assert judge.complaint(y, judge.allowed(own=False))[0].startswith("largest error")
 
 
+def test_of_two_layers_the_students_gradients_are_judged(monkeypatch):
+    case = sample("linear_divergence")
+    given = check.inputs(case, 1, "cpu", seed=0)[0]
+    judge = check.Judge(case, given)
+    assert OPERATIONS["linear_divergence"].floor_bytes(case) == ceiling.Products().moved_bytes(*given)
+    assert ceiling.Products()(*given).shape == given[1].shape
+    for wrong in (
+        lambda x, w, h, v: layers.jsd(x.detach(), w, h, v) + 0 * x.square().sum(),
+        lambda x, w, h, v: layers.jsd(x, w.detach(), h, v) + 0 * w.square().sum(),
+        lambda x, w, h, v: layers.jsd(h, v, x, w) * 2,
+        lambda x, w, h, v: layers.jsd(x[:-1], w, h[:-1], v),
+    ):
+        y = layers.divergence_gradient(wrong)(case)(*given)
+        assert judge.complaint(y, judge.allowed(own=False))[0].startswith("largest error")
+    module = ModuleType("liger_kernel.transformers.functional")
+    module.liger_fused_linear_jsd = layers.jsd
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert catalog.PEERS["linear_divergence"] == ("liger",)
+    liger = OPERATIONS["linear_divergence"].providers["liger"](case)
+    assert check.verdict(judge, liger, own=False)[0] == ""
+
+
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Modules under the names of TRL, Liger and verl, with what the bench calls of them, of torch's operations."""

@@ -300,6 +300,38 @@ KINDS |= {
     f"log_prob, {name}{', gradient' if grad else ''}": of_log_prob(name, grad)
     for name, grad in product(LOG_PROBS, (False, True))
 }
+DIVERGENCES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "none, jsd": {"reduction": "none", "kind": "jsd", "beta": lambda n, seed: 0.25 + seed / 8},
+    "sum, numbers": {
+        "reduction": "sum", "scale": lambda n, seed: 0.5 + seed, "softcap": lambda n, seed: 5.0 + seed,
+        "temperature": lambda n, seed: 0.7 + seed, "target_temperature": lambda n, seed: 1.5 + seed,
+    },
+    "temperatures": {
+        "temperature": lambda n, seed: rand(n, seed=seed + 3).abs() + 0.1,
+        "target_temperature": lambda n, seed: rand(n, seed=seed + 4).abs() + 0.1,
+    },
+    "weight": {"weight": lambda n, seed: rand(n, seed=seed + 3).abs() + 0.1},
+    "row stride, bf16": {"of": BF16, "lay": padded, "kind": "reverse_kl"},
+    "several parts": {"n_cols": 20000, "kind": "tvd", "reduction": "none"},
+}  # fmt: skip
+
+
+def of_divergence(name, grad):
+    options = dict(DIVERGENCES[name])
+    dtype, n_cols, lay = options.pop("of", FP32), options.pop("n_cols", 70), options.pop("lay", None)
+    tensors = {
+        "x": lambda n, seed: rand(n, n_cols, seed=seed, dtype=dtype),
+        "target": lambda n, seed: rand(n, n_cols, seed=seed + 9),
+    }
+    call = lambda x, target, **options: fused_softmax.divergence(x, target.detach(), **options)  # noqa: E731
+    return Kind(call, tensors, options, grad, lay)
+
+
+KINDS |= {
+    f"divergence, {name}{', gradient' if grad else ''}": of_divergence(name, grad)
+    for name, grad in product(DIVERGENCES, (False, True))
+}
 KINDS["log_prob, inplace"] = of_log_prob("plain", True, over_the_logits)
 KINDS["cross_entropy, inplace"] = of_loss("plain", "mean", True, inplace)
 KINDS["cross_entropy, given lse, inplace"] = of_loss("given lse", "mean", True, inplace)

@@ -20,6 +20,7 @@ import fused_softmax
 from fused_softmax import cross_entropy, divergence
 from fused_softmax.core import calls, route
 from fused_softmax.core.plan import H100, plan_alone
+from fused_softmax.ops.losses import divergence as divergence_calls
 
 pytestmark = kernels
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -778,6 +779,62 @@ def test_kept_calls_answer_for_their_like_alone(seed, device):
         assert_right(x[:n], y[:n], **options)
 
 
+def test_a_kept_call_is_checked_no_more_and_answers_no_other(device, monkeypatch):
+    """What differs from it in anything is checked as a first call is."""
+    x, y = pair(4, 40, device=device)
+    ones = torch.ones(4, device=device)
+    calls.forget()
+    first = divergence(x, y, temperature=ones, weight=ones)
+    checked = []
+    real = divergence_calls.check_divergence
+    monkeypatch.setattr(divergence_calls, "check_divergence", lambda *given: checked.append(0) or real(*given))
+    assert torch.equal(divergence(x, y, temperature=ones, weight=ones), first)
+    assert not checked
+    wrong = [
+        ({"kind": "kld"}, ValueError), ({"kind": ["kl"]}, ValueError), ({"beta": 2.0}, ValueError),
+        ({"beta": True}, TypeError), ({"reduction": "average"}, ValueError), ({"dtype": "float32"}, TypeError),
+        ({"rest": "lump"}, ValueError), ({"target_is": "probabilities"}, ValueError),
+        ({"target_is": "probs", "target_scale": 2.0}, ValueError), ({"temperature": 0.0}, ValueError),
+        ({"temperature": float("nan")}, ValueError), ({"temperature": torch.ones(3, device=device)}, ValueError),
+        ({"temperature": ones.clone().requires_grad_()}, RuntimeError), ({"scale": True}, TypeError),
+        ({"weight": ones.bool()}, RuntimeError), ({"weight": 1.0}, TypeError),
+        ({"weight": ones.clone().requires_grad_()}, RuntimeError), ({"target": y[:3]}, ValueError),
+        ({"target": y.clone().requires_grad_()}, RuntimeError), ({"target": y.long()}, RuntimeError),
+        ({"columns": y}, RuntimeError), ({"input": x.long()}, NotImplementedError),
+    ]  # fmt: skip
+    for each, error in wrong:
+        given = {"input": x, "target": y, "temperature": ones, "weight": ones} | each
+        with pytest.raises(error, match=r"^divergence: "):
+            divergence(**given)
+    assert torch.equal(divergence(x, y, temperature=ones, weight=ones), first)
+
+
+@pytest.mark.parametrize("how", ["laid out anew", "with torch's neg bit", "as they were"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_saved_states_of_rows_that_a_hook_returns(how, reduction, device):
+    """Of a call whose gradient is kept: kernels read what the forward pass knew of each row."""
+    x, y = pair(4, 37, device=device)
+    x.requires_grad_()
+    g = torch.linspace(0.5, 2.0, 4, device=device) if reduction == "none" else torch.tensor(3.0, device=device)
+    call = lambda: divergence(x, y, kind="jsd", reduction=reduction)  # noqa: E731
+    wanted = [torch.autograd.grad(call(), x, g)[0] for _ in range(2)]
+    of_rows = []
+
+    def returned(saved):
+        if saved.shape != (4,):
+            return saved
+        of_rows.append(saved)
+        if how == "laid out anew":
+            return torch.stack([saved, saved * 0], 1)[:, 0]
+        return torch._neg_view(-saved) if how == "with torch's neg bit" else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, returned):
+        rows = call()
+    found = torch.autograd.grad(rows, x, g)[0]
+    assert len(of_rows) >= 5
+    assert all(torch.equal(each, found) for each in wanted)
+
+
 def test_modes_of_autograd(device):
     x, y = pair(3, 40, device=device)
     leaf = x.requires_grad_()
@@ -862,6 +919,28 @@ def test_functorchs_transforms(kind, transform, device):
     theirs = lambda x: formula(x, y, kind=kind, temperature=0.7)  # noqa: E731
     found, wanted = (TRANSFORMS[transform](of)(x.to(dtype)) for of, dtype in ((ours, FP32), (theirs, FP64)))
     torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-4, atol=1e-4)
+
+
+@every_kind
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_vmap_is_a_loop(kind, reduction, grad, device):
+    """Over students, teachers, temperatures and weights."""
+    x, y = (each.view(3, 2, 20) for each in pair(6, 20, device=device))
+    t, w = torch.linspace(0.5, 2.0, 6, device=device).view(3, 2), torch.arange(6.0, device=device).view(3, 2)
+
+    def call(x, y, t, w):
+        return divergence(x, y, kind=kind, temperature=t, target_temperature=1.5, weight=w, reduction=reduction)
+
+    def one(x, *given):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(call(leaf, *given).sum(), leaf)[0] if grad else call(x, *given)
+
+    of = torch.func.grad(lambda *given: call(*given).sum()) if grad else call
+    wanted = torch.stack([one(*each) for each in zip(x, y, t, w, strict=True)])
+    torch.testing.assert_close(torch.vmap(of)(x, y, t, w), wanted)
+    same = torch.vmap(of, in_dims=(0, None, 0, None))(x, y[0], t, w[1])
+    torch.testing.assert_close(same, torch.stack([one(x[i], y[0], t[i], w[1]) for i in range(3)]))
 
 
 @pytest.mark.parametrize("rest", ["renormalize", "lump"])

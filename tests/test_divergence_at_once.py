@@ -82,6 +82,7 @@ def test_parts_that_miss_others_go_alone_with_the_same_bits(kind, target_is, dty
     given = (
         launches.Pair(x, given_as(y, target_is)),
         torch.tensor([0.5, 2.0]),
+        2.0,
         Divergence(kind=kind, target_is=target_is),
     )
     wanted = launches.at_once(*given, kind == "cross")

@@ -19,8 +19,8 @@ EXPECTED = {
     "log_prob, both passes": 3,
     "log_prob, lists": 2,
     "divergence, numbers of rows": 2,
-    "divergence, both passes": 1,  # of the backward pass: those of the forward pass are kept
-    "divergence, of two passes": 5,
+    "divergence, both passes": 2,  # the divergences with their gradient, and what multiplies it
+    "divergence, of two passes": 1,
     "T, batches": 1,
     "top-k, batches": 2,
     "attention, lengths": 2,

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from conftest import kernels
+from torch.utils.flop_counter import FlopCounterMode
 
-from fused_softmax import linear_divergence
+from fused_softmax import explain, linear_divergence
 from fused_softmax.nn import LinearDivergence
+from fused_softmax.ops.losses import linear_by_rows
 
 pytestmark = kernels
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -152,11 +154,80 @@ def test_second_derivatives(reduction):
         assert (ours.double() - exact).norm() < 1e-4 * exact.norm()
 
 
-def test_compiled_code_gives_the_same():
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32)], ids=str)
+def test_compiled_it_is_one_operator_and_has_chunks_too(reduction, dtypes, monkeypatch):
+    """Of whole graphs, with temperatures of rows, a bias, weights of which some are 0, and float32 masters."""
+    student, teacher = layers(dtypes[0], bias=True)
+    student[1:] = [each.to(dtypes[1]) for each in student[1:]]
+    leaves = require_grad(student)
+    weight, t = torch.arange(ROWS) / 4, torch.linspace(0.5, 2, ROWS)
+    made, shapes = [], []
+
+    def call(x, w, bias, t, weight):
+        return linear_divergence(
+            x, w, *teacher[:2], linear_bias=bias, target_bias=teacher[2], kind="jsd", temperature=t, weight=weight,
+            reduction=reduction, chunk_size=5,
+        ).sum()  # fmt: skip
+
+    def backend(module, _):
+        made.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    real = linear_by_rows.chunks
+    watched = lambda *given: (shapes.append(each[1].shape) or each for each in real(*given))  # noqa: E731
+    monkeypatch.setattr("fused_softmax.ops.losses.linear_divergence.chunks", watched)
+    torch._dynamo.reset()
+    rough = {"rtol": 2**-6, "atol": 2**-6} if dtypes[0] == BF16 else {}
+    expected = call(*leaves, t, weight)
+    wanted = torch.autograd.grad(expected, leaves)
+    for each in (backend, "aot_eager"):
+        shapes.clear()
+        found = torch.compile(call, backend=each, fullgraph=True)(*leaves, t, weight)
+        torch.testing.assert_close(found, expected)
+        gradients = torch.autograd.grad(found, leaves)
+        assert max(shape[0] for shape in shapes) == 5
+        for ours, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(ours, other, **rough)
+    assert made.count("fused_softmax.linear_divergence.default") == 1
+    assert not any("linear.default" in each or "matmul" in each for each in made)
+
+
+def test_a_second_derivative_of_the_operator():
     student, teacher = layers()
     x, w = require_grad(student[:2])
-    compiled = torch.compile(linear_divergence, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, w, *teacher[:2]), linear_divergence(x, w, *teacher[:2]))
+    operator = torch.ops.fused_softmax.linear_divergence.default
+    found = []
+    for rows in (
+        operator(x, w, None, *teacher[:2], None),
+        linear_divergence(x, w, *teacher[:2], reduction="none"),
+    ):
+        first = torch.autograd.grad(rows.square().sum(), [x, w], create_graph=True)
+        found.append(torch.autograd.grad(sum(each.square().sum() for each in first), [x, w]))
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other)
+
+
+def test_its_products_are_counted():
+    student, teacher = layers()
+    x, w = require_grad(student[:2])
+    counter = FlopCounterMode(display=False)
+    with counter:
+        linear_divergence(x, w, *teacher[:2], reduction="none").sum().backward()
+    of_student, of_teacher = 2 * ROWS * CLASSES * 8, 2 * ROWS * CLASSES * 6
+    assert counter.get_total_flops() == 4 * of_student + 2 * of_teacher
+
+
+@pytest.mark.parametrize(("chunk_size", "reduction", "said"), [
+    (None, "mean", "all rows are one chunk, and their gradients are made with them"),
+    (5, "none", "rows go by 3 chunks of 5, and their gradients are made in the backward pass"),
+])  # fmt: skip
+def test_explain_says_how_it_went(chunk_size, reduction, said):
+    student, teacher = layers()
+    x, w = require_grad(student[:2])
+    with explain() as calls:
+        linear_divergence(x, w, *teacher[:2], reduction=reduction, chunk_size=chunk_size)
+    assert calls[0].reason.endswith(f"; {said}")
 
 
 def test_the_module():

@@ -475,6 +475,35 @@ def test_saved_tensors(way, inplace, device):
     torch.testing.assert_close(torch.autograd.grad(y, leaf)[0], wanted)
 
 
+@pytest.mark.parametrize("how", ["laid out anew", "with torch's neg bit", "as they were"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_saved_states_of_rows_that_a_hook_returns(how, entropy, device):
+    """Of a call whose gradient is kept: kernels read m, log s and the entropy of each row too."""
+    x, t = peaked(4, 37).to(device).requires_grad_(), torch.tensor([1, 36, 0, 5], device=device)
+    g = torch.linspace(0.5, 2.0, 4, device=device)
+
+    def call():
+        out = log_prob(x, t, return_entropy=entropy)
+        return out[1] if entropy else out
+
+    wanted = [torch.autograd.grad(call(), x, g)[0] for _ in range(2)]
+    of_rows = []
+
+    def returned(saved):
+        if saved.shape != (4,) or not saved.is_floating_point():
+            return saved
+        of_rows.append(saved)
+        if how == "laid out anew":
+            return torch.stack([saved, saved * 0], 1)[:, 0]
+        return torch._neg_view(-saved) if how == "with torch's neg bit" else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, returned):
+        y = call()
+    found = torch.autograd.grad(y, x, g)[0]
+    assert len(of_rows) >= 2 + entropy
+    assert all(torch.equal(each, found) for each in wanted)
+
+
 # The logits' memory.
 
 

@@ -200,7 +200,7 @@ def test_divergences(target, dtypes, kind, given, how):
             rows = divergences.PairRows(row, row, *states, row, row)
             divergences.backward(pair, rows, row, options, of_target=kind == "cross")  # noqa: B023
             if n_cols % 8 == 0:  # noqa: B023
-                divergences.at_once(pair, row, options, kind == "cross")  # noqa: B023
+                divergences.at_once(pair, row, 1.0, options, kind == "cross")  # noqa: B023
 
         found = binaries(target, run)
         twice = {"_pair_sums", "_merge_sums"} if options.twice else set()

@@ -70,6 +70,8 @@ def loss_samples():
     of_linear = (None, -100, "mean", 0.1, None, 1.0, 0.0, 2, "fp32", [True] * 3)
     plain, bits = (-100, 1.0, None, 1.0, None), torch.tensor([[255], [12], [0]], dtype=torch.int32)
     lists = torch.tensor([7, 5, 0, 3, 1]), torch.tensor([0, 3, 4, 5], dtype=torch.int32)
+    teacher = logits(3, 4, seed=7).detach(), logits(8, 4, seed=8).detach()
+    of_rows = ("jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1, 2.0, 5.0, 1.0, rows.detach() + 2, "logits", 2, "input")
     y, of_pair = logits(3, 8, seed=6).detach(), (0.5, 1.0, None, 1.0, None, 1.0, None, 1.0, None)
     return {
         "cross_entropy": [
@@ -118,6 +120,13 @@ def loss_samples():
             (x.detach(), y, m, m, ls, m, ls, ls, rows.detach()),
             (x.detach(), y, m, m, ls, m, ls, ls, rows.detach(), "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1),
             (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), "kl", *of_pair, "probs"),
+        ],
+        "linear_divergence": [
+            (hidden, w, None, *teacher, None), (hidden, w, b, *teacher, layer[2], *of_rows),
+        ],
+        "linear_divergence_backward": [
+            (rows.detach(), m, *layer, *teacher, layer[2], *of_rows, [True] * 3),
+            (rows.detach(), m, *layer[:2], None, *teacher, None, *of_rows, [False, True, False]),
         ],
     }  # fmt: skip
 
@@ -312,6 +321,11 @@ def public_samples(device):
             ((x[0],), {"target": x[1] / 2, "kind": kind, **options})  # of one row, the mean
             for kind in ("kl", "reverse_kl", "jsd", "tvd")
             for options in ({}, {"softcap": 5.0, "temperature": 0.7, "target_scale": 2.0, "beta": 0.3})
+        ],
+        "linear_divergence": [
+            ((hidden[0], w), {"target_input": hidden[1, :4], "target_weight": w[:, :4].detach(), **options, **of_bias})
+            for of_bias in ({}, {"linear_bias": x[1].detach(), "target_bias": x[2].detach()})
+            for options in ({}, {"kind": "jsd", "softcap": 5.0, "temperature": 0.7, "target_scale": 2.0})
         ],
         "attention": [
             ((x.view(5, 1, 7, 10) / 4, x.view(5, 1, 7, 10), x.view(5, 1, 7, 10)), options)

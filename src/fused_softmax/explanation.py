@@ -85,6 +85,8 @@ _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
     (linear_cross_entropy, "shards_of", _OVER_A_GROUP),
     (patch, "loss_as_aten", (SHARDED, "the input is a DTensor")),
 )
+# What a call goes through whose result has a `reason` to add.
+_TELLING: tuple[tuple[Any, str], ...] = ((linear_log_prob, "way_of"), (linear_divergence, "way_of"))
 
 
 class Taken(NamedTuple):
@@ -327,6 +329,16 @@ def _settling(real: Callable, way: tuple[str, str]) -> Callable:
     return listened
 
 
+def _telling(real: Callable) -> Callable:
+    def listened(*args, **kwargs):
+        found, now = real(*args, **kwargs), _now()
+        if now is not None and found.reason and not torch.compiler.is_compiling():
+            now.record.reason += f"; {found.reason}"
+        return found
+
+    return listened
+
+
 def _deciding(real: Callable[..., Decision]) -> Callable[..., Decision]:
     def listened(*tensors, **options):
         decision = real(*tensors, **options)
@@ -483,6 +495,8 @@ def _replace_all() -> None:
         _replace(where, name, _calling(getattr(where, name), function, settled))
     for where, name, way in _SETTLING:
         _replace(where, name, _settling(getattr(where, name), way))
+    for where, name in _TELLING:
+        _replace(where, name, _telling(getattr(where, name)))
     for each in _functions():
         _, _, room, *_, home = each.__module__.removesuffix("_rows").split(".")
         home = _OF_ROOMS.get(room, room) if home not in _OPERATORS else home

@@ -14,12 +14,14 @@ from fused_softmax.ops.attention import operators as attention_rules
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.losses import divergence_operators as divergence_rules
+from fused_softmax.ops.losses import linear_divergence_operators as linear_divergence_rules
 from fused_softmax.ops.losses import log_prob_operators as log_prob_rules
 from fused_softmax.ops.losses import operators as loss_rules
 from fused_softmax.ops.losses import reference as losses_reference
 from fused_softmax.ops.losses.cross_entropy import cross_entropy
 from fused_softmax.ops.losses.divergence import divergence
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
+from fused_softmax.ops.losses.linear_divergence import linear_divergence
 from fused_softmax.ops.losses.log_prob import log_prob
 from fused_softmax.ops.sampling import operators as sampling_rules
 from fused_softmax.ops.sampling import reference as reference_sampling
@@ -196,6 +198,25 @@ OPERATORS = (
         schema=divergence_rules.BACKWARD,
         run=divergence_rules.divergence_backward,
         fake=divergence_rules.fake_divergence_backward,
+    ),
+    Operator(
+        name="linear_divergence",
+        schema=linear_divergence_rules.LINEAR_DIVERGENCE,
+        run=linear_divergence_rules.linear_divergence,
+        fake=linear_divergence_rules.fake_linear_divergence,
+        save=linear_divergence_rules.save_linear_divergence,
+        gradient=linear_divergence_rules.linear_divergence_gradient,
+        flops=linear_divergence_rules.flops_of_linear_divergence,
+        public=linear_divergence,
+        reference=losses_reference.linear_divergence,
+        bench=("linear_divergence",),
+    ),
+    Operator(
+        name="linear_divergence_backward",
+        schema=linear_divergence_rules.BACKWARD,
+        run=linear_divergence_rules.linear_divergence_backward,
+        fake=linear_divergence_rules.fake_linear_divergence_backward,
+        flops=linear_divergence_rules.flops_of_linear_divergence_backward,
     ),
     Operator(
         name="sample",

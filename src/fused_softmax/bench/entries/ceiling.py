@@ -129,14 +129,19 @@ class Read:
 
 @dataclass(frozen=True)
 class Products:
-    """logits = x w', then their products with w and with x: a linear layer's loss without the loss."""
+    """logits = x w', then their products with w and with x: a linear layer's loss without the loss.
+
+    Of two layers, the second one's logits too.
+    """
 
     name: str = "3 GEMMs"
 
-    def moved_bytes(self, x: Tensor, w: Tensor, target: Tensor) -> int:
-        return x.nbytes + 2 * w.nbytes + target.nbytes
+    def moved_bytes(self, x: Tensor, w: Tensor, *others: Tensor) -> int:
+        return x.nbytes + 2 * w.nbytes + sum(each.nbytes for each in others)
 
-    def __call__(self, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, w: Tensor, *others: Tensor) -> Tensor:
+        if len(others) == 2:
+            torch.mm(others[0], others[1].t())
         logits = x @ w.t()
         torch.mm(logits, w)
         return logits.t() @ x
@@ -184,8 +189,8 @@ def adds() -> list[Ceiling]:
     return [Add(shape) for shape in (*plain, Shape(2048, 4, waves=16), Shape(4096, 8, waves=8))]
 
 
-def products() -> list[Ceiling]:
-    return [Products()]
+def products(of_two_layers: bool = False) -> list[Ceiling]:
+    return [Products("4 GEMMs") if of_two_layers else Products()]
 
 
 def reads() -> list[Ceiling]:

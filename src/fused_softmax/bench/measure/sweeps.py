@@ -127,6 +127,12 @@ SWEEPS = {
         dict.fromkeys(("divergence", "divergence_gradient"), BOTH),
         shapes="8192x151936,8192x32000,4096x50257",
     ),
+    "linear-divergence": Sweep(
+        "gradients of the mean JSD of two linear layers, tokens x hidden x vocabulary, beside its four matrix products",
+        {"linear_divergence": ("bfloat16",)},
+        shapes="8192x4096x151936,8192x2048x32000",
+        ndim=3,
+    ),
     "linear-cross-entropy": Sweep(
         "gradients of a linear layer's mean loss, tokens x hidden x vocabulary, beside its three matrix products",
         {"linear_cross_entropy": ("bfloat16",)},

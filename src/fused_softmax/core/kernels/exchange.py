@@ -117,12 +117,12 @@ def collect_several(slots_ptr, step, part, n_parts, tag, THIRD: tl.constexpr, K:
     a, b, c = load_several(slot_ptrs, step, on, old, old, old, THIRD)
     missing = on & ((tag_of(a) != tag) | (tag_of(b) != tag) | (THIRD & (tag_of(c) != tag)))
     left = tl.max(missing.to(tl.int32), axis=0)
-    polls = 0
-    while (left > 0) & (polls < POLLS):
+    rounds = 0
+    while (left > 0) & (rounds < POLLS):
         a, b, c = load_several(slot_ptrs, step, missing, a, b, c, THIRD)
         missing = on & ((tag_of(a) != tag) | (tag_of(b) != tag) | (THIRD & (tag_of(c) != tag)))
         left = tl.max(missing.to(tl.int32), axis=0)
-        polls += 1
+        rounds += 1
     return a, b, c, in_any_warp(left, K)
 
 

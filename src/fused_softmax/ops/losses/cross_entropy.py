@@ -22,6 +22,7 @@ from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import differentiated as differentiated_pair
+from fused_softmax.ops.losses.divergence_rows import is_written_at_once
 from fused_softmax.ops.losses.divergence_rows import summed as summed_pair
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.options import (
@@ -248,9 +249,8 @@ def _of_probabilities(input: Tensor, target: Tensor, loss: Loss) -> Tensor:
         Pair(rows_of(input), rows_of(target), weight_for_kernels(loss.weight, input)),
         Divergence.of_loss(loss),
     )
-    found = summed_pair(pair, asked, None, loss.reduction)
-    if found is not None:
-        return found
+    if loss.reduction != "none" and is_written_at_once(pair):
+        return summed_pair(pair, asked, None, loss.reduction)
     rows = differentiated_pair(pair, asked)
     if loss.reduction == "none":
         return rows.view(input.shape[:1] + input.shape[2:] if input.ndim > 1 else ())

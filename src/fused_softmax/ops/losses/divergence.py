@@ -6,18 +6,34 @@ is written.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
-from fused_softmax.core.route import Route, on_device, readable, resolved, route_of
+from fused_softmax.core.launched import Launched, compose
+from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses.cross_entropy import CHECK
 from fused_softmax.ops.losses.divergence_launches import Pair
-from fused_softmax.ops.losses.divergence_rows import differentiated, pair_of, referred, refused, summed, with_rows
+from fused_softmax.ops.losses.divergence_rows import (
+    differentiated,
+    is_written_at_once,
+    of_rows,
+    pair_of,
+    prepare_rows,
+    referred,
+    refused,
+    summed,
+    with_gradient,
+    with_rows,
+    without_gradient,
+)
+from fused_softmax.ops.losses.log_prob import kind_of_numbers
 from fused_softmax.ops.losses.log_prob import log_prob as log_probs
 from fused_softmax.ops.losses.log_prob import over_ranks as log_probs_over_ranks
 from fused_softmax.ops.losses.log_prob_launches import Asked
@@ -33,6 +49,7 @@ if TYPE_CHECKING:
 
 _NAME = "divergence"
 _TARGETS = ("target_scale", "target_softcap", "target_temperature")
+_NUMBERS = ("beta", "scale", "softcap", "temperature", *_TARGETS)
 
 
 def divergence(
@@ -109,18 +126,28 @@ def divergence(
     tensor(0.0673)
     >>> divergence(student, teacher, kind="jsd", temperature=2.0, target_temperature=2.0)  # [8, 1024, 151936] each
     """
+    key, over = None, None
+    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
+        over = over_of(group, n_classes, shard_sizes, transport)
+    numbers = (beta, scale, softcap, temperature, target_scale, target_softcap, target_temperature)
+    kinds = _kind_of_numbers(kind, target_is, *numbers)
+    if kinds is not None and columns is None and over is None:
+        key = kinds, kind, target_is, rest, reduction, dtype, torch.is_grad_enabled()
+        t, of_target = _of_rows(temperature), _of_rows(target_temperature)
+        call = find(_NAME, key, input, target, weight, t, of_target)
+        if call is not None:
+            return call(input, target, weight, t, of_target, (kind, target_is, numbers) if kinds else None)
     given = {
         "kind": kind, "beta": beta, "scale": scale, "softcap": softcap, "temperature": temperature,
         "target_scale": target_scale, "target_softcap": target_softcap, "target_temperature": target_temperature,
         "target_is": target_is,
     }  # fmt: skip
-    if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
-        over = over_of(group, n_classes, shard_sizes, transport)
+    if over is not None:
         return _of_shards(input, target, given, columns, rest, weight, reduction, dtype, over)
-    return _divergence(input, target, given, columns, rest, weight, reduction, dtype)
+    return _divergence(input, target, given, columns, rest, weight, reduction, dtype, key)
 
 
-def _divergence(input, target, given, columns, rest, weight, reduction, dtype):
+def _divergence(input, target, given, columns, rest, weight, reduction, dtype, key):
     options = _checked(input, target, given, columns, rest, weight, reduction, dtype)
     result_dtype = dtype or arithmetic_of(input)
     of_rows = {name: given[name] for name in ("temperature", "target_temperature")} | {"weight": weight}
@@ -139,7 +166,60 @@ def _divergence(input, target, given, columns, rest, weight, reduction, dtype):
         )
     if columns is not None:
         input, target, options = _of_columns(input, target, columns, rest, options, None)
-    return _reduced(input, target, options, weight, reduction).to(result_dtype)
+    if _route_of(input, target, options) is not Route.KERNEL:
+        return reduced(rows_of_pair(input, target, options, weight), weight, reduction).to(result_dtype)
+    call = _prepare_call(input, target, weight, reduction, result_dtype, options)
+    t, of_target = _of_rows(options.temperature), _of_rows(options.target_temperature)
+    if key is not None:
+        keep(call, _NAME, key, input, target, weight, t, of_target)
+    return call(input, target, weight, t, of_target, None)
+
+
+def _prepare_call(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: str, dtype: torch.dtype, options: Divergence
+) -> Launched:
+    """The call for tensors like these: call(input, target, weight, temperature, target_temperature, given).
+
+    The temperatures are those of rows. given: the kind, what the target is and the numbers of a later call; None for
+    those of the options.
+    """
+    flat, alike = input.ndim == 2, options.with_numbers()
+    given = pair_of(*_as_rows(input, target), options)
+    at_once = reduction != "none" and is_written_at_once(given)
+    prepared = None if at_once else prepare_rows(given, alike)
+    function = with_gradient if needs_grad(input) else without_gradient
+    way = reduction if weight is None else "none"
+
+    def build(_, run):
+        def call(input, target, weight, temperature, target_temperature, given):
+            x, y = (input, target) if flat else _as_rows(input, target)
+            pair = Pair(x, y, None, of_rows(temperature), of_rows(target_temperature))
+            now = alike if given is None else _by_value(*given)
+            if at_once:
+                found = summed(pair, now, weight, reduction)
+                return found if found.dtype == dtype else found.to(dtype)
+            found = function(pair, now, way, run)
+            if way == "none":
+                found = reduced(found if flat else found.view(input.shape[:-1]), weight, reduction)
+            return found if found.dtype == dtype else found.to(dtype)
+
+        return call
+
+    return compose(build, prepared, n=input.shape[0] if flat else None, by_row=True)
+
+
+def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return input.reshape(-1, input.shape[-1]), target.reshape(-1, input.shape[-1])
+
+
+def _by_value(kind: str, target_is: str, numbers: tuple) -> Divergence:
+    """The options of a call whose numbers want no check, less temperatures of rows."""
+    return _of_values(kind, target_is, *[None if isinstance(each, Tensor) else each for each in numbers])
+
+
+@lru_cache(256)
+def _of_values(kind: str, target_is: str, *numbers: Any) -> Divergence:
+    return _options(dict(zip(_NUMBERS, numbers, strict=True)) | {"kind": kind, "target_is": target_is})
 
 
 def _of_shards(input, target, given, columns, rest, weight, reduction, dtype, over: Over) -> Tensor:
@@ -176,6 +256,30 @@ def _rows(
     elif shards is not None:
         return rows_over_ranks(input, target, options, shards)
     return rows_of_pair(input, target, options, weight)
+
+
+def _kind_of_numbers(
+    kind, target_is, beta, scale, softcap, temperature, target_scale, target_softcap, target_temperature
+) -> tuple | None:
+    """What a kept call depends on of numbers that change from call to call; None where one wants a check.
+
+    () of no number but a beta of 0.5, and of no temperatures.
+    """
+    if type(beta) is not float:
+        return None
+    of_teacher = target_scale is not None or target_softcap is not None or target_temperature is not None
+    if beta == 0.5 and scale is None and softcap is None and temperature is None and not of_teacher:
+        return ()
+    if not 0.0 <= beta <= 1.0 or (kind == "jsd" and beta in (0.0, 1.0)) or (of_teacher and target_is != "logits"):
+        return None
+    student = kind_of_numbers(scale, softcap, temperature)
+    teacher = kind_of_numbers(target_scale, target_softcap, target_temperature)
+    return None if student is None or teacher is None else (student, teacher)
+
+
+def _of_rows(temperature: Any) -> Tensor | None:
+    """A temperature that is a tensor."""
+    return temperature if isinstance(temperature, Tensor) else None
 
 
 def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
@@ -326,22 +430,13 @@ def _log_of_rest(log_q: Tensor) -> Tensor:
     return left.clamp_min(torch.finfo(log_q.dtype).eps).log()
 
 
-def _reduced(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor:
-    """Divergences as they are reduced. Where it can, the launch that sums them writes their gradient too."""
-    if reduction != "none" and _route_of(input, target, options) is Route.KERNEL:
-        found = summed(_pair_of(input, target.detach(), options), options.with_numbers(), weight, reduction)
-        if found is not None:
-            return found
-    return reduced(rows_of_pair(input, target, options, weight), weight, reduction)
-
-
 def rows_of_pair(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None = None) -> Tensor:
     """The divergence of every row, in the leading shape. weight: 0 of rows to ignore."""
     target, shape = target.detach(), input.shape[:-1]
     route = _route_of(input, target, options)
     if route is Route.COMPOSED:
         return referred(input, target, options, None if weight is None else weight.detach() != 0)
-    pair = _pair_of(input, target, options)
+    pair = pair_of(*_as_rows(input, target), options)
     if route is Route.OPERATOR:
         operator = torch.ops.fused_softmax.divergence.default
         return operator(pair.x, pair.y, *with_rows(options, pair).traced())[0].view(shape)
@@ -351,7 +446,3 @@ def rows_of_pair(input: Tensor, target: Tensor, options: Divergence, weight: Ten
 def _route_of(input: Tensor, target: Tensor, options: Divergence) -> Route:
     temperatures = [each for each in (options.temperature, options.target_temperature) if isinstance(each, Tensor)]
     return route_of(_NAME, input, target, *temperatures, refused=refused(input, target, options), batches=False)
-
-
-def _pair_of(input: Tensor, target: Tensor, options: Divergence) -> Pair:
-    return pair_of(input.reshape(-1, input.shape[-1]), target.reshape(-1, input.shape[-1]), options)

@@ -5,6 +5,7 @@ A row has the same bits in any batch: see `plan_alone`. The gradient has no sums
 
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from fused_softmax.ops.losses.launches import blocks_of, picked_of
 from fused_softmax.ops.losses.options import Divergence
 
 NUMBERS = PairNumbers._fields
+GRADIENT = "divergence_gradient"  # the name of a kept one
 _MERGED = 32  # rows that a program merges
 _BESIDES, _BESIDES_TVD = 48, 90  # registers of a thread besides those that hold a pair
 # As `runner.IN_TURN`, of two exchanges.
@@ -73,7 +75,7 @@ def in_vectors(x: Tensor, other: Tensor) -> Tensor:
 
 def forward(pair: Pair, asked: Divergence) -> PairRows:
     """The divergences of rows that lie `in_vectors`."""
-    call = kept("divergences", asked.key, pair, _prepare_forward, pair, asked)
+    call = kept("divergences", asked.key, pair, prepare_forward, pair, asked)
     return call(pair, asked.numbers)
 
 
@@ -94,8 +96,11 @@ def _spec(pair: Pair, asked: Divergence, plan: RowPlan) -> PairSpec:
     return replace(spec, pieces=1, full_pieces=0, axis=1, itemsize=_itemsize(pair))
 
 
-def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
-    """What runs the kernels on tensors like these: call(pair, numbers) -> PairRows."""
+def prepare_forward(pair: Pair, asked: Divergence, states: bool = True) -> Launched:
+    """What runs the kernels on tensors like these: call(pair, numbers) -> PairRows.
+
+    states: whether more than the divergences is read of these, such as by a gradient.
+    """
     x, device = pair.x, pair.x.get_device()
     n_rows, n_cols = x.shape
     empty = allocator(x.device)
@@ -106,6 +111,10 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
         return empty((n,), (1,), torch.float32)
 
     def rows_of(n):
+        if not states and not asked.twice:
+            rest = of_row(n)  # which nobody reads, so that one has all of it
+            m_t = rest if asked.target_is == "logits" else None
+            return PairRows(rest, rest, m_t, m_t, of_row(n), rest)
         m_t, ls_t = (of_row(n), of_row(n)) if asked.target_is == "logits" else (None, None)
         return PairRows(of_row(n), of_row(n), m_t, ls_t, of_row(n), of_row(n))
 
@@ -136,14 +145,14 @@ def _prepare_forward(pair: Pair, asked: Divergence) -> Launched:
         numbers = NUMBERS if "factor" in kernel.arg_names else ()
         launches.append(prepare(kernel, plan, of_kernel, tensors, values, device=device, numbers=numbers, **how))
         pointers = [names.index(name[:-4]) for name in kernel.arg_names if name.endswith("_ptr")]
-        places.append(([i for i in pointers if given[i] is not None], bool(numbers)))
+        places.append((itemgetter(*[i for i in pointers if given[i] is not None]), bool(numbers)))
 
     def build(n, *launches):
         def call(pair, numbers):
             rows = rows_of(n)
             tensors = arranged(pair, rows, states_of(n), sums_of(n))
             for launch, (of_kernel, numbered) in zip(launches, places, strict=True):
-                launch(*[tensors[i] for i in of_kernel], *(numbers if numbered else ()))
+                launch(*of_kernel(tensors), *(numbers if numbered else ()))
             return rows
 
         return call
@@ -159,23 +168,25 @@ def plan_held(pair: Pair) -> RowPlan | None:
     return plan_pairs(n_rows, n_cols, itemsize, device_of(pair.x.get_device())) if even else None
 
 
-def at_once(pair: Pair, dvalue: Tensor, asked: Divergence, of_target: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def at_once(
+    pair: Pair, dvalue: Tensor | None, share: float, asked: Divergence, of_target: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(the divergences of rows that lie `in_vectors`, and the gradients as `backward` gives them), in one launch.
 
-    For rows that have a `plan_held`. dvalue: float32, contiguous.
+    For rows that have a `plan_held`. dvalue: float32, contiguous; None for ones. share: a factor of all of them.
     """
     x, y = pair.x, pair.y
     value = torch.empty(len(x), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
-    given = (*pair, dx, dy)
+    given = (*pair, dx, dy, dvalue)
     call = kept("divergences_at_once", asked.key, given, _prepare_held, pair, dvalue, value, dx, dy, asked)
-    call(pair, dvalue, value, dx, dy, asked.numbers)
+    call(pair, dvalue, value, dx, dy, (*asked.numbers, share))
     return value, dx, dy
 
 
 def _prepare_held(
-    pair: Pair, dvalue: Tensor, value: Tensor, dx: Tensor, dy: Tensor | None, asked: Divergence
+    pair: Pair, dvalue: Tensor | None, value: Tensor, dx: Tensor, dy: Tensor | None, asked: Divergence
 ) -> Launched:  # fmt: skip
     """What writes divergences and gradients: call(pair, dvalue, value, dx, dy, numbers)."""
     device, plan = pair.x.get_device(), plan_held(pair)
@@ -192,9 +203,10 @@ def _prepare_held(
 
     given = arranged(pair, dvalue, value, dx, dy)
     tensors = dict(zip(names, given, strict=True))
-    values = dict(zip(NUMBERS, asked.numbers, strict=True))
+    numbers = *NUMBERS, "share"
+    values = dict(zip(numbers, (*asked.numbers, 1.0), strict=True))
     launched = prepare(
-        _pair_held, plan, spec, tensors, values, device=device, numbers=NUMBERS,
+        _pair_held, plan, spec, tensors, values, device=device, numbers=numbers,
         besides=_BESIDES_TVD if asked.kind == "tvd" else _BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
     )  # fmt: skip
     order = [names.index(name[:-4]) for name in _pair_held.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
@@ -222,7 +234,7 @@ def backward(
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
     dvalue = dvalue.to(torch.float32).contiguous()
     given = (*pair, dx, dy)
-    call = kept("divergence_gradient", asked.key, given, _prepare_gradient, pair, rows, dvalue, dx, dy, asked)
+    call = kept(GRADIENT, asked.key, given, _prepare_gradient, pair, rows, dvalue, dx, dy, asked)
     call(pair, rows, dvalue, dx, dy, asked.numbers)
     return dx, dy
 

@@ -1,15 +1,19 @@
 """The divergences of rows of a student and of a teacher, the cross-entropy of probabilities, and their gradients."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_softmax.core.calls import find
 from fused_softmax.core.checks import DTYPES, arithmetic_of
+from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import (
+    GRADIENT,
     OF_PAIR,
     Pair,
     PairRows,
@@ -18,6 +22,7 @@ from fused_softmax.ops.losses.divergence_launches import (
     forward,
     in_vectors,
     plan_held,
+    prepare_forward,
 )
 from fused_softmax.ops.losses.options import Divergence
 from fused_softmax.ops.losses.sums import multiply
@@ -35,41 +40,69 @@ def refused(input: Tensor, target: Tensor, options: Divergence) -> str:
 
 def differentiated(pair: Pair, options: Divergence) -> Tensor:
     """The divergences of rows, float32, with their gradients."""
-    if not needs_grad(pair.x, pair.y):
-        return run(pair, options)[1].value
-    return _apply(*pair, options)
+    return (with_gradient if needs_grad(pair.x, pair.y) else without_gradient)(pair, options, "none", None)
 
 
-def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor | None:
-    """The sum or mean of rows' divergences, float32, whose gradients are written in the same pass; None where not.
+def with_gradient(pair: Pair, options: Divergence, reduction: str, run: Call | None) -> Tensor:
+    """The divergences of rows, or their mean or sum. run: what `prepare_rows` made for tensors like these."""
+    return _apply(*pair, (options, reduction, run))
 
-    weight: of rows. A row of weight 0 adds 0, whatever it holds. Of fp16, what loss scaling would have kept is lost
-    before the scaled result comes back.
+
+def without_gradient(pair: Pair, options: Divergence, reduction: str, run: Call | None) -> Tensor:
+    """The same, of tensors without one."""
+    return _reduced(_rows_of(pair, options, run).value, reduction)
+
+
+def prepare_rows(pair: Pair, options: Divergence) -> Launched | None:
+    """What runs the kernels on rows like these; None where they read copies."""
+    of_call = _in_vectors(pair._replace(x=pair.x.detach(), y=pair.y.detach()))
+    in_place = all(a.data_ptr() == b.data_ptr() for a, b in zip(of_call[:2], pair[:2], strict=True))
+    return prepare_forward(of_call, options, needs_grad(pair.x, pair.y)) if in_place else None
+
+
+def _rows_of(pair: Pair, options: Divergence, prepared: Call | None) -> PairRows:
+    return run(pair, options)[1] if prepared is None else prepared(pair, options.numbers)
+
+
+def _reduced(value: Tensor, reduction: str) -> Tensor:
+    return value if reduction == "none" else value.mean() if reduction == "mean" else value.sum()
+
+
+def is_written_at_once(pair: Pair) -> bool:
+    """Whether `summed` takes rows like these, in the mode of autograd that there is.
+
+    Not of fp16: what loss scaling would have kept is lost before the scaled result comes back.
     """
-    if reduction == "none" or not needs_grad(pair.x, pair.y) or torch.float16 in (pair.x.dtype, pair.y.dtype):
-        return None
-    if plan_held(_in_vectors(pair)) is None:
-        return None
-    return _apply_summed(*pair, _counts(pair, weight, reduction), options)
+    if not needs_grad(pair.x, pair.y) or torch.float16 in (pair.x.dtype, pair.y.dtype):
+        return False
+    return plan_held(_in_vectors(pair)) is not None
 
 
-def _counts(pair: Pair, weight: Tensor | None, reduction: str) -> Tensor:
-    """What each row's divergence counts in the result, float32 [n]."""
-    n = len(pair.x)
-    if weight is None:
-        each = 1 / n if reduction == "mean" else 1.0
-        return torch.full((n,), each, dtype=torch.float32, device=pair.x.device)
-    w = weight.detach().reshape(-1).to(torch.float32)
-    return w / w.sum() if reduction == "mean" else w.contiguous()
+def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor:
+    """The sum or mean of rows' divergences, float32, whose gradients are written in the same pass.
+
+    weight: of rows. A row of weight 0 adds 0, whatever it holds.
+    """
+    mean, counts = reduction == "mean", None
+    if weight is not None:
+        w = weight.detach().reshape(-1).to(torch.float32)
+        counts = w / w.sum() if mean else w.contiguous()
+    share = 1 / len(pair.x) if mean and weight is None else 1.0
+    return _apply_summed(*pair, counts, (options, mean, share))
 
 
 def pair_of(x: Tensor, y: Tensor, options: Divergence) -> Pair:
     """Rows with the temperatures of each, as kernels take them."""
     temperature, of_target = (
-        each.detach().reshape(-1).to(torch.float32).contiguous() if isinstance(each, Tensor) else None
+        of_rows(each) if isinstance(each, Tensor) else None
         for each in (options.temperature, options.target_temperature)
     )
     return Pair(x, y, None, temperature, of_target)
+
+
+def of_rows(temperature: Tensor | None) -> Tensor | None:
+    """Temperatures as kernels take them."""
+    return None if temperature is None else temperature.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def with_rows(options: Divergence, pair: Pair) -> Divergence:
@@ -103,20 +136,29 @@ def gradients(
 
 
 class _Divergence(torch.autograd.Function):
-    """The divergences of rows [n, n_classes], float32."""
+    """The divergences of rows [n, n_classes], or their mean or sum, float32."""
 
     @staticmethod
-    def forward(ctx, x, y, weight, temperature, target_temperature, options):
-        pair, rows = run(Pair(x, y, weight, temperature, target_temperature), options)
-        ctx.options = options
-        ctx.save_for_backward(x, y, *pair[2:], *rows._replace(value=None))  # which a caller may change in place
-        return rows.value
+    def forward(ctx, x, y, weight, temperature, target_temperature, how):
+        ctx.options, ctx.reduction, prepared = how
+        pair = Pair(x, y, weight, temperature, target_temperature)
+        rows = _rows_of(pair, ctx.options, prepared)
+        # Less the values, which a caller may change in place.
+        ctx.save_for_backward(*pair, rows.m, rows.ls, rows.m_t, rows.ls_t, None, rows.total)
+        return _reduced(rows.value, ctx.reduction)
 
     @staticmethod
     def backward(ctx, dvalue):
+        if not ctx.needs_input_grad[1] and not torch.is_grad_enabled() and not batched(dvalue):
+            dx = _found_gradient(ctx, dvalue)
+            if dx is not None:
+                return dx, None, None, None, None, None
         (dvalue,) = resolved(dvalue)
-        saved = saved_of(ctx, "divergence")
-        pair, rows = Pair(*saved[:OF_PAIR]), PairRows(*saved[OF_PAIR:])
+        x, y, *others = saved_of(ctx, "divergence")
+        # Hooks of saved tensors may return other strides.
+        saved: list[Any] = [each if each is None else each.contiguous() for each in others]
+        pair, rows = Pair(x, y, *saved[: OF_PAIR - 2]), PairRows(*saved[OF_PAIR - 2 :])
+        dvalue = _of_each(dvalue, ctx.reduction, len(pair.x))
         wanted = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or batched(dvalue):
             dx, dy = differentiable_gradient(pair, ctx.options, dvalue, wanted=wanted)
@@ -125,31 +167,64 @@ class _Divergence(torch.autograd.Function):
         return dx, dy, None, None, None, None
 
 
+def _of_each(dvalue: Tensor, reduction: str, n: int) -> Tensor:
+    """What each row's divergence gets of what their mean or sum gets."""
+    if reduction == "none":
+        return dvalue
+    return (dvalue / n if reduction == "mean" else dvalue).expand(n)
+
+
+def _found_gradient(ctx, dvalue: Tensor) -> Tensor | None:
+    """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
+    try:
+        x, y, weight, temperature, target_temperature, *of_rows = ctx.saved_tensors
+    except RuntimeError:  # which `saved_of` explains
+        return None
+    for each in of_rows:  # no guard looks at what hooks of saved tensors return
+        if each is not None and (each.is_neg() or not each.is_contiguous()):
+            return None
+    if dvalue.is_neg():
+        return None
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    options, pair = ctx.options, Pair(x, y, weight, temperature, target_temperature)
+    call = find(GRADIENT, options.key, *pair, dx, None)
+    if call is None:
+        return None
+    dvalue = _of_each(dvalue, ctx.reduction, x.shape[0]).contiguous()
+    call(pair, PairRows(*of_rows), dvalue, dx, None, options.numbers)
+    return dx
+
+
 class _Summed(torch.autograd.Function):
-    """The sum of what divergences of rows [n, n_classes] count; its gradient is there when it is."""
+    """The sum of what divergences of rows [n, n_classes] count, or their mean; its gradient is there when it is."""
 
     @staticmethod
-    def forward(ctx, x, y, weight, temperature, target_temperature, counts, options):
+    def forward(ctx, x, y, weight, temperature, target_temperature, counts, how):
+        options, mean, share = how
         pair = Pair(x, y, weight, temperature, target_temperature)
-        value, *ctx.gradients = at_once(_detached(pair), counts, options, ctx.needs_input_grad[1])
-        ctx.options = options
+        value, *ctx.gradients = at_once(_detached(pair), counts, share, options, ctx.needs_input_grad[1])
+        ctx.how = options, share
         ctx.save_for_backward(*pair, counts)
-        return torch.where(counts == 0, 0.0, counts * value).sum()
+        if counts is not None:
+            return torch.where(counts == 0, 0.0, counts * value).sum()
+        return value.mean() if mean else value.sum()
 
     @staticmethod
     def backward(ctx, dresult):
         (dresult,) = resolved(dresult)
-        saved = saved_of(ctx, "divergence")
-        pair, counts = Pair(*saved[:OF_PAIR]), saved[OF_PAIR]
+        x, y, *others = saved_of(ctx, "divergence")
+        # Hooks of saved tensors may return other strides.
+        *others, counts = (each if each is None else each.contiguous() for each in others)
+        pair, (options, share), wanted = Pair(x, y, *others), ctx.how, ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or batched(dresult):
-            dx, dy = differentiable_gradient(pair, ctx.options, counts * dresult, wanted=ctx.needs_input_grad[:2])
-            return dx, dy, None, None, None, None, None
+            of_rows = (dresult * share).expand(len(x)) if counts is None else counts * dresult
+            return *differentiable_gradient(pair, options, of_rows, wanted=wanted), *[None] * 5
         # Given away: whoever has them may change them, and a second backward writes them again.
         found, ctx.gradients = ctx.gradients, None
         if found is None:
-            found = at_once(_detached(pair), counts, ctx.options, ctx.needs_input_grad[1])[1:]
+            found = at_once(_detached(pair), counts, share, options, wanted[1])[1:]
         dx, dy = (None if each is None else multiply(each, dresult.contiguous()) for each in found)
-        return dx if ctx.needs_input_grad[0] else None, dy, None, None, None, None, None
+        return dx if wanted[0] else None, dy, *[None] * 5
 
 
 # As their apply, less its search for functorch's wrappers: a call that a transform watches does not come here.

@@ -67,7 +67,7 @@ def steps_of(n_classes: int, features: int, tokens: int, most: int) -> Steps:
     kept = n_classes * features // tokens
     kept = n_classes if kept >= n_classes else _rounded(kept)
     first = stop = n_classes - kept
-    states = [*_blocks(0, first, kept), Block(first, n_classes)]
+    states = [*blocks_of_classes(0, first, kept), Block(first, n_classes)]
     of_kept, again, scratch = [], [], 0
     # Logits of class c are at (c - first) * tokens, and its features' gradients at c * features: written from the last
     # class on, where nothing lies that is still to be read, or apart and then copied over what has been read.
@@ -83,7 +83,7 @@ def steps_of(n_classes: int, features: int, tokens: int, most: int) -> Steps:
     while stop > 0:
         size = stop * features // (tokens + features)
         if size < min(most // tokens, stop):
-            again += [block._replace(apart=True) for block in reversed(_blocks(0, stop, most // tokens))]
+            again += [block._replace(apart=True) for block in reversed(blocks_of_classes(0, stop, most // tokens))]
             scratch = max(scratch, (again[-1].stop - again[-1].first) * tokens)
             break
         again.append(Block(stop - _rounded(size), stop))
@@ -95,7 +95,12 @@ def _rounded(n: int) -> int:
     return n // MULTIPLE * MULTIPLE or n
 
 
-def _blocks(first: int, stop: int, most: int) -> list[Block]:
+def fills(classes: int, w: Tensor) -> bool:
+    """Whether a block of so many of w's classes fills the chip, or is all of them."""
+    return classes >= min(_CLASSES, len(w))
+
+
+def blocks_of_classes(first: int, stop: int, most: int) -> list[Block]:
     """Classes [first, stop) in equal blocks of `most` at most, the first the longest."""
     if stop == first:
         return []

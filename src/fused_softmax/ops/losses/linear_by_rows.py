@@ -97,6 +97,11 @@ def linear_of(
     return Linear(max(min(chunk_size, x.shape[0]), 1), accumulate == "fp32")
 
 
+def elements_of_chunk(x: Tensor, n_classes: int, chunk_size: int | None) -> int:
+    """How many logits are in memory at a time."""
+    return _CHUNK_BYTES // x.element_size() if chunk_size is None else chunk_size * n_classes
+
+
 def keeps_logits(x: Tensor, linear: Linear, asked: Sequence[bool], loss: Loss) -> bool:
     """Whether all logits, with their gradient, wait for the backward pass, which then makes the products.
 

@@ -71,7 +71,7 @@ def linear_divergence(
     accumulate: "fp32" adds up the weight's gradient over chunks in float32; "input" in the input's dtype.
 
     With mean and sum the gradients are made in the forward pass, but those of float16 and of "none" in the backward
-    pass, which makes the logits again. Compiled code has all logits in memory.
+    pass, which makes the logits again. So does the backward pass of compiled code, which has chunks too.
     Returns the divergence, [] or of the leading shape; float32, or float64 for float64.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
@@ -108,17 +108,22 @@ def _linear_divergence(
     empty = not input.numel()
     why = "there are no logits" if empty else refused(input, target_input, options)
     route = route_of(_NAME, *tensors, refused=why, batches=False, holds="" if empty else "all logits")
-    if route is not Route.KERNEL:
-        x, y = _whole(input, linear_weight, linear_bias), _whole(target_input, target_weight, target_bias)
+    if route is Route.COMPOSED:
+        x, y = whole(input, linear_weight, linear_bias), whole(target_input, target_weight, target_bias)
         return divergence(x, y, **given, weight=weight, reduction=reduction, dtype=dtype)
     rows = input.reshape(-1, input.shape[-1])
     of_teacher = target_input.reshape(-1, target_input.shape[-1])
     pair = pair_of(rows, of_teacher, options)
+    if route is Route.OPERATOR:
+        both = rows, linear_weight, linear_bias, of_teacher, target_weight, target_bias
+        traced = with_rows(options, pair).traced()
+        values = torch.ops.fused_softmax.linear_divergence.default(*both, *traced, chunk_size, accumulate)
+        return reduced(values.view(shape[:-1]), weight, reduction).to(dtype or arithmetic_of(input))
     factor = _factor_of(len(rows), weight, reduction, input)
     asked = tuple(each is not None and needs_grad(each) for each in layers[:3])
     linear = linear_of(rows, linear_weight, chunk_size, accumulate, asked[1])
     at_once = reduction != "none" and input.dtype != torch.float16
-    how = _How(options.with_numbers(), linear, at_once)
+    how = way_of(options.with_numbers(), linear, at_once, len(rows), any(asked))
     found = _LinearDivergence.apply(
         rows, linear_weight, linear_bias, of_teacher, target_weight, target_bias, pair.temperature,
         pair.target_temperature, factor, how,
@@ -128,15 +133,28 @@ def _linear_divergence(
     return found.to(dtype or arithmetic_of(input))
 
 
-class _How(NamedTuple):
-    """What a call does, beside its tensors. at_once: whether it is reduced, and its gradients made, right away."""
+class How(NamedTuple):
+    """What a call does, beside its tensors. at_once: whether it is reduced, and its gradients made, right away.
+
+    linear: None where torch's operations make the products.
+    """
 
     options: Divergence
-    linear: Linear
+    linear: Linear | None
     at_once: bool
+    reason: str = ""
 
 
-def _whole(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def way_of(options: Divergence, linear: Linear, at_once: bool, n_rows: int, differentiates: bool) -> How:
+    """How a call goes, with the words for it."""
+    n = -(-n_rows // linear.chunk_size)
+    said = "all rows are one chunk" if n == 1 else f"rows go by {n} chunks of {linear.chunk_size}"
+    if differentiates:
+        said += ", and their gradients are made " + ("with them" if at_once else "in the backward pass")
+    return How(options, linear, at_once, said)
+
+
+def whole(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -180,7 +198,7 @@ def _check_teacher(input, linear_weight, target_input, target_weight, target_bia
         raise ValueError(f"{_NAME}: target_bias must have shape ({n_classes},), got {tuple(target_bias.shape)}")
 
 
-class _Layers(NamedTuple):
+class Layers(NamedTuple):
     """Rows, weight and bias of the student's layer and of the teacher's, and temperatures of rows."""
 
     x: Tensor
@@ -198,8 +216,8 @@ class _LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, h, v, of_v, temperature, target_temperature, factor, how):
-        layers, asked = _Layers(x, w, bias, h, v, of_v, temperature, target_temperature), ctx.needs_input_grad[:3]
-        found = _gradients_of(layers, factor, how, asked) if how.at_once and any(asked) else None
+        layers, asked = Layers(x, w, bias, h, v, of_v, temperature, target_temperature), ctx.needs_input_grad[:3]
+        found = _gradients_of(layers, factor == 0, how, asked) if how.at_once and any(asked) else None
         values = []
         for here, made in _pairs(layers, how):
             pair, rows = run(made, how.options)
@@ -216,29 +234,50 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, incoming):
         (incoming,) = resolved(incoming)
-        *of_layers, factor, value, dx, dw, db = saved_of(ctx, _NAME)
-        layers, how, asked, nothing = _Layers(*of_layers), ctx.how, ctx.needs_input_grad[:3], (None,) * 7
+        *both, temperature, of_target, factor, value, dx, dw, db = saved_of(ctx, _NAME)
+        of_rows = temperature, of_target, factor  # of which hooks of saved tensors may return other strides
+        rows: list[Any] = [each if each is None else each.contiguous() for each in of_rows]
+        layers, factor, how = Layers(*both, *rows[:2]), rows[2], ctx.how
+        asked, nothing = ctx.needs_input_grad[:3], (None,) * 7
         if torch.is_grad_enabled() or batched(incoming):
-            return *_differentiable(layers, factor, how, asked, incoming, value), *nothing
+            return *differentiable(layers, factor, how, asked, incoming, value), *nothing
         if how.at_once:
             return *(each if each is None else each * incoming.to(each.dtype) for each in (dx, dw, db)), *nothing
-        incoming = incoming.contiguous()
-        found = _gradients_of(layers, factor, how, asked)
-        for here, made in _pairs(layers, how):
-            pair, rows = run(made, how.options)
-            gradients(pair, rows, incoming[here], how.options, over=True)
-            found.add(here.start, pair.x)
-        return *found.in_dtypes(layers.x, layers.w, layers.bias), *nothing
+        return *gradients_of_rows(layers, factor == 0, how, asked, incoming.contiguous()), *nothing
 
 
-def _gradients_of(layers: _Layers, factor: Tensor, how: _How, asked: Sequence[bool]) -> Gradients:
-    left_out = factor == 0 if asked[1] else None
+def values_of(layers: Layers, how: How) -> Tensor:
+    """The divergences of rows, float32."""
+    return torch.cat([run(made, how.options)[1].value for _, made in _pairs(layers, how)])
+
+
+def gradients_of_rows(
+    layers: Layers, left_out: Tensor, how: How, asked: Sequence[bool], incoming: Tensor
+) -> list[Tensor | None]:
+    """The gradients asked for, by logits that are made again. left_out: rows that have no part in them."""
+    found = _gradients_of(layers, left_out, how, asked)
+    for here, made in _pairs(layers, how):
+        pair, states = run(made, how.options)
+        gradients(pair, states, incoming[here], how.options, over=True)
+        found.add(here.start, pair.x)
+    return found.in_dtypes(layers.x, layers.w, layers.bias)
+
+
+def with_temperatures(options: Divergence, layers: Layers) -> Divergence:
+    """With the temperatures of rows, where there are any."""
+    return with_rows(options, Pair(layers.x, layers.h, None, *layers[6:]))
+
+
+def _gradients_of(layers: Layers, left_out: Tensor | None, how: How, asked: Sequence[bool]) -> Gradients:
+    assert how.linear is not None
+    left_out = left_out if asked[1] else None
     wide = layers.w.dtype != layers.x.dtype
     return Gradients(*lowered(*layers[:3]), how.linear, asked, wide=wide, left_out=left_out)
 
 
-def _pairs(layers: _Layers, how: _How) -> Iterator[tuple[slice, Pair]]:
+def _pairs(layers: Layers, how: How) -> Iterator[tuple[slice, Pair]]:
     """(rows, the logits of both layers) of each chunk."""
+    assert how.linear is not None
     of_student, of_teacher = chunks(*lowered(*layers[:3]), how.linear), chunks(*layers[3:6], how.linear)
     for (start, logits), (_, theirs) in zip(of_student, of_teacher, strict=True):
         here = slice(start, start + len(logits))
@@ -246,18 +285,17 @@ def _pairs(layers: _Layers, how: _How) -> Iterator[tuple[slice, Pair]]:
         yield here, Pair(logits, theirs, None, temperature, of_target)
 
 
-def _differentiable(
-    layers: _Layers, factor: Tensor, how: _How, asked: Sequence[bool], incoming: Tensor, value: Tensor
+def differentiable(
+    layers: Layers, factor: Tensor, how: How, asked: Sequence[bool], incoming: Tensor, value: Tensor
 ) -> list[Tensor | None]:
     """The gradients by torch's operations, for a second derivative or a batch of gradients."""
-    of_rows = Pair(layers.x, layers.h, None, layers.temperature, layers.target_temperature)
-    options, again = with_rows(how.options, of_rows), torch.is_grad_enabled()
+    options, again = with_temperatures(how.options, layers), torch.is_grad_enabled()
     with autocast.off(layers.x), torch.enable_grad():
         x, w, bias = apart(*layers[:3])
         inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
         counts = (factor != 0) | value.isfinite()
         rows = torch.where(counts.unsqueeze(-1), x, 0.0)
-        found = referred(_whole(rows, w, bias), _whole(*layers[3:6]), options, counts)
+        found = referred(whole(rows, w, bias), whole(*layers[3:6]), options, counts)
         found = torch.where(factor == 0, 0.0, found * factor).sum() if how.at_once else found
         of_inputs = iter(torch.autograd.grad([found], inputs, [incoming.to(found.dtype)], create_graph=again))
     return [next(of_inputs) if wants else None for wants in asked]

@@ -1,7 +1,8 @@
 """log_prob of input @ linear_weight.T + linear_bias, from hidden states.
 
 Either all logits stay for the backward pass, which writes their gradient over them: three matrix products. Or they
-exist a chunk of rows at a time, and the backward pass makes them again: four.
+exist a chunk of rows at a time, and the backward pass makes them again: four. Blocks of classes take the place of its
+chunks where that takes less memory (`log_prob_by_classes.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from fused_softmax.ops.losses.linear_by_rows import (
 )
 from fused_softmax.ops.losses.linear_by_rows import lowered as _lowered
 from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput
+from fused_softmax.ops.losses.log_prob_by_classes import gradients_by_classes, way_of
 from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
 from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_kept_of_whole_rows, check_lists
@@ -87,8 +89,10 @@ def linear_log_prob(
         all. "recompute" makes them chunk by chunk, and again in the backward pass: four products. "auto" keeps them if
         the number of rows is at most chunk_size or at most in_features. Kept logits are no saved tensors: hooks such as
         save_on_cpu do not move them, and checkpointing without reentry does not free them.
-    accumulate: "fp32" adds chunks of linear_weight's gradient in float32 (float64 for float64). "input" adds them in
-        linear_weight's dtype, and allocates no accumulator.
+        Where a float32 sum of linear_weight's gradient would take more memory, the gradients are made by blocks of
+        classes, each of all rows, with as many logits as a chunk has. A list in kept excludes that, and so does group=.
+    accumulate: "fp32" adds chunks of linear_weight's gradient, or blocks of the input's, in float32 (float64 for
+        float64). "input" adds them in their own dtype, and allocates no accumulator.
     group, n_classes, shard_sizes, transport: as log_prob's. Each rank gives its own rows of linear_weight, and of
         linear_bias. The input is the same on all ranks, and so is its gradient, which is summed over them as
         `accumulate` says. linear_weight and linear_bias may be DTensors in [Shard(0)] over the group. Without group=, a
@@ -231,7 +235,12 @@ def _by_chunks(
     linear = linear_of(rows, linear_weight, how["chunk_size"], how["accumulate"], asked[1], sizes)
     few = rows.shape[0] <= max(linear.chunk_size, rows.shape[1])
     keeps = any(asked) and (how["logits"] == "keep" or (how["logits"] == "auto" and few))
-    of_call = _How(options, linear, wanted._replace(states=any(asked)), keeps, shards, not how["input_sharded"])
+    way = way_of(rows, linear_weight, linear, asked, keeps, columns, shards is not None, how["chunk_size"])
+    if way.classes is not None:  # chunks of rows then have no sum of linear_weight's gradient to save
+        linear = linear_of(rows, linear_weight, how["chunk_size"], how["accumulate"], False)
+    of_call = _How(
+        options, linear, wanted._replace(states=any(asked)), keeps, way.classes, shards, not how["input_sharded"]
+    )
     function = _LinearLogProb if shards is None else _LinearLogProbOverRanks
     found = function.apply(rows, linear_weight, linear_bias, targets.contiguous(), temperature, columns, of_call)
     if which is not None:
@@ -242,14 +251,16 @@ def _by_chunks(
 class _How(NamedTuple):
     """What a call does, beside its tensors.
 
-    keeps: whether all logits stay for the backward pass. shards: of classes that lie over ranks, or None. summed:
-    whether the input's gradient is summed over them here.
+    keeps: whether all logits stay for the backward pass. classes: of a block of them, by which the gradients are made;
+    None by chunks of rows. shards: of classes that lie over ranks, or None. summed: whether the input's gradient is
+    summed over them here.
     """
 
     options: LogProb
     linear: Linear
     asked: Asked
     keeps: bool
+    classes: int | None = None
     shards: Shards | None = None
     summed: bool = True
 
@@ -329,6 +340,11 @@ def _backward(
     x, w, bias, target, temperature, columns: Kept, states, how: _How, asked, incoming: Incoming, kept: Tensor | None
 ):  # fmt: skip
     """The gradients asked for. kept: all logits, over which theirs is written; None where they are made again."""
+    if how.classes is not None:
+        layer = x.detach(), w.detach(), None if bias is None else bias.detach()
+        return gradients_by_classes(
+            *layer, target, temperature, columns, states, how.options, asked, incoming, how.classes, how.linear
+        )  # fmt: skip
     lowered = _lowered(x, w, bias)
     left_out = (target.long() == how.options.ignore_index).all(-1) if asked[1] else None
     linear = how.linear if kept is None else Linear(x.shape[0], how.linear.accumulate)
@@ -345,6 +361,7 @@ def _backward(
             of_call = OfCall(how.options, how.shards, how.asked)
             gradient_of(logits, places, t, (m, ls, entropy), Incoming(*of_rows), of_call, logits)  # type: ignore[arg-type]
         summing.add(start, logits)
+    del logits, kept  # the rounded gradients take as much
     return summing.finish().in_dtypes(x, w, bias)
 
 

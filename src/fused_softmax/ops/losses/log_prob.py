@@ -26,10 +26,12 @@ from fused_softmax.ops.losses.log_prob_launches import (
     STATISTICS,
     STATS,
     Asked,
+    GivenLogits,
     Gradients,
     aligned,
     backward,
     given_of,
+    gradient_key,
     prepare_log_probs,
 )
 from fused_softmax.ops.losses.options import (
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 _NAME = "log_prob"
+_NOTHING_MORE = (None,) * 5  # entropy, lse and statistics
 _INDICES = (torch.int64, torch.int32, torch.uint8)
 
 
@@ -170,7 +173,7 @@ def log_prob(
         asked, over = (return_entropy, return_lse, return_stats), over_of(group, n_classes, shard_sizes, transport)
         return _of_shards(input, target, options, asked, kept, inplace_backward, dtype, over)
     key = None
-    numbers = _kind_of_numbers(scale, softcap, temperature)
+    numbers = kind_of_numbers(scale, softcap, temperature)
     of_kept = () if kept is None else _kind_of_kept(kept, input)
     told = type(ignore_index) is int and type(return_stats) is tuple
     if numbers is not None and of_kept is not None and told and not CHECK:
@@ -185,7 +188,7 @@ def log_prob(
     return _log_prob(input, target, options, wanted, kept, inplace_backward, dtype, key)
 
 
-def _kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None:
+def kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None:
     """What a kept call depends on of numbers that change from call to call; None where one wants a check."""
     if scale is None and softcap is None and temperature is None:
         return ()
@@ -380,13 +383,14 @@ def _prepare_call(
 ) -> Launched:
     """The call for tensors like these: call(input, target, scale, softcap, temperature, kept)."""
     differentiates, n_classes, ignore_index = needs_grad(input), input.shape[-1], options.ignore_index
-    asked, several = wanted._replace(states=differentiates), target.ndim == input.ndim
+    asked, several, alone = wanted._replace(states=differentiates), target.ndim == input.ndim, not any(wanted[:-1])
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     alike = options.with_number()
-    flat = input.ndim == 2 and several
+    flat = input.ndim == 2
     given = given_of(*_as_rows(input, target, temperature, columns), alike, columns)
     is_aligned = given.x.data_ptr() == input.data_ptr()
     overwrites = inplace and differentiates
+    as_is = alone and flat and dtype == arithmetic_of(input)
 
     def build(n, run):
         def call(input, target, scale, softcap, temperature, kept):
@@ -399,12 +403,16 @@ def _prepare_call(
                 rows, targets = input, target
             else:
                 rows, targets = input.reshape(-1, n_classes), target.reshape(-1, target.shape[-1] if several else 1)
-            how = run, options, is_aligned, inplace
+            how = run, options, is_aligned, inplace, alone
             columns = EVERY if kept is None else Kept.of(kept)
             if differentiates:
                 found = _apply(rows, targets, of_rows, columns, how)
+                if alone:
+                    found = (found, *_NOTHING_MORE)
             else:
                 found = _run(rows, targets, of_rows, columns, how)[1][2:]
+            if as_is:
+                return found[0]
             leading = input.shape[:-1]
             return output_of(found, wanted, target.shape if several else leading, leading, dtype)
 
@@ -420,7 +428,9 @@ def _as_rows(
     rows = input.reshape(-1, input.shape[-1])
     if temperature is not None:
         temperature = temperature.detach().reshape(-1).to(arithmetic_of(input)).contiguous()
-    return aligned(rows, columns), target.reshape(len(rows), -1).contiguous(), temperature
+    if input.ndim > 2:
+        target = target.reshape(len(rows), -1)
+    return aligned(rows, columns), target.contiguous(), temperature
 
 
 def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
@@ -438,7 +448,7 @@ def split(options: LogProb, x: Tensor) -> tuple[LogProb, Tensor | None]:
 
 def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, columns: Kept, how: tuple):
     """(the tensors as kernels took them, what they gave)."""
-    run, options, is_aligned, _ = how
+    run, options, is_aligned, *_ = how
     if temperature is None and is_aligned:
         given = given_of(rows, targets.contiguous(), None, options, columns)
     else:
@@ -449,37 +459,54 @@ def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, columns: Kep
 def output_of(found, wanted: Asked, shape, leading, dtype: torch.dtype) -> Tensor | LogProbOutput:
     """What the caller asked for, in its shapes and dtype. found: log_prob, entropy, lse and statistics of rows."""
     of_targets, *of_rows, top = found
-    of_targets = of_targets.view(shape).to(dtype)
+    of_targets = _shaped(of_targets, shape, dtype)
     if not any(wanted[:-1]):
         return of_targets
     wants = wanted.entropy, wanted.lse, wanted.log_sum_sq_probs, wanted.mean_logits
     entropy, lse, log_sq, mean = (
-        each.view(leading).to(dtype) if asks else None for each, asks in zip(of_rows, wants, strict=True)
+        _shaped(each, leading, dtype) if asks else None for each, asks in zip(of_rows, wants, strict=True)
     )
     top = top.view(shape) if wanted.is_top1 else None
     stats = LogProbStats(log_sq, mean, top) if any(wanted[2:-1]) else None
     return LogProbOutput(of_targets, entropy, lse, stats)
 
 
+def _shaped(y: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """In a shape and dtype; each step that a tensor does without is none of the backward pass either."""
+    y = y if y.shape == shape else y.view(shape)
+    return y if y.dtype == dtype else y.to(dtype)
+
+
 class _LogProb(torch.autograd.Function):
-    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for."""
+    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for.
+
+    The first alone, where nobody asked for more.
+    """
 
     @staticmethod
     def forward(ctx, x, target, temperature, columns, how):
         ctx.set_materialize_grads(False)
         given, found = _run(x, target, temperature, columns, how)
-        _, ctx.options, _, ctx.inplace = how
+        _, ctx.options, _, ctx.inplace, alone = how
+        quick = not ctx.inplace and columns is EVERY and given.numbers is None
+        ctx.quick = gradient_key(ctx.options, False, columns) if quick else None
         ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy, *columns[:3])
+        if alone:
+            return found.log_prob
         if found.is_top1 is not None:
             ctx.mark_non_differentiable(found.is_top1)
         return found[2:]
 
     @staticmethod
-    def backward(ctx, dlog_prob, dentropy, dlse, *of_stats):
+    def backward(ctx, dlog_prob, dentropy=None, dlse=None, *of_stats):
         refuse(_NAME, STATISTICS, of_stats, HAVE)
         nothing = (None,) * 4
         if dlog_prob is None and dentropy is None and dlse is None:
             return None, *nothing
+        if ctx.quick is not None:
+            dx = _found_gradient(ctx, dlog_prob, dentropy, dlse)
+            if dx is not None:
+                return dx, None, None, None, None
         gradients = Gradients(*resolved(dlog_prob, dentropy, dlse))
         x, target, temperature, m, ls, entropy, *of_kept = saved_of(ctx, _NAME)
         columns = Kept(*of_kept)
@@ -497,6 +524,34 @@ class _LogProb(torch.autograd.Function):
         if ctx.inplace:  # whoever else keeps the logits is told by autograd
             bump_version(x)
         return dx, *nothing
+
+
+def _found_gradient(ctx, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Tensor | None:
+    """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
+    if torch.is_grad_enabled():
+        return None
+    try:
+        x, target, temperature, m, ls, entropy, *_ = ctx.saved_tensors
+    except RuntimeError:  # which `saved_of` explains
+        return None
+    if dentropy is None:
+        entropy = None
+    for each in (m, ls):  # no guard looks at what hooks of saved tensors return
+        if each.is_neg() or not each.is_contiguous():
+            return None
+    dtype = m.dtype
+    if dlog_prob is not None:
+        dlog_prob = dlog_prob.to(dtype).contiguous()
+    if dentropy is not None:
+        dentropy = dentropy.to(dtype).contiguous()
+    if dlse is not None:
+        dlse = dlse.to(dtype).contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    call = find(*ctx.quick, x, dx, target, temperature, entropy, dlog_prob, dentropy, dlse, None)
+    if call is None:
+        return None
+    given = GivenLogits(x, target, temperature, None)
+    return call(given, dx, (m, ls, entropy, dlog_prob, dentropy, dlse), ctx.options.numbers[1])
 
 
 # As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.

@@ -62,7 +62,7 @@ class LogProbRows(NamedTuple):
 
 
 class GivenLogits(NamedTuple):
-    """The tensors of a call as kernels take them: targets [n, k] and temperatures [n], contiguous."""
+    """The tensors of a call as kernels take them: targets [n, k], or [n], and temperatures [n], contiguous."""
 
     x: Tensor
     target: Tensor
@@ -74,11 +74,16 @@ class GivenLogits(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return *self[:4], *self.kept[:3]
 
+    @property
+    def n_targets(self) -> int:
+        """Of a row."""
+        return self.target.shape[1] if self.target.ndim > 1 else 1
+
     def values(self, options: LogProb) -> dict[str, Any]:
         """Kernels' arguments by name."""
         bits, of_list = self.kept.bits, dict(zip(_LIST_NUMBERS, self.kept.numbers or (None, None), strict=True))
         stride = None if bits is None else bits.stride(0)
-        return options.loss.values() | of_list | {"n_targets": self.target.shape[1], "bits_row_stride": stride}
+        return options.loss.values() | of_list | {"n_targets": self.n_targets, "bits_row_stride": stride}
 
 
 _GIVEN = "x", "target", "temperature", "numbers", "ids", "offsets", "bits"  # GivenLogits.tensors
@@ -117,7 +122,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     """What runs the kernels on tensors like these: call(given, numbers) -> LogProbRows."""
     x, device = given.x, given.x.get_device()
     n_rows, n_cols = x.shape
-    n_targets, arithmetic, empty = given.target.shape[1], arithmetic_of(x), allocator(x.device)
+    several, arithmetic, empty = tuple(given.target.shape[1:]), arithmetic_of(x), allocator(x.device)
     listed = given.kept.ids is not None
     plan = plan or plan_alone(n_rows, _LIST_COLS if listed else n_cols, x.element_size(), device_of(device))
     if listed:
@@ -137,7 +142,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         def of_row(wanted):
             return empty((n,), (1,), arithmetic) if wanted else None
 
-        of_targets = (n, n_targets), (n_targets, 1)
+        of_targets = (n, *several), (*several, 1)
         return LogProbRows(
             of_row(asked.states), of_row(asked.states), empty(*of_targets, arithmetic), of_row(asked.entropy),
             of_row(asked.lse), of_row(asked.log_sum_sq_probs), of_row(asked.mean_logits),
@@ -179,7 +184,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
 
 
 def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
-    kind = options.loss.kind() | {"targets": triton.next_power_of_2(given.target.shape[1])}
+    kind = options.loss.kind() | {"targets": triton.next_power_of_2(given.n_targets)}
     kind |= {"listed": given.kept.ids is not None, "masked": given.kept.bits is not None}
     if given.temperature is not None:
         kind["scaled"] = True
@@ -188,7 +193,7 @@ def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
 
 
 class Gradients(NamedTuple):
-    """Those of log-probabilities [n, k], entropy [n] and lse [n], contiguous and in the dtype of the arithmetic."""
+    """Those of log-probabilities, as the targets lie, entropy [n] and lse [n], in the dtype of the arithmetic."""
 
     log_prob: Tensor | None
     entropy: Tensor | None
@@ -214,8 +219,7 @@ def backward(
     entropy = None if gradients.entropy is None else entropy
     beside = (m, ls, entropy, *gradients)
     tensors = x, dx, given.target, given.temperature, entropy, *gradients, given.kept.bits
-    key = *options.key, over, given.kept.kind
-    call = kept("log_prob_gradient", key, tensors, _prepare_gradient, given, dx, beside, options, over)
+    call = kept(*gradient_key(options, over, given.kept), tensors, _prepare_gradient, given, dx, beside, options, over)
     return call(given, dx, beside, options.numbers[1])
 
 
@@ -233,6 +237,11 @@ def _plan_listed(plan: RowPlan, over: bool) -> RowPlan:
     if over:
         plan = replace(plan, block_cols=triton.next_power_of_2(plan.pieces * plan.block_cols))
     return replace(plan, block_rows=1, pieces=1, num_warps=max(plan.num_warps if over else 0, _LIST_WARPS))
+
+
+def gradient_key(options: LogProb, over: bool, columns: Kept) -> tuple[str, tuple]:
+    """The name and options of a kept gradient."""
+    return "log_prob_gradient", (*options.key, over, columns.kind)
 
 
 def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb, over: bool) -> Launched:

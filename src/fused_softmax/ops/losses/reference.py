@@ -249,6 +249,18 @@ def divergence(
     return _relative(t, log_t, log_q) if forward else _relative(q, log_q, log_t)
 
 
+def linear_divergence(
+    input: Tensor, linear_weight: Tensor, target_input: Tensor, target_weight: Tensor, *,
+    linear_bias: Tensor | None = None, target_bias: Tensor | None = None, arithmetic: torch.dtype = torch.float64,
+    **arguments,
+) -> Tensor:  # fmt: skip
+    """That of fused_softmax.linear_divergence likewise, all logits at once. arguments: `divergence`'s."""
+    layers = (input, linear_weight, linear_bias), (target_input, target_weight, target_bias)
+    of_both = [[None if each is None else each.to(arithmetic) for each in layer] for layer in layers]
+    logits = [torch.nn.functional.linear(*layer) for layer in of_both]  # type: ignore[arg-type]
+    return divergence(*logits, **arguments, arithmetic=arithmetic)
+
+
 def _relative(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """sum p (log p - log q), to which p = 0 adds nothing."""
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(-1)

@@ -38,20 +38,23 @@ LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 def _pair_held(
     slots_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr, weight_ptr, temperature_ptr, target_temperature_ptr, dvalue_ptr, value_ptr,
     x_row_stride, y_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
-    factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
+    factor, cap, target_factor, target_cap, beta, smoothing, share, K: tl.constexpr,
 ):  # fmt: skip
     """A pair of rows a program, or one part of both (K.split), held until the gradient is written.
 
-    dvalue: what each row's divergence counts in the result. A row of 0 gets no gradient, whatever it holds.
+    dvalue: what each row's divergence counts in the result, times a share of all rows. A row of 0 gets no gradient,
+    whatever it holds.
     """
     program = tl.program_id(0)
     row = row_of_part(program, n_parts, K)
+    if dvalue_ptr is not None:
+        share *= tl.load(dvalue_ptr + row)
     P = HeldPair(
         Rows(x_ptr, x_row_stride, misalignment), Rows(y_ptr, y_row_stride, misalignment),
         Rows(dx_ptr, dx_row_stride, misalignment), dy_ptr, weight_ptr, value_ptr, n_cols, n_parts, part_cols,
         numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr,
                         target_temperature_ptr, row),
-        tl.load(dvalue_ptr + row),
+        share,
     )  # fmt: skip
     row_slots_ptr = slots_ptr
     tag = 0

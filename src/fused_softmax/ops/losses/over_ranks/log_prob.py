@@ -36,7 +36,7 @@ from fused_softmax.ops.losses.log_prob_launches import (
     forward,
     given_of,
 )
-from fused_softmax.ops.losses.options import LogProb
+from fused_softmax.ops.losses.options import EVERY, Kept, LogProb
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards, gather
 from fused_softmax.ranks.launches import allocator
@@ -291,11 +291,11 @@ def _own_gradients(gradients: Gradients, places: Places, dtype: torch.dtype) -> 
 
 def gradient_of(
     x: Tensor, places: Places, temperature: Tensor | None, states: tuple[Tensor, Tensor, Tensor | None],
-    gradients: Gradients, of_call: OfCall, dx: Tensor,
+    gradients: Gradients, of_call: OfCall, dx: Tensor, columns: Kept = EVERY,
 ) -> None:  # fmt: skip
     """Write dx [n, columns], which may be x: the gradient of this rank's logits, and 0 at padding.
 
-    states: m, ls and, where it has a gradient, the entropy of whole rows.
+    states: m, ls and, where it has a gradient, the entropy of whole rows. columns: the bits of those that are kept.
     """
     options, shards = replace(of_call.options, ignore_index=_IGNORED), of_call.shards
     held = shards.held
@@ -308,7 +308,7 @@ def gradient_of(
     m, ls, entropy = states[0].contiguous(), states[1].contiguous(), states[2]
     entropy = entropy if entropy is None else entropy.contiguous()
     if _by_kernels(x, places.local, options):
-        given = given_of(x, places.local, temperature, options)
+        given = given_of(x, places.local, temperature, options, columns)
         backward(given, m, ls, entropy, Gradients(dlog_prob, dentropy, dlse), options, of_own)
         return
     with torch.enable_grad():
