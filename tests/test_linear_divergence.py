@@ -6,6 +6,7 @@ from conftest import kernels
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_softmax import explain, linear_divergence
+from fused_softmax.core import route
 from fused_softmax.nn import LinearDivergence
 from fused_softmax.ops.losses import linear_by_rows
 
@@ -13,6 +14,12 @@ pytestmark = kernels
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ROWS, CLASSES = 13, 50
 KINDS = ["kl", "reverse_kl", "jsd", "tvd"]
+WHERE = {"device": "cpu"}  # of the tensors that tests make
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device(device, monkeypatch):
+    monkeypatch.setitem(WHERE, "device", device)
 
 
 def layers(dtype=FP32, *, bias=False, teacher=None, classes=CLASSES):
@@ -20,7 +27,7 @@ def layers(dtype=FP32, *, bias=False, teacher=None, classes=CLASSES):
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape, dtype):
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(**WHERE, dtype=dtype)
 
     student = [made(ROWS, 8, dtype=dtype), made(classes, 8, dtype=dtype), made(classes, dtype=dtype) if bias else None]
     of = teacher or dtype
@@ -64,7 +71,7 @@ def require_grad(tensors):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind, reduction, chunk_size):
     student, teacher = layers(bias=True)
-    weight = torch.linspace(0.0, 2.0, ROWS)
+    weight = torch.linspace(0.0, 2.0, ROWS, **WHERE)
     student = require_grad(student)
     x, w, b = student
     y = linear_divergence(
@@ -73,7 +80,7 @@ def test_values_and_gradients(kind, reduction, chunk_size):
     )  # fmt: skip
     wanted, of = truth(kind, student, teacher, weight, reduction)
     torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6)
-    dy = torch.linspace(-1.0, 2.0, y.numel()).view(y.shape)
+    dy = torch.linspace(-1.0, 2.0, y.numel(), **WHERE).view(y.shape)
     for ours, exact in zip(
         torch.autograd.grad(y, student, dy), torch.autograd.grad(wanted, of, dy.double()), strict=True
     ):
@@ -89,7 +96,7 @@ def test_sixteen_bits(dtype, reduction):
     assert y.dtype == FP32
     wanted, of = truth("kl", [*student, None], teacher, None, reduction)
     torch.testing.assert_close(y.double(), wanted, rtol=3e-2, atol=3e-2)
-    dy = torch.ones(y.shape)
+    dy = torch.ones(y.shape, **WHERE)
     pairs = zip(torch.autograd.grad(y, student, dy), torch.autograd.grad(wanted, of[:2], dy.double()), strict=True)
     for ours, exact in pairs:
         assert ours.dtype == dtype
@@ -103,10 +110,15 @@ def test_master_weights_get_gradients_of_their_own_dtype():
     assert (dx.dtype, dw.dtype) == (BF16, FP32)
 
 
+@pytest.mark.parametrize("way", ["kernels", "torch"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_rows_of_weight_0_may_hold_anything(reduction):
+def test_rows_of_weight_0_may_hold_anything(reduction, way, device, monkeypatch):
+    if way == "torch":
+        if device != "cpu":
+            pytest.skip("of CPU tensors")
+        monkeypatch.setattr(route, "INTERPRET", False)
     student, teacher = layers()
-    weight = torch.ones(ROWS)
+    weight = torch.ones(ROWS, **WHERE)
     weight[3] = 0
     student[0][3] = float("nan")
     x, w = require_grad(student[:2])
@@ -135,7 +147,7 @@ def test_two_backward_passes_give_the_same():
     student, teacher = layers()
     x, w = require_grad(student[:2])
     y = linear_divergence(x, w, *teacher[:2])
-    of = torch.tensor(2.0)
+    of = torch.tensor(2.0, **WHERE)
     first = torch.autograd.grad(y, [x, w], of, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, [x, w], of), strict=True))
 
@@ -161,7 +173,7 @@ def test_compiled_it_is_one_operator_and_has_chunks_too(reduction, dtypes, monke
     student, teacher = layers(dtypes[0], bias=True)
     student[1:] = [each.to(dtypes[1]) for each in student[1:]]
     leaves = require_grad(student)
-    weight, t = torch.arange(ROWS) / 4, torch.linspace(0.5, 2, ROWS)
+    weight, t = torch.arange(ROWS, **WHERE) / 4, torch.linspace(0.5, 2, ROWS, **WHERE)
     made, shapes = [], []
 
     def call(x, w, bias, t, weight):
@@ -231,9 +243,9 @@ def test_explain_says_how_it_went(chunk_size, reduction, said):
 
 
 def test_the_module():
-    layer = LinearDivergence(8, CLASSES, kind="tvd", bias=True)
+    layer = LinearDivergence(8, CLASSES, kind="tvd", bias=True).to(**WHERE)
     student, teacher = layers()
-    y = layer(student[0], *teacher[:2], weight=torch.ones(ROWS))
+    y = layer(student[0], *teacher[:2], weight=torch.ones(ROWS, **WHERE))
     y.backward()
     assert all(each.grad.any() for each in layer.parameters())
 
@@ -268,5 +280,8 @@ def test_bad_input(changed, error, said):
     given = {
         "input": student[0], "linear_weight": student[1], "target_input": teacher[0], "target_weight": teacher[1],
     }  # fmt: skip
+    moved = {name: v.to(**WHERE) if isinstance(v, torch.Tensor) else v for name, v in changed.items()}
     with pytest.raises(error, match=f"linear_divergence: .*{said}"):
-        linear_divergence(**given | changed)
+        linear_divergence(
+            **given | {n: v.to(**WHERE) if isinstance(v, torch.Tensor) else v for n, v in changed.items()}
+        )

@@ -109,6 +109,8 @@ def _linear_divergence(
     why = "there are no logits" if empty else refused(input, target_input, options)
     route = route_of(_NAME, *tensors, refused=why, batches=False, holds="" if empty else "all logits")
     if route is Route.COMPOSED:
+        if weight is not None:  # whose gradient of 0 times NaN would be NaN
+            input = torch.where(weight.detach().unsqueeze(-1) == 0, 0.0, input)
         x, y = whole(input, linear_weight, linear_bias), whole(target_input, target_weight, target_bias)
         return divergence(x, y, **given, weight=weight, reduction=reduction, dtype=dtype)
     rows = input.reshape(-1, input.shape[-1])
