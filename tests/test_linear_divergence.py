@@ -282,6 +282,4 @@ def test_bad_input(changed, error, said):
     }  # fmt: skip
     moved = {name: v.to(**WHERE) if isinstance(v, torch.Tensor) else v for name, v in changed.items()}
     with pytest.raises(error, match=f"linear_divergence: .*{said}"):
-        linear_divergence(
-            **given | {n: v.to(**WHERE) if isinstance(v, torch.Tensor) else v for n, v in changed.items()}
-        )
+        linear_divergence(**given | moved)
