@@ -1,7 +1,8 @@
 """Divergences of a student's distribution from a teacher's, row by row, with the student's gradient.
 
-Traffic: both are read once (kl, reverse_kl) or twice (jsd, tvd), and in the backward pass once more, where the gradient
-is written.
+Traffic: where a mean or sum has a gradient, both are read once, and the gradient is written in the same pass if rows
+are a whole number of vectors and the chip holds them. Else both are read once (kl, reverse_kl) or twice (jsd, tvd), and
+in the backward pass once more, where the gradient is written.
 """
 
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def divergence(
         "log_probs" or "probs".
     weight: of rows, of the leading shape. mean is sum w l / sum w, sum is sum w l, and none gives w l. A row of weight
         0 has divergence and gradient 0, whatever it holds.
-    reduction: "mean", "sum" or "none".
+    reduction: "mean", "sum" or "none". The gradient of a mean or sum is written in the forward pass where it can be.
     dtype: of the result; float32 if None, or float64 for float64.
 
     group: of torch.distributed, over whose ranks the classes lie in shards: each rank gives its own columns of the
