@@ -1,5 +1,6 @@
 """Divergences whose gradient is written with their sum: the same as of rows, in any batch, by parts that go alone."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from products import pairwise
 from test_divergence import BF16, FP32, GIVEN, every_kind, given_as, pair
 
 from fused_softmax import cross_entropy, divergence
-from fused_softmax.core import calls
+from fused_softmax.core import calls, runner
 from fused_softmax.core.plan import H100, plan_pairs
 from fused_softmax.ops.losses import divergence_launches as launches
 from fused_softmax.ops.losses.options import Divergence
@@ -55,6 +56,19 @@ def test_rows_and_parts(kind, target_is, dtypes, n_cols, options, device):
     assert (dx[3] == 0).all()
 
 
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16), (BF16, BF16), (FP32, FP32)], ids=str)
+@pytest.mark.parametrize("n_cols", [4, 8, 12, 20, ROW + 4])
+@pytest.mark.parametrize("of_student", [True, False])
+def test_rows_on_any_boundary(dtypes, n_cols, of_student, device):
+    x, y = pair(5, n_cols, *dtypes, device)
+    apart = (x if of_student else y).new_empty(5, n_cols + 1)[:, :n_cols]
+    apart.copy_(x if of_student else y)
+    x, y = (apart, y) if of_student else (x, apart)
+    (found, dx), (wanted, truth) = by_both(x, y, "kl", "logits")
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(dx.float(), truth.float(), rtol=1e-2, atol=1e-2 * truth.abs().max().item())
+
+
 @every_kind
 @pytest.mark.parametrize("target_is", GIVEN)
 @pytest.mark.parametrize("n_cols", [ROW, SPLIT])
@@ -87,7 +101,7 @@ def test_parts_that_miss_others_go_alone_with_the_same_bits(kind, target_is, dty
     )
     wanted = launches.at_once(*given, kind == "cross")
     calls.forget()
-    monkeypatch.setattr(launches, "IN_TURN", ({},))
+    monkeypatch.setattr(runner, "IN_TURN", ({},))
     monkeypatch.setattr(launches, "IN_TURN_TWICE", ({},))
     for found, of_all in zip(launches.at_once(*given, kind == "cross"), wanted, strict=True):
         assert (found is None and of_all is None) or torch.equal(found, of_all)
@@ -102,6 +116,24 @@ def test_rows_of_weight_0_hold_anything(kind, n_cols, device):
     x[1], y[1] = torch.nan, torch.inf
     for found, before in zip(by_both(x, y, kind, "logits", weight)[0], wanted, strict=True):
         assert torch.equal(found, before)
+
+
+@pytest.mark.parametrize("n_cols", [ROW, SPLIT + 1])
+def test_no_weight_at_all_has_no_mean_and_no_gradient(n_cols, device):
+    x, y = pair(3, n_cols, device=device)
+    loss = divergence(leaf := x.requires_grad_(), y, weight=torch.zeros(3, device=device))
+    assert loss.isnan()
+    assert not torch.autograd.grad(loss, leaf)[0].any()
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_of_distributions_apart(beta, device):
+    """It is the entropy of beta."""
+    x, y = torch.zeros(1, ROW, device=device), torch.zeros(1, ROW, device=device)
+    x[0, 7], y[0, 9] = 500.0, 400.0
+    wanted = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
+    found = divergence(x.requires_grad_(), y, kind="jsd", beta=beta)
+    assert abs(found.item() - wanted) < 1e-6 * wanted
 
 
 @pytest.mark.parametrize("n_cols", [ROW, SPLIT])

@@ -16,7 +16,7 @@ from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.plan import RowPlan, plan_alone, plan_pairs, plan_reduction
-from fused_softmax.core.runner import IN_TURN, prepare, spec_of
+from fused_softmax.core.runner import prepare, spec_of
 from fused_softmax.ops.losses.kernels.divergence import (
     _merge_pairs,
     _merge_sums,
@@ -161,11 +161,15 @@ def prepare_forward(pair: Pair, asked: Divergence, states: bool = True) -> Launc
 
 
 def plan_held(pair: Pair) -> RowPlan | None:
-    """Of a launch that holds these rows until their gradient is written; None where none can."""
+    """Of a launch that holds rows until their gradient is written, once they lie `in_vectors`; None where none can.
+
+    Other lengths than whole vectors of both tensors are left where they are, on any boundary.
+    """
     n_rows, n_cols = pair.x.shape
+    if n_cols % (16 // _itemsize(pair)):
+        return None
     itemsize = max(pair.x.element_size(), pair.y.element_size())
-    even = all(each.data_ptr() % 16 == 0 for each in pair[:2])
-    return plan_pairs(n_rows, n_cols, itemsize, device_of(pair.x.get_device())) if even else None
+    return plan_pairs(n_rows, n_cols, itemsize, device_of(pair.x.get_device()))
 
 
 def at_once(
@@ -207,7 +211,7 @@ def _prepare_held(
     values = dict(zip(numbers, (*asked.numbers, 1.0), strict=True))
     launched = prepare(
         _pair_held, plan, spec, tensors, values, device=device, numbers=numbers,
-        besides=_BESIDES_TVD if asked.kind == "tvd" else _BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
+        besides=_BESIDES_TVD if asked.kind == "tvd" else _BESIDES, turns=IN_TURN_TWICE if spec.twice else None,
     )  # fmt: skip
     order = [names.index(name[:-4]) for name in _pair_held.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
     picked = picked_of([given[i] for i in order])

@@ -75,7 +75,7 @@ def is_written_at_once(pair: Pair) -> bool:
     """
     if not needs_grad(pair.x, pair.y) or torch.float16 in (pair.x.dtype, pair.y.dtype):
         return False
-    return plan_held(_in_vectors(pair)) is not None
+    return plan_held(pair) is not None
 
 
 def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor:
@@ -85,8 +85,7 @@ def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: st
     """
     mean, counts = reduction == "mean", None
     if weight is not None:
-        w = weight.detach().reshape(-1).to(torch.float32)
-        counts = w / w.sum() if mean else w.contiguous()
+        counts = weight.detach().reshape(-1).to(torch.float32).contiguous()
     share = 1 / len(pair.x) if mean and weight is None else 1.0
     return _apply_summed(*pair, counts, (options, mean, share))
 
@@ -201,13 +200,17 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, weight, temperature, target_temperature, counts, how):
         options, mean, share = how
-        pair = Pair(x, y, weight, temperature, target_temperature)
+        pair, total = Pair(x, y, weight, temperature, target_temperature), None
+        if mean and counts is not None:
+            total = counts.sum()
+            counts = torch.where(counts == 0, 0.0, counts / total)
         value, *ctx.gradients = at_once(_detached(pair), counts, share, options, ctx.needs_input_grad[1])
         ctx.how = options, share
         ctx.save_for_backward(*pair, counts)
-        if counts is not None:
-            return torch.where(counts == 0, 0.0, counts * value).sum()
-        return value.mean() if mean else value.sum()
+        if counts is None:
+            return value.mean() if mean else value.sum()
+        found = torch.where(counts == 0, 0.0, counts * value).sum()
+        return found if total is None else torch.where(total == 0, total / total, found)  # NaN of no weight at all
 
     @staticmethod
     def backward(ctx, dresult):

@@ -242,12 +242,14 @@ def sums_of_held(x, y, r, P, K: tl.constexpr):
 def jsd_of(z, log_t, more, N, K: tl.constexpr):
     """(log2 Q - log2 M, log2 T - log2 M) of a piece, M = beta T + (1 - beta) Q. more: to be added to log T - log Q.
 
-    By T / Q, whose logarithm is bounded: beyond, what Q or T counts is 0.
+    By the smaller one of T / Q and Q / T, whose logarithm is bounded: beyond, what the smaller one counts is 0.
     """
     ratio = (log_t - z + more) * LOG2E
     ratio = tl.minimum(tl.where(ratio > -100.0, ratio, -100.0), 100.0)  # NaN of -inf less -inf too
-    of_q = -fast_log2(tl.fma(tl.exp2(ratio), N.beta, 1.0 - N.beta), K.ptx)
-    return of_q, of_q + ratio
+    by_t = ratio > 0.0
+    of_larger, of_smaller = tl.where(by_t, N.beta, 1.0 - N.beta), tl.where(by_t, 1.0 - N.beta, N.beta)
+    log_2 = -fast_log2(tl.fma(tl.exp2(-tl.abs(ratio)), of_smaller, of_larger), K.ptx)
+    return tl.where(by_t, log_2 - ratio, log_2), tl.where(by_t, log_2, log_2 + ratio)
 
 
 @triton.jit

@@ -313,7 +313,8 @@ def _state(z: Tensor) -> tuple[Tensor, Tensor]:
 def _rows_by_operations(own: Own) -> PairRows:
     """What is known of a shard's own rows by torch's operations, as kernels have it."""
     pair, options, _ = own
-    by_logits, nothing = options.target_is == "logits", torch.zeros(len(pair.x), dtype=own.arithmetic).to(pair.x.device)
+    by_logits = options.target_is == "logits"
+    nothing = torch.zeros(len(pair.x), dtype=own.arithmetic, device=pair.x.device)
     if not pair.x.shape[1]:
         none = torch.full_like(nothing, -torch.inf)
         of_t = none if by_logits else None
