@@ -69,6 +69,31 @@ def test_rows_on_any_boundary(dtypes, n_cols, of_student, device):
     torch.testing.assert_close(dx.float(), truth.float(), rtol=1e-2, atol=1e-2 * truth.abs().max().item())
 
 
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16), (FP32, FP32)], ids=str)
+@pytest.mark.parametrize("width", [8, 12, 13, 16])
+def test_gradients_into_rows_that_lie_apart(dtypes, width, device):
+    x, y = pair(5, 8, *dtypes, device)
+    given, g = launches.Pair(x, y), torch.linspace(0.5, 2, 5, device=device)
+    rows = launches.forward(given, Divergence())
+    wanted = launches.backward(given, rows, g, Divergence())[0]
+    found = x.new_full((5, width), 7.0)
+    launches.backward(given, rows, g, Divergence(), dx=found[:, :8])
+    assert torch.equal(found[:, :8], wanted)
+    assert (found[:, 8:] == 7).all()
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("n_cols", [ROW, ROW + 1])
+def test_negative_probabilities_make_their_row_nan(kind, n_cols, device):
+    x, y = pair(2, n_cols, device=device)
+    y = y.softmax(-1)
+    y[1, 5] = -0.25
+    found = divergence(
+        x.requires_grad_(), y, kind=kind, target_is="probs", weight=torch.tensor([0.0, 1.0], device=device)
+    )
+    assert found.isnan()
+
+
 @every_kind
 @pytest.mark.parametrize("target_is", GIVEN)
 @pytest.mark.parametrize("n_cols", [ROW, SPLIT])
@@ -124,6 +149,19 @@ def test_no_weight_at_all_has_no_mean_and_no_gradient(n_cols, device):
     loss = divergence(leaf := x.requires_grad_(), y, weight=torch.zeros(3, device=device))
     assert loss.isnan()
     assert not torch.autograd.grad(loss, leaf)[0].any()
+
+
+@pytest.mark.parametrize("rest", ["renormalize", "lump"])
+def test_rows_of_weight_0_with_columns_hold_anything(rest, device):
+    x, y = pair(3, 40, device=device)
+    columns = torch.arange(8, device=device).expand(3, 8)
+    target = y.softmax(-1)[:, :8]
+    weight = torch.tensor([1.0, 0.0, 2.0], device=device)
+    x[1] = torch.nan
+    options = {"columns": columns, "rest": rest, "target_is": "probs", "weight": weight}
+    (dx,) = torch.autograd.grad(divergence(leaf := x.requires_grad_(), target, **options), leaf)
+    assert dx.isfinite().all()
+    assert not dx[1].any()
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])

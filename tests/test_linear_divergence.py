@@ -128,6 +128,14 @@ def test_rows_of_weight_0_may_hold_anything(reduction, way, device, monkeypatch)
     assert not dx[3].any()
 
 
+def test_no_weight_at_all_has_no_mean_and_no_gradient():
+    student, teacher = layers()
+    x, w = require_grad(student[:2])
+    y = linear_divergence(x, w, *teacher[:2], weight=torch.zeros(ROWS, **WHERE))
+    assert y.isnan()
+    assert not any(each.any() for each in torch.autograd.grad(y, [x, w]))
+
+
 def test_the_teachers_hidden_size_and_dtype_may_differ():
     student, teacher = layers(FP32, teacher=BF16)
     wanted, _ = truth("kl", student, teacher, None, "mean")

@@ -76,7 +76,7 @@ SPLIT_PARTS = {
     ),
     (2, 4): Ladder((131072, 8192, 4), (UNBOUNDED, 8192, 8), note="65536 0.99, 131072 0.98; 262144 0.96, 1 Mi 0.93"),
 }  # fmt: skip
-# Of rows whose parts take more than half of the chip, which a second read would slow more.
+# Rows whose parts take more than half of the chip; a second read would be slower.
 ALL_NOTE = "60 x 2306048 fp32 0.90, read twice 0.58; 33 x 4 Mi 0.73, 0.59"
 WHOLE_PARTS = (
     5,
@@ -130,7 +130,7 @@ STREAM_MOST_PARTS = 1024  # whose states a program of the second pass merges at 
 GRADIENT_MOST_PARTS = 4096  # a row, where no part needs another's state
 # itemsize: (columns, warps) of a part of a pair of rows that are held, and the longest pair of one program.
 PAIR_PARTS = {2: (8192, 4), 4: (4096, 4)}
-PAIR_NOTE = "bf16 151936 kl 2852 us, in parts of 4096 3364; jsd 5397, by 8 warps 5293"
+PAIR_NOTE = "bf16 151936 kl 2852 us, in parts of 4096 3364, by 8 warps 3200"
 ALONE_BYTES = 65536  # of a part of a row whose parts must not follow from the number of rows
 
 # Reductions: rows are read and none is written; figures are ratios to a read.

@@ -1,8 +1,8 @@
 """Divergences of a student's distribution from a teacher's, row by row, with the student's gradient.
 
 Traffic: where a mean or sum has a gradient, both are read once, and the gradient is written in the same pass if rows
-are a whole number of vectors and the chip holds them. Else both are read once (kl, reverse_kl) or twice (jsd, tvd), and
-in the backward pass once more, where the gradient is written.
+are a whole number of vectors, not of float16, and the chip holds them. Else both are read once (kl, reverse_kl) or
+twice (jsd, tvd), and in the backward pass once more, where the gradient is written.
 """
 
 from collections.abc import Sequence
@@ -108,8 +108,8 @@ def divergence(
         weight. The result is the same on all ranks, to the bit, and is never summed over them. Every rank of the group
         makes the same call. There is no second derivative.
     n_classes, shard_sizes: as cross_entropy's.
-    transport: with group: how ranks tell each other at most 5 numbers a row, in two exchanges for jsd and tvd;
-        with columns, a number of each: "collective" or "peer", as log_prob has them.
+    transport: with group: how ranks tell each other at most 6 numbers a row, in two exchanges for jsd and tvd; with
+        columns, one for each column, and 2 more for "lump": "collective" or "peer", as log_prob has them.
 
     DTensors of both may lie in shards of classes or rows; the target goes where the input lies. Temperatures, weight
     and, with columns, these and the target may be plain tensors, the same on all ranks, where no rows lie in shards.
@@ -166,7 +166,7 @@ def _divergence(input, target, given, columns, rest, weight, reduction, dtype, k
             of_rank, as_dtensor(input, mesh), target.detach(), columns, of_rows, reduction, result_dtype
         )
     if columns is not None:
-        input, target, options = _of_columns(input, target, columns, rest, options, None)
+        input, target, options = _of_columns(input, target, columns, rest, options, weight, None)
     if _route_of(input, target, options) is not Route.KERNEL:
         return reduced(rows_of_pair(input, target, options, weight), weight, reduction).to(result_dtype)
     call = _prepare_call(input, target, weight, reduction, result_dtype, options)
@@ -253,7 +253,7 @@ def _rows(
 ) -> Tensor:  # fmt: skip
     """The divergence of every row, in the leading shape. shards: of the classes, where this rank has a part of them."""
     if columns is not None:
-        input, target, options = _of_columns(input, target, columns, rest, options, shards)
+        input, target, options = _of_columns(input, target, columns, rest, options, weight, shards)
     elif shards is not None:
         return rows_over_ranks(input, target, options, shards)
     return rows_of_pair(input, target, options, weight)
@@ -393,9 +393,12 @@ def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: st
 
 
 def _of_columns(
-    input, target, columns, rest, options: Divergence, shards: Shards | None
+    input, target, columns, rest, options: Divergence, weight: Tensor | None, shards: Shards | None
 ) -> tuple[Tensor, Tensor, Divergence]:
-    """(the student's logits and the teacher's rows of some columns, and of the rest together, their options)."""
+    """(the student's logits and the teacher's rows of some columns, and of the rest together, their options).
+
+    weight: of rows, of which those of 0 may hold anything.
+    """
     columns = columns.long()
     if rest == "renormalize":
         if shards is not None:
@@ -411,11 +414,15 @@ def _of_columns(
             target = target.log() if options.target_is == "probs" else target
         return z, target, replace(options, target_is="logits")
     of_student = LogProb(-1, options.scale, options.softcap, options.temperature)
+    wrong = columns == -1
+    if weight is not None:  # log_prob ignores such rows then, where 0 times NaN would be a gradient
+        left_out = (weight.detach() == 0).unsqueeze(-1)
+        columns, wrong = torch.where(left_out, -1, columns), wrong & ~left_out
     if shards is not None:
         log_q: Any = log_probs_over_ranks(input, columns, of_student, Asked(), False, None, shards)
     else:
         log_q = log_probs(input, columns, **of_student.options())
-    log_q = torch.where(columns == -1, float("nan"), log_q)
+    log_q = torch.where(wrong, float("nan"), log_q)
     log_q = torch.cat([log_q, _log_of_rest(log_q)], -1)
     t = target.to(log_q.dtype)
     t = t.exp() if options.target_is == "log_probs" else t

@@ -14,7 +14,6 @@ from torch import Tensor
 from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.plan import RowPlan, plan_alone, plan_pairs, plan_reduction
 from fused_softmax.core.runner import prepare, spec_of
 from fused_softmax.ops.losses.kernels.divergence import (
@@ -69,8 +68,12 @@ def in_vectors(x: Tensor, other: Tensor) -> Tensor:
     """Rows of which each starts where vectors of both tensors do, if rows are a whole number of vectors."""
     vector = 16 // min(x.element_size(), other.element_size())
     rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-    even = rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
-    return rows if even or x.shape[1] % vector else rows.clone(memory_format=torch.contiguous_format)
+    return rows if x.shape[1] % vector or _even(rows, vector) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _even(rows: Tensor, vector: int) -> bool:
+    """Whether each row starts where a vector of so many elements does."""
+    return rows.data_ptr() % 16 == 0 and (len(rows) == 1 or rows.stride(0) % vector == 0)
 
 
 def forward(pair: Pair, asked: Divergence) -> PairRows:
@@ -249,7 +252,8 @@ def _prepare_gradient(
     """What writes gradients: call(pair, rows, dvalue, dx, dy, numbers)."""
     x, y, device = pair.x, pair.y, pair.x.get_device()
     n_rows, n_cols = x.shape
-    alike = {alignment_of(each) for each in (x, y, dx)} == {"even"} and n_cols % (16 // _itemsize(pair)) == 0
+    vector = 16 // _itemsize(pair)  # of the wider one of both, and of dx, more than 16 bytes
+    alike = n_cols % vector == 0 and all(_even(each, vector) for each in (x, y, dx))
     plan = plan_reduction(
         n_rows, n_cols, _itemsize(pair), device_of(device), alignment="even" if alike else "scalar", writes=True,
         capped=asked.softcap is not None,

@@ -132,6 +132,8 @@ def _linear_divergence(
     )  # fmt: skip
     if not at_once:
         found = reduced(found.view(shape[:-1]), weight, reduction)
+    elif reduction == "mean" and weight is not None:
+        found = torch.where(weight.detach().sum() == 0, float("nan"), found)
     return found.to(dtype or arithmetic_of(input))
 
 
@@ -166,7 +168,7 @@ def _factor_of(n_rows: int, weight: Tensor | None, reduction: str, input: Tensor
         each = 1.0 / n_rows if reduction == "mean" else 1.0
         return torch.full((n_rows,), each, dtype=torch.float32, device=input.device)
     w = weight.detach().reshape(-1).to(torch.float32)
-    return w / w.sum() if reduction == "mean" else w
+    return torch.where(w == 0, 0.0, w / w.sum()) if reduction == "mean" else w
 
 
 def _check_teacher(input, linear_weight, target_input, target_weight, target_bias) -> None:

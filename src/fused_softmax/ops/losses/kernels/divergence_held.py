@@ -1,8 +1,8 @@
 """The divergences of pairs of rows, and the gradient of their sum or mean, written in the same pass.
 
-Traffic: two reads and a write. Both rows wait in registers of one program, or of several that exchange their sums. A
-message is 64 bits, and a part has several: the student's state, the teacher's, and a divergence's own sum; of jsd and
-tvd, whose sums need both states, two more after those.
+Traffic: two reads and a write, or two writes where the targets get a gradient. Both rows wait in registers of one
+program, or of several that exchange their sums. A message is 64 bits, and a part has several: the student's state, the
+teacher's, and one sum; or for jsd and tvd, whose sums need both states first, two sums in a second exchange.
 """
 
 import triton
@@ -216,7 +216,7 @@ def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
     """(s, s_t, c) and what the piece that begins `at` columns after its part adds to them."""
     e, z, t, log_t = terms_of(x, y, weights_at_piece(at, on, r, P, K), on, E, P, K)
     if K.divergence == "kl":
-        c += t * tl.where(t < LEAST_NORMAL, 0.0, log_t - z)
+        c += t * tl.where(tl.abs(t) < LEAST_NORMAL, 0.0, log_t - z)
     elif K.divergence == "cross":
         c -= tl.where(on, t * z, 0.0)  # NaN of 0 times -inf, as torch's
     elif K.divergence == "reverse_kl":
@@ -318,6 +318,8 @@ def add_shares(value, of_q, x, y, on, B, E, P, K: tl.constexpr):
         return value + tl.abs(q - t), of_q + signed(q, t)
     else:
         f, f_t = jsd_of(z, log_t, B.more, P.N, K)
+        if K.given == "probs":
+            t = tl.where(t < 0.0, float("nan"), t)  # as their logarithm is
         return value + ((P.N.beta * t) * f_t + (1.0 - P.N.beta) * (q * f)), of_q + q * f
 
 

@@ -7,7 +7,7 @@ kl of logits = sum_r T_r (kl_r + log T_r - log Q_r),  reverse_kl = sum_r Q_r (re
 kl of probabilities, and cross = sum_r (that of shard r - S_r log Q_r),  S_r = sum w T of shard r.
 Each is counted from the shard's own lse, so ranks need not count logits from the same origin. jsd and tvd are sums of
 columns by the states of whole rows, which all shards say first. The gradient needs no exchange.
-Traffic: as on one device; between ranks at most 5 numbers a row.
+Traffic: as on one device; between ranks at most 6 numbers a row.
 """
 
 import math
@@ -179,7 +179,7 @@ def rows_of_all(pair: Pair, of_call: OfCall) -> PairRows:
         return whole
     sums = shard_sums(pair, whole, options) if by_kernels else _sums_by_operations(own, whole)
     value, total = gather(sums, shards).sum(0).unbind()
-    return whole._replace(value=value, total=total)
+    return whole._replace(value=value.clone(), total=total)  # a caller may change one, and the other stays
 
 
 def _told(options: Divergence) -> tuple[str, ...]:
