@@ -130,7 +130,7 @@ def test_divergences_of_a_shard(columns, given, kind, target):
     states = (row, row) if options.target_is == "logits" else (None, None)
     of_pairs = mock.patch.object(divergence_launches, "device_of", return_value=GPUS[target])
     with mock.patch.object(torch.Tensor, "get_device", return_value=0), of_pairs:
-        launches = launched(GPUS[target], lambda: divergence_launches._prepare_forward(pair, options))
+        launches = launched(GPUS[target], lambda: divergence_launches.prepare_forward(pair, options))
         if options.twice:
             rows = PairRows(row, row, *states, row, row)
             launches += launched(GPUS[target], lambda: divergence_launches._prepare_sums(pair, rows, options))
