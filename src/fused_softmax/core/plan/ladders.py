@@ -78,10 +78,8 @@ SPLIT_PARTS = {
 }  # fmt: skip
 # Rows whose parts take more than half of the chip; a second read would be slower.
 ALL_NOTE = "60 x 2306048 fp32 0.90, read twice 0.58; 33 x 4 Mi 0.73, 0.59"
-WHOLE_PARTS = (
-    5,
-    4,
-)  # a part may be longer by so much where pieces divide the row: bf16 51200 0.976, in equal parts 0.945
+# A part may be longer by so much where pieces divide the row: bf16 51200 0.976, in equal parts 0.945.
+WHOLE_PARTS = 5, 4
 SHIFTED_SPLIT_PARTS = {  # the first part does the edges too, and a long part hides that work
     **SPLIT_PARTS,
     (1, 2): Ladder((UNBOUNDED, 16384, 4), note="bf16 50257 0.95, with parts of 8192 0.91"),
