@@ -57,7 +57,7 @@ def alike(monkeypatch):
         for order in orders:
             asked.clear()
             with monkeypatch.context() as patch:
-                patch.setattr(runner, "IN_TURN", ({},))
+                patch.setitem(runner.prepare.__kwdefaults__, "turns", ({},))
                 if order == "backwards":
                     place = partial(_place_backwards, interpreter_builder.set_grid_idx)
                     patch.setattr(interpreter_builder, "set_grid_idx", place)

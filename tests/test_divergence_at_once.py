@@ -10,7 +10,7 @@ from products import pairwise
 from test_divergence import BF16, FP32, GIVEN, every_kind, given_as, pair
 
 from fused_softmax import cross_entropy, divergence
-from fused_softmax.core import calls, runner
+from fused_softmax.core import calls
 from fused_softmax.core.plan import H100, plan_pairs
 from fused_softmax.ops.losses import divergence_launches as launches
 from fused_softmax.ops.losses.options import Divergence
@@ -126,7 +126,7 @@ def test_parts_that_miss_others_go_alone_with_the_same_bits(kind, target_is, dty
     )
     wanted = launches.at_once(*given, kind == "cross")
     calls.forget()
-    monkeypatch.setattr(runner, "IN_TURN", ({},))
+    monkeypatch.setattr(launches, "IN_TURN", ({},))
     monkeypatch.setattr(launches, "IN_TURN_TWICE", ({},))
     for found, of_all in zip(launches.at_once(*given, kind == "cross"), wanted, strict=True):
         assert (found is None and of_all is None) or torch.equal(found, of_all)

@@ -85,7 +85,7 @@ def prepare(
     besides: int | None = None,
     leading: str | None = None,
     plan_for: Callable[[int], Any] | None = None,
-    turns: Sequence[dict[str, bool]] | None = None,
+    turns: Sequence[dict[str, bool]] = IN_TURN,
 ) -> Launched:
     """Compile `kernel` for a plan and tensors like these, and return what launches it.
 
@@ -100,7 +100,7 @@ def prepare(
     besides: registers of a thread besides those that hold a row, where `plan.most_registers` is to keep them few.
     leading: the value, if any, that grows with the number of rows. plan_for: the plan for another number of rows, or
         None; the plan's own `for_rows` unless told.
-    turns: of the launches of an exchange under the interpreter, what is not as in the Spec; IN_TURN unless told.
+    turns: of the launches of an exchange under the interpreter, what is not as in the Spec.
     """
     names = _names(kernel)
     if "ahead" not in names.scalars:
@@ -121,7 +121,7 @@ def prepare(
         given = [tensors.get(name, slots) if name == "slots" else tensors[name] for name in names.pointers]
         return launch.prepare(kernel, count(plan), given, scalars, {"K": spec}, plan=plan, **options)
 
-    specs = [replace(spec, **only) for only in turns or IN_TURN] if device < 0 and (exchanges or spec.peers) else [spec]
+    specs = [replace(spec, **only) for only in turns] if device < 0 and (exchanges or spec.peers) else [spec]
     slots = _slots(device, plan) if exchanges else None
     grows = {name: scalars[i] for i, name in enumerate(names.scalars) if name == leading}
     kind = _Kind(names.scalars, device, exchanges, count, plan_for)

@@ -15,7 +15,7 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.plan import RowPlan, plan_alone, plan_pairs, plan_reduction
-from fused_softmax.core.runner import prepare, spec_of
+from fused_softmax.core.runner import IN_TURN, prepare, spec_of
 from fused_softmax.ops.losses.kernels.divergence import (
     _merge_pairs,
     _merge_sums,
@@ -214,7 +214,7 @@ def _prepare_held(
     values = dict(zip(numbers, (*asked.numbers, 1.0), strict=True))
     launched = prepare(
         _pair_held, plan, spec, tensors, values, device=device, numbers=numbers,
-        besides=_BESIDES_TVD if asked.kind == "tvd" else _BESIDES, turns=IN_TURN_TWICE if spec.twice else None,
+        besides=_BESIDES_TVD if asked.kind == "tvd" else _BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
     )  # fmt: skip
     order = [names.index(name[:-4]) for name in _pair_held.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
     picked = picked_of([given[i] for i in order])
