@@ -252,8 +252,7 @@ def _linear_cross_entropy(
         if probabilities and not whole:
 
             def of_rank(x, w, bias, t, loss, shards):
-                of_rows = replace(loss, reduction="none")
-                return _of_probabilities(x, w, bias, t, of_rows, Wanted(lse=True), chunk_size, accumulate, shards)
+                return _of_probabilities(x, w, bias, t, loss, wanted, chunk_size, accumulate, shards)
 
             return linear_loss_of_probabilities(
                 of_rank, input, linear_weight, linear_bias, target, loss, wanted, result_dtype

@@ -110,15 +110,10 @@ def _linear_divergence(layers, given, weight, reduction, how, dtype) -> Tensor:
     mesh = mesh_of(_NAME, dict(zip(_LAYERS, layers, strict=True)), of_rows)
     if mesh is not None:
 
-        def of_rank(layers, of_rows, shards):
-            return _rows(
-                layers,
-                replace(options, **{n: each for n, each in of_rows.items() if n != "weight"}),
-                None,
-                "none",
-                how,
-                shards,
-            )
+        def of_rank(layers, of_rows, reduction, shards):
+            temperatures = {name: each for name, each in of_rows.items() if name != "weight"}
+            of_call = replace(options, **temperatures), of_rows.get("weight"), reduction, how
+            return _rows(layers, *of_call, shards)
 
         of_mesh = [None if each is None else as_dtensor(each, mesh) for each in layers]
         return linear_divergence_on_shards(of_rank, of_mesh, of_rows, reduction, dtype or arithmetic_of(layers[0]))

@@ -106,15 +106,14 @@ class Placed(NamedTuple):
         placements = [Partial() if i in self.over else Replicate() for i in range(self.mesh.ndim)]
         return DTensor.from_local((values.sum() / total).to(dtype), self.mesh, placements, run_check=False)
 
-    def weighed(self, rows: Tensor, weight: Tensor | None, reduction: str, dtype: torch.dtype) -> Any:
-        """This rank's rows, or the sum or mean of all, as they count by the weights of rows."""
+    def over_weights(self, found: Tensor, weight: Tensor | None, reduction: str, dtype: torch.dtype) -> Any:
+        """What rows count, or by their sum over the total of their weights, as DTensors."""
+        if reduction == "none":
+            return self._of_targets(found.to(dtype))
         total: Any = 1.0
-        if weight is not None:
-            w = weight.detach().to(rows.dtype)
-            rows, total = torch.where(w == 0, 0.0, rows) * w, self.total(w) if reduction == "mean" else 1.0
-        elif reduction == "mean":
-            total = float(math.prod(self.shape))
-        return self._of_targets(rows.to(dtype)) if reduction == "none" else self.summed(rows, total, dtype)
+        if reduction == "mean":
+            total = float(math.prod(self.shape)) if weight is None else self.total(weight.detach().to(found.dtype))
+        return self.summed(found, total, dtype)
 
     def _of_targets(self, values: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
@@ -206,7 +205,11 @@ def divergence_on_shards(
     if kept is not None:
         shards = placed.shards(input.shape[-1])
         shards = told_by(peers_of(placed.name, None, shards.group, local, target), placed.name, shards)
-    return placed.weighed(of_rank(local, target, columns, of_rows, shards), of_rows.get("weight"), reduction, dtype)
+    rows, weight = of_rank(local, target, columns, of_rows, shards), of_rows.get("weight")
+    if weight is not None:
+        w = weight.detach().to(rows.dtype)
+        rows = torch.where(w == 0, 0.0, rows) * w
+    return placed.over_weights(rows, weight, reduction, dtype)
 
 
 def loss_of_whole_rows(
@@ -411,8 +414,8 @@ def linear_divergence_on_shards(
 ) -> Any:  # fmt: skip
     """Divergences of linear layers that are DTensors of one mesh; the teacher's go where the student's lie.
 
-    layers: input, weight and bias of the student and of the teacher. of_rank: gives those of (layers, of_rows, shards),
-    this rank's rows. of_rows: as `divergence_on_shards` has them.
+    layers: input, weight and bias of the student and of the teacher. of_rank: gives what this rank's rows count, [n] or
+    their sum, of (layers, of_rows, reduction, shards). of_rows: as `divergence_on_shards` has them.
     """
     input, linear_weight, linear_bias, target_input, *others = layers
     placed, *of_student, shards = _layer_of(
@@ -420,8 +423,9 @@ def linear_divergence_on_shards(
     )  # fmt: skip
     of_rows = {name: placed.targets(each, name) for name, each in of_rows.items()}
     of_teacher = placed.targets(target_input, "target_input"), *[placed.weight(each) for each in others]
-    rows = of_rank((*of_student, *of_teacher), of_rows, shards)
-    return placed.weighed(rows.view(of_student[0].shape[:-1]), of_rows.get("weight"), reduction, dtype)
+    of_own = "none" if reduction == "none" else "sum"
+    found = of_rank((*of_student, *of_teacher), of_rows, of_own, shards)
+    return placed.over_weights(found, of_rows.get("weight"), reduction, dtype)
 
 
 def linear_loss_of_probabilities(
@@ -430,8 +434,8 @@ def linear_loss_of_probabilities(
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """The loss of a linear layer of DTensors by probabilities of all classes, which go where the logits lie.
 
-    of_rank: gives (losses, lse, z-losses) of (input, linear_weight, linear_bias, target, loss, shards), this rank's
-    rows.
+    of_rank: gives (losses, lse, z-losses) of (input, linear_weight, linear_bias, target, loss, shards), of this rank's
+    rows; lse and z-losses may be None where they are not wanted.
     """
     from torch.distributed.tensor import Shard
 
@@ -439,8 +443,9 @@ def linear_loss_of_probabilities(
     placed, x, w, bias, shards = _layer_of("linear_cross_entropy", input, linear_weight, linear_bias, leading)
     here = [Shard(input.ndim - 1) if i == placed.classes else each for i, each in enumerate(placed.of_rows)]
     t = _local(target, placed.mesh, here)
-    y, lse, z = of_rank(x, w, bias, t, replace(loss, weight=placed.weight(loss.weight)), shards)
-    y, z = (placed.weighed(tied(each, x, w, bias, t), None, loss.reduction, dtype) for each in (y, z))
+    own = replace(loss, weight=placed.weight(loss.weight), reduction="none" if loss.reduction == "none" else "sum")
+    y, lse, z = of_rank(x, w, bias, t, own, shards)
+    y, z = (None if each is None else placed.over_weights(each, None, loss.reduction, dtype) for each in (y, z))
     if not wanted.beside:
         return y
     return CrossEntropyOutput(y, placed._of_targets(lse) if wanted.lse else None, z if wanted.z_loss else None, None)
