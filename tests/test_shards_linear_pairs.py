@@ -232,6 +232,29 @@ def test_gradients_have_no_gradient(ranks, name):
     assert all(ranks.values(2, second_derivative, name))
 
 
+def compiled(group):
+    by("kernels")
+    given = {key: shard(each, group, 0) if key in CLASSES else each.clone() for key, each in layers().items()}
+    leaves, of_group, x = student_of(given), over(group), given.pop("input")
+    y = torch.compile(lambda x: linear_divergence(x * 1, **given, kind="jsd", **of_group), backend="eager")(x)
+    return y.detach(), torch.autograd.grad(y, leaves, parts_like([y]))
+
+
+def test_a_compiler_leaves_the_call_out_of_its_graphs(ranks):
+    are_right(ranks.values(2, compiled), divergence_of_whole(layers(), {"kind": "jsd"}))
+
+
+def transformed(group):
+    given = layers()
+    x, h = (given.pop(name)[None] for name in ("input", "target_input"))
+    return torch.func.vmap(lambda x, h: linear_divergence(x, target_input=h, **given, group=group))(x, h)
+
+
+def test_a_transform_is_refused(ranks):
+    for each in ranks(2, transformed):
+        assert each.args[0] == "RuntimeError"
+
+
 def explained(group):
     by("kernels")
     given = {key: shard(each, group, 0) if key in CLASSES else each for key, each in layers().items()}

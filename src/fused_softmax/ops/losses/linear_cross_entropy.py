@@ -232,9 +232,6 @@ def _linear_cross_entropy(
         if shards.held < columns:  # no product has padding in it, which may be anything
             linear_weight = linear_weight[: shards.held]
             linear_bias = None if linear_bias is None else linear_bias[: shards.held]
-            if probabilities:
-                target, of_classes = target[..., : shards.held], None if weight is None else weight[: shards.held]
-                loss = replace(loss, weight=of_classes)
     n_classes = columns if shards is None else shards.n_classes
     left_out = skip_ignored and wanted.lse and not target.is_floating_point()
     ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
@@ -337,14 +334,16 @@ def _of_probabilities(
     lse and z-losses are None but over ranks, where they are wanted.
     """
     rows, options = input.reshape(input.shape[:-1].numel(), input.shape[-1]), Divergence.of_loss(loss)
-    t, of_classes = target.reshape(len(rows), len(w)), weight_for_kernels(loss.weight, input)
+    of_classes = weight_for_kernels(loss.weight, input)
+    if shards is not None:  # of which the weight has no padding any more
+        of_classes = None if of_classes is None else of_classes[: len(w)]
+        target, of_classes = resolved(target[..., : len(w)], of_classes)
+    t = target.reshape(len(rows), len(w))
     if traced:
         values = torch.ops.fused_softmax.linear_divergence.default(
             rows, w, bias, t, None, None, *options.traced(), of_classes, loss.label_smoothing, chunk_size, accumulate
         )  # fmt: skip
         return reduced(values, None, loss.reduction), None, None
-    if shards is not None:
-        t, of_classes = resolved(t, of_classes)
     beside = wanted.beside or bool(loss.lse_square_scale)
     layers, reduction = Layers(rows, w, bias, t, weight=of_classes), "none" if beside else loss.reduction
     y, lse = of_layers(_NAME, layers, options, None, reduction, chunk_size, accumulate, shards, summed)

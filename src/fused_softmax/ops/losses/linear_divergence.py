@@ -168,7 +168,8 @@ def _of_shards(layers, given, weight, reduction, how, dtype, over: Over, input_s
 
 def _as_rows(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """The hidden states [n, features] of both."""
-    return tuple(each.reshape(prod(each.shape[:-1]), each.shape[-1]) for each in (layers[0], layers[3]))  # type: ignore[return-value]
+    x, h = (each.reshape(prod(each.shape[:-1]), each.shape[-1]) for each in (layers[0], layers[3]))
+    return x, h
 
 
 def _rows(
@@ -177,10 +178,12 @@ def _rows(
 ) -> Tensor:  # fmt: skip
     """The divergences [n], or what they are reduced to."""
     x, h = _as_rows(layers)
-    _, _, _, *temperatures = pair_of(x, h, options)
-    both = Layers(x, *layers[1:3], h, *layers[4:], None, *temperatures)
-    of_call = options.with_numbers(), weight, reduction, *how.values()
-    return of_layers(_NAME, both, *of_call, shards, summed)[0]
+    _, _, _, temperature, of_target = pair_of(x, h, options)
+    _, w, bias, _, v, of_v = layers
+    both = Layers(x, w, bias, h, v, of_v, None, temperature, of_target)
+    return of_layers(
+        _NAME, both, options.with_numbers(), weight, reduction, how["chunk_size"], how["accumulate"], shards, summed
+    )[0]
 
 
 def _checked(

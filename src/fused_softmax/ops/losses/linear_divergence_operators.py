@@ -33,12 +33,13 @@ _ASKED = 4
 
 def _split(given: tuple) -> tuple[ops.Layers, Divergence, int | None, str, list[bool]]:
     """The dispatcher leaves out last arguments that are defaults."""
-    tensors, given = given[:6], given[6:]
+    (x, w, bias, h, v, of_v), given = given[:6], given[6:]
     more = given[_N_OPTIONS:]
     defaults: tuple[Any, ...] = None, 0.0, None, "fp32", []
     weight, label_smoothing, chunk_size, accumulate, asked = more + defaults[len(more) :]
     options = Divergence.of_traced(given[:_N_OPTIONS], label_smoothing=label_smoothing)
-    layers = ops.Layers(*tensors, weight, *pair_of(tensors[0], tensors[3], options)[3:])
+    _, _, _, temperature, of_target = pair_of(x, h, options)
+    layers = ops.Layers(x, w, bias, h, v, of_v, weight, temperature, of_target)
     return layers, options, chunk_size, accumulate, asked
 
 
@@ -96,7 +97,7 @@ def linear_divergence_backward(ddivergence, *given):
             how = _how(options, linear=linear, asked=asked)
             found = ops.gradients_of_rows(layers, how, left_out, ddivergence.contiguous())
         else:
-            leaves = [each if each is None else each.detach().requires_grad_() for each in layers[:_ASKED]]
+            leaves: Any = [each if each is None else each.detach().requires_grad_() for each in layers[:_ASKED]]
             layers = ops.Layers(*leaves, *layers[_ASKED:])
             found = ops.differentiable(layers, ddivergence, _how(options, asked=asked), ddivergence)
         return tuple(layers.x.new_empty(0) if each is None else each for each in found)

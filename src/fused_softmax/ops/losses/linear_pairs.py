@@ -211,10 +211,11 @@ def by_chunks(
             summing.add(here.start, dlogits)
             if of_target is not None and part is not None:
                 of_target[here] = part
-    return torch.cat(values), torch.cat(lse) if lse else None, summing and summing.finish(), of_target
+    found = None if summing is None else summing.finish()
+    return torch.cat(values), torch.cat(lse) if lse else None, found, of_target
 
 
-def _pairs(layer: Sequence[Any], layers: Layers, linear: Linear) -> Iterator[tuple[slice, Pair]]:
+def _pairs(layer: tuple[Tensor, Tensor, Tensor | None], layers: Layers, linear: Linear) -> Iterator[tuple[slice, Pair]]:
     """(rows, the logits of both) of each chunk; one of none where there are no rows."""
     if not len(layers.x):
         of_classes = layers.x.new_empty(0, len(layers.w))

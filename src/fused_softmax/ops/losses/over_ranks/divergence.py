@@ -133,7 +133,8 @@ def probabilities_over_ranks(
     weight = weight_for_kernels(loss.weight, x)
     weight = None if weight is None else weight.resolve_neg()
     of_call = OfCall(Divergence.of_loss(loss), shards)
-    return losses_of(*ProbabilitiesOverRanks.apply(x, target, weight, None, None, of_call), loss, dtype)
+    rows, lse = ProbabilitiesOverRanks.apply(x, target, weight, None, None, of_call)
+    return losses_of(rows, lse, loss, dtype)
 
 
 def losses_of(rows: Tensor, lse: Tensor, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
