@@ -196,7 +196,7 @@ def test_compiled_it_is_one_operator_and_has_chunks_too(reduction, dtypes, monke
 
     real = linear_by_rows.chunks
     watched = lambda *given: (shapes.append(each[1].shape) or each for each in real(*given))  # noqa: E731
-    monkeypatch.setattr("fused_softmax.ops.losses.linear_divergence.chunks", watched)
+    monkeypatch.setattr("fused_softmax.ops.losses.linear_pairs.chunks", watched)
     torch._dynamo.reset()
     rough = {"rtol": 2**-6, "atol": 2**-6} if dtypes[0] == BF16 else {}
     expected = call(*leaves, t, weight)

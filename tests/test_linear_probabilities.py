@@ -8,6 +8,7 @@ from products import pairwise
 
 import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax.ops.losses import linear_pairs
 
 pytestmark = kernels
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -198,13 +199,54 @@ def test_what_scales_a_mean_of_float16_is_in_its_gradients(device):
         assert_near(ours, wanted, 16 * torch.finfo(FP16).eps)
 
 
-def test_compiled_and_transformed_it_says_the_same(device):
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtypes", [(FP32,), (BF16, FP32, FP32)], ids=str)
+@pytest.mark.parametrize("asked", [(0, 1, 2, 3), (1,), (3,)], ids=str)
+def test_compiled_it_is_one_operator_and_has_chunks_too(reduction, dtypes, asked, device, monkeypatch):
+    """Of whole graphs, with weights of classes."""
+    leaves = [each.detach().requires_grad_(i in asked) for i, each in enumerate(layer(40, device, *dtypes))]
+    given, weight = [leaves[i] for i in asked], torch.linspace(0, 2, 40, device=device)
+    made, shapes = [], []
+
+    def call(x, w, bias, t, weight):
+        return linear_cross_entropy(
+            x * 1, w, t, linear_bias=bias, weight=weight, label_smoothing=0.1, softcap=5.0, scale=-0.7, chunk_size=3,
+            reduction=reduction,
+        ).sum()  # fmt: skip
+
+    def backend(module, _):
+        made.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    real = linear_pairs.chunks
+    watched = lambda *of: (shapes.append(each[1].shape) or each for each in real(*of))  # noqa: E731
+    monkeypatch.setattr(linear_pairs, "chunks", watched)
+    torch._dynamo.reset()
+    expected = call(*leaves, weight)
+    wanted = torch.autograd.grad(expected, given)
+    rough = {"rtol": 2**-6, "atol": 2**-6} if dtypes[0] == BF16 else {}
+    for each in (backend, "aot_eager"):
+        shapes.clear()
+        found = torch.compile(call, backend=each, fullgraph=True)(*leaves, weight)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, given), wanted, **rough)
+        assert max(shape[0] for shape in shapes) == 3
+    assert made.count("fused_softmax.linear_divergence.default") == 1
+
+
+def test_another_number_of_rows_and_smoothing_compile_too(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    x, w, _, t = layer(40, device)
+    for n, smoothing in ((7, 0.1), (5, 0.2), (3, 0.3)):
+        found = compiled(x[:n], w, t[:n], label_smoothing=smoothing)
+        torch.testing.assert_close(found, linear_cross_entropy(x[:n], w, t[:n], label_smoothing=smoothing))
+
+
+def test_transformed_it_says_the_same(device):
     x, w, bias, t = layer(40, device)
     call = lambda x, w, b, t: linear_cross_entropy(x, w, t, linear_bias=b, label_smoothing=0.1)  # noqa: E731
     expected = torch.autograd.grad(call(x, w, bias, t), (x, w, bias, t))
-    torch._dynamo.reset()
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(torch.autograd.grad(compiled(x, w, bias, t), (x, w, bias, t)), expected)
     plain = [each.detach() for each in (x, w, bias, t)]
     torch.testing.assert_close(torch.func.grad(call, argnums=(0, 1, 2, 3))(*plain), expected)
 

@@ -71,8 +71,10 @@ def loss_samples():
     plain, bits = (-100, 1.0, None, 1.0, None), torch.tensor([[255], [12], [0]], dtype=torch.int32)
     lists = torch.tensor([7, 5, 0, 3, 1]), torch.tensor([0, 3, 4, 5], dtype=torch.int32)
     teacher = logits(3, 4, seed=7).detach(), logits(8, 4, seed=8).detach()
-    of_rows = ("jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1, 2.0, 5.0, 1.0, rows.detach() + 2, "logits", 2, "input")
+    of_rows = ("jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1, 2.0, 5.0, 1.0, rows.detach() + 2, "logits")
+    of_rows = (*of_rows, None, 0.0, 2, "input")
     y, of_pair = logits(3, 8, seed=6).detach(), (0.5, 1.0, None, 1.0, None, 1.0, None, 1.0, None)
+    of_loss = (None, None, "cross", *of_pair, "probs", weight, 0.1, 2)
     return {
         "cross_entropy": [
             (x, target),
@@ -123,10 +125,12 @@ def loss_samples():
         ],
         "linear_divergence": [
             (hidden, w, None, *teacher, None), (hidden, w, b, *teacher, layer[2], *of_rows),
+            (hidden, w, b, x.softmax(-1), *of_loss, "input"),
         ],
         "linear_divergence_backward": [
-            (rows.detach(), m, *layer, *teacher, layer[2], *of_rows, [True] * 3),
-            (rows.detach(), m, *layer[:2], None, *teacher, None, *of_rows, [False, True, False]),
+            (rows.detach(), *layer, *teacher, layer[2], *of_rows, [True, True, True, False]),
+            (rows.detach(), *layer[:2], None, *teacher, None, *of_rows, [False, True, False, False]),
+            (rows.detach(), *layer, y.softmax(-1), *of_loss, "input", [True] * 4),
         ],
     }  # fmt: skip
 

@@ -153,7 +153,17 @@ def exchanges_of(group, arguments):
     [
         ({"target": INDICES, "weight": torch.ones(3)}, "RuntimeError", "weight must have shape (4,)"),
         ({"target": INDICES[:1]}, "ValueError", "target must have shape (2,)"),
-        ({"target": torch.zeros(2, 4)}, "ValueError", "group= takes targets of class indices, got probabilities"),
+        ({"target": torch.zeros(2, 3)}, "ValueError", "target must have shape (2, 4)"),
+        (
+            {"target": torch.zeros(2, 4), "return_token_stats": True},
+            "ValueError",
+            "return_token_stats takes targets of class indices with group=, got probabilities",
+        ),
+        (
+            {"target": torch.zeros(2, 4), "weight": torch.ones(4, requires_grad=True)},
+            "ValueError",
+            "weight requires grad, and with group= it is a constant; give weight.detach()",
+        ),
         ({"target": INDICES, "reduction": "max"}, "ValueError", "reduction must be"),
         ({"target": INDICES, "input_sharded": True}, "ValueError", "input_sharded takes [rows, in_features]"),
     ],

@@ -27,6 +27,7 @@ from fused_softmax.ops.losses import (
     linear_cross_entropy,
     linear_divergence,
     linear_log_prob,
+    linear_pairs,
     log_prob,
 )
 from fused_softmax.ops.sampling import filters as sampling_filters
@@ -60,6 +61,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (divergence, "_divergence", "divergence", None),
     (divergence, "_of_shards", "divergence", _OVER_A_GROUP),
     (linear_divergence, "_linear_divergence", "linear_divergence", None),
+    (linear_divergence, "_of_shards", "linear_divergence", _OVER_A_GROUP),
     (attention, "_attention", "attention", None),
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
@@ -77,6 +79,8 @@ _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
     (cross_entropy, "loss_of_whole_rows", (SHARDED, "the input is a DTensor")),
     (linear_cross_entropy, "loss_of_whole_rows", _OF_DTENSORS),
     (linear_cross_entropy, "linear_loss_on_shards", _OF_DTENSORS),
+    (linear_cross_entropy, "linear_loss_of_probabilities", _OF_DTENSORS),
+    (linear_divergence, "linear_divergence_on_shards", _OF_DTENSORS),
     (log_prob, "log_prob_on_shards", (SHARDED, "the input is a DTensor")),
     (linear_log_prob, "linear_log_prob_on_shards", _OF_DTENSORS),
     (divergence, "divergence_on_shards", _OF_DTENSORS),
@@ -86,7 +90,7 @@ _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
     (patch, "loss_as_aten", (SHARDED, "the input is a DTensor")),
 )
 # What a call goes through whose result has a `reason` to add.
-_TELLING: tuple[tuple[Any, str], ...] = ((linear_log_prob, "way_of"), (linear_divergence, "way_of"))
+_TELLING: tuple[tuple[Any, str], ...] = ((linear_log_prob, "way_of"), (linear_pairs, "way_of"))
 
 
 class Taken(NamedTuple):

@@ -227,7 +227,8 @@ class LinearDivergence(_OfFunction):
 
     in_features, num_classes, bias: the layer's. Its parameters are linear_weight [num_classes, in_features] and
         linear_bias [num_classes] or None, initialised like torch.nn.Linear's.
-    options: arguments of the function, passed in every call. device, dtype: of the parameters.
+    options: arguments of the function, passed in every call; with group among them, num_classes are this rank's.
+    device, dtype: of the parameters.
 
     Call it with the input [..., in_features] and the teacher's target_input [..., target features], target_weight
     [num_classes, target features] and, if it has one, target_bias [num_classes]; weight [...] says what rows count. It

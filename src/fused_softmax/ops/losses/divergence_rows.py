@@ -92,16 +92,17 @@ def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: st
 
 def pair_of(x: Tensor, y: Tensor, options: Divergence) -> Pair:
     """Rows with the temperatures of each, as kernels take them."""
+    arithmetic = torch.promote_types(arithmetic_of(x), arithmetic_of(y))
     temperature, of_target = (
-        of_rows(each) if isinstance(each, Tensor) else None
+        of_rows(each.resolve_neg(), arithmetic) if isinstance(each, Tensor) else None
         for each in (options.temperature, options.target_temperature)
     )
     return Pair(x, y, None, temperature, of_target)
 
 
-def of_rows(temperature: Tensor | None) -> Tensor | None:
+def of_rows(temperature: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
     """Temperatures as kernels take them."""
-    return None if temperature is None else temperature.detach().reshape(-1).to(torch.float32).contiguous()
+    return None if temperature is None else temperature.detach().reshape(-1).to(dtype).contiguous()
 
 
 def with_rows(options: Divergence, pair: Pair) -> Divergence:

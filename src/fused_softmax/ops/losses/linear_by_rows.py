@@ -233,8 +233,7 @@ class Gradients:
         found: list[Tensor | None] = []
         for gradient, of in zip((self.dx, self.dw, self.db), tensors, strict=True):
             if gradient is not None and gradient.dtype == of.dtype:  # type: ignore[union-attr]
-                by_kernel = factor is not None and on_device(gradient)
-                gradient = multiply(gradient, factor) if by_kernel else _times(gradient, factor)  # type: ignore[arg-type]
+                gradient = gradient if factor is None else scaled(gradient, factor)
             elif gradient is not None:
                 rounded = torch.empty(gradient.shape, dtype=of.dtype, device=of.device)  # type: ignore[union-attr]
                 one = gradient.new_ones(()) if factor is None else factor
@@ -247,5 +246,6 @@ class Gradients:
         return self.times(None, *tensors)
 
 
-def _times(gradient: Tensor, factor: Tensor | None) -> Tensor:
-    return gradient if factor is None else gradient.mul_(factor)
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """A gradient times a factor of one element, in place."""
+    return multiply(gradient, factor) if on_device(gradient) else gradient.mul_(factor)

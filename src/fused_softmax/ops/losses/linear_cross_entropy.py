@@ -31,6 +31,7 @@ from fused_softmax.ops.losses.cross_entropy import (
     key_of,
     loss_now,
 )
+from fused_softmax.ops.losses.divergence import reduced
 from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes, left_out_of
 from fused_softmax.ops.losses.linear_by_rows import (
     Gradients,
@@ -46,10 +47,20 @@ from fused_softmax.ops.losses.linear_by_rows import (
     spread,
     whole_logits,
 )
-from fused_softmax.ops.losses.linear_probabilities import loss_of_probabilities
-from fused_softmax.ops.losses.options import NUMBERS, Loss, check_logits, loss_of, refused_loss, weight_for_kernels
+from fused_softmax.ops.losses.linear_pairs import Layers, of_layers
+from fused_softmax.ops.losses.options import (
+    NUMBERS,
+    Divergence,
+    Loss,
+    check_logits,
+    loss_of,
+    refused_loss,
+    weight_for_kernels,
+)
 from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
+from fused_softmax.ops.losses.over_ranks.divergence import lacks, losses_of
 from fused_softmax.ops.losses.over_ranks.dtensor import (
+    linear_loss_of_probabilities,
     linear_loss_on_shards,
     logits_on_shards,
     loss_of_whole_rows,
@@ -68,7 +79,7 @@ from fused_softmax.ops.losses.steps import (
 from fused_softmax.ops.losses.sums import finish, totals_of
 from fused_softmax.ranks.dtensor import as_dtensor
 from fused_softmax.ranks.gather import peers_of, told_by
-from fused_softmax.ranks.groups import Refusing, Transport, check_over, over_of, shards_of, sizes_of
+from fused_softmax.ranks.groups import Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -109,8 +120,9 @@ def linear_cross_entropy(
         they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
         Autocast casts these three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
-        which get their gradient too. Beside lse, z-loss, statistics, float64, a DTensor or a class weight that requires
-        a gradient, all logits exist at once for probabilities; these calls take no chunk_size.
+        which get their gradient too. On one device, all logits exist at once for probabilities beside lse, z-loss and
+        float64; everywhere, beside statistics and a class weight that requires a gradient. These calls take no
+        chunk_size.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
         z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is
@@ -127,10 +139,10 @@ def linear_cross_entropy(
         same.
 
     group, n_classes, shard_sizes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of
-        linear_bias and weight. The input is the same on all ranks, and so is its gradient, which is summed over them
-        as `accumulate` says, each chunk while the next one's products are made.
+        linear_bias and weight, and its own columns of probabilities. The input is the same on all ranks, and so is its
+        gradient, which is summed over them as `accumulate` says, each chunk while the next one's products are made.
         linear_weight and linear_bias may be DTensors in [Shard(0)] over the group. Without group=, a DTensor takes an
-        input that is one too, on the same mesh.
+        input that is one too, on the same mesh, and probabilities that are.
     input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets
         their gradient; targets [ranks * rows] are those of all.
 
@@ -194,12 +206,12 @@ def _linear_cross_entropy(
         check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
         loss = loss_of(_NAME, input, target, columns, dtype, wanted.stats, **options)
         if over_group:
-            if target.is_floating_point():
-                raise ValueError(f"{_NAME}: group= takes targets of class indices, got probabilities")
+            if target.is_floating_point() and lacks(loss):
+                raise ValueError(f"{_NAME}: {lacks(loss)}")
             sizes = sizes_of(_NAME, over, columns)
-            if readable(target) and not on_device(input):
+            if not target.is_floating_point() and readable(target) and not on_device(input):
                 check_targets_of_all(_NAME, target, sizes, over, ignore_index)
-    shards = None
+    shards, probabilities = None, target.is_floating_point()
     if over_group:
         alike = {
             "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
@@ -207,11 +219,13 @@ def _linear_cross_entropy(
             "statistics": loss.stats, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored,
             "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
             "weight_requires_grad": needs_grad(linear_weight),
+            "probabilities": (target.dtype, needs_grad(target)) if probabilities else None,
         }  # fmt: skip
-        shards = shards_of(_NAME, sizes, input.shape[:-1].numel(), over, input.device, alike, target)
+        of_all = None if probabilities else target  # of probabilities, each rank has its own
+        shards = shards_of(_NAME, sizes, input.shape[:-1].numel(), over, input.device, alike, of_all)
         peers = peers_of(_NAME, transport, group, input, linear_weight, target)
         if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
-            peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape, *alike.items()))
+            peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape[:1], *alike.items()))
         shards = told_by(peers, _NAME, shards)
         if input_sharded:
             input = GatheredRows.apply(input, shards, _NAME)
@@ -224,14 +238,22 @@ def _linear_cross_entropy(
     result_dtype = dtype_of_loss(_NAME, input, target, dtype)
     given = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
     mesh = mesh_of_loss(_NAME, given, target, weight)
-    probabilities, refused = target.is_floating_point(), refused_loss(input, result_dtype, target, loss, wanted.beside)
-    if chunk_size is not None and probabilities and (mesh is not None or refused):
+    refused = refused_loss(input, result_dtype, target, loss, wanted.beside)
+    whole = refused if mesh is None and shards is None else lacks(loss)
+    if chunk_size is not None and probabilities and whole:
         raise ValueError(
-            f"{_NAME}: chunk_size={chunk_size} takes no probabilities here, for which all logits exist at once: "
-            f"{refused or 'an argument is a DTensor'}"
+            f"{_NAME}: chunk_size={chunk_size} takes no probabilities here, for which all logits exist at once: {whole}"
         )
     if mesh is not None:
         input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
+        if probabilities and not whole:
+
+            def of_rank(x, w, bias, t, loss, shards):
+                return _of_probabilities(x, w, bias, t, loss, wanted, chunk_size, accumulate, shards)
+
+            return linear_loss_of_probabilities(
+                of_rank, input, linear_weight, linear_bias, target, loss, wanted, result_dtype
+            )
         if probabilities:
             bias = None if linear_bias is None else linear_bias.to(input.dtype)
             logits = logits_on_shards(input, linear_weight.to(input.dtype), bias)
@@ -244,10 +266,14 @@ def _linear_cross_entropy(
     tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
     refused, holds = ("there are no logits", "") if empty else (refused, "all logits" if shards is None else "")
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds=holds)
-    if probabilities and route is Route.OPERATOR:
-        route = route_of(_NAME, *tensors, refused="targets are probabilities, which no operator takes", holds=holds)
     if shards is not None:
         route = Route.KERNEL  # or what stands for kernels on a shard
+    if probabilities and route is not Route.COMPOSED:
+        y, lse, z = _of_probabilities(
+            input, linear_weight, linear_bias, target, loss, wanted, chunk_size, accumulate, shards,
+            not input_sharded, route is Route.OPERATOR,
+        )  # fmt: skip
+        return _output(y, lse, z, (), wanted, loss, input.shape[:-1], result_dtype, None)
     if route is Route.OPERATOR:
         # One operator, which gives the gradients beside the loss: a loop over chunks would be unrolled for one number
         # of rows, and a backward that made them from the loss alone would multiply by linear_weight once more.
@@ -265,9 +291,6 @@ def _linear_cross_entropy(
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
         found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input), name=_NAME)
         return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
-    if probabilities:
-        of_layer = input, linear_weight, linear_bias
-        return loss_of_probabilities(*of_layer, target, loss, chunk_size, accumulate).to(result_dtype)
     if CHECK:
         check_targets(_NAME, target, n_classes, ignore_index)
     if loss.weight is not None:
@@ -300,6 +323,33 @@ def _linear_cross_entropy(
         lse = None if lse is None else spread(lse, kept, n)
         stats = [spread(each, kept, n) for each in stats]
     return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
+
+
+def _of_probabilities(
+    input: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, wanted: Wanted, chunk_size: int | None,
+    accumulate: str, shards: Shards | None = None, summed: bool = True, traced: bool = False,
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
+    """(the loss, lse and z-loss) by probabilities of all classes, or of this rank's, of rows [n] where not reduced.
+
+    lse and z-losses are None but over ranks, where they are wanted.
+    """
+    rows, options = input.reshape(input.shape[:-1].numel(), input.shape[-1]), Divergence.of_loss(loss)
+    of_classes = weight_for_kernels(loss.weight, input)
+    if shards is not None:  # of which the weight has no padding any more
+        of_classes = None if of_classes is None else of_classes[: len(w)]
+        target, of_classes = resolved(target[..., : len(w)], of_classes)
+    t = target.reshape(len(rows), len(w))
+    if traced:
+        values = torch.ops.fused_softmax.linear_divergence.default(
+            rows, w, bias, t, None, None, *options.traced(), of_classes, loss.label_smoothing, chunk_size, accumulate
+        )  # fmt: skip
+        return reduced(values, None, loss.reduction), None, None
+    beside = wanted.beside or bool(loss.lse_square_scale)
+    layers, reduction = Layers(rows, w, bias, t, weight=of_classes), "none" if beside else loss.reduction
+    y, lse = of_layers(_NAME, layers, options, None, reduction, chunk_size, accumulate, shards, summed)
+    if not beside:
+        return y, None, None
+    return losses_of(y, lse, loss, y.dtype)  # type: ignore[arg-type]
 
 
 class _How(NamedTuple):

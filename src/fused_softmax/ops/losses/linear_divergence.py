@@ -1,35 +1,33 @@
-"""The divergence of a student's linear layer from a teacher's, from the hidden states of both.
+"""The divergence of a student's linear layer from a teacher's, from the hidden states of both: see `linear_pairs`."""
 
-The logits of both exist a chunk of rows at a time. A mean and a sum make their gradient in the forward pass: two
-products for the logits, two for the gradients. Without a reduction, and for float16, the backward pass makes the
-logits again.
-"""
-
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
-from fused_softmax.core.no_gradient import saved_of
-from fused_softmax.core.route import Route, apart, batched, needs_grad, resolved, route_of
+from fused_softmax.core.route import Route, needs_grad, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses.divergence import check_divergence, divergence, reduced
-from fused_softmax.ops.losses.divergence_launches import Pair
-from fused_softmax.ops.losses.divergence_rows import gradients, pair_of, referred, refused, run, with_rows
-from fused_softmax.ops.losses.linear_by_rows import (
-    OF_LAYERS,
-    Gradients,
-    Linear,
-    check_layer,
-    chunks,
-    linear_of,
-    lowered,
-)
+from fused_softmax.ops.losses.divergence_rows import pair_of, refused, with_rows
+from fused_softmax.ops.losses.linear_by_rows import OF_LAYERS, check_layer
+from fused_softmax.ops.losses.linear_pairs import Layers, of_layers, whole
 from fused_softmax.ops.losses.options import Divergence
+from fused_softmax.ops.losses.over_ranks.dtensor import linear_divergence_on_shards, own_classes
+from fused_softmax.ops.losses.over_ranks.linear import GatheredRows
+from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
+from fused_softmax.ranks.gather import peers_of, told_by
+from fused_softmax.ranks.groups import Over, Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which PyTorch may be built without
 
 _NAME = "linear_divergence"
+_LAYERS = "input", "linear_weight", "linear_bias", "target_input", "target_weight", "target_bias"
 
 
 def linear_divergence(
@@ -53,6 +51,11 @@ def linear_divergence(
     chunk_size: int | None = None,
     accumulate: str = "fp32",
     dtype: torch.dtype | None = None,
+    group: "ProcessGroup | None" = None,
+    n_classes: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    transport: Transport | None = None,
+    input_sharded: bool = False,
 ) -> Tensor:
     """divergence(linear(input, linear_weight, linear_bias), linear(target_input, target_weight, target_bias), ...).
 
@@ -70,13 +73,23 @@ def linear_divergence(
         copy of the weight's gradient would take more.
     accumulate: "fp32" adds up the weight's gradient over chunks in float32; "input" in the input's dtype.
 
+    group, n_classes, shard_sizes, transport: as divergence's. Each rank gives its own rows of linear_weight and
+        target_weight, and of linear_bias and target_bias. The hidden states, temperatures and weights of rows are the
+        same on all ranks, and so is the input's gradient, which is summed over them as `accumulate` says, each chunk
+        while the next one's products are made. These weights and biases may be DTensors in [Shard(0)] over the group.
+        Without group=, a DTensor among the hidden states, weights and biases takes all of them on the same mesh.
+    input_sharded: with group: each rank gives as many rows [rows, in_features] of the input and [rows, target features]
+        of the target_input, in rank order, and gets their gradient; temperatures, weight and rows of the result
+        [ranks * rows] are those of all.
+
     With mean and sum the gradients are made in the forward pass, but those of float16 and of "none" in the backward
     pass, which makes the logits again. So does the backward pass of compiled code, which has chunks too.
     Returns the divergence, [] or of the leading shape; float32, or float64 for float64.
-    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
+    Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument; with group, also as
+    cross_entropy where ranks differ.
 
     >>> linear_divergence(hidden, student.lm_head.weight, of_teacher, teacher.lm_head.weight, kind="jsd")
-    tensor(0.4103, device='cuda:0', grad_fn=<_LinearDivergenceBackward>)
+    tensor(0.4103, device='cuda:0', grad_fn=<_LinearPairsBackward>)
     """
     given: dict[str, Any] = {
         "kind": kind, "beta": beta, "scale": scale, "softcap": softcap, "temperature": temperature,
@@ -84,91 +97,116 @@ def linear_divergence(
         "target_is": "logits",
     }  # fmt: skip
     layers = input, linear_weight, linear_bias, target_input, target_weight, target_bias
-    return _linear_divergence(*layers, given, weight, reduction, chunk_size, accumulate, dtype)
+    of_call = layers, given, weight, reduction, {"chunk_size": chunk_size, "accumulate": accumulate}, dtype
+    if group is None and n_classes is None and shard_sizes is None and transport is None and not input_sharded:
+        return _linear_divergence(*of_call)
+    return _of_shards(*of_call, over_of(group, n_classes, shard_sizes, transport), bool(input_sharded))
 
 
-def _linear_divergence(
-    input, linear_weight, linear_bias, target_input, target_weight, target_bias, given, weight, reduction, chunk_size,
-    accumulate, dtype,
-) -> Tensor:  # fmt: skip
-    check_layer(_NAME, input, linear_weight, linear_bias, chunk_size, accumulate)
-    _check_teacher(input, linear_weight, target_input, target_weight, target_bias)
-    shape = (*input.shape[:-1], linear_weight.shape[0])
-    options = check_divergence(_NAME, input, shape, given, weight, reduction, dtype)
-    cast = autocast.lowered_dtype(OF_LAYERS, input)
-    if cast is not None:
-        input, linear_weight, target_input, target_weight = (
-            each.to(cast) for each in (input, linear_weight, target_input, target_weight)
-        )
-        linear_bias, target_bias = (None if each is None else each.to(cast) for each in (linear_bias, target_bias))
-    target_input, target_weight = target_input.detach(), target_weight.detach()
-    target_bias = None if target_bias is None else target_bias.detach()
-    layers = [input, linear_weight, linear_bias, target_input, target_weight, target_bias]
-    tensors = [each for each in (*layers, options.temperature, options.target_temperature) if isinstance(each, Tensor)]
-    empty = not input.numel()
+def _linear_divergence(layers, given, weight, reduction, how, dtype) -> Tensor:
+    layers, options = _checked(layers, given, weight, reduction, how, dtype)
+    of_rows = {"weight": weight, "temperature": options.temperature, "target_temperature": options.target_temperature}
+    of_rows = {name: each for name, each in of_rows.items() if isinstance(each, Tensor)}
+    mesh = mesh_of(_NAME, dict(zip(_LAYERS, layers, strict=True)), of_rows)
+    if mesh is not None:
+
+        def of_rank(layers, of_rows, reduction, shards):
+            temperatures = {name: each for name, each in of_rows.items() if name != "weight"}
+            of_call = replace(options, **temperatures), of_rows.get("weight"), reduction, how
+            return _rows(layers, *of_call, shards)
+
+        of_mesh = [None if each is None else as_dtensor(each, mesh) for each in layers]
+        return linear_divergence_on_shards(of_rank, of_mesh, of_rows, reduction, dtype or arithmetic_of(layers[0]))
+    input, target_input = layers[0], layers[3]
+    leading, empty = input.shape[:-1], not input.numel()
+    temperatures = [each for name, each in of_rows.items() if name != "weight"]
+    tensors = [each for each in (*layers, *temperatures) if each is not None]
     why = "there are no logits" if empty else refused(input, target_input, options)
     route = route_of(_NAME, *tensors, refused=why, batches=False, holds="" if empty else "all logits")
     if route is Route.COMPOSED:
         if weight is not None:  # whose gradient of 0 times NaN would be NaN
             input = torch.where(weight.detach().unsqueeze(-1) == 0, 0.0, input)
-        x, y = whole(input, linear_weight, linear_bias), whole(target_input, target_weight, target_bias)
+        x, y = whole(input, *layers[1:3]), whole(*layers[3:])
         return divergence(x, y, **given, weight=weight, reduction=reduction, dtype=dtype)
-    rows = input.reshape(-1, input.shape[-1])
-    of_teacher = target_input.reshape(-1, target_input.shape[-1])
-    pair = pair_of(rows, of_teacher, options)
     if route is Route.OPERATOR:
-        both = rows, linear_weight, linear_bias, of_teacher, target_weight, target_bias
-        traced = with_rows(options, pair).traced()
-        values = torch.ops.fused_softmax.linear_divergence.default(*both, *traced, chunk_size, accumulate)
-        return reduced(values.view(shape[:-1]), weight, reduction).to(dtype or arithmetic_of(input))
-    factor = _factor_of(len(rows), weight, reduction, input)
-    asked = tuple(each is not None and needs_grad(each) for each in layers[:3])
-    linear = linear_of(rows, linear_weight, chunk_size, accumulate, asked[1])
-    at_once = reduction != "none" and input.dtype != torch.float16
-    how = way_of(options.with_numbers(), linear, at_once, len(rows), any(asked))
-    found = _LinearDivergence.apply(
-        rows, linear_weight, linear_bias, of_teacher, target_weight, target_bias, pair.temperature,
-        pair.target_temperature, factor, how,
-    )  # fmt: skip
-    if not at_once:
-        found = reduced(found.view(shape[:-1]), weight, reduction)
-    elif reduction == "mean" and weight is not None:
-        found = torch.where(weight.detach().sum() == 0, float("nan"), found)
+        x, h = _as_rows(layers)
+        traced = with_rows(options, pair_of(x, h, options)).traced()
+        both = x, *layers[1:3], h, *layers[4:]
+        values = torch.ops.fused_softmax.linear_divergence.default(*both, *traced, None, 0.0, *how.values())
+        found = reduced(values.view(leading), weight, reduction)
+    else:
+        found = _rows(layers, options, weight, reduction, how)
+        found = found.view(leading) if reduction == "none" else found
     return found.to(dtype or arithmetic_of(input))
 
 
-class How(NamedTuple):
-    """What a call does, beside its tensors. at_once: whether it is reduced, and its gradients made, right away.
+def _of_shards(layers, given, weight, reduction, how, dtype, over: Over, input_sharded: bool) -> Tensor:
+    """A call whose classes lie over the ranks of a group."""
+    with Refusing(_NAME, over, *layers):
+        check_over(_NAME, over, layers[0], layers[3], weight, given["temperature"], given["target_temperature"])
+        layers, options = _checked(layers, given, weight, reduction, how, dtype, over, input_sharded)
+        sizes = sizes_of(_NAME, over, len(layers[1]))
+    input, linear_weight, _, target_input, *_ = layers
+    alike = {
+        "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
+        "target_dtype": target_input.dtype, "in_features": input.shape[-1], **options.asked(),
+        "weighted": weight is not None, "reduction": reduction, "result": dtype, **how, "input_sharded": input_sharded,
+        "require_grad": tuple(each is not None and needs_grad(each) for each in layers[:3]),
+    }  # fmt: skip
+    shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike)
+    peers = peers_of(_NAME, over.transport, over.group, input, linear_weight)
+    if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
+        peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, *alike.items()))
+    shards = told_by(peers, _NAME, shards)
+    if input_sharded:
+        layers = [GatheredRows.apply(each, shards, _NAME) if i in (0, 3) else each for i, each in enumerate(layers)]
+    # No product has padding in it, which may be anything.
+    layers = [each if each is None or i in (0, 3) else each[: shards.held] for i, each in enumerate(layers)]
+    found = _rows(layers, options, weight, reduction, how, shards, not input_sharded)
+    return (found.view(layers[0].shape[:-1]) if reduction == "none" else found).to(dtype or arithmetic_of(input))
 
-    linear: None where torch's operations make the products.
-    """
 
-    options: Divergence
-    linear: Linear | None
-    at_once: bool
-    reason: str = ""
+def _as_rows(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The hidden states [n, features] of both."""
+    x, h = (each.reshape(prod(each.shape[:-1]), each.shape[-1]) for each in (layers[0], layers[3]))
+    return x, h
 
 
-def way_of(options: Divergence, linear: Linear, at_once: bool, n_rows: int, differentiates: bool) -> How:
-    """How a call goes, with the words for it."""
-    n = -(-n_rows // linear.chunk_size)
-    said = "all rows are one chunk" if n == 1 else f"rows go by {n} chunks of {linear.chunk_size}"
-    if differentiates:
-        said += ", and their gradients are made " + ("with them" if at_once else "in the backward pass")
-    return How(options, linear, at_once, said)
+def _rows(
+    layers: Sequence[Any], options: Divergence, weight: Tensor | None, reduction: str, how: dict[str, Any],
+    shards: Shards | None = None, summed: bool = True,
+) -> Tensor:  # fmt: skip
+    """The divergences [n], or what they are reduced to."""
+    x, h = _as_rows(layers)
+    _, _, _, temperature, of_target = pair_of(x, h, options)
+    _, w, bias, _, v, of_v = layers
+    both = Layers(x, w, bias, h, v, of_v, None, temperature, of_target)
+    return of_layers(
+        _NAME, both, options.with_numbers(), weight, reduction, how["chunk_size"], how["accumulate"], shards, summed
+    )[0]
 
 
-def whole(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def _factor_of(n_rows: int, weight: Tensor | None, reduction: str, input: Tensor) -> Tensor:
-    """[n_rows], float32: what a row counts in the result; 0 of rows that do not count."""
-    if weight is None:
-        each = 1.0 / n_rows if reduction == "mean" else 1.0
-        return torch.full((n_rows,), each, dtype=torch.float32, device=input.device)
-    w = weight.detach().reshape(-1).to(torch.float32)
-    return torch.where(w == 0, 0.0, w / w.sum()) if reduction == "mean" else w
+def _checked(
+    layers, given, weight, reduction, how, dtype, over: Over | None = None, input_sharded: bool = False
+) -> tuple[list[Any], Divergence]:
+    """(the layers in the dtype of products, with a group this rank's classes of both; options)."""
+    check_layer(_NAME, *layers[:3], *how.values())
+    if over is not None:
+        of_classes = zip(_LAYERS, layers, strict=True)
+        layers = [own_classes(_NAME, *each, over.group) if "input" not in each[0] else each[1] for each in of_classes]
+    _check_teacher(layers[0], layers[1], *layers[3:])
+    input, leading = layers[0], tuple(layers[0].shape[:-1])
+    if input_sharded and over is not None:
+        if input.ndim != 2:
+            raise ValueError(
+                f"{_NAME}: input_sharded takes an input [rows, in_features] of each rank, got {tuple(input.shape)}"
+            )
+        leading = (dist.get_world_size(over.group) * len(input),)
+    options = check_divergence(_NAME, input, (*leading, len(layers[1])), given, weight, reduction, dtype)
+    cast = autocast.lowered_dtype(OF_LAYERS, input)
+    if cast is not None:
+        layers = [None if each is None else each.to(cast) for each in layers]
+    return [each if each is None or i < 3 else each.detach() for i, each in enumerate(layers)], options
 
 
 def _check_teacher(input, linear_weight, target_input, target_weight, target_bias) -> None:
@@ -200,106 +238,3 @@ def _check_teacher(input, linear_weight, target_input, target_weight, target_bia
         raise ValueError(f"{_NAME}: target_weight must have shape {expected}, got {tuple(target_weight.shape)}")
     if target_bias is not None and tuple(target_bias.shape) != (n_classes,):
         raise ValueError(f"{_NAME}: target_bias must have shape ({n_classes},), got {tuple(target_bias.shape)}")
-
-
-class Layers(NamedTuple):
-    """Rows, weight and bias of the student's layer and of the teacher's, and temperatures of rows."""
-
-    x: Tensor
-    w: Tensor
-    bias: Tensor | None
-    h: Tensor
-    v: Tensor
-    of_v: Tensor | None
-    temperature: Tensor | None
-    target_temperature: Tensor | None
-
-
-class _LinearDivergence(torch.autograd.Function):
-    """The divergences of rows, float32; or at once the sum of them by their factors."""
-
-    @staticmethod
-    def forward(ctx, x, w, bias, h, v, of_v, temperature, target_temperature, factor, how):
-        layers, asked = Layers(x, w, bias, h, v, of_v, temperature, target_temperature), ctx.needs_input_grad[:3]
-        found = _gradients_of(layers, factor == 0, how, asked) if how.at_once and any(asked) else None
-        values = []
-        for here, made in _pairs(layers, how):
-            pair, rows = run(made, how.options)
-            values.append(rows.value)
-            if found is not None:
-                gradients(pair, rows, factor[here], how.options, over=True)
-                found.add(here.start, pair.x)
-        value = torch.cat(values)
-        ctx.how = how
-        of_layer = [None] * 3 if found is None else found.in_dtypes(x, w, bias)
-        ctx.save_for_backward(*layers, factor, value, *of_layer)
-        return torch.where(factor == 0, 0.0, value * factor).sum() if how.at_once else value
-
-    @staticmethod
-    def backward(ctx, incoming):
-        (incoming,) = resolved(incoming)
-        *both, temperature, of_target, factor, value, dx, dw, db = saved_of(ctx, _NAME)
-        of_rows = temperature, of_target, factor  # of which hooks of saved tensors may return other strides
-        rows: list[Any] = [each if each is None else each.contiguous() for each in of_rows]
-        layers, factor, how = Layers(*both, *rows[:2]), rows[2], ctx.how
-        asked, nothing = ctx.needs_input_grad[:3], (None,) * 7
-        if torch.is_grad_enabled() or batched(incoming):
-            return *differentiable(layers, factor, how, asked, incoming, value), *nothing
-        if how.at_once:
-            return *(each if each is None else each * incoming.to(each.dtype) for each in (dx, dw, db)), *nothing
-        return *gradients_of_rows(layers, factor == 0, how, asked, incoming.contiguous()), *nothing
-
-
-def values_of(layers: Layers, how: How) -> Tensor:
-    """The divergences of rows, float32."""
-    return torch.cat([run(made, how.options)[1].value for _, made in _pairs(layers, how)])
-
-
-def gradients_of_rows(
-    layers: Layers, left_out: Tensor, how: How, asked: Sequence[bool], incoming: Tensor
-) -> list[Tensor | None]:
-    """The gradients asked for, by logits that are made again. left_out: rows that have no part in them."""
-    found = _gradients_of(layers, left_out, how, asked)
-    for here, made in _pairs(layers, how):
-        pair, states = run(made, how.options)
-        gradients(pair, states, incoming[here], how.options, over=True)
-        found.add(here.start, pair.x)
-    return found.in_dtypes(layers.x, layers.w, layers.bias)
-
-
-def with_temperatures(options: Divergence, layers: Layers) -> Divergence:
-    """With the temperatures of rows, where there are any."""
-    return with_rows(options, Pair(layers.x, layers.h, None, *layers[6:]))
-
-
-def _gradients_of(layers: Layers, left_out: Tensor | None, how: How, asked: Sequence[bool]) -> Gradients:
-    assert how.linear is not None
-    left_out = left_out if asked[1] else None
-    wide = layers.w.dtype != layers.x.dtype
-    return Gradients(*lowered(*layers[:3]), how.linear, asked, wide=wide, left_out=left_out)
-
-
-def _pairs(layers: Layers, how: How) -> Iterator[tuple[slice, Pair]]:
-    """(rows, the logits of both layers) of each chunk."""
-    assert how.linear is not None
-    of_student, of_teacher = chunks(*lowered(*layers[:3]), how.linear), chunks(*layers[3:6], how.linear)
-    for (start, logits), (_, theirs) in zip(of_student, of_teacher, strict=True):
-        here = slice(start, start + len(logits))
-        temperature, of_target = (None if each is None else each[here] for each in layers[6:])
-        yield here, Pair(logits, theirs, None, temperature, of_target)
-
-
-def differentiable(
-    layers: Layers, factor: Tensor, how: How, asked: Sequence[bool], incoming: Tensor, value: Tensor
-) -> list[Tensor | None]:
-    """The gradients by torch's operations, for a second derivative or a batch of gradients."""
-    options, again = with_temperatures(how.options, layers), torch.is_grad_enabled()
-    with autocast.off(layers.x), torch.enable_grad():
-        x, w, bias = apart(*layers[:3])
-        inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
-        counts = (factor != 0) | value.isfinite()
-        rows = torch.where(counts.unsqueeze(-1), x, 0.0)
-        found = referred(whole(rows, w, bias), whole(*layers[3:6]), options, counts)
-        found = torch.where(factor == 0, 0.0, found * factor).sum() if how.at_once else found
-        of_inputs = iter(torch.autograd.grad([found], inputs, [incoming.to(found.dtype)], create_graph=again))
-    return [next(of_inputs) if wants else None for wants in asked]

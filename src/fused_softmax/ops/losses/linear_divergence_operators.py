@@ -1,6 +1,8 @@
 """The rules of divergences of linear layers as a registered operator and its gradient: what runs, fakes, autograd.
 
-The divergences of rows [n, in_features]; whatever reduces them follows. The gradient makes the logits again.
+The divergences of rows [n, in_features]; whatever reduces them follows. The gradient makes the logits again. Without a
+target_weight, target_input are probabilities [n, n_classes], and by kind "cross" the result is their cross-entropy,
+with weights of classes.
 """
 
 from typing import Any
@@ -9,51 +11,54 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.route import on_device
-from fused_softmax.ops.losses import linear_divergence as ops
-from fused_softmax.ops.losses.divergence_rows import pair_of, referred, refused
+from fused_softmax.ops.losses import linear_pairs as ops
+from fused_softmax.ops.losses.divergence_rows import pair_of, referred, refused, with_rows
 from fused_softmax.ops.losses.linear_by_rows import linear_of
 from fused_softmax.ops.losses.options import Divergence
 
 _LAYERS = (
-    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target_input, Tensor target_weight, "
+    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target_input, Tensor? target_weight, "
     "Tensor? target_bias"
 )
-_HOW = f'{Divergence.schema()}, int? chunk_size=None, str accumulate="fp32"'
+_OF_LOSS = "Tensor? weight=None, float label_smoothing=0.0"
+_HOW = f'{Divergence.schema()}, {_OF_LOSS}, int? chunk_size=None, str accumulate="fp32"'
 _N_OPTIONS = len(Divergence().traced())
 LINEAR_DIVERGENCE = f"({_LAYERS}, {_HOW}) -> Tensor"
 BACKWARD = (
-    f"(Tensor ddivergence, Tensor divergence, {_LAYERS}, {_HOW}, bool[] asked=[]) -> (Tensor input, "
-    "Tensor linear_weight, Tensor linear_bias)"
+    f"(Tensor ddivergence, {_LAYERS}, {_HOW}, bool[] asked=[]) -> (Tensor input, Tensor linear_weight, "
+    "Tensor linear_bias, Tensor target_input)"
 )
+_ASKED = 4
 
 
-def _split(given: tuple) -> tuple[Divergence, int | None, str, list[bool]]:
+def _split(given: tuple) -> tuple[ops.Layers, Divergence, int | None, str, list[bool]]:
     """The dispatcher leaves out last arguments that are defaults."""
+    (x, w, bias, h, v, of_v), given = given[:6], given[6:]
     more = given[_N_OPTIONS:]
-    defaults: tuple[Any, ...] = None, "fp32", []
-    chunk_size, accumulate, asked = more + defaults[len(more) :]
-    return Divergence.of_traced(given[:_N_OPTIONS]), chunk_size, accumulate, asked
-
-
-def _layers_of(tensors: tuple, options: Divergence) -> ops.Layers:
-    of_layers: list[Any] = [each if each is None else each.contiguous() for each in tensors]
-    x, w, bias, h, v, of_v = of_layers
+    defaults: tuple[Any, ...] = None, 0.0, None, "fp32", []
+    weight, label_smoothing, chunk_size, accumulate, asked = more + defaults[len(more) :]
+    options = Divergence.of_traced(given[:_N_OPTIONS], label_smoothing=label_smoothing)
     _, _, _, temperature, of_target = pair_of(x, h, options)
-    return ops.Layers(x, w, bias, h, v, of_v, temperature, of_target)
+    layers = ops.Layers(x, w, bias, h, v, of_v, weight, temperature, of_target)
+    return layers, options, chunk_size, accumulate, asked
 
 
-def _runs(x: Tensor, h: Tensor, options: Divergence) -> bool:
-    return on_device(x) and not refused(x, h, options)
+def _how(options: Divergence, **more: Any) -> ops.How:
+    return ops.How("linear_divergence", options.with_numbers(), **more)
+
+
+def _runs(layers: ops.Layers, options: Divergence) -> bool:
+    return on_device(layers.x) and not refused(layers.x, layers.h, options)
 
 
 def linear_divergence(*given):
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
-        options, chunk_size, accumulate, _ = _split(given[6:])
-        layers = _layers_of(given[:6], options)
-        if not _runs(layers.x, layers.h, options):
-            return referred(ops.whole(*layers[:3]), ops.whole(*layers[3:6]), options).to(torch.float32)
+        layers, options, chunk_size, accumulate, _ = _split(given)
+        if not _runs(layers, options):
+            logits = ops.whole(*layers[:3])
+            return referred(logits, layers.teachers, options, weight=layers.weight).to(torch.float32)
         linear = linear_of(layers.x, layers.w, chunk_size, accumulate, False)
-        return ops.values_of(layers, ops.How(options.with_numbers(), linear, False))
+        return ops.by_chunks(layers, _how(options, linear=linear))[0]
 
 
 def fake_linear_divergence(input, *_):
@@ -61,60 +66,61 @@ def fake_linear_divergence(input, *_):
 
 
 def save_linear_divergence(ctx, inputs, output):
-    options, *ctx.how = _split(inputs[6:])
+    layers, options, *ctx.how = _split(inputs)
     ctx.options = options.with_numbers()
-    ctx.save_for_backward(*inputs[:6], output, *pair_of(inputs[0], inputs[3], options)[3:])
+    ctx.save_for_backward(*layers)
     ctx.set_materialize_grads(False)
 
 
 def linear_divergence_gradient(ctx, ddivergence):
-    found: list[Tensor | None] = [None] * 3
-    asked = list(ctx.needs_input_grad[:3])
+    found: list[Tensor | None] = [None] * _ASKED
+    layers, (chunk_size, accumulate, _) = ops.Layers(*ctx.saved_tensors), ctx.how
+    asked = [*ctx.needs_input_grad[:3], ctx.needs_input_grad[3] and layers.v is None]
     if ddivergence is not None and any(asked):
-        saved, (chunk_size, accumulate, _) = ctx.saved_tensors, ctx.how
-        tensors, value = saved[:6], saved[6]
-        layers = ops.Layers(*tensors, *saved[7:])
         if torch.is_grad_enabled():
-            how = ops.How(ctx.options, None, False)
-            found = ops.differentiable(layers, torch.ones_like(value), how, asked, ddivergence, value)
+            found = ops.differentiable(layers, None, _how(ctx.options, asked=asked), ddivergence)
         else:
-            options = ops.with_temperatures(ctx.options, layers).traced()
-            operator = torch.ops.fused_softmax.linear_divergence_backward.default
-            made = operator(ddivergence, value, *tensors, *options, chunk_size, accumulate, asked)
+            options = with_rows(ctx.options, ops.Pair(layers.x, layers.h, None, *layers[7:]))
+            made = torch.ops.fused_softmax.linear_divergence_backward.default(
+                ddivergence, *layers[:6], *options.traced(), layers.weight, options.label_smoothing, chunk_size,
+                accumulate, asked,
+            )  # fmt: skip
             found = [each if wants else None for each, wants in zip(made, asked, strict=True)]
-    return *found, *[None] * (len(ctx.needs_input_grad) - 3)
+    return *found, *[None] * (len(ctx.needs_input_grad) - _ASKED)
 
 
-def linear_divergence_backward(ddivergence, value, *given):
+def linear_divergence_backward(ddivergence, *given):
     with torch._C.DisableTorchFunction():
-        options, chunk_size, accumulate, asked = _split(given[6:])
-        layers, left_out = _layers_of(given[:6], options), ddivergence == 0
-        if _runs(layers.x, layers.h, options):
-            linear = linear_of(layers.x, layers.w, chunk_size, accumulate, asked[1])
-            how = ops.How(options.with_numbers(), linear, False)
-            found = ops.gradients_of_rows(layers, left_out, how, asked, ddivergence.contiguous())
+        layers, options, chunk_size, accumulate, asked = _split(given)
+        if _runs(layers, options):
+            linear, left_out = linear_of(layers.x, layers.w, chunk_size, accumulate, asked[1]), ddivergence == 0
+            how = _how(options, linear=linear, asked=asked)
+            found = ops.gradients_of_rows(layers, how, left_out, ddivergence.contiguous())
         else:
-            x, w, bias = (each if each is None else each.detach().requires_grad_() for each in layers[:3])
-            layers = layers._replace(x=x, w=w, bias=bias)  # type: ignore[arg-type]
-            how, counts = ops.How(options.with_numbers(), None, False), (~left_out).to(torch.float32)
-            found = ops.differentiable(layers, counts, how, asked, ddivergence, value)
+            leaves: Any = [each if each is None else each.detach().requires_grad_() for each in layers[:_ASKED]]
+            layers = ops.Layers(*leaves, *layers[_ASKED:])
+            found = ops.differentiable(layers, ddivergence, _how(options, asked=asked), ddivergence)
         return tuple(layers.x.new_empty(0) if each is None else each for each in found)
 
 
-def fake_linear_divergence_backward(ddivergence, value, *given):
-    asked = _split(given[6:])[3]
+def fake_linear_divergence_backward(ddivergence, *given):
+    layers, *_, asked = _split(given)
     return tuple(
-        of.new_empty(of.shape) if wants and of is not None else given[0].new_empty(0)
-        for of, wants in zip(given[:3], asked, strict=True)
+        of.new_empty(of.shape) if wants and of is not None else layers.x.new_empty(0)
+        for of, wants in zip(layers, asked, strict=False)
     )
 
 
-def flops_of_linear_divergence(x, w, bias, h, v, *_, out_val, **__) -> int:
+def flops_of_linear_divergence(*given, out_val, **__) -> int:
     """The logits of both layers; as torch counts products, two operations for each element of a factor."""
-    return 2 * x.shape[0] * w.shape[0] * (w.shape[1] + v.shape[1])
+    return _products(given, 0)
 
 
-def flops_of_linear_divergence_backward(ddivergence, value, x, w, bias, h, v, *_, out_val, **__) -> int:
+def flops_of_linear_divergence_backward(ddivergence, *given, out_val, **__) -> int:
     """The logits, which are made again, and the gradients."""
-    made = sum(each.numel() > 0 for each in out_val[:2])
-    return 2 * x.shape[0] * w.shape[0] * (w.shape[1] * (1 + made) + v.shape[1])
+    return _products(given, sum(each.numel() > 0 for each in out_val[:2]))
+
+
+def _products(layers: tuple, made: int) -> int:
+    x, w, _, _, v, *_ = layers
+    return 2 * x.shape[0] * w.shape[0] * (w.shape[1] * (1 + made) + (0 if v is None else v.shape[1]))

@@ -37,7 +37,7 @@ from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, align
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
 from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_kept_of_whole_rows, check_lists
 from fused_softmax.ops.losses.over_ranks.dtensor import linear_log_prob_on_shards, own_classes
-from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, Summing, leading_of_all
+from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, Summing, group_of, leading_of_all
 from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, places_of, rows_of_all
 from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
 from fused_softmax.ranks.first_derivative import once
@@ -266,9 +266,7 @@ class _How(NamedTuple):
 
     @property
     def group(self) -> Any:
-        """Over whose ranks the input's gradient is summed, or None."""
-        whole = self.shards is None or len(self.shards.sizes) == 1 or not self.summed
-        return None if whole else self.shards.group  # type: ignore[union-attr]
+        return group_of(self.shards, self.summed)
 
 
 def _of_rows(targets: Tensor, ignore_index: int) -> Tensor:

@@ -25,7 +25,7 @@ from fused_softmax.core.route import resolved, runs_here
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, backward, in_vectors, shard_sums
-from fused_softmax.ops.losses.divergence_rows import refused, run
+from fused_softmax.ops.losses.divergence_rows import pair_of, refused, run
 from fused_softmax.ops.losses.kernels.divergence_over_ranks import _merge_pairs_of_ranks
 from fused_softmax.ops.losses.kernels.spec import PairSpec
 from fused_softmax.ops.losses.launches import picked_of
@@ -119,12 +119,7 @@ class ProbabilitiesOverRanks(torch.autograd.Function):
 def rows_over_ranks(input: Tensor, target: Tensor, options: Divergence, shards: Shards) -> Tensor:
     """The divergence of every row, in the leading shape, of the columns [..., columns] that this rank has."""
     leading, x, y = input.shape[:-1], _rows(input), _rows(target.detach())
-    arithmetic = torch.promote_types(arithmetic_of(x), arithmetic_of(y))
-    of_rows = [
-        each.detach().resolve_neg().reshape(-1).to(arithmetic).contiguous() if isinstance(each, Tensor) else None
-        for each in (options.temperature, options.target_temperature)
-    ]
-    value, _ = DivergenceOverRanks.apply(x, y, None, *of_rows, OfCall(options.with_numbers(), shards))
+    value, _ = DivergenceOverRanks.apply(*pair_of(x, y, options), OfCall(options.with_numbers(), shards))
     return value.view(leading)
 
 
@@ -135,12 +130,15 @@ def probabilities_over_ranks(
 
     loss: its weight is [columns].
     """
-    options = Divergence(
-        kind="cross", target_is="probs", softcap=loss.softcap, scale=loss.scale, label_smoothing=loss.label_smoothing
-    )  # fmt: skip
     weight = weight_for_kernels(loss.weight, x)
     weight = None if weight is None else weight.resolve_neg()
-    rows, lse = ProbabilitiesOverRanks.apply(x, target, weight, None, None, OfCall(options, shards))
+    of_call = OfCall(Divergence.of_loss(loss), shards)
+    rows, lse = ProbabilitiesOverRanks.apply(x, target, weight, None, None, of_call)
+    return losses_of(rows, lse, loss, dtype)
+
+
+def losses_of(rows: Tensor, lse: Tensor, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, z-loss) by the cross-entropies of rows."""
     z = loss.lse_square_scale * lse.square() if loss.lse_square_scale else torch.zeros_like(rows)
     if loss.lse_square_scale:
         rows = rows + z
@@ -361,15 +359,16 @@ def _shares(log_q: Tensor, teacher: _Teacher, options: Divergence) -> tuple[Tens
 
 
 def gradients_of(
-    pair: Pair, rows: PairRows, beside: tuple[Tensor | None, Tensor | None], of_call: OfCall, wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Those of this rank's columns, and 0 at padding: the student's, and where wanted the targets'.
+    pair: Pair, rows: PairRows, beside: tuple[Tensor | None, Tensor | None], of_call: OfCall, wanted: tuple[bool, ...],
+    over: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Those of this rank's columns, and 0 at padding: the student's, over them if asked, and where wanted the targets'.
 
     rows: of whole rows. beside: the gradients of their divergences and of their lse.
     """
     (dvalue, dlse), own = beside, own_of(pair, of_call)
     held, x = of_call.shards.held, pair.x
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dx[:, held:] = 0
     dvalue = torch.zeros_like(rows.m) if dvalue is None else dvalue.to(rows.m.dtype)
     rows, dvalue = rows._replace(total=rows.total / own.mass) if own.mass != 1.0 else rows, dvalue * own.mass

@@ -1,7 +1,7 @@
 """Cross-entropy of a DTensor, and of a linear layer that is one: each rank works on its own shard or classes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -106,6 +106,15 @@ class Placed(NamedTuple):
         placements = [Partial() if i in self.over else Replicate() for i in range(self.mesh.ndim)]
         return DTensor.from_local((values.sum() / total).to(dtype), self.mesh, placements, run_check=False)
 
+    def over_weights(self, found: Tensor, weight: Tensor | None, reduction: str, dtype: torch.dtype) -> Any:
+        """What rows count, or by their sum over the total of their weights, as DTensors."""
+        if reduction == "none":
+            return self._of_targets(found.to(dtype))
+        total: Any = 1.0
+        if reduction == "mean":
+            total = float(math.prod(self.shape)) if weight is None else self.total(weight.detach().to(found.dtype))
+        return self.summed(found, total, dtype)
+
     def _of_targets(self, values: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 
@@ -196,14 +205,11 @@ def divergence_on_shards(
     if kept is not None:
         shards = placed.shards(input.shape[-1])
         shards = told_by(peers_of(placed.name, None, shards.group, local, target), placed.name, shards)
-    total: Any = 1.0
-    rows = of_rank(local, target, columns, of_rows, shards)
-    if "weight" in of_rows:
-        w = of_rows["weight"].detach().to(rows.dtype)
-        rows, total = torch.where(w == 0, 0.0, rows) * w, placed.total(w) if reduction == "mean" else 1.0
-    elif reduction == "mean":
-        total = float(math.prod(placed.shape))
-    return placed._of_targets(rows.to(dtype)) if reduction == "none" else placed.summed(rows, total, dtype)
+    rows, weight = of_rank(local, target, columns, of_rows, shards), of_rows.get("weight")
+    if weight is not None:
+        w = weight.detach().to(rows.dtype)
+        rows = torch.where(w == 0, 0.0, rows) * w
+    return placed.over_weights(rows, weight, reduction, dtype)
 
 
 def loss_of_whole_rows(
@@ -349,7 +355,8 @@ def linear_loss_on_shards(
     skip_ignored: only that the lse of ignored rows is 0: their logits are made all the same.
     """
 
-    placed, x, w, bias, t, shards = _layer_of("linear_cross_entropy", input, linear_weight, linear_bias, target)
+    placed, x, w, bias, shards = _layer_of("linear_cross_entropy", input, linear_weight, linear_bias, target.shape)
+    t = placed.targets(target)
     rows, flat = x.reshape(-1, x.shape[-1]), t.reshape(-1).contiguous()
     linear = linear_of(rows, w, chunk_size, accumulate, needs_grad(w), shards.sizes)
     of_call = OfCall(
@@ -363,9 +370,9 @@ def linear_loss_on_shards(
 
 
 def _layer_of(
-    name: str, input: Any, linear_weight: Any, linear_bias: Any, target: Any
-) -> tuple[Placed, Tensor, Tensor, Tensor | None, Tensor, Shards]:
-    """(where results lie, this rank's input, weight, bias and targets, who has which classes)."""
+    name: str, input: Any, linear_weight: Any, linear_bias: Any, shape: torch.Size
+) -> tuple[Placed, Tensor, Tensor, Tensor | None, Shards]:
+    """(where results lie, this rank's input, weight and bias, who has which classes). shape: of the targets."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh = linear_weight.device_mesh
@@ -375,8 +382,8 @@ def _layer_of(
         each if type(each) is Shard and each.dim < input.ndim - 1 and i != kept else Replicate()
         for i, each in enumerate(input.placements)
     ]
-    placed = Placed(name, mesh, of_rows, kept, target.shape)
-    x, t = input.redistribute(placements=of_rows).to_local(), placed.targets(target)
+    placed = Placed(name, mesh, of_rows, kept, shape)
+    x = input.redistribute(placements=of_rows).to_local()
     # Ranks that have other rows have another part of the gradient of these.
     of_gradient = [Shard(0) if i == kept else Partial() if i in placed.over else Replicate() for i in range(mesh.ndim)]
     w = weight.to_local(grad_placements=of_gradient)
@@ -384,7 +391,7 @@ def _layer_of(
     if linear_bias is not None:
         linear_bias = as_dtensor(linear_bias, mesh)
         bias = linear_bias.redistribute(placements=weight.placements).to_local(grad_placements=of_gradient)
-    return placed, x, w, bias, t, placed.shards(linear_weight.shape[0])
+    return placed, x, w, bias, placed.shards(linear_weight.shape[0])
 
 
 def linear_log_prob_on_shards(
@@ -394,10 +401,54 @@ def linear_log_prob_on_shards(
 
     of_rank: gives the results of (input, linear_weight, target, linear_bias, temperature, shards).
     """
-    placed, x, w, bias, t, shards = _layer_of("linear_log_prob", input, linear_weight, linear_bias, target)
+    placed, x, w, bias, shards = _layer_of("linear_log_prob", input, linear_weight, linear_bias, target.shape)
+    t = placed.targets(target)
     if isinstance(temperature, Tensor):
         temperature = placed.targets(temperature, "temperature")
     return placed.rows(of_rank(x, w, t, bias, temperature, shards), input.shape[:-1])
+
+
+def linear_divergence_on_shards(
+    of_rank: Callable[..., Tensor], layers: Sequence[Any], of_rows: Mapping[str, Any], reduction: str,
+    dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """Divergences of linear layers that are DTensors of one mesh; the teacher's go where the student's lie.
+
+    layers: input, weight and bias of the student and of the teacher. of_rank: gives what this rank's rows count, [n] or
+    their sum, of (layers, of_rows, reduction, shards). of_rows: as `divergence_on_shards` has them.
+    """
+    input, linear_weight, linear_bias, target_input, *others = layers
+    placed, *of_student, shards = _layer_of(
+        "linear_divergence", input, linear_weight, linear_bias, input.shape[:-1]
+    )  # fmt: skip
+    of_rows = {name: placed.targets(each, name) for name, each in of_rows.items()}
+    of_teacher = placed.targets(target_input, "target_input"), *[placed.weight(each) for each in others]
+    of_own = "none" if reduction == "none" else "sum"
+    found = of_rank((*of_student, *of_teacher), of_rows, of_own, shards)
+    return placed.over_weights(found, of_rows.get("weight"), reduction, dtype)
+
+
+def linear_loss_of_probabilities(
+    of_rank: Callable[..., tuple[Tensor, Tensor, Tensor]], input: Any, linear_weight: Any, linear_bias: Any,
+    target: Any, loss: Loss, wanted: Wanted, dtype: torch.dtype,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """The loss of a linear layer of DTensors by probabilities of all classes, which go where the logits lie.
+
+    of_rank: gives (losses, lse, z-losses) of (input, linear_weight, linear_bias, target, loss, shards), of this rank's
+    rows; lse and z-losses may be None where they are not wanted.
+    """
+    from torch.distributed.tensor import Shard
+
+    leading = input.shape[:-1]
+    placed, x, w, bias, shards = _layer_of("linear_cross_entropy", input, linear_weight, linear_bias, leading)
+    here = [Shard(input.ndim - 1) if i == placed.classes else each for i, each in enumerate(placed.of_rows)]
+    t = _local(target, placed.mesh, here)
+    own = replace(loss, weight=placed.weight(loss.weight), reduction="none" if loss.reduction == "none" else "sum")
+    y, lse, z = of_rank(x, w, bias, t, own, shards)
+    y, z = (None if each is None else placed.over_weights(each, None, loss.reduction, dtype) for each in (y, z))
+    if not wanted.beside:
+        return y
+    return CrossEntropyOutput(y, placed._of_targets(lse) if wanted.lse else None, z if wanted.z_loss else None, None)
 
 
 def logits_on_shards(input: Any, linear_weight: Any, linear_bias: Any) -> Tensor:

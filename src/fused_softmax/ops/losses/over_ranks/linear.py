@@ -55,8 +55,12 @@ class OfCall(NamedTuple):
 
     @property
     def group(self) -> Any:
-        """Over whose ranks the input's gradient is summed, or None."""
-        return self.shards.group if self.summed and len(self.shards.sizes) > 1 else None
+        return group_of(self.shards, self.summed)
+
+
+def group_of(shards: Shards | None, summed: bool) -> Any:
+    """Over whose ranks the input's gradient is summed, or None. summed: whether it is summed here."""
+    return shards.group if shards is not None and summed and len(shards.sizes) > 1 else None
 
 
 def leading_of_all(name: str, input: Tensor, target: Any, group: Any) -> tuple[int, ...]:
