@@ -143,23 +143,28 @@ def test_log_probabilities(target, dtype, softcap, k):
 LISTS = Kept(torch.zeros(1000, dtype=torch.int32), torch.zeros(513, dtype=torch.int64))
 
 
-@pairwise(("target", "kind", "inplace"))
+@pairwise(("target", "kind", "inplace"), ("target", "kind", "origin"))
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("k", [1, 5, 300])
 @pytest.mark.parametrize("kind", ["list", "bitmask"])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_log_probabilities_over_kept_columns(target, dtype, softcap, k, kind, inplace):
-    """What is not listed is written in whole vectors, and no bitmask takes the registers that its logits need."""
+@pytest.mark.parametrize("origin", [None, 1024, 1029])
+def test_log_probabilities_over_kept_columns(target, dtype, softcap, k, kind, inplace, origin):
+    """What is not listed is written in whole vectors, and no bitmask takes the registers that its logits need.
+
+    origin: of a shard, whose bits begin with a byte or within one.
+    """
     options, row = LogProb(softcap=softcap), torch.ones(512)
     for n_cols in (1024, 50257, 128256):
         x, targets = torch.empty(512, n_cols, dtype=dtype), torch.zeros(512, k, dtype=torch.int64)
-        bits = torch.zeros(512, -(-n_cols // 32), dtype=torch.int32)
+        shard = None if origin is None else (origin, 2 * n_cols)
+        bits = torch.zeros(512, -(-2 * n_cols // 32), dtype=torch.int32)
         kept = LISTS if kind == "list" else Kept(bits=bits)
 
         def run():
-            given = log_probs.given_of(x, targets, row, options, kept)  # noqa: B023
+            given = log_probs.given_of(x, targets, row, options, kept, shard)  # noqa: B023
             log_probs.forward(given, options, log_probs.Asked(*[True] * 6))
             gradients = log_probs.Gradients(torch.ones(512, k), row, row)
             log_probs.backward(given, row, row, row, gradients, options, x if inplace else None)  # noqa: B023

@@ -87,21 +87,13 @@ def test_a_gradient_of_softmax(columns, log, dtype, target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("k", [1, 5])
 @pytest.mark.parametrize("asked", [Asked(), Asked(True), Asked(*[True] * 5)], ids=str)
-def test_log_probabilities_of_whole_rows(asked, k, dtype, target):
-    numbers = 2 + asked.entropy + asked.log_sum_sq_probs + asked.mean_logits + k * (1 + asked.is_top1)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_log_probabilities_of_whole_rows(truncated, asked, k, dtype, target):
+    numbers = 2 + asked.entropy + asked.log_sum_sq_probs + asked.mean_logits * (1 + truncated) + k * (1 + asked.is_top1)
     heard, targets = torch.empty(4, numbers, ROWS, dtype=dtype), torch.empty(ROWS, k, dtype=torch.int64)
-    key = 4, -100, 2 * HELD, *asked
+    key = 4, -100, 2 * HELD, truncated, *asked
     with mock.patch.object(torch.Tensor, "get_device", return_value=0):
         (launch,) = launched(GPUS[target], lambda: log_prob._prepare_merging(heard, targets, key, asked))
-    assert launch.compile(target).spilled_bytes == 0
-
-
-@pytest.mark.parametrize("target", GPUS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
-def test_places_of_targets(dtype, target):
-    targets = torch.empty(ROWS, 2, dtype=dtype)
-    with mock.patch.object(torch.Tensor, "get_device", return_value=0):
-        (launch,) = launched(GPUS[target], lambda: log_prob._prepare_placing(targets, -100, HELD, HELD, 2 * HELD))
     assert launch.compile(target).spilled_bytes == 0
 
 

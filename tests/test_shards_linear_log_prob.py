@@ -353,20 +353,6 @@ def test_dtensors(ranks, mesh, of_x, of_w, k, wanted, way):
             close(ours, truth)
 
 
-def kept_columns(group, of_x, of_w):
-    mesh, bits = mesh_of((4,)), torch.full((8, 1), -1, dtype=torch.int32)
-    x, w = (distribute_tensor(torch.zeros(8, 5), mesh, each) for each in (of_x, of_w))
-    target = distribute_tensor(torch.arange(8), mesh, of_x if of_w == [Replicate()] else [Replicate()])
-    return linear_log_prob(x, w, target, kept=bits)
-
-
-@pytest.mark.parametrize(("of_x", "of_w"), [each[1:] for each in LIE if each[0] == (4,)], ids=str)
-def test_kept_columns_take_no_dtensor(ranks, of_x, of_w):
-    said = "linear_log_prob: kept takes plain tensors, which have whole rows, and no DTensor"
-    for each in ranks(4, kept_columns, of_x, of_w):
-        assert each.args[:2] == ("ValueError", said)
-
-
 def a_weight_of_the_group(group, x, w, target):
     by("torch")
     weight = distribute_tensor(w[:36], mesh_of((4,)), [Shard(0)]).requires_grad_()

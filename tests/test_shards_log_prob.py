@@ -373,7 +373,7 @@ WRONG = [
     ({"return_stats": ("top5",)}, "ValueError", "return_stats knows log_sum_sq_probs, mean_logits, is_top1; got"),
     ({"input": torch.zeros(2, 4, dtype=torch.long)}, "NotImplementedError", "input must be of a float dtype, got"),
     ({"softcap": "4"}, "TypeError", "softcap must be a number, not str ('4')"),
-    ({"kept": (torch.tensor([0]), torch.tensor([0, 1, 1]))}, "ValueError", "kept and group= exclude each other: the"),
+    ({"kept": 3}, "TypeError", "kept must be a tuple (ids, offsets) or a Tensor that is a bitmask, not 3"),
 ]  # fmt: skip
 
 
@@ -395,6 +395,7 @@ ODD = {
     "softcap": {"softcap": 2.0}, "ignore_index": {"ignore_index": 1}, "wanted": {"return_lse": True},
     "result": {"dtype": BF16}, "targets": {"target": torch.zeros(2, 1, dtype=torch.long)},
     "rows": {"input": torch.zeros(3, 4), "target": torch.zeros(3, dtype=torch.long)},
+    "kept": {"kept": torch.zeros(2, 1, dtype=torch.int32)},
 }  # fmt: skip
 
 
@@ -503,22 +504,6 @@ def test_plain_tensors_beside_a_dtensor(ranks):
     for each in ranks(4, plain_beside, "group"):
         assert each.args[0] == "TypeError"
         assert each.args[1].startswith("log_prob: group= takes this rank's columns as a plain tensor, got a DTensor")
-
-
-def kept_columns(group, placements):
-    x, target, bits = logits(6, 12).float(), torch.arange(6), torch.full((6, 1), -1, dtype=torch.int32)
-    mesh, whole = mesh_of((4,)), [Replicate()]
-    if placements is None:
-        return log_prob(x, target, kept=distribute_tensor(bits, mesh, whole))
-    targets = distribute_tensor(target, mesh, placements if placements == [Shard(0)] else whole)
-    return log_prob(distribute_tensor(x, mesh, placements), targets, kept=bits)
-
-
-@pytest.mark.parametrize("placements", [[Shard(1)], [Shard(0)], [Replicate()], None], ids=str)
-def test_kept_columns_take_no_dtensor(ranks, placements):
-    said = "log_prob: kept takes plain tensors, which have whole rows, and no DTensor"
-    for each in ranks(4, kept_columns, placements):
-        assert each.args[:2] == ("ValueError", said)
 
 
 def partial_logits(group, x, target):

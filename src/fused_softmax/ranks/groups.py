@@ -219,7 +219,7 @@ def shards_of(
         said = {"columns": sizes[group.rank()], "n_classes": n_classes, "rows": rows, **asked, "transport": transport}
         said["shard_sizes"] = given
         if CHECK and target is not None:
-            said["target"] = _checksum(target)
+            said["target"] = checksum(target)
         _compare(name, group, device, said)
     elif not _captures(device):
         notice_of(group, len(sizes), device)  # before a graph is captured, in which none can be made
@@ -230,11 +230,12 @@ def shards_of(
 
 def check_targets_alike(name: str, group: Any, target: Tensor) -> None:
     """RuntimeError on every rank of a group whose ranks have different targets."""
-    said = {"columns": 0, "rows": target.numel(), "target": _checksum(target), "shard_sizes": None}
+    said = {"columns": 0, "rows": target.numel(), "target": checksum(target), "shard_sizes": None}
     _compare(name, group, target.device, said)
 
 
-def _checksum(target: Tensor) -> int:
+def checksum(target: Tensor) -> int:
+    """By which ranks compare the values of a tensor that all have to give alike."""
     return zlib.crc32(target.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 

@@ -38,7 +38,7 @@ from fused_softmax.ops.losses.log_prob import kind_of_numbers
 from fused_softmax.ops.losses.log_prob import log_prob as log_probs
 from fused_softmax.ops.losses.log_prob import over_ranks as log_probs_over_ranks
 from fused_softmax.ops.losses.log_prob_launches import Asked
-from fused_softmax.ops.losses.options import Divergence, LogProb, check_of_rows, is_reduction
+from fused_softmax.ops.losses.options import EVERY, Divergence, LogProb, check_of_rows, is_reduction
 from fused_softmax.ops.losses.over_ranks.divergence import ChosenLogits, rows_over_ranks
 from fused_softmax.ops.losses.over_ranks.dtensor import divergence_on_shards
 from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
@@ -419,7 +419,7 @@ def _of_columns(
         left_out = (weight.detach() == 0).unsqueeze(-1)
         columns, wrong = torch.where(left_out, -1, columns), wrong & ~left_out
     if shards is not None:
-        log_q: Any = log_probs_over_ranks(input, columns, of_student, Asked(), False, None, shards)
+        log_q: Any = log_probs_over_ranks(input, columns, of_student, EVERY, Asked(), False, None, shards)
     else:
         log_q = log_probs(input, columns, **of_student.options())
     log_q = torch.where(wrong, float("nan"), log_q)

@@ -35,10 +35,10 @@ from fused_softmax.ops.losses.log_prob import HAVE, STATISTICS, LogProbOutput
 from fused_softmax.ops.losses.log_prob_by_classes import gradients_by_classes, way_of
 from fused_softmax.ops.losses.log_prob_launches import Asked, LogProbRows, aligned, backward, forward, given_of
 from fused_softmax.ops.losses.log_prob_launches import Gradients as Incoming
-from fused_softmax.ops.losses.options import EVERY, Kept, LogProb, check_kept, check_kept_of_whole_rows, check_lists
+from fused_softmax.ops.losses.options import Kept, LogProb
 from fused_softmax.ops.losses.over_ranks.dtensor import linear_log_prob_on_shards, own_classes
 from fused_softmax.ops.losses.over_ranks.linear import GatheredRows, Summing, group_of, leading_of_all
-from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, places_of, rows_of_all
+from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, rows_of_all
 from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.gather import peers_of, told_by
@@ -128,24 +128,22 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, asked, ke
     )
     of_layer = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
-    mesh = mesh_of(_NAME, of_layer, {"target": target, "temperature": temperature})
-    check_kept_of_whole_rows(_NAME, kept, mesh=mesh)
+    beside = {"target": target, "temperature": temperature, **of_logits.tensors_of_kept(kept)}
+    mesh = mesh_of(_NAME, of_layer, beside)
     n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+    columns = of_logits.checked_kept(_NAME, kept, input, (*leading, n_classes))
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(_NAME, target, n_classes, options.ignore_index)
     if mesh is not None:
 
-        def of_rank(x, w, t, bias, temperature, shards):
+        def of_rank(x, w, t, bias, temperature, kept, shards):
             of_rows = replace(options, temperature=temperature)
-            return _by_chunks(x, w, t, bias, of_rows, EVERY, wanted, how, dtype, shards)
+            columns = of_logits.checked_kept(_NAME, kept, x, (*x.shape[:-1], n_classes))
+            return _by_chunks(x, w, t, bias, of_rows, columns, wanted, how, dtype, shards)
 
         input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
-        return linear_log_prob_on_shards(of_rank, input, linear_weight, linear_bias, target, options.temperature)
-    if kept is not None:
-        check_kept(_NAME, kept, input, (*leading, n_classes))
-    columns = Kept.of(kept)
-    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
-        check_lists(_NAME, columns, n_classes)
+        of_all = target, options.temperature, kept
+        return linear_log_prob_on_shards(of_rank, input, linear_weight, linear_bias, *of_all)
     tensors = [input, linear_weight, target, linear_bias, temperature, *columns[:3]]
     tensors = [each for each in tensors if each is not None]
     empty = not (input.numel() and target.numel())
@@ -186,19 +184,21 @@ def _checked(
 def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, how, dtype, over: Over):
     """A call whose classes lie over the ranks of a group."""
     with Refusing(_NAME, over, input, linear_weight, target):
-        check_over(_NAME, over, input, target, given["temperature"])
-        check_kept_of_whole_rows(_NAME, kept, over.group)
+        check_over(_NAME, over, input, target, given["temperature"], *of_logits.tensors_of_kept(kept).values())
         (input, linear_weight, linear_bias), options, wanted = _checked(
             input, linear_weight, target, linear_bias, given, asked, how, dtype, over
         )
         sizes = sizes_of(_NAME, over, linear_weight.shape[0])
         if CHECK or (readable(target) and not on_device(input)):
             check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
+        leading = leading_of_all(_NAME, input, target, over.group) if how["input_sharded"] else tuple(input.shape[:-1])
+        columns = of_logits.checked_kept(_NAME, kept, input, (*leading, over.n_classes or sum(sizes)))
     alike = {
         "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
         "in_features": input.shape[-1], **options.asked(),
         "wanted": tuple(wanted), "result": dtype, **how, "targets": tuple(target.shape[input.ndim - 1 :]),
         "require_grad": tuple(each is not None and needs_grad(each) for each in (input, linear_weight, linear_bias)),
+        "kept": of_logits.told_of_kept(columns),
     }  # fmt: skip
     shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, target)
     peers = peers_of(_NAME, over.transport, over.group, input, linear_weight, target)
@@ -210,7 +210,7 @@ def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, ho
     if held < linear_weight.shape[0]:  # no product has padding in it, which may be anything
         linear_weight = linear_weight[:held]
         linear_bias = None if linear_bias is None else linear_bias[:held]
-    return _by_chunks(input, linear_weight, target, linear_bias, options, EVERY, wanted, how, dtype, shards)
+    return _by_chunks(input, linear_weight, target, linear_bias, options, columns, wanted, how, dtype, shards)
 
 
 def _rows_of(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,9 +325,8 @@ def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple
             given = given_of(aligned(logits), target[here], t, how.options, columns.rows(here))
             parts.append(forward(given, how.options, how.asked))
         else:
-            places = places_of(target[here], how.options.ignore_index, how.shards)
             of_call = OfCall(how.options, how.shards, how.asked)
-            parts.append(rows_of_all(logits, target[here], places, t, of_call))
+            parts.append(rows_of_all(logits, target[here], t, columns.rows(here), of_call))
     if len(parts) == 1:
         return parts[0], logits if how.keeps else None
     joined = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
@@ -355,9 +354,8 @@ def _backward(
             given = given_of(logits, target[here], t, how.options, columns.rows(here))
             backward(given, m, ls, entropy, Incoming(*of_rows), how.options, logits)  # type: ignore[arg-type]
         else:
-            places = places_of(target[here], how.options.ignore_index, how.shards)
-            of_call = OfCall(how.options, how.shards, how.asked)
-            gradient_of(logits, places, t, (m, ls, entropy), Incoming(*of_rows), of_call, logits)  # type: ignore[arg-type]
+            of_call, states_here = OfCall(how.options, how.shards, how.asked), (m, ls, entropy)
+            gradient_of(logits, target[here], t, states_here, Incoming(*of_rows), of_call, logits, columns.rows(here))  # type: ignore[arg-type]
         summing.add(start, logits)
     del logits, kept  # the rounded gradients take as much
     return summing.finish().in_dtypes(x, w, bias)

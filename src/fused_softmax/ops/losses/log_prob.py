@@ -39,7 +39,6 @@ from fused_softmax.ops.losses.options import (
     Kept,
     LogProb,
     check_kept,
-    check_kept_of_whole_rows,
     check_lists,
     check_of_rows,
 )
@@ -49,7 +48,17 @@ from fused_softmax.ops.losses.overwritten import check_overwritten
 from fused_softmax.ops.softmax.scores import kind_of_scale
 from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
 from fused_softmax.ranks.gather import peers_of, told_by
-from fused_softmax.ranks.groups import Over, Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
+from fused_softmax.ranks.groups import (
+    Over,
+    Refusing,
+    Shards,
+    Transport,
+    check_over,
+    checksum,
+    over_of,
+    shards_of,
+    sizes_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -134,25 +143,25 @@ def log_prob(
         outside has log-probability -inf and no gradient. A row over nothing, or over logits of -inf alone, has lse
         -inf, and entropy and gradient 0; its log_sum_sq_probs is -inf, is_top1 False, and mean_logits over nothing 0.
         Offsets that do not rise from 0 to at most n_kept, or ids that are no class, make the row's results and gradient
-        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, they raise IndexError. Neither group= nor
-        DTensors go with it.
+        NaN. On a CPU, and with FUSED_SOFTMAX_CHECK=1 in the environment, they raise IndexError.
     inplace_backward: the backward pass writes the gradient over the logits and allocates nothing. They are then lost:
         there is one backward pass and no second derivative. A leaf raises, as for torch's operations in place. Compiled
         code allocates it all the same.
     dtype: of the results; float32 if None, or float64 for float64.
 
     group: of torch.distributed, over whose ranks the classes lie in shards: each rank gives its own columns of the
-        logits, in rank order, as many as it has. Targets are classes among all, the same on all ranks; so are a tensor
-        of temperatures and all results, which have the same bits. Each rank's incoming gradients are those of these
-        results, which are never summed over ranks. Every rank of the group makes the same call. There is no second
-        derivative.
+        logits, in rank order, as many as it has. Targets and kept are of the classes of all, the same on all ranks; so
+        are a tensor of temperatures and all results, which have the same bits. Each rank's incoming gradients are those
+        of these results, which are never summed over ranks. Every rank of the group makes the same call. There is no
+        second derivative.
     n_classes, shard_sizes: as cross_entropy's.
-    transport: with group: how ranks tell each other at most 5 numbers a row and 2 a target: "collective" by one
+    transport: with group: how ranks tell each other at most 6 numbers a row and 2 a target: "collective" by one
         all_gather of the group's backend; "peer" by memory that GPUs of one host write into each other's, in a launch
         of its own. None takes "peer" on two GPUs where it can.
 
-    A DTensor may lie in shards of its classes or rows. Results are DTensors too, which lie as the rows do. Targets and
-    temperatures may be plain tensors, the same on all ranks, where no rows lie in shards.
+    A DTensor may lie in shards of its classes or rows. Results are DTensors too, which lie as the rows do. Targets,
+    temperatures and kept may be plain tensors, the same on all ranks, where no rows lie in shards. Where some do, kept
+    is a bitmask.
 
     The forward pass gives a row the same bits in any batch: how it is summed depends on its length, its dtype and the
     options alone. Rows whose size is no multiple of 16 bytes are read element by element, which takes longer.
@@ -231,8 +240,7 @@ def wanted_of(entropy: bool, lse: bool, stats: Any, name: str) -> Asked:
 def _of_shards(input, target, given, asked, kept, inplace, dtype, over: Over) -> Tensor | LogProbOutput:
     """A call whose classes lie over the ranks of a group."""
     with Refusing(_NAME, over, input, target):
-        check_over(_NAME, over, input, target, given["temperature"])
-        check_kept_of_whole_rows(_NAME, kept, over.group)
+        check_over(_NAME, over, input, target, given["temperature"], *tensors_of_kept(kept).values())
         entropy, lse, stats = asked
         wanted = wanted_of(entropy, lse, stats, _NAME)
         options = _checked(input, target, given, dtype, over)
@@ -242,23 +250,49 @@ def _of_shards(input, target, given, asked, kept, inplace, dtype, over: Over) ->
         sizes = sizes_of(_NAME, over, input.shape[-1])
         if CHECK or (readable(target) and not on_device(input)):
             check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
+        columns = checked_kept(_NAME, kept, input, (*input.shape[:-1], over.n_classes or sum(sizes)))
     alike = {"operation": _NAME, "dtype": input.dtype, **options.asked(), "wanted": tuple(wanted), "result": dtype}
     alike["targets"] = target.shape[-1] if target.ndim == input.ndim else None
+    alike["kept"] = told_of_kept(columns)
     shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, target)
     peers = peers_of(_NAME, over.transport, over.group, input, target)
-    return over_ranks(input, target, options, wanted, inplace, dtype, told_by(peers, _NAME, shards))
+    return over_ranks(input, target, options, columns, wanted, inplace, dtype, told_by(peers, _NAME, shards))
+
+
+def tensors_of_kept(kept: Any) -> dict[str, Any]:
+    """By the names that errors give them, unchecked."""
+    return dict(zip(("kept ids", "kept offsets"), kept, strict=False)) if isinstance(kept, tuple) else {"kept": kept}
+
+
+def checked_kept(name: str, kept: Any, input: Tensor, shape: tuple[int, ...]) -> Kept:
+    """Of whole logits of a shape, made of the input or these. Values are looked at where they may be read."""
+    if kept is None:
+        return EVERY
+    check_kept(name, kept, input, shape)
+    columns = Kept.of(kept)
+    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
+        check_lists(name, columns, shape[-1])
+    return columns
+
+
+def told_of_kept(columns: Kept) -> tuple | None:
+    """What every rank of a group has to say of them alike; under FUSED_SOFTMAX_CHECK=1 of the values too."""
+    given = [each for each in columns[:3] if each is not None]
+    if not given:
+        return None
+    return "bitmask" if columns.ids is None else "list", *([checksum(each) for each in given] if CHECK else ())
 
 
 def over_ranks(
-    input: Tensor, target: Tensor, options: LogProb, wanted: Asked, inplace: bool, dtype: torch.dtype | None,
-    shards: Shards,
+    input: Tensor, target: Tensor, options: LogProb, columns: Kept, wanted: Asked, inplace: bool,
+    dtype: torch.dtype | None, shards: Shards,
 ) -> Tensor | LogProbOutput:  # fmt: skip
-    """Of logits [..., columns] of this rank's shard, and whole targets."""
+    """Of logits [..., columns] of this rank's shard, and targets and kept columns of whole rows."""
     leading, (options, temperature) = input.shape[:-1], split(options, input)
     n, k = prod(leading), target.shape[-1] if target.ndim == input.ndim else 1
     rows, targets = input.reshape(n, input.shape[-1]), target.reshape(n, k).contiguous()
     of_call = OfCall(options, shards, wanted, inplace and needs_grad(input))
-    found = LogProbOverRanks.apply(rows, targets, temperature, of_call)
+    found = LogProbOverRanks.apply(rows, targets, temperature, columns, of_call)
     return output_of(found, wanted, target.shape, leading, dtype or arithmetic_of(input))
 
 
@@ -273,24 +307,23 @@ def of_checked(input, target, given, wanted, dtype, kept=None, inplace: bool = F
 
 def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
     options = _checked(input, target, given, dtype)
-    mesh = mesh_of(_NAME, {"input": input}, {"target": target, "temperature": options.temperature})
-    check_kept_of_whole_rows(_NAME, kept, mesh=mesh)
+    of_rows = {"target": target, "temperature": options.temperature, **tensors_of_kept(kept)}
+    mesh = mesh_of(_NAME, {"input": input}, of_rows)
+    columns = checked_kept(_NAME, kept, input, tuple(input.shape))
     if mesh is not None:
         if readable(target) and not on_device(input):
             check_targets(_NAME, target, input.shape[-1], options.ignore_index)
         if inplace and needs_grad(input):
             check_overwritten(_NAME, input)
 
-        def of_rank(input, target, temperature, shards):
+        def of_rank(input, target, temperature, kept, shards):
             if shards is None:
-                return of_checked(input, target, given | {"temperature": temperature}, wanted, dtype, None, inplace)
+                return of_checked(input, target, given | {"temperature": temperature}, wanted, dtype, kept, inplace)
             of_shard = replace(options, temperature=temperature)
-            return over_ranks(input, target, of_shard, wanted, inplace, dtype, shards)
+            columns = checked_kept(_NAME, kept, input, (*input.shape[:-1], shards.n_classes))
+            return over_ranks(input, target, of_shard, columns, wanted, inplace, dtype, shards)
 
-        return log_prob_on_shards(of_rank, as_dtensor(input, mesh), target, options.temperature)
-    if kept is not None:
-        check_kept(_NAME, kept, input, tuple(input.shape))
-    columns = Kept.of(kept)
+        return log_prob_on_shards(of_rank, as_dtensor(input, mesh), target, options.temperature, kept)
     result_dtype = dtype or arithmetic_of(input)
     if inplace and needs_grad(input):
         _check_inplace(input)
@@ -299,8 +332,6 @@ def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
     route = route_of(_NAME, *tensors, refused=refused(input, target, options), batches=False)
     if CHECK or (readable(target) and not on_device(input)):
         check_targets(_NAME, target, input.shape[-1], options.ignore_index)
-    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
-        check_lists(_NAME, columns, input.shape[-1])
     if route is Route.OPERATOR:
         return _traced(input, target, options, columns, wanted, result_dtype)
     if route is Route.COMPOSED:
@@ -489,7 +520,7 @@ class _LogProb(torch.autograd.Function):
         given, found = _run(x, target, temperature, columns, how)
         _, ctx.options, _, ctx.inplace, alone = how
         quick = not ctx.inplace and columns is EVERY and given.numbers is None
-        ctx.quick = gradient_key(ctx.options, False, columns) if quick else None
+        ctx.quick = gradient_key(ctx.options, False, given.kind) if quick else None
         ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy, *columns[:3])
         if alone:
             return found.log_prob
@@ -572,9 +603,10 @@ def differentiable_gradient(
 
 def referred(x, target, options: LogProb, temperature=None, columns: Kept = EVERY):
     """`reference.log_prob` in the dtype of the arithmetic. temperature: of rows, where the options have none."""
+    kept = None if columns.given is None else reference.columns_of(columns.given, x.shape)
     return reference.log_prob(
         x, target, scale=options.scale, softcap=options.softcap, ignore_index=options.ignore_index,
-        temperature=options.temperature if temperature is None else temperature, kept=columns.given,
+        temperature=options.temperature if temperature is None else temperature, kept=kept,
         arithmetic=arithmetic_of(x),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from fused_softmax.ops.losses.linear_by_classes import add_product, blocks_of_cl
 from fused_softmax.ops.losses.linear_by_rows import Linear, elements_of_chunk
 from fused_softmax.ops.losses.log_prob_launches import Asked, Gradients
 from fused_softmax.ops.losses.options import Kept, LogProb
-from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of, places_of
+from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of
 from fused_softmax.ranks.groups import Shards
 
 _WORD = 32  # columns of a bitmask's word, which a block begins with
@@ -89,7 +89,6 @@ def gradients_by_classes(
     """The gradients that are asked for. states: m, ls and the entropy of rows; classes: of a block at most."""
     n, n_classes = len(x), len(w)
     rows = without(x, (target.long() == options.ignore_index).all(-1))
-    incoming = _of_kept(incoming, target, columns)
     blocks = blocks_of_classes(0, n_classes, classes)
     sizes = tuple(block.stop - block.first for block in blocks)
     vector = VECTOR_BYTES // x.element_size()
@@ -106,10 +105,8 @@ def gradients_by_classes(
         else:
             torch.addmm(bias[here].to(x.dtype), x, of_block.t(), out=logits)
         shards = Shards(None, i, sizes, n_classes)  # a block is to a row what a rank's shard is
-        bits = None if columns.bits is None else columns.bits[:, block.first // _WORD : -(-block.stop // _WORD)]
-        places = places_of(target, options.ignore_index, shards)
         of_call = OfCall(options, shards, Asked())
-        gradient_of(logits, places, temperature, states, incoming, of_call, logits, Kept(bits=bits))
+        gradient_of(logits, target, temperature, states, incoming, of_call, logits, columns)
         if asked[0]:
             dx = add_product(dx, logits, of_block, summed)
         write_product(logits.t(), rows, dw[here])
@@ -117,12 +114,3 @@ def gradients_by_classes(
             torch.sum(logits, 0, dtype=db.dtype, out=db[here])
     del room, logits, of_block
     return [None if dx is None else dx.to(x.dtype), dw, None if db is None else db.to(bias.dtype)]  # type: ignore[union-attr]
-
-
-def _of_kept(incoming: Gradients, target: Tensor, columns: Kept) -> Gradients:
-    """Less those of targets that a bitmask leaves out: no block may take them for another's."""
-    if columns.bits is None or incoming.log_prob is None:
-        return incoming
-    t = target.long().clamp(0, _WORD * columns.bits.shape[1] - 1)
-    kept = columns.bits.gather(1, t // _WORD) >> (t % _WORD) & 1 == 1
-    return incoming._replace(log_prob=torch.where(kept | (t != target), incoming.log_prob, 0.0))

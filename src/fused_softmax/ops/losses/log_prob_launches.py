@@ -30,6 +30,7 @@ HAVE = "log_prob, entropy and lse have one"
 _NUMBERS = ("factor", "hidden", "cap")
 _READ_NUMBERS = ("factor", "cap")  # of a kernel that masks columns past a row's end
 _LIST_NUMBERS = ("n_kept", "first_row")
+_SHARD_NUMBERS = ("origin", "n_classes")
 _LIST_COLS, _LIST_WARPS = 1024, 4  # of a tile of listed columns, whatever stands beside it
 # Of a part of a gradient that lists truncate. By themselves, parts of 4 pieces of 1024 bf16 take 785 us, of 16 829, of
 # 32 1154 (a memset 759).
@@ -49,7 +50,11 @@ class Asked(NamedTuple):
 
 
 class LogProbRows(NamedTuple):
-    """Of rows [n]: m and ls, whose sum is lse; log-probabilities [n, k]; and what else is asked for, or None."""
+    """Of rows [n]: m and ls, whose sum is lse; log-probabilities [n, k]; and what else is asked for, or None.
+
+    Of rows of a shard log-probabilities of classes that others have are +inf, and the mean over kept columns is
+    [2, n]: the sum of their logits, and how many they are.
+    """
 
     m: Tensor | None
     ls: Tensor | None
@@ -62,17 +67,37 @@ class LogProbRows(NamedTuple):
 
 
 class GivenLogits(NamedTuple):
-    """The tensors of a call as kernels take them: targets [n, k], or [n], and temperatures [n], contiguous."""
+    """The tensors of a call as kernels take them: targets [n, k], or [n], and temperatures [n], contiguous.
+
+    shard: (first column, number of columns of the whole row) of a shard. Targets and kept columns are of the whole row.
+    """
 
     x: Tensor
     target: Tensor
     temperature: Tensor | None
     numbers: Tensor | None
     kept: Kept = EVERY
+    shard: tuple[int, int] | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return *self[:4], *self.kept[:3]
+
+    @property
+    def kind(self) -> tuple:
+        """What kept calls depend on of this, beside what they see of the tensors."""
+        return self.kept.kind, self.shard is not None, self.crosses
+
+    @property
+    def crosses(self) -> bool:
+        """Whether bits of a shard's neighbouring columns lie over two bytes."""
+        return self.shard is not None and self.kept.bits is not None and self.shard[0] % 8 > 0
+
+    @property
+    def of_launch(self) -> dict[str, int]:
+        """What each launch is given of a list and of a shard."""
+        of_list = zip(_LIST_NUMBERS, self.kept.numbers, strict=False)
+        return dict((*of_list, *zip(_SHARD_NUMBERS, self.shard or (), strict=False)))
 
     @property
     def n_targets(self) -> int:
@@ -81,20 +106,21 @@ class GivenLogits(NamedTuple):
 
     def values(self, options: LogProb) -> dict[str, Any]:
         """Kernels' arguments by name."""
-        bits, of_list = self.kept.bits, dict(zip(_LIST_NUMBERS, self.kept.numbers or (None, None), strict=True))
-        stride = None if bits is None else bits.stride(0)
-        return options.loss.values() | of_list | {"n_targets": self.n_targets, "bits_row_stride": stride}
+        stride = None if self.kept.bits is None else self.kept.bits.stride(0)
+        of_launch = dict.fromkeys((*_LIST_NUMBERS, *_SHARD_NUMBERS)) | self.of_launch
+        return options.loss.values() | of_launch | {"n_targets": self.n_targets, "bits_row_stride": stride}
 
 
 _GIVEN = "x", "target", "temperature", "numbers", "ids", "offsets", "bits"  # GivenLogits.tensors
 
 
 def given_of(
-    x: Tensor, target: Tensor, temperature: Tensor | None, options: LogProb, kept: Kept = EVERY
-) -> GivenLogits:
+    x: Tensor, target: Tensor, temperature: Tensor | None, options: LogProb, kept: Kept = EVERY,
+    shard: tuple[int, int] | None = None,
+) -> GivenLogits:  # fmt: skip
     """temperature: of each row, where it is not a number."""
     kept = kept if kept is EVERY else kept.for_kernels()
-    return GivenLogits(x, target, temperature, options.loss.exact_numbers(x), kept)
+    return GivenLogits(x, target, temperature, options.loss.exact_numbers(x), kept, shard)
 
 
 def aligned(x: Tensor, kept: Kept = EVERY) -> Tensor:
@@ -112,7 +138,7 @@ def aligned(x: Tensor, kept: Kept = EVERY) -> Tensor:
 
 def forward(given: GivenLogits, options: LogProb, asked: Asked) -> LogProbRows:
     """The log-probabilities of `aligned` rows."""
-    key = *options.key, *asked, given.kept.kind
+    key = *options.key, *asked, given.kind
     tensors = given.x, given.target, given.temperature, given.kept.bits
     call = kept("log_probs", key, tensors, prepare_log_probs, given, options, asked)
     return call(given, options.numbers[0])
@@ -132,6 +158,8 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         _spec(given, options, plan), stats=asked.entropy, finds=asked.is_top1, moments=moments, axis=1, full_pieces=0
     )  # fmt: skip
 
+    in_two = asked.mean_logits and spec.shard and spec.truncated
+
     def states_of(n):
         if plan.parts == 1:
             return None, None
@@ -145,7 +173,8 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         of_targets = (n, *several), (*several, 1)
         return LogProbRows(
             of_row(asked.states), of_row(asked.states), empty(*of_targets, arithmetic), of_row(asked.entropy),
-            of_row(asked.lse), of_row(asked.log_sum_sq_probs), of_row(asked.mean_logits),
+            of_row(asked.lse), of_row(asked.log_sum_sq_probs),
+            empty((2, n), (n, 1), arithmetic) if in_two else of_row(asked.mean_logits),
             empty(*of_targets, torch.bool) if asked.is_top1 else None,
         )  # fmt: skip
 
@@ -153,7 +182,8 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     arranged = (*given.tensors, *states_of(n_rows), *rows_of(n_rows))
     tensors = dict(zip(names, arranged, strict=True))
     values = given.values(options) | {"n_cols": n_cols}
-    numbers = (*_NUMBERS, *_LIST_NUMBERS) if listed else _NUMBERS
+    more = tuple(given.of_launch)
+    numbers = (*_NUMBERS, *more)
     launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=numbers)]
     if plan.parts > 1:
         lanes = triton.next_power_of_2(plan.parts)
@@ -162,7 +192,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         programs = partial(blocks_of, block)
         launches.append(
             prepare(
-                _merge_log_probs, plan, merging, tensors, values, device=device, numbers=_NUMBERS, programs=programs,
+                _merge_log_probs, plan, merging, tensors, values, device=device, numbers=numbers, programs=programs,
                 num_warps=4,
             )
         )  # fmt: skip
@@ -172,8 +202,8 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         def call(given, numbers):
             rows = rows_of(n)
             arguments = picked((*given.tensors, *states_of(n), *rows))
-            if listed:
-                numbers = *numbers, *given.kept.numbers
+            if more:
+                numbers = *numbers, *given.of_launch.values()
             for each in launches:
                 each(*arguments, *numbers)
             return rows
@@ -186,6 +216,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
 def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
     kind = options.loss.kind() | {"targets": triton.next_power_of_2(given.n_targets)}
     kind |= {"listed": given.kept.ids is not None, "masked": given.kept.bits is not None}
+    kind |= {"shard": given.shard is not None, "crosses": given.crosses}
     if given.temperature is not None:
         kind["scaled"] = True
     x = given.x
@@ -204,12 +235,12 @@ def backward(
     given: GivenLogits, m: Tensor, ls: Tensor, entropy: Tensor | None, gradients: Gradients, options: LogProb,
     dx: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of rows [n, n_cols], columns contiguous; dx: where it goes, which may be the logits.
+    """The gradient of rows [n, n_cols], columns contiguous; dx: where it goes, which may be the logits, or new.
 
     entropy: of the rows, where a gradient of it is given.
     """
     x = given.x
-    over = dx is not None
+    over = dx is not None and dx.data_ptr() == x.data_ptr()
     if dx is None:
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
@@ -219,7 +250,7 @@ def backward(
     entropy = None if gradients.entropy is None else entropy
     beside = (m, ls, entropy, *gradients)
     tensors = x, dx, given.target, given.temperature, entropy, *gradients, given.kept.bits
-    call = kept(*gradient_key(options, over, given.kept), tensors, _prepare_gradient, given, dx, beside, options, over)
+    call = kept(*gradient_key(options, over, given.kind), tensors, _prepare_gradient, given, dx, beside, options, over)
     return call(given, dx, beside, options.numbers[1])
 
 
@@ -239,9 +270,9 @@ def _plan_listed(plan: RowPlan, over: bool) -> RowPlan:
     return replace(plan, block_rows=1, pieces=1, num_warps=max(plan.num_warps if over else 0, _LIST_WARPS))
 
 
-def gradient_key(options: LogProb, over: bool, columns: Kept) -> tuple[str, tuple]:
-    """The name and options of a kept gradient."""
-    return "log_prob_gradient", (*options.key, over, columns.kind)
+def gradient_key(options: LogProb, over: bool, of_given: tuple) -> tuple[str, tuple]:
+    """The name and options of a kept gradient. of_given: `GivenLogits.kind`."""
+    return "log_prob_gradient", (*options.key, over, of_given)
 
 
 def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb, over: bool) -> Launched:
@@ -273,13 +304,14 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
 
     def build(_, launch):
         def call(given, dx, beside, numbers):
-            if listed:
-                numbers = *numbers, *given.kept.numbers
+            if more:
+                numbers = *numbers, *given.of_launch.values()
             launch(*picked(arranged(given, dx, beside)), *numbers)
             return dx
 
         return call
 
-    numbers = (*_READ_NUMBERS, *_LIST_NUMBERS) if listed else _READ_NUMBERS
+    more = tuple(given.of_launch)
+    numbers = (*_READ_NUMBERS, *more)
     launched = prepare(_log_prob_gradient, plan, spec, tensors, values, device=device, numbers=numbers)
     return compose(build, launched, n=n_rows, by_row=True)

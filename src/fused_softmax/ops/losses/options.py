@@ -14,7 +14,6 @@ from torch import Tensor
 from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, typed
 from fused_softmax.core.options import Options, option
-from fused_softmax.core.route import is_sharded
 
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
 
@@ -290,19 +289,6 @@ def check_kept(name: str, kept: Any, input: Tensor, shape: tuple[int, ...]) -> N
             f"{name}: kept offsets must have shape ({n_rows + 1},) for {n_rows} rows of logits, "
             f"got {tuple(kept[1].shape)}"
         )
-
-
-def check_kept_of_whole_rows(name: str, kept: Any, group: Any = None, mesh: Any = None) -> None:
-    """ValueError for columns of logits that lie over the ranks of a group, or among DTensors, which lie on a mesh."""
-    if kept is None:
-        return
-    if group is not None:
-        raise ValueError(
-            f"{name}: kept and group= exclude each other: the columns that are kept are those of whole rows, of which "
-            "each rank has a part"
-        )
-    if mesh is not None or any(is_sharded(each) for each in (kept if isinstance(kept, tuple) else (kept,))):
-        raise ValueError(f"{name}: kept takes plain tensors, which have whole rows, and no DTensor")
 
 
 def check_lists(name: str, kept: Kept, n_classes: int) -> None:

@@ -1,6 +1,7 @@
 """Cross-entropy of torch's operations: the formulas that the kernels are held to, in any dtype."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -143,12 +144,11 @@ def finished(z: Tensor, scale: float | None, softcap: float | None, temperature:
 def log_prob(
     input: Tensor, target: Tensor, *, scale: float | None = None, softcap: float | None = None,
     temperature: float | Tensor | None = None, ignore_index: int = -100,
-    kept: tuple[Tensor, Tensor] | Tensor | None = None, arithmetic: torch.dtype = torch.float64,
+    kept: tuple[Tensor, Tensor] | None = None, arithmetic: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(log-probabilities, entropy, lse, statistics) of fused_softmax.log_prob of torch's operations.
 
-    target: of the input's leading shape, or with one dim more, [..., k]. Where offsets of kept fall, rows up to where
-    they reach what they fell from are NaN.
+    target: of the input's leading shape, or with one dim more, [..., k]. kept: what `columns_of` gives.
     """
     t = (target if target.ndim == input.ndim else target.unsqueeze(-1)).long()
     counts = t != ignore_index
@@ -156,8 +156,8 @@ def log_prob(
     known, of_row = counts & ~wrong, counts.any(-1)
     seen = of_row.unsqueeze(-1)
     if kept is not None:
-        columns, spoilt = columns_of(kept, input)
-        columns |= spoilt
+        columns, spoilt = kept
+        columns = columns | spoilt
         seen = seen & columns
     z = torch.where(seen, input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
     z = finished(z, scale, softcap, temperature)
@@ -203,9 +203,12 @@ def _truncated(z, t, shape, counts, wrong, columns, spoilt) -> tuple[Tensor, Ten
     return of_targets.view(shape), entropy, lse, stats
 
 
-def columns_of(kept: tuple[Tensor, Tensor] | Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    """(which columns of the input rows are normalised over, in its shape; which rows cannot be, [..., 1])."""
-    *leading, n_classes = input.shape
+def columns_of(kept: tuple[Tensor, Tensor] | Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(which columns of logits of a shape rows are normalised over; which rows cannot be, [..., 1]).
+
+    Where offsets fall, rows cannot be up to where they reach what they fell from.
+    """
+    *leading, n_classes = shape
     n_rows = math.prod(leading)
     if isinstance(kept, Tensor):
         bits = (kept.unsqueeze(-1) >> torch.arange(32, device=kept.device, dtype=kept.dtype)) & 1
@@ -220,7 +223,7 @@ def columns_of(kept: tuple[Tensor, Tensor] | Tensor, input: Tensor) -> tuple[Ten
     columns = torch.zeros(nowhere + 1, dtype=torch.bool, device=ids.device).scatter(0, at, True)[:-1]
     with_none = torch.zeros(n_rows + 1, dtype=torch.bool, device=ids.device)
     spoilt = spoilt | with_none.scatter(0, torch.where(inside, n_rows, row), True)[:-1]
-    return columns.view(input.shape), spoilt.view(*leading, 1)
+    return columns.view(tuple(shape)), spoilt.view(*leading, 1)
 
 
 def divergence(

@@ -1,26 +1,44 @@
-"""The columns over which a row of logits is normalised, where it is not over all: those of a list, or of a bitmask."""
+"""The columns over which a row of logits is normalised, where it is not over all: those of a list, or of a bitmask.
+
+Both are of the whole row. A shard, which has consecutive columns of it, counts its own from 0.
+"""
 
 import triton
 import triton.language as tl
 
 from fused_softmax.ops.losses.kernels.spec import Listed
 
+ELSEWHERE = tl.constexpr(-2)  # a column of another shard
+
 
 @triton.jit
-def list_of(ids_ptr, offsets_ptr, row, n_kept):
+def list_of(ids_ptr, offsets_ptr, row, n_kept, origin, n_classes, K: tl.constexpr):
     """The Listed of a row, whose number counts from the first offset."""
+    if not K.shard:  # None cannot be returned
+        origin = 0
+        n_classes = 0
     begin = tl.load(offsets_ptr + row).to(tl.int64)
     end = tl.load(offsets_ptr + row + 1).to(tl.int64)
     right = (begin >= 0) & (begin <= end) & (end <= n_kept) & ((begin == 0) | (row > 0))
-    return Listed(ids_ptr, tl.where(right, begin, 0), tl.where(right, end - begin, 1), right)
+    return Listed(ids_ptr, tl.where(right, begin, 0), tl.where(right, end - begin, 1), right, origin, n_classes)
 
 
 @triton.jit
 def ids_at(L, i):
-    """The columns at places i of a list, int32; -1 past its end, of a list that cannot be read, and of what is none."""
+    """The ids at places i of a list, int32; -1 past its end, of a list that cannot be read, and of what is none."""
     c = tl.load(L.ids_ptr + L.first + i, mask=(i < L.size) & L.right, other=-1)
     if c.dtype == tl.int64:
         c = tl.where(c >> 31 == 0, c, -1).to(tl.int32)
+    return c
+
+
+@triton.jit
+def columns_at(L, i, n_cols, K: tl.constexpr):
+    """The same as columns of these logits. Of a shard those of others are ELSEWHERE, and all that are none -1."""
+    c = ids_at(L, i)
+    if K.shard:
+        own = (c >= L.origin) & (c < L.origin + n_cols)
+        c = tl.where(own, c - L.origin, tl.where((c >= 0) & (c < L.n_classes), ELSEWHERE, -1))
     return c
 
 
@@ -46,13 +64,31 @@ def bits_from(bits_ptr, cols, on):
 
 
 @triton.jit
-def bits_of_tile(bits_ptr, start, n_cols, K: tl.constexpr):
+def bit_of(M, cols, on, K: tl.constexpr):
+    """Whether a bitmask has columns of these logits; not where not `on`."""
+    if K.shard:
+        cols += M.origin
+    return bits_from(M.ptr, cols, on) & 1 == 1
+
+
+@triton.jit
+def bits_on(M, first, end, K: tl.constexpr):
+    """The bits of up to 8 columns from each `first` on, one access for all: for those before the end."""
+    cols, last = first, end
+    if K.shard:
+        cols, last = first + M.origin, end + M.origin
+    bits = bits_from(M.ptr, cols, cols < last)
+    if K.shifted | K.crosses:  # they lie over two bytes
+        after = cols // 8 * 8 + 8
+        bits |= bits_from(M.ptr, after, after < last) << (after - cols).to(tl.int32)
+    return bits
+
+
+@triton.jit
+def bits_of_tile(M, start, n_cols, K: tl.constexpr):
     """Which of a tile's columns, from `start` on, bitmasks of rows [n, 1] have: one access for up to 8 of them."""
     WIDTH: tl.constexpr = K.bits_at_once
     first = start + tl.arange(0, K.block_cols // K.bits_at_once)[None, :] * WIDTH
-    bits = bits_from(bits_ptr, first, first < n_cols)
-    if K.shifted:  # a row's columns lie over two bytes
-        after = first // 8 * 8 + 8
-        bits |= bits_from(bits_ptr, after, after < n_cols) << (after - first).to(tl.int32)
+    bits = bits_on(M, first, n_cols, K)
     on = (bits[:, :, None] >> tl.arange(0, WIDTH)[None, None, :]) & 1
     return tl.reshape(on, [K.block_rows, K.block_cols]) == 1

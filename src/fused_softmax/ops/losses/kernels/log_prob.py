@@ -20,9 +20,9 @@ from fused_softmax.ops.losses.kernels.common import (
     numbers_of,
     slope_of,
 )
-from fused_softmax.ops.losses.kernels.kept import among, bits_from, bits_of_tile, ids_at, list_of
+from fused_softmax.ops.losses.kernels.kept import among, bit_of, bits_from, bits_of_tile, columns_at, list_of
 from fused_softmax.ops.losses.kernels.scan import merge_scanned, scan_logits, store_scanned
-from fused_softmax.ops.losses.kernels.spec import Numbers, Scanned, Targets
+from fused_softmax.ops.losses.kernels.spec import Masked, Numbers, Scanned, Targets
 
 
 @triton.jit
@@ -37,21 +37,31 @@ def tempered(N, temperature_ptr, row):
 
 
 @triton.jit
-def targets_of(target_ptr, row, n_targets, n_cols, ignore_index, kept, K: tl.constexpr):
-    """The Targets of rows [n, 1]. kept: the one row's Listed, or where the rows' bitmasks begin; else None."""
+def targets_of(target_ptr, row, n_targets, n_cols, ignore_index, origin, n_classes, kept, K: tl.constexpr):
+    """The Targets of rows [n, 1]. kept: the one row's Listed, or the rows' Masked; else anything."""
+    if not K.shard:
+        n_classes = n_cols
     i = tl.arange(0, K.targets)[None, :]
     t = tl.load(target_ptr + row * n_targets + i, mask=i < n_targets, other=ignore_index).to(tl.int64)
     counts = (i < n_targets) & (t != ignore_index)
-    inside = (t >= 0) & (t < n_cols)
+    inside = (t >= 0) & (t < n_classes)
     found = inside
     spoilt = tl.zeros([1, 1], tl.int1)
     if K.listed:
-        found, spoilt = among(kept, t, n_cols, K)
+        found, spoilt = among(kept, t, n_classes, K)
     if K.masked:
-        found = bits_from(kept, t, counts & inside) & 1 == 1
+        found = bits_from(kept.ptr, t, counts & inside) & 1 == 1
     known = counts & inside
     at = row * n_targets + i
+    if K.shard:
+        t -= origin
     return Targets(at, t, known & found, counts & (inside == 0), i < n_targets, known & (found == 0), spoilt)
+
+
+@triton.jit
+def own_targets(T, n_cols, K: tl.constexpr):
+    """Which of the kept targets are among these logits' columns: all, but in a shard."""
+    return T.kept & (T.t >= 0) & (T.t < n_cols) if K.shard else T.kept
 
 
 @triton.jit
@@ -72,11 +82,16 @@ def any_of(on):
 @triton.jit
 def store_log_probs(
     x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-    x_row_stride, n_cols, n_targets, ignore_index, row, S, N, kept, K: tl.constexpr,
+    x_row_stride, n_rows, n_cols, n_targets, ignore_index, origin, n_classes, row, S, N, kept, K: tl.constexpr,
 ):  # fmt: skip
-    """The results of rows [n, 1] by what is known of them: 0 of a row of which no target counts."""
-    T = targets_of(target_ptr, row, n_targets, n_cols, ignore_index, kept, K)
-    z_t = logit_of_target(tl.load(x_ptr + row * x_row_stride + T.t, mask=T.kept, other=0.0), N, K)
+    """The results of rows [n, 1] by what is known of them: 0 of a row of which no target counts.
+
+    Of a shard, log-probabilities of classes that others have are +inf. Of kept columns its mean is two numbers: the sum
+    of its logits, and behind those of all rows how many they are.
+    """
+    T = targets_of(target_ptr, row, n_targets, n_cols, ignore_index, origin, n_classes, kept, K)
+    own = own_targets(T, n_cols, K)
+    z_t = logit_of_target(tl.load(x_ptr + row * x_row_stride + T.t, mask=own, other=0.0), N, K)
     ls = log_sum_of(S.m, S.s, K.ptx)
     log_prob = z_t - S.m - ls
     counts = counts_of(T, K)
@@ -89,6 +104,8 @@ def store_log_probs(
         n = S.n
     else:
         log_prob = tl.where(T.kept, log_prob, tl.where(T.wrong, float("nan"), 0.0))
+    if K.shard:
+        log_prob = tl.where((T.t >= 0) & (T.t < n_cols), log_prob, float("inf"))
     tl.store(log_prob_ptr + T.at, log_prob, mask=T.there)
     if m_ptr is not None:
         tl.store(m_ptr + row, S.m)
@@ -104,7 +121,10 @@ def store_log_probs(
         tl.store(log_sq_ptr + row, tl.where(counts, log_sq, 0.0))
     if mean_ptr is not None:
         mean = S.total / n
-        if K.truncated:
+        if K.truncated and K.shard:
+            mean = S.total
+            tl.store(mean_ptr + n_rows + row, S.n)
+        elif K.truncated:
             mean = tl.where(n > 0.0, mean, 0.0)
         tl.store(mean_ptr + row, tl.where(counts, mean, 0.0))
     if K.finds:
@@ -114,14 +134,14 @@ def store_log_probs(
 @triton.jit(
     do_not_specialize=[
         "n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index", "bits_row_stride",
-        "n_kept", "first_row",
+        "n_kept", "first_row", "origin", "n_classes",
     ]
 )  # fmt: skip
 def _log_probs(
     x_ptr, target_ptr, temperature_ptr, numbers_ptr, ids_ptr, offsets_ptr, bits_ptr, states_ptr, found_ptr,
     m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
     x_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index, bits_row_stride,
-    factor, hidden, cap, n_kept, first_row, K: tl.constexpr,
+    origin, n_classes, factor, hidden, cap, n_kept, first_row, K: tl.constexpr,
 ):  # fmt: skip
     """A row a program, tile by tile, or the state of one part of it (where states_ptr is given)."""
     program = tl.program_id(0)
@@ -130,9 +150,9 @@ def _log_probs(
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, row)
     kept = bits_ptr
     if K.masked:
-        kept = bits_ptr + row * bits_row_stride
+        kept = Masked(bits_ptr + row * bits_row_stride, origin)
     if K.listed:
-        kept = list_of(ids_ptr, offsets_ptr, first_row + row, n_kept)
+        kept = list_of(ids_ptr, offsets_ptr, first_row + row, n_kept, origin, n_classes, K)
     S = scan_logits(
         x_ptr, x_row_stride, misalignment, row, part, None, 0.0, n_cols, n_parts, part_cols, hidden, N, kept, K
     )  # fmt: skip
@@ -141,16 +161,21 @@ def _log_probs(
     else:
         store_log_probs(
             x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-            x_row_stride, n_cols, n_targets, ignore_index, row + tl.zeros([1, 1], tl.int64), S, N, kept, K,
+            x_row_stride, n_rows, n_cols, n_targets, ignore_index, origin, n_classes,
+            row + tl.zeros([1, 1], tl.int64), S, N, kept, K,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "n_targets", "ignore_index", "bits_row_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "n_cols", "n_parts", "n_targets", "ignore_index", "bits_row_stride", "origin", "n_classes",
+    ]
+)  # fmt: skip
 def _merge_log_probs(
     x_ptr, target_ptr, temperature_ptr, numbers_ptr, bits_ptr, states_ptr, found_ptr,
     m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-    x_row_stride, n_rows, n_cols, n_parts, n_targets, ignore_index, bits_row_stride, factor, hidden, cap,
-    K: tl.constexpr,
+    x_row_stride, n_rows, n_cols, n_parts, n_targets, ignore_index, bits_row_stride, origin, n_classes,
+    factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
     """The results of rows by the states of their parts."""
     row = tl.program_id(0).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)
@@ -160,10 +185,10 @@ def _merge_log_probs(
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, row)
     kept = bits_ptr
     if K.masked:
-        kept = bits_ptr + row * bits_row_stride
+        kept = Masked(bits_ptr + row * bits_row_stride, origin)
     store_log_probs(
         x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
-        x_row_stride, n_cols, n_targets, ignore_index, row, S, N, kept, K,
+        x_row_stride, n_rows, n_cols, n_targets, ignore_index, origin, n_classes, row, S, N, kept, K,
     )  # fmt: skip
 
 
@@ -240,7 +265,7 @@ def fill_part(dx_ptr, dx_row_stride, dx_rows, value, n_cols, n_parts, end, r, K:
 @triton.jit
 def own_ids(L, i, n_cols, n_parts, end, r, K: tl.constexpr):
     """(the columns at places of a list, which of them a part has)."""
-    c = ids_at(L, i)
+    c = columns_at(L, i, n_cols, K)
     at_c = c - r.head
     own = (at_c >= r.start.to(tl.int32)) & (at_c < end.to(tl.int32))
     if K.shifted:
@@ -260,14 +285,14 @@ def gradient_at(row_ptr, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, 
 @triton.jit(
     do_not_specialize=[
         "n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index", "bits_row_stride",
-        "n_kept", "first_row",
+        "n_kept", "first_row", "origin", "n_classes",
     ]
 )  # fmt: skip
 def _log_prob_gradient(
     x_ptr, dx_ptr, target_ptr, temperature_ptr, numbers_ptr, ids_ptr, offsets_ptr, bits_ptr, values_ptr,
     m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr,
     x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index,
-    bits_row_stride, factor, cap, n_kept, first_row, K: tl.constexpr,
+    bits_row_stride, origin, n_classes, factor, cap, n_kept, first_row, K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one part of a row. What stands at targets is written last, by the logits that stood there."""
     PIECES: tl.constexpr = K.pieces
@@ -282,10 +307,11 @@ def _log_prob_gradient(
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, r.row)
     kept = bits_ptr
     if K.masked:
-        kept = bits_ptr + r.row * bits_row_stride
+        kept = Masked(bits_ptr + r.row * bits_row_stride, origin)
     if K.listed:  # whose programs have a row each
-        kept = list_of(ids_ptr, offsets_ptr, first_row + (tl.program_id(0) // n_parts).to(tl.int64), n_kept)
-    T = targets_of(target_ptr, r.row, n_targets, n_cols, ignore_index, kept, K)
+        row = first_row + (tl.program_id(0) // n_parts).to(tl.int64)
+        kept = list_of(ids_ptr, offsets_ptr, row, n_kept, origin, n_classes, K)
+    T = targets_of(target_ptr, r.row, n_targets, n_cols, ignore_index, origin, n_classes, kept, K)
     g = tl.zeros(T.t.shape, K.state_dtype)
     if dlog_prob_ptr is not None:
         g = tl.load(dlog_prob_ptr + T.at, mask=T.kept, other=0.0)
@@ -309,7 +335,7 @@ def _log_prob_gradient(
             g, a, g_entropy, entropy, m, ls, counts, N, K,
         )  # fmt: skip
         return
-    own = own_of(T.t, r, end, n_parts) & T.kept & live
+    own = own_of(T.t, r, end, n_parts) & own_targets(T, n_cols, K) & live
     if K.truncated:
         own &= counts
     x_t = tl.load(x_ptr + r.row * x_row_stride + T.t, mask=own, other=0.0)
@@ -332,7 +358,7 @@ def _log_prob_gradient(
         dx = slope_by_entropy(edge.x, a, g_entropy, entropy, m, ls, N, K) * slope_of(edge.x, N, K)
         dx = tl.where(counts, dx, 0.0)
         if K.masked:
-            dx = tl.where(bits_from(kept, edge.cols, edge.on) & 1 == 1, dx, 0.0)
+            dx = tl.where(bit_of(kept, edge.cols, edge.on, K), dx, 0.0)
         dx = dx.to(K.cast_dtype)
         tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
     tl.debug_barrier()
@@ -344,6 +370,8 @@ def _log_prob_gradient(
             for i in range(n_targets):
                 at_i = r.row * n_targets + i
                 t_i = tl.load(target_ptr + at_i).to(tl.int64)
+                if K.shard:
+                    t_i -= origin
                 g_t += tl.where(T.t == t_i, tl.load(dlog_prob_ptr + at_i), 0.0)
     z_t = logit_of_target(x_t, N, K)
     dx = (slope_by_entropy(z_t, a, g_entropy, entropy, m, ls, N, K) + g_t) * slope_of(z_t, N, K)

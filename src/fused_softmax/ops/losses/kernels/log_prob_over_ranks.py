@@ -1,6 +1,6 @@
-"""Of rows whose classes lie over ranks: targets as a shard has them, and log-probabilities by what all ranks say.
+"""Of rows whose classes lie over ranks: log-probabilities by what all ranks say.
 
-ops/losses/over_ranks/log_prob.py has the formulas. By torch's operations these two took some forty launches.
+ops/losses/over_ranks/log_prob.py has the formulas.
 Traffic: the targets; the numbers of all ranks, and the results.
 """
 
@@ -9,24 +9,6 @@ import triton.language as tl
 
 from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.losses.kernels.over_ranks import rows_of_program
-
-
-@triton.jit(do_not_specialize=["n", "first", "held", "n_classes", "ignore_index", "ignored", "no_class"])
-def _place(
-    target_ptr, local_ptr, here_ptr, counts_ptr, wrong_ptr, n, first, held, n_classes, ignore_index, ignored, no_class,
-    K: tl.constexpr,
-):  # fmt: skip
-    """The Places of targets [n] for a shard of the classes from `first` on: K.block_rows a program."""
-    at, live = rows_of_program(n, K)
-    t = tl.load(target_ptr + at, mask=live, other=0).to(tl.int64)
-    counts = t != ignore_index
-    here = counts & (t >= first) & (t < first + held)
-    wrong = counts & ((t < 0) | (t >= n_classes))
-    local = tl.where(wrong, no_class, tl.where(counts, tl.where(here, t - first, 0), ignored))
-    tl.store(local_ptr + at, local, mask=live)
-    tl.store(here_ptr + at, here, mask=live)
-    tl.store(counts_ptr + at, counts, mask=live)
-    tl.store(wrong_ptr + at, wrong, mask=live)
 
 
 @triton.jit
@@ -57,12 +39,16 @@ def _merge_shards(
         s += tl.exp(tl.load(of_rank + n_rows, mask=live, other=0.0) + (m_r - origin))
         of_rank += length
     ls = tl.log(s)
+    of_m, of_ls = m, ls
+    if K.truncated:  # over nothing, or over columns of -inf: each share is 0
+        of_m, of_ls = origin, tl.where(s == 0.0, 0.0, ls)
     entropy = tl.zeros([BLOCK_ROWS], K.state_dtype)
     squares = tl.zeros([BLOCK_ROWS], K.state_dtype)
     mean = tl.zeros([BLOCK_ROWS], K.state_dtype)
+    count = tl.zeros([BLOCK_ROWS], K.state_dtype)
     of_rank = heard_ptr + row
     for _ in range(ranks):
-        log_share, m_r = share_of(of_rank, n_rows, live, m, ls)
+        log_share, m_r = share_of(of_rank, n_rows, live, of_m, of_ls)
         p = tl.exp(log_share)
         at = of_rank + 2 * n_rows
         if entropy_ptr is not None:
@@ -74,6 +60,8 @@ def _merge_shards(
             at += n_rows
         if mean_ptr is not None:
             mean += tl.load(at, mask=live, other=0.0)
+            if K.truncated:
+                count += tl.load(at + n_rows, mask=live, other=0.0)
         of_rank += length
     first = 2  # number of targets in a message
     if entropy_ptr is not None:
@@ -82,6 +70,9 @@ def _merge_shards(
         first += 1
     if mean_ptr is not None:
         first += 1
+        if K.truncated:
+            first += 1
+            mean = tl.where(count > 0.0, mean / count, 0.0)
     counts = row < 0
     for i in range(n_targets):
         t = tl.load(target_ptr + row * n_targets + i, mask=live, other=0).to(tl.int64)
@@ -92,7 +83,7 @@ def _merge_shards(
         found = row < 0
         of_rank = heard_ptr + row
         for _ in range(ranks):
-            log_share, m_r = share_of(of_rank, n_rows, live, m, ls)
+            log_share, m_r = share_of(of_rank, n_rows, live, of_m, of_ls)
             of_target = tl.load(of_rank + (first + i) * n_rows, mask=live, other=0.0)
             own = tl.where(log_share == NEG_INF, log_share, of_target + log_share)
             log_prob += tl.where(of_target == float("inf"), 0.0, own)

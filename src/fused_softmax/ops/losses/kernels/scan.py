@@ -29,7 +29,7 @@ from fused_softmax.ops.losses.kernels.common import (
     sum_of,
     sum_of_edge,
 )
-from fused_softmax.ops.losses.kernels.kept import bits_from, ids_at
+from fused_softmax.ops.losses.kernels.kept import ELSEWHERE, bits_on, columns_at
 from fused_softmax.ops.losses.kernels.spec import Scanned
 
 
@@ -50,7 +50,7 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
                 kept, K: tl.constexpr):  # fmt: skip
     """What is known of a part of a row of logits. zero: from where they are summed, for smoothing.
 
-    kept: the row's Listed (K.listed) or where its bitmask begins (K.masked); else None, and all columns count.
+    kept: the row's Listed (K.listed) or Masked (K.masked); else anything, and all columns count.
     """
     n_classes = n_cols
     if K.listed:  # whose places are scanned as columns are elsewhere
@@ -78,8 +78,10 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
     for at in range(r.start, end, PIECES * K.block_cols):
         on = ()
         if K.listed:
-            c = ids_at(kept, at + r.cols)
+            c = columns_at(kept, at + r.cols, n_classes, K)
             z = load_listed(x_body, c, at + r.cols < end, n_classes, hidden, N, K)
+            if K.shard:
+                on = ((at + r.cols < end) & (c != ELSEWHERE),)
         else:
             z = load_logits(x_body + at, r.cols, end - at, hidden, N, K, PIECES, 0)
             if K.masked:
@@ -103,7 +105,7 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
             squares, values = moments_of(held, r.cols, end - at, on, scale, base, N, K)
             q = q * fade * fade + squares[:, None]
             total += values[:, None]
-            if K.masked:
+            if K.picks:
                 n += count_of(on, K)[:, None]
         s = s * fade + sum_exp_of(held, scale, base, N.factor, K)[:, None]
         m = m_tile
@@ -117,7 +119,7 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
     total = tl.sum(tl.sum(total, axis=1), axis=0)
     found = tl.min(tl.min(tl.where(m_lane == m, found, NO_COLUMN), axis=1), axis=0)
     n = tl.sum(tl.sum(n, axis=1), axis=0)
-    if K.listed:
+    if K.listed and not K.shard:
         n = kept.size.to(K.state_dtype)
     if K.shifted:  # whose moments nobody asks for
         edge = finish_edge(edge, N, K)
@@ -144,19 +146,22 @@ def load_listed(row_ptr, c, there, n_classes, hidden, N, K: tl.constexpr):
     inside = (c >= 0) & (c < n_classes)
     (z,) = load_logits(row_ptr, tl.where(inside, c, n_classes), n_classes, hidden, N, K, 1, 0)
     none = (tl.zeros([], K.state_dtype) + float("nan")).to(z.dtype)
-    return (tl.where(there & (inside == 0), none, z),)
+    wrong = inside == 0
+    if K.shard:
+        wrong = c == -1
+    return (tl.where(there & wrong, none, z),)
 
 
 @triton.jit
-def bits_of(bits_ptr, at, end, cols, K: tl.constexpr):
-    """Which columns before the end a bitmask has, of all pieces from `at` on: those of a lane share a byte."""
+def bits_of(M, at, end, cols, K: tl.constexpr):
+    """Which columns before the end a bitmask has, of all pieces from `at` on: those of a lane share an access."""
     WIDTH: tl.constexpr = K.lane_cols
     PIECES: tl.constexpr = K.pieces
     lane = tl.arange(0, K.block_cols // K.lane_cols)[:, None] * WIDTH
     on = ()
     for p in tl.static_range(PIECES):
         first = at + p * K.block_cols + lane
-        here = (bits_from(bits_ptr, first, first < end) >> tl.arange(0, WIDTH)[None, :]) & 1 == 1
+        here = (bits_on(M, first, end, K) >> tl.arange(0, WIDTH)[None, :]) & 1 == 1
         on = on + (here & (p * K.block_cols + cols < end - at),)  # noqa: RUF005
     return on
 
@@ -182,7 +187,7 @@ def count_of(on, K: tl.constexpr):
 
 @triton.jit
 def moments_of(pieces, cols, size, on, scale, base, N, K: tl.constexpr):
-    """(sum exp(z - m) ** 2, sum z) over the last axis of all pieces, whose first `size` columns count; of a bitmask
+    """(sum exp(z - m) ** 2, sum z) over the last axis of all pieces, whose first `size` columns count; with K.picks
     those that are `on`.
     """
     squares = tl.zeros(pieces[0].shape, K.state_dtype)
@@ -191,7 +196,7 @@ def moments_of(pieces, cols, size, on, scale, base, N, K: tl.constexpr):
         z = scores_of(pieces[p], N.factor, K)
         e = exp_at(z, scale, base, K.ptx)
         squares += rounded_product(e, e)
-        if K.masked:
+        if K.picks:
             values += tl.where(on[p], z, 0.0)
         else:
             values += tl.where(p * K.block_cols + cols < size, z, 0.0)

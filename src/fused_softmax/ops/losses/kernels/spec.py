@@ -13,6 +13,8 @@ class LossSpec(Spec):
     weighted, smooth, capped, scaled (or capped), z_loss, mean: what the call asks for. stats: the entropy; finds: the
     likeliest class; moments: sums of squared probabilities and of logits. targets: of a row, as a power of two.
     listed, masked: whether a row is normalised over some columns alone, which a list has or a bitmask.
+    shard: whether rows are a part of longer ones, as which ops/losses/over_ranks has them. Targets, lists and bitmasks
+    are then of the longer ones. crosses: whether bits of neighbouring columns then lie over two bytes.
     totals: parts of the targets' totals. gradient: whether it is written too; inplace: over the logits.
     counted: how many targets at most each program counts itself, instead of totals. finishes: whether the program whose
     loss is the last to be written sums them all.
@@ -32,6 +34,8 @@ class LossSpec(Spec):
     targets: int = 1
     listed: bool = False
     masked: bool = False
+    shard: bool = False
+    crosses: bool = False
     gradient: bool = False
     inplace: bool = False
     counted: int = 0
@@ -58,6 +62,11 @@ class LossSpec(Spec):
     def truncated(self):
         """Whether a row is normalised over some columns alone."""
         return self.listed or self.masked
+
+    @property
+    def picks(self):
+        """Whether a tile has columns that do not count."""
+        return self.masked or (self.listed and self.shard)
 
     @property
     def list_cols(self):
@@ -97,8 +106,9 @@ class Targets(NamedTuple):
     """The classes t of rows, [n, K.targets]: where each stands in memory, whether it counts, whether there is no such
     class, and which are there.
 
-    outside: those that count, and over which their row is not normalised; they are not among the kept. spoilt: whether
-    the row's list has what is no column.
+    Of a shard they count from its first column, and those that other shards have are among the kept too. outside: those
+    that count, and over which their row is not normalised; they are not among the kept. spoilt: whether the row's list
+    has what is no column.
     """
 
     at: Any
@@ -114,12 +124,22 @@ class Listed(NamedTuple):
     """The columns over which a row is normalised: `size` ids from ids_ptr + first on. right: whether they can be read.
 
     Of offsets that cannot be right there is one, which is no column: what follows is NaN as for any such id.
+    origin, n_classes: of a shard its first column, and how many the longer row has.
     """
 
     ids_ptr: Any
     first: Any
     size: Any
     right: Any
+    origin: Any
+    n_classes: Any
+
+
+class Masked(NamedTuple):
+    """The same as bits from ptr on, of rows [n, 1] or of one. origin: of a shard its first column."""
+
+    ptr: Any
+    origin: Any
 
 
 class Scanned(NamedTuple):

@@ -70,6 +70,17 @@ class Placed(NamedTuple):
                     distributed.check_targets_alike(self.name, self.mesh.get_group(i), mine)
         return mine
 
+    def columns(self, kept: Any) -> Any:
+        """The columns over which this rank's rows are normalised, as the public functions take them."""
+        if isinstance(kept, tuple):
+            if self.over:
+                raise ValueError(
+                    f"{self.name}: kept must be a bitmask where rows of the input lie in shards: a list is of all"
+                )
+            ids, offsets = kept
+            return self.targets(ids, "kept ids"), self.targets(offsets, "kept offsets")
+        return None if kept is None else self.targets(kept, "kept")
+
     def weight(self, weight: Any) -> Tensor | None:
         """This rank's classes' weights."""
         from torch.distributed.tensor import Replicate, Shard
@@ -164,24 +175,24 @@ def loss_on_shards(
     return placed.output(y, lse, z, stats, wanted, loss.reduction)
 
 
-def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, temperature: Any) -> Any:
+def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, temperature: Any, kept: Any) -> Any:
     """Log-probabilities of logits that are a DTensor, and the rest of their results, as DTensors that lie as rows do.
 
-    of_rank: gives those of (input, target, temperature, shards), this rank's rows; shards: None where they are whole.
-    target, and temperature if it is a tensor: DTensors, or whole tensors that are the same on all ranks.
+    of_rank: gives those of (input, target, temperature, kept, shards), this rank's rows; shards: None where they are
+    whole. target, kept, and temperature if it is a tensor: DTensors, or whole tensors, the same on all ranks.
     """
     name = "log_prob"
-    input, kept = cut_once(input, input.ndim - 1)
-    placed = Placed(name, input.device_mesh, _of_leading(input, kept), kept, target.shape)
+    input, of_classes = cut_once(input, input.ndim - 1)
+    placed = Placed(name, input.device_mesh, _of_leading(input, of_classes), of_classes, target.shape)
     (local,), t = resolved(input.to_local()), placed.targets(target)
     if isinstance(temperature, Tensor):
         temperature = placed.targets(temperature, "temperature")
-    shards = None
-    if kept is not None:
+    kept, shards = placed.columns(kept), None
+    if of_classes is not None:
         shards = placed.shards(input.shape[-1])
         shards = told_by(peers_of(name, None, shards.group, local, t), name, shards)
 
-    return placed.rows(of_rank(local, t, temperature, shards), input.shape[:-1])
+    return placed.rows(of_rank(local, t, temperature, kept, shards), input.shape[:-1])
 
 
 def divergence_on_shards(
@@ -395,17 +406,18 @@ def _layer_of(
 
 
 def linear_log_prob_on_shards(
-    of_rank: Callable[..., Any], input: Any, linear_weight: Any, linear_bias: Any, target: Any, temperature: Any
-) -> Any:
+    of_rank: Callable[..., Any], input: Any, linear_weight: Any, linear_bias: Any, target: Any, temperature: Any,
+    kept: Any,
+) -> Any:  # fmt: skip
     """`log_prob_on_shards` of input @ linear_weight.T + linear_bias, which are DTensors of one mesh.
 
-    of_rank: gives the results of (input, linear_weight, target, linear_bias, temperature, shards).
+    of_rank: gives the results of (input, linear_weight, target, linear_bias, temperature, kept, shards).
     """
     placed, x, w, bias, shards = _layer_of("linear_log_prob", input, linear_weight, linear_bias, target.shape)
     t = placed.targets(target)
     if isinstance(temperature, Tensor):
         temperature = placed.targets(temperature, "temperature")
-    return placed.rows(of_rank(x, w, t, bias, temperature, shards), input.shape[:-1])
+    return placed.rows(of_rank(x, w, t, bias, temperature, placed.columns(kept), shards), input.shape[:-1])
 
 
 def linear_divergence_on_shards(
