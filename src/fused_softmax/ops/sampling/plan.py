@@ -18,7 +18,7 @@ DRAW_CAPACITY, KEPT_WARPS = 64, 8
 ABOVE_STRETCHES, ABOVE_PROGRAMS, ABOVE_WARPS = (4, 32), 4, 4
 PROPOSE_STRETCHES = 128  # for each warp of the program that finds a row's first arrivals, of 8 warps at most
 DECIDE_WARPS, DECIDE_PROGRAMS = 4, 16  # of the programs that judge these, and programs of a multiprocessor
-REDRAW_WARPS = 32  # of the program that draws again where all were rejected
+REDRAW_WARPS = 16  # of the program that draws again where all were rejected
 # Warps of the program that seeks a low boundary, columns that it seeks it among, and programs a multiprocessor of the
 # launches beside it, which are many because few rows may be left. The second was not varied.
 DRAW_BOUND_WARPS, DRAW_LISTED, DRAW_WIDE_PROGRAMS = 16, 8192, 32

@@ -107,7 +107,8 @@ def propose(scratch_ptr, draw, D, F, K: tl.constexpr):
     """The token of a row that can be drawn from; or 0, and its record says what is open."""
     token = tl.zeros([], tl.int64)
     record_ptr = scratch_ptr + draw * K.scratch
-    if D.temperature > 0:
+    # The greatest logit alone has the mass that top-p asks for.
+    if (D.temperature > 0) & (mass_of(F) > UNIT):
         rejects = (F.k > 0) | (F.p < 1)
         tl.store(record_ptr + TOP, order_of(F.m).to(tl.int64))
         tl.store(record_ptr + TOTAL, F.total)
