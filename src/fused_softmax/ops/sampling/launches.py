@@ -1,9 +1,13 @@
 """Launches of the kernels of draws: which of two ways a call takes, how rows meet the chip, and allocations.
 
-Without filters a draw is one launch that reads each logit once. With filters, logprobs or kept bits it is two launches:
-the first reads each logit once and leaves every stretch's state and every lane's maximum, and the second reads the
-lanes that matter. Under top-p, or top-k that is no small number, three more launches follow; they do nothing for rows
-that the two have finished.
+Without filters a draw is one launch that reads each logit once. With filters, logprobs or kept bits a first launch
+reads each logit once and leaves every stretch's state and every lane's maximum. What follows it:
+
+- where no boundary is needed, three launches judge the row's first arrivals (kernels/first.py);
+- where a row's maximum says what is kept, one launch draws of the lanes that matter (kernels/above.py);
+- where top-k is small, one launch looks at the lanes of the greatest maxima (kernels/kept.py);
+- where top-p judges what top-k left, or kept bits and log-probabilities are asked for, that launch and those that find
+  a lower boundary (kernels/wide.py). They do nothing for finished rows.
 """
 
 import math
@@ -21,10 +25,11 @@ from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
 from fused_softmax.core.runner import has_ptx, overlapping, overlaps
 from fused_softmax.ops.sampling.kernels.above import _draw_above
+from fused_softmax.ops.sampling.kernels.first import _decide, _propose, _redraw
 from fused_softmax.ops.sampling.kernels.kept import _choose, _stretches
 from fused_softmax.ops.sampling.kernels.plain import _draw
 from fused_softmax.ops.sampling.kernels.spec import SampleSpec
-from fused_softmax.ops.sampling.kernels.wide import _bound, _draw_within, _weigh
+from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
 from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput, unpacked
@@ -150,7 +155,7 @@ def prepare_draws(
     if not n_draws:
         return lambda logits, numbers, bias, bitmask, rows, out: SampleOutput(*results(out))
     plan = plan or plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = spec_of(plan, options, index, filtered, logits.dtype)
+    spec = spec_of(plan, options, index, filtered, logits.dtype, logprobs or options.return_kept)
     given = logits, options.logit_bias, options.bitmask, options.row_indices
     read, numbers = readable(*given), Numbers.of(options, seed, position)
     as_given = all(a is b for a, b in zip(read, given, strict=True))
@@ -165,10 +170,23 @@ def prepare_draws(
             torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None, None, None,
         )  # fmt: skip
 
-    arguments = Arguments(read, written(out), numbers, n_rows, n_cols, plan)
-    launches = _launches_of_kept(plan, spec, arguments, index) if filtered else [
-        arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
-    ]  # fmt: skip
+    arguments = Arguments(read, like := written(out), numbers, n_rows, n_cols, plan)
+    if not filtered:
+        launches = [
+            arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
+        ]
+    elif spec.first and (logprobs or keeps):
+        tokens_alone = Arguments(read, (*like[:3], None, None, None, None), numbers, n_rows, n_cols, plan)
+        of_tokens = replace(spec, wide=spec.by_row and _is_of_rest(options))
+        launches = _launches_of_tokens(plan, of_tokens, tokens_alone, index)
+        launches += _launches_of_boundary(plan, replace(spec, by_row=False, given=True), arguments, index)
+    elif spec.first:
+        launches = _launches_of_tokens(plan, spec, arguments, index)
+    elif spec.ranked:
+        launches = _launch_that_reads(plan, spec, arguments, index)
+        launches += _launches_of_boundary(plan, spec, arguments, index)
+    else:
+        launches = _launches_of_maximum(plan, spec, arguments, index)
 
     def draw(logits, numbers, bias, bitmask, rows, out):
         read = (logits, bias, bitmask, rows) if as_given else readable(logits, bias, bitmask, rows)
@@ -189,50 +207,99 @@ def _slots(index: int, n_draws: int) -> Tensor:
     return workspace.slots(index, n_draws, 2, _DRAWS)
 
 
-def spec_of(plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype: torch.dtype) -> SampleSpec:
-    temperature = options.temperature
-    greedy = isinstance(temperature, Tensor) or temperature == 0  # or may be: top-k is 1 then
-    ranked = options.top_k is not None or options.top_p is not None or greedy
-    wide = ranked and not is_few(options.top_k)
+def spec_of(
+    plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype: torch.dtype, reports: bool = False
+) -> SampleSpec:
+    """reports: whether the call asks for what is kept, or for log-probabilities of it."""
+    temperature, top_k, top_p = options.temperature, options.top_k, options.top_p
+    may_be_rest = _is_of_rest(options)
+    may_be_greedy = isinstance(temperature, Tensor) or temperature == 0
+    judged = filtered and (top_k is not None or top_p is not None or may_be_greedy)
+    by_row = filtered and isinstance(top_k, Tensor)
+    first = judged and (by_row or top_k is None or not (is_few(top_k) or may_be_rest))
+    needs_boundary = first and reports
+    ranked = by_row or needs_boundary or (judged and not first)
+    wide = needs_boundary or (may_be_rest and not is_few(top_k))
     capacity = 2 * plan.capacity if wide else plan.capacity
     return SampleSpec(
         stretches=plan.stretches, whole_groups=plan.n_cols % 8 == 0, biased=options.logit_bias is not None,
         bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered,
         greedy=not filtered and not isinstance(temperature, Tensor) and temperature == 0,
-        all_stretches=plan.all_stretches,
-        capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked, joint=options.order == "joint",
-        wide=wide, listed=plan.listed, ptx=has_ptx(index),
+        all_stretches=plan.all_stretches, capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked,
+        joint=options.order == "joint", first=first, by_row=by_row,
+        counted=first and top_k is not None, wide=wide, listed=plan.listed if wide else 0, ptx=has_ptx(index),
         grain_bits=0 if options.logit_bias is not None else _GRAIN_BITS.get(dtype, 0),
     )  # fmt: skip
 
 
-def _launches_of_kept(plan: DrawPlan, spec: SampleSpec, arguments: "Arguments", index: int) -> list:
-    """The launches of draws with filters, each as `Arguments.prepare` returns it."""
-    n_draws, warps = plan.n_draws, plan.num_warps
+def _is_of_rest(options: Sampling) -> bool:
+    """Whether top-p judges what top-k leaves, by the mass of all of it."""
+    return options.top_k is not None and options.top_p is not None and options.order == "sequential"
+
+
+def _launch_that_reads(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
+    """The first launch of all draws with filters, as `Arguments.prepare` returns it."""
     n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))
+    leading = replace(spec, leads=overlaps(index))
+    return [arguments.prepare(_stretches, plan.n_draws * n_parts, leading, index, plan.num_warps)]
+
+
+def _launches_of_maximum(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
+    """The launches where a row's maximum says what is kept."""
+    n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
+    above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches)
+    early, warps = overlaps(index) and plan.n_draws <= _MOST_EARLY, plan.above_warps
+    return [
+        *_launch_that_reads(plan, spec, arguments, index),
+        arguments.prepare(_draw_above, plan.n_draws * n_parts, above, index, warps, n_parts, follows=early),
+    ]
+
+
+def _launches_of_tokens(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
+    """The launches of draws that are judged afterwards."""
+    launches = _launch_that_reads(plan, spec, arguments, index)
+    if spec.by_row:
+        return launches + _launches_of_boundary(plan, spec, arguments, index)
     follows = overlaps(index)
+    leading = replace(spec, leads=follows)
+    launches.append(arguments.prepare(_propose, plan.n_draws, leading, index, plan.propose_warps, follows=follows))
+    return launches + _launches_of_decision(plan, spec, arguments, index)
+
+
+def _launches_of_decision(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
+    """The launch that judges what others left open, and the one that draws again."""
+    follows, redraws = overlaps(index), spec.first and not spec.given
+    deciding = replace(spec, stretches=plan.decide_warps, leads=follows and redraws)
+    launches = [
+        arguments.prepare(
+            _decide, plan.n_draws * plan.decide_parts, deciding, index, plan.decide_warps, plan.decide_parts,
+            plan.decide_stretches, follows,
+        )
+    ]  # fmt: skip
+    if redraws:
+        again = replace(spec, stretches=plan.redraw_warps)
+        launches.append(arguments.prepare(_redraw, plan.n_draws, again, index, plan.redraw_warps, follows=follows))
+    return launches
+
+
+def _launches_of_boundary(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
+    """The launches that find where filters end, after the one that reads the rows."""
+    follows, n_wide, cut = overlaps(index), plan.n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
     spec = replace(spec, leads=follows)
-    launches = [arguments.prepare(_stretches, n_draws * n_parts, spec, index, warps)]
-    if not spec.ranked:
-        n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
-        above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches, leads=False)
-        early, warps = follows and n_draws <= _MOST_EARLY, plan.above_warps
-        return [
-            *launches,
-            arguments.prepare(_draw_above, n_draws * n_parts, above, index, warps, n_parts, follows=early),
-        ]
-    of_choosing, of_bound = (replace(spec, stretches=each) for each in (plan.kept_warps, plan.bound_warps))
-    of_choosing = replace(of_choosing, leads=follows and spec.wide)
+    of_choosing = replace(spec, stretches=plan.kept_warps, leads=follows and spec.opens)
     # The second look, which few rows take, is to take no program's place.
     capped = {"maxnreg": _registers_of_choosing()} if spec.wide and spec.ptx else {}
-    launches.append(arguments.prepare(_choose, n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped))
+    launches = [
+        arguments.prepare(_choose, plan.n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped)
+    ]
     if spec.wide:
-        n_wide, cut = n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
+        of_bound = replace(spec, stretches=plan.bound_warps)
         launches += [
-            arguments.prepare(_weigh, n_wide, spec, index, warps, *cut, follows),
-            arguments.prepare(_bound, n_draws, of_bound, index, plan.bound_warps, follows=follows),
-            arguments.prepare(_draw_within, n_wide, replace(spec, leads=False), index, warps, *cut, follows),
+            arguments.prepare(_weigh, n_wide, spec, index, plan.num_warps, *cut, follows),
+            arguments.prepare(_bound, plan.n_draws, of_bound, index, plan.bound_warps, follows=follows),
         ]
+    if spec.opens:
+        launches += _launches_of_decision(plan, spec, arguments, index)
     return launches
 
 
@@ -254,7 +321,7 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     n_draws, n_cols = x.shape
     index, n_stretches = logits.get_device(), -(-n_cols // STRETCH)
     plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = spec_of(plan, Sampling(), index, True, logits.dtype)
+    spec = replace(spec_of(plan, Sampling(), index, True, logits.dtype), first=False)
     scratch = torch.empty(n_draws, spec.scratch, dtype=torch.int64, device=x.device)
     read, numbers = readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
     written = scratch, None, None, None, None, None, None

@@ -41,7 +41,8 @@ from torch import Tensor
 GROUP = 8  # columns that share one E
 APART = 32  # groups between two of one call
 WORDS = 4
-GROUPS, MEMBERS, ACCEPTED, RESIDUAL_GROUPS, RESIDUAL_MEMBERS = range(5)  # streams
+GROUPS, MEMBERS, ACCEPTED, RESIDUAL_GROUPS, RESIDUAL_MEMBERS = range(5)  # streams of a turn
+STREAMS = 8  # that a turn has
 
 _MASK = 0xFFFFFFFF
 _A, _B = 0xD2511F53, 0xCD9E8D57  # multipliers, and what the key is raised by
@@ -84,10 +85,12 @@ def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return word + (less >> 32), less & _MASK
 
 
-def words_at(seed: Tensor, position: Tensor, call: Tensor, stream: int) -> tuple[Tensor, ...]:
-    """The words of calls [n, calls] or [calls] for seeds and positions [n]: four of [n, calls]."""
+def words_at(
+    seed: Tensor, position: Tensor, call: Tensor, stream: int, turn: int | Tensor = 0
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The words of calls [n, calls] or [calls] for seeds and positions [n]: four of [n, calls]. turn: as the calls."""
     seed, position = seed[:, None], position[:, None]
-    words = seed, call, torch.full_like(call, stream), position & _MASK, (position >> 32) & _MASK
+    words = seed, call, torch.zeros_like(call) + turn * STREAMS + stream, position & _MASK, (position >> 32) & _MASK
     return tuple(torch.ops.fused_softmax.philox(*words)) if torch.compiler.is_compiling() else philox(*words)
 
 
@@ -103,16 +106,18 @@ def exponential(words: tuple[Tensor, ...], which: int) -> Tensor:
     return -torch.log1p(-uniform(words, which))
 
 
-def exponential_of_groups(seed: Tensor, position: Tensor, n_groups: int, stream: int) -> Tensor:
+def exponential_of_groups(seed: Tensor, position: Tensor, n_groups: int, stream: int, turn: int = 0) -> Tensor:
     """E [n, n_groups] for seeds and positions [n]."""
     blocks = -(-n_groups // (APART * WORDS))
     call = torch.arange(blocks * APART, device=seed.device)
-    words = words_at(seed, position, call, stream)
+    words = words_at(seed, position, call, stream, turn)
     of_words = [exponential(words, j).unflatten(1, (blocks, APART)) for j in range(WORDS)]
     return torch.stack(of_words, 2).flatten(1)[:, :n_groups]
 
 
-def draw(weights: Tensor, seed: Tensor, position: Tensor, groups: int = GROUPS, members: int = MEMBERS) -> Tensor:
+def draw(
+    weights: Tensor, seed: Tensor, position: Tensor, groups: int = GROUPS, members: int = MEMBERS, turn: int = 0
+) -> Tensor:  # fmt: skip
     """A column of each row of weights [n, n_cols], float64 and not negative, for seeds and positions [n]: int64 [n].
 
     Of equal scores the lowest column; 0 for a row without weight.
@@ -120,9 +125,9 @@ def draw(weights: Tensor, seed: Tensor, position: Tensor, groups: int = GROUPS, 
     n_groups = -(-weights.shape[1] // GROUP)
     weights = torch.nn.functional.pad(weights, (0, n_groups * GROUP - weights.shape[1]))
     of_group = sum_of_groups(weights.unflatten(1, (n_groups, GROUP)))
-    group = (of_group / exponential_of_groups(seed, position, n_groups, groups)).argmax(1, keepdim=True)
+    group = (of_group / exponential_of_groups(seed, position, n_groups, groups, turn)).argmax(1, keepdim=True)
     cols = group * GROUP + torch.arange(GROUP, device=group.device)
-    noise = exponential(words_at(seed, position, cols, members), 0)
+    noise = exponential(words_at(seed, position, cols, members, turn), 0)
     member = (weights.gather(1, cols) / noise).argmax(1, keepdim=True)
     return cols.gather(1, member).squeeze(1)
 

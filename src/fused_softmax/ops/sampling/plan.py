@@ -16,6 +16,9 @@ DRAW_CAPACITY, KEPT_WARPS = 64, 8
 # Where min-p alone, or nothing, judges: stretches whose lanes a program looks through, of few rows and of many; the
 # programs of a multiprocessor before each looks through more; and its warps.
 ABOVE_STRETCHES, ABOVE_PROGRAMS, ABOVE_WARPS = (4, 32), 4, 4
+PROPOSE_STRETCHES = 128  # for each warp of the program that finds a row's first arrivals, of 8 warps at most
+DECIDE_WARPS, DECIDE_PROGRAMS = 4, 16  # of the programs that judge these, and programs of a multiprocessor
+REDRAW_WARPS = 16  # of the program that draws again where all were rejected
 # Warps of the program that seeks a low boundary, columns that it seeks it among, and programs a multiprocessor of the
 # launches beside it, which are many because few rows may be left. The second was not varied.
 DRAW_BOUND_WARPS, DRAW_LISTED, DRAW_WIDE_PROGRAMS = 16, 8192, 32
@@ -27,9 +30,11 @@ class DrawPlan:
 
     parts: programs of a row. capacity: lanes of 32 columns that a program of kept_warps holds where filters are judged;
     all_stretches: a power of two that is at least as many as a row has. Where a row's maximum says what is kept,
-    programs of above_warps look through above_stretches each. Where neither does, a program of bound_warps seeks the
-    boundary among `listed` logits at most, and wide_parts programs read a row, wide_stretches each: more than `parts`,
-    for few rows may be left.
+    programs of above_warps look through above_stretches each. A program of propose_warps finds a row's first arrivals,
+    and decide_parts programs of decide_warps judge them, decide_stretches each; one of redraw_warps draws again where
+    all are rejected. Where a boundary is sought, a program of
+    bound_warps does so among `listed` logits at most, and wide_parts programs read a row, wide_stretches each: more
+    than `parts`, for few rows may be left.
     """
 
     n_draws: int
@@ -43,6 +48,11 @@ class DrawPlan:
     kept_warps: int
     above_stretches: int
     above_warps: int
+    propose_warps: int
+    decide_warps: int
+    decide_parts: int
+    decide_stretches: int
+    redraw_warps: int
     bound_warps: int
     listed: int
     wide_parts: int
@@ -63,9 +73,14 @@ def plan_draws(n_draws: int, n_cols: int, itemsize: int, device: Device) -> Draw
     least, most = ABOVE_STRETCHES
     above = next_power_of_2(-(-n_stretches * max(1, n_draws) // (ABOVE_PROGRAMS * device.sm_count)))
     above = min(max(above, least), most, next_power_of_2(n_stretches))
+    propose_warps = min(8, max(1, next_power_of_2(n_stretches) // PROPOSE_STRETCHES))
+    at_once = min(DECIDE_WARPS, next_power_of_2(n_stretches))
+    decide_stretches = _stretches_of_part(n_draws, n_stretches, at_once, DECIDE_PROGRAMS * device.sm_count)
     return DrawPlan(
         n_draws, n_cols, stretches, part_stretches, -(-n_stretches // part_stretches), stretches,
-        next_power_of_2(n_stretches), DRAW_CAPACITY, KEPT_WARPS, above, ABOVE_WARPS, DRAW_BOUND_WARPS, DRAW_LISTED,
+        next_power_of_2(n_stretches), DRAW_CAPACITY, KEPT_WARPS, above, ABOVE_WARPS, propose_warps, at_once,
+        -(-n_stretches // decide_stretches), decide_stretches, min(REDRAW_WARPS, next_power_of_2(n_stretches)),
+        DRAW_BOUND_WARPS, DRAW_LISTED,
         -(-n_stretches // wide_stretches), wide_stretches,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.ops.sampling import noise
+from fused_softmax.ops.sampling.arrivals import draw_first
 
 REACHED = 1 - 2.0**-22  # of top_p and of min_p, which logits rounded to float32 may miss by so little
 Number = float | Tensor  # a parameter: one for all rows, or [n_rows]
@@ -83,7 +84,8 @@ def sample(
         x = torch.where(unpacked(bitmask, n_cols), x, -math.inf)
     judged = judge(x, temperature, top_k, top_p, min_p, joint=order == "joint")
     valid = judged.valid if in_range is None else judged.valid & in_range
-    tokens = torch.where(valid, noise.draw(judged.weights, seed, position), 0)
+    tokens = drawn(x, judged, temperature, top_k, top_p, min_p, order, seed, position)
+    tokens = torch.where(valid, tokens, 0)
     of_tokens = top = top_tokens = None
     if return_logprobs is not None:
         logprobs = judged.log_probs if return_logprobs == "processed" else log_softmax(raw)
@@ -97,6 +99,31 @@ def sample(
             top = top.masked_fill(~valid[:, None], math.nan).float()
     kept = packed(judged.kept & valid[:, None]) if return_kept else None
     return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept)
+
+
+FEW = 64  # of top-k, which is found before the draw
+
+
+def drawn(
+    x: Tensor, judged: Judged, temperature: Number, top_k: Number | None, top_p: Number | None, min_p: Number | None,
+    order: str, seed: Tensor, position: Tensor,
+) -> Tensor:  # fmt: skip
+    """The tokens of rows x that were judged: drawn first, or of what is kept where that needs its boundary anyway.
+
+    That is where top-k keeps at most FEW columns, or where top-p judges what top-k left.
+    """
+    of_kept = noise.draw(judged.weights, seed, position)
+    if top_p is None and (top_k is None or (isinstance(top_k, int) and top_k <= FEW)):
+        return of_kept
+    k = torch.zeros((), dtype=torch.int64, device=x.device) if top_k is None else per_row(top_k, x, torch.int64)
+    k = torch.where((k > 0) & (k < x.shape[1]), k, 0)
+    by_p = torch.zeros_like(k, dtype=torch.bool) if top_p is None else double_of(top_p, x) < 1
+    first = torch.where(k > 0, (k > FEW) & ((order == "joint") | ~by_p), by_p)
+    possible = torch.isfinite(judged.z)
+    if min_p is not None:
+        possible = possible & (judged.z >= least_score(min_p, x))
+    of_arrivals = draw_first(x, judged.z.exp(), judged.kept, possible, seed, position)
+    return torch.where(first.reshape(-1), of_arrivals, of_kept)
 
 
 def rows_of_draws(logits: Tensor, row_indices: Tensor | None) -> Tensor:
@@ -337,19 +364,18 @@ def speculative_sample(
     positions = (position[:, None] + at).flatten()
     seeds = seed[:, None].expand(n, k_and_1).flatten()
 
-    def judged_rows(logits):
-        x = logits.float().reshape(n * k_and_1, n_cols) + 0.0
-        return judge(x, **of_rows, joint=order == "joint")
+    def rows(logits):
+        return logits.float().reshape(n * k_and_1, n_cols) + 0.0
 
-    target = judged_rows(target_logits)
+    target = judge(rows(target_logits), **of_rows, joint=order == "joint")
     valid = target.valid.unflatten(0, (n, k_and_1))
-    own = noise.draw(target.weights, seeds, positions)
+    own = drawn(rows(target_logits), target, **of_rows, order=order, seed=seeds, position=positions)
     drafts = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1)  # after the last draft comes one more token
     drafted = (drafts >= 0) & (drafts < n_cols)
     if draft_logits is None:
         tokens, accepted = own.unflatten(0, (n, k_and_1)), own.unflatten(0, (n, k_and_1)) == drafts
     else:
-        draft = judged_rows(torch.nn.functional.pad(draft_logits, (0, 0, 0, 1)))
+        draft = judge(rows(torch.nn.functional.pad(draft_logits, (0, 0, 0, 1))), **of_rows, joint=order == "joint")
         valid = valid & (draft.valid.unflatten(0, (n, k_and_1)) | ~drafted)
         column = torch.where(drafted, drafts, 0).flatten()[:, None]
         p, q = target.probs, draft.probs

@@ -52,7 +52,8 @@ def _draws_at_a_time(logits: Tensor, options: Sampling, n_draws: int) -> int:
         return n_draws  # of which nothing is noted
     index = logits.get_device()
     plan = plan_draws(n_draws, logits.shape[1], logits.element_size(), device_of(index))
-    spec = spec_of(plan, options, index, True, logits.dtype)
+    reports = options.return_kept or options.return_logprobs == "processed"
+    spec = spec_of(plan, options, index, True, logits.dtype, reports)
     return max(1, _MOST_BYTES // (8 * spec.scratch * _ALIGNED)) * _ALIGNED
 
 

@@ -21,9 +21,8 @@ from fused_softmax.ops.sampling.kernels.common import (
     order_of,
     scratch_at,
 )
-from fused_softmax.ops.sampling.kernels.kept import only_inf, row_state
 from fused_softmax.ops.sampling.kernels.lanes import ones_of
-from fused_softmax.ops.sampling.kernels.row import finish_parts, take_lanes
+from fused_softmax.ops.sampling.kernels.row import finish_parts, only_inf, row_state, take_lanes
 
 
 @triton.jit(
@@ -72,8 +71,8 @@ def _draw_above(
         key, mass = tl.max(best, axis=0), tl.sum(mass, axis=0)
         if part == 0:
             tl.store(valid_ptr + draw, tl.full([], 1, tl.int8))
-        record_ptr = scratch_ptr + draw * K.scratch
-        finish_parts(record_ptr, tokens_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, strides, K)
+        record_ptr, token_ptr = scratch_ptr + draw * K.scratch, tokens_ptr + draw * strides[TOKENS]
+        finish_parts(record_ptr, token_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, K)
     elif part == 0:
         token, drawn = tl.zeros([], tl.int64), valid & odd
         if odd:

@@ -23,6 +23,7 @@ LOWEST = tl.constexpr(-2139095041)  # the order of -inf
 # As REACHED of ops/sampling/reference.py, and twice as far: fp32 numbers and weights have their own roundings.
 REACHED = tl.constexpr(1 - 2.0**-21)
 GROUPS, MEMBERS = tl.constexpr(0), tl.constexpr(1)  # streams of noise
+STREAMS = tl.constexpr(8)  # of a turn
 # A kernel's strides, of its tensors' first dims. Of a number in a tensor's place: how much more each draw has.
 LOGITS, BIAS, BITMASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, TOKENS, KEPT_BITS = (
     tl.constexpr(i) for i in range(11)
@@ -79,7 +80,15 @@ def draw_of(
     bitmask_ptr = bitmask_ptr + draw * strides[BITMASK] if K.bitmasked else ptr
     return Draw(
         ptr, bias_ptr, bitmask_ptr, n_cols, temperature, factor_of(temperature), seed, position,
-        there & can_be(temperature),
+        there & can_be(temperature), 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def at_turn(D, turn):
+    """The same row, by the noise of another turn."""
+    return Draw(
+        D.ptr, D.bias_ptr, D.bitmask_ptr, D.n_cols, D.temperature, D.factor, D.seed, D.position, D.valid, turn
     )  # fmt: skip
 
 
@@ -202,11 +211,18 @@ def noise_of(word, all_words, K: tl.constexpr):
 @triton.jit
 def words_of(D, counter, STREAM: tl.constexpr):
     """Four words for each of the counters."""
+    return words_of_turns(D, counter, D.turn, STREAM)
+
+
+@triton.jit
+def words_of_turns(D, counter, turn, STREAM: tl.constexpr):
+    """Four words for each of the counters, each in a turn of its own."""
     c0 = counter.to(tl.uint32)
     zero = c0 * 0
+    stream = zero + turn * STREAMS + STREAM
     low = (D.position & 0xFFFFFFFF).to(tl.uint32)
     high = (D.position >> 32).to(tl.uint32)
-    return tl.philox(D.seed, c0, zero + STREAM, zero + low, zero + high)
+    return tl.philox(D.seed, c0, stream, zero + low, zero + high)
 
 
 @triton.jit

@@ -29,39 +29,51 @@ from fused_softmax.ops.sampling.kernels.common import (
     draw_of,
     filters_of,
     group_of,
+    log2_of,
     logits_of,
     logprob_of,
     member_of,
     middle_of,
+    noise_of,
     order_of,
     score_at,
     scratch_at,
     sum_of_8,
     sums_of,
-    survey,
     take_kept,
     value_of,
     weight_at,
     whole_grains,
     words_of,
 )
+from fused_softmax.ops.sampling.kernels.first import propose
 from fused_softmax.ops.sampling.kernels.lanes import HIGHEST, greatest_lanes, lane_maxima
 from fused_softmax.ops.sampling.kernels.ranked import least_of_ranked
-from fused_softmax.ops.sampling.kernels.row import begin_parts, least_in_row, within_row
+from fused_softmax.ops.sampling.kernels.row import (
+    STATUS,
+    begin_parts,
+    code_at,
+    least_in_row,
+    only_inf,
+    row_state,
+    within_row,
+)
 from fused_softmax.ops.sampling.kernels.spec import Held
 from fused_softmax.ops.sampling.kernels.wide import open_row
 
 # Shares of the mass that top-p asks for. Wide rows have less in the maxima of all lanes: N(0, 2^2) 0.5, N(0, 6^2) 1.1.
 FAR = tl.constexpr(0.7)
+FEW = tl.constexpr(64)  # of top-k, which the lanes of the greatest maxima always hold
 NEAR = tl.constexpr(0.93)  # where the lanes that are held have this share, twice as many mostly have all
 
 
-@triton.jit(do_not_specialize=["n_cols", "n_rows"])
+@triton.jit(do_not_specialize=["n_cols", "n_rows", "seed_low", "seed_high", "position_low", "position_high"])
 def _stretches(
-    scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature,
-    K: tl.constexpr,
+    scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows,
+    n_cols, temperature, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """Of K.stretches stretches of a row: m and s = sum 2 ** z, and the maximum of each lane's 32 logits.
+    """Of K.stretches stretches of a row: m and s = sum 2 ** z, and of each lane's 32 logits the maximum, and by which
+    score the lane races (K.first).
 
     A filter's boundary among the k greatest logits lies in the k lanes of the greatest maxima, so these are all that
     what follows looks for. s is NaN where a logit is, or is inf.
@@ -72,28 +84,35 @@ def _stretches(
     draw = (program // n_parts).to(tl.int64)
     stretch = program % n_parts * K.stretches
     D = draw_of(
-        logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols, temperature,
-        0, 0, 0, 0, draw, K,
+        logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols,
+        temperature, seed_low, seed_high, position_low, position_high, draw, K,
     )  # fmt: skip
     let_next_begin(K.leads)
     call = calls_of(stretch, K)
     there = call < n_stretches * LANES
     if (stretch + K.stretches) * STRETCH <= n_cols:
-        top, m, s = state_of_stretches(D, call, there, K, True)
+        top, m, s, score = state_of_stretches(D, call, there, K, True)
     else:
-        top, m, s = state_of_stretches(D, call, there, K, False)
+        top, m, s, score = state_of_stretches(D, call, there, K, False)
     at = stretch + tl.arange(0, K.stretches)
     tl.store(scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K) + call, top, mask=there)
     tl.store(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, m, mask=at < n_stretches)
     tl.store(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, s, mask=at < n_stretches)
-    if not K.ranked:  # noqa: SIM102  a constexpr, then a value
+    if not (K.ranked or K.first):  # noqa: SIM102  a constexpr, then a value
         if stretch == 0:
             begin_parts(scratch_ptr + draw * K.scratch)
+    if K.first:
+        best = tl.max(tl.reshape(score, [K.stretches, 32]), axis=1)
+        tl.store(scratch_at(scratch_ptr, draw, K.scores_at, tl.float32, K) + call, score, mask=there)
+        tl.store(scratch_at(scratch_ptr, draw, K.bests_at, tl.float32, K) + at, best, mask=at < n_stretches)
 
 
 @triton.jit
 def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
-    """(maxima of lanes, m and s of stretches); s is in units, and -1 where a logit is NaN or inf."""
+    """(maxima of lanes, m and s of stretches, scores of lanes by the maximum of their stretch).
+
+    s is in units, and -1 where a logit is NaN or inf. The score of a lane is that of its first arrival (K.first).
+    """
     S: tl.constexpr = K.stretches
     x = (
         logits_of(D, column_of(call, 0), there, K, WHOLE, True),
@@ -104,13 +123,24 @@ def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
     top = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), axis=1)
     m = tl.max(tl.reshape(top, [S, 32]), axis=1)
     of_lane = tl.reshape(tl.broadcast_to(m[:, None], [S, 32]), [S * 32])[:, None]
-    w = (weight_at(x[0], of_lane, D) + weight_at(x[1], of_lane, D)) + (
-        weight_at(x[2], of_lane, D) + weight_at(x[3], of_lane, D)
-    )
-    s = sum_of_8(w)
+    s_0, s_1 = sum_of_8(weight_at(x[0], of_lane, D)), sum_of_8(weight_at(x[1], of_lane, D))
+    s_2, s_3 = sum_of_8(weight_at(x[2], of_lane, D)), sum_of_8(weight_at(x[3], of_lane, D))
+    score = top
+    if K.first:
+        words = words_of(D, call, GROUPS)
+        all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
+        score = tl.maximum(
+            tl.maximum(
+                log2_of(s_0, K) + noise_of(words[0], all_words, K), log2_of(s_1, K) + noise_of(words[1], all_words, K)
+            ),
+            tl.maximum(
+                log2_of(s_2, K) + noise_of(words[2], all_words, K), log2_of(s_3, K) + noise_of(words[3], all_words, K)
+            ),
+        )  # fmt: skip
+    s = (s_0 + s_1) + (s_2 + s_3)
     odd = tl.max(tl.reshape((s != s).to(tl.int32), [S, 32]), axis=1)
     s = tl.sum(tl.reshape((tl.where(s == s, s, 0.0) * UNIT).to(tl.int64), [S, 32]), axis=1)
-    return top, m, tl.where(odd > 0, -1, s)
+    return top, m, tl.where(odd > 0, -1, s), score
 
 
 @triton.jit(
@@ -121,7 +151,10 @@ def _choose(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols, temperature,
     top_k, top_p, min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """A draw by one program, from the lanes of the greatest maxima; or what the launches after it need (K.wide)."""
+    """A draw by one program, from the lanes of the greatest maxima; or what the launches after it need (K.opens).
+
+    K.by_row: rows whose draw needs no boundary are drawn from first. K.given: the token is there; what is kept is not.
+    """
     draw = tl.program_id(0).to(tl.int64)
     D = draw_of(
         logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols,
@@ -136,16 +169,24 @@ def _choose(
     F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
     valid = D.valid & (F.p > 0)
     token = tl.zeros([], tl.int64)
+    if K.given:
+        token = tl.load(tokens_ptr + draw * strides[TOKENS])
     logprob = tl.full([], float("nan"), tl.float32)
-    if K.wide:
-        tl.store(scratch_ptr + draw * K.scratch, 0)
+    if K.opens:
+        tl.store(scratch_ptr + draw * K.scratch + STATUS, 0)
     if odd:
         token, valid = only_inf(kept_ptr, D, valid, K)
         logprob = tl.where(valid, 0.0, logprob)
     else:
         valid &= m > NEG_INF
         if valid:
-            token, logprob = choose(top, scratch_ptr, kept_ptr, draw, D, F, K)
+            if K.by_row:
+                if draws_first(F, K):
+                    token = propose(scratch_ptr, draw, D, F, K)
+                else:
+                    token, logprob = choose(top, token, scratch_ptr, kept_ptr, draw, D, F, K)
+            else:
+                token, logprob = choose(top, token, scratch_ptr, kept_ptr, draw, D, F, K)
     tl.store(tokens_ptr + draw * strides[TOKENS], token)
     tl.store(valid_ptr + draw, valid.to(tl.int8))
     if logprobs_ptr is not None:
@@ -153,49 +194,38 @@ def _choose(
 
 
 @triton.jit
-def row_state(scratch_ptr, draw, D, K: tl.constexpr):
-    """(m, s in units, whether the row has a NaN or an inf) of all stretches of a row."""
-    n_stretches = tl.cdiv(D.n_cols, STRETCH)
-    at = tl.arange(0, K.all_stretches)
-    on = at < n_stretches
-    m_parts = tl.load(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, mask=on, other=NEG_INF)
-    s_parts = tl.load(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, mask=on, other=0)
-    m = tl.max(m_parts, axis=0)
-    weight = weight_at(m_parts, m, D).to(tl.float64)
-    return m, tl.sum((s_parts.to(tl.float64) * weight).to(tl.int64), axis=0), tl.min(s_parts, axis=0) < 0
+def draws_first(F, K: tl.constexpr):
+    """Whether a row's token needs no boundary: not among few columns, nor by top-p of what top-k leaves."""
+    return (F.k == 0) | ((F.k > FEW) & ((F.p >= 1) | K.joint))
 
 
 @triton.jit
-def only_inf(kept_ptr, D, valid, K: tl.constexpr):
-    """(token, whether it can be drawn) of a row with a NaN or an inf: one inf alone wins."""
-    _, n_inf, at_inf, n_nan = survey(D, K)
-    valid &= (n_nan == 0) & (n_inf == 1)
-    token = tl.where(valid, at_inf, 0).to(tl.int64)
-    if kept_ptr is not None:  # noqa: SIM102  a constexpr, then a value
-        if valid:
-            tl.store(kept_ptr + token // 8, (1 << (token % 8)).to(tl.uint8))
-    return token, valid
-
-
-@triton.jit
-def choose(top, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
-    """(token, its logprob) of a row that can be drawn from."""
-    token, logprob = tl.zeros([], tl.int64), tl.zeros([], tl.float32)
+def choose(top, token, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+    """(token, its logprob) of a row that can be drawn from. token: what it is where it is given (K.given)."""
+    logprob = tl.zeros([], tl.float32)
     enough, near, known = F.k < 0, F.k < 0, tl.zeros([], tl.int32)
     if not is_far(top, D, F, K):
-        token, logprob, enough, near, known = choose_among(top, None, scratch_ptr, kept_ptr, draw, D, F, K)
+        token, logprob, enough, near, known = choose_among(top, token, None, scratch_ptr, kept_ptr, draw, D, F, K)
     if not enough:
         tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
         if K.wide:
             if near:
-                token, logprob, enough = choose_among_more(known, scratch_ptr, kept_ptr, draw, D, F, K)
+                token, logprob, enough = choose_among_more(token, known, scratch_ptr, kept_ptr, draw, D, F, K)
             if not enough:
                 open_row(scratch_ptr + draw * K.scratch, D, F, K)
         else:
-            B = bounds_of_code(least_in_row(D, F, K))
+            B = bounds_to(token, least_in_row(D, F, K), D, K)
             tl.debug_barrier()
-            token, logprob = within_row(kept_ptr, D, F.m, B, K)
+            token, logprob = within_row(token, kept_ptr, D, F.m, B, K)
     return token, logprob
+
+
+@triton.jit
+def bounds_to(token, least, D, K: tl.constexpr):
+    """All that lies from a code on. A token that is given is within, whatever sums were rounded to."""
+    if K.given:
+        least = tl.minimum(least, code_at(token, D, K))
+    return bounds_of_code(least)
 
 
 @triton.jit
@@ -209,19 +239,19 @@ def is_far(top, D, F, K: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def choose_among_more(known, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+def choose_among_more(token, known, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob, whether all that decides it is known), from twice as many lanes.
 
     known: an order. All that is kept from it on was looked at before, and the filters do not end there.
     """
     MORE: tl.constexpr = K.more
     top = lane_maxima(scratch_ptr, draw, D, K)
-    token, logprob, enough, _, _ = choose_among(top, known, scratch_ptr, kept_ptr, draw, D, F, MORE)
+    token, logprob, enough, _, _ = choose_among(top, token, known, scratch_ptr, kept_ptr, draw, D, F, MORE)
     return token, logprob, enough
 
 
 @triton.jit
-def choose_among(top, cut, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
+def choose_among(top, token, cut, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob, whether all that decides it is known; or else is near; the order from which on it is known).
 
     It looks at K.capacity lanes. cut: an order from which on all is known to be kept, or None.
@@ -231,10 +261,9 @@ def choose_among(top, cut, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     call = tl.maximum(call, 0)
     H = held_of(call, there, D, K)
     least, enough, near, known = least_of_candidates(H, known, cut, scratch_ptr, draw, D, F, K)
-    token = tl.zeros([], tl.int64)
     logprob = tl.zeros([], tl.float32)
     if enough:
-        B = bounds_of_code(tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS))
+        B = bounds_to(token, tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS), D, K)
         words = words_of(D, H.call, GROUPS)
         all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
         key_0, mass_0 = take_kept(H.x_0, column_of(call, 0), there, words[0], all_words, D, F.m, B, kept_ptr, K)
@@ -243,7 +272,8 @@ def choose_among(top, cut, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
         key_3, mass_3 = take_kept(H.x_3, column_of(call, 3), there, words[3], all_words, D, F.m, B, kept_ptr, K)
         key = tl.max(tl.maximum(tl.maximum(key_0, key_1), tl.maximum(key_2, key_3)), axis=0)
         mass = tl.sum(mass_0 + mass_1 + mass_2 + mass_3, axis=0)
-        token = member_of(D, group_of(key), F.m, K, B)
+        if not K.given:
+            token = member_of(D, group_of(key), F.m, K, B)
         logprob = logprob_of(token, mass, D, F.m, K)
     return token, logprob, enough, near, known
 

@@ -28,11 +28,11 @@ from fused_softmax.ops.sampling.kernels.common import (
     survey,
     value_of,
 )
-from fused_softmax.ops.sampling.kernels.kept import held_of, list_held, row_state
+from fused_softmax.ops.sampling.kernels.kept import held_of, list_held
 from fused_softmax.ops.sampling.kernels.lanes import greatest_lanes, lane_maxima
 from fused_softmax.ops.sampling.kernels.ranked import sort_listed
-from fused_softmax.ops.sampling.kernels.row import least_in_row
-from fused_softmax.ops.sampling.kernels.wide import LISTED, list_marked
+from fused_softmax.ops.sampling.kernels.row import LISTED, least_in_row, row_state
+from fused_softmax.ops.sampling.kernels.wide import list_marked
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows", "top_k"])

@@ -6,16 +6,17 @@ Such reading is slow, and right whatever the logits are: it serves rows whose bo
 import triton
 import triton.language as tl
 
+from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     GROUPS,
     LANES,
     LOWEST,
     STRETCH,
-    TOKENS,
     UNIT,
     bounds_of_code,
     calls_of,
+    code_of,
     column_of,
     group_of,
     kept_of,
@@ -23,24 +24,68 @@ from fused_softmax.ops.sampling.kernels.common import (
     logprob_of,
     member_of,
     order_of,
+    scratch_at,
     sum_of_8,
+    survey,
     take_kept,
     weight_at,
     words_of,
 )
 
-# Where a row's record has what its parts add to.
-KEY, KEPT, TICKET = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+# A row's record: what is open of it, the bounds between which its last kept logit is, how many logits are above them
+# and their mass, the code of the last kept logit; what its parts add to; its maximum and its sum; how many are listed.
+STATUS, LOW, HIGH, COUNT, MASS, LEAST, KEY, KEPT, TICKET, TOP, TOTAL, LISTED = (tl.constexpr(i) for i in range(12))
+DRAW_ONLY, ALL, JUDGED, REJECTED = (tl.constexpr(i) for i in range(1, 5))  # what is open
 
 
 @triton.jit
-def best_kept(kept_ptr, D, start, end, m, B, K: tl.constexpr):
-    """(key of the best group, mass in units) of what is kept of stretches from start to end."""
+def row_state(scratch_ptr, draw, D, K: tl.constexpr):
+    """(m, s in units, whether the row has a NaN or an inf) of all stretches of a row."""
+    n_stretches = tl.cdiv(D.n_cols, STRETCH)
+    at = tl.arange(0, K.all_stretches)
+    on = at < n_stretches
+    m_parts = tl.load(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, mask=on, other=NEG_INF)
+    s_parts = tl.load(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, mask=on, other=0)
+    m = tl.max(m_parts, axis=0)
+    weight = weight_at(m_parts, m, D).to(tl.float64)
+    return m, tl.sum((s_parts.to(tl.float64) * weight).to(tl.int64), axis=0), tl.min(s_parts, axis=0) < 0
+
+
+@triton.jit
+def only_inf(kept_ptr, D, valid, K: tl.constexpr):
+    """(token, whether it can be drawn) of a row with a NaN or an inf: one inf alone wins."""
+    _, n_inf, at_inf, n_nan = survey(D, K)
+    valid &= (n_nan == 0) & (n_inf == 1)
+    token = tl.where(valid, at_inf, 0).to(tl.int64)
+    if kept_ptr is not None:  # noqa: SIM102  a constexpr, then a value
+        if valid:
+            tl.store(kept_ptr + token // 8, (1 << (token % 8)).to(tl.uint8))
+    return token, valid
+
+
+@triton.jit
+def code_at(col, D, K: tl.constexpr):
+    """The code of a column's logit."""
+    first = (col // 8 * 8).to(tl.int32)
+    x = logits_of(D, first + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K)
+    x = tl.max(tl.where(first + tl.arange(0, 8)[None, :] == col, x, NEG_INF))
+    return code_of(x, col)
+
+
+@triton.jit
+def best_kept(kept_ptr, tops_ptr, D, start, end, m, B, K: tl.constexpr):
+    """(key of the best group, mass in units) of what is kept of stretches from start to end.
+
+    tops_ptr: the maxima of lanes, or None; a lane whose maximum is not kept is not read.
+    """
     best = tl.zeros([K.stretches * LANES], tl.int64)
     mass = tl.zeros([K.stretches * LANES], tl.int64)
     for stretch in range(start, end, K.stretches):
         call = calls_of(stretch, K)
-        best, mass = take_lanes(kept_ptr, D, call, call < end * LANES, m, B, best, mass, K)
+        there = call < end * LANES
+        if tops_ptr is not None:
+            there = there & (tl.load(tops_ptr + call, mask=there, other=NEG_INF) >= B.x)
+        best, mass = take_lanes(kept_ptr, D, call, there, m, B, best, mass, K)
     return tl.max(best, axis=0), tl.sum(mass, axis=0)
 
 
@@ -69,26 +114,32 @@ def begin_parts(record_ptr):
 
 @triton.jit
 def finish_parts(
-    record_ptr, tokens_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, strides, K: tl.constexpr
+    record_ptr, token_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, K: tl.constexpr
 ):  # fmt: skip
-    """Adds a part's best group and mass to its row's. The part that arrives last writes the token: nobody waits."""
+    """Adds a part's best group and mass to its row's. The part that arrives last writes the token, unless it is given
+    (K.given): nobody waits.
+    """
     tl.atomic_max(record_ptr + KEY, key, sem="relaxed")
     tl.atomic_add(record_ptr + KEPT, mass, sem="relaxed")
     last = tl.atomic_add(record_ptr + TICKET, 1, sem="acq_rel") == n_parts - 1
     if last:
         key = tl.atomic_max(record_ptr + KEY, 0, sem="relaxed")
         mass = tl.atomic_add(record_ptr + KEPT, 0, sem="relaxed")
-        token = member_of(D, group_of(key), m, K, B)
-        tl.store(tokens_ptr + draw * strides[TOKENS], token)
+        if K.given:
+            token = tl.load(token_ptr)
+        else:
+            token = member_of(D, group_of(key), m, K, B)
+            tl.store(token_ptr, token)
         if logprobs_ptr is not None:
             tl.store(logprobs_ptr + draw, logprob_of(token, mass, D, m, K))
 
 
 @triton.jit(noinline=True)
-def within_row(kept_ptr, D, m, B, K: tl.constexpr):
-    """(token, its logprob) of a whole row, by one program."""
-    key, mass = best_kept(kept_ptr, D, 0, tl.cdiv(D.n_cols, STRETCH), m, B, K)
-    token = member_of(D, group_of(key), m, K, B)
+def within_row(token, kept_ptr, D, m, B, K: tl.constexpr):
+    """(token, its logprob) of a whole row, by one program. token: what it is where it is given (K.given)."""
+    key, mass = best_kept(kept_ptr, None, D, 0, tl.cdiv(D.n_cols, STRETCH), m, B, K)
+    if not K.given:
+        token = member_of(D, group_of(key), m, K, B)
     return token, logprob_of(token, mass, D, m, K)
 
 

@@ -15,6 +15,9 @@ class SampleSpec:
     all_stretches: at least as many as a row has. ranked: whether top-k or top-p may ask which logits are the greatest.
         capacity: lanes of a row that are held at a time, and candidates, at most, that are ranked of their logits.
     joint: whether each filter judges all columns.
+    first: whether rows are drawn from before they are judged; by_row: whether others are not, as top-k has it of each.
+        counted: whether top-k judges them. given: whether the token is there, and what
+        is kept is asked for.
     wide: whether launches follow for rows whose boundary is lower, after a second look at twice as many lanes.
         sampled, turns: groups that they are told of it by, and how many times so many; listed: logits that it is sought
         among.
@@ -25,9 +28,9 @@ class SampleSpec:
 
     stretches: int
     whole_groups: bool
-    part_stretches: int = 1
     biased: bool = False
     bitmasked: bool = False
+    part_stretches: int = 1
     split: bool = False
     greedy: bool = False
     all_stretches: int = 1
@@ -35,13 +38,22 @@ class SampleSpec:
     candidates: int = 128
     ranked: bool = True
     joint: bool = False
+    first: bool = False
+    by_row: bool = False
+    counted: bool = False
+    given: bool = False
     wide: bool = False
     sampled: int = 512
-    listed: int = 8192
+    listed: int = 0
     grain_bits: int = 0
     ptx: bool = False
     follows: bool = False
     leads: bool = False
+
+    @property
+    def opens(self) -> bool:
+        """Whether rows may be left to the launches after the one that judges filters."""
+        return self.wide or self.by_row
 
     @property
     def more(self) -> "SampleSpec":
@@ -59,8 +71,8 @@ class SampleSpec:
 
     @property
     def sums_at(self) -> int:
-        """int64: the sum of each stretch. Before them, what is open of a row: see `wide`."""
-        return 12
+        """int64: the sum of each stretch. Before them, what is open of a row: see `row` and `first`."""
+        return 24
 
     @property
     def ranked_at(self) -> int:
@@ -78,14 +90,24 @@ class SampleSpec:
         return self.maxima_at + self.room // 2
 
     @property
+    def scores_at(self) -> int:
+        """fp32: the score by which each lane races."""
+        return self.tops_at + 16 * self.room
+
+    @property
+    def bests_at(self) -> int:
+        """fp32: the greatest of them of each stretch."""
+        return self.scores_at + (16 * self.room if self.first else 0)
+
+    @property
     def lanes_at(self) -> int:
         """int32: the lanes that are read of rows that are not ranked."""
-        return self.tops_at + 16 * self.room
+        return self.bests_at + (self.room // 2 if self.first else 0)
 
     @property
     def list_at(self) -> int:
         """int64: the logits among which a low boundary is sought, by their codes."""
-        return self.lanes_at + (0 if self.ranked else 16 * self.room)
+        return self.lanes_at + (0 if self.ranked or self.first else 16 * self.room)
 
     @property
     def bins_at(self) -> int:
@@ -94,7 +116,7 @@ class SampleSpec:
 
     @property
     def scratch(self) -> int:
-        return self.list_at + (self.listed + 512 if self.wide else 0)
+        return self.list_at + (self.listed + 512 if self.listed else 0)
 
     @property
     def room(self) -> int:
@@ -103,6 +125,8 @@ class SampleSpec:
 
 class Draw(NamedTuple):
     """A row that is drawn from: where it is, what is added, and by which noise. valid: whether it can be, so far.
+
+    turn: of the noise: every turn has streams of its own.
 
     bias_ptr, bitmask_ptr: the draw's own, where there are any (K.biased, K.bitmasked).
     """
@@ -116,6 +140,7 @@ class Draw(NamedTuple):
     seed: Any
     position: Any
     valid: Any
+    turn: Any
 
 
 class Bounds(NamedTuple):

@@ -1,7 +1,7 @@
-"""A token from the logits that filters keep of a row, in three more launches, where many logits lie above the boundary.
+"""Where the filters of a row end, in two more launches, where many logits lie above the boundary.
 
 A sample of the row gives two logits with the boundary between them. The first launch reads the row, counts the logits
-above both and lists those in between, a few thousand. The second finds the boundary in this list. The third draws from
+above both and lists those in between, a few thousand. The second finds the boundary in this list; `_decide` draws from
 the kept logits. If the sample misleads, a bisection reads the row as often as it needs, with the same result.
 """
 
@@ -13,14 +13,12 @@ from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     GREATEST,
-    KEPT_BITS,
     LANES,
     LAST_COLUMN,
     LOWEST,
     QUARTER,
     STRETCH,
     UNIT,
-    bounds_of_code,
     calls_of,
     code_of,
     column_of,
@@ -38,12 +36,22 @@ from fused_softmax.ops.sampling.kernels.common import (
     whole_grains,
 )
 from fused_softmax.ops.sampling.kernels.lanes import ones_of
-from fused_softmax.ops.sampling.kernels.row import begin_parts, best_kept, finish_parts, least_in_row
+from fused_softmax.ops.sampling.kernels.row import (
+    ALL,
+    COUNT,
+    DRAW_ONLY,
+    HIGH,
+    LEAST,
+    LISTED,
+    LOW,
+    MASS,
+    STATUS,
+    TOP,
+    TOTAL,
+    begin_parts,
+    least_in_row,
+)
 
-# Of a row's record, beside what `row` has there: whether nothing is left to do, the draw, or all; and of what.
-STATUS, LOW, HIGH, COUNT, MASS, LEAST = (tl.constexpr(i) for i in range(6))
-TOP, TOTAL, LISTED = (tl.constexpr(i) for i in range(9, 12))
-DRAW_ONLY, ALL = tl.constexpr(1), tl.constexpr(2)
 SPREADS = tl.constexpr(5.0)  # standard deviations that a sample's boundary may be off
 BINS = tl.constexpr(1024)
 LEAST_SCORE = tl.constexpr(-40.0)  # of a sample's histogram: what is below has no weight
@@ -315,34 +323,3 @@ def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr):
                 before = tl.where(reached, before, middle)
     low = tl.max(tl.where(equal, order, LOWEST), axis=0).to(tl.int64)
     return (low << COLUMN_BITS) | (tl.full([], LAST_COLUMN, tl.int64) - last)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "n_cols", "n_parts", "n_rows", "part_stretches", "seed_low", "seed_high", "position_low", "position_high",
-    ]
-)  # fmt: skip
-def _draw_within(
-    scratch_ptr, logits_ptr, tokens_ptr, logprobs_ptr, kept_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr,
-    seed_ptr, position_ptr, strides, n_rows, n_cols, n_parts, part_stretches, temperature, seed_low, seed_high,
-    position_low, position_high, K: tl.constexpr,
-):  # fmt: skip
-    """The draw from what is kept of an open row, part by part; the part that arrives last writes the token."""
-    wait_for_launch_before(K.follows)
-    program = tl.program_id(0)
-    draw = (program // n_parts).to(tl.int64)
-    part = program % n_parts
-    record_ptr = scratch_ptr + draw * K.scratch
-    if tl.load(record_ptr + STATUS) > 0:
-        D = draw_of(
-            logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows,
-            n_cols, temperature, seed_low, seed_high, position_low, position_high, draw, K,
-        )  # fmt: skip
-        m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
-        B = bounds_of_code(tl.load(record_ptr + LEAST))
-        if kept_ptr is not None:
-            kept_ptr += draw * strides[KEPT_BITS]
-        start = part * part_stretches
-        end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
-        key, mass = best_kept(kept_ptr, D, start, end, m, B, K)
-        finish_parts(record_ptr, tokens_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, strides, K)
