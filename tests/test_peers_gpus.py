@@ -231,6 +231,43 @@ def test_log_probs(gpus, transport, dtype, options):
                 assert (ours.double() - truth).norm() < near * truth.norm()
 
 
+def kept_log_probs(group, transport, form):
+    """With a set of columns for each row: log-probabilities, entropy and lse, and the gradient of this GPU's logits."""
+    x = logits(40, COLUMNS, dtype=torch.bfloat16)
+    device = x.device
+    target = torch.stack((targets(40, COLUMNS), x.argmax(1)), 1)
+    lengths = torch.arange(40) % 7 * 30  # some sets are empty
+    ids = torch.cat(
+        [torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(i))[:n] for i, n in enumerate(lengths)]
+    )
+    kept = ids.to(device), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
+    if form == "bits":
+        rows = torch.arange(40).repeat_interleave(lengths)
+        bits = torch.zeros(40, -(-COLUMNS // 32) * 32, dtype=torch.int64)
+        bits[rows, ids] = 1
+        words = (bits.view(40, -1, 32) << torch.arange(32)).sum(2)
+        kept = torch.where(words >= 2**31, words - 2**32, words).int().to(device)
+    asked = {"kept": kept, "return_entropy": True, "return_lse": True}
+    whole, given = x.double().requires_grad_(), mine(x, group).requires_grad_()
+    found = fused_softmax.log_prob(given, target, **asked, **over(group, transport))[:3]
+    wanted = fused_softmax.log_prob(whole, target, **asked)[:3]
+    of_results = [torch.where(each.isfinite(), each, 0.0).sum() for each in (*found, *wanted)]
+    (dx,) = torch.autograd.grad(sum(of_results[:3]), [given])
+    (of_whole,) = torch.autograd.grad(sum(of_results[3:]), [whole])
+    return on_host(found), on_host(wanted), *on_host([dx, mine(of_whole, group)])
+
+
+@pytest.mark.parametrize("form", ["lists", "bits"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_log_probs_of_kept_columns(gpus, transport, form):
+    found = gpus(kept_log_probs, transport, form)
+    same_on_all([each[0] for each in found])
+    for values, wanted, dx, of_whole in found:
+        for ours, truth in zip(values, wanted, strict=True):
+            close(ours, truth, 1e-4)
+        assert (dx.double() - of_whole).norm() <= 2e-2 * of_whole.norm()
+
+
 def pairs(rows, columns, dtype, target_is):
     """A student's logits, and what a teacher of logits like them gives."""
     x = logits(rows, columns)
@@ -332,6 +369,42 @@ def linear(group, transport):
     wanted = torch.nn.functional.cross_entropy(whole[0] @ whole[1].t(), target)
     of_x, of_w = torch.autograd.grad(wanted, whole)
     return on_host([y, wanted, dx, of_x, dw, of_w.split(sizes)[rank]])
+
+
+def linear_pair(group, transport, what):
+    """A student's layer against its teacher's, or against probabilities of the classes."""
+    x, w = logits(300, 256, 1, torch.bfloat16) / 8, logits(COLUMNS, 256, 2, torch.bfloat16) / 8
+    rank, sizes = group.rank(), SIZES[group.size()]
+    given = [x.clone().requires_grad_(), w.split(sizes)[rank].clone().requires_grad_()]
+    whole = [x.double().requires_grad_(), w.double().requires_grad_()]
+    if what == "probabilities":
+        t = logits(300, COLUMNS, 3).softmax(1)
+        y = linear_cross_entropy(
+            *given, mine(t, group), chunk_size=120, dtype=torch.float32, **over(group, transport)
+        )  # fmt: skip
+        wanted = torch.nn.functional.cross_entropy(whole[0] @ whole[1].t(), t.double())
+    else:
+        told, of_told = logits(300, 128, 4, torch.bfloat16) / 8, logits(COLUMNS, 128, 5, torch.bfloat16) / 8
+        y = fused_softmax.linear_divergence(
+            *given, told, of_told.split(sizes)[rank].clone(), kind=what, chunk_size=120, **over(group, transport)
+        )  # fmt: skip
+        wanted = fused_softmax.divergence(
+            whole[0] @ whole[1].t(), told.double() @ of_told.double().t(), kind=what
+        )  # fmt: skip
+    dx, dw = torch.autograd.grad(y, given)
+    of_x, of_w = torch.autograd.grad(wanted, whole)
+    return on_host([y, wanted, dx, of_x, dw, of_w.split(sizes)[rank]])
+
+
+@pytest.mark.parametrize("what", ["kl", "jsd", "probabilities"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_linear_pairs(gpus, transport, what):
+    found = gpus(linear_pair, transport, what)
+    same_on_all([[each[0], each[2]] for each in found])
+    for y, wanted, *gradients in found:
+        close(y, wanted, 3e-3)  # of logits that a layer has rounded
+        for ours, truth in zip(gradients[::2], gradients[1::2], strict=True):
+            assert (ours.double() - truth).norm() <= 3e-2 * truth.norm()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
